@@ -1,0 +1,34 @@
+"""Durable small file operations: a file appears under its final name whole, or not at all."""
+
+import hashlib
+import os
+from pathlib import Path
+
+
+def with_ending(prefix: Path, ending: str) -> Path:
+    """PREFIX + ending; unlike Path.with_suffix it keeps dots inside the prefix."""
+    return prefix.parent / (prefix.name + ending)
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Move a completely written and fsynced file to its final name, durably."""
+    temporary.replace(final)
+    folder = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
+    with temporary.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    publish(temporary, path)
+
+
+def sha256_of_file(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

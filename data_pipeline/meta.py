@@ -1,0 +1,57 @@
+"""`PREFIX.meta.json`: what a prepared corpus is made of. A corpus from elsewhere has none, and is read all
+the same."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_pipeline.errors import DataError
+from data_pipeline.files import with_ending, write_atomically
+
+FORMAT = "megatron-indexed-1"
+WRITER_VERSION = 1  # raise it when the same sources and tokenizer would give other tokens
+
+
+@dataclass(frozen=True)
+class CorpusMeta:
+    tokenizer_sha256: str  # of tokenizer.json
+    tokenizer: str  # the path as given
+    vocab_size: int
+    eos_token_id: int | None
+    token_count: int
+    document_count: int
+    dtype: str
+    sha256: str  # of the .bin
+    idx_sha256: str  # of the .idx
+    sources: list[str]  # as given
+    job_sha256: str  # sources with sizes and times, tokenizer, options: equal means nothing to do
+    format: str = FORMAT
+    writer_version: int = WRITER_VERSION
+
+    def write(self, prefix: Path) -> None:
+        content = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
+        write_atomically(meta_path(prefix), content.encode())
+
+
+def meta_path(prefix: Path) -> Path:
+    return with_ending(prefix, ".meta.json")
+
+
+def read_meta(prefix: Path) -> CorpusMeta | None:
+    """The meta data beside a corpus, or None where there is none."""
+    path = meta_path(prefix)
+    if not path.is_file():
+        return None
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        meta = CorpusMeta(**fields)
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"{path} is not readable as meta data of a corpus ({error}): delete it or prepare again"
+        ) from error
+    if meta.format != FORMAT:
+        raise DataError(
+            f"{path} has format {meta.format!r}, but this version knows {FORMAT!r}: prepare the corpus again"
+        )
+    return meta

@@ -1,0 +1,86 @@
+"""From config and number of processes to the layout: how many ranks each kind of parallelism gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megalite.config.errors import ConfigError
+from megalite.config.parallel import ParallelConfig
+
+if TYPE_CHECKING:
+    from megalite.config.root import Config
+
+ZERO_STAGE_0_NOTICE = (
+    "zero_stage 0 is served by stage 1: DeepSpeed's stage 0 clips by a wrong norm under tensor or pipeline "
+    "parallelism and shifts Adam's bias correction in bf16"
+)
+
+
+@dataclass(frozen=True)
+class ResolvedLayout:
+    """The layout a run has on a given number of processes."""
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    data_parallel_size: int
+    world_size: int
+    gradient_accumulation_steps: int
+    """Micro-batches per optimizer step on one replica."""
+    zero_stage: int
+    """The stage DeepSpeed is given: 1 to 3."""
+    notices: tuple[str, ...]
+    """Settings that are served by something else, one sentence each; said once at start."""
+
+
+def resolve_layout(config: Config, world_size: int) -> ResolvedLayout:
+    """The layout on `world_size` processes; ConfigError where the sizes do not multiply to it."""
+    parallel, training = config.parallel, config.training
+    data_parallel_size = _data_parallel_size(parallel, world_size)
+    return ResolvedLayout(
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
+        data_parallel_size=data_parallel_size,
+        world_size=world_size,
+        gradient_accumulation_steps=training.global_batch_size // (training.micro_batch_size * data_parallel_size),
+        zero_stage=max(1, parallel.zero_stage),
+        notices=(ZERO_STAGE_0_NOTICE,) if parallel.zero_stage == 0 else (),
+    )
+
+
+def wanted_world_size(parallel: ParallelConfig, device_count: int | None) -> int:
+    """Processes to start: tp x pp x dp, an `auto` dp fills the machine's GPUs, or is 1 on a CPU (None)."""
+    tp, pp, dp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size
+    if dp != "auto":
+        return tp * pp * dp
+    if device_count is None:
+        return tp * pp
+    if device_count < tp * pp:
+        raise ConfigError(
+            f"parallel.tensor_parallel_size {tp} x parallel.pipeline_parallel_size {pp} needs {tp * pp} "
+            f"GPUs, but this machine has {device_count}: use sizes whose product is at most {device_count}, "
+            "or a hostfile with more machines"
+        )
+    return device_count // (tp * pp) * tp * pp
+
+
+def _data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
+    tp, pp, dp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size
+    replica = tp * pp
+    fitting, left_over = divmod(world_size, replica)
+    if dp == "auto":
+        if left_over:
+            below = f"{fitting * replica} or " if fitting else ""
+            raise ConfigError(
+                f"parallel.tensor_parallel_size {tp} x parallel.pipeline_parallel_size {pp} = {replica} does "
+                f"not divide the {world_size} processes of this run: start {below}{(fitting + 1) * replica}"
+            )
+        return fitting
+    if replica * dp != world_size:
+        instead = "" if left_over else f", or set parallel.data_parallel_size to {fitting} or auto"
+        raise ConfigError(
+            f"parallel.tensor_parallel_size {tp} x parallel.pipeline_parallel_size {pp} x "
+            f"parallel.data_parallel_size {dp} makes {replica * dp} processes, but this run has "
+            f"{world_size}: start {replica * dp}{instead}"
+        )
+    return dp

@@ -1,0 +1,292 @@
+"""What options must be to one another: a rule returns None, or one sentence with the reason and what works.
+
+`check_rules` runs them all; rules about replicas or the device are silent while those are unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from megalite.config.deepspeed import is_on
+from megalite.config.errors import ConfigError, one_line
+from megalite.config.remedies import multiples_near, neighbours, tensor_parallel_fits, tensor_parallel_near
+
+if TYPE_CHECKING:
+    from megalite.config.root import Config
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What is known about the processes of a run; None = not yet."""
+
+    data_parallel_size: int | None
+    device: Literal["cpu", "cuda"] | None
+
+
+def check_rules(config: Config, situation: Situation) -> None:
+    """ConfigError with the first broken rule in full and the number of the others."""
+    broken = [sentence for rule in RULES if (sentence := rule(config, situation)) is not None]
+    if broken:
+        raise ConfigError(one_line(broken))
+
+
+def one_length(config: Config, _: Situation) -> str | None:
+    """A run's length is said once."""
+    training = config.training
+    if training.steps is None and training.tokens is None:
+        return "a run needs a length: set training.steps or training.tokens"
+    if training.steps is not None and training.tokens is not None:
+        return (
+            f"training.steps {training.steps} and training.tokens {training.tokens} both set the length of "
+            "the run: keep one and remove the other (or set it to null)"
+        )
+    return None
+
+
+def heads_divide_hidden_size(config: Config, _: Situation) -> str | None:
+    model = config.model
+    if "head_dim" in model.model_fields_set or model.hidden_size % model.num_attention_heads == 0:
+        return None
+    return (
+        f"model.hidden_size {model.hidden_size} is not a multiple of model.num_attention_heads "
+        f"{model.num_attention_heads}: use a hidden_size of "
+        f"{multiples_near(model.hidden_size, 2 * model.num_attention_heads)}, or set model.head_dim"
+    )
+
+
+def head_dim_is_even(config: Config, _: Situation) -> str | None:
+    model = config.model
+    if model.head_dim % 2 == 0:
+        return None
+    return (
+        f"model.head_dim {model.head_dim} is odd, but RoPE rotates pairs: use a head_dim of "
+        f"{multiples_near(model.head_dim, 2)}, or a model.hidden_size of "
+        f"{multiples_near(model.hidden_size, 2 * model.num_attention_heads)} with head_dim left out"
+    )
+
+
+def kv_heads_divide_heads(config: Config, _: Situation) -> str | None:
+    heads, kv = config.model.num_attention_heads, config.model.num_key_value_heads
+    if heads % kv == 0:
+        return None
+    near = neighbours(kv, [size for size in range(1, heads + 1) if heads % size == 0])
+    return (
+        f"model.num_attention_heads {heads} is not a multiple of model.num_key_value_heads {kv}, so query "
+        f"heads cannot share kv heads evenly: use {near} kv heads"
+    )
+
+
+def heads_divide_over_tensor_parallel(config: Config, _: Situation) -> str | None:
+    heads, tp = config.model.num_attention_heads, config.parallel.tensor_parallel_size
+    if heads % tp == 0:
+        return None
+    return (
+        f"model.num_attention_heads {heads} cannot be shared evenly by parallel.tensor_parallel_size {tp}: "
+        f"use a tensor_parallel_size of {tensor_parallel_near(config.model, tp)}"
+    )
+
+
+def kv_heads_divide_over_tensor_parallel(config: Config, _: Situation) -> str | None:
+    model, tp = config.model, config.parallel.tensor_parallel_size
+    kv = model.num_key_value_heads
+    if model.num_attention_heads % tp or tensor_parallel_fits(model, tp):
+        return None
+    reason = "one must be a multiple of the other"
+    if tp % kv == 0:
+        reason = f"replicated kv heads x head_dim = {kv * model.head_dim} must be a multiple of it"
+    return (
+        f"model.num_key_value_heads {kv} does not go with parallel.tensor_parallel_size {tp} ({reason}): use "
+        f"a tensor_parallel_size of {tensor_parallel_near(model, tp)}"
+    )
+
+
+def vocabulary_divides_over_tensor_parallel(config: Config, _: Situation) -> str | None:
+    vocab, tp = config.model.vocab_size, config.parallel.tensor_parallel_size
+    if vocab >= tp:
+        return None
+    return (
+        f"model.vocab_size {vocab} is smaller than parallel.tensor_parallel_size {tp}, so some ranks would "
+        f"hold no token: use a tensor_parallel_size of at most {vocab}"
+    )
+
+
+def every_stage_has_a_block(config: Config, _: Situation) -> str | None:
+    layers, pp = config.model.num_hidden_layers, config.parallel.pipeline_parallel_size
+    if pp <= layers:
+        return None
+    return (
+        f"parallel.pipeline_parallel_size {pp} is larger than model.num_hidden_layers {layers}, but every "
+        f"stage needs at least one layer: use a pipeline_parallel_size of at most {layers}, or at least {pp} "
+        "layers"
+    )
+
+
+def pipeline_with_zero_1(config: Config, _: Situation) -> str | None:
+    pp, zero = config.parallel.pipeline_parallel_size, config.parallel.zero_stage
+    if pp == 1 or zero < 2:
+        return None
+    return (
+        f"parallel.zero_stage {zero} does not work with parallel.pipeline_parallel_size {pp}, whose stages "
+        "sum the gradients of many micro-batches before reducing them: use zero_stage 1, or "
+        "pipeline_parallel_size 1"
+    )
+
+
+def no_engine_timers_in_a_pipeline(config: Config, _: Situation) -> str | None:
+    pp = config.parallel.pipeline_parallel_size
+    for key in ("wall_clock_breakdown", "flops_profiler"):
+        if pp > 1 and is_on(config.deepspeed.get(key)):
+            return (
+                f"deepspeed.{key} crashes DeepSpeed's pipeline engine (parallel.pipeline_parallel_size "
+                f"{pp}): remove it, or use pipeline_parallel_size 1"
+            )
+    return None
+
+
+def loss_scaling_needs_fp16(config: Config, _: Situation) -> str | None:
+    dtype = config.precision.dtype
+    if dtype == "fp16" or "fp16" not in config.deepspeed:
+        return None
+    return (
+        f"deepspeed.fp16 has no effect with precision.dtype {dtype}: remove deepspeed.fp16, or set "
+        "precision.dtype to fp16"
+    )
+
+
+def accumulation_dtype_fits(config: Config, _: Situation) -> str | None:
+    dtype, accumulation = config.precision.dtype, config.precision.gradient_accumulation_dtype
+    if accumulation in ("fp32", dtype):
+        return None
+    works = "fp32" if dtype == "fp32" else f"fp32 or {dtype}"
+    return (
+        f"precision.gradient_accumulation_dtype {accumulation} does not go with precision.dtype {dtype}: "
+        f"accumulate in {works}"
+    )
+
+
+def fp16_needs_a_gpu(config: Config, situation: Situation) -> str | None:
+    if config.precision.dtype != "fp16" or situation.device != "cpu":
+        return None
+    return "precision.dtype fp16 needs a GPU, but this run is on a CPU: use bf16 or fp32"
+
+
+def global_batch_divides(config: Config, situation: Situation) -> str | None:
+    training, dp = config.training, situation.data_parallel_size
+    micro_batches = training.micro_batch_size * (dp or 1)
+    if training.global_batch_size % micro_batches == 0:
+        return None
+    replicas = f" x data-parallel size {dp} = {micro_batches}" if dp else ""
+    return (
+        f"training.global_batch_size {training.global_batch_size} is not a multiple of "
+        f"training.micro_batch_size {training.micro_batch_size}{replicas}: use a global_batch_size of "
+        f"{multiples_near(training.global_batch_size, micro_batches)}"
+    )
+
+
+def evaluation_samples_divide(config: Config, situation: Situation) -> str | None:
+    training, dp = config.training, situation.data_parallel_size
+    samples, step = training.evaluation.samples, training.micro_batch_size * (dp or 1)
+    if training.evaluation.interval == 0 or samples % step == 0:
+        return None
+    replicas = f" x data-parallel size {dp} = {step}" if dp else ""
+    return (
+        f"training.evaluation.samples {samples} is not a multiple of training.micro_batch_size "
+        f"{training.micro_batch_size}{replicas}: use {multiples_near(samples, step)} samples"
+    )
+
+
+def evaluation_has_documents(config: Config, _: Situation) -> str | None:
+    if config.training.evaluation.interval == 0 or config.data.held_out_fraction > 0:
+        return None
+    return (
+        f"training.evaluation.interval {config.training.evaluation.interval} has nothing to evaluate on, "
+        "because data.held_out_fraction is 0: use a held_out_fraction of 0.01, or interval 0"
+    )
+
+
+def sequence_divides_over_tensor_parallel(config: Config, _: Situation) -> str | None:
+    length, tp = config.training.sequence_length, config.parallel.tensor_parallel_size
+    if not config.parallel.sequence_parallel or length % tp == 0:
+        return None
+    return (
+        f"training.sequence_length {length} cannot be cut by parallel.sequence_parallel over "
+        f"parallel.tensor_parallel_size {tp}: use a sequence_length of {multiples_near(length, tp)}, or "
+        "sequence_parallel false"
+    )
+
+
+def sequence_fits_the_model(config: Config, _: Situation) -> str | None:
+    length, longest = config.training.sequence_length, config.model.max_position_embeddings
+    if length <= longest:
+        return None
+    return (
+        f"training.sequence_length {length} is longer than model.max_position_embeddings {longest}: use a "
+        f"sequence_length of at most {longest}, or raise max_position_embeddings to {length}"
+    )
+
+
+def schedule_fits_the_run(config: Config, situation: Situation) -> str | None:
+    if one_length(config, situation) is not None:
+        return None
+    schedule, steps = config.schedule, config.total_steps
+    if schedule.warmup_steps > steps:
+        return (
+            f"schedule.warmup_steps {schedule.warmup_steps} is longer than the run of {steps} steps: use at "
+            f"most {steps}"
+        )
+    decay = schedule.wsd_decay_steps(steps)
+    if schedule.name == "wsd" and schedule.warmup_steps + decay > steps:
+        return (
+            f"schedule.warmup_steps {schedule.warmup_steps} + schedule.decay_steps {decay} is longer than "
+            f"the run of {steps} steps: they may add up to at most {steps}"
+        )
+    return None
+
+
+def decay_steps_need_wsd(config: Config, _: Situation) -> str | None:
+    schedule = config.schedule
+    if schedule.decay_steps is None or schedule.name == "wsd":
+        return None
+    return (
+        f"schedule.decay_steps {schedule.decay_steps} has no meaning with schedule.name {schedule.name}: "
+        "remove it, or use schedule.name wsd"
+    )
+
+
+def initial_weights_are_not_our_own(config: Config, _: Situation) -> str | None:
+    source = config.training.initialize_from
+    if source is None:
+        return None
+    if not source.absolute().is_relative_to(config.run_dir.absolute()):
+        return None
+    return (
+        f"training.initialize_from {source} lies in this run's own run_dir {config.run_dir}: leave it out to "
+        "continue this run (checkpoint.resume does that), or use another run_dir to start a new one"
+    )
+
+
+RULES: tuple[Callable[[Config, Situation], str | None], ...] = (
+    one_length,
+    heads_divide_hidden_size,
+    head_dim_is_even,
+    kv_heads_divide_heads,
+    heads_divide_over_tensor_parallel,
+    kv_heads_divide_over_tensor_parallel,
+    vocabulary_divides_over_tensor_parallel,
+    every_stage_has_a_block,
+    pipeline_with_zero_1,
+    no_engine_timers_in_a_pipeline,
+    loss_scaling_needs_fp16,
+    accumulation_dtype_fits,
+    fp16_needs_a_gpu,
+    global_batch_divides,
+    evaluation_samples_divide,
+    evaluation_has_documents,
+    sequence_divides_over_tensor_parallel,
+    sequence_fits_the_model,
+    schedule_fits_the_run,
+    decay_steps_need_wsd,
+    initial_weights_are_not_our_own,
+)

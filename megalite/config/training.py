@@ -1,0 +1,53 @@
+"""Section `training`: batch, length and guards of the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from megalite.config.base import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+
+
+class EvaluationConfig(Section):
+    """Loss on held-out documents while training."""
+
+    interval: NonNegativeInt = 0
+    """Steps between evaluations; 0 = never."""
+
+    samples: PositiveInt = 64
+    """Held-out sequences per evaluation; a multiple of `micro_batch_size` x data-parallel size."""
+
+
+class TrainingConfig(Section):
+    """The run: how much is read per step, for how long, and when it stops by itself."""
+
+    global_batch_size: PositiveInt
+    """Sequences per optimizer step, over all replicas and micro-batches."""
+
+    micro_batch_size: PositiveInt
+    """Sequences per forward pass on one replica; decides memory, not results."""
+
+    sequence_length: PositiveInt
+    """Tokens per sequence."""
+
+    steps: PositiveInt | None = None
+    """Length of the run in optimizer steps; give this or `tokens`."""
+
+    tokens: PositiveInt | None = None
+    """Length of the run in training tokens, rounded up to whole steps; give this or `steps`."""
+
+    seed: NonNegativeInt = 0
+    """Seed of the initial weights, the order of the data and dropout."""
+
+    gradient_clipping: NonNegativeFloat = 1.0
+    """Largest global norm of the gradient; larger ones are scaled down to it. 0 = off."""
+
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    """Loss on held-out documents while training."""
+
+    max_skipped_steps: NonNegativeInt = 10
+    """Consecutive steps that may be skipped for NaN or Inf gradients before the run stops."""
+
+    initialize_from: Path | None = None
+    """A megalite checkpoint whose weights (and nothing else) start this run."""

@@ -1,0 +1,55 @@
+"""The exact DeepSpeed configuration of a run, as a pure function of ours.
+
+Every setting whose default has moved between DeepSpeed versions, or that would be wrong for us, is written out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalite.config import Config, ResolvedLayout
+
+NEVER = 1 << 31
+BUCKET_ELEMENTS = 50_000_000  # gradients per reduction: the buffers of DeepSpeed's default (5e8) would be 2 GB each
+
+
+def deepspeed_config(config: Config, layout: ResolvedLayout) -> dict[str, Any]:
+    """What is handed to `deepspeed.initialize`, the user's `deepspeed` section merged in."""
+    precision, training = config.precision, config.training
+    ours: dict[str, Any] = {
+        "train_batch_size": training.global_batch_size,
+        "train_micro_batch_size_per_gpu": training.micro_batch_size,
+        "gradient_accumulation_steps": layout.gradient_accumulation_steps,
+        "gradient_clipping": training.gradient_clipping,
+        "steps_per_print": NEVER,
+        "wall_clock_breakdown": False,
+        # a plain torch optimizer is "untested" to ZeRO unless it is Adam
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": layout.zero_stage,
+            "reduce_bucket_size": BUCKET_ELEMENTS,
+            "allgather_bucket_size": BUCKET_ELEMENTS,
+        },
+        "bf16": {"enabled": precision.dtype == "bf16"},
+        "fp16": {"enabled": precision.dtype == "fp16"},
+        # activations travel whole: cutting and re-gathering them over the tensor-parallel ranks doubles the messages,
+        # and under sequence parallelism they are cut already. Recomputation is ours (megalite.parallel.layers).
+        "pipeline": {
+            "pipe_partitioned": False,
+            "grad_partitioned": False,
+            "use_reentrant": False,
+            "activation_checkpoint_interval": 0,
+        },
+    }
+    if precision.dtype != "fp32":
+        ours["data_types"] = {"grad_accum_dtype": precision.gradient_accumulation_dtype}
+    return _merged(ours, config.deepspeed)
+
+
+def _merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """`theirs` laid over `ours`, section by section; contradictions were refused when the config was loaded."""
+    result = dict(ours)
+    for key, value in theirs.items():
+        both_sections = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = _merged(result[key], value) if both_sections else value
+    return result

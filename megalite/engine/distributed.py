@@ -1,0 +1,31 @@
+"""Joining and leaving the job's process group."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from megalite.engine.seams import keep_collective_uncompiled, quiet_logging
+
+
+def start_distributed(local_rank: int, timeout: timedelta = timedelta(minutes=30)) -> torch.device:
+    """Joins the process group that the launcher's environment describes; returns this rank's device."""
+    quiet_logging()
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        keep_collective_uncompiled()
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False, timeout=timeout)
+        return torch.device("cpu")
+    accelerator.set_device(local_rank)
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
+    return torch.device(accelerator.device_name(local_rank))
+
+
+def stop_distributed() -> None:
+    """Leaves the process group, so that torch does not warn at exit."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

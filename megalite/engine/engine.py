@@ -1,0 +1,222 @@
+"""One `train_step` over DeepSpeed's two engines: the layer list and the config in, a training engine out.
+
+In: micro-batches of token ids as numpy arrays. Out: the loss, the gradient norm before clipping, whether the step
+was skipped. The loss and its gradient are the mean over the valid tokens of the whole global batch, however it is cut
+into micro-batches and replicas: DeepSpeed averages the means of micro-batches, so each micro-batch's summed loss is
+weighted by `micro-batches * replicas / valid tokens of the global batch`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite.config import Config, ResolvedLayout
+from megalite.engine.deepspeed_config import deepspeed_config
+from megalite.engine.optimizer import build_optimizer
+from megalite.engine.pipeline import Pipeline
+from megalite.engine.plain import PlainModel
+from megalite.engine.seams import quiet_stdout
+from megalite.engine.topology import Grid, tensor_parallel_of
+from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.layers import LayerSpec, make_layer, named_shards
+from megalite.parallel.loss import IGNORED, head_loss
+from megalite.parallel.mesh import Mesh
+
+
+class MicroBatch(Protocol):
+    """What an engine is fed: one forward's worth of samples."""
+
+    @property
+    def tokens(self) -> np.ndarray: ...  # [micro_batch, seq] int64
+    @property
+    def targets(self) -> np.ndarray: ...  # [micro_batch, seq] int64, -100 where a token carries no loss
+    @property
+    def positions(self) -> np.ndarray | None: ...  # [micro_batch, seq] int64, 0 at a document's start
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step, equal on all ranks; tensors, so that nobody waits for the device until a number is read."""
+
+    loss: Tensor  # mean over the valid tokens of the global batch
+    grad_norm: Tensor | float  # global, before clipping; inf where the step was skipped
+    skipped: bool  # True where the gradients were not finite and the weights stayed
+
+
+class Engine(ABC):
+    """A model under training on this rank."""
+
+    def __init__(self, config: Config, layout: ResolvedLayout, mesh: Mesh) -> None:
+        self.config, self.layout, self.mesh = config, layout, mesh
+        self.coordinate = mesh.coordinate(dist.get_rank())
+        self.deepspeed: Any
+        self.torch_optimizer: torch.optim.Optimizer
+
+    def _initialize(self, model: torch.nn.Module, mpu: Any) -> None:
+        self.torch_optimizer = build_optimizer(model.parameters(), self.config.optimizer)
+        with quiet_stdout():
+            self.deepspeed, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=self.torch_optimizer,
+                mpu=mpu,
+                config=deepspeed_config(self.config, self.layout),
+            )
+
+    @property
+    @abstractmethod
+    def needs_data(self) -> bool:
+        """True on ranks that hold the first or the last layer."""
+
+    @abstractmethod
+    def _train(self, micro_batches: Sequence[MicroBatch], weight: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _evaluate(self, micro_batches: Sequence[MicroBatch], count: int, weight: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _data_parallel_group(self) -> dist.ProcessGroup: ...
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
+        """One optimizer step over this replica's micro-batches; an empty sequence where `needs_data` is False."""
+        for group in self.torch_optimizer.param_groups:
+            group["lr"] = learning_rate
+        skipped_before = self.deepspeed.skipped_steps
+        loss = self._train(micro_batches, self._token_weight(micro_batches))
+        skipped = self.deepspeed.skipped_steps > skipped_before
+        return StepResult(loss, self.deepspeed.get_global_grad_norm(), skipped)
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch], count: int) -> Tensor:
+        """Mean loss over the valid tokens of all replicas' micro-batches, `count` on each; nothing is trained."""
+        return self._evaluate(micro_batches, count, self._token_weight(micro_batches))
+
+    def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """This rank's parameters by canonical path, in the same order on ranks with the same layers."""
+        yield from named_shards(self.deepspeed.module)
+
+    def _token_weight(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """What a micro-batch's summed loss is multiplied with, so that DeepSpeed's means end in the token mean."""
+        valid = sum(int((batch.targets != IGNORED).sum()) for batch in micro_batches)
+        total = torch.tensor(float(valid), dtype=torch.float64).to(self.deepspeed.device, torch.float32)
+        if micro_batches and self.mesh.data_parallel_size > 1:
+            dist.all_reduce(total, group=self._data_parallel_group())
+        return len(micro_batches) * self.mesh.data_parallel_size / total.clamp(min=1.0)
+
+
+class PlainEngine(Engine):
+    """PP = 1 on DeepSpeed's plain engine."""
+
+    def __init__(self, specs: Sequence[LayerSpec], config: Config, layout: ResolvedLayout, mesh: Mesh) -> None:
+        super().__init__(config, layout, mesh)
+        with quiet_stdout():
+            self._grid = Grid(mesh)
+        tp = tensor_parallel_of(self._grid, config.parallel.sequence_parallel)
+        model = PlainModel(specs, tp, _layer_maker(config), _loss_of(config))
+        _mark_for_norm(model)
+        self._initialize(model, self._grid)
+
+    @property
+    def needs_data(self) -> bool:
+        return True
+
+    def _data_parallel_group(self) -> dist.ProcessGroup:
+        return self._grid.get_data_parallel_group()
+
+    def _train(self, micro_batches: Sequence[MicroBatch], weight: Tensor) -> Tensor:
+        total = torch.zeros((), device=self.deepspeed.device)
+        for inputs, labels in _feed(micro_batches, weight, self.deepspeed.device):
+            loss = self.deepspeed(inputs, labels)
+            self.deepspeed.backward(loss)
+            self.deepspeed.step()
+            total += loss.detach()
+        return self._mean_over_replicas(total / len(micro_batches))
+
+    def _evaluate(self, micro_batches: Sequence[MicroBatch], count: int, weight: Tensor) -> Tensor:
+        self.deepspeed.eval()
+        with torch.no_grad():
+            losses = [self.deepspeed(*fed) for fed in _feed(micro_batches, weight, self.deepspeed.device)]
+        self.deepspeed.train()
+        return self._mean_over_replicas(torch.stack(losses).mean())
+
+    def _mean_over_replicas(self, loss: Tensor) -> Tensor:
+        if self.mesh.data_parallel_size > 1:
+            dist.all_reduce(loss, group=self._data_parallel_group())
+        return loss / self.mesh.data_parallel_size
+
+
+class PipelinedEngine(Engine):
+    """PP > 1 on DeepSpeed's pipeline engine."""
+
+    def __init__(self, specs: Sequence[LayerSpec], config: Config, layout: ResolvedLayout, mesh: Mesh) -> None:
+        super().__init__(config, layout, mesh)
+        sequence_parallel = config.parallel.sequence_parallel
+        with quiet_stdout():
+            model = Pipeline(specs, mesh, sequence_parallel, _layer_maker(config), _loss_of(config))
+        _mark_for_norm(model)
+        self._initialize(model, None)
+
+    @property
+    def needs_data(self) -> bool:
+        return self.coordinate.pipeline_rank in (0, self.mesh.pipeline_parallel_size - 1)
+
+    def _data_parallel_group(self) -> dist.ProcessGroup:
+        return self.deepspeed.grid.get_data_parallel_group()
+
+    def _train(self, micro_batches: Sequence[MicroBatch], weight: Tensor) -> Tensor:
+        loss: Tensor = self.deepspeed.train_batch(_feed(micro_batches, weight, self.deepspeed.device))
+        return loss
+
+    def _evaluate(self, micro_batches: Sequence[MicroBatch], count: int, weight: Tensor) -> Tensor:
+        feed = _feed(micro_batches, weight, self.deepspeed.device)
+        loss: Tensor = self.deepspeed.eval_batch(feed, num_micro_batches=count)
+        return loss.squeeze()
+
+
+def build_engine(specs: Sequence[LayerSpec], config: Config, layout: ResolvedLayout) -> Engine:
+    """The engine that `layout` asks for. torch.distributed must have been started with `layout.world_size` ranks."""
+    mesh = Mesh(layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size)
+    kind = PipelinedEngine if mesh.pipeline_parallel_size > 1 else PlainEngine
+    return kind(specs, config, layout, mesh)
+
+
+def _layer_maker(config: Config) -> Any:
+    return partial(make_layer, seed=config.training.seed, initializer_range=config.model.initializer_range)
+
+
+def _loss_of(config: Config) -> Any:
+    vocab_size = config.model.vocab_size
+
+    def loss(outputs: tuple[Tensor, Tensor], labels: tuple[Tensor, Tensor], tp: TensorParallel) -> Tensor:
+        (hidden, head_weight), (targets, weight) = outputs, labels
+        return head_loss(hidden, head_weight, targets, vocab_size, tp) * weight
+
+    return loss
+
+
+def _mark_for_norm(model: torch.nn.Module) -> None:
+    """DeepSpeed counts an unmarked parameter on tensor-parallel rank 0 only, a marked one on every rank."""
+    for _, parameter in named_shards(model):
+        parameter.tensor_model_parallel = not parameter.shard.is_replicated  # type: ignore[attr-defined]
+
+
+def _feed(
+    micro_batches: Sequence[MicroBatch], weight: Tensor, device: torch.device
+) -> Iterator[tuple[Tensor | tuple[Tensor, ...], tuple[Tensor, Tensor]]]:
+    """(first layer's payload, (targets, weight)) per micro-batch."""
+    for batch in micro_batches:
+        tokens = torch.from_numpy(batch.tokens).to(device, non_blocking=True)
+        targets = torch.from_numpy(batch.targets).to(device, non_blocking=True)
+        if batch.positions is None:
+            yield tokens, (targets, weight)
+        else:
+            positions = torch.from_numpy(batch.positions).to(device, non_blocking=True)
+            yield (tokens, positions), (targets, weight)

@@ -1,0 +1,74 @@
+"""The places where we lean on DeepSpeed's insides, each naming the file (DeepSpeed 0.19.8) it leans on.
+
+tests/engine/test_seams.py fails when one of them moves or the defect behind it is gone. Nothing else in the project
+touches a private name of DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+FLAT_PARTITIONS = (
+    "single_partition_of_fp32_groups",  # DeepSpeedZeroOptimizer, runtime/zero/stage_1_and_2.py
+    "fp32_groups_flat_partition",  # BF16_Optimizer, runtime/bf16_optimizer.py
+    "fp32_partitioned_groups_flat",  # DeepSpeedZeroOptimizer_Stage3, runtime/zero/stage3.py
+)
+
+
+def keep_collective_uncompiled() -> None:
+    """Keeps DeepSpeed from compiling its shared-memory CPU collective inside `init_distributed`.
+
+    comm/torch.py builds `deepspeed_shm_comm` on every CPU start: 50 s of compiler, a failure where there is no
+    compiler, and an endless wait where a killed run left its build lock behind. Only `inference_all_reduce` uses it.
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def quiet_logging() -> None:
+    """DeepSpeed logs dozens of lines per rank at INFO; warnings and errors stay.
+
+    It also calls two collectives by names that torch 2.13 deprecates, with a warning per call site and rank.
+    """
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*torch.distributed.*_tensor` is deprecated", category=FutureWarning)
+
+
+@contextlib.contextmanager
+def quiet_stdout() -> Iterator[None]:
+    """runtime/pipe/module.py prints its partition with `print`; our layout table says the same."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+def flat_partitions(optimizer: Any) -> list[torch.Tensor]:
+    """The flat fp32 partitions that the torch optimizer updates on this rank, one per parameter group."""
+    for name in FLAT_PARTITIONS:
+        if hasattr(optimizer, name):
+            return list(getattr(optimizer, name))
+    raise AssertionError(f"{type(optimizer).__name__} holds none of {FLAT_PARTITIONS}: DeepSpeed moved a seam")
+
+
+def link_optimizer_state(optimizer: Any) -> None:
+    """Makes `safe_set_full_optimizer_state` work on state created before the first step.
+
+    `_lazy_init_hp_params_optimizer_state` (stage_1_and_2.py, bf16_optimizer.py) maps fragments to the state of the
+    flat partitions; ZeRO-3 looks the state up each time and has no such step.
+    """
+    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+        optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def is_partitioned(parameter: torch.Tensor) -> bool:
+    """True for a parameter of ZeRO-3, which holds no numbers of its own between steps."""
+    return hasattr(parameter, "ds_id")

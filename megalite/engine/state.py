@@ -1,0 +1,81 @@
+"""Reading and writing a training engine's fp32 weights and optimizer moments, one parameter at a time.
+
+In and out: whole local parameters (this rank's `Shard`), fp32, whatever ZeRO stage cuts them further. Goes through
+DeepSpeed's public fragment API; every function is collective over the data-parallel group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import deepspeed
+import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+from torch import Tensor, nn
+
+from megalite.engine.engine import Engine
+from megalite.engine.optimizer import MOMENTS
+from megalite.engine.seams import flat_partitions, is_partitioned, link_optimizer_state
+
+
+def moment_names(engine: Engine) -> tuple[str, ...]:
+    """The optimizer's state tensors that exist now: none before its first step."""
+    states = [engine.torch_optimizer.state.get(flat) for flat in flat_partitions(engine.deepspeed.optimizer)]
+    return MOMENTS[engine.config.optimizer.name] if all(states) else ()
+
+
+def optimizer_step_count(engine: Engine) -> int:
+    """How many steps the optimizer took: Adam's bias correction; skipped steps are not among them."""
+    for flat in flat_partitions(engine.deepspeed.optimizer):
+        step = engine.torch_optimizer.state.get(flat, {}).get("step")
+        if step is not None:
+            return int(step)
+    return 0
+
+
+def read_parameter(parameter: nn.Parameter, moments: tuple[str, ...]) -> dict[str, Tensor]:
+    """`weight` and the given moments of one parameter, fp32, in its local shape."""
+    tensors = {"weight": safe_get_full_fp32_param(parameter)}
+    tensors |= {name: safe_get_full_optimizer_state(parameter, name) for name in moments}
+    return {name: tensor.detach().view(parameter.shard.local_shape) for name, tensor in tensors.items()}  # type: ignore[attr-defined]
+
+
+def create_moments(engine: Engine, step_count: int) -> None:
+    """Makes empty optimizer state, so that moments can be written before the first step."""
+    for flat in flat_partitions(engine.deepspeed.optimizer):
+        state = engine.torch_optimizer.state[flat]
+        state["step"] = torch.tensor(float(step_count), device=_step_device(engine, flat))
+        for name in MOMENTS[engine.config.optimizer.name]:
+            state[name] = torch.zeros_like(flat)
+    link_optimizer_state(engine.deepspeed.optimizer)
+
+
+def _step_device(engine: Engine, flat: Tensor) -> torch.device:
+    """A fused optimizer keeps its step counter beside the parameter."""
+    return flat.device if engine.torch_optimizer.defaults.get("fused") else torch.device("cpu")
+
+
+@torch.no_grad()
+def write_parameter(parameter: nn.Parameter, tensors: Mapping[str, Tensor]) -> None:
+    """Overwrites the fp32 weight and the given moments; `refresh` must follow once all are written."""
+    for name, tensor in tensors.items():
+        value = tensor.to(torch.float32)
+        if name != "weight":
+            safe_set_full_optimizer_state(parameter, value, name)
+            continue
+        safe_set_full_fp32_param(parameter, value)
+        if is_partitioned(parameter):
+            # ZeRO-3's compute copy is not refreshed from the fp32 weights until the next step
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                parameter.copy_(value)
+
+
+def refresh(engine: Engine) -> None:
+    """Carries the written fp32 weights to the compute copies of all ranks."""
+    if not any(is_partitioned(parameter) for _, parameter in engine.parameters()):
+        engine.deepspeed.optimizer.update_lp_params()

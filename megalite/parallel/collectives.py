@@ -1,0 +1,134 @@
+"""Tensor-parallel communication with its gradient: the four conjugate pairs of Megatron-LM.
+
+In and out: local tensors, hidden states `[batch, seq, hidden]`; under sequence parallelism `[batch, seq/tp, hidden]`
+between the parallel parts. Every function is the identity at size one (Shoeybi 2019, section 3; Korthikanti 2022,
+section 4.2.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed both and warns about the old names
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The tensor-parallel group that a layer is cut over, handed to every layer that needs it."""
+
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+    sequence_parallel: bool = False
+
+    @property
+    def sequence_is_cut(self) -> bool:
+        """True where hidden states between the parallel parts hold only this rank's slice of the sequence."""
+        return self.sequence_parallel and self.size > 1
+
+
+def all_reduce(x: Tensor, tp: TensorParallel, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """Reduces over the group, in place where `x` is contiguous. No gradient."""
+    if tp.size == 1:
+        return x
+    x = x.contiguous()
+    dist.all_reduce(x, op=op, group=tp.group)
+    return x
+
+
+def all_gather(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
+    """Concatenates the ranks' tensors along `dim`. No gradient."""
+    if tp.size == 1:
+        return x
+    gathered = x.new_empty((tp.size * x.shape[0], *x.shape[1:]))
+    _all_gather(gathered, x.contiguous(), group=tp.group)
+    return gathered if dim == 0 else torch.cat(gathered.chunk(tp.size), dim=dim)
+
+
+def reduce_scatter(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
+    """Sums over the ranks and keeps this rank's slice of `dim`. No gradient."""
+    if tp.size == 1:
+        return x
+    pieces = torch.cat(x.chunk(tp.size, dim=dim)) if dim != 0 else x.contiguous()
+    mine = pieces.new_empty((pieces.shape[0] // tp.size, *pieces.shape[1:]))
+    _reduce_scatter(mine, pieces, group=tp.group)
+    return mine
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad.clone(), ctx.tp), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.mark_dirty(x)  # the partial result of a GEMM, which nobody else reads: summed in place
+        dist.all_reduce(x, group=tp.group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
+        ctx.tp, ctx.dim = tp, dim
+        return all_gather(x, tp, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter(grad, ctx.tp, ctx.dim), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
+        ctx.tp, ctx.dim = tp, dim
+        return reduce_scatter(x, tp, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grad, ctx.tp, ctx.dim), None, None
+
+
+SEQUENCE_DIM = 1
+
+
+def enter_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Into a column-cut part: the whole sequence forward, the sum of the ranks' gradients backward."""
+    if tp.size == 1:
+        return x
+    return _Gather.apply(x, tp, SEQUENCE_DIM) if tp.sequence_is_cut else _Copy.apply(x, tp)
+
+
+def leave_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Out of a row-cut part: the sum of the ranks' partial results (of this rank's slice of the sequence)."""
+    if tp.size == 1:
+        return x
+    return _ReduceScatter.apply(x, tp, SEQUENCE_DIM) if tp.sequence_is_cut else _Reduce.apply(x, tp)
+
+
+def gather_heads(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
+    """All ranks' slices of key/value features on every rank; backward sums what each rank's queries contributed."""
+    return x if tp.size == 1 else _Gather.apply(x, tp, dim)
+
+
+def replicated_parameter(parameter: Tensor, tp: TensorParallel) -> Tensor:
+    """A replicated parameter as used on a cut sequence: its gradient is the sum over the ranks' slices."""
+    return _Copy.apply(parameter, tp) if tp.sequence_is_cut else parameter

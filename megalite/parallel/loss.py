@@ -1,0 +1,107 @@
+"""Cross-entropy of a vocabulary-cut output head that never holds the logits of a whole sequence.
+
+In: hidden states and the local rows of the head `[vocab/tp, hidden]`; out: the summed loss of the valid tokens.
+Tokens go through in chunks: logits, their softmax and both gradients of a chunk are computed at once and only the
+gradients are kept, so there is no second GEMM in backward and no fp32 copy of the logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.parallel.collectives import TensorParallel, all_gather, enter_parallel_region
+
+IGNORED = -100  # the target of a token that carries no loss, as in torch and transformers
+CHUNK_BYTES = {
+    "cpu": 8 << 20,
+    "cuda": 256 << 20,
+}  # fp32 logits alive at once; a CPU chunk stays in its caches
+CHUNK_TOKENS = 128  # at least, or the GEMM starves
+
+
+def head_logits(hidden: Tensor, weight: Tensor, vocab_size: int, tp: TensorParallel) -> Tensor:
+    """Whole logits `[batch, seq, vocab]` on every rank, for evaluation and sampling; no gradient across ranks."""
+    local = torch.nn.functional.linear(enter_parallel_region(hidden, tp), weight)
+    return all_gather(local, tp, dim=-1)[..., :vocab_size]
+
+
+def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, tp: TensorParallel) -> Tensor:
+    """Sum over the valid tokens of the negative log likelihood, fp32 scalar, equal on all tensor-parallel ranks.
+
+    hidden `[batch, seq(/tp), hidden]`, weight `[padded vocab/tp, hidden]`, targets `[batch, seq]` (-100: no loss).
+    """
+    hidden = enter_parallel_region(hidden, tp)
+    return _HeadLoss.apply(hidden.flatten(0, -2), weight, targets.flatten(), vocab_size, tp)
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, tp: TensorParallel
+    ) -> Tensor:
+        needs_grad = any(ctx.needs_input_grad)
+        rows = weight.shape[0]
+        first = tp.rank * rows
+        real_rows = max(0, min(rows, vocab_size - first))  # the rest is padding
+        chunk = max(CHUNK_TOKENS, CHUNK_BYTES[hidden.device.type] // (4 * rows))
+        hidden_grad = torch.empty_like(hidden) if needs_grad else None
+        weight_grad: Tensor | None = None
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for x, target, x_grad in zip(
+            hidden.split(chunk),
+            targets.split(chunk),
+            _split(hidden_grad, hidden.shape[0], chunk),
+            strict=True,
+        ):
+            logits = (x @ weight.t()).float()  # [chunk, vocab/tp]
+            if real_rows < rows:
+                logits[:, real_rows:] = float("-inf")
+            valid = target != IGNORED
+            local_target = (target - first).clamp_(0, rows - 1)
+            is_mine = valid & (target >= first) & (target < first + rows)
+            picked = logits.gather(1, local_target.unsqueeze(1)).squeeze(1).masked_fill(~is_mine, 0.0)
+            log_total, picked = _over_vocabulary(torch.logsumexp(logits, dim=1), picked, tp)
+            total += ((log_total - picked) * valid).sum()
+            if x_grad is None:
+                continue
+            # d loss / d logits = softmax - one_hot, zero where there is no loss
+            probability = logits.sub_(log_total.unsqueeze(1)).exp_()
+            probability.scatter_add_(1, local_target.unsqueeze(1), -is_mine.unsqueeze(1).to(probability.dtype))
+            probability.mul_(valid.unsqueeze(1))
+            delta = probability.to(hidden.dtype)
+            torch.mm(delta, weight, out=x_grad)
+            weight_grad = _accumulate(weight_grad, delta, x)
+        if needs_grad:
+            ctx.save_for_backward(hidden_grad, weight_grad)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        hidden_grad, weight_grad = ctx.saved_tensors
+        # `grad` holds 1/tokens and the loss scale: applied in fp32, so fp16 cannot underflow before it
+        hidden_grad = hidden_grad.mul_(grad)
+        return hidden_grad, weight_grad.mul_(grad).to(hidden_grad.dtype), None, None, None
+
+
+def _split(x: Tensor | None, length: int, chunk: int) -> tuple[Tensor | None, ...]:
+    return (None,) * -(-length // chunk) if x is None else x.split(chunk)
+
+
+def _accumulate(total: Tensor | None, delta: Tensor, x: Tensor) -> Tensor:
+    """`total + delta^T x`, summed over chunks in fp32 whatever the GEMM's dtype."""
+    if total is None:
+        return torch.mm(delta.t(), x).float()
+    if total.dtype == delta.dtype:
+        return total.addmm_(delta.t(), x)
+    return total.add_(torch.mm(delta.t(), x))
+
+
+def _over_vocabulary(log_sum: Tensor, picked: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
+    """Each rank's log-sum-exp and target logit `[chunk]` -> those of the whole vocabulary, in one collective."""
+    if tp.size == 1:
+        return log_sum, picked
+    ranks = all_gather(torch.stack((log_sum, picked)).unsqueeze(0), tp, dim=0)  # [tp, 2, chunk]
+    return torch.logsumexp(ranks[:, 0], dim=0), ranks[:, 1].sum(dim=0)

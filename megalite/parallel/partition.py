@@ -1,0 +1,43 @@
+"""Which layers each pipeline stage holds: the contiguous cut whose slowest stage is fastest.
+
+In: a relative cost per layer and the number of stages. Out: boundaries. Pure integers and floats, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def stage_boundaries(costs: Sequence[float], is_block: Sequence[bool], stages: int) -> tuple[int, ...]:
+    """Boundaries `b` with stage `s` holding layers `b[s]:b[s+1]`, minimising the largest stage cost.
+
+    Every stage gets at least one block: DeepSpeed's ZeRO optimizer does one collective per parameter group in the
+    gradient norm and drops empty groups, so a stage without both matrices and norms would hang the job
+    (DeepSpeed#1522). Exact dynamic programming, O(layers^2 * stages); among equals later stages get fewer layers.
+
+    Raises ValueError when there are fewer blocks than stages.
+    """
+    if sum(is_block) < stages:
+        raise ValueError(f"{sum(is_block)} blocks cannot fill {stages} stages")
+    count = len(costs)
+    prefix = [0.0]
+    blocks = [0]
+    for cost, block in zip(costs, is_block, strict=True):
+        prefix.append(prefix[-1] + cost)
+        blocks.append(blocks[-1] + block)
+    infinity = float("inf")
+    best = [[infinity] * (count + 1) for _ in range(stages + 1)]  # [stages used][layers placed] -> slowest stage
+    cut = [[0] * (count + 1) for _ in range(stages + 1)]
+    best[0][0] = 0.0
+    for used in range(1, stages + 1):
+        for end in range(1, count + 1):
+            for start in range(end):
+                if blocks[end] == blocks[start] or best[used - 1][start] == infinity:
+                    continue
+                slowest = max(best[used - 1][start], prefix[end] - prefix[start])
+                if slowest <= best[used][end]:
+                    best[used][end], cut[used][end] = slowest, start
+    boundaries = [count]
+    for used in range(stages, 0, -1):
+        boundaries.append(cut[used][boundaries[-1]])
+    return tuple(reversed(boundaries))

@@ -1,0 +1,138 @@
+"""What counts as a document, in which order, and one sentence for everything that cannot be read."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.errors import DataError
+from data_pipeline.sources import open_sources
+from data_pipeline.sources.pieces import PIECE_CHARACTERS, cut_document
+
+ROWS = [{"text": "first"}, {"text": ""}, {"text": "thïrd\nline"}]
+
+
+def documents(specs: list[str], text_field: str = "text") -> list[str]:
+    found, pending = [], ""
+    for source in open_sources(specs, text_field):
+        for piece in source.pieces():
+            pending += piece.text
+            if piece.ends_document:
+                found.append(pending)
+                pending = ""
+    assert pending == "", "a source ended inside a document"
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "b.txt").write_text("bé")
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa\r\n")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / ".hidden").write_bytes(b"\xff")
+    lines = "\n\n".join(json.dumps(row) for row in ROWS)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "rows.jsonl").write_text(lines)
+    (tmp_path / "sub" / "rows.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    return tmp_path
+
+
+def test_files_folders_globs_and_json_lines(folder: Path) -> None:
+    rows = ["first", "thïrd\nline"]
+    assert documents([f"{folder}/b.txt", f"{folder}/a.txt"]) == ["bé", "a\r\n"]
+    assert documents([f"{folder}/*.txt"]) == ["a\r\n", "bé"]
+    assert documents([f"{folder}/**/*.jsonl*"]) == rows + rows
+    assert documents([str(folder)]) == ["a\r\n", "bé", *rows, *rows]
+
+
+def test_datasets_on_disk_and_parquet(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict  # type: ignore[import-untyped]
+
+    data = Dataset.from_list(ROWS)
+    data.save_to_disk(tmp_path / "saved")
+    DatasetDict({"train": data, "test": data.select([0])}).save_to_disk(tmp_path / "dict")
+    data.to_parquet(tmp_path / "rows.parquet")
+    rows = ["first", "thïrd\nline"]
+    assert documents([f"dataset:{tmp_path}/saved"]) == rows
+    assert documents([f"dataset:{tmp_path}/dict"]) == rows
+    assert documents([f"dataset:{tmp_path}/dict:test"]) == ["first"]
+    assert documents([f"dataset:{tmp_path}/rows.parquet"]) == rows
+    assert documents([f"{tmp_path}/rows.parquet"]) == rows
+    with pytest.raises(DataError, match=r"no split 'validation' .it has 'train', 'test'"):
+        documents([f"dataset:{tmp_path}/dict:validation"])
+    with pytest.raises(DataError, match=r"no column 'body' .it has 'text'"):
+        documents([f"dataset:{tmp_path}/rows.parquet"], text_field="body")
+    with pytest.raises(DataError, match=r"rows.parquet:test cannot be loaded"):
+        documents([f"dataset:{tmp_path}/rows.parquet:test"])
+    Dataset.from_dict({"text": [1]}).save_to_disk(tmp_path / "numbers")
+    with pytest.raises(DataError, match="row 0 has int in column 'text'"):
+        documents([f"dataset:{tmp_path}/numbers"])
+
+
+BAD: dict[str, tuple[bytes, str]] = {
+    "missing field": (
+        b'{"text": "a"}\n\n{"body": "b", "id": 1}',
+        r"line 3 has no field 'text' \(it has 'body', 'id'\)",
+    ),
+    "not json": (b'{"text": "a"}\n{"text": ', "line 2 is not JSON"),
+    "not an object": (b'["a"]', "line 1 is not a JSON object"),
+    "not a string": (b'{"text": null}', "line 1 has NoneType in field 'text'"),
+    "not utf-8": (b'{"text": "a"}\n{"text": "\xe4"}', "line 2 is not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_json_lines_name_the_line(case: str, tmp_path: Path) -> None:
+    content, sentence = BAD[case]
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=rf"rows.jsonl, {sentence}") as caught:
+        documents([str(tmp_path / "rows.jsonl")])
+    assert "\n" not in str(caught.value)
+
+
+def test_sources_that_are_not_there_are_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"missing.txt does not exist"):
+        documents([str(tmp_path / "missing.txt")])
+    with pytest.raises(DataError, match=r"no file matches the source pattern '.*\*.md'"):
+        documents([f"{tmp_path}/*.md"])
+    with pytest.raises(DataError, match="holds no files"):
+        documents([str(tmp_path)])
+    with pytest.raises(DataError, match="no source is given"):
+        documents([])
+    with pytest.raises(DataError, match="names no data set"):
+        documents(["dataset:"])
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "abc"}\n' * 50)[:-10])
+    with pytest.raises(DataError, match=r"cut.jsonl.gz is not a complete gzip file"):
+        documents([f"{tmp_path}/cut.jsonl.gz"])
+
+
+@pytest.mark.parametrize("bad_byte", [0, 5, (1 << 20) + 2, (3 << 20) - 1])
+def test_text_that_is_not_utf8_names_the_byte(bad_byte: int, tmp_path: Path) -> None:
+    content = bytearray(b"\xc3\xa4" * (3 << 19))
+    content[bad_byte] = 0xFF
+    (tmp_path / "latin.txt").write_bytes(content)
+    first_bad = bad_byte - bad_byte % 2  # an odd byte ends a character that then began in vain
+    with pytest.raises(DataError, match=rf"latin.txt is not UTF-8 text \(byte {first_bad}\)"):
+        documents([str(tmp_path / "latin.txt")])
+
+
+def test_a_long_document_is_cut_without_changing_text_or_tokens(tokenizer_folder: Path) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    paragraph = "def f(x):\n\n    return x  + 1 # some words\n\n\nnext = f(2)\n"
+    text = paragraph * (PIECE_CHARACTERS // len(paragraph) + 500)
+    pieces = list(cut_document([text[:7], text[7:]]))
+    assert [piece.ends_document for piece in pieces] == [False, True]
+    assert "".join(piece.text for piece in pieces) == text
+    around = len(pieces[0].text)
+    near, tail = text[around - 300 : around], text[around : around + 300]
+    assert tokenizer.encode(near).ids + tokenizer.encode(tail).ids == tokenizer.encode(near + tail).ids
+
+
+@pytest.mark.parametrize("character", ["x", "\n", " "])
+def test_a_long_document_without_a_good_place_is_cut_all_the_same(character: str) -> None:
+    text = character * (2 * PIECE_CHARACTERS + 5)
+    pieces = list(cut_document([text]))
+    assert [len(piece.text) for piece in pieces] == [PIECE_CHARACTERS, PIECE_CHARACTERS, 5]

@@ -1,0 +1,78 @@
+"""A tokenizer trained here is exact in size, reproducible, reused, and at home in transformers."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.errors import DataError
+from data_pipeline.tokenizer import inspect_tokenizer, python_stdlib_sources, train_tokenizer
+
+TEXT = 'def f(x):\n\treturn {"ä": x * 1234567}  # ünïcode 漢字 🙂\r\n\n\n    end'
+
+
+def test_transformers_loads_it_and_round_trips_text(tokenizer_folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    assert tokenizer.decode(tokenizer(TEXT)["input_ids"]) == TEXT
+    assert len(tokenizer) == 600
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|endoftext|>", 0)
+
+
+def test_transformers_and_prepare_see_the_same_ids(tokenizer_folder: Path) -> None:
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+
+    ours = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json")).encode(TEXT).ids
+    assert AutoTokenizer.from_pretrained(tokenizer_folder)(TEXT)["input_ids"] == ours
+
+
+def test_training_is_reproducible_and_reused(stdlib_files: list[Path], tmp_path: Path) -> None:
+    first = train_tokenizer(stdlib_files[:12], tmp_path / "a", 600)
+    second = train_tokenizer([path.read_text() for path in stdlib_files[:12]], tmp_path / "b", 600)
+    assert [(first / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")] == [
+        (second / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")
+    ]
+    written = (first / "tokenizer.json").stat().st_mtime_ns
+    train_tokenizer(stdlib_files[:12], first, 600)
+    assert (first / "tokenizer.json").stat().st_mtime_ns == written
+    train_tokenizer(stdlib_files[:11], first, 600)
+    assert (first / "tokenizer.json").stat().st_mtime_ns != written
+    (first / "trained_from.json").write_text("not json")
+    train_tokenizer(stdlib_files[:12], first, 600)
+    assert (first / "tokenizer.json").read_bytes() == (second / "tokenizer.json").read_bytes()
+
+
+def test_size_and_end_token_are_found(tokenizer_folder: Path, tmp_path: Path) -> None:
+    folder, file = inspect_tokenizer(tokenizer_folder), inspect_tokenizer(tokenizer_folder / "tokenizer.json")
+    assert (folder.vocab_size, folder.eos_token_id, folder.sha256) == (600, 0, file.sha256)
+    (tmp_path / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
+    assert inspect_tokenizer(tmp_path).eos_token_id == 0  # by its well-known name
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"eos_token": {"content": "a"}}))
+    assert inspect_tokenizer(tmp_path).eos_token_id not in (0, None)
+    config.write_text("{")
+    with pytest.raises(DataError, match="not readable as JSON"):
+        inspect_tokenizer(tmp_path)
+
+
+def test_bad_training_input_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="too small for a vocabulary of 5000: only"):
+        train_tokenizer(["a few words, a few more words"], tmp_path / "t", 5000)
+    with pytest.raises(DataError, match="ask for at least 257"):
+        train_tokenizer(["text"], tmp_path / "t", 256)
+    with pytest.raises(DataError, match="does not exist"):
+        train_tokenizer([tmp_path / "missing.txt"], tmp_path / "t", 300)
+    (tmp_path / "latin.txt").write_bytes(b"abc\xe4")
+    with pytest.raises(DataError, match=r"latin.txt is not UTF-8 text \(byte 3\)"):
+        train_tokenizer([tmp_path / "latin.txt"], tmp_path / "t", 300)
+    assert not (tmp_path / "t").exists()
+
+
+def test_the_standard_library_is_text_without_tests(stdlib_files: list[Path]) -> None:
+    assert stdlib_files == sorted(python_stdlib_sources())
+    names = {path.name for path in stdlib_files}
+    assert {"dataclasses.py", "argparse.py"} <= names
+    assert not any({"test", "site-packages", "idlelib"} & set(path.parts) for path in stdlib_files)
+    assert sum(path.stat().st_size for path in stdlib_files) > 5_000_000

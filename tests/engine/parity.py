@@ -1,0 +1,233 @@
+"""One layout trained by our engine, and the same steps by transformers' model on one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from megalite.config import Config
+from megalite.engine.engine import build_engine
+from megalite.engine.state import read_parameter
+from megalite.parallel.layers import make_layer
+from models.decoder import decoder_layers
+
+MODEL = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 101,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.1,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout and everything that may change with it. Sizes are odd on purpose."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    zero: int = 1
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    accumulation: int = 1
+    micro_batch: int = 3
+    sequence: int = 33
+    steps: int = 3
+    optimizer: str = "adamw"
+    learning_rate: float = 1e-3
+    clip: float = 1.0
+    document_mask: bool = False
+    dtype: str = "fp32"
+    global_batch: int | None = None
+    model: dict[str, Any] = field(default_factory=dict)
+    seed: int = 7
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def batch(self) -> int:
+        return self.global_batch or self.micro_batch * self.accumulation * self.dp
+
+    def config(self) -> Config:
+        return Config.model_validate(
+            {
+                "run_dir": "unused",
+                "model": MODEL | self.model,
+                "data": {"path": "unused"},
+                "parallel": {
+                    "tensor_parallel_size": self.tp,
+                    "pipeline_parallel_size": self.pp,
+                    "data_parallel_size": self.dp,
+                    "sequence_parallel": self.sequence_parallel,
+                    "zero_stage": self.zero,
+                },
+                "precision": {"dtype": self.dtype},
+                "optimizer": {
+                    "name": self.optimizer,
+                    "learning_rate": self.learning_rate,
+                    "weight_decay": 0.1,
+                },
+                "training": {
+                    "global_batch_size": self.batch,
+                    "micro_batch_size": self.micro_batch,
+                    "sequence_length": self.sequence,
+                    "steps": self.steps,
+                    "seed": self.seed,
+                    "gradient_clipping": self.clip,
+                },
+                "recompute": {"mode": self.recompute},
+            }
+        )
+
+    def __str__(self) -> str:
+        changed = {
+            name: value
+            for name, value in vars(self).items()
+            if value != getattr(Case, name, None) and value not in ({}, None)
+        }
+        return " ".join(f"{name}={value}" for name, value in changed.items()) or "serial"
+
+
+@dataclass(frozen=True)
+class Batch:
+    tokens: np.ndarray
+    targets: np.ndarray
+    positions: np.ndarray | None
+
+
+def global_batches(case: Case) -> list[Batch]:
+    """Random batches with unequal numbers of valid tokens, so that a mean of means is wrong."""
+    draw = np.random.default_rng(case.seed)
+    vocab = case.config().model.vocab_size
+    batches = []
+    for _ in range(case.steps):
+        tokens = draw.integers(0, vocab, (case.batch, case.sequence))
+        targets = draw.integers(0, vocab, (case.batch, case.sequence))
+        for row, hidden in enumerate(draw.integers(0, case.sequence, case.batch)):
+            targets[row, :hidden] = -100
+        positions = None
+        if case.document_mask:
+            starts = draw.random((case.batch, case.sequence)) < 0.15
+            starts[:, 0] = True
+            index = np.arange(case.sequence)
+            positions = index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
+        batches.append(Batch(tokens, targets, positions))
+    return batches
+
+
+def replica_slice(batch: Batch, case: Case, replica: int) -> list[Batch]:
+    size = case.micro_batch
+    count = case.batch // (size * case.dp)
+    rows = [slice((replica * count + i) * size, (replica * count + i + 1) * size) for i in range(count)]
+    return [
+        Batch(batch.tokens[r], batch.targets[r], None if batch.positions is None else batch.positions[r]) for r in rows
+    ]
+
+
+def train(rank: int, case: Case) -> dict[str, Any]:
+    """What one rank sees: losses, norms, and its pieces of every weight before and after."""
+    config = case.config()
+    engine = build_engine(
+        decoder_layers(config.model, config.recompute.mode),
+        config,
+        config.check_world(case.world_size, "cpu"),
+    )
+    losses, norms = [], []
+    for batch in global_batches(case):
+        mine = replica_slice(batch, case, engine.coordinate.data_rank) if engine.needs_data else []
+        result = engine.train_step(mine, case.learning_rate)
+        assert not result.skipped
+        losses.append(float(result.loss))
+        norms.append(float(result.grad_norm))
+    weights = []
+    for _, parameter in engine.parameters():
+        value = read_parameter(parameter, ())["weight"]
+        weights += [
+            (piece.name, piece.shape, piece.source, value[piece.target].numpy()) for piece in parameter.shard.pieces()
+        ]
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
+def assemble(results: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Global tensors from all ranks' pieces; every number must be covered, and copies must agree to the bit."""
+    whole: dict[str, np.ndarray] = {}
+    for result in results:
+        for name, shape, source, value in result["weights"]:
+            target = whole.setdefault(name, np.full(shape, np.nan, dtype=np.float32))[source]
+            seen = ~np.isnan(target)
+            assert np.array_equal(target[seen], value[seen]), f"copies of {name} differ between ranks"
+            target[...] = value
+    for name, value in whole.items():
+        assert not np.isnan(value).any(), f"{name} is not covered by the ranks"
+    return whole
+
+
+def initial_weights(case: Case) -> dict[str, torch.Tensor]:
+    """The global initial weights, from the serial layers."""
+    from megalite.parallel.collectives import TensorParallel
+
+    config, weights = case.config(), {}
+    for spec in decoder_layers(config.model):
+        module = make_layer(
+            spec,
+            TensorParallel(),
+            seed=config.training.seed,
+            initializer_range=config.model.initializer_range,
+        )
+        for _, parameter in module.named_parameters():
+            for piece in parameter.shard.pieces():
+                weights[piece.name] = parameter.detach()[piece.target].clone()
+    return weights
+
+
+def reference(case: Case) -> dict[str, Any]:
+    """The same steps by transformers' LlamaForCausalLM, torch's AdamW or SGD, and torch's clipping."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model_config = case.config().model
+    shape = {name: getattr(model_config, name) for name in LLAMA_FIELDS}
+    model = LlamaForCausalLM(LlamaConfig(**shape, attn_implementation="sdpa")).float()
+    model.load_state_dict(initial_weights(case), strict=not model_config.tie_word_embeddings)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    if case.optimizer == "sgd":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=case.learning_rate)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=case.learning_rate, betas=(0.9, 0.95))
+    losses, norms = [], []
+    for batch in global_batches(case):
+        optimizer.zero_grad()
+        logits = _reference_logits(model, batch)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch.targets).flatten())
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip or float("inf"))))
+        optimizer.step()
+        losses.append(loss.item())
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": {n: p.detach().numpy() for n, p in model.named_parameters()},
+    }
+
+
+LLAMA_FIELDS = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "attention_bias", "mlp_bias", "rms_norm_eps", "rope_theta", "max_position_embeddings", "tie_word_embeddings"]
+
+
+def _reference_logits(model: Any, batch: Batch) -> torch.Tensor:
+    tokens = torch.from_numpy(batch.tokens)
+    if batch.positions is None:
+        return model(tokens).logits
+    positions = torch.from_numpy(batch.positions)
+    document = (positions == 0).cumsum(1)
+    allowed = (document.unsqueeze(2) == document.unsqueeze(1)).tril().unsqueeze(1)
+    return model(tokens, attention_mask=allowed, position_ids=positions).logits

@@ -1,0 +1,97 @@
+"""Several ranks on this machine, forked from a server that has torch and DeepSpeed imported already.
+
+A multi-rank test is an ordinary function of (rank, *arguments) at module level. A rank that fails, dies or hangs
+fails the test with that rank's traceback.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the fork server: ranks share few cores
+os.environ["DS_ACCELERATOR"] = "cpu"
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.preload"])
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120) -> list[Any]:
+    """`function(rank, *arguments)` on `world_size` gloo ranks; the results in rank order."""
+    port = _free_port()
+    pipes, processes = [], []
+    for rank in range(world_size):
+        ours, theirs = _CONTEXT.Pipe(duplex=False)
+        process = _CONTEXT.Process(
+            target=_rank_main, args=(theirs, function, rank, world_size, port, arguments), daemon=True
+        )
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        return _collect(pipes, time.monotonic() + timeout_s, f"{function.__name__}{arguments}")
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _collect(pipes: list[Connection], deadline: float, what: str) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        ready = wait(waiting, timeout=deadline - time.monotonic())
+        if not ready:
+            raise AssertionError(f"{what}: no answer from ranks {sorted(set(range(len(pipes))) - set(results))}")
+        for pipe in ready:
+            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            try:
+                succeeded, value = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                raise AssertionError(f"{what}: rank {rank} died") from None
+            if not succeeded:
+                raise AssertionError(f"{what}: rank {rank} failed\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank_main(
+    pipe: Connection,
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    arguments: tuple[Any, ...],
+) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    try:
+        import torch
+
+        from megalite.engine.distributed import start_distributed
+
+        torch.set_num_threads(1)
+        start_distributed(rank, timeout=timedelta(seconds=60))
+        result = (True, function(rank, *arguments))
+    except BaseException:
+        result = (False, traceback.format_exc())
+    pipe.send(result)
+    pipe.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
