@@ -72,3 +72,22 @@ def link_optimizer_state(optimizer: Any) -> None:
 def is_partitioned(parameter: torch.Tensor) -> bool:
     """True for a parameter of ZeRO-3, which holds no numbers of its own between steps."""
     return hasattr(parameter, "ds_id")
+
+
+LOSS_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def loss_scaler_state(optimizer: Any) -> dict[str, float]:
+    """Where fp16's dynamic loss scale stands (runtime/fp16/loss_scaler.py); empty for other precisions."""
+    scaler = getattr(optimizer, "loss_scaler", None)
+    if not getattr(scaler, "dynamic", False):
+        return {}
+    return {name: float(getattr(scaler, name)) for name in LOSS_SCALER_FIELDS}
+
+
+def set_loss_scaler_state(optimizer: Any, state: dict[str, float]) -> None:
+    """Puts fp16's dynamic loss scale back to where it stood; nothing for other precisions."""
+    scaler = getattr(optimizer, "loss_scaler", None)
+    if getattr(scaler, "dynamic", False):
+        for name, value in state.items():
+            setattr(scaler, name, type(getattr(scaler, name))(value))

@@ -1,0 +1,34 @@
+"""Durable files: what is renamed into place has reached the disk before."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from megalite.checkpoint.manifest import FileEntry
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's bytes, or a folder's entries, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Replaces `path` in one step: a reader sees the old bytes or the new ones, never a part."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(data)
+    sync(temporary)
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def digest(path: Path) -> FileEntry:
+    """Size and SHA-256 of a file."""
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileEntry(size=path.stat().st_size, sha256=sha256)
