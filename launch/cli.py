@@ -1,0 +1,202 @@
+"""The `megalite` command. Its contract: --help with an example, one sentence on stderr for a mistake, exit codes
+0 (done), 2 (the user's mistake), 3 (a guard stopped the run), --json where a program reads the result. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from launch.errors import USER_ERROR_CODE, USER_ERRORS
+from megalite.config import Config, load_config
+
+app = typer.Typer(
+    name="megalite",
+    help="Train transformer language models with tensor, pipeline and data parallelism on DeepSpeed engines.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+config_app = typer.Typer(help="Show a config as it is resolved, or the schema of all options.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+ConfigPath = Annotated[Path, typer.Argument(help="YAML file", metavar="CONFIG.yaml")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="section.option=value ...", metavar="[OVERRIDES]...")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+@app.command()
+def train(
+    config_path: ConfigPath,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print config and layout; start nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print them as JSON.")] = False,
+) -> None:
+    """Train, or go on training from the newest checkpoint in the run's folder.
+
+    Starts tensor x pipeline x data local ranks; under `deepspeed` or `torchrun` this process is one of them.
+
+    Example: `megalite train configs/quickstart.yaml parallel.tensor_parallel_size=1 training.steps=20`
+    """
+    from launch.ranks import this_rank
+
+    if this_rank() is not None:
+        from launch.train import main as rank_main
+
+        raise typer.Exit(rank_main([str(config_path), *(overrides or [])]))
+    from launch.start import describe, start
+
+    config = load_config(config_path, overrides or [])
+    if dry_run:
+        describe(config, as_json=as_json)
+    else:
+        raise typer.Exit(start(config, [str(config_path), *(overrides or [])]))
+
+
+@app.command()
+def prepare(
+    sources: Annotated[
+        list[str],
+        typer.Argument(help="Text files, folders, globs, .jsonl(.gz), dataset:NAME[:SPLIT], or python-stdlib."),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Prefix of the files to write.")],
+    tokenizer: Annotated[Path, typer.Option("--tokenizer", "-t", help="Folder with a tokenizer.json.")],
+    train_vocab_size: Annotated[
+        int | None,
+        typer.Option("--train-vocab-size", help="First train a byte-level BPE of this size into --tokenizer."),
+    ] = None,
+    text_field: Annotated[str, typer.Option(help="Field that holds the text in .jsonl and datasets.")] = "text",
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: all cores.")] = None,
+    append_eos: Annotated[bool, typer.Option(help="End every document with the tokenizer's end token.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Turn text into memory-mapped token shards (Megatron's .bin/.idx). Interrupted, it goes on where it was.
+
+    Example: `megalite prepare "corpus/**/*.md" -t my_tokenizer -o data/corpus`
+    """
+    from launch.prepare import prepare_data
+
+    summary = prepare_data(
+        sources,
+        output,
+        tokenizer,
+        train_vocab_size=train_vocab_size,
+        text_field=text_field,
+        workers=workers,
+        append_eos=append_eos,
+        dry_run=dry_run,
+        quiet=as_json,
+    )
+    if as_json:
+        _print_json(asdict(summary))
+
+
+@app.command("import")
+def import_(
+    hf_dir: Annotated[str, typer.Argument(help="Hugging Face folder, or a model's id on the hub.", metavar="HF_DIR")],
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder to write.", metavar="CHECKPOINT")],
+    validate: Annotated[bool, typer.Option(help="Compare logits with transformers.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Turn a Hugging Face model into a checkpoint that any layout starts from (`training.initialize_from`).
+
+    Example: `megalite import ./Llama-3.2-1B runs/llama-1b/start`
+    """
+    from launch.convert import import_hugging_face
+
+    summary = import_hugging_face(hf_dir, checkpoint, validate=validate)
+    _tell(summary, as_json)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint, or run folder: its newest.", metavar="CHECKPOINT")],
+    hf_dir: Annotated[Path, typer.Argument(help="Folder to write.", metavar="HF_DIR")],
+    dtype: Annotated[str, typer.Option(help="Number format: float32, bfloat16 or float16.")] = "float32",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace HF_DIR.")] = False,
+    validate: Annotated[bool, typer.Option(help="Compare logits with transformers.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Turn a checkpoint of any layout into a Hugging Face folder that `transformers` loads.
+
+    Example: `megalite export runs/quickstart runs/quickstart/hf`
+    """
+    from launch.convert import export_hugging_face
+
+    summary = export_hugging_face(checkpoint, hf_dir, dtype=dtype, overwrite=overwrite, validate=validate)
+    _tell(summary, as_json)
+
+
+@app.command()
+def generate(
+    model: Annotated[Path, typer.Argument(help="Hugging Face folder, checkpoint or run folder.", metavar="MODEL")],
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to go on from.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample among this many likeliest; 0: all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a prompt.
+
+    Example: `megalite generate runs/quickstart/hf --prompt "def main(" --temperature 0.8`
+    """
+    from launch.generate import generate as generate_text
+
+    text = generate_text(
+        model, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed
+    )
+    if as_json:
+        _print_json({"prompt": prompt, "text": text})
+    else:
+        print(text)
+
+
+@config_app.command()
+def show(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Print the config with every default filled in.
+
+    Example: `megalite config show configs/quickstart.yaml training.steps=20`
+    """
+    config = load_config(config_path, overrides or [])
+    if as_json:
+        _print_json(config.model_dump(mode="json"))
+    else:
+        print(config.to_yaml(), end="")
+
+
+@config_app.command()
+def schema() -> None:
+    """Print the JSON schema of all options, for editors.
+
+    Example: `megalite config schema > megalite.schema.json`
+    """
+    _print_json(Config.json_schema())
+
+
+def _tell(summary: Any, as_json: bool) -> None:
+    if as_json:
+        _print_json(asdict(summary))
+    else:
+        Console(soft_wrap=True).print(str(summary), highlight=False, markup=False)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, default=str))
+
+
+def main() -> None:
+    """Entry of the `megalite` command."""
+    try:
+        app()
+    except USER_ERRORS as error:
+        print(f"megalite: error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR_CODE)

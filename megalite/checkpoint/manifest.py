@@ -92,3 +92,23 @@ def read_manifest(folder: Path) -> Manifest:
             found = "is missing" if actual is None else f"has {actual} bytes, not {file.size}"
             raise CheckpointError(f"{folder}: not a complete checkpoint: {name} {found}")
     return manifest
+
+
+def find_latest(root: Path) -> tuple[Path | None, list[str]]:
+    """The newest complete checkpoint under `root`, and why newer folders were passed over.
+
+    `root` is a checkpoint folder, a folder of checkpoints, or a run folder. `latest` is not trusted: it is moved after
+    the folder it names, so a kill in between leaves it one behind.
+    """
+    if (root / "checkpoints").is_dir():
+        root = root / "checkpoints"
+    folders = sorted(root.glob("step_*"), reverse=True) or ([root] if root.is_dir() else [])
+    skipped = []
+    for folder in folders:
+        try:
+            read_manifest(folder)
+        except CheckpointError as error:
+            skipped.append(str(error))
+        else:
+            return folder, skipped
+    return None, skipped

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.files import digest
-from megalite.checkpoint.manifest import WEIGHT, Slices, decode_pieces, entry, read_manifest
+from megalite.checkpoint.manifest import WEIGHT, Slices, decode_pieces, entry, find_latest, read_manifest
 
 
 class CheckpointReader:
@@ -58,26 +58,6 @@ class CheckpointReader:
         for name, recorded in self.manifest.files.items():
             if digest(self.folder / name) != recorded:
                 raise CheckpointError(f"{self.folder}: {name} has changed since it was written: its digest differs")
-
-
-def find_latest(root: Path) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint under `root`, and why newer folders were passed over.
-
-    `root` is a checkpoint folder, a folder of checkpoints, or a run folder. `latest` is not trusted: it is moved after
-    the folder it names, so a kill in between leaves it one behind.
-    """
-    if (root / "checkpoints").is_dir():
-        root = root / "checkpoints"
-    folders = sorted(root.glob("step_*"), reverse=True) or ([root] if root.is_dir() else [])
-    skipped = []
-    for folder in folders:
-        try:
-            read_manifest(folder)
-        except CheckpointError as error:
-            skipped.append(str(error))
-        else:
-            return folder, skipped
-    return None, skipped
 
 
 def open_checkpoint(path: Path) -> CheckpointReader:

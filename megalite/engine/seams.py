@@ -60,12 +60,14 @@ def flat_partitions(optimizer: Any) -> list[torch.Tensor]:
 
 
 def link_optimizer_state(optimizer: Any) -> None:
-    """Makes `safe_set_full_optimizer_state` work on state created before the first step.
+    """Makes `safe_get_full_optimizer_state` and its setter see the state of every parameter group.
 
-    `_lazy_init_hp_params_optimizer_state` (stage_1_and_2.py, bf16_optimizer.py) maps fragments to the state of the
-    flat partitions; ZeRO-3 looks the state up each time and has no such step.
+    `_lazy_init_hp_params_optimizer_state` maps fragments to the state of the flat partitions, once. stage_1_and_2.py
+    calls it after stepping the first group, when the others have no state yet, and never again: their moments stay
+    unreadable. bf16_optimizer.py calls it after all groups; stage3.py looks state up each time and has no such step.
     """
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+        optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
 
 

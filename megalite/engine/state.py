@@ -24,9 +24,12 @@ from megalite.engine.seams import flat_partitions, is_partitioned, link_optimize
 
 
 def moment_names(engine: Engine) -> tuple[str, ...]:
-    """The optimizer's state tensors that exist now: none before its first step."""
+    """The optimizer's state tensors, made readable by `read_parameter`; none before its first step."""
     states = [engine.torch_optimizer.state.get(flat) for flat in flat_partitions(engine.deepspeed.optimizer)]
-    return MOMENTS[engine.config.optimizer.name] if all(states) else ()
+    if not all(states):
+        return ()
+    link_optimizer_state(engine.deepspeed.optimizer)
+    return MOMENTS[engine.config.optimizer.name]
 
 
 def optimizer_step_count(engine: Engine) -> int:

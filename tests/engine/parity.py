@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 
 from megalite.config import Config
-from megalite.engine.engine import build_engine
+from megalite.engine.engine import Engine, build_engine
 from megalite.engine.state import read_parameter
 from megalite.parallel.layers import make_layer
 from models.decoder import decoder_layers
@@ -23,6 +24,9 @@ MODEL = {
     "num_key_value_heads": 2,
     "initializer_range": 0.1,
 }
+
+
+Block = tuple[str, tuple[int, ...], tuple[slice, ...], np.ndarray]  # name, global shape, where, numbers
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,10 @@ class Case:
     steps: int = 3
     optimizer: str = "adamw"
     learning_rate: float = 1e-3
+    weight_decay: float = 0.1
     clip: float = 1.0
     document_mask: bool = False
+    rows_without_loss: int = 0  # the first so many sequences of each global batch
     dtype: str = "fp32"
     global_batch: int | None = None
     model: dict[str, Any] = field(default_factory=dict)
@@ -55,6 +61,12 @@ class Case:
     @property
     def batch(self) -> int:
         return self.global_batch or self.micro_batch * self.accumulation * self.dp
+
+    def with_optimizer(self, name: str) -> Case:
+        """The layout with AdamW, or with SGD (no decay, steps long enough to see, a clip that bites at every one)."""
+        if name == "adamw":
+            return self
+        return dataclasses.replace(self, optimizer="sgd", learning_rate=0.5, weight_decay=0.0, clip=0.5)
 
     def config(self) -> Config:
         return Config.model_validate(
@@ -73,7 +85,7 @@ class Case:
                 "optimizer": {
                     "name": self.optimizer,
                     "learning_rate": self.learning_rate,
-                    "weight_decay": 0.1,
+                    "weight_decay": self.weight_decay,
                 },
                 "training": {
                     "global_batch_size": self.batch,
@@ -97,6 +109,16 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Reference:
+    """What transformers says: one loss and norm (before clipping) per step, global weights before and after."""
+
+    losses: list[float]
+    norms: list[float]
+    initial: dict[str, np.ndarray]
+    final: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
 class Batch:
     tokens: np.ndarray
     targets: np.ndarray
@@ -113,6 +135,7 @@ def global_batches(case: Case) -> list[Batch]:
         targets = draw.integers(0, vocab, (case.batch, case.sequence))
         for row, hidden in enumerate(draw.integers(0, case.sequence, case.batch)):
             targets[row, :hidden] = -100
+        targets[: case.rows_without_loss] = -100
         positions = None
         if case.document_mask:
             starts = draw.random((case.batch, case.sequence)) < 0.15
@@ -132,28 +155,47 @@ def replica_slice(batch: Batch, case: Case, replica: int) -> list[Batch]:
     ]
 
 
-def train(rank: int, case: Case) -> dict[str, Any]:
-    """What one rank sees: losses, norms, and its pieces of every weight before and after."""
+def engine_of(case: Case) -> Engine:
+    """The case's engine on this rank."""
     config = case.config()
-    engine = build_engine(
-        decoder_layers(config.model, config.recompute.mode),
-        config,
-        config.check_world(case.world_size, "cpu"),
-    )
-    losses, norms = [], []
-    for batch in global_batches(case):
-        mine = replica_slice(batch, case, engine.coordinate.data_rank) if engine.needs_data else []
-        result = engine.train_step(mine, case.learning_rate)
-        assert not result.skipped
-        losses.append(float(result.loss))
-        norms.append(float(result.grad_norm))
+    layers = decoder_layers(config.model, config.recompute.mode)
+    return build_engine(layers, config, config.check_world(case.world_size, "cpu"))
+
+
+def micro_batches_of(engine: Engine, case: Case, batch: Batch) -> list[Batch]:
+    """What this rank feeds its engine of a global batch."""
+    return replica_slice(batch, case, engine.coordinate.data_rank) if engine.needs_data else []
+
+
+def local_weights(engine: Engine) -> list[Block]:
+    """This rank's blocks of the global fp32 weights."""
     weights = []
     for _, parameter in engine.parameters():
         value = read_parameter(parameter, ())["weight"]
         weights += [
-            (piece.name, piece.shape, piece.source, value[piece.target].numpy()) for piece in parameter.shard.pieces()
+            (piece.name, piece.shape, piece.source, value[piece.target].numpy().copy())
+            for piece in parameter.shard.pieces()
         ]
+    return weights
+
+
+def train(rank: int, case: Case) -> dict[str, Any]:
+    """What one rank sees: losses, norms, and its pieces of every weight afterwards."""
+    engine = engine_of(case)
+    losses, norms = [], []
+    for batch in global_batches(case):
+        result = engine.train_step(micro_batches_of(engine, case, batch), case.learning_rate)
+        assert not result.skipped
+        losses.append(float(result.loss))
+        norms.append(float(result.grad_norm))
+    weights = local_weights(engine)
+    engine.deepspeed.destroy()
     return {"losses": losses, "norms": norms, "weights": weights}
+
+
+def train_all(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
+    """Several cases of one world size, one after another in the same ranks."""
+    return [train(rank, case) for case in cases]
 
 
 def assemble(results: list[dict[str, Any]]) -> dict[str, np.ndarray]:
@@ -188,17 +230,61 @@ def initial_weights(case: Case) -> dict[str, torch.Tensor]:
     return weights
 
 
-def reference(case: Case) -> dict[str, Any]:
-    """The same steps by transformers' LlamaForCausalLM, torch's AdamW or SGD, and torch's clipping."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+LLAMA_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "attention_bias",
+    "mlp_bias",
+    "rms_norm_eps",
+    "rope_theta",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
 
-    model_config = case.config().model
-    shape = {name: getattr(model_config, name) for name in LLAMA_FIELDS}
-    model = LlamaForCausalLM(LlamaConfig(**shape, attn_implementation="sdpa")).float()
-    model.load_state_dict(initial_weights(case), strict=not model_config.tie_word_embeddings)
+
+def reference(case: Case) -> Reference:
+    """The same steps on one process; computed once for all layouts of one problem."""
+    serial = dataclasses.replace(
+        case,
+        tp=1,
+        pp=1,
+        dp=1,
+        zero=1,
+        sequence_parallel=False,
+        recompute="none",
+        accumulation=1,
+        micro_batch=case.batch,
+    )
+    key = repr(serial)
+    if key not in _references:
+        _references[key] = _reference(serial)
+    return _references[key]
+
+
+_references: dict[str, Reference] = {}
+
+
+def _reference(case: Case) -> Reference:
+    """transformers' LlamaForCausalLM, torch's AdamW or SGD, and torch's clipping.
+
+    bf16: forward and backward by a bf16 copy of fp32 weights, which take the gradients in fp32. The fp32 weights begin
+    where bf16 can begin, because DeepSpeed copies them from the bf16 ones.
+    """
+    master, compute = _llama(case), _llama(case)
+    if case.dtype == "bf16":
+        for parameter, copy in zip(master.parameters(), compute.parameters(), strict=True):
+            copy.data = copy.data.bfloat16()  # not `.bfloat16()`: transformers keeps the rotary buffers in fp32
+            parameter.data = copy.data.float()
+    initial = {name: parameter.detach().numpy().copy() for name, parameter in master.named_parameters()}
     groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        {"params": [p for p in master.parameters() if p.ndim > 1], "weight_decay": case.weight_decay},
+        {"params": [p for p in master.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
     if case.optimizer == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=case.learning_rate)
@@ -206,21 +292,30 @@ def reference(case: Case) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(groups, lr=case.learning_rate, betas=(0.9, 0.95))
     losses, norms = [], []
     for batch in global_batches(case):
-        optimizer.zero_grad()
-        logits = _reference_logits(model, batch)
+        compute.zero_grad()
+        logits = _reference_logits(compute, batch).float()
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch.targets).flatten())
         loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip or float("inf"))))
+        for parameter, copy in zip(master.parameters(), compute.parameters(), strict=True):
+            parameter.grad = copy.grad.float()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(master.parameters(), case.clip or float("inf"))))
         optimizer.step()
         losses.append(loss.item())
-    return {
-        "losses": losses,
-        "norms": norms,
-        "weights": {n: p.detach().numpy() for n, p in model.named_parameters()},
-    }
+        with torch.no_grad():
+            for parameter, copy in zip(master.parameters(), compute.parameters(), strict=True):
+                copy.copy_(parameter)
+    final = {name: parameter.detach().numpy() for name, parameter in master.named_parameters()}
+    return Reference(losses, norms, initial, final)
 
 
-LLAMA_FIELDS = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "attention_bias", "mlp_bias", "rms_norm_eps", "rope_theta", "max_position_embeddings", "tie_word_embeddings"]
+def _llama(case: Case) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = case.config().model
+    shape = {name: getattr(model, name) for name in LLAMA_FIELDS}
+    llama = LlamaForCausalLM(LlamaConfig(**shape, attn_implementation="sdpa")).float()
+    llama.load_state_dict(initial_weights(case), strict=not model.tie_word_embeddings)
+    return llama
 
 
 def _reference_logits(model: Any, batch: Batch) -> torch.Tensor:

@@ -1,0 +1,76 @@
+"""The prepared data of a run, opened and held against its model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.batches import MicroBatch, global_batch, prefetched
+from data_pipeline.errors import DataError
+from data_pipeline.meta import read_meta
+from data_pipeline.samples import PackedSamples
+from megalite.config import Config, ResolvedLayout
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The training samples, the held-out ones where the run evaluates, and what to tell about them."""
+
+    training: PackedSamples
+    held_out: PackedSamples | None
+    tokenizer: str | None  # folder of the tokenizer that prepared them
+    notices: tuple[str, ...]
+
+
+def open_data(config: Config) -> RunData:
+    """Opens `data.path`. Raises DataError where it is missing, broken, or of a larger vocabulary than the model's."""
+    prefixes = [Path(path) for path in config.data.path]
+    length, seed = config.training.sequence_length, config.training.seed
+    fraction = config.data.held_out_fraction
+    training = PackedSamples(prefixes, length, seed, "train", fraction)
+    held_out = (
+        PackedSamples(prefixes, length, seed, "held_out", fraction) if config.training.evaluation.interval else None
+    )
+    if training.vocab_size is not None and training.vocab_size > config.model.vocab_size:
+        raise DataError(
+            f"{prefixes[0]} was prepared with a vocabulary of {training.vocab_size}, but model.vocab_size is "
+            f"{config.model.vocab_size}: set model.vocab_size to at least {training.vocab_size}"
+        )
+    meta = read_meta(prefixes[0])
+    notices = [samples.notice() for samples in (training, held_out) if samples is not None]
+    wanted = config.total_steps * config.training.global_batch_size
+    if wanted > training.samples_per_epoch:
+        notices.append(
+            f"the run takes {wanted:,} samples and the data has {training.samples_per_epoch:,}: it goes round "
+            f"{wanted / training.samples_per_epoch:.1f} times, each time in another order"
+        )
+    return RunData(
+        training, held_out, meta.tokenizer if meta else None, tuple(notice for notice in notices if notice)
+    )
+
+
+def training_batches(
+    data: RunData, config: Config, layout: ResolvedLayout, replica: int, *, consumed: int, steps: int
+) -> Iterator[list[MicroBatch]]:
+    """This replica's micro-batches of the coming steps, prepared ahead in a thread."""
+    return prefetched(data.training, start_consumed=consumed, steps=steps, **_cut(config, layout, replica))
+
+
+def evaluation_batches(data: RunData, config: Config, layout: ResolvedLayout, replica: int) -> Sequence[MicroBatch]:
+    """This replica's held-out micro-batches: always the same samples, whatever the layout."""
+    if data.held_out is None:
+        return []
+    cut = _cut(config, layout, replica) | {"global_batch_size": config.training.evaluation.samples}
+    return global_batch(data.held_out, consumed_samples=0, **cut)
+
+
+def _cut(config: Config, layout: ResolvedLayout, replica: int) -> dict[str, Any]:
+    return {
+        "global_batch_size": config.training.global_batch_size,
+        "micro_batch_size": config.training.micro_batch_size,
+        "data_parallel_rank": replica,
+        "data_parallel_size": layout.data_parallel_size,
+        "document_mask": config.data.document_mask,
+    }

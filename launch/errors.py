@@ -1,0 +1,17 @@
+"""What a user can do wrong, and how it is told: one sentence on stderr and exit code 2."""
+
+from __future__ import annotations
+
+from megalite.checkpoint.errors import CheckpointError
+from megalite.config import ConfigError
+from data_pipeline.errors import DataError
+from models.families import FamilyError
+
+
+class LaunchError(ValueError):
+    """One sentence: what is wrong with how the program was started, and what to do."""
+
+
+USER_ERRORS = (ConfigError, DataError, CheckpointError, FamilyError, LaunchError)
+USER_ERROR_CODE = 2
+STOPPED_CODE = 3  # a guard ended the run

@@ -1,0 +1,78 @@
+"""Who holds what: the layout of a run as a table, from the same layer specs that ranks are built from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from rich.table import Table
+
+from megalite.config import Config, ResolvedLayout
+from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.mesh import Mesh
+from megalite.parallel.partition import stage_boundaries
+from models.decoder import decoder_layers
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """One rank's place and load."""
+
+    rank: int
+    stage: int
+    data_rank: int
+    tensor_rank: int
+    layers: tuple[str, ...]
+    parameters: int  # numbers held on this rank before ZeRO cuts them, padding included
+
+
+def layout_rows(config: Config, layout: ResolvedLayout) -> list[RankRow]:
+    """One row per rank. Layers are built without memory, so sizes are exact."""
+    mesh = Mesh(layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size)
+    specs = decoder_layers(config.model)
+    boundaries = stage_boundaries(
+        [spec.cost for spec in specs], [spec.is_block for spec in specs], mesh.pipeline_parallel_size
+    )
+    loads: dict[tuple[int, int], int] = {}
+    for stage in range(mesh.pipeline_parallel_size):
+        local = specs[boundaries[stage] : boundaries[stage + 1]]
+        once = {spec.module_key: spec for spec in local}.values()  # a tied head on its embedding's stage adds nothing
+        for tensor_rank in range(mesh.tensor_parallel_size):
+            tp = TensorParallel(mesh.tensor_parallel_size, tensor_rank)
+            with torch.device("meta"):
+                loads[stage, tensor_rank] = sum(p.numel() for spec in once for p in spec.build(tp).parameters())
+    rows = []
+    for rank in range(mesh.world_size):
+        at = mesh.coordinate(rank)
+        names = tuple(spec.name for spec in specs[boundaries[at.pipeline_rank] : boundaries[at.pipeline_rank + 1]])
+        load = loads[at.pipeline_rank, at.tensor_rank]
+        rows.append(RankRow(rank, at.pipeline_rank, at.data_rank, at.tensor_rank, names, load))
+    return rows
+
+
+def layout_table(rows: list[RankRow], layout: ResolvedLayout) -> Table:
+    """The rows for people."""
+    table = Table(
+        title=f"tensor {layout.tensor_parallel_size} x pipeline {layout.pipeline_parallel_size} x data "
+        f"{layout.data_parallel_size}, ZeRO-{layout.zero_stage}, "
+        f"{layout.gradient_accumulation_steps} micro-batches per step",
+        title_justify="left",
+    )
+    for column in ("rank", "stage", "data", "tensor", "layers", "parameters"):
+        table.add_column(column, justify="left" if column == "layers" else "right")
+    for row in rows:
+        shard = f"{row.tensor_rank} of {layout.tensor_parallel_size}"
+        table.add_row(
+            str(row.rank), str(row.stage), str(row.data_rank), shard, _span(row.layers), f"{row.parameters:,}"
+        )
+    return table
+
+
+def _span(names: tuple[str, ...]) -> str:
+    """`embed_tokens, layers 0-3, norm`."""
+    short = [name.removeprefix("model.") for name in names]
+    blocks = [name.removeprefix("layers.") for name in short if name.startswith("layers.")]
+    span = f"layers {blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"layer {blocks[0]}"
+    first = [name for name in short[:1] if not name.startswith("layers.")]
+    last = [name for name in short[1:] if not name.startswith("layers.")]
+    return ", ".join([*first, span, *last])

@@ -1,0 +1,67 @@
+"""Ranks on this machine, started through the DeepSpeed launcher in an environment that suits them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from launch.devices import cpu_count
+from megalite.config import LaunchConfig
+
+# glibc: no mmap for large blocks and no trimming, so that tensors reuse memory whose pages are mapped already
+MALLOC_TUNABLES = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184"
+
+
+def rank_environment(options: LaunchConfig, ranks: int, on_gpu: bool) -> tuple[dict[str, str], str]:
+    """Variables set for each rank unless the user has set them, and a sentence that says which and why."""
+    wanted: dict[str, str] = {}
+    said = []
+    if not on_gpu:
+        wanted["DS_ACCELERATOR"] = "cpu"
+    cores = cpu_count()
+    threads = max(1, cores // ranks) if options.threads_per_rank == "auto" else options.threads_per_rank
+    wanted["OMP_NUM_THREADS"] = str(threads)
+    said.append(f"{threads} thread{'s' * (threads > 1)} each")
+    if options.malloc_tunables:
+        wanted["GLIBC_TUNABLES"] = MALLOC_TUNABLES
+        said.append("malloc keeps freed memory")
+    fits = ranks * threads <= cores
+    if options.spin_threads is True or (options.spin_threads == "auto" and fits and threads > 1 and not on_gpu):
+        wanted["OMP_WAIT_POLICY"] = "active"
+        said.append("threads spin between parallel regions")
+    kept = [name for name in wanted if name in os.environ]
+    if kept:
+        said.append(f"{', '.join(kept)} as you set it")
+    return {name: value for name, value in wanted.items() if name not in os.environ}, ", ".join(said)
+
+
+def start_local_ranks(ranks: int, environment: dict[str, str], arguments: Sequence[str]) -> int:
+    """Runs `launch.train ARGUMENTS` on `ranks` local ranks; returns the exit code once all have ended.
+
+    SIGTERM and SIGINT are passed on, so that nothing is left running.
+    """
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--no_local_rank"]
+    command += ["--num_gpus", str(ranks), "--master_port", str(_free_port()), "--module", "launch.train", *arguments]
+    launcher = subprocess.Popen(command, env=os.environ | environment, start_new_session=True)
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        os.killpg(launcher.pid, number)
+
+    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        code = launcher.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return 128 - code if code < 0 else code
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,83 @@
+"""Where a run starts: fresh, from given weights, or from its own newest complete checkpoint. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.errors import LaunchError
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.manifest import Manifest, find_latest, read_manifest
+from megalite.config import Config
+
+NOT_OF_THE_SHAPE = {"initializer_range", "max_position_embeddings", "model_type"}
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the run starts from."""
+
+    checkpoint: Path | None  # None: fresh weights
+    manifest: Manifest | None
+    is_resume: bool  # the run's own checkpoint: its state goes on; else only weights are taken
+    notices: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """Steps already done."""
+        return self.manifest.step if self.is_resume and self.manifest else 0
+
+
+def checkpoints_of(config: Config) -> Path:
+    """Folder of the run's checkpoints."""
+    return config.run_dir / "checkpoints"
+
+
+def find_start(config: Config, data_fingerprint: str) -> Start:
+    """Raises CheckpointError or LaunchError, one sentence, where the checkpoint does not belong to this config."""
+    own, skipped = find_latest(checkpoints_of(config)) if checkpoints_of(config).is_dir() else (None, [])
+    if own is not None:
+        if not config.checkpoint.resume:
+            raise LaunchError(
+                f"{own.parent} already holds checkpoints, and checkpoint.resume is false: choose another run_dir, or "
+                "remove them"
+            )
+        manifest = read_manifest(own)
+        _same_model(manifest, config, own)
+        _same_data(manifest, config, own, data_fingerprint)
+        said = f"resuming from {own} (step {manifest.step})"
+        return Start(own, manifest, True, (*(f"passed over: {why}" for why in skipped), said))
+    notices = tuple(f"passed over: {why}" for why in skipped)
+    source = config.training.initialize_from
+    if source is None:
+        return Start(None, None, False, notices)
+    weights, reasons = find_latest(source)
+    if weights is None:
+        why = reasons[0] if reasons else f"{source}: there is no such checkpoint folder"
+        raise CheckpointError(f"training.initialize_from: {why}")
+    manifest = read_manifest(weights)
+    _same_model(manifest, config, weights)
+    return Start(weights, manifest, False, (*notices, f"taking the weights of {weights}"))
+
+
+def _same_model(manifest: Manifest, config: Config, folder: Path) -> None:
+    saved, ours = manifest.config.get("model", {}), config.model.model_dump(mode="json")
+    for name, value in ours.items():
+        if name not in NOT_OF_THE_SHAPE and name in saved and saved[name] != value:
+            raise CheckpointError(
+                f"{folder} is of another model: its model.{name} is {saved[name]}, this config's is {value}"
+            )
+
+
+def _same_data(manifest: Manifest, config: Config, folder: Path, fingerprint: str) -> None:
+    advice = "start another run_dir with training.initialize_from to go on with its weights"
+    if manifest.state.get("data_fingerprint") != fingerprint:
+        raise CheckpointError(
+            f"{folder} was trained on other data (or another sequence_length or held_out_fraction), so the samples it "
+            f"has seen are not known here: {advice}"
+        )
+    if manifest.state.get("seed") != config.training.seed:
+        raise CheckpointError(
+            f"{folder} was trained with training.seed {manifest.state.get('seed')}, this config has "
+            f"{config.training.seed}, which orders the data differently: {advice}"
+        )

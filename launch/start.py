@@ -1,0 +1,64 @@
+"""`megalite train` outside a launcher: everything is checked here, before any rank is started."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from launch.data import open_data
+from launch.devices import Device, gpu_count
+from launch.errors import LaunchError
+from launch.local import rank_environment, start_local_ranks
+from launch.resume import find_start
+from launch.run_folder import make_run_folder
+from megalite.config import Config, ResolvedLayout
+from models.families import family
+
+
+def resolve(config: Config) -> tuple[ResolvedLayout, Device]:
+    """The layout on this machine. Raises ConfigError or LaunchError where it cannot be."""
+    gpus = gpu_count()
+    device: Device = "cuda" if gpus else "cpu"
+    family(config.model.model_type).check(config.model)
+    world_size = config.world_size_wanted(gpus or None)
+    if gpus and world_size > gpus:
+        raise LaunchError(
+            f"the layout needs {world_size} GPUs and this machine has {gpus}: use a smaller layout, a hostfile "
+            "(deepspeed --hostfile), or set DS_ACCELERATOR=cpu to run on the CPU"
+        )
+    return config.check_world(world_size, device), device
+
+
+def start(config: Config, arguments: Sequence[str]) -> int:
+    """Checks config, data and checkpoint, then runs the local ranks; returns their exit code."""
+    layout, device = resolve(config)
+    make_run_folder(config)
+    data = open_data(config)
+    begin = find_start(config, data.training.fingerprint)
+    if begin.step >= config.total_steps:
+        print(f"megalite: {begin.checkpoint} is at step {begin.step} of {config.total_steps}: nothing left to train")
+        return 0
+    environment, said = rank_environment(config.launch, layout.world_size, device == "cuda")
+    ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
+    print(f"megalite: starting {ranks} on {device} ({said})", flush=True)
+    return start_local_ranks(layout.world_size, environment, arguments)
+
+
+def describe(config: Config, *, as_json: bool) -> None:
+    """The dry run: resolved config, who holds what, parameters per rank."""
+    layout, device = resolve(config)
+    from launch.layout_table import layout_rows, layout_table
+
+    rows = layout_rows(config, layout)
+    if as_json:
+        facts = {"device": device, "config": config.model_dump(mode="json"), "layout": asdict(layout)}
+        print(json.dumps(facts | {"ranks": [asdict(row) for row in rows]}, indent=2))
+        return
+    from rich.console import Console
+
+    print(config.to_yaml())
+    Console().print(layout_table(rows, layout))
+    for notice in layout.notices:
+        print(f"megalite: {notice}")
+    print(f"dry run on {device}: nothing was started")
