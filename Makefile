@@ -11,8 +11,13 @@ $(VENV)/installed: pyproject.toml
 	$(VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off -q -e '.[dev]'
 	touch $@
 
+# text -> tokens -> eight ranks (tensor 2 x pipeline 2 x data 2) -> checkpoint -> Hugging Face folder -> a sample
+QUICK := runs/quickstart
 quickstart: $(VENV)/installed
-	$(VENV)/bin/megalite quickstart
+	$(VENV)/bin/megalite prepare python-stdlib --train-vocab-size 2048 -t $(QUICK)/tokenizer -o $(QUICK)/data/python_stdlib
+	DS_ACCELERATOR=cpu $(VENV)/bin/megalite train configs/quickstart.yaml
+	$(VENV)/bin/megalite export $(QUICK) $(QUICK)/hf --overwrite
+	$(VENV)/bin/megalite generate $(QUICK)/hf --prompt "def __init__(self" --temperature 0.8 --seed 1
 
 check: $(VENV)/installed
 	$(VENV)/bin/ruff format --check .

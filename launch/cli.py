@@ -8,13 +8,15 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from launch.errors import USER_ERROR_CODE, USER_ERRORS
 from megalite.config import Config, load_config
+
+if TYPE_CHECKING:
+    from launch.convert import ConvertSummary
 
 app = typer.Typer(
     name="megalite",
@@ -120,7 +122,9 @@ def import_(
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint, or run folder: its newest.", metavar="CHECKPOINT")],
     hf_dir: Annotated[Path, typer.Argument(help="Folder to write.", metavar="HF_DIR")],
-    dtype: Annotated[str, typer.Option(help="Number format: float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32, bf16 or fp16; default: what was imported, or trained in.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace HF_DIR.")] = False,
     validate: Annotated[bool, typer.Option(help="Compare logits with transformers.")] = True,
     as_json: AsJson = False,
@@ -137,11 +141,13 @@ def export(
 
 @app.command()
 def generate(
-    model: Annotated[Path, typer.Argument(help="Hugging Face folder, checkpoint or run folder.", metavar="MODEL")],
+    model: Annotated[
+        str, typer.Argument(help="Hugging Face folder or hub id, checkpoint, or run folder.", metavar="MODEL")
+    ],
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to go on from.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample among this many likeliest; 0: all.")] = 0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among this many likeliest; default: all.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -151,13 +157,13 @@ def generate(
     """
     from launch.generate import generate as generate_text
 
-    text = generate_text(
+    generation = generate_text(
         model, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed
     )
     if as_json:
-        _print_json({"prompt": prompt, "text": text})
+        _print_json(asdict(generation))
     else:
-        print(text)
+        print(generation.text)
 
 
 @config_app.command()
@@ -182,11 +188,21 @@ def schema() -> None:
     _print_json(Config.json_schema())
 
 
-def _tell(summary: Any, as_json: bool) -> None:
+def _tell(summary: ConvertSummary, as_json: bool) -> None:
     if as_json:
         _print_json(asdict(summary))
-    else:
-        Console(soft_wrap=True).print(str(summary), highlight=False, markup=False)
+        return
+    checked = (
+        "not validated"
+        if summary.logit_difference is None
+        else (f"logits within {summary.logit_difference:.1e} of transformers'")
+    )
+    print(
+        f"{summary.source} -> {summary.target}: {summary.model_type}, {summary.tensors} tensors, "
+        f"{summary.parameters:,} parameters, {summary.dtype}, {checked}"
+    )
+    for notice in summary.notices:
+        print(f"megalite: {notice}")
 
 
 def _print_json(value: Any) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from data_pipeline.tokenizer import inspect_tokenizer
 from launch.errors import LaunchError
 from launch.transformers_model import load_transformers_model, local_folder
 from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.files import sync
 from megalite.checkpoint.hugging_face import (
     HuggingFaceFolder,
     copy_tokenizer,
@@ -43,8 +45,9 @@ from models.families.base import DERIVED_TENSORS, TOKEN_IDS
 Read = Callable[[str, Slices], Tensor]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = 1e-5  # of the logits' standard deviation, in fp32; both models run the same operations
+ROUNDING_FACTOR = 3  # times what transformers differs from itself
 VALIDATION_TOKENS = (2, 64)
-TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # all families spell these alike
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,7 @@ def import_hugging_face(hf_dir: str | Path, checkpoint: Path, *, validate: bool 
     dtype = _dtype_name(source.dtypes)
     # beside `model`, because nothing but an export has a use for it
     kept = {"config": described.carried(source.config), "generation_config": source.generation_config, "dtype": dtype}
-    folder = checkpoint.resolve()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
-        written = Path(temporary) / folder.name
+    with _new_checkpoint(checkpoint) as written:
         write_single(
             written,
             ((name, source.read(hub_name)) for name, hub_name in names.items()),
@@ -92,8 +92,22 @@ def import_hugging_face(hf_dir: str | Path, checkpoint: Path, *, validate: bool 
             state={},
         )
         difference = compare_logits(model, CheckpointReader(written).read, source.folder) if validate else None
-        written.rename(folder)
     return _summary(source.folder, checkpoint, model, shapes, dtype, difference)
+
+
+@contextmanager
+def _new_checkpoint(checkpoint: Path) -> Iterator[Path]:
+    """Where to write a checkpoint that becomes `checkpoint` when the block ends, and nothing when it raises."""
+    folder = checkpoint.resolve()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
+            written = Path(temporary) / folder.name
+            yield written
+            written.rename(folder)
+            sync(folder.parent)
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint}: cannot be written: {error.strerror or error}") from None
 
 
 def export_hugging_face(
@@ -222,11 +236,20 @@ def compare_logits(model: ModelConfig, read: Read, hf_dir: Path) -> float:
     hidden, weight = serial_model(model, TensorParallel(), read)(tokens)
     ours = head_logits(hidden, weight, model.vocab_size, TensorParallel())
     del weight
-    theirs = load_transformers_model(hf_dir, torch.float32)(tokens).logits
-    difference = float((ours - theirs).abs().max() / theirs.std())
-    if not difference <= TOLERANCE:  # NaN is not
+    transformers_model = load_transformers_model(hf_dir, torch.float32)
+    theirs = transformers_model(tokens).logits
+    difference = _spread_apart(ours, theirs)
+    allowed = TOLERANCE
+    if difference > TOLERANCE:  # rounding alone in a model of 32 layers: its own two ways to attend are as far apart
+        transformers_model.set_attn_implementation("eager")
+        allowed = max(TOLERANCE, ROUNDING_FACTOR * _spread_apart(transformers_model(tokens).logits, theirs))
+    if not difference <= allowed:  # NaN is not
         raise LaunchError(
-            f"{hf_dir}: our decoder's logits and transformers' are {difference:.1e} of their spread apart, more than "
-            f"{TOLERANCE:.0e}: the conversion would change the model, so nothing was written"
+            f"{model.model_type}: our decoder's logits and transformers' are {difference:.1e} of their spread apart, "
+            f"more than {allowed:.1e}: the conversion would change the model, so nothing was written"
         )
     return difference
+
+
+def _spread_apart(logits: Tensor, others: Tensor) -> float:
+    return float((logits - others).abs().max() / others.std())

@@ -47,7 +47,10 @@ def open_data(config: Config) -> RunData:
             f"{wanted / training.samples_per_epoch:.1f} times, each time in another order"
         )
     return RunData(
-        training, held_out, meta.tokenizer if meta else None, tuple(notice for notice in notices if notice)
+        training,
+        held_out,
+        meta.tokenizer if meta else None,
+        tuple(notice for notice in notices if notice),
     )
 
 

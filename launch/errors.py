@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from data_pipeline.errors import DataError
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config import ConfigError
-from data_pipeline.errors import DataError
 from models.families import FamilyError
 
 

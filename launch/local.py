@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import signal
 import socket
@@ -45,8 +47,11 @@ def start_local_ranks(ranks: int, environment: dict[str, str], arguments: Sequen
 
     SIGTERM and SIGINT are passed on, so that nothing is left running.
     """
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--no_local_rank"]
-    command += ["--num_gpus", str(ranks), "--master_port", str(_free_port()), "--module", "launch.train", *arguments]
+    # what the `deepspeed` command itself runs on a single host, without a second import of DeepSpeed before it
+    hosts = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
+    command = [sys.executable, "-m", "deepspeed.launcher.launch", "--quiet", "--no_local_rank", "--node_rank", "0"]
+    command += ["--world_info", hosts, "--master_addr", "127.0.0.1", "--master_port", str(_free_port())]
+    command += ["--module", "launch.train", *arguments]
     launcher = subprocess.Popen(command, env=os.environ | environment, start_new_session=True)
 
     def pass_on(number: int, frame: FrameType | None) -> None:

@@ -48,7 +48,7 @@ def prepare_data(
         summary = prepare(
             sources,
             output,
-            tokenizer,
+            tokenizer.absolute(),  # kept with the tokens, for runs and exports started elsewhere
             text_field=text_field,
             workers=workers,
             append_eos=append_eos,

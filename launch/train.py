@@ -1,7 +1,7 @@
 """One rank of a run: what `deepspeed`, `torchrun` and `megalite train` start. The run in five lines: see `run`.
 
-    deepspeed --hostfile HOSTFILE launch/train.py CONFIG.yaml [section.option=value ...]
-    torchrun --nproc-per-node 8 -m launch.train CONFIG.yaml [section.option=value ...]
+deepspeed --hostfile HOSTFILE launch/train.py CONFIG.yaml [section.option=value ...]
+torchrun --nproc-per-node 8 -m launch.train CONFIG.yaml [section.option=value ...]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__" and sys.path[0] == str(Path(__file__).resolve().parent):
     del sys.path[0]  # started as a script: this folder's modules must not shadow top-level ones
@@ -22,14 +22,23 @@ from launch.resume import Start, checkpoints_of, find_start
 from launch.run_folder import make_run_folder, write_receipt, write_settings
 from megalite.config import Config, ResolvedLayout, load_config
 
+if TYPE_CHECKING:
+    from megalite.engine.engine import Engine
+    from megalite.monitor.sinks.base import Sink
+    from megalite.training.loop import Job
+    from megalite.training.state import TrainState
+
 
 def run(config: Config, rank: Rank) -> None:
     """Mesh, data, model, engine, loop."""
+    import torch
+
     from megalite.engine.distributed import start_distributed, stop_distributed
     from megalite.engine.engine import build_engine
     from megalite.training.loop import train
     from models.decoder import decoder_layers
 
+    torch.set_float32_matmul_precision(config.precision.float32_matmul_precision)
     device = start_distributed(rank.local_rank)
     layout = config.check_world(rank.world_size, "cuda" if device.type == "cuda" else "cpu")
     data = open_data(config)
@@ -42,15 +51,12 @@ def run(config: Config, rank: Rank) -> None:
     stop_distributed()
 
 
-def _load(engine: Any, start: Start, data: RunData, config: Config) -> Any:
+def _load(engine: Engine, start: Start, data: RunData, config: Config) -> TrainState:
     """Weights and optimizer into the engine; where the run stands out."""
-    import torch
-
     from megalite.checkpoint.engine import load_engine
     from megalite.checkpoint.reader import CheckpointReader
     from megalite.training.state import TrainState
 
-    torch.set_float32_matmul_precision(config.precision.float32_matmul_precision)
     if start.checkpoint is not None:
         load_engine(engine, CheckpointReader(start.checkpoint), weights_only=not start.is_resume)
     if start.is_resume and start.manifest is not None:
@@ -58,7 +64,9 @@ def _load(engine: Any, start: Start, data: RunData, config: Config) -> Any:
     return TrainState(data_fingerprint=data.training.fingerprint, seed=config.training.seed)
 
 
-def _job(engine: Any, config: Config, layout: ResolvedLayout, data: RunData, state: Any, reporter: _Reporter) -> Any:
+def _job(
+    engine: Engine, config: Config, layout: ResolvedLayout, data: RunData, state: TrainState, reporter: _Reporter
+) -> Job:
     """What the loop is given from outside."""
     from megalite.checkpoint.engine import save_engine
     from megalite.training.loop import Job
@@ -66,7 +74,7 @@ def _job(engine: Any, config: Config, layout: ResolvedLayout, data: RunData, sta
     replica, steps = engine.coordinate.data_rank, config.total_steps - state.step
     evaluation = config.training.evaluation
 
-    def save(state: Any) -> None:
+    def save(state: TrainState) -> None:
         folder = save_engine(
             engine,
             checkpoints_of(config),
@@ -96,7 +104,7 @@ class _Reporter:
     def __init__(self, config: Config, layout: ResolvedLayout, rank: Rank, start: Start, data: RunData) -> None:
         self._config, self._layout, self._start, self._data = config, layout, start, data
         self._speaks = rank.rank == 0
-        self._sinks: list[Any] = []
+        self._sinks: list[Sink] = []
         self.outcome: dict[str, Any] = {"finished": False}
 
     def __enter__(self) -> _Reporter:

@@ -10,6 +10,7 @@ import torch._dynamo  # imported by the first torch.optim.Optimizer
 import torch.distributed.nn.functional
 import torch.utils.checkpoint  # noqa: F401
 
+import megalite.checkpoint.engine
 import megalite.engine.engine
 import megalite.engine.state
 import models.decoder  # noqa: F401

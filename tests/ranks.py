@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import time
 import traceback
@@ -53,7 +54,7 @@ def _collect(pipes: list[Connection], deadline: float, what: str) -> list[Any]:
         for pipe in ready:
             rank = pipes.index(pipe)  # type: ignore[arg-type]
             try:
-                succeeded, value = pipe.recv()  # type: ignore[union-attr]
+                succeeded, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
                 raise AssertionError(f"{what}: rank {rank} died") from None
             if not succeeded:
@@ -84,10 +85,11 @@ def _rank_main(
 
         torch.set_num_threads(1)
         start_distributed(rank, timeout=timedelta(seconds=60))
-        result = (True, function(rank, *arguments))
+        # by value: `pipe.send` would hand torch tensors over as file descriptors that die with this process
+        result = pickle.dumps((True, function(rank, *arguments)))
     except BaseException:
-        result = (False, traceback.format_exc())
-    pipe.send(result)
+        result = pickle.dumps((False, traceback.format_exc()))
+    pipe.send_bytes(result)
     pipe.close()
 
 

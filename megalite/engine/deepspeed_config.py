@@ -5,6 +5,7 @@ Every setting whose default has moved between DeepSpeed versions, or that would 
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from megalite.config import Config, ResolvedLayout
@@ -51,5 +52,5 @@ def _merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     result = dict(ours)
     for key, value in theirs.items():
         both_sections = isinstance(value, dict) and isinstance(result.get(key), dict)
-        result[key] = _merged(result[key], value) if both_sections else value
+        result[key] = _merged(result[key], value) if both_sections else copy.deepcopy(value)
     return result

@@ -46,6 +46,8 @@ class Case:
     optimizer: str = "adamw"
     learning_rate: float = 1e-3
     weight_decay: float = 0.1
+    # not 1e-8: a gradient that is nothing but rounding would move its weight by the learning rate in a random direction
+    eps: float = 1e-6
     clip: float = 1.0
     document_mask: bool = False
     rows_without_loss: int = 0  # the first so many sequences of each global batch
@@ -86,6 +88,7 @@ class Case:
                     "name": self.optimizer,
                     "learning_rate": self.learning_rate,
                     "weight_decay": self.weight_decay,
+                    "eps": self.eps,
                 },
                 "training": {
                     "global_batch_size": self.batch,
@@ -289,7 +292,7 @@ def _reference(case: Case) -> Reference:
     if case.optimizer == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=case.learning_rate)
     else:
-        optimizer = torch.optim.AdamW(groups, lr=case.learning_rate, betas=(0.9, 0.95))
+        optimizer = torch.optim.AdamW(groups, lr=case.learning_rate, betas=(0.9, 0.95), eps=case.eps)
     losses, norms = [], []
     for batch in global_batches(case):
         compute.zero_grad()

@@ -30,14 +30,16 @@ from tests.ranks import run_ranks
 
 # Both sides are fp32 and differ in the order of summation only: measured up to 2e-7 on losses, 5e-7 on norms.
 RELATIVE = 2e-5
-# AdamW moves a weight by the learning rate whatever its gradient's size, so a gradient that is nothing but rounding
-# moves it in a random direction: measured up to 3e-5 of the largest weight, of a total movement of 3e-3.
+# Of the largest weight; the movement in three steps is 3e-3 of it. Measured up to 8e-6.
 ADAMW_WEIGHT = 1e-4
 # SGD: measured nothing above the last bits of the weights. A missed or doubled reduction is an error of 0.3 or more.
 SGD_UPDATE = 1e-5
 ROUNDING = float(np.finfo(np.float32).eps)  # of the largest weight, per step: each side rounds `w - lr * g`
 # A bf16 run may be as far from fp32 as transformers' own bf16 run, twice over: both errors are draws of the same noise.
 BF16_OF_TRANSFORMERS = 2.0
+BF16_NORM = (
+    2e-2  # five times bf16's epsilon; measured up to 6e-3. A norm says too little about its noise to compare two
+)
 
 TIED = {"tie_word_embeddings": True}
 ONE_KV_HEAD = {"num_key_value_heads": 1}
@@ -53,7 +55,6 @@ LAYOUTS = [
     Case(tp=3, model={"num_attention_heads": 6, "num_key_value_heads": 3}),
     Case(tp=4),
     Case(pp=2),
-    Case(pp=3, accumulation=2),
     Case(pp=4),
     Case(pp=2, accumulation=4),
     Case(pp=4, accumulation=4),
@@ -83,8 +84,8 @@ LAYOUTS = [
     Case(tp=2, pp=2, model=TIED),
     # fewer key/value heads than ranks; a vocabulary so small that a rank holds only padding
     Case(tp=4, model=ONE_KV_HEAD),
-    Case(tp=4, model={"vocab_size": 3}),
-    Case(tp=4, model={"vocab_size": 5} | TIED | ONE_KV_HEAD),
+    Case(tp=4, model={"vocab_size": 5}),
+    Case(tp=4, pp=2, model={"vocab_size": 5} | TIED | ONE_KV_HEAD),
     # packed documents
     Case(tp=2, document_mask=True),
     Case(pp=3, accumulation=4, document_mask=True),
@@ -109,9 +110,7 @@ def trained(*cases: Case) -> list[Trained]:
     """Runs the cases, which need the same number of ranks, one after another in the same ranks."""
     by_rank = run_ranks(train_all, cases[0].world_size, list(cases))
     by_case = [[rank[index] for rank in by_rank] for index in range(len(cases))]
-    return [
-        Trained(case, ranks, assemble(ranks), reference(case)) for case, ranks in zip(cases, by_case, strict=True)
-    ]
+    return [Trained(case, ranks, assemble(ranks), reference(case)) for case, ranks in zip(cases, by_case, strict=True)]
 
 
 def assert_losses_and_norms_equal(run: Trained) -> None:
@@ -179,22 +178,25 @@ def test_gradients_that_are_not_clipped(layout: Case, clip: float) -> None:
         Case(pp=2, tp=2, dtype="bf16", accumulation=2),
         Case(dp=2, zero=2, dtype="bf16", accumulation=2),
         Case(dp=2, zero=3, dtype="bf16"),
+        Case(tp=2, pp=2, dtype="bf16", model=TIED),
     ],
     ids=str,
 )
 def test_bf16_is_as_near_to_fp32_as_transformers(layout: Case) -> None:
     for run in trained(layout, layout.with_optimizer("sgd")):
         exact = reference(replace(run.case, dtype="fp32"))
-        for what in ("losses", "norms"):
-            theirs = np.abs(np.subtract(getattr(run.reference, what), getattr(exact, what))).max()
-            for seen in run.ranks:
-                ours = np.abs(np.subtract(seen[what], getattr(exact, what))).max()
-                assert ours <= BF16_OF_TRANSFORMERS * theirs, f"{run.case}: {what} {ours:.1e}, theirs {theirs:.1e}"
+        theirs = np.abs(np.subtract(run.reference.losses, exact.losses)).max()
+        for seen in run.ranks:
+            ours = np.abs(np.subtract(seen["losses"], exact.losses)).max()
+            assert ours <= BF16_OF_TRANSFORMERS * theirs, f"{run.case}: losses {ours:.1e}, theirs {theirs:.1e}"
+            np.testing.assert_allclose(seen["norms"], exact.norms, BF16_NORM, err_msg=str(run.case))
         if run.case.optimizer == "adamw":
-            continue  # its updates are a matter of signs
-        for name, expected in exact.final.items():
-            ours = np.linalg.norm(run.weights[name] - expected)
-            theirs = np.linalg.norm(run.reference.final[name] - expected)
+            continue  # it moves each weight by the sign of its gradient, and bf16 noise decides the sign of small ones
+        for name in exact.final:
+            update = exact.final[name] - exact.initial[name]
+            # from the bf16 starting point
+            ours = np.linalg.norm(run.weights[name] - run.reference.initial[name] - update)
+            theirs = np.linalg.norm(run.reference.final[name] - run.reference.initial[name] - update)
             assert ours <= BF16_OF_TRANSFORMERS * theirs, f"{run.case}: {name} {ours:.1e}, theirs {theirs:.1e}"
 
 

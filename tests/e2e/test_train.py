@@ -1,0 +1,137 @@
+"""`megalite train` as a user runs it: real launchers, real ranks, real kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import write_config
+from tests.e2e.commands import BIN, ROOT, metrics, run
+
+pytestmark = pytest.mark.slow
+
+EXACT = ("step", "loss", "grad_norm", "learning_rate", "samples", "tokens_seen")
+
+
+def curve(run_dir: str | Path) -> list[tuple[Any, ...]]:
+    """What must be equal between two runs of the same thing."""
+    return [tuple(str(record[name]) for name in EXACT) for record in metrics(run_dir)]
+
+
+@pytest.fixture
+def two_stages(tiny: dict[str, Any]) -> dict[str, Any]:
+    """The tiny config on two ranks."""
+    return tiny | {"parallel": {"pipeline_parallel_size": 2}}
+
+
+def test_a_run_leaves_what_it_promises(two_stages: dict[str, Any], tmp_path: Path) -> None:
+    two_stages["training"]["evaluation"] = {"interval": 2, "samples": 4}
+    done = run(BIN / "megalite", "train", write_config(tmp_path / "c.yaml", two_stages))
+    assert done.returncode == 0, done.stderr
+    folder = Path(two_stages["run_dir"])
+    records = metrics(folder)
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert [record["samples"] for record in records] == [[0, 4], [4, 8], [8, 12], [12, 16]]
+    assert "evaluation_loss" in records[1] and "evaluation_loss" not in records[0]
+    assert records[-1]["tokens_seen"] == 4 * 4 * 32
+    assert records[0]["memory_peak_mib"] > 50 and records[0]["tokens_per_second"] > 0
+    receipt = json.loads((folder / "receipt.json").read_text())
+    assert receipt["layout"]["pipeline_parallel_size"] == 2 and receipt["outcome"]["finished"] is True
+    assert receipt["versions"]["torch"] and receipt["data_fingerprint"]
+    settings = json.loads((folder / "deepspeed.json").read_text())
+    assert settings["zero_optimization"]["stage"] == 1 and settings["gradient_clipping"] == 1.0
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "checkpoints" / "latest").read_text() == "step_00000004"
+    again = run(BIN / "megalite", "train", folder / "config.yaml")
+    assert again.returncode == 0 and "nothing left to train" in again.stdout
+
+
+def test_killed_and_resumed_equals_uninterrupted_to_the_last_bit(two_stages: dict[str, Any], tmp_path: Path) -> None:
+    """Twenty steps at once, and twenty with a SIGKILL of every process somewhere after the checkpoint of step 10."""
+    two_stages["training"]["steps"] = 20
+    two_stages["checkpoint"] = {"interval": 10}
+    path = write_config(tmp_path / "c.yaml", two_stages)
+    whole = run(BIN / "megalite", "train", path)
+    assert whole.returncode == 0, whole.stderr
+
+    cut = tmp_path / "cut"
+    command = [str(BIN / "megalite"), "train", str(path), f"run_dir={cut}"]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (cut / "checkpoints" / "step_00000010").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    _kill_family(process.pid)
+    process.wait()
+    assert not (cut / "checkpoints" / "step_00000020").exists(), "the kill came too late to test anything"
+
+    resumed = run(*command)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resuming from" in resumed.stdout and "(step 10)" in resumed.stdout
+    assert curve(cut) == curve(two_stages["run_dir"])
+
+
+def _kill_family(pid: int) -> None:
+    """SIGKILL to a process and all its descendants, the launcher's session included."""
+    listing = subprocess.run(["ps", "-eo", "pid,ppid"], capture_output=True, text=True, check=True).stdout
+    parents = [tuple(map(int, line.split())) for line in listing.splitlines()[1:]]
+    family = {pid}
+    for _ in range(6):
+        family |= {child for child, parent in parents if parent in family}
+    for member in family:
+        try:
+            os.kill(member, signal.SIGKILL)
+        except ProcessLookupError:
+            continue  # it ended by itself meanwhile
+
+
+def test_every_launcher_is_the_same_run(two_stages: dict[str, Any], tmp_path: Path) -> None:
+    path = write_config(tmp_path / "c.yaml", two_stages)
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("localhost slots=2\n")
+    hosts = ["--hostfile", hostfile, "--no_ssh_check", "--master_addr", "127.0.0.1"]  # no sshd is needed for one host
+    launchers: dict[str, list[str | Path]] = {
+        "megalite": [BIN / "megalite", "train"],
+        "script": [BIN / "deepspeed", *hosts, "launch/train.py"],
+        "module": [BIN / "deepspeed", "--num_gpus", "2", "--module", "launch.train"],
+        "torchrun": [BIN / "torchrun", "--nproc-per-node", "2", "-m", "launch.train"],
+    }
+    curves = {}
+    for name, words in launchers.items():
+        done = run(*words, path, f"run_dir={tmp_path / name}", OMP_NUM_THREADS="1")
+        assert done.returncode == 0, f"{name}: {done.stderr}"
+        curves[name] = curve(tmp_path / name)
+    assert len(curves["megalite"]) == 4
+    assert all(found == curves["megalite"] for found in curves.values()), curves
+
+
+def test_it_runs_where_no_compiler_exists(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """DeepSpeed compiles a collective at every CPU start unless told not to, and fails where it cannot."""
+    bare, cache = tmp_path / "bin", tmp_path / "extensions"
+    bare.mkdir()
+    (bare / "python").symlink_to(BIN / "python")
+    words = (BIN / "megalite", "train", write_config(tmp_path / "c.yaml", tiny))
+    done = run(*words, PATH=str(bare), CC="", CXX="", TORCH_EXTENSIONS_DIR=str(cache))
+    assert done.returncode == 0, done.stderr
+    assert not cache.exists() or not list(cache.iterdir())
+
+
+def test_gradients_that_are_never_finite_stop_the_run(two_stages: dict[str, Any], tmp_path: Path) -> None:
+    """Skipped steps are counted, logged and bounded; the weights of the last good step stay."""
+    two_stages["training"] |= {"steps": 50, "max_skipped_steps": 3, "gradient_clipping": 0.0}
+    two_stages["optimizer"] = {"name": "sgd", "learning_rate": 1e30}
+    done = run(BIN / "megalite", "train", write_config(tmp_path / "c.yaml", two_stages))
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "3 steps in a row had gradients that are not finite" in done.stderr
+    assert "Traceback" not in done.stderr
+    records = metrics(two_stages["run_dir"])
+    assert [record["skipped"] for record in records[-3:]] == [True] * 3
+    assert records[-1]["skipped_steps"] == 3 and records[-1]["grad_norm"] is None

@@ -1,0 +1,318 @@
+"""Fails when a place of DeepSpeed's insides that we lean on moves, or when a defect that we work round is gone.
+
+The first kind says where to look after an upgrade; the second says what can be deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import sys
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed.comm
+import deepspeed.ops
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec as DeepSpeedLayerSpec
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+from deepspeed.runtime.utils import partition_balanced
+from deepspeed.utils import logger, safe_get_full_optimizer_state
+from torch import nn
+
+from megalite.config import Config
+from megalite.engine import seams
+from megalite.engine.engine import build_engine
+from megalite.engine.pipeline import Pipeline
+from megalite.engine.topology import Grid
+from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.layers import make_layer
+from megalite.parallel.mesh import Mesh
+from models.decoder import decoder_layers
+from tests.engine.parity import MODEL, Case, engine_of, global_batches, micro_batches_of
+from tests.ranks import run_ranks
+
+
+def _shared_memory_collective(rank: int) -> dict[str, Any]:
+    torch_backend = sys.modules["deepspeed.comm.torch"]  # as an attribute of deepspeed.comm it is torch itself
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    compiled = []
+
+    def compile_now(self: Any, *_: Any) -> Any:
+        compiled.append(self.NAME)
+        return SimpleNamespace()
+
+    type(builder).load = compile_now
+    known = "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = True
+    torch_backend.build_shm_op()
+    by_deepspeed = list(compiled)
+    seams.keep_collective_uncompiled()
+    return {
+        "at_start": "build_shm_op" in torch_backend.TorchBackend.__init__.__code__.co_names,
+        "known": known,
+        "by_deepspeed": by_deepspeed,
+        "after_ours": torch_backend.build_shm_op(),
+        "compiled": compiled,
+    }
+
+
+def test_deepspeed_would_compile_its_cpu_collective_at_start() -> None:
+    (seen,) = run_ranks(_shared_memory_collective, 1)
+    assert seen["at_start"], "fixed in DeepSpeed: init_distributed builds nothing"
+    assert seen["known"], "deepspeed.ops.__compatible_ops__ does not list the operator any more"
+    assert seen["by_deepspeed"] == ["deepspeed_shm_comm"]
+    assert seen["after_ours"] is None
+    assert seen["compiled"] == ["deepspeed_shm_comm"], "compiled although we switched it off"
+
+
+def test_deepspeeds_logger_is_where_we_quieten_it() -> None:
+    level = logger.level
+    logger.setLevel(logging.INFO)  # the default of some versions in our range
+    try:
+        with warnings.catch_warnings():
+            seams.quiet_logging()
+        assert logger.getEffectiveLevel() == logging.WARNING
+        assert logger.name == "DeepSpeed"
+    finally:
+        logger.setLevel(level)
+
+
+def _warnings_of_collectives(rank: int) -> tuple[list[str], list[str]]:
+    def call() -> list[str]:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            if quieted:
+                seams.quiet_logging()
+            whole = torch.zeros(1)
+            deepspeed.comm.all_gather_into_tensor(whole, torch.ones(1))
+            deepspeed.comm.reduce_scatter_tensor(whole, torch.ones(1))
+        return [str(w.message) for w in seen]
+
+    quieted = False
+    loud = call()
+    quieted = True
+    return loud, call()
+
+
+@pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="torch before 2.13 does not deprecate the old names")
+def test_deepspeed_calls_collectives_by_deprecated_names() -> None:
+    ((loud, quiet),) = run_ranks(_warnings_of_collectives, 1)
+    assert len(loud) == 2
+    assert quiet == []
+
+
+def test_the_pipeline_grid_lacks_the_tensor_parallel_group() -> None:
+    # deepspeed.checkpointing and others ask an mpu for it
+    assert not hasattr(PipelineParallelGrid, "get_tensor_model_parallel_group")
+    assert hasattr(PipelineParallelGrid, "get_tensor_model_parallel_rank")
+    assert hasattr(Grid, "get_tensor_model_parallel_group")
+
+
+def test_deepspeeds_own_cut_may_leave_a_stage_without_a_block() -> None:
+    # embedding, 4 blocks, norm, head: a stage of the head alone hangs the gradient norm (DeepSpeed#1522)
+    costs = [1000, 1, 1, 1, 1, 0, 1000]
+    bounds = partition_balanced(costs, 3)
+    blocks = set(range(1, 5))
+    assert any(not blocks & set(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)), bounds
+
+
+def test_deepspeeds_layer_spec_takes_module_classes_only() -> None:
+    with pytest.raises((RuntimeError, TypeError)):
+        DeepSpeedLayerSpec(lambda: nn.Linear(1, 1))
+
+
+class _Watched(Pipeline):
+    """Notes what exists when DeepSpeed asks for the cut, and who sets the bounds."""
+
+    def _partition_layers(self, method: str = "parameters") -> None:
+        self.at_partition = {name: hasattr(self, name) for name in ("_grid", "stage_id", "forward_funcs", "parts")}
+        super()._partition_layers(method)
+        self.bounds = (self._local_start, self._local_stop)
+
+
+def _pipeline(rank: int) -> dict[str, Any]:
+    case = Case(tp=2, pp=2, model={"tie_word_embeddings": True})
+    specs = decoder_layers(case.config().model)
+
+    def make(spec: Any, tp: TensorParallel) -> nn.Module:
+        return make_layer(spec, tp, seed=0, initializer_range=0.1)
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        model = _Watched(specs, Mesh(2, 2, 1), False, make, lambda *_: torch.zeros(()))
+    after_ours = _warnings_of_backward(model)
+    PipelineModule._synchronize_tied_weights(model)
+    after_theirs = _warnings_of_backward(model)
+    return {
+        "printed": printed.getvalue(),
+        "at_partition": model.at_partition,
+        "bounds": model.bounds,
+        "parts": model.parts,
+        "stage": model.stage_id,
+        "built": len(model.forward_funcs),
+        "tensor_rank": model.tensor_parallel.rank,
+        "tied_keys": list(model.tied_comms),
+        "tied_attributes": [comm["weight_attr"] for comm in model.tied_comms.values()],
+        "warnings": {"ours": after_ours, "theirs": after_theirs},
+    }
+
+
+def _warnings_of_backward(model: Pipeline) -> list[str]:
+    """What torch says about the broadcast when the tied weight is first differentiated."""
+    (tied,) = model.tied_comms.values()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        tied["module"].weight.sum().backward()
+    return [str(warning.message) for warning in seen if "broadcast" in str(warning.message)]
+
+
+@pytest.fixture(scope="module")
+def pipelines() -> list[dict[str, Any]]:
+    return run_ranks(_pipeline, 4)
+
+
+def test_the_cut_happens_after_the_groups_and_before_the_layers(pipelines: list[dict[str, Any]]) -> None:
+    for rank, seen in enumerate(pipelines):
+        expected = {"_grid": True, "stage_id": True, "forward_funcs": False, "parts": False}
+        assert seen["at_partition"] == expected, "runtime/pipe/module.py: PipelineModule.__init__ changed its order"
+        assert (seen["stage"], seen["tensor_rank"]) == divmod(rank, 2)
+
+
+def test_our_boundaries_are_the_ones_that_get_built(pipelines: list[dict[str, Any]]) -> None:
+    for seen in pipelines:
+        start, stop = seen["parts"][seen["stage"]], seen["parts"][seen["stage"] + 1]
+        assert seen["bounds"] == (start, stop)
+        assert seen["built"] == stop - start
+        assert seen["parts"][0] == 0 and seen["parts"][-1] == MODEL["num_hidden_layers"] + 3  # type: ignore[operator]
+
+
+def test_tied_layers_are_found_by_key_and_attribute(pipelines: list[dict[str, Any]]) -> None:
+    for seen in pipelines:
+        assert seen["tied_keys"] == ["model/embed_tokens"]
+        assert seen["tied_attributes"] == [["weight"]]
+
+
+def test_deepspeed_prints_its_geometry(pipelines: list[dict[str, Any]]) -> None:
+    assert "SEED_LAYERS" in pipelines[0]["printed"]  # runtime/pipe/module.py
+    assert "Using topology" in pipelines[0]["printed"]  # runtime/pipe/topology.py
+    with contextlib.redirect_stdout(io.StringIO()) as outside, seams.quiet_stdout():
+        print("partition")
+    assert outside.getvalue() == ""
+
+
+def test_deepspeed_broadcasts_tied_weights_under_autograd(pipelines: list[dict[str, Any]]) -> None:
+    assert all(seen["warnings"]["theirs"] for seen in pipelines), "fixed in DeepSpeed: the override can go"
+    assert not any(seen["warnings"]["ours"] for seen in pipelines)
+
+
+ENGINES = {
+    "single_partition_of_fp32_groups": [Case(dp=2, zero=1), Case(dp=2, zero=2), Case(pp=2)],
+    "fp32_groups_flat_partition": [Case(dp=2, zero=1, dtype="bf16"), Case(pp=2, dtype="bf16")],
+    "fp32_partitioned_groups_flat": [Case(dp=2, zero=3), Case(dp=2, zero=3, dtype="bf16")],
+}
+
+
+def _trained_engines(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
+    seen = []
+    for case in cases:
+        engine = engine_of(case)
+        optimizer = engine.deepspeed.optimizer
+        engine.train_step(micro_batches_of(engine, case, global_batches(case)[0]), case.learning_rate)
+        flats = seams.flat_partitions(optimizer)
+        # reading is a collective over the replicas, which fails on some of them only: asked where there is one
+        alone = engine.mesh.data_parallel_size == 1
+        unlinked = [_is_readable(parameter) for _, parameter in engine.parameters()] if alone else []
+        seams.link_optimizer_state(optimizer)
+        linked = [_is_readable(parameter) for _, parameter in engine.parameters()]
+        seen.append(
+            {
+                "names": [name for name in seams.FLAT_PARTITIONS if hasattr(optimizer, name)],
+                "stepped": {id(flat) for flat in flats} == {id(key) for key in engine.torch_optimizer.state},
+                "dtypes": {flat.dtype for flat in flats},
+                "partitioned": {seams.is_partitioned(parameter) for _, parameter in engine.parameters()},
+                "can_refresh": hasattr(optimizer, "update_lp_params"),
+                "can_link": hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"),
+                "has_link_flag": hasattr(optimizer, "_hp_optimizer_states_linked"),
+                "unlinked": unlinked,
+                "linked": all(linked),
+                "loss_scaler": seams.loss_scaler_state(optimizer),
+            }
+        )
+        engine.deepspeed.destroy()
+    return seen
+
+
+def _is_readable(parameter: nn.Parameter) -> bool:
+    try:
+        return safe_get_full_optimizer_state(parameter, "exp_avg") is not None
+    except (KeyError, ValueError, TypeError):
+        return False
+
+
+@pytest.fixture(scope="module")
+def engines() -> dict[str, list[dict[str, Any]]]:
+    """What each case's engine looks like after a step, by case and rank."""
+    cases = [case for group in ENGINES.values() for case in group]
+    by_rank = run_ranks(_trained_engines, 2, cases)
+    return {str(case): [seen[index] for seen in by_rank] for index, case in enumerate(cases)}
+
+
+ENGINE_CASES = [(name, case) for name, cases in ENGINES.items() for case in cases]
+
+
+@pytest.mark.parametrize(("name", "case"), ENGINE_CASES, ids=str)
+def test_flat_partitions_are_what_the_torch_optimizer_steps(
+    name: str, case: Case, engines: dict[str, list[dict[str, Any]]]
+) -> None:
+    for seen in engines[str(case)]:
+        assert seen["names"] == [name], "a DeepSpeed optimizer renamed its flat fp32 partitions"
+        assert seen["stepped"], f"{name} is not what torch's optimizer holds state for"
+        assert seen["dtypes"] == {torch.float32}
+        assert seen["partitioned"] == {case.zero == 3}
+        assert seen["can_refresh"] == (case.zero != 3)
+        assert seen["can_link"] == seen["has_link_flag"] == (case.zero != 3)
+        assert seen["linked"], "moments are unreadable even after link_optimizer_state"
+        assert seen["loss_scaler"] == {}
+
+
+def test_zero_1_links_the_moments_of_its_first_group_only(engines: dict[str, list[dict[str, Any]]]) -> None:
+    for seen in engines[str(Case(pp=2))]:
+        assert any(seen["unlinked"]), "the first group's moments are linked by DeepSpeed itself"
+        assert not all(seen["unlinked"]), "fixed in DeepSpeed: link_optimizer_state need not unset the flag"
+    for seen in engines[str(Case(pp=2, dtype="bf16"))]:
+        assert all(seen["unlinked"])
+
+
+def test_no_flat_partition_is_said_not_guessed() -> None:
+    with pytest.raises(AssertionError, match="DeepSpeed moved a seam"):
+        seams.flat_partitions(SimpleNamespace())
+
+
+def _fp16_engine(rank: int) -> dict[str, Any]:
+    type(get_accelerator()).is_fp16_supported = lambda self: True  # the CPU here may have no fp16 matrix product
+    fp16 = Config.model_validate(Case().config().model_dump() | {"precision": {"dtype": "fp16"}})
+    optimizer = build_engine(decoder_layers(fp16.model), fp16, fp16.check_world(1, "cuda")).deepspeed.optimizer
+    before = seams.loss_scaler_state(optimizer)
+    seams.set_loss_scaler_state(optimizer, {name: value + 1 for name, value in before.items()})
+    after = seams.loss_scaler_state(optimizer)
+    scaler = optimizer.loss_scaler
+    fresh = dict(vars(scaler))
+    for overflow in (False, True, False, True, True, False):
+        scaler.update_scale(overflow)
+    moved = {name for name, value in vars(scaler).items() if fresh[name] != value}
+    return {"before": before, "after": after, "moved": moved}
+
+
+def test_fp16s_loss_scale_is_read_and_put_back_and_nothing_is_forgotten() -> None:
+    (seen,) = run_ranks(_fp16_engine, 1)
+    assert tuple(seen["before"]) == seams.LOSS_SCALER_FIELDS
+    assert seen["before"]["cur_scale"] >= 2**10
+    assert seen["after"] == {name: value + 1 for name, value in seen["before"].items()}
+    assert seen["moved"] == set(seams.LOSS_SCALER_FIELDS), "the loss scaler has state that a resume would lose"

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.parallel.shard import Shard, replicated
+
+SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=3)
+
+
+def fused(sizes: list[int], other: int, dim: int, tp: int, rank: int) -> Shard:
+    """A weight of `len(sizes)` fused projections, cut along `dim`."""
+    sections = tuple((f"part{i}" if len(sizes) > 1 else "", size) for i, size in enumerate(sizes))
+    shape = (sum(sizes), other) if dim == 0 else (other, sum(sizes))
+    return Shard(shape, dim, sections, tp, rank, name="block.fused.weight")
+
+
+@given(sizes=SIZES, other=st.integers(1, 3), dim=st.sampled_from([0, 1]), tp=st.integers(1, 9))
+def test_ranks_hold_every_number_once_and_padding_is_nobodys(sizes: list[int], other: int, dim: int, tp: int) -> None:
+    # a number held twice is saved twice and counted twice in a norm; one held by nobody keeps its initial value
+    held: dict[str, np.ndarray] = {}
+    for rank in range(tp):
+        shard = fused(sizes, other, dim, tp, rank)
+        local = np.zeros(shard.local_shape, dtype=int)
+        for piece in shard.pieces():
+            whole = held.setdefault(piece.name, np.zeros(piece.shape, dtype=int))
+            assert whole[piece.source].shape == local[piece.target].shape
+            assert all(0 <= s.start < s.stop <= n for s, n in zip(piece.source, piece.shape, strict=True))
+            assert all(0 <= s.start < s.stop <= n for s, n in zip(piece.target, shard.local_shape, strict=True))
+            whole[piece.source] += 1
+            local[piece.target] += 1
+        assert local.max(initial=0) <= 1, "two pieces share a place in the local parameter"
+    names = ["block.fused.weight"] if len(sizes) == 1 else [f"block.part{i}.weight" for i in range(len(sizes))]
+    assert sorted(held) == sorted(names)
+    for name, size in zip(names, sizes, strict=True):
+        assert held[name].shape == ((size, other) if dim == 0 else (other, size))
+        assert (held[name] == 1).all(), f"{name}: {held[name]}"
+
+
+@given(sizes=SIZES, tp=st.integers(1, 9), dim=st.sampled_from([0, 1]))
+def test_all_ranks_have_the_same_local_shape(sizes: list[int], tp: int, dim: int) -> None:
+    # collectives over the group need equal shapes
+    shapes = {fused(sizes, 5, dim, tp, rank).local_shape for rank in range(tp)}
+    assert len(shapes) == 1
+    assert shapes.pop()[dim] == sum(-(-size // tp) for size in sizes)
+
+
+@given(size=st.integers(1, 40), tp=st.integers(1, 9))
+def test_a_replicated_parameter_is_whole_on_every_rank(size: int, tp: int) -> None:
+    for rank in range(tp):
+        shard = replicated((size,), tp, rank, "ones")
+        (piece,) = shard.pieces()
+        assert shard.is_replicated
+        assert shard.local_shape == piece.shape == (size,)
+        assert piece.source == piece.target == (slice(0, size),)
