@@ -1,4 +1,5 @@
-"""Imported once by the fork server, so that a rank starts warm: five seconds per rank become a tenth."""
+"""Imported once by the fork server, so that a rank starts warm: five seconds of imports per rank become none."""
+# ruff: noqa: F401
 
 import deepspeed
 import deepspeed.ops
@@ -7,12 +8,10 @@ import deepspeed.runtime.zero.muon.muon_optimizer  # imported by every ZeRO engi
 import numpy.random
 import torch
 import torch._dynamo  # imported by the first torch.optim.Optimizer
-import torch.distributed.nn.functional
-import torch.utils.checkpoint  # noqa: F401
+import torch.utils.checkpoint
 
-import megalite.checkpoint.engine
 import megalite.engine.engine
 import megalite.engine.state
-import models.decoder  # noqa: F401
+import models.decoder
 
-deepspeed.ops.__compatible_ops__  # noqa: B018 - probes for compilers when first read
+deepspeed.ops.__compatible_ops__  # noqa: B018 - looks for compilers when first read
