@@ -28,10 +28,14 @@ def deepspeed_config(config: Config, layout: ResolvedLayout) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": layout.zero_stage,
+            # stage 1 reduces after backward, when the gradients exist anyway: copying them into one buffer first
+            # costs two passes over them and twice their memory
+            "contiguous_gradients": layout.zero_stage > 1,
             "reduce_bucket_size": BUCKET_ELEMENTS,
             "allgather_bucket_size": BUCKET_ELEMENTS,
         },
-        "bf16": {"enabled": precision.dtype == "bf16"},
+        # a bf16 gradient is freed as soon as its fp32 sum has taken it
+        "bf16": {"enabled": precision.dtype == "bf16", "immediate_grad_update": True},
         "fp16": {"enabled": precision.dtype == "fp16"},
         # activations travel whole: cutting and re-gathering them over the tensor-parallel ranks doubles the messages,
         # and under sequence parallelism they are cut already. Recomputation is ours (megalite.parallel.layers).

@@ -63,6 +63,18 @@ class Pipeline(PipelineModule):  # type: ignore[misc]
             return _Layer(make)
         return _TiedLayer(spec.module_key, make, spec.forward)
 
+    def forward(self, forward_input: Any) -> Any:
+        """The stage; a weight among its outputs (the head's) leaves as a view of itself.
+
+        DeepSpeedEngine.forward (runtime/engine.py) starts its backward prologue from hooks on outputs with a
+        `grad_fn`, and BF16_Optimizer's prologue clears gradients: a bare parameter has no `grad_fn`, so its gradient
+        would be accumulated before the prologue and cleared by it.
+        """
+        outputs = super().forward(forward_input)
+        if not isinstance(outputs, tuple):
+            return outputs
+        return tuple(output.view_as(output) if isinstance(output, nn.Parameter) else output for output in outputs)
+
     def _stage_loss(self, outputs: Any, labels: Any) -> Any:
         return self._loss(outputs, labels, self.tensor_parallel)
 
