@@ -21,7 +21,7 @@ def learning_rate_factor(schedule: ScheduleConfig, step: int, total_steps: int) 
             return 1.0
         case "wsd":
             decay = schedule.wsd_decay_steps(total_steps)
-            return 1.0 - (1.0 - low) * _progress(step, total_steps - decay, total_steps)
+            return 1.0 - (1.0 - low) * _progress(step, total_steps - 1 - decay, total_steps)
         case "linear":
             return 1.0 - (1.0 - low) * _progress(step, schedule.warmup_steps, total_steps)
         case "cosine":

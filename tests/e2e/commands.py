@@ -13,7 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 
 
-def run(*words: str | Path, timeout_s: float = 180, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *words: str | Path, timeout_s: float = 180, cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """A command to its end, on the CPU."""
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {"DS_ACCELERATOR": "cpu"}
     return subprocess.run(
@@ -23,7 +25,7 @@ def run(*words: str | Path, timeout_s: float = 180, **environment: str) -> subpr
         timeout=timeout_s,
         check=False,
         env=env | environment,
-        cwd=ROOT,
+        cwd=cwd,
     )
 
 
