@@ -1,6 +1,6 @@
 """One training step, megalite against a plain PyTorch loop: time, CPU time and peak memory, as ratios of one run.
 
-    python benchmarks/train_step.py                         # both precisions, a table in benchmarks/results/train_step.md
+    python benchmarks/train_step.py                         # both precisions; writes benchmarks/results/train_step.md
     python benchmarks/train_step.py --dtype bf16 --turns 5  # a look, printed only
 
 Shape: Llama, hidden 384, 8 layers, 6 heads, 2 kv heads, ffn 1024, vocab 8192; 4 sequences of 256 tokens a step. One
@@ -146,6 +146,7 @@ def batches() -> Callable[[], tuple[Any, Any]]:
 def plain_loop(dtype: str) -> tuple[Callable[[], float], int]:
     """The loop most people write; the imports' memory beside it."""
     import torch
+    import torch._dynamo  # torch.optim imports its compiler at first use: 130 MB that no step needs
     from transformers import LlamaConfig, LlamaForCausalLM
 
     imports_kib = peak_kib()
@@ -246,9 +247,9 @@ def report(table: list[str], turns: int, steps: int, threads: int) -> str:
     head = [
         "# One training step: megalite against a plain PyTorch loop",
         "",
-        f"`python benchmarks/train_step.py`, {date.today()}: {model.partition(': ')[2]}, {threads} threads, {packages}, "
-        f"Python {platform.python_version()}, glibc {platform.libc_ver()[1]}. Median of {turns} rounds of {steps} steps "
-        "a side; what is compared and how: the script's docstring.",
+        f"`python benchmarks/train_step.py`, {date.today()}: {model.partition(': ')[2]}, {threads} threads, "
+        f"{packages}, Python {platform.python_version()}, glibc {platform.libc_ver()[1]}. Median of {turns} rounds of "
+        f"{steps} steps a side; what is compared and how: the script's docstring.",
         "",
         "| dtype | side | ms a step | speed | CPU ms | by CPU time | peak MiB | last loss |",
         "|---|---|---:|---:|---:|---:|---:|---:|",

@@ -15,8 +15,11 @@ from types import FrameType
 from launch.devices import cpu_count
 from megalite.config import LaunchConfig
 
-# glibc: no mmap for large blocks and no trimming, so that tensors reuse memory whose pages are mapped already
-MALLOC_TUNABLES = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184"
+# glibc: no mmap for large blocks and no trimming, so that tensors reuse memory whose pages are mapped already; huge
+# pages for it where the kernel gives them on request (an older glibc than 2.35 ignores that one)
+MALLOC_TUNABLES = (
+    "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184:glibc.malloc.hugetlb=1"
+)
 
 
 def rank_environment(options: LaunchConfig, ranks: int, on_gpu: bool) -> tuple[dict[str, str], str]:

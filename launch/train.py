@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,12 +29,14 @@ if TYPE_CHECKING:
     from megalite.training.loop import Job
     from megalite.training.state import TrainState
 
+GRACE_S = 5.0
+
 
 def run(config: Config, rank: Rank) -> None:
     """Mesh, data, model, engine, loop."""
     import torch
 
-    from megalite.engine.distributed import start_distributed, stop_distributed
+    from megalite.engine.distributed import start_distributed
     from megalite.engine.engine import build_engine
     from megalite.training.loop import train
     from models.decoder import decoder_layers
@@ -48,7 +51,6 @@ def run(config: Config, rank: Rank) -> None:
     with _Reporter(config, layout, rank, start, data) as reporter:
         state = train(engine, config, state, _job(engine, config, layout, data, state, reporter))
         reporter.outcome = {"finished": True, **state.model_dump()}
-    stop_distributed()
 
 
 def _load(engine: Engine, start: Start, data: RunData, config: Config) -> TrainState:
@@ -160,7 +162,8 @@ class _Reporter:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code. One sentence on stderr, said once per host, for what a user can mend."""
+    """Returns the exit code. What a user can mend is one sentence on stderr, said once per host."""
+    from megalite.engine.distributed import stop_distributed
     from megalite.training.loop import TrainingStopped
 
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -174,14 +177,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise LaunchError("no config is given: name a YAML file, as in launch/train.py configs/quickstart.yaml")
         run(load_config(Path(words[0]), words[1:]), rank)
     except USER_ERRORS as error:
-        if rank is None or rank.local_rank == 0:
-            print(f"megalite: error: {error}", file=sys.stderr, flush=True)
+        _tell_once(str(error), rank)
         return USER_ERROR_CODE
     except TrainingStopped as error:
-        if rank is None or rank.rank == 0:
+        if rank is not None and rank.rank == 0:
             print(f"megalite: stopped: {error}", file=sys.stderr, flush=True)
+        stop_distributed()
         return STOPPED_CODE
+    stop_distributed()
     return 0
+
+
+def _tell_once(sentence: str, rank: Rank | None) -> None:
+    """The launcher ends all ranks when one has ended, so local rank 0 speaks before any other leaves; another speaks
+    only when it is still here after that, because the mistake was its own."""
+    where = ""
+    if rank is not None and rank.local_rank:
+        time.sleep(GRACE_S)
+        where = f"rank {rank.rank}: "
+    print(f"megalite: error: {where}{sentence}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -23,11 +23,12 @@ from megalite.parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    lacks_fast_gemm,
     sharded_parameter,
 )
 from megalite.parallel.norm import LayerNorm, RMSNorm
 from megalite.parallel.shard import Shard
-from models.functional import document_mask, rotate_heads, swiglu
+from models.functional import document_mask, rotated_heads, swiglu
 
 Recompute = Literal["none", "selective", "full"]
 HeadOutput = tuple[Tensor, Tensor]  # hidden states, the head's local weight [vocab/tp, hidden]
@@ -122,8 +123,9 @@ class DecoderBlock(nn.Module):
         return hidden if positions is None or self.is_last else (hidden, positions)
 
     def _block(self, hidden: Tensor, positions: Tensor | None) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), positions)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        # residuals are added in place, to the GEMM results that nobody else reads
+        hidden = self.self_attn(self.input_layernorm(hidden), positions).add_(hidden)
+        return self.mlp(self.post_attention_layernorm(hidden)).add_(hidden)
 
 
 class Attention(nn.Module):
@@ -160,14 +162,15 @@ class Attention(nn.Module):
 
     def _attend(self, qkv: Tensor, positions: Tensor | None) -> Tensor:
         batch, seq, _ = qkv.shape
+        dtype = qkv.dtype
+        if lacks_fast_gemm(qkv):
+            qkv = qkv.float()
         heads = qkv.view(batch, seq, self.local_heads + 2 * self.local_kv_heads, self.head_dim)
         if positions is None:
             cos, sin = _fixed_rotation(seq, self.head_dim, self.rope_theta, qkv.device, qkv.dtype)
         else:
             cos, sin = _rotation(positions, self.head_dim, self.rope_theta, qkv.dtype)
-        turning = self.local_heads + self.local_kv_heads
-        q, k = rotate_heads(heads[:, :, :turning], cos, sin).split((self.local_heads, self.local_kv_heads), dim=2)
-        v = heads[:, :, turning:]
+        q, k, v = rotated_heads(heads, cos, sin, self.local_heads, self.local_kv_heads)
         context = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -176,7 +179,7 @@ class Attention(nn.Module):
             is_causal=positions is None,
             enable_gqa=self.local_heads != self.local_kv_heads,
         )
-        return context.transpose(1, 2).flatten(2)  # [batch, seq, heads * head_dim / tp]
+        return context.transpose(1, 2).flatten(2).to(dtype)  # [batch, seq, heads * head_dim / tp]
 
     def _whole_kv_head(self, qkv: Tensor) -> Tensor:
         """Slices of key/value heads -> the one whole head that this rank's queries attend to."""

@@ -13,30 +13,46 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class _RotateHeads(torch.autograd.Function):
+class _RotatedHeads(torch.autograd.Function):
+    """One buffer holds q, k and v, and one their gradients: nothing is concatenated, and the input is not kept."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
+        ctx.sizes = heads, kv_heads, kv_heads
+        out = torch.empty_like(qkv)
+        _rotate(qkv[:, :, :-kv_heads], cos, sin, out[:, :, :-kv_heads])
+        q, k, v = out.split(ctx.sizes, dim=2)
+        v.copy_(qkv[:, :, -kv_heads:])
+        return q, k, v
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin), None, None  # the inverse rotation is the transpose
+        first = grads[0]
+        grad = first.new_empty((*first.shape[:2], sum(ctx.sizes), first.shape[-1]))
+        q, k, v = grad.split(ctx.sizes, dim=2)
+        _rotate(grads[0], cos, -sin, q)  # the inverse rotation is the transpose
+        _rotate(grads[1], cos, -sin, k)
+        v.copy_(grads[2])
+        return grad, None, None, None, None
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
-    out = torch.empty_like(x)
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
-    return out
 
 
-def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding (Su 2021): x `[batch, seq, heads, head_dim]`, cos and sin `[batch|1, seq, 1, head_dim/2]`."""
-    return _RotateHeads.apply(x, cos, sin)
+def rotated_heads(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k with rotary embedding (Su 2021), and v, from `[batch, seq, heads + 2 kv_heads, head_dim]`.
+
+    cos and sin `[batch|1, seq, 1, head_dim/2]`.
+    """
+    return _RotatedHeads.apply(qkv, cos, sin, heads, kv_heads)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -52,7 +68,7 @@ class _SwiGLU(torch.autograd.Function):
         gate, up = gate_up.chunk(2, dim=-1)
         out = torch.empty_like(gate_up)
         gate_grad, up_grad = out.chunk(2, dim=-1)
-        gate_grad.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=gate_grad)
         torch.mul(grad, F.silu(gate), out=up_grad)
         return out
 

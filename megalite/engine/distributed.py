@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from megalite.engine.seams import keep_collective_uncompiled, quiet_logging
+from megalite.engine.seams import keep_collective_uncompiled, keep_muon_uncompiled, quiet_logging
 
 
 def start_distributed(local_rank: int, timeout: timedelta = timedelta(minutes=30)) -> torch.device:
     """Joins the process group that the launcher's environment describes; returns this rank's device."""
     quiet_logging()
+    keep_muon_uncompiled()
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         keep_collective_uncompiled()
@@ -26,6 +27,7 @@ def start_distributed(local_rank: int, timeout: timedelta = timedelta(minutes=30
 
 
 def stop_distributed() -> None:
-    """Leaves the process group, so that torch does not warn at exit."""
+    """Leaves the process group together with all ranks: a launcher ends the others as soon as one has ended."""
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()

@@ -8,6 +8,8 @@ carries its `Shard`. At size one each layer is the plain torch layer.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +36,44 @@ def replicated_weight(size: int, tp: TensorParallel, initializer: Initializer) -
     return sharded_parameter(replicated((size,), tp.size, tp.rank, initializer))
 
 
+def lacks_fast_gemm(x: Tensor) -> bool:
+    """True for bf16 on an x86 CPU without bf16 units: oneDNN emulates them at a quarter of fp32's speed.
+
+    Such tensors are widened to fp32 around a GEMM. That loses nothing: a bf16 GEMM sums in fp32 too.
+    """
+    return x.device.type == "cpu" and x.dtype == torch.bfloat16 and not _cpu_multiplies_bf16()
+
+
+@lru_cache(maxsize=1)
+def _cpu_multiplies_bf16() -> bool:
+    cpu = torch.cpu.get_capabilities()
+    return cpu["architecture"] != "x86_64" or cpu["amx_bf16"] or cpu["avx512_bf16"]
+
+
+class _WidenedLinear(torch.autograd.Function):
+    """`F.linear` of bf16 tensors by fp32 GEMMs; only the bf16 tensors are kept for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2).float()  # [batch * seq, out]
+        x_grad = (rows @ weight.float()).to(x.dtype).view_as(x)
+        weight_grad = (rows.t() @ x.flatten(0, -2).float()).to(weight.dtype)
+        return x_grad, weight_grad, rows.sum(0).to(weight.dtype) if ctx.has_bias else None
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if lacks_fast_gemm(x):
+        return _WidenedLinear.apply(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
 class ColumnParallelLinear(nn.Module):
     """`y = x W^T + b` with the rows of W cut over the ranks; several projections share one GEMM as `sections`."""
 
@@ -46,7 +86,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[batch, seq(/tp), in]` -> `[batch, seq, out/tp]`."""
-        return F.linear(enter_parallel_region(x, self.tp), self.weight, self.bias)
+        return _linear(enter_parallel_region(x, self.tp), self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -62,8 +102,8 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[batch, seq, in/tp]` -> `[batch, seq(/tp), out]`."""
         if self.tp.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = leave_parallel_region(F.linear(x, self.weight), self.tp)
+            return _linear(x, self.weight, self.bias)
+        y = leave_parallel_region(_linear(x, self.weight, None), self.tp)
         return y if self.bias is None else y + replicated_parameter(self.bias, self.tp)
 
 

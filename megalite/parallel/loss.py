@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.collectives import TensorParallel, all_gather, enter_parallel_region
+from megalite.parallel.linear import lacks_fast_gemm
 
 IGNORED = -100  # the target of a token that carries no loss, as in torch and transformers
 CHUNK_BYTES = {
-    "cpu": 8 << 20,
+    "cpu": 16 << 20,
     "cuda": 256 << 20,
-}  # fp32 logits alive at once; a CPU chunk stays in its caches
+}  # fp32 logits alive at once; small ones stay in a CPU's caches, but sum the head's gradient more often
 CHUNK_TOKENS = 128  # at least, or the GEMM starves
 
 
@@ -47,7 +48,9 @@ class _HeadLoss(torch.autograd.Function):
         first = tp.rank * rows
         real_rows = max(0, min(rows, vocab_size - first))  # the rest is padding
         chunk = max(CHUNK_TOKENS, CHUNK_BYTES[hidden.device.type] // (4 * rows))
-        hidden_grad = torch.empty_like(hidden) if needs_grad else None
+        head = weight.float() if lacks_fast_gemm(weight) else weight
+        ctx.dtype = hidden.dtype
+        hidden_grad = torch.empty_like(hidden, dtype=head.dtype) if needs_grad else None
         weight_grad: Tensor | None = None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for x, target, x_grad in zip(
@@ -56,23 +59,26 @@ class _HeadLoss(torch.autograd.Function):
             _split(hidden_grad, hidden.shape[0], chunk),
             strict=True,
         ):
-            logits = (x @ weight.t()).float()  # [chunk, vocab/tp]
+            x = x.to(head.dtype)
+            logits = (x @ head.t()).float()  # [chunk, vocab/tp]
             if real_rows < rows:
                 logits[:, real_rows:] = float("-inf")
             valid = target != IGNORED
             local_target = (target - first).clamp_(0, rows - 1)
             is_mine = valid & (target >= first) & (target < first + rows)
             picked = logits.gather(1, local_target.unsqueeze(1)).squeeze(1).masked_fill(~is_mine, 0.0)
-            log_total, picked = _over_vocabulary(torch.logsumexp(logits, dim=1), picked, tp)
+            # softmax in place: the exponentials of the loss serve its gradient. A rank of padding only has no maximum
+            top = logits.amax(dim=1).clamp_(min=torch.finfo(torch.float32).min)
+            exponential = logits.sub_(top.unsqueeze(1)).exp_()
+            log_total, picked = _over_vocabulary(exponential.sum(dim=1).log_().add_(top), picked, tp)
             total += ((log_total - picked) * valid).sum()
             if x_grad is None:
                 continue
             # d loss / d logits = softmax - one_hot, zero where there is no loss
-            probability = logits.sub_(log_total.unsqueeze(1)).exp_()
+            probability = exponential.mul_(((top - log_total).exp_() * valid).unsqueeze(1))
             probability.scatter_add_(1, local_target.unsqueeze(1), -is_mine.unsqueeze(1).to(probability.dtype))
-            probability.mul_(valid.unsqueeze(1))
-            delta = probability.to(hidden.dtype)
-            torch.mm(delta, weight, out=x_grad)
+            delta = probability.to(head.dtype)
+            torch.mm(delta, head, out=x_grad)
             weight_grad = _accumulate(weight_grad, delta, x)
         if needs_grad:
             ctx.save_for_backward(hidden_grad, weight_grad)
@@ -82,8 +88,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         hidden_grad, weight_grad = ctx.saved_tensors
         # `grad` holds 1/tokens and the loss scale: applied in fp32, so fp16 cannot underflow before it
-        hidden_grad = hidden_grad.mul_(grad)
-        return hidden_grad, weight_grad.mul_(grad).to(hidden_grad.dtype), None, None, None
+        return hidden_grad.mul_(grad).to(ctx.dtype), weight_grad.mul_(grad).to(ctx.dtype), None, None, None
 
 
 def _split(x: Tensor | None, length: int, chunk: int) -> tuple[Tensor | None, ...]:

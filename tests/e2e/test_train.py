@@ -33,6 +33,7 @@ def two_stages(tiny: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_run_leaves_what_it_promises(two_stages: dict[str, Any], tmp_path: Path) -> None:
     two_stages["training"]["evaluation"] = {"interval": 2, "samples": 4}
+    two_stages["monitor"] = {"wandb": {"enabled": True}}  # offline: must not need a network
     done = run(BIN / "megalite", "train", write_config(tmp_path / "c.yaml", two_stages))
     assert done.returncode == 0, done.stderr
     folder = Path(two_stages["run_dir"])
@@ -47,6 +48,7 @@ def test_a_run_leaves_what_it_promises(two_stages: dict[str, Any], tmp_path: Pat
     assert receipt["versions"]["torch"] and receipt["data_fingerprint"]
     settings = json.loads((folder / "deepspeed.json").read_text())
     assert settings["zero_optimization"]["stage"] == 1 and settings["gradient_clipping"] == 1.0
+    assert len(list(folder.glob("wandb/offline-run-*/*.wandb"))) == 1
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "checkpoints" / "latest").read_text() == "step_00000004"
     again = run(BIN / "megalite", "train", folder / "config.yaml")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import subprocess
 import sys
 import warnings
 from itertools import pairwise
@@ -317,3 +318,21 @@ def test_fp16s_loss_scale_is_read_and_put_back_and_nothing_is_forgotten() -> Non
     assert seen["before"]["cur_scale"] >= 2**10
     assert seen["after"] == {name: value + 1 for name, value in seen["before"].items()}
     assert seen["moved"] == set(seams.LOSS_SCALER_FIELDS), "the loss scaler has state that a resume would lose"
+
+
+MUON_READ = """
+import sys
+{before}
+import deepspeed.runtime.zero.muon.muon_optimizer
+sys.exit("torch._inductor.compile_fx" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_reading_muon_no_longer_imports_the_compiler() -> None:
+    """`keep_muon_uncompiled` saves that import; when the second process stops needing it, the defect is gone."""
+    keep = "from megalite.engine.seams import keep_muon_uncompiled; keep_muon_uncompiled()"
+    with_seam = subprocess.run([sys.executable, "-c", MUON_READ.format(before=keep)], check=False)
+    without = subprocess.run([sys.executable, "-c", MUON_READ.format(before="")], check=False)
+    assert with_seam.returncode == 0
+    assert without.returncode == 1

@@ -16,7 +16,7 @@ from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import SerialModel, make_layer
 from megalite.parallel.loss import head_loss
 from models.decoder import decoder_layers
-from models.functional import document_mask, rotate_heads, swiglu
+from models.functional import document_mask, rotated_heads, swiglu
 
 MODEL = ModelConfig(
     vocab_size=131,
@@ -46,12 +46,14 @@ def plain_swiglu(gate_up: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("batch_of_angles", [1, 2], ids=["fixed positions", "positions per sequence"])
 def test_rotation_and_its_gradient_are_the_plain_formulas(batch_of_angles: int) -> None:
-    x, angle = draw(2, 3, 5, 8).requires_grad_(), draw(batch_of_angles, 3, 1, 4, seed=1)
+    heads, kv_heads = 6, 2
+    x, angle = draw(2, 3, 10, 8).requires_grad_(), draw(batch_of_angles, 3, 1, 4, seed=1)
     cos, sin = angle.cos(), angle.sin()
-    torch.testing.assert_close(rotate_heads(x, cos, sin), plain_rotation(x, cos, sin), atol=1e-14, rtol=0)
-    assert torch.autograd.gradcheck(rotate_heads, (x, cos, sin))
-    # a slice of a fused q|k|v is what attention hands over: not contiguous
-    assert torch.autograd.gradcheck(lambda t: rotate_heads(t[:, :, 1:4], cos, sin), (x,))
+    q, k, v = rotated_heads(x, cos, sin, heads, kv_heads)
+    for rotated, plain in zip((q, k), x[:, :, :8].split((heads, kv_heads), dim=2), strict=True):
+        torch.testing.assert_close(rotated, plain_rotation(plain, cos, sin), atol=1e-14, rtol=0)
+    assert torch.equal(v, x[:, :, 8:])
+    assert torch.autograd.gradcheck(lambda t: rotated_heads(t, cos, sin, heads, kv_heads), (x,))
 
 
 def test_swiglu_and_its_gradient_are_the_plain_formulas() -> None:

@@ -140,4 +140,5 @@ def test_norms_at_size_one_are_torchs(ours: nn.Module, torchs: nn.Module) -> Non
     with torch.no_grad():
         for mine, theirs in zip(ours.parameters(), torchs.parameters(), strict=True):
             mine.copy_(theirs)
-    assert torch.equal(ours(x), torchs(x))
+    # the root mean square is summed in another order
+    torch.testing.assert_close(ours(x), torchs(x), rtol=1e-6, atol=0)
