@@ -62,6 +62,8 @@ class PackedSamples:
         seed: int,
         split: Split = "train",
         held_out_fraction: float = 0.01,
+        *,
+        vocab_limit: int | None = None,  # of the model: larger ids are refused
     ) -> None:
         _check_arguments(prefixes, sequence_length, split, held_out_fraction)
         self.sequence_length, self.seed, self.split = sequence_length, seed, split
@@ -69,6 +71,7 @@ class PackedSamples:
         self._corpora = [IndexedTokens(prefix) for prefix in prefixes]
         metas = [_matching_meta(corpus) for corpus in self._corpora]
         self.vocab_size, self.eos_token_id = _common_vocabulary(self._corpora, metas)
+        self._id_limit = min(2**63 if size is None else size for size in (self.vocab_size, vocab_limit))
         self.fingerprint = self._fingerprint(metas)
         self._map_stream()
         self.samples_per_epoch = max(1, -(-(self.token_count - 1) // sequence_length))
@@ -135,16 +138,18 @@ class PackedSamples:
         return tokens, np.concatenate(starts)
 
     def _check_ids(self, tokens: NDArray[np.int64], block: int) -> None:
-        limit = self.vocab_size if self.vocab_size is not None else 2**63
         wrong = int(tokens.view(np.uint64).max())  # as unsigned numbers, negative ids are the largest of all
-        if wrong >= limit:
+        if wrong >= self._id_limit:
             names = ", ".join(str(corpus.prefix) for corpus in self._corpora)
+            where = f"token id {wrong if wrong < 2**63 else wrong - 2**64} in block {block} of {names} lies outside the"
+            if self.vocab_size is None and wrong < 2**63:
+                raise DataError(
+                    f"{where} model's vocabulary of {self._id_limit}: prepare the corpus with the model's tokenizer, "
+                    f"or set model.vocab_size to at least {wrong + 1}"
+                )
             raise DataError(
-                f"token id {wrong if wrong < 2**63 else wrong - 2**64} in block {block} of {names} lies "
-                "outside the "
-                f"vocabulary of {self.vocab_size or 'any tokenizer'}: the token file is damaged or not what "
-                "its meta "
-                "data says, prepare it again"
+                f"{where} vocabulary of {self.vocab_size or 'any tokenizer'}: the token file is damaged or not what "
+                "its meta data says, prepare it again"
             )
 
     def _fingerprint(self, metas: Sequence[CorpusMeta | None]) -> str:

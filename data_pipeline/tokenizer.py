@@ -85,7 +85,8 @@ def train_tokenizer(files: Iterable[Path | str], output: Path, vocab_size: int) 
     """Train a byte-level BPE of exactly `vocab_size` entries and write it as a folder; returns the folder.
 
     A Path is a UTF-8 file to read, a str is text itself. The folder loads in `transformers.AutoTokenizer`.
-    `<|endoftext|>` has id 0. An identical earlier result (same text, size and library) is left as it is.
+    `<|endoftext|>` has id 0. An identical earlier result (same text, size and library) is left as it is, and so,
+    with a DataError, is a tokenizer that was not trained here.
     """
     if vocab_size < _SMALLEST_VOCABULARY:
         raise DataError(
@@ -93,6 +94,11 @@ def train_tokenizer(files: Iterable[Path | str], output: Path, vocab_size: int) 
         )
     texts = list(files)
     record_path, tokenizer_path = output / "trained_from.json", output / "tokenizer.json"
+    if tokenizer_path.exists() and not record_path.exists():
+        raise DataError(
+            f"{tokenizer_path} was not trained here, and training would overwrite it: name another folder, or leave "
+            "out the vocabulary size to use it as it is"
+        )
     origin = _training_origin(texts, vocab_size)
     if _is_result_of(record_path, tokenizer_path, origin):
         return output
@@ -105,9 +111,11 @@ def train_tokenizer(files: Iterable[Path | str], output: Path, vocab_size: int) 
             "more text or ask for fewer entries"
         )
     output.mkdir(parents=True, exist_ok=True)
-    write_atomically(tokenizer_path, trained.to_str(pretty=True).encode())
+    content = trained.to_str(pretty=True).encode()
+    # the record first: what an interrupted training leaves is known as ours, and made again
+    write_atomically(record_path, _as_json({**origin, "sha256": hashlib.sha256(content).hexdigest()}))
     write_atomically(output / "tokenizer_config.json", _as_json(_TRANSFORMERS_CONFIG))
-    write_atomically(record_path, _as_json({**origin, "sha256": sha256_of_file(tokenizer_path)}))
+    write_atomically(tokenizer_path, content)
     return output
 
 

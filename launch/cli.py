@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch.errors import USER_ERROR_CODE, USER_ERRORS
+from launch.errors import USER_ERROR_CODE, USER_ERRORS, LaunchError
 from megalite.config import Config, load_config
 
 if TYPE_CHECKING:
@@ -48,18 +48,19 @@ def train(
     Example: `megalite train configs/quickstart.yaml parallel.tensor_parallel_size=1 training.steps=20`
     """
     from launch.ranks import this_rank
-
-    if this_rank() is not None:
-        from launch.train import main as rank_main
-
-        raise typer.Exit(rank_main([str(config_path), *(overrides or [])]))
     from launch.start import describe, start
 
-    config = load_config(config_path, overrides or [])
+    words = [str(config_path), *(overrides or [])]
     if dry_run:
-        describe(config, as_json=as_json)
+        describe(load_config(config_path, overrides or []), as_json=as_json)
+    elif as_json:
+        raise LaunchError("--json belongs to --dry-run: a run's results are in metrics.jsonl and receipt.json")
+    elif this_rank() is not None:
+        from launch.train import main as rank_main
+
+        raise typer.Exit(rank_main(words))
     else:
-        raise typer.Exit(start(config, [str(config_path), *(overrides or [])]))
+        raise typer.Exit(start(load_config(config_path, overrides or []), words))
 
 
 @app.command()
@@ -215,4 +216,9 @@ def main() -> None:
         app()
     except USER_ERRORS as error:
         print(f"megalite: error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR_CODE)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"megalite: error: {error.filename}: {error.strerror}", file=sys.stderr)
         sys.exit(USER_ERROR_CODE)

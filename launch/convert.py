@@ -22,7 +22,7 @@ from data_pipeline.tokenizer import inspect_tokenizer
 from launch.errors import LaunchError
 from launch.transformers_model import load_transformers_model, local_folder
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.files import sync
+from megalite.checkpoint.files import digest, sync
 from megalite.checkpoint.hugging_face import (
     HuggingFaceFolder,
     copy_tokenizer,
@@ -160,11 +160,20 @@ def _dtype_name(stored: set[torch.dtype]) -> str:
 
 
 def _tokenizer_of(reader: CheckpointReader) -> tuple[list[Path], tuple[str, ...]]:
-    """The files of a checkpoint's tokenizer, and what to say where there are none."""
+    """The files of a checkpoint's tokenizer, and what to say where there are none.
+
+    Raises CheckpointError where another tokenizer lies there now.
+    """
     known = reader.manifest.tokenizer
     if known is None:
         return [], ("the checkpoint knows no tokenizer, so the folder has none",)
     files = tokenizer_files(Path(known))
+    expected = reader.manifest.tokenizer_sha256
+    if files and expected and all(digest(path).sha256 != expected for path in files if path.name == "tokenizer.json"):
+        raise CheckpointError(
+            f"{known}: its tokenizer.json is not the one {reader.folder} was trained with, it was retrained or "
+            "replaced since: give the old one back"
+        )
     return files, () if files else (f"the tokenizer is no longer in {known}, so the folder has none",)
 
 

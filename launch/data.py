@@ -21,6 +21,7 @@ class RunData:
     training: PackedSamples
     held_out: PackedSamples | None
     tokenizer: str | None  # folder of the tokenizer that prepared them
+    tokenizer_sha256: str | None  # of its tokenizer.json
     notices: tuple[str, ...]
 
 
@@ -29,9 +30,12 @@ def open_data(config: Config) -> RunData:
     prefixes = [Path(path) for path in config.data.path]
     length, seed = config.training.sequence_length, config.training.seed
     fraction = config.data.held_out_fraction
-    training = PackedSamples(prefixes, length, seed, "train", fraction)
+    limit = config.model.vocab_size
+    training = PackedSamples(prefixes, length, seed, "train", fraction, vocab_limit=limit)
     held_out = (
-        PackedSamples(prefixes, length, seed, "held_out", fraction) if config.training.evaluation.interval else None
+        PackedSamples(prefixes, length, seed, "held_out", fraction, vocab_limit=limit)
+        if config.training.evaluation.interval
+        else None
     )
     if training.vocab_size is not None and training.vocab_size > config.model.vocab_size:
         raise DataError(
@@ -50,6 +54,7 @@ def open_data(config: Config) -> RunData:
         training,
         held_out,
         meta.tokenizer if meta else None,
+        meta.tokenizer_sha256 if meta else None,
         tuple(notice for notice in notices if notice),
     )
 

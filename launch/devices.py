@@ -10,17 +10,20 @@ Device = Literal["cpu", "cuda"]
 
 
 def gpu_count() -> int:
-    """GPUs that ranks may use: none where DS_ACCELERATOR=cpu, else what CUDA_VISIBLE_DEVICES or the driver says."""
+    """GPUs that ranks may use: the driver's, of them CUDA_VISIBLE_DEVICES' if set; none where DS_ACCELERATOR=cpu."""
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return 0
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+    gpus = sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return gpus
+    named = [device.strip() for device in visible.split(",")]
+    there = [int(name) < gpus if name.isdecimal() else f"UUID: {name}" in listing.stdout for name in named if name]
+    return there.index(False) if False in there else len(there)  # CUDA stops at the first that does not exist
 
 
 def cpu_count() -> int:

@@ -15,3 +15,4 @@ class LaunchError(ValueError):
 USER_ERRORS = (ConfigError, DataError, CheckpointError, FamilyError, LaunchError)
 USER_ERROR_CODE = 2
 STOPPED_CODE = 3  # a guard ended the run
+INTERRUPTED_CODE = 130

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import ctypes
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from megalite.config import LaunchConfig
 
 # glibc: no mmap for large blocks and no trimming, so that tensors reuse memory whose pages are mapped already; huge
 # pages for it where the kernel gives them on request (an older glibc than 2.35 ignores that one)
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MALLOC_TUNABLES = (
     "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184:glibc.malloc.hugetlb=1"
 )
@@ -48,25 +50,34 @@ def rank_environment(options: LaunchConfig, ranks: int, on_gpu: bool) -> tuple[d
 def start_local_ranks(ranks: int, environment: dict[str, str], arguments: Sequence[str]) -> int:
     """Runs `launch.train ARGUMENTS` on `ranks` local ranks; returns the exit code once all have ended.
 
-    SIGTERM and SIGINT are passed on, so that nothing is left running.
+    SIGTERM, SIGINT and SIGHUP are passed on, and a SIGKILL reaches the launcher too: nothing is left running.
     """
     # what the `deepspeed` command itself runs on a single host, without a second import of DeepSpeed before it
     hosts = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
     command = [sys.executable, "-m", "deepspeed.launcher.launch", "--quiet", "--no_local_rank", "--node_rank", "0"]
     command += ["--world_info", hosts, "--master_addr", "127.0.0.1", "--master_port", str(_free_port())]
     command += ["--module", "launch.train", *arguments]
-    launcher = subprocess.Popen(command, env=os.environ | environment, start_new_session=True)
+    launcher: subprocess.Popen[bytes] | None = None
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        os.killpg(launcher.pid, number)
+        if launcher is not None and launcher.poll() is None:
+            os.killpg(launcher.pid, number)
 
-    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
+        launcher = subprocess.Popen(
+            command, env=os.environ | environment, start_new_session=True, preexec_fn=_end_with_parent
+        )
         code = launcher.wait()
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
     return 128 - code if code < 0 else code
+
+
+def _end_with_parent() -> None:
+    """In the launcher, before it runs: Linux sends it SIGTERM when the command dies, even of SIGKILL."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _free_port() -> int:

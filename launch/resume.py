@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from launch.errors import LaunchError
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import Manifest, find_latest, read_manifest
 from megalite.config import Config
 
+IMPORTED = "hugging_face"  # the key under which launch/convert.py keeps it
 NOT_OF_THE_SHAPE = {"initializer_range", "max_position_embeddings", "model_type"}
 
 
@@ -26,6 +28,12 @@ class Start:
     def step(self) -> int:
         """Steps already done."""
         return self.manifest.step if self.is_resume and self.manifest else 0
+
+    @property
+    def inherited(self) -> dict[str, Any]:
+        """What an imported model carries through all runs that start from it: special tokens, generation settings."""
+        kept = self.manifest.config.get(IMPORTED) if self.manifest else None
+        return {IMPORTED: kept} if kept else {}
 
 
 def checkpoints_of(config: Config) -> Path:
@@ -45,6 +53,7 @@ def find_start(config: Config, data_fingerprint: str) -> Start:
         manifest = read_manifest(own)
         _same_model(manifest, config, own)
         _same_data(manifest, config, own, data_fingerprint)
+        _same_course(manifest, config, own)
         said = f"resuming from {own} (step {manifest.step})"
         return Start(own, manifest, True, (*(f"passed over: {why}" for why in skipped), said))
     notices = tuple(f"passed over: {why}" for why in skipped)
@@ -80,4 +89,19 @@ def _same_data(manifest: Manifest, config: Config, folder: Path, fingerprint: st
         raise CheckpointError(
             f"{folder} was trained with training.seed {manifest.state.get('seed')}, this config has "
             f"{config.training.seed}, which orders the data differently: {advice}"
+        )
+
+
+def _same_course(manifest: Manifest, config: Config, folder: Path) -> None:
+    optimizer = manifest.config.get("optimizer", {}).get("name")
+    if optimizer != config.optimizer.name:
+        raise CheckpointError(
+            f"{folder} was trained with optimizer.name {optimizer}, whose state {config.optimizer.name} cannot use: "
+            "keep it, or start another run_dir with training.initialize_from"
+        )
+    batch_size = manifest.config.get("training", {}).get("global_batch_size")
+    if config.training.tokens is not None and batch_size != config.training.global_batch_size:
+        raise CheckpointError(
+            f"{folder} counts its steps in batches of {batch_size} samples, this config in batches of "
+            f"{config.training.global_batch_size}, so training.tokens would end elsewhere: give training.steps instead"
         )

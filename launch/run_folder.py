@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import platform
 import subprocess
@@ -9,29 +10,37 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from launch.errors import LaunchError
+from megalite.checkpoint.files import write_durably
 from megalite.config import Config, ResolvedLayout
 
 PACKAGES = ("megalite", "torch", "deepspeed", "transformers", "tokenizers", "numpy")
 
 
-def make_run_folder(config: Config) -> None:
-    """Creates `run_dir`. Raises LaunchError where that cannot be."""
+def lock_run_folder(config: Config) -> IO[str]:
+    """Creates `run_dir` and takes it for one run, until the returned file is closed.
+
+    Raises LaunchError where that cannot be: two runs in one folder would overwrite each other's files.
+    """
     try:
         config.run_dir.mkdir(parents=True, exist_ok=True)
-        probe = config.run_dir / ".writable"
-        probe.touch()
-        probe.unlink()
+        lock = (config.run_dir / ".lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise LaunchError(
+            f"another run is using run_dir {config.run_dir}: wait for it, or choose another run_dir"
+        ) from None
     except OSError as error:
         raise LaunchError(f"run_dir {config.run_dir} cannot be written: {error.strerror}") from None
+    return lock
 
 
 def write_settings(config: Config, deepspeed: dict[str, Any]) -> None:
     """config.yaml, resolved, and deepspeed.json, exactly as handed to DeepSpeed."""
-    (config.run_dir / "config.yaml").write_text(config.to_yaml())
-    (config.run_dir / "deepspeed.json").write_text(json.dumps(deepspeed, indent=2) + "\n")
+    write_durably(config.run_dir / "config.yaml", config.to_yaml().encode())
+    write_durably(config.run_dir / "deepspeed.json", _as_json(deepspeed))
 
 
 def write_receipt(config: Config, layout: ResolvedLayout, facts: dict[str, Any]) -> None:
@@ -52,7 +61,11 @@ def write_receipt(config: Config, layout: ResolvedLayout, facts: dict[str, Any])
         "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         **facts,
     }
-    (config.run_dir / "receipt.json").write_text(json.dumps(receipt, indent=2) + "\n")
+    write_durably(config.run_dir / "receipt.json", _as_json(receipt))
+
+
+def _as_json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
 
 
 def _git_state() -> dict[str, Any] | None:

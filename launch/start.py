@@ -11,7 +11,7 @@ from launch.devices import Device, gpu_count
 from launch.errors import LaunchError
 from launch.local import rank_environment, start_local_ranks
 from launch.resume import find_start
-from launch.run_folder import make_run_folder
+from launch.run_folder import lock_run_folder
 from megalite.config import Config, ResolvedLayout
 from models.families import family
 
@@ -33,7 +33,7 @@ def resolve(config: Config) -> tuple[ResolvedLayout, Device]:
 def start(config: Config, arguments: Sequence[str]) -> int:
     """Checks config, data and checkpoint, then runs the local ranks; returns their exit code."""
     layout, device = resolve(config)
-    make_run_folder(config)
+    lock_run_folder(config).close()  # rank 0 takes it for the run
     data = open_data(config)
     begin = find_start(config, data.training.fingerprint)
     if begin.step >= config.total_steps:

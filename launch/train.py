@@ -17,11 +17,12 @@ if __name__ == "__main__" and sys.path[0] == str(Path(__file__).resolve().parent
     del sys.path[0]  # started as a script: this folder's modules must not shadow top-level ones
 
 from launch.data import RunData, evaluation_batches, open_data, training_batches
-from launch.errors import STOPPED_CODE, USER_ERROR_CODE, USER_ERRORS, LaunchError
+from launch.errors import INTERRUPTED_CODE, STOPPED_CODE, USER_ERROR_CODE, USER_ERRORS, LaunchError
 from launch.ranks import Rank, this_rank
 from launch.resume import Start, checkpoints_of, find_start
-from launch.run_folder import make_run_folder, write_receipt, write_settings
+from launch.run_folder import lock_run_folder, write_receipt, write_settings
 from megalite.config import Config, ResolvedLayout, load_config
+from megalite.training.errors import TrainingStopped
 
 if TYPE_CHECKING:
     from megalite.engine.engine import Engine
@@ -36,21 +37,28 @@ def run(config: Config, rank: Rank) -> None:
     """Mesh, data, model, engine, loop."""
     import torch
 
-    from megalite.engine.distributed import start_distributed
+    from megalite.engine.distributed import is_same_on_all_ranks, start_distributed
     from megalite.engine.engine import build_engine
     from megalite.training.loop import train
     from models.decoder import decoder_layers
 
+    lock = lock_run_folder(config) if rank.rank == 0 else None
     torch.set_float32_matmul_precision(config.precision.float32_matmul_precision)
     device = start_distributed(rank.local_rank)
     layout = config.check_world(rank.world_size, "cuda" if device.type == "cuda" else "cpu")
     data = open_data(config)
     start = find_start(config, data.training.fingerprint)
+    if not is_same_on_all_ranks((data.training.fingerprint, start.step, start.checkpoint and start.checkpoint.name)):
+        raise LaunchError(
+            f"the ranks do not see the same data and checkpoints: data.path and run_dir {config.run_dir} must be on "
+            "storage that all hosts share"
+        )
     engine = build_engine(decoder_layers(config.model, config.recompute.mode), config, layout)
     state = _load(engine, start, data, config)
     with _Reporter(config, layout, rank, start, data) as reporter:
-        state = train(engine, config, state, _job(engine, config, layout, data, state, reporter))
+        state = train(engine, config, state, _job(engine, config, layout, data, start, state, reporter))
         reporter.outcome = {"finished": True, **state.model_dump()}
+    del lock  # held until here
 
 
 def _load(engine: Engine, start: Start, data: RunData, config: Config) -> TrainState:
@@ -67,7 +75,13 @@ def _load(engine: Engine, start: Start, data: RunData, config: Config) -> TrainS
 
 
 def _job(
-    engine: Engine, config: Config, layout: ResolvedLayout, data: RunData, state: TrainState, reporter: _Reporter
+    engine: Engine,
+    config: Config,
+    layout: ResolvedLayout,
+    data: RunData,
+    start: Start,
+    state: TrainState,
+    reporter: _Reporter,
 ) -> Job:
     """What the loop is given from outside."""
     from megalite.checkpoint.engine import save_engine
@@ -81,8 +95,9 @@ def _job(
             engine,
             checkpoints_of(config),
             step=state.step,
-            config=config.model_dump(mode="json"),
+            config=config.model_dump(mode="json") | start.inherited,
             tokenizer=data.tokenizer,
+            tokenizer_sha256=data.tokenizer_sha256,
             state=state.model_dump(),
         )
         reporter.say(f"saved {folder}")
@@ -113,7 +128,6 @@ class _Reporter:
         if self._speaks:
             from megalite.engine.deepspeed_config import deepspeed_config
 
-            make_run_folder(self._config)
             write_settings(self._config, deepspeed_config(self._config, self._layout))
             self._write_receipt()
             self._open_sinks()
@@ -142,19 +156,25 @@ class _Reporter:
         if self._speaks:
             print(f"megalite: {sentence}", flush=True)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for sink in self._sinks:
             sink.close()
         if not self._speaks:
             return
-        self._write_receipt()
-        if self._config.monitor.plot:
-            from megalite.monitor.plot import plot_loss
-            from megalite.monitor.sinks.jsonl import read_records
+        try:
+            self._write_receipt()
+            if self._config.monitor.plot:
+                self._draw()
+        except OSError as error:  # the run is over, however it went: its own end must be heard
+            self.say(f"receipt and picture could not be written: {error}")
 
-            picture = self._config.run_dir / "loss.png"
-            plot_loss(read_records(self._config.run_dir / "metrics.jsonl"), picture, str(self._config.run_dir))
-            self.say(f"drew {picture}")
+    def _draw(self) -> None:
+        from megalite.monitor.plot import plot_loss
+        from megalite.monitor.sinks.jsonl import read_records
+
+        picture = self._config.run_dir / "loss.png"
+        plot_loss(read_records(self._config.run_dir / "metrics.jsonl"), picture, str(self._config.run_dir))
+        self.say(f"drew {picture}")
 
     def _write_receipt(self) -> None:
         facts = {"data_fingerprint": self._data.training.fingerprint, "resumed_from_step": self._start.step}
@@ -163,14 +183,12 @@ class _Reporter:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code. What a user can mend is one sentence on stderr, said once per host."""
-    from megalite.engine.distributed import stop_distributed
-    from megalite.training.loop import TrainingStopped
-
     words = list(sys.argv[1:] if arguments is None else arguments)
     # DeepSpeed's launcher hands the local rank over a second time, as an argument
     words = [word for word in words if not word.startswith("--local_rank")]
-    rank = this_rank()
+    rank = None
     try:
+        rank = this_rank()
         if rank is None:
             raise LaunchError("launch.train is one rank of a run: start it with deepspeed or torchrun, or use megalite")
         if not words:
@@ -182,10 +200,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TrainingStopped as error:
         if rank is not None and rank.rank == 0:
             print(f"megalite: stopped: {error}", file=sys.stderr, flush=True)
-        stop_distributed()
+        _leave_together()
         return STOPPED_CODE
-    stop_distributed()
+    except KeyboardInterrupt:
+        return INTERRUPTED_CODE
+    _leave_together()
     return 0
+
+
+def _leave_together() -> None:
+    from megalite.engine.distributed import stop_distributed
+
+    stop_distributed()
 
 
 def _tell_once(sentence: str, rank: Rank | None) -> None:

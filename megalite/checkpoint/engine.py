@@ -25,12 +25,19 @@ from megalite.engine.state import (
 
 
 def save_engine(
-    engine: Engine, root: Path, *, step: int, config: dict[str, Any], tokenizer: str | None, state: dict[str, Any]
+    engine: Engine,
+    root: Path,
+    *,
+    step: int,
+    config: dict[str, Any],
+    state: dict[str, Any],
+    tokenizer: str | None = None,
+    tokenizer_sha256: str | None = None,
 ) -> Path:
     """Writes `root/step_XXXXXXXX` from all ranks; returns it. Every rank raises CheckpointError if one fails.
 
     Data-parallel rank 0 of each stage and tensor-parallel rank writes what it holds, one parameter gathered at a time;
-    what several ranks hold alike is written once.
+    what all tensor-parallel ranks hold alike is written by the first.
     """
     folder = root / step_folder(step)
     _together(lambda: start(folder) if dist.get_rank() == 0 else None)
@@ -40,6 +47,7 @@ def save_engine(
         step=step,
         config=config,
         tokenizer=tokenizer,
+        tokenizer_sha256=tokenizer_sha256,
         state=state,
         moments=moments,
         optimizer_steps=optimizer_step_count(engine),
@@ -82,14 +90,21 @@ def _write_pieces(
 ) -> tuple[dict[str, FileEntry], dict[str, tuple[int, ...]]]:
     at = engine.coordinate
     writer = PieceWriter(folder, f"stage_{at.pipeline_rank:03d}_tensor_{at.tensor_rank:03d}")
+    failure: Exception | None = None
     for _, parameter in engine.parameters():
         shard = parameter.shard  # type: ignore[attr-defined]
-        tensors = read_parameter(parameter, moments)  # collective over the data-parallel group
-        if at.data_rank or (shard.is_replicated and at.tensor_rank):
+        # collective over the data-parallel group: a rank that cannot write goes on taking part
+        tensors = read_parameter(parameter, moments)
+        if failure or at.data_rank or (shard.is_replicated and at.tensor_rank):
             continue
-        for kind, value in tensors.items():
-            for piece in shard.pieces():
-                writer.add(kind, piece.name, piece.shape, piece.source, value[piece.target])
+        try:
+            for kind, value in tensors.items():
+                for piece in shard.pieces():
+                    writer.add(kind, piece.name, piece.shape, piece.source, value[piece.target])
+        except (CheckpointError, OSError) as error:
+            failure = error
+    if failure:
+        raise failure
     writer.flush()
     return writer.files, writer.shapes
 
@@ -103,8 +118,8 @@ def _together(action: Any) -> Any:
     result = None
     try:
         result = action()
-    except (CheckpointError, OSError) as error:
-        failure = str(error)
+    except Exception as error:  # whatever it is, the others must hear of it
+        failure = str(error) or repr(error)
     everyone: list[tuple[Any, str | None]] = [(None, None)] * dist.get_world_size()
     dist.all_gather_object(everyone, (result, failure))
     failures = [(rank, why) for rank, (_, why) in enumerate(everyone) if why]

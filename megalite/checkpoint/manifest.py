@@ -39,6 +39,7 @@ class Manifest(BaseModel):
     step: int
     config: dict[str, Any]  # resolved config of the run; only `model` for an imported checkpoint
     tokenizer: str | None  # folder of the tokenizer the data was prepared with
+    tokenizer_sha256: str | None = None  # of its tokenizer.json; None where unknown
     state: dict[str, Any]  # megalite.training.state.TrainState; empty for an imported checkpoint
     moments: tuple[str, ...] = ()  # optimizer state tensors beside the weights
     optimizer_steps: int = 0  # steps the optimizer took, for Adam's bias correction

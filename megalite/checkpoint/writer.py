@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -45,7 +46,12 @@ class PieceWriter:
         if not self._tensors:
             return
         path = self._folder / f"{self._prefix}_{len(self.files):03d}.safetensors"
-        save_file(self._tensors, path, metadata=encode_pieces(self._sources))
+        try:
+            save_file(self._tensors, path, metadata=encode_pieces(self._sources))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{path}: cannot be written: {error}: free some space, or choose another run_dir"
+            ) from None
         sync(path)
         self.files[path.name] = digest(path)
         self._tensors, self._sources = {}, {}
@@ -57,9 +63,11 @@ def temporary_folder(folder: Path) -> Path:
 
 
 def start(folder: Path) -> Path:
-    """Makes the empty temporary folder of a checkpoint, removing what an interrupted save left."""
+    """Makes the empty temporary folder of a checkpoint, removing what interrupted saves left beside it."""
     temporary = temporary_folder(folder)
     try:
+        for left_over in folder.parent.glob(".step_*.tmp"):
+            shutil.rmtree(left_over)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     except OSError as error:

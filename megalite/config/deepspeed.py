@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from megalite.config.errors import shown
+from megalite.config.nearest import nearest_name
 
 OWNED: dict[tuple[str, ...], str] = {
     ("train_batch_size",): "training.global_batch_size",
@@ -28,9 +29,33 @@ OWNED: dict[tuple[str, ...], str] = {
     ("tensor_parallel",): "parallel.tensor_parallel_size",
     ("pipeline",): "parallel.pipeline_parallel_size and recompute.mode",
     ("activation_checkpointing",): "recompute.mode",
+    ("sequence_parallel_size",): "parallel.sequence_parallel",
+    ("data_parallel_size",): "parallel.data_parallel_size",
     ("wandb",): "monitor.wandb",
 }
 """DeepSpeed's keys that say again what one of our options says, and that option."""
+
+AVERAGING = "gradients are the mean over the global batch, whatever the layout"
+CONTRADICTING = {
+    "gradient_allreduce_op": AVERAGING,
+    "prescale_gradients": AVERAGING,
+    "gradient_predivide_factor": AVERAGING,
+    "zero_allow_untested_optimizer": "optimizers are plain torch ones, which DeepSpeed calls untested",
+}
+"""Top-level keys that would break what a run always does, and what that is."""
+
+PASSED_ON = frozenset(
+    {
+        "aio", "autotuning", "checkpoint", "comet", "comms_logger", "communication_data_type", "compile",
+        "csv_monitor", "data_efficiency", "data_types", "dataloader_drop_last", "datastates_ckpt",
+        "disable_allgather", "disable_python_gc", "dump_state", "expert_parallel", "flops_profiler", "fp16",
+        "hybrid_engine", "log_level", "managed_gradient_accumulation", "memory_breakdown",
+        "seq_parallel_communication_data_type", "steps_per_print", "tensorboard", "timers",
+        "use_data_before_expert_parallelism", "vocabulary_size", "wall_clock_breakdown", "weight_quantization",
+        "zero_force_ds_cpu_optimizer", "zero_optimization",
+    }
+)  # fmt: skip
+"""Top-level keys that DeepSpeed 0.19.8 reads and that may be set there; it ignores any other one silently."""
 
 REMOVED = (
     "nebula",
@@ -61,10 +86,24 @@ def check_pass_through(options: dict[str, Any]) -> dict[str, Any]:
     for path in removed:
         if has(options, path):
             raise ValueError(f"DeepSpeed 0.19 removed {'.'.join(path)}: remove deepspeed.{'.'.join(path)}")
+    for key in options:
+        if key in CONTRADICTING:
+            raise ValueError(f"deepspeed.{key} cannot be set: {CONTRADICTING[key]}: remove deepspeed.{key}")
+        if key not in PASSED_ON:
+            raise ValueError(_unknown(key))
     for key in {path[0] for path in OWNED if len(path) > 1}:
         if key in options and not isinstance(options[key], dict):
             raise ValueError(f"deepspeed.{key} must be a section with options of its own, got {shown(options[key])}")
     return options
+
+
+def _unknown(key: str) -> str:
+    """The sentence about a key that DeepSpeed would ignore, with what was meant: its key, or our option."""
+    ours = {path[0]: option for path, option in OWNED.items() if len(path) == 1}
+    meant = nearest_name(key, PASSED_ON | ours.keys())
+    if meant is None:
+        return f'DeepSpeed 0.19 has no option "{key}": remove deepspeed.{key}'
+    return f'unknown option "deepspeed.{key}": did you mean "{ours.get(meant, f"deepspeed.{meant}")}"?'
 
 
 def has(options: dict[str, Any], path: tuple[str, ...]) -> bool:

@@ -52,6 +52,12 @@ def nearest_option(unknown: OptionPath, value: Any, model: type[BaseModel]) -> t
     return (unknown, best) if best else None
 
 
+def nearest_name(typed: str, names: Iterable[str]) -> str | None:
+    """The name that was probably meant, or None where nothing is near."""
+    best = _best((typed,), [(name,) for name in sorted(names)])
+    return best[0] if best else None
+
+
 def _best(unknown: OptionPath, candidates: Iterable[OptionPath]) -> OptionPath | None:
     costs = [(cost, path) for path in candidates if (cost := _cost(unknown, path)) is not None]
     return min(costs, key=lambda pair: pair[0])[1] if costs else None

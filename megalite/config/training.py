@@ -38,7 +38,7 @@ class TrainingConfig(Section):
     """Length of the run in training tokens, rounded up to whole steps; give this or `steps`."""
 
     seed: NonNegativeInt = 0
-    """Seed of the initial weights, the order of the data and dropout."""
+    """Seed of the initial weights and of the order of the data."""
 
     gradient_clipping: NonNegativeFloat = 1.0
     """Largest global norm of the gradient; larger ones are scaled down to it. 0 = off."""
@@ -46,7 +46,7 @@ class TrainingConfig(Section):
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     """Loss on held-out documents while training."""
 
-    max_skipped_steps: NonNegativeInt = 10
+    max_skipped_steps: PositiveInt = 10
     """Consecutive steps that may be skipped for NaN or Inf gradients before the run stops."""
 
     initialize_from: Path | None = None

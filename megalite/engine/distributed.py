@@ -26,6 +26,13 @@ def start_distributed(local_rank: int, timeout: timedelta = timedelta(minutes=30
     return torch.device(accelerator.device_name(local_rank))
 
 
+def is_same_on_all_ranks(value: object) -> bool:
+    """True where every rank holds an equal value; collective."""
+    values: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return all(other == value for other in values)
+
+
 def stop_distributed() -> None:
     """Leaves the process group together with all ranks: a launcher ends the others as soon as one has ended."""
     if dist.is_initialized():

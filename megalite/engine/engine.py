@@ -18,7 +18,6 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from megalite.config import Config, ResolvedLayout
@@ -26,7 +25,7 @@ from megalite.engine.deepspeed_config import deepspeed_config
 from megalite.engine.optimizer import build_optimizer
 from megalite.engine.pipeline import Pipeline
 from megalite.engine.plain import PlainModel
-from megalite.engine.seams import quiet_stdout
+from megalite.engine.seams import quiet_stdout, share_fp32_weights
 from megalite.engine.topology import Grid, tensor_parallel_of
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import LayerSpec, make_layer, named_shards
@@ -72,7 +71,7 @@ class Engine(ABC):
                 mpu=mpu,
                 config=deepspeed_config(self.config, self.layout),
             )
-        _share_fp32_weights(self.deepspeed.optimizer)
+        share_fp32_weights(self.deepspeed.optimizer)
 
     @property
     @abstractmethod
@@ -202,25 +201,6 @@ def _loss_of(config: Config) -> Any:
         return head_loss(hidden, head_weight, targets, vocab_size, tp) * weight
 
     return loss
-
-
-def _share_fp32_weights(optimizer: Any) -> None:
-    """Lets the optimizer update fp32 weights where they are.
-
-    DeepSpeedZeroOptimizer (runtime/zero/stage_1_and_2.py) clones the partition that it updates and copies it over the
-    weights after each step; in fp32 the two are equal, and cost their memory twice. Its fragments point into the
-    partition, so they are linked anew. An offloaded partition is on another device and stays.
-    """
-    if not isinstance(optimizer, DeepSpeedZeroOptimizer) or optimizer.dtype != torch.float32 or optimizer.cpu_offload:
-        return
-    for partition, slices, group in zip(
-        optimizer.single_partition_of_fp32_groups,
-        optimizer.parallel_partitioned_bit16_groups,
-        optimizer.real_dp_process_group,
-        strict=True,
-    ):
-        partition.data = slices[dist.get_rank(group)]
-    optimizer._link_all_hp_params()
 
 
 def _mark_for_norm(model: torch.nn.Module) -> None:

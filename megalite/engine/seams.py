@@ -95,6 +95,27 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, "ds_id")
 
 
+def share_fp32_weights(optimizer: Any) -> None:
+    """Lets the optimizer update fp32 weights where they are.
+
+    DeepSpeedZeroOptimizer (runtime/zero/stage_1_and_2.py) clones the partition that it updates and copies it over the
+    weights after each step; in fp32 the two are equal, and cost their memory twice. Its fragments point into the
+    partition, so they are linked anew. An offloaded partition is on another device and stays.
+    """
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer) or optimizer.dtype != torch.float32 or optimizer.cpu_offload:
+        return
+    for partition, slices, group in zip(
+        optimizer.single_partition_of_fp32_groups,
+        optimizer.parallel_partitioned_bit16_groups,
+        optimizer.real_dp_process_group,
+        strict=True,
+    ):
+        partition.data = slices[torch.distributed.get_rank(group)]
+    optimizer._link_all_hp_params()
+
+
 LOSS_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 

@@ -87,7 +87,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        # `grad` holds 1/tokens and the loss scale: applied in fp32, so fp16 cannot underflow before it
+        # `grad` holds 1/tokens and the loss scale; in place, so backward runs once, as everywhere in training
         return hidden_grad.mul_(grad).to(ctx.dtype), weight_grad.mul_(grad).to(ctx.dtype), None, None, None
 
 

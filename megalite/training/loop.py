@@ -14,12 +14,9 @@ from typing import Any
 from megalite.config import Config
 from megalite.engine.engine import Engine, MicroBatch
 from megalite.monitor.memory import peak_memory_mib
+from megalite.training.errors import TrainingStopped
 from megalite.training.schedule import learning_rate_factor
 from megalite.training.state import TrainState
-
-
-class TrainingStopped(RuntimeError):
-    """A guard ended the run; one sentence."""
 
 
 @dataclass(frozen=True)

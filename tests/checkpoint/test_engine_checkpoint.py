@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megalite.checkpoint import writer
 from megalite.checkpoint.engine import load_engine, save_engine
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.manifest import find_latest
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.engine.engine import Engine
 from tests.engine.parity import Case, assemble, engine_of, global_batches, local_weights, micro_batches_of
@@ -40,7 +45,7 @@ def uninterrupted(rank: int, case: Case, root: Path) -> dict[str, Any]:
     """All steps in one go, saving on the way."""
     engine = engine_of(case)
     numbers = _steps(engine, case, 0, SAVED_AT)
-    save_engine(engine, root, step=SAVED_AT, config=case.config().model_dump(mode="json"), tokenizer=None, state={})
+    save_engine(engine, root, step=SAVED_AT, config=case.config().model_dump(mode="json"), state={})
     return {"numbers": numbers + _steps(engine, case, SAVED_AT, STEPS), "weights": local_weights(engine)}
 
 
@@ -103,3 +108,29 @@ def test_a_resume_on_the_same_layout_is_bit_identical(case: Case, tmp_path: Path
     assert second[0]["numbers"] == first[0]["numbers"][SAVED_AT:]
     before, after = assemble(first), assemble(second)
     assert all((after[name] == value).all() for name, value in before.items())
+
+
+def save_where_rank_0_cannot_write(rank: int, case: Case, root: Path) -> str:
+    """Rank 0 may write 10 kB per file: the save fails in the middle of its parameters, with data-parallel peers in a
+    collective."""
+    engine = engine_of(case)
+    _steps(engine, case, 0, 1)
+    writer.FILE_BYTES = 1000
+    if rank == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    try:
+        save_engine(engine, root, step=1, config={}, state={})
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [Case(dp=2), Case(tp=2, pp=2)], ids=str)
+def test_a_save_that_fails_on_one_rank_is_told_on_all(case: Case, tmp_path: Path) -> None:
+    """A rank that left the loop early would leave its peers waiting until the timeout."""
+    told = run_ranks(save_where_rank_0_cannot_write, case.world_size, dataclasses.replace(case, steps=1), tmp_path)
+    assert all(sentence == told[0] for sentence in told)
+    assert "rank 0" in told[0] and "cannot be written" in told[0]
+    assert find_latest(tmp_path)[0] is None

@@ -81,7 +81,7 @@ def test_round_trip_through_yaml(minimal: Path) -> None:
             "monitor.wandb.name='1e3'",
             "training.initialize_from=a/b",
             "optimizer.eps=1e-12",
-            "deepspeed.x=[1, null]",
+            "deepspeed.aio.x=[1, null]",
         ],
     )
     path = minimal.with_name("again.yaml")

@@ -139,6 +139,18 @@ BAD_OVERRIDES = [
     ("deepspeed.elasticity.enabled=true", ["DeepSpeed 0.19 removed elasticity: remove deepspeed.elasticity"]),
     ("deepspeed.amp={}", ["DeepSpeed 0.19 removed amp"]),
     (
+        "deepspeed.gradient_allreduce_op=sum",
+        ["deepspeed.gradient_allreduce_op", "mean over the global batch", "remove"],
+    ),
+    ("deepspeed.prescale_gradients=true", ["deepspeed.prescale_gradients cannot be set"]),
+    ("deepspeed.gradient_predivide_factor=2", ["deepspeed.gradient_predivide_factor cannot be set"]),
+    ("deepspeed.zero_allow_untested_optimizer=false", ["deepspeed.zero_allow_untested_optimizer cannot be set"]),
+    ("deepspeed.sequence_parallel_size=2", ["deepspeed.sequence_parallel_size", "set parallel.sequence_parallel"]),
+    ("deepspeed.zero_optimisation.x=1", ['"deepspeed.zero_optimisation"', '"deepspeed.zero_optimization"?']),
+    ("deepspeed.gradient_cliping=1", ['"deepspeed.gradient_cliping"', 'did you mean "training.gradient_clipping"?']),
+    ("deepspeed.xyz=1", ['DeepSpeed 0.19 has no option "xyz": remove deepspeed.xyz']),
+    ("training.max_skipped_steps=0", ["training.max_skipped_steps", "0"]),
+    (
         "deepspeed.zero_optimization.mics_shard_size=2",
         ["DeepSpeed 0.19 removed zero_optimization.mics_shard"],
     ),

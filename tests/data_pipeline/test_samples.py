@@ -192,6 +192,17 @@ def test_an_id_above_the_vocabulary_is_one_sentence(write_corpus: WriteCorpus) -
         PackedSamples([prefix], 3, 0).sample(0)
 
 
+def test_an_id_above_the_models_vocabulary_is_one_sentence(write_corpus: WriteCorpus) -> None:
+    """A corpus without meta data: under tensor parallelism no rank would own the id, and training would go on."""
+    prefix = write_corpus([[1, 2, 3]])
+    assert PackedSamples([prefix], 2, 0, held_out_fraction=0, vocab_limit=4).sample(0)
+    with pytest.raises(DataError, match=r"token id 3 in block 0 of .* model's vocabulary of 3: .* at least 4$"):
+        PackedSamples([prefix], 2, 0, held_out_fraction=0, vocab_limit=3).sample(0)
+    give_meta(prefix, vocab_size=3)
+    with pytest.raises(DataError, match="vocabulary of 3: the token file is damaged"):
+        PackedSamples([prefix], 2, 0, held_out_fraction=0, vocab_limit=9).sample(0)
+
+
 def test_bad_requests_are_one_sentence(write_corpus: WriteCorpus) -> None:
     prefix, other = write_corpus([[1, 2, 3, EOS]]), write_corpus([[1, 2]], "other")
     with pytest.raises(DataError, match="no corpus is given"):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import data_pipeline.tokenizer
 from data_pipeline.errors import DataError
 from data_pipeline.tokenizer import inspect_tokenizer, python_stdlib_sources, train_tokenizer
 
@@ -42,6 +43,31 @@ def test_training_is_reproducible_and_reused(stdlib_files: list[Path], tmp_path:
     (first / "trained_from.json").write_text("not json")
     train_tokenizer(stdlib_files[:12], first, 600)
     assert (first / "tokenizer.json").read_bytes() == (second / "tokenizer.json").read_bytes()
+
+
+def test_a_tokenizer_from_elsewhere_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"tokenizer.json was not trained here") as caught:
+        train_tokenizer(["text"], tmp_path, 300)
+    assert "\n" not in str(caught.value)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("tokenizer.json", "{}")]
+
+
+def test_an_interrupted_training_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill before any of the three files must not leave a tokenizer that counts as someone else's."""
+    write = data_pipeline.tokenizer.write_atomically
+    for name in ("trained_from.json", "tokenizer_config.json", "tokenizer.json"):
+
+        def killed(path: Path, content: bytes, at: str = name) -> None:
+            if path.name == at:
+                raise KeyboardInterrupt
+            write(path, content)
+
+        monkeypatch.setattr(data_pipeline.tokenizer, "write_atomically", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train_tokenizer(["abc " * 9], tmp_path / name, 258)
+        monkeypatch.setattr(data_pipeline.tokenizer, "write_atomically", write)
+        assert inspect_tokenizer(train_tokenizer(["abc " * 9], tmp_path / name, 258)).vocab_size == 258
 
 
 def test_size_and_end_token_are_found(tokenizer_folder: Path, tmp_path: Path) -> None:

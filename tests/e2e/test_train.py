@@ -137,3 +137,34 @@ def test_gradients_that_are_never_finite_stop_the_run(two_stages: dict[str, Any]
     records = metrics(two_stages["run_dir"])
     assert [record["skipped"] for record in records[-3:]] == [True] * 3
     assert records[-1]["skipped_steps"] == 3 and records[-1]["grad_norm"] is None
+
+
+def test_nothing_outlives_the_command_and_a_folder_takes_one_run(two_stages: dict[str, Any], tmp_path: Path) -> None:
+    """SIGKILL of `megalite` itself: it can pass nothing on any more, and its ranks must still end."""
+    two_stages["training"]["steps"] = 100_000
+    path = write_config(tmp_path / "c.yaml", two_stages)
+    process = subprocess.Popen(
+        [str(BIN / "megalite"), "train", str(path)],
+        cwd=ROOT,
+        env=os.environ | {"DS_ACCELERATOR": "cpu"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    log = Path(two_stages["run_dir"]) / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (log.exists() and log.stat().st_size):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    second = run(BIN / "megalite", "train", path)
+    assert second.returncode == 2 and "another run is using run_dir" in second.stderr
+    process.kill()
+    process.wait()
+    while ranks_of(path) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not ranks_of(path)
+
+
+def ranks_of(path: Path) -> list[str]:
+    """Processes that were started for this config."""
+    listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    return [line for line in listing.splitlines() if str(path) in line]

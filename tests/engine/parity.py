@@ -99,6 +99,8 @@ class Case:
                     "gradient_clipping": self.clip,
                 },
                 "recompute": {"mode": self.recompute},
+                # by default ZeRO-3 leaves parameters this small whole
+                "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if self.zero == 3 else {},
             }
         )
 

@@ -93,3 +93,11 @@ def test_config_show_is_a_config_and_schema_a_schema(tiny: dict[str, Any], tmp_p
 @pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=str)
 def test_every_config_in_the_repository_loads(path: Path) -> None:
     assert load_config(path).total_steps > 0
+
+
+def test_a_dry_run_under_a_launcher_starts_nothing(tiny: dict[str, Any], tmp_path: Path) -> None:
+    path = write_config(tmp_path / "c.yaml", tiny)
+    under = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": "cpu"}
+    done = megalite("train", str(path), "--dry-run", env=under)
+    assert done.returncode == 0 and "nothing was started" in done.stdout, done.stderr
+    assert not Path(tiny["run_dir"]).exists()

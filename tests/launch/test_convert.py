@@ -15,17 +15,19 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import models.families
-from data_pipeline.tokenizer import train_tokenizer
+from data_pipeline.tokenizer import inspect_tokenizer, train_tokenizer
 from launch.convert import export_hugging_face, global_shapes, import_hugging_face
 from launch.errors import USER_ERRORS
 from launch.generate import generate
 from megalite.checkpoint.engine import load_engine
+from megalite.checkpoint.manifest import MANIFEST
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.writer import write_single
 from megalite.config import Config, ModelConfig
 from megalite.engine.engine import build_engine
 from megalite.parallel.loss import head_logits
 from models.decoder import decoder_layers
+from models.families import model_config
 from tests.engine.parity import Batch
 from tests.models.hub_models import HUB_MODELS, HubModel
 from tests.ranks import run_ranks
@@ -177,6 +179,42 @@ def test_a_run_of_ours_exports_with_its_tokenizer_and_generates(tmp_path: Path) 
         generate(tmp_path / "hf", "", max_new_tokens=8, temperature=2.0, top_k=50, seed=seed) for seed in (1, 1, 2)
     ]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def _run_checkpoint(folder: Path, hub_model: HubModel, **manifest: Any) -> Path:
+    """The checkpoint of a run on this model, random weights."""
+    model = ModelConfig.model_validate(model_config(hub_model.build().config.to_dict()))
+    tensors = ((name, torch.randn(shape)) for name, shape in global_shapes(model).items())
+    config = {"model": model.model_dump(mode="json"), "precision": {"dtype": "fp32"}} | manifest.pop("config", {})
+    write_single(folder, tensors, step=3, config=config, state={}, **({"tokenizer": None} | manifest))
+    return folder
+
+
+def test_a_run_that_started_from_an_import_exports_its_token_ids(tmp_path: Path) -> None:
+    """Training copies `hugging_face` of the imported checkpoint; everything else is the run's own."""
+    ids = {"bos_token_id": 5, "eos_token_id": [7, 8], "pad_token_id": 9}
+    kept = {"config": ids, "generation_config": ids | {"temperature": 0.5, "do_sample": True}, "dtype": "bf16"}
+    run = _run_checkpoint(tmp_path / "run", LLAMA, config={"hugging_face": kept})
+    summary = export_hugging_face(run, tmp_path / "hf", validate=False)
+    assert summary.dtype == "bf16"
+    config, generation = (
+        json.loads((tmp_path / "hf" / f"{n}.json").read_text()) for n in ("config", "generation_config")
+    )
+    assert {key: config[key] for key in ids} == ids
+    assert generation.items() >= kept["generation_config"].items()
+
+
+def test_a_tokenizer_retrained_since_is_not_exported(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(["abc " * 9], tmp_path / "tok", 258)
+    run = _run_checkpoint(tmp_path / "run", LLAMA, tokenizer=str(tokenizer))
+    path = run / MANIFEST
+    digest = inspect_tokenizer(tokenizer).sha256
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_sha256": digest}))
+    assert not export_hugging_face(run, tmp_path / "same", validate=False).notices
+    train_tokenizer(["xyz " * 9], tokenizer, 258)
+    with pytest.raises(USER_ERRORS, match=r"retrained or replaced since: give the old one back$"):
+        export_hugging_face(run, tmp_path / "other", validate=False)
+    assert not (tmp_path / "other").exists()
 
 
 def test_greedy_text_is_transformers_own(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from launch.cli import main
+from megalite.checkpoint.writer import write_single
 from tests.conftest import write_config
 
 Change = Callable[[dict[str, Any], Path], list[str]]  # edits the config; returns further arguments
@@ -54,6 +55,31 @@ def foreign_checkpoint(config: dict[str, Any], folder: Path) -> list[str]:
     return [f"training.initialize_from={folder / 'foreign'}"]
 
 
+def own_checkpoint(**saved: Any) -> Change:
+    """The run's own checkpoint, made by a run that differed in one thing."""
+
+    def change(config: dict[str, Any], folder: Path) -> list[str]:
+        from data_pipeline.samples import PackedSamples
+
+        length, prefix = config["training"]["sequence_length"], Path(config["data"]["path"])
+        fingerprint = PackedSamples([prefix], length, 0, "train", config["data"]["held_out_fraction"]).fingerprint
+        made = {"model": config["model"], "optimizer": {"name": "adamw"}, "training": config["training"]}
+        state = {"data_fingerprint": fingerprint, "seed": 0, "step": 2, "consumed_samples": 8}
+        for name, value in saved.items():
+            (state if name in state else made)[name] = value
+        step = Path(config["run_dir"]) / "checkpoints" / "step_00000002"
+        write_single(step, [], step=2, config=made, tokenizer=None, state=state)
+        return []
+
+    return change
+
+
+def tokens_instead_of_steps(config: dict[str, Any], folder: Path) -> list[str]:
+    own_checkpoint(training={"global_batch_size": 2})(config, folder)
+    del config["training"]["steps"]
+    return ["training.tokens=100000"]
+
+
 def file_as_run_dir(config: dict[str, Any], folder: Path) -> list[str]:
     (folder / "taken").write_text("")
     config["run_dir"] = str(folder / "taken")
@@ -93,6 +119,15 @@ MISTAKES: dict[str, tuple[Change, list[str]]] = {
     "half a checkpoint": (half_checkpoint, ["half", "manifest.json"]),
     "foreign checkpoint": (foreign_checkpoint, ["foreign"]),
     "no such checkpoint": (override("training.initialize_from=nowhere"), ["nowhere"]),
+    "resume of another model": (own_checkpoint(model={"hidden_size": 64}), ["hidden_size", "64", "32"]),
+    "resume on other data": (own_checkpoint(data_fingerprint="other"), ["other data", "initialize_from"]),
+    "resume with another seed": (own_checkpoint(seed=5), ["training.seed 5"]),
+    "resume with another optimizer": (own_checkpoint(optimizer={"name": "sgd"}), ["sgd", "adamw"]),
+    "tokens after another batch size": (tokens_instead_of_steps, ["training.tokens", "training.steps"]),
+    "run_dir with checkpoints, not to be resumed": (
+        lambda c, f: own_checkpoint()(c, f) or ["checkpoint.resume=false"],
+        ["checkpoint.resume is false"],
+    ),
     "run_dir is a file": (file_as_run_dir, ["taken"]),
 }
 
