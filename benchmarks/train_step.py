@@ -18,6 +18,7 @@ A ratio is the median over the rounds of plain / megalite, so that what else the
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import platform
@@ -108,6 +109,7 @@ def serve(side: str, dtype: str) -> None:
     """A side's process: builds, warms up, then answers each number of steps on stdin with one line of JSON."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not be taken for an answer
+    importlib.import_module("torch._dynamo")  # torch.optim does so at its first use: memory of neither side's steps
     step, imports_kib = (plain_loop if side == "plain" else megalite_engine)(dtype)
     for _ in range(WARM_UP_STEPS):
         loss = step()
@@ -146,7 +148,6 @@ def batches() -> Callable[[], tuple[Any, Any]]:
 def plain_loop(dtype: str) -> tuple[Callable[[], float], int]:
     """The loop most people write; the imports' memory beside it."""
     import torch
-    import torch._dynamo  # torch.optim imports its compiler at first use: 130 MB that no step needs
     from transformers import LlamaConfig, LlamaForCausalLM
 
     imports_kib = peak_kib()

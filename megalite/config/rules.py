@@ -231,11 +231,6 @@ def schedule_fits_the_run(config: Config, situation: Situation) -> str | None:
     if one_length(config, situation) is not None:
         return None
     schedule, steps = config.schedule, config.total_steps
-    if schedule.warmup_steps > steps:
-        return (
-            f"schedule.warmup_steps {schedule.warmup_steps} is longer than the run of {steps} steps: use at "
-            f"most {steps}"
-        )
     decay = schedule.wsd_decay_steps(steps)
     if schedule.name == "wsd" and schedule.warmup_steps + decay > steps:
         return (

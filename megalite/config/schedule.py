@@ -14,7 +14,7 @@ class ScheduleConfig(Section):
     """Shape after the warm-up; wsd (warm-up, stable, decay) is constant until the last `decay_steps`."""
 
     warmup_steps: NonNegativeInt = 0
-    """Steps over which the learning rate rises linearly from 0 to its peak."""
+    """Steps over which the learning rate rises linearly to its peak; a shorter run (a smoke test) ends on the way."""
 
     min_learning_rate_ratio: Fraction = 0.1
     """Learning rate at the end of the run, as a fraction of the peak; ignored by constant."""

@@ -97,7 +97,6 @@ BAD_OVERRIDES = [
         "training.sequence_length=4096",
         ["4096 is longer than model.max_position_embeddings 2048", "at most 2048"],
     ),
-    ("schedule.warmup_steps=11", ["schedule.warmup_steps 11", "run of 10 steps", "at most 10"]),
     ("schedule.decay_steps=2", ["schedule.decay_steps 2", "schedule.name cosine", "use schedule.name wsd"]),
     (
         "schedule.name=wsd schedule.warmup_steps=5 schedule.decay_steps=6",

@@ -43,6 +43,10 @@ def test_closed_forms() -> None:
     assert curve(4, name="constant", warmup_steps=2) == [0.5, 1, 1, 1]
 
 
+def test_a_run_shorter_than_its_warm_up_ends_on_the_way() -> None:
+    assert curve(3, name="cosine", warmup_steps=10) == pytest.approx([0.1, 0.2, 0.3])
+
+
 def test_a_longer_run_keeps_what_was_before_the_decay() -> None:
     """wsd is chosen so that a run can be extended: its steps before the decay must not depend on the length."""
     assert curve(50, name="wsd", decay_steps=10)[:40] == curve(90, name="wsd", decay_steps=10)[:40]
