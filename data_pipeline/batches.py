@@ -25,6 +25,7 @@ class MicroBatch:
     tokens: NDArray[np.int64]  # [B, S]
     targets: NDArray[np.int64]  # [B, S]; IGNORED_TARGET at the end of a document, with document_mask
     positions: NDArray[np.int64] | None  # [B, S]; None without document_mask: 0 ... S - 1
+    samples: NDArray[np.int64]  # [B] numbers in the run's order, over all epochs: a sample seen again has another one
 
 
 def global_batch(
@@ -148,13 +149,14 @@ def prefetched(
 
 
 def _micro_batch(samples: PackedSamples, first: int, size: int, document_mask: bool) -> MicroBatch:
-    chosen = [samples.sample(k) for k in range(first, first + size)]
+    numbers = np.arange(first, first + size)
+    chosen = [samples.sample(k) for k in numbers.tolist()]
     tokens = np.stack([sample.tokens for sample in chosen])  # [B, S + 1]
     inputs, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()  # copies: targets are written to below
     if not document_mask:
-        return MicroBatch(inputs, targets, positions=None)
+        return MicroBatch(inputs, targets, None, numbers)
     targets[~np.stack([sample.target_is_valid for sample in chosen])] = IGNORED_TARGET
-    return MicroBatch(inputs, targets, positions=np.stack([sample.positions for sample in chosen]))
+    return MicroBatch(inputs, targets, np.stack([sample.positions for sample in chosen]), numbers)
 
 
 def _check_division(global_batch_size: int, micro_batch_size: int, rank: int, size: int) -> None:

@@ -1,9 +1,11 @@
 """The `megalite` command. Its contract: --help with an example, one sentence on stderr for a mistake, exit codes
-0 (done), 2 (the user's mistake), 3 (a guard stopped the run), --json where a program reads the result. No torch here.
+0 (done), 1 (verify found a difference), 2 (the user's mistake), 3 (a guard stopped the run), --json where a program
+reads the result. No torch here.
 """
 
 from __future__ import annotations
 
+import enum
 import json
 import sys
 from dataclasses import asdict
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch.errors import USER_ERROR_CODE, USER_ERRORS, LaunchError
+from launch.errors import USER_ERROR_CODE, USER_ERRORS, VERIFY_FAILED_CODE, LaunchError
 from megalite.config import Config, load_config
 
 if TYPE_CHECKING:
@@ -32,6 +34,13 @@ app.add_typer(config_app, name="config")
 ConfigPath = Annotated[Path, typer.Argument(help="YAML file", metavar="CONFIG.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.option=value ...", metavar="[OVERRIDES]...")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+class ReferenceName(enum.StrEnum):
+    """What `megalite verify` measures layouts against."""
+
+    TRANSFORMERS = "transformers"
+    SELF = "self"
 
 
 @app.command()
@@ -61,6 +70,61 @@ def train(
         raise typer.Exit(rank_main(words))
     else:
         raise typer.Exit(start(load_config(config_path, overrides or []), words))
+
+
+@app.command()
+def verify(
+    config_path: ConfigPath,
+    overrides: Overrides = None,
+    layouts: Annotated[
+        str, typer.Option(help='"auto", or layouts such as "tp=2,pp=2,accumulation=3;dp=2,zero=3".')
+    ] = "auto",
+    reference: Annotated[
+        ReferenceName, typer.Option(help="What is right: transformers, or our own serial model (self).")
+    ] = ReferenceName.TRANSFORMERS,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each short training.")] = 3,
+    full: Annotated[bool, typer.Option("--full", help="Do not make a large model smaller.")] = False,
+    seed: Annotated[int | None, typer.Option(min=0, help="Repeat a run; default: new weights and batches.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds until a layout counts as hung.")] = 120.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be run; start nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Prove that every layout computes what `transformers` computes on one process, and say why where one does not.
+
+    Compares losses, logits, every gradient, weight and moment, clipping and evaluation on this machine's ranks. Exit
+    code 0 only if all layouts pass, 1 if one fails. The words of a layout: tp, pp, dp, zero, sequence_parallel,
+    recompute, accumulation.
+
+    Example: `megalite verify configs/quickstart.yaml --layouts "tp=2,pp=2,accumulation=3;dp=2,zero=3"`
+    """
+    from rich.console import Console
+
+    from launch.verify import report as reports
+    from launch.verify.command import make_plan
+    from launch.verify.command import verify as run
+
+    plan = make_plan(
+        load_config(config_path, overrides or []),
+        layouts=layouts,
+        reference=reference.value,
+        steps=steps,
+        full=full,
+        seed=seed,
+        timeout_s=timeout,
+    )
+    say = Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print
+    say(reports.introduction(plan))
+    if dry_run:
+        say(f"dry run: {'; '.join(map(str, plan.layouts))}; nothing was started")
+        return
+    report = run(plan, say)
+    if as_json:
+        _print_json(reports.as_json(report))
+    else:
+        Console(width=None if sys.stdout.isatty() else reports.WIDTH).print(reports.table(report))
+        print("\n".join(reports.conclusion(report)))
+    if not report.passed:
+        raise typer.Exit(VERIFY_FAILED_CODE)
 
 
 @app.command()

@@ -218,7 +218,7 @@ def serial_model(model: ModelConfig, tp: TensorParallel, read: Read) -> SerialMo
                 parameter[piece.target].copy_(read(piece.name, piece.source))
         return layer
 
-    return SerialModel(decoder_layers(model), tp, filled_layer)
+    return SerialModel(decoder_layers(model), tp, filled_layer).eval()
 
 
 def _named_layer(spec: LayerSpec, tp: TensorParallel) -> nn.Module:

@@ -13,6 +13,7 @@ class LaunchError(ValueError):
 
 
 USER_ERRORS = (ConfigError, DataError, CheckpointError, FamilyError, LaunchError)
+VERIFY_FAILED_CODE = 1
 USER_ERROR_CODE = 2
 STOPPED_CODE = 3  # a guard ended the run
 INTERRUPTED_CODE = 130

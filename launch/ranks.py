@@ -1,4 +1,4 @@
-"""Which rank this process is, from the launcher's environment: the one place that reads it."""
+"""Which rank this process is, from the launcher's environment, and what it must be before it touches a device."""
 
 from __future__ import annotations
 
@@ -27,3 +27,17 @@ def this_rank() -> Rank | None:
         if not os.environ[name].isdecimal():
             raise LaunchError(f"environment variable {name} is {os.environ[name]!r}, not a whole number: unset it")
     return Rank(*(int(os.environ[name]) for name in VARIABLES))
+
+
+def be_deterministic() -> None:
+    """Only kernels that give the same bits each time; before CUDA starts, because cuBLAS and NCCL read theirs then.
+
+    Set by each rank itself: `deepspeed --hostfile` and torchrun know nothing of our config.
+    """
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses what would not be deterministic
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # switches that sum do so in the order in which numbers arrive
+    torch.use_deterministic_algorithms(True)  # an operation that has no such kernel ends the run
+    # filling costs time, and nobody reads such memory
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

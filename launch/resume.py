@@ -12,7 +12,8 @@ from megalite.checkpoint.manifest import Manifest, find_latest, read_manifest
 from megalite.config import Config
 
 IMPORTED = "hugging_face"  # the key under which launch/convert.py keeps it
-NOT_OF_THE_SHAPE = {"initializer_range", "max_position_embeddings", "model_type"}
+DROPOUT = {"attention_dropout", "embedding_dropout", "residual_dropout"}
+NOT_OF_THE_SHAPE = {"initializer_range", "max_position_embeddings", "model_type", *DROPOUT}
 
 
 @dataclass(frozen=True)

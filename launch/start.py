@@ -13,6 +13,7 @@ from launch.local import rank_environment, start_local_ranks
 from launch.resume import find_start
 from launch.run_folder import lock_run_folder
 from megalite.config import Config, ResolvedLayout
+from megalite.config.known_bad import check_known_bad, installed_versions
 from models.families import family
 
 
@@ -27,7 +28,9 @@ def resolve(config: Config) -> tuple[ResolvedLayout, Device]:
             f"the layout needs {world_size} GPUs and this machine has {gpus}: use a smaller layout, a hostfile "
             "(deepspeed --hostfile), or set DS_ACCELERATOR=cpu to run on the CPU"
         )
-    return config.check_world(world_size, device), device
+    layout = config.check_world(world_size, device)
+    check_known_bad(config, layout, installed_versions(), device)
+    return layout, device
 
 
 def start(config: Config, arguments: Sequence[str]) -> int:

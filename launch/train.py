@@ -18,10 +18,11 @@ if __name__ == "__main__" and sys.path[0] == str(Path(__file__).resolve().parent
 
 from launch.data import RunData, evaluation_batches, open_data, training_batches
 from launch.errors import INTERRUPTED_CODE, STOPPED_CODE, USER_ERROR_CODE, USER_ERRORS, LaunchError
-from launch.ranks import Rank, this_rank
+from launch.ranks import Rank, be_deterministic, this_rank
 from launch.resume import Start, checkpoints_of, find_start
 from launch.run_folder import lock_run_folder, write_receipt, write_settings
 from megalite.config import Config, ResolvedLayout, load_config
+from megalite.config.known_bad import Device, check_known_bad, installed_versions
 from megalite.training.errors import TrainingStopped
 
 if TYPE_CHECKING:
@@ -44,8 +45,12 @@ def run(config: Config, rank: Rank) -> None:
 
     lock = lock_run_folder(config) if rank.rank == 0 else None
     torch.set_float32_matmul_precision(config.precision.float32_matmul_precision)
+    if config.training.deterministic:
+        be_deterministic()
     device = start_distributed(rank.local_rank)
-    layout = config.check_world(rank.world_size, "cuda" if device.type == "cuda" else "cpu")
+    kind: Device = "cuda" if device.type == "cuda" else "cpu"
+    layout = config.check_world(rank.world_size, kind)
+    check_known_bad(config, layout, installed_versions(), kind)
     data = open_data(config)
     start = find_start(config, data.training.fingerprint)
     if not is_same_on_all_ranks((data.training.fingerprint, start.step, start.checkpoint and start.checkpoint.name)):

@@ -1,7 +1,8 @@
 """One configurable decoder, as a list of layers: embedding, blocks, final norm, output head.
 
-In: token ids `[batch, seq]`, with positions `[batch, seq]` beside them where documents are masked. Between layers:
-hidden states `[batch, seq, hidden]` (`[batch, seq/tp, hidden]` under sequence parallelism), positions riding along.
+In: token ids `[batch, seq]`, beside them positions `[batch, seq]` where documents are masked, and sample numbers
+`[batch]` where dropout is on. Between layers: hidden states `[batch, seq, hidden]` (`[batch, seq/tp, hidden]` under
+sequence parallelism), both riding along.
 Out of the last layer: hidden states and the head's local weight, which `megalite.parallel.loss` turns into a loss
 without ever holding all logits. Math follows transformers' models; ranks, files and optimizers are unknown here.
 """
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel, gather_heads
+from megalite.parallel.dropout import Dropout
 from megalite.parallel.layers import LayerSpec, Payload, recomputed
 from megalite.parallel.linear import (
     ColumnParallelLinear,
@@ -28,7 +30,7 @@ from megalite.parallel.linear import (
 )
 from megalite.parallel.norm import LayerNorm, RMSNorm
 from megalite.parallel.shard import Shard
-from models.functional import document_mask, rotated_heads, swiglu
+from models.functional import causal_mask, document_mask, rotated_heads, swiglu
 
 Recompute = Literal["none", "selective", "full"]
 HeadOutput = tuple[Tensor, Tensor]  # hidden states, the head's local weight [vocab/tp, hidden]
@@ -50,7 +52,7 @@ def decoder_layers(model: ModelConfig, recompute: Recompute = "none") -> list[La
     )
     embedding = LayerSpec(
         name="model.embed_tokens",
-        build=lambda tp: TokenEmbedding(model.vocab_size, hidden, tp),
+        build=partial(TokenEmbedding, model),
         cost=0.0,
         tied_to="model.embed_tokens" if model.tie_word_embeddings else None,
     )
@@ -81,14 +83,24 @@ def _tied_head(embedding: nn.Module, hidden: Tensor) -> HeadOutput:
     return hidden, embedding.weight
 
 
+def _parts(payload: Payload) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What is computed on, positions `[batch, seq]`, sample numbers `[batch]`; None for what does not ride along."""
+    first, *riders = (payload,) if isinstance(payload, Tensor) else payload
+    by_dims = {rider.ndim: rider for rider in riders}
+    return first, by_dims.get(2), by_dims.get(1)
+
+
 class TokenEmbedding(VocabParallelEmbedding):
-    """The first layer: embeds the tokens and passes their positions on, where documents are masked."""
+    """The first layer: embeds the tokens and passes on what rides along."""
+
+    def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__(model.vocab_size, model.hidden_size, tp)
+        self.dropout = Dropout(model.embedding_dropout, tp)
 
     def forward(self, payload: Payload) -> Payload:  # type: ignore[override]  # a tuple goes in and out
-        if isinstance(payload, Tensor):
-            return super().forward(payload)
-        tokens, positions = payload
-        return super().forward(tokens), positions
+        tokens, _, samples = _parts(payload)
+        hidden = self.dropout(super().forward(tokens), samples)
+        return hidden if isinstance(payload, Tensor) else (hidden, *payload[1:])
 
 
 class OutputHead(nn.Module):
@@ -112,20 +124,24 @@ class DecoderBlock(nn.Module):
         self.self_attn = Attention(model, tp, recompute)
         self.post_attention_layernorm = _norm(model, tp)
         self.mlp = MLP(model, tp)
+        self.attention_output_dropout = Dropout(model.residual_dropout, tp)
+        self.mlp_output_dropout = Dropout(model.residual_dropout, tp)
 
     def forward(self, payload: Payload) -> Payload:
-        """`[batch, seq(/tp), hidden]` -> the same, positions passed on to the next block where they came in."""
-        hidden, positions = (payload, None) if isinstance(payload, Tensor) else payload
+        """`[batch, seq(/tp), hidden]` -> the same; what rides along is passed on to the next block."""
+        parts = _parts(payload)
         if self.recompute == "full" and torch.is_grad_enabled():
-            hidden = recomputed(self._block, hidden, positions)
+            hidden = recomputed(self._block, *parts)
         else:
-            hidden = self._block(hidden, positions)
-        return hidden if positions is None or self.is_last else (hidden, positions)
+            hidden = self._block(*parts)
+        return hidden if isinstance(payload, Tensor) or self.is_last else (hidden, *payload[1:])
 
-    def _block(self, hidden: Tensor, positions: Tensor | None) -> Tensor:
+    def _block(self, hidden: Tensor, positions: Tensor | None, samples: Tensor | None) -> Tensor:
         # residuals are added in place, to the GEMM results that nobody else reads
-        hidden = self.self_attn(self.input_layernorm(hidden), positions).add_(hidden)
-        return self.mlp(self.post_attention_layernorm(hidden)).add_(hidden)
+        attended = self.self_attn(self.input_layernorm(hidden), positions, samples)
+        hidden = self.attention_output_dropout(attended, samples).add_(hidden)
+        fed_forward = self.mlp(self.post_attention_layernorm(hidden))
+        return self.mlp_output_dropout(fed_forward, samples).add_(hidden)
 
 
 class Attention(nn.Module):
@@ -147,20 +163,21 @@ class Attention(nn.Module):
         sections = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = ColumnParallelLinear(model.hidden_size, sections, model.attention_bias, tp)
         self.o_proj = RowParallelLinear(q_size, model.hidden_size, model.attention_bias, tp)
+        self.dropout = Dropout(model.attention_dropout, tp)
 
-    def forward(self, hidden: Tensor, positions: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, positions: Tensor | None, samples: Tensor | None) -> Tensor:
         """`[batch, seq(/tp), hidden]` -> the same."""
         qkv = self.qkv_proj(hidden)  # [batch, seq, (heads + 2 kv_heads) * head_dim / tp]
         if self.kv_is_gathered:
             qkv = self._whole_kv_head(qkv)
         if self.recompute == "selective" and torch.is_grad_enabled():
             # Korthikanti 2022, section 5: attention's insides are large and cheap to compute again
-            context = recomputed(self._attend, qkv, positions)
+            context = recomputed(self._attend, qkv, positions, samples)
         else:
-            context = self._attend(qkv, positions)
+            context = self._attend(qkv, positions, samples)
         return self.o_proj(context)
 
-    def _attend(self, qkv: Tensor, positions: Tensor | None) -> Tensor:
+    def _attend(self, qkv: Tensor, positions: Tensor | None, samples: Tensor | None) -> Tensor:
         batch, seq, _ = qkv.shape
         dtype = qkv.dtype
         if lacks_fast_gemm(qkv):
@@ -171,15 +188,29 @@ class Attention(nn.Module):
         else:
             cos, sin = _rotation(positions, self.head_dim, self.rope_theta, qkv.dtype)
         q, k, v = rotated_heads(heads, cos, sin, self.local_heads, self.local_kv_heads)
-        context = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=None if positions is None else document_mask(positions),
-            is_causal=positions is None,
-            enable_gqa=self.local_heads != self.local_kv_heads,
-        )
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [batch, heads/tp, seq, head_dim]
+        if self.dropout.is_active:
+            context = self._attend_with_dropout(q, k, v, positions, samples)
+        else:
+            context = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=None if positions is None else document_mask(positions),
+                is_causal=positions is None,
+                enable_gqa=self.local_heads != self.local_kv_heads,
+            )
         return context.transpose(1, 2).flatten(2).to(dtype)  # [batch, seq, heads * head_dim / tp]
+
+    def _attend_with_dropout(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, samples: Tensor | None
+    ) -> Tensor:
+        """SDPA takes no mask of ours, so the probabilities exist: `[batch, heads/tp, seq, seq]`, several times."""
+        k, v = (x.repeat_interleave(self.local_heads // self.local_kv_heads, dim=1) for x in (k, v))
+        allowed = causal_mask(q.shape[2], q.device) if positions is None else document_mask(positions)
+        scores = (q * self.head_dim**-0.5 @ k.transpose(2, 3)).masked_fill_(~allowed, float("-inf"))
+        probabilities = scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+        return self.dropout.probabilities(probabilities, samples) @ (v * self.dropout.scale)
 
     def _whole_kv_head(self, qkv: Tensor) -> Tensor:
         """Slices of key/value heads -> the one whole head that this rank's queries attend to."""

@@ -82,5 +82,9 @@ def document_mask(positions: Tensor) -> Tensor:
     """Causal attention inside documents, bool `[batch, 1, seq, seq]`; positions `[batch, seq]`, 0 at a start."""
     document = (positions == 0).cumsum(dim=1)
     same = document.unsqueeze(2) == document.unsqueeze(1)
-    causal = torch.ones(positions.shape[1], positions.shape[1], dtype=torch.bool, device=positions.device).tril_()
-    return (same & causal).unsqueeze(1)
+    return (same & causal_mask(positions.shape[1], positions.device)).unsqueeze(1)
+
+
+def causal_mask(seq: int, device: torch.device) -> Tensor:
+    """bool `[seq, seq]`, True where a token may look."""
+    return torch.ones(seq, seq, dtype=torch.bool, device=device).tril_()

@@ -11,6 +11,15 @@ import yaml
 VOCAB_SIZE = 320
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`exhaustive` tests run only when asked for by name."""
+    if "exhaustive" in config.getoption("markexpr"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+    config.hook.pytest_deselected(items=left_out)
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prefix of a prepared corpus: some of the Python standard library's own sources."""

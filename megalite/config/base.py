@@ -37,6 +37,7 @@ PositiveInt = Annotated[int, NotBool, Field(gt=0)]
 NonNegativeInt = Annotated[int, NotBool, Field(ge=0)]
 PositiveFloat = Annotated[float, NotBool, Field(gt=0)]
 NonNegativeFloat = Annotated[float, NotBool, Field(ge=0)]
+Probability = Annotated[float, NotBool, Field(ge=0, lt=1)]
 Fraction = Annotated[float, NotBool, Field(ge=0, le=1)]
 
 DerivedInt = Annotated[int, BeforeValidator(_not_a_bool, json_schema_input_type=int | None), Field(gt=0)]

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from megalite.config.base import DerivedInt, PositiveFloat, PositiveInt, Section
+from megalite.config.base import DerivedInt, PositiveFloat, PositiveInt, Probability, Section
 
 DERIVED = ("num_key_value_heads", "head_dim")
 
@@ -76,6 +76,20 @@ class ModelConfig(Section):
 
     initializer_range: PositiveFloat = 0.02
     """Standard deviation of the initial weights."""
+
+    attention_dropout: Probability = 0.0
+    """Fraction of attention probabilities dropped in training; all then exist, `sequence_length` squared a head."""
+
+    residual_dropout: Probability = 0.0
+    """Fraction of the numbers that attention and feed-forward layer add to the residual stream dropped in training."""
+
+    embedding_dropout: Probability = 0.0
+    """Fraction of the numbers of the token embeddings dropped in training."""
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether training needs sample numbers. Masks are a function of them, so they are equal on every layout."""
+        return max(self.attention_dropout, self.residual_dropout, self.embedding_dropout) > 0
 
     @model_validator(mode="before")
     @classmethod

@@ -145,6 +145,36 @@ def no_engine_timers_in_a_pipeline(config: Config, _: Situation) -> str | None:
     return None
 
 
+def micro_batches_are_no_steps(config: Config, _: Situation) -> str | None:
+    if config.deepspeed.get("managed_gradient_accumulation", True):
+        return None
+    return (
+        "deepspeed.managed_gradient_accumulation false would make every micro-batch an optimizer step of its own: "
+        "remove it"
+    )
+
+
+def offload_without_deepspeeds_optimizer(config: Config, _: Situation) -> str | None:
+    zero = config.deepspeed.get("zero_optimization", {})
+    offload = zero.get("offload_optimizer")
+    is_partial = isinstance(offload, dict) and offload.get("ratio", 1) != 1
+    for name, is_used in (("zenflow", zero.get("zenflow")), ("offload_optimizer.ratio", is_partial)):
+        if is_used:
+            return (
+                f"deepspeed.zero_optimization.{name} needs an optimizer of DeepSpeed's own, but a run's are plain "
+                "torch ones: remove it"
+            )
+    return None
+
+
+def quantized_communication_needs_a_gpu(config: Config, situation: Situation) -> str | None:
+    zero = config.deepspeed.get("zero_optimization", {})
+    for key in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if situation.device == "cpu" and zero.get(key):
+            return f"deepspeed.zero_optimization.{key} needs a GPU, but this run is on a CPU: remove it"
+    return None
+
+
 def loss_scaling_needs_fp16(config: Config, _: Situation) -> str | None:
     dtype = config.precision.dtype
     if dtype == "fp16" or "fp16" not in config.deepspeed:
@@ -273,6 +303,9 @@ RULES: tuple[Callable[[Config, Situation], str | None], ...] = (
     every_stage_has_a_block,
     pipeline_with_zero_1,
     no_engine_timers_in_a_pipeline,
+    micro_batches_are_no_steps,
+    offload_without_deepspeeds_optimizer,
+    quantized_communication_needs_a_gpu,
     loss_scaling_needs_fp16,
     accumulation_dtype_fits,
     fp16_needs_a_gpu,

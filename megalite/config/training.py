@@ -38,7 +38,7 @@ class TrainingConfig(Section):
     """Length of the run in training tokens, rounded up to whole steps; give this or `steps`."""
 
     seed: NonNegativeInt = 0
-    """Seed of the initial weights and of the order of the data."""
+    """Seed of the initial weights, of the order of the data and of dropout."""
 
     gradient_clipping: NonNegativeFloat = 1.0
     """Largest global norm of the gradient; larger ones are scaled down to it. 0 = off."""
@@ -48,6 +48,12 @@ class TrainingConfig(Section):
 
     max_skipped_steps: PositiveInt = 10
     """Consecutive steps that may be skipped for NaN or Inf gradients before the run stops."""
+
+    self_check_every: NonNegativeInt = 0
+    """Steps between checks that all ranks' copies of a weight are equal to the bit; before every save too. 0 = off."""
+
+    deterministic: bool = False
+    """Two runs of one config on equal machines are equal to the bit; GPUs take slower kernels, a CPU none."""
 
     initialize_from: Path | None = None
     """A megalite checkpoint whose weights (and nothing else) start this run."""

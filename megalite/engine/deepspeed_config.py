@@ -9,9 +9,11 @@ import copy
 from typing import Any
 
 from megalite.config import Config, ResolvedLayout
+from megalite.config.deepspeed import has
 
 NEVER = 1 << 31
 BUCKET_ELEMENTS = 50_000_000  # gradients per reduction: the buffers of DeepSpeed's default (5e8) would be 2 GB each
+OFFLOADS = ("offload_param", "offload_optimizer")
 
 
 def deepspeed_config(config: Config, layout: ResolvedLayout) -> dict[str, Any]:
@@ -21,11 +23,13 @@ def deepspeed_config(config: Config, layout: ResolvedLayout) -> dict[str, Any]:
         "train_batch_size": training.global_batch_size,
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
-        "gradient_clipping": training.gradient_clipping,
+        "gradient_clipping": training.gradient_clipping,  # 0 before 0.19.3, 1 since
         "steps_per_print": NEVER,
         "wall_clock_breakdown": False,
         # a plain torch optimizer is "untested" to ZeRO unless it is Adam
         "zero_allow_untested_optimizer": True,
+        # and not DeepSpeed's own for the CPU, without which an offloaded optimizer would be refused
+        "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
             "stage": layout.zero_stage,
             # stage 1 reduces after backward, when the gradients exist anyway: copying them into one buffer first
@@ -33,9 +37,17 @@ def deepspeed_config(config: Config, layout: ResolvedLayout) -> dict[str, Any]:
             "contiguous_gradients": layout.zero_stage > 1,
             "reduce_bucket_size": BUCKET_ELEMENTS,
             "allgather_bucket_size": BUCKET_ELEMENTS,
+            # False before 0.19.5, True since
+            **{key: {"pin_memory": True} for key in OFFLOADS if has(config.deepspeed, ("zero_optimization", key))},
         },
-        # a bf16 gradient is freed as soon as its fp32 sum has taken it
-        "bf16": {"enabled": precision.dtype == "bf16", "immediate_grad_update": True},
+        "bf16": {
+            "enabled": precision.dtype == "bf16",
+            # a bf16 gradient is freed as soon as its fp32 sum has taken it; and DeepSpeed#7985, which left the last
+            # micro-batch out of the reduction, is about the other way
+            "immediate_grad_update": True,
+            # a step with a gradient that is not finite is skipped; False before 0.19.3, True since
+            "check_grad_overflow": True,
+        },
         "fp16": {"enabled": precision.dtype == "fp16"},
         # activations travel whole: cutting and re-gathering them over the tensor-parallel ranks doubles the messages,
         # and under sequence parallelism they are cut already. Recomputation is ours (megalite.parallel.layers).

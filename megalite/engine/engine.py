@@ -28,8 +28,8 @@ from megalite.engine.plain import PlainModel
 from megalite.engine.seams import quiet_stdout, share_fp32_weights
 from megalite.engine.topology import Grid, tensor_parallel_of
 from megalite.parallel.collectives import TensorParallel
-from megalite.parallel.layers import LayerSpec, make_layer, named_shards
-from megalite.parallel.loss import IGNORED, head_loss
+from megalite.parallel.layers import LayerSpec, Payload, make_layer, named_shards
+from megalite.parallel.loss import IGNORED, head_logits, head_loss
 from megalite.parallel.mesh import Mesh
 
 
@@ -42,6 +42,8 @@ class MicroBatch(Protocol):
     def targets(self) -> np.ndarray: ...  # [micro_batch, seq] int64, -100 where a token carries no loss
     @property
     def positions(self) -> np.ndarray | None: ...  # [micro_batch, seq] int64, 0 at a document's start
+    @property
+    def samples(self) -> np.ndarray: ...  # [micro_batch] int64, numbers in the order of the data, for dropout
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,15 @@ class Engine(ABC):
     def _evaluate(self, micro_batches: Sequence[MicroBatch], count: int, weight: Tensor) -> Tensor: ...
 
     @abstractmethod
-    def _data_parallel_group(self) -> dist.ProcessGroup: ...
+    def logits(self, micro_batch: MicroBatch | None) -> Tensor | None:
+        """`[micro_batch, seq, vocab]` in evaluation mode, on ranks that hold the head; collective over the replica.
+
+        `micro_batch` is None where `needs_data` is False. All logits at once: for small batches.
+        """
+
+    @abstractmethod
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that hold what this one holds, one per replica."""
 
     def train_step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """One optimizer step over this replica's micro-batches; an empty sequence where `needs_data` is False."""
@@ -109,8 +119,17 @@ class Engine(ABC):
         valid = sum(int((batch.targets != IGNORED).sum()) for batch in micro_batches)
         total = torch.tensor(float(valid), dtype=torch.float64).to(self.deepspeed.device, torch.float32)
         if micro_batches and self.mesh.data_parallel_size > 1:
-            dist.all_reduce(total, group=self._data_parallel_group())
+            dist.all_reduce(total, group=self.data_parallel_group())
         return len(micro_batches) * self.mesh.data_parallel_size / total.clamp(min=1.0)
+
+    def _feed(
+        self, micro_batches: Sequence[MicroBatch], weight: Tensor
+    ) -> Iterator[tuple[Payload, tuple[Tensor, Tensor]]]:
+        """(first layer's payload, (targets, weight)) per micro-batch."""
+        device = self.deepspeed.device
+        for batch in micro_batches:
+            targets = torch.from_numpy(batch.targets).to(device, non_blocking=True)
+            yield first_payload(batch, device, has_dropout=self.config.model.has_dropout), (targets, weight)
 
 
 class PlainEngine(Engine):
@@ -121,7 +140,7 @@ class PlainEngine(Engine):
         with quiet_stdout():
             self._grid = Grid(mesh)
         tp = tensor_parallel_of(self._grid, config.parallel.sequence_parallel)
-        model = PlainModel(specs, tp, _layer_maker(config), _loss_of(config))
+        model = PlainModel(specs, tp, _layer_maker(config), _loss_of(config), _logits_of(config))
         _mark_for_norm(model)
         self._initialize(model, self._grid)
 
@@ -129,12 +148,12 @@ class PlainEngine(Engine):
     def needs_data(self) -> bool:
         return True
 
-    def _data_parallel_group(self) -> dist.ProcessGroup:
+    def data_parallel_group(self) -> dist.ProcessGroup:
         return self._grid.get_data_parallel_group()
 
     def _train(self, micro_batches: Sequence[MicroBatch], weight: Tensor) -> Tensor:
         total = torch.zeros((), device=self.deepspeed.device)
-        for inputs, labels in _feed(micro_batches, weight, self.deepspeed.device):
+        for inputs, labels in self._feed(micro_batches, weight):
             loss = self.deepspeed(inputs, labels)
             self.deepspeed.backward(loss)
             self.deepspeed.step()
@@ -144,13 +163,22 @@ class PlainEngine(Engine):
     def _evaluate(self, micro_batches: Sequence[MicroBatch], count: int, weight: Tensor) -> Tensor:
         self.deepspeed.eval()
         with torch.no_grad():
-            losses = [self.deepspeed(*fed) for fed in _feed(micro_batches, weight, self.deepspeed.device)]
+            losses = [self.deepspeed(*fed) for fed in self._feed(micro_batches, weight)]
         self.deepspeed.train()
         return self._mean_over_replicas(torch.stack(losses).mean())
 
+    def logits(self, micro_batch: MicroBatch | None) -> Tensor | None:
+        assert micro_batch is not None
+        self.deepspeed.eval()
+        with torch.no_grad():
+            ((inputs, _),) = self._feed([micro_batch], torch.zeros(()))
+            logits: Tensor = self.deepspeed(inputs)
+        self.deepspeed.train()
+        return logits
+
     def _mean_over_replicas(self, loss: Tensor) -> Tensor:
         if self.mesh.data_parallel_size > 1:
-            dist.all_reduce(loss, group=self._data_parallel_group())
+            dist.all_reduce(loss, group=self.data_parallel_group())
         return loss / self.mesh.data_parallel_size
 
 
@@ -169,17 +197,26 @@ class PipelinedEngine(Engine):
     def needs_data(self) -> bool:
         return self.coordinate.pipeline_rank in (0, self.mesh.pipeline_parallel_size - 1)
 
-    def _data_parallel_group(self) -> dist.ProcessGroup:
+    def data_parallel_group(self) -> dist.ProcessGroup:
         return self.deepspeed.grid.get_data_parallel_group()
 
     def _train(self, micro_batches: Sequence[MicroBatch], weight: Tensor) -> Tensor:
-        loss: Tensor = self.deepspeed.train_batch(_feed(micro_batches, weight, self.deepspeed.device))
+        loss: Tensor = self.deepspeed.train_batch(self._feed(micro_batches, weight))
         return loss
 
     def _evaluate(self, micro_batches: Sequence[MicroBatch], count: int, weight: Tensor) -> Tensor:
-        feed = _feed(micro_batches, weight, self.deepspeed.device)
+        feed = self._feed(micro_batches, weight)
         loss: Tensor = self.deepspeed.eval_batch(feed, num_micro_batches=count)
         return loss.squeeze()
+
+    def logits(self, micro_batch: MicroBatch | None) -> Tensor | None:
+        weight = torch.zeros((), device=self.deepspeed.device)
+        feed = self._feed([] if micro_batch is None else [micro_batch], weight)
+        _, outputs = self.deepspeed.eval_batch(feed, return_logits=True, num_micro_batches=1)
+        if outputs is None:
+            return None
+        with torch.no_grad():
+            return _logits_of(self.config)(outputs, self.deepspeed.module.tensor_parallel)
 
 
 def build_engine(specs: Sequence[LayerSpec], config: Config, layout: ResolvedLayout) -> Engine:
@@ -203,21 +240,22 @@ def _loss_of(config: Config) -> Any:
     return loss
 
 
+def _logits_of(config: Config) -> Any:
+    def logits(outputs: tuple[Tensor, Tensor], tp: TensorParallel) -> Tensor:
+        hidden, head_weight = outputs
+        return head_logits(hidden, head_weight, config.model.vocab_size, tp)
+
+    return logits
+
+
 def _mark_for_norm(model: torch.nn.Module) -> None:
     """DeepSpeed counts an unmarked parameter on tensor-parallel rank 0 only, a marked one on every rank."""
     for _, parameter in named_shards(model):
         parameter.tensor_model_parallel = not parameter.shard.is_replicated  # type: ignore[attr-defined]
 
 
-def _feed(
-    micro_batches: Sequence[MicroBatch], weight: Tensor, device: torch.device
-) -> Iterator[tuple[Tensor | tuple[Tensor, ...], tuple[Tensor, Tensor]]]:
-    """(first layer's payload, (targets, weight)) per micro-batch."""
-    for batch in micro_batches:
-        tokens = torch.from_numpy(batch.tokens).to(device, non_blocking=True)
-        targets = torch.from_numpy(batch.targets).to(device, non_blocking=True)
-        if batch.positions is None:
-            yield tokens, (targets, weight)
-        else:
-            positions = torch.from_numpy(batch.positions).to(device, non_blocking=True)
-            yield (tokens, positions), (targets, weight)
+def first_payload(batch: MicroBatch, device: torch.device, *, has_dropout: bool) -> Payload:
+    """What the first layer takes: tokens, and what rides along to all stages because documents or dropout need it."""
+    arrays = [batch.tokens, batch.positions, batch.samples if has_dropout else None]
+    parts = [torch.from_numpy(array).to(device, non_blocking=True) for array in arrays if array is not None]
+    return parts[0] if len(parts) == 1 else tuple(parts)

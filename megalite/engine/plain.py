@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,15 +11,22 @@ from megalite.engine.pipeline import Loss
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import LayerSpec, MakeLayer, SerialModel
 
+Logits = Callable[[Any, TensorParallel], Tensor]  # (last layer's output, group) -> [batch, seq, vocab]
+
 
 class PlainModel(nn.Module):
     """The serial model with its loss: ZeRO-3 holds the head's weight only while a forward is running."""
 
-    def __init__(self, specs: Sequence[LayerSpec], tp: TensorParallel, make_layer: MakeLayer, loss: Loss) -> None:
+    def __init__(
+        self, specs: Sequence[LayerSpec], tp: TensorParallel, make_layer: MakeLayer, loss: Loss, logits: Logits
+    ) -> None:
         super().__init__()
-        self.tensor_parallel, self._loss = tp, loss
+        self.tensor_parallel, self._loss, self._logits = tp, loss, logits
         self.serial = SerialModel(specs, tp, make_layer)
 
-    def forward(self, inputs: Any, labels: Any) -> Tensor:
-        """The first layer's payload and (targets, weight) -> scalar."""
-        return self._loss(self.serial(inputs), labels, self.tensor_parallel)
+    def forward(self, inputs: Any, labels: Any = None) -> Tensor:
+        """The first layer's payload and (targets, weight) -> scalar; without labels the logits."""
+        outputs = self.serial(inputs)
+        if labels is None:
+            return self._logits(outputs, self.tensor_parallel)
+        return self._loss(outputs, labels, self.tensor_parallel)

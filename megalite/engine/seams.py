@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from deepspeed.utils import safe_get_local_fp32_param
 
 FLAT_PARTITIONS = (
     "single_partition_of_fp32_groups",  # DeepSpeedZeroOptimizer, runtime/zero/stage_1_and_2.py
@@ -93,6 +94,59 @@ def link_optimizer_state(optimizer: Any) -> None:
 def is_partitioned(parameter: torch.Tensor) -> bool:
     """True for a parameter of ZeRO-3, which holds no numbers of its own between steps."""
     return hasattr(parameter, "ds_id")
+
+
+def tied_weights(model: Any) -> list[tuple[torch.Tensor, Any]]:
+    """The weights that other pipeline stages hold too, each with the group of their ranks (runtime/pipe/module.py)."""
+    return model.get_tied_weights_and_groups() if hasattr(model, "get_tied_weights_and_groups") else []
+
+
+def is_whole_here(parameter: torch.Tensor) -> bool:
+    """False for ZeRO-3's partitioned parameters, but for the small ones that it keeps whole between steps.
+
+    `ds_persist` and `ds_numel` are set in runtime/zero/partition_parameters.py; a parameter that persists is in pieces
+    from a write through `GatheredParameters` to its next use.
+    """
+    return not is_partitioned(parameter) or (parameter.ds_persist and parameter.numel() == parameter.ds_numel)  # type: ignore[attr-defined]
+
+
+def resident_weights(parameter: torch.Tensor) -> torch.Tensor:
+    """The numbers of a parameter that this rank holds between steps: all, or its partition `ds_tensor` (ZeRO-3)."""
+    if is_whole_here(parameter):
+        return parameter.detach()
+    return _without_padding(parameter, parameter.ds_tensor)  # type: ignore[attr-defined]
+
+
+def fp32_fragment(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The fp32 numbers of a parameter that this rank's optimizer updates; None where other ranks update it all.
+
+    `_hp_mapping` is the link to them of ZeRO-1, ZeRO-2 and BF16_Optimizer (utils/tensor_fragment.py). None too where
+    they are on NVMe: runtime/zero/stage3.py would swap them in and out among those that it is updating.
+    """
+    if is_partitioned(parameter):
+        if parameter._z3_optimizer.swap_optimizer:  # type: ignore[attr-defined]
+            return None
+        return _without_padding(parameter, safe_get_local_fp32_param(parameter))
+    mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+    return None if mapping is None else mapping.get_hp_fragment()
+
+
+def _without_padding(parameter: Any, partition: torch.Tensor) -> torch.Tensor:
+    """ZeRO-3's partitions are equally long, and nobody writes what lies behind the parameter's end."""
+    length, rank = parameter.partition_numel(), torch.distributed.get_rank(parameter.ds_process_group)
+    return partition.detach().flatten()[: max(0, parameter.ds_numel - rank * length)]
+
+
+def own_partition(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """This rank's slice of a whole value of a ZeRO-3 parameter, zero where the last rank's slice is longer.
+
+    `set_full_hp_param` (runtime/zero/stage3.py) cuts the slice out of the value, but partitions are of equal size:
+    where the ranks do not divide the parameter it reads past the end and raises. The setters of local slices work.
+    """
+    size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
+    start = torch.distributed.get_rank(parameter.ds_process_group) * size  # type: ignore[attr-defined]
+    mine = value.flatten()[start : start + size]
+    return torch.nn.functional.pad(mine, (0, size - mine.numel()))
 
 
 def share_fp32_weights(optimizer: Any) -> None:

@@ -6,21 +6,26 @@ DeepSpeed's public fragment API; every function is collective over the data-para
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.utils import (
     safe_get_full_fp32_param,
+    safe_get_full_grad,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
 )
 from torch import Tensor, nn
 
 from megalite.engine.engine import Engine
 from megalite.engine.optimizer import MOMENTS
-from megalite.engine.seams import flat_partitions, is_partitioned, link_optimizer_state
+from megalite.engine.seams import flat_partitions, is_partitioned, link_optimizer_state, own_partition
 
 
 def moment_names(engine: Engine) -> tuple[str, ...]:
@@ -48,6 +53,37 @@ def read_parameter(parameter: nn.Parameter, moments: tuple[str, ...]) -> dict[st
     return {name: tensor.detach().view(parameter.shard.local_shape) for name, tensor in tensors.items()}  # type: ignore[attr-defined]
 
 
+@contextmanager
+def reading_gradients(engine: Engine, take: Callable[[nn.Parameter, Tensor], None]) -> Iterator[None]:
+    """While it is open, every step hands `take` each parameter and its gradient before the optimizer uses it.
+
+    The gradient is whole (this rank's `Shard`), fp32, averaged over the global batch, neither scaled nor clipped.
+    """
+    optimizer = engine.deepspeed.optimizer
+    step = optimizer.step
+
+    def read_and_step(*args: Any, **kwargs: Any) -> Any:
+        for _, parameter in engine.parameters():
+            take(
+                parameter, _read_gradient(parameter) / getattr(optimizer, "loss_scale", 1.0)
+            )  # BF16_Optimizer scales nothing
+        return step(*args, **kwargs)
+
+    optimizer.step = read_and_step
+    try:
+        yield
+    finally:
+        optimizer.step = step
+
+
+def _read_gradient(parameter: nn.Parameter) -> Tensor:
+    # with a `grad` there the accessor returns it; ZeRO-1 has reduced only this rank's partition of it
+    own, parameter.grad = parameter.grad, None
+    gradient = safe_get_full_grad(parameter)
+    parameter.grad = own
+    return gradient.detach().float().view(parameter.shard.local_shape)  # type: ignore[attr-defined]
+
+
 def create_moments(engine: Engine, step_count: int) -> None:
     """Makes empty optimizer state, so that moments can be written before the first step."""
     for flat in flat_partitions(engine.deepspeed.optimizer):
@@ -68,14 +104,24 @@ def write_parameter(parameter: nn.Parameter, tensors: Mapping[str, Tensor]) -> N
     """Overwrites the fp32 weight and the given moments; `refresh` must follow once all are written."""
     for name, tensor in tensors.items():
         value = tensor.to(torch.float32)
-        if name != "weight":
-            safe_set_full_optimizer_state(parameter, value, name)
-            continue
-        safe_set_full_fp32_param(parameter, value)
         if is_partitioned(parameter):
-            # ZeRO-3's compute copy is not refreshed from the fp32 weights until the next step
-            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-                parameter.copy_(value)
+            _write_partition(parameter, name, value)
+        elif name == "weight":
+            safe_set_full_fp32_param(parameter, value)
+        else:
+            safe_set_full_optimizer_state(parameter, value, name)
+
+
+def _write_partition(parameter: nn.Parameter, name: str, value: Tensor) -> None:
+    """The same for ZeRO-3."""
+    mine = own_partition(parameter, value)
+    if name != "weight":
+        safe_set_local_optimizer_state(parameter, mine, name)
+        return
+    safe_set_local_fp32_param(parameter, mine)
+    # the compute copy is not refreshed from the fp32 weights until the next step
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        parameter.copy_(value)
 
 
 def refresh(engine: Engine) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.dropout import Dropout
 from megalite.parallel.initialize import initialize_
 
 Payload = Tensor | tuple[Tensor, ...]
@@ -42,12 +43,16 @@ MakeLayer = Callable[[LayerSpec, TensorParallel], nn.Module]
 
 
 def make_layer(spec: LayerSpec, tp: TensorParallel, *, seed: int, initializer_range: float) -> nn.Module:
-    """Builds a layer with its initial weights and names every parameter's shard."""
+    """Builds a layer with its initial weights; every parameter's shard and every dropout learns its canonical path."""
     module = spec.build(tp)
+    module.layer_name = spec.name  # type: ignore[assignment]  # any attribute may be set on a module
     for path, parameter in module.named_parameters():
         shard = dataclasses.replace(parameter.shard, name=f"{spec.name}.{path}")  # type: ignore[attr-defined]
         parameter.shard = shard  # type: ignore[attr-defined]
         initialize_(parameter, shard, seed, initializer_range)
+    for path, part in module.named_modules():
+        if isinstance(part, Dropout):
+            part.place(seed, f"{spec.name}.{path}")
     return module
 
 

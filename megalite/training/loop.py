@@ -14,6 +14,7 @@ from typing import Any
 from megalite.config import Config
 from megalite.engine.engine import Engine, MicroBatch
 from megalite.monitor.memory import peak_memory_mib
+from megalite.resilience.replicas import Disagreement, SelfCheck, explain
 from megalite.training.errors import TrainingStopped
 from megalite.training.schedule import learning_rate_factor
 from megalite.training.state import TrainState
@@ -31,23 +32,40 @@ class Job:
 
 
 def train(engine: Engine, config: Config, state: TrainState, job: Job) -> TrainState:
-    """Trains from `state` to the run's last step. Raises TrainingStopped when too many steps in a row are skipped."""
-    total_steps, checkpoint = config.total_steps, config.checkpoint
+    """Trains from `state` to the run's last step.
+
+    Raises TrainingStopped when too many steps in a row are skipped, or when copies of a weight are not equal any more.
+    """
+    total_steps, checkpoint, training = config.total_steps, config.checkpoint, config.training
+    self_check = SelfCheck(engine)
     while state.step < total_steps:
+        step = state.step + 1
+        is_last = step == total_steps
+        is_saved = (is_last and checkpoint.save_last) or _is_due(step, checkpoint.interval)
+        is_checked = training.self_check_every > 0 and (is_saved or _is_due(step, training.self_check_every))
+        if is_checked:
+            self_check.watch()
         record, state = _step(engine, config, state, job.batches)
-        is_last = state.step == total_steps
-        interval = config.training.evaluation.interval
-        if job.evaluation_count and (is_last or (interval and state.step % interval == 0)):
+        if job.evaluation_count and (is_last or _is_due(step, training.evaluation.interval)):
             record["evaluation_loss"] = float(engine.evaluate(job.evaluation, job.evaluation_count))
+        differing: list[Disagreement] = []
+        if is_checked:
+            differing, record["self_check_s"] = self_check.run()
         job.log(record)
-        if state.consecutive_skipped_steps >= config.training.max_skipped_steps:
+        if differing:
+            raise TrainingStopped(explain(step, differing))
+        if state.consecutive_skipped_steps >= training.max_skipped_steps:
             raise TrainingStopped(
                 f"{state.consecutive_skipped_steps} steps in a row had gradients that are not finite, the last is step "
-                f"{state.step}: lower optimizer.learning_rate, or look at the data of samples {record['samples']}"
+                f"{step}: lower optimizer.learning_rate, or look at the data of samples {record['samples']}"
             )
-        if (is_last and checkpoint.save_last) or (checkpoint.interval and state.step % checkpoint.interval == 0):
+        if is_saved:
             job.save(state)
     return state
+
+
+def _is_due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
 
 
 def _step(

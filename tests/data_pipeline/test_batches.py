@@ -68,6 +68,17 @@ def test_targets_follow_inputs_and_documents_end_in_the_ignored_value(samples: P
         assert {masked.tokens.dtype, masked.targets.dtype, masked.positions.dtype} == {np.dtype(np.int64)}
 
 
+def test_rows_carry_their_number_in_the_run(samples: PackedSamples) -> None:
+    """Counted over all epochs, or dropout would give a sequence the same masks each time it is seen."""
+    consumed = 8 * (samples.samples_per_epoch // 8 + 1)  # in the second epoch
+    numbers = [
+        micro.samples.tolist()
+        for rank in (0, 1)
+        for micro in batch(samples, consumed, data_parallel_rank=rank, data_parallel_size=2)
+    ]
+    assert numbers == [[consumed + row, consumed + row + 1] for row in (0, 2, 4, 6)]
+
+
 def stream_arguments() -> dict[str, Any]:
     return {
         "global_batch_size": 4,

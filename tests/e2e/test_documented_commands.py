@@ -54,10 +54,11 @@ def test_quickstart(workplace: Path) -> None:
     assert (workplace / "runs/quickstart/hf/model.safetensors").exists()
 
 
-def test_readme(workplace: Path) -> None:
-    """After the quickstart, as the README says. `make` targets are what CI and `test_quickstart` run."""
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines()]
+def test_readme_and_guides(workplace: Path) -> None:
+    """After the quickstart, as they say. `make` targets are what CI and `test_quickstart` run."""
+    texts = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
+    blocks = [block for text in texts for block in re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)]
+    lines = list(dict.fromkeys(line for block in blocks for line in block.splitlines()))
     made = [line for line in lines if line.startswith("make ")]
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     assert made and all(line.removeprefix("make ") in targets for line in made)

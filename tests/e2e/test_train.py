@@ -139,6 +139,20 @@ def test_gradients_that_are_never_finite_stop_the_run(two_stages: dict[str, Any]
     assert records[-1]["skipped_steps"] == 3 and records[-1]["grad_norm"] is None
 
 
+def test_a_healthy_run_passes_its_self_checks(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """Every second step, and step 3 because it is saved; the numbers are those of a run without."""
+    tiny |= {"parallel": {"tensor_parallel_size": 2}, "checkpoint": {"interval": 3}}
+    command = (BIN / "megalite", "train", write_config(tmp_path / "c.yaml", tiny))
+    done = run(*command, "training.self_check_every=2")
+    assert done.returncode == 0, done.stderr
+    records = metrics(tiny["run_dir"])
+    assert ["self_check_s" in record for record in records] == [False, True, True, True]
+    without = run(*command, f"run_dir={tmp_path / 'without'}")
+    assert without.returncode == 0, without.stderr
+    assert curve(tmp_path / "without") == curve(tiny["run_dir"])
+    assert not any("self_check_s" in record for record in metrics(tmp_path / "without"))
+
+
 def test_nothing_outlives_the_command_and_a_folder_takes_one_run(two_stages: dict[str, Any], tmp_path: Path) -> None:
     """SIGKILL of `megalite` itself: it can pass nothing on any more, and its ranks must still end."""
     two_stages["training"]["steps"] = 100_000

@@ -128,6 +128,7 @@ class Batch:
     tokens: np.ndarray
     targets: np.ndarray
     positions: np.ndarray | None
+    samples: np.ndarray
 
 
 def global_batches(case: Case) -> list[Batch]:
@@ -135,7 +136,7 @@ def global_batches(case: Case) -> list[Batch]:
     draw = np.random.default_rng(case.seed)
     vocab = case.config().model.vocab_size
     batches = []
-    for _ in range(case.steps):
+    for step in range(case.steps):
         tokens = draw.integers(0, vocab, (case.batch, case.sequence))
         targets = draw.integers(0, vocab, (case.batch, case.sequence))
         for row, hidden in enumerate(draw.integers(0, case.sequence, case.batch)):
@@ -147,7 +148,7 @@ def global_batches(case: Case) -> list[Batch]:
             starts[:, 0] = True
             index = np.arange(case.sequence)
             positions = index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
-        batches.append(Batch(tokens, targets, positions))
+        batches.append(Batch(tokens, targets, positions, step * case.batch + np.arange(case.batch)))
     return batches
 
 
@@ -155,8 +156,10 @@ def replica_slice(batch: Batch, case: Case, replica: int) -> list[Batch]:
     size = case.micro_batch
     count = case.batch // (size * case.dp)
     rows = [slice((replica * count + i) * size, (replica * count + i + 1) * size) for i in range(count)]
+    positions = batch.positions
     return [
-        Batch(batch.tokens[r], batch.targets[r], None if batch.positions is None else batch.positions[r]) for r in rows
+        Batch(batch.tokens[r], batch.targets[r], None if positions is None else positions[r], batch.samples[r])
+        for r in rows
     ]
 
 

@@ -17,7 +17,16 @@ from megalite.config import load_config
 from tests.conftest import write_config
 
 MEGALITE = Path(sys.executable).parent / "megalite"
-COMMANDS = [["train"], ["prepare"], ["import"], ["export"], ["generate"], ["config", "show"], ["config", "schema"]]
+COMMANDS = [
+    ["train"],
+    ["verify"],
+    ["prepare"],
+    ["import"],
+    ["export"],
+    ["generate"],
+    ["config", "show"],
+    ["config", "schema"],
+]
 
 
 def megalite(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -91,7 +91,7 @@ def _logits_on_rank(rank: int, checkpoint: str, tp: int, pp: int, tokens: np.nda
         return loss(outputs, labels, group)
 
     module._loss = watched
-    engine.evaluate([Batch(tokens, tokens, None)] if engine.needs_data else [], 1)
+    engine.evaluate([Batch(tokens, tokens, None, np.arange(len(tokens)))] if engine.needs_data else [], 1)
     return seen[0].numpy() if seen else None
 
 
@@ -181,10 +181,18 @@ def test_a_run_of_ours_exports_with_its_tokenizer_and_generates(tmp_path: Path) 
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+def test_dropout_changes_nothing_about_an_export(tmp_path: Path) -> None:
+    """The comparison of logits is an evaluation: in training mode it would find two different models."""
+    run = _run_checkpoint(tmp_path / "run", LLAMA, dropout={"attention_dropout": 0.3, "embedding_dropout": 0.3})
+    difference = export_hugging_face(run, tmp_path / "hf").logit_difference
+    assert difference is not None and difference <= 1e-5
+
+
 def _run_checkpoint(folder: Path, hub_model: HubModel, **manifest: Any) -> Path:
     """The checkpoint of a run on this model, random weights."""
-    model = ModelConfig.model_validate(model_config(hub_model.build().config.to_dict()))
-    tensors = ((name, torch.randn(shape)) for name, shape in global_shapes(model).items())
+    options = model_config(hub_model.build().config.to_dict()) | manifest.pop("dropout", {})
+    model = ModelConfig.model_validate(options)
+    tensors = ((name, 0.2 * torch.randn(shape)) for name, shape in global_shapes(model).items())
     config = {"model": model.model_dump(mode="json"), "precision": {"dtype": "fp32"}} | manifest.pop("config", {})
     write_single(folder, tensors, step=3, config=config, state={}, **({"tokenizer": None} | manifest))
     return folder

@@ -153,6 +153,20 @@ def test_a_mistake_is_one_sentence_before_any_rank_starts(
     assert "starting" not in out
 
 
+def test_a_known_bad_combination_is_one_sentence_too(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The rows themselves: tests/config/test_known_bad.py."""
+    path = write_config(tmp_path / "config.yaml", tiny)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr("launch.start.installed_versions", lambda: {"deepspeed": "0.19.2"})
+    for arguments in (["train"], ["train", "--dry-run"]):
+        code, out, err = command([*arguments, str(path), "parallel.pipeline_parallel_size=2"], monkeypatch, capfd)
+        assert code == 2 and not out
+        assert err.startswith("megalite: error: deepspeed 0.19.2 with parallel.pipeline_parallel_size 2"), err
+        assert err.count("\n") == 1 and "DeepSpeed#8152" in err and "install deepspeed" in err
+
+
 OTHER_COMMANDS: dict[str, tuple[list[str], str]] = {
     "no such config": (["train", "nowhere.yaml"], "nowhere.yaml"),
     "no such source": (["prepare", "nowhere.txt", "-o", "out", "-t", "tok"], "nowhere.txt"),

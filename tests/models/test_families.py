@@ -90,9 +90,10 @@ def test_a_missing_key_means_what_it_means_to_transformers(model_type: str) -> N
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_family_speaks_about_every_option_of_the_model(model_type: str) -> None:
-    """A new switch of the decoder must not be lost on its way through a config.json."""
+    """A new switch of the decoder must not be lost on its way through a config.json; dropout belongs to a training."""
     known = FAMILIES[model_type]
-    assert {*known.keys, *known.fixed, "model_type", "rope_theta"} == set(ModelConfig.model_fields)
+    spoken_about = {*known.keys, *known.fixed, "model_type", "rope_theta"}
+    assert spoken_about == {name for name in ModelConfig.model_fields if not name.endswith("_dropout")}
 
 
 REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [

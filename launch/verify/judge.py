@@ -1,0 +1,182 @@
+"""Is what a layout observed what the reference computes? Every number against a bound, and where the bound is from.
+
+In: observations. Out: a `Finding` per array. Errors are measured against float64; a bound is never tighter than twice
+the error that transformers itself has in the same format, so that a hard model fails nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from launch.verify.observations import Observations, Quantity
+
+TOLERANCES = {
+    "loss": 2e-5,
+    "evaluation loss": 2e-5,
+    "gradient norm": 2e-5,
+    "activation": 1e-5,
+    "logits": 1e-5,
+    "gradient": 1e-5,
+    # these carry the differences of several steps, and AdamW divides small gradients by themselves
+    "exp_avg": 1e-4,
+    "exp_avg_sq": 2e-4,
+    "weight": 1e-4,
+}
+"""In float32. Scalars: relative. Arrays: of their largest entry; weights: of their largest change in training."""
+ADAMW_WEIGHT = 1e-2  # an entry whose gradient is rounding moves by a good part of the learning rate
+OF_TRANSFORMERS = 2.0
+FLOOR = (
+    1e-2  # an array is measured by at least this part of the largest one of its kind: a key's bias has gradient zero
+)
+SCALARS = ("loss", "evaluation loss", "gradient norm")
+SQUARED = ("exp_avg_sq",)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """How far one array is from the truth, and how far it may be."""
+
+    quantity: Quantity
+    name: str
+    error: float
+    bound: float
+    ratio: float | None = None  # the array is this many times the truth, where that is a clean factor
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.bound  # NaN is not
+
+    @property
+    def excess(self) -> float:
+        """Error in units of the bound."""
+        return self.error / self.bound if np.isfinite(self.error) else np.inf
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the reference found in one format, and in float64; `start` are the weights before training."""
+
+    dtype: str
+    truth: Observations
+    theirs: Observations
+    start: Mapping[str, np.ndarray]
+
+
+def judge(seen: Observations, answer: Answer) -> list[Finding]:
+    """One finding per array of the truth, in the order of the computation."""
+    pooled = _pooled_errors(answer)
+    findings = []
+    for quantity, arrays in answer.truth.items():
+        if quantity.kind == "token loss":  # what the bound of the loss is made of
+            continue
+        largest = max(_size(_measured(quantity, name, value, answer), answer) for name, value in arrays.items())
+        floor = largest * (FLOOR**2 if quantity.kind in SQUARED else FLOOR)
+        for name, value in arrays.items():
+            truth = _measured(quantity, name, value, answer)
+            mine = seen.get(quantity, {}).get(name)
+            if mine is None or mine.shape != value.shape:
+                findings.append(Finding(quantity, name, float("nan"), 0.0))
+                continue
+            mine = _measured(quantity, name, mine, answer)
+            theirs = _measured(quantity, name, answer.theirs[quantity][name], answer)
+            scale = max(_size(truth, answer), floor) or 1.0
+            if quantity.kind in SCALARS:
+                error, their_error = _relative(mine, truth), pooled[quantity]
+            else:
+                error = _size(mine - truth, answer) / scale
+                their_error = max(_size(theirs - truth, answer) / scale, pooled.get(quantity, 0.0))
+            tolerance = _tolerance(quantity, value, scale, answer)
+            bound = max(tolerance, OF_TRANSFORMERS * their_error)
+            ratio = None if error <= bound else _clean_ratio(mine, truth)
+            findings.append(Finding(quantity, name, error, bound, ratio))
+    return findings
+
+
+def _measured(quantity: Quantity, name: str, value: np.ndarray, answer: Answer) -> np.ndarray:
+    """Weights by how they changed; all in float64."""
+    value = value.astype(np.float64)
+    return value - answer.start[name] if quantity.kind == "weight" else value
+
+
+def _size(value: np.ndarray, answer: Answer) -> float:
+    """Largest entry in float32; in half precision, whose single entries are noise, the root of the sum of squares."""
+    if answer.dtype == "fp32":
+        return float(np.abs(value).max(initial=0.0))
+    return float(np.linalg.norm(value))
+
+
+def _relative(mine: np.ndarray, truth: np.ndarray) -> float:
+    return float((np.abs(mine - truth) / np.abs(truth)).max())
+
+
+def _tolerance(quantity: Quantity, value: np.ndarray, scale: float, answer: Answer) -> float:
+    if quantity.kind != "weight":
+        return TOLERANCES[quantity.kind]
+    if quantity.training == "adamw":
+        return ADAMW_WEIGHT
+    # each side rounds `weight - lr * gradient` at every step
+    steps = len(answer.truth[Quantity(quantity.training, "loss")])
+    return TOLERANCES["weight"] + steps * float(np.finfo(np.float32).eps) * float(np.abs(value).max()) / scale
+
+
+def _pooled_errors(answer: Answer) -> dict[Quantity, float]:
+    """transformers' error where a single number of it is a matter of luck, so that many must count.
+
+    Scalars in float32 are pooled by kind. In half precision a loss may be off by its tokens' mean absolute error, and a
+    norm by the error of the gradients it is made of: |mean e| <= mean |e|, | |a| - |b| | <= |a - b|. Half-precision
+    AdamW moves an entry by the sign of its gradient, noise where that is small, so its weights are held to the worst
+    array of transformers'.
+    """
+    if answer.dtype == "fp32":
+        errors = dict.fromkeys(SCALARS, 0.0)
+        for quantity, arrays in answer.truth.items():
+            if quantity.kind in SCALARS:
+                theirs = answer.theirs[quantity]
+                errors[quantity.kind] = max(
+                    errors[quantity.kind], *(_relative(theirs[n], v) for n, v in arrays.items())
+                )
+        return {quantity: errors[quantity.kind] for quantity in answer.truth if quantity.kind in SCALARS}
+    pooled: dict[Quantity, float] = {}
+    for training, kind in answer.truth:
+        truth, theirs = answer.truth[Quantity(training, kind)], answer.theirs[Quantity(training, kind)]
+        if kind == "token loss":
+            error = max(float(np.abs(theirs[n] - v).mean() / np.abs(v.mean())) for n, v in truth.items())
+            pooled |= {Quantity(training, "loss"): error, Quantity(training, "evaluation loss"): error}
+        elif kind == "gradient":
+            squares = [(_square(theirs[name] - value), _square(value)) for name, value in truth.items()]
+            difference, size = np.sqrt(np.sum(squares, axis=0))
+            pooled[Quantity(training, "gradient norm")] = float(difference / size)
+        elif (training, kind) == ("adamw", "weight"):
+            pooled[Quantity(training, kind)] = max(
+                _relative_size(theirs[name] - value, value - answer.start[name]) for name, value in truth.items()
+            )
+    return pooled
+
+
+def _relative_size(difference: np.ndarray, value: np.ndarray) -> float:
+    return float(np.linalg.norm(difference) / (np.linalg.norm(value) or 1.0))
+
+
+def _square(value: np.ndarray) -> float:
+    return float(np.square(value, dtype=np.float64).sum())
+
+
+def _clean_ratio(mine: np.ndarray, truth: np.ndarray) -> float | None:
+    """k or 1/k, where `mine` is that multiple of the truth, k a whole number from 2."""
+    if not np.isfinite(mine).all() or not _square(truth):
+        return None
+    ratio = float((mine * truth).sum() / _square(truth))
+    rest = np.sqrt(_square(mine - ratio * truth) / max(_square(mine), np.finfo(float).tiny))
+    if ratio <= 0 or rest > 1e-3:
+        return None
+    whole = round(max(ratio, 1 / ratio))
+    exact = float(whole) if ratio > 1 else 1 / whole
+    return exact if whole > 1 and abs(ratio / exact - 1) < 1e-3 else None
+
+
+def worst(findings: Iterable[Finding], kind: str | None = None) -> Finding:
+    """The finding with the largest error in units of its bound, of one kind of quantity or of all."""
+    return max((f for f in findings if kind is None or f.quantity.kind == kind), key=lambda finding: finding.excess)

@@ -1,0 +1,173 @@
+"""One way to cut a run, as `megalite verify` spells it: which there are, which are legal, which are worth running.
+
+In: a config, text such as `tp=2,pp=2,zero=1`. Out: `Layout`s, and configs that ask for them. No torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from launch.errors import LaunchError
+from megalite.config import Config, ConfigError
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """The axes that must not change a result; the defaults are one process."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    zero: int = 1
+    sequence_parallel: bool = False
+    recompute: Recompute = "none"
+    accumulation: int = 1  # micro-batches per step on one replica
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """The axes that are on, with their values."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+
+    def without(self, *axes: str) -> Layout:
+        """The layout with these axes off; sequence parallelism goes with tensor parallelism."""
+        off = replace(self, **{axis: _DEFAULTS[axis] for axis in axes})
+        return replace(off, sequence_parallel=False) if off.tp == 1 else off
+
+    def __str__(self) -> str:
+        return ",".join(name if value is True else f"{name}={value}" for name, value in self.axes.items()) or "tp=1"
+
+    def config(self, base: Config) -> Config:
+        """`base` cut this way, its global batch unchanged. ConfigError where that cannot be."""
+        values = base.model_dump(mode="json", exclude_unset=True)
+        values["parallel"] = {
+            "tensor_parallel_size": self.tp,
+            "pipeline_parallel_size": self.pp,
+            "data_parallel_size": self.dp,
+            "sequence_parallel": self.sequence_parallel,
+            "zero_stage": self.zero,
+        }
+        values["recompute"] = {"mode": self.recompute}
+        batch, parts = base.training.global_batch_size, self.dp * self.accumulation
+        if batch % parts:
+            raise ConfigError(f"a global batch of {batch} cannot be cut into {parts} micro-batches")
+        values["training"] = values["training"] | {"micro_batch_size": batch // parts}
+        config = Config.model_validate(values)
+        config.check_world(self.world_size, "cuda")  # the device is checked by the command, once
+        return config
+
+
+_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Layout)}
+WORDS = ", ".join(_DEFAULTS)
+
+
+def layout_of(config: Config, world_size: int) -> Layout:
+    """The layout that a config asks for on `world_size` processes."""
+    resolved = config.check_world(world_size, "cuda")
+    return Layout(
+        tp=resolved.tensor_parallel_size,
+        pp=resolved.pipeline_parallel_size,
+        dp=resolved.data_parallel_size,
+        zero=resolved.zero_stage,
+        sequence_parallel=config.parallel.sequence_parallel,
+        recompute=config.recompute.mode,
+        accumulation=resolved.gradient_accumulation_steps,
+    )
+
+
+def parse_layouts(text: str) -> list[Layout]:
+    """`"tp=2,zero=1;pp=2,sequence_parallel"` -> layouts. LaunchError says which word is not understood."""
+    layouts = [_parse(entry) for entry in text.split(";") if entry.strip()]
+    if not layouts:
+        raise LaunchError('--layouts is empty: give "auto", or layouts such as "tp=2,pp=2;dp=2,zero=3"')
+    return list(dict.fromkeys(layouts))
+
+
+def _parse(entry: str) -> Layout:
+    values: dict[str, Any] = {}
+    for word in filter(None, (part.strip() for part in entry.split(","))):
+        name, _, value = word.partition("=")
+        name = name.strip()
+        if name not in _DEFAULTS:
+            raise LaunchError(f'--layouts: "{word}" is not understood: the words are {WORDS}')
+        if name in values:
+            raise LaunchError(f'--layouts: "{entry.strip()}" gives {name} twice')
+        values[name] = _value(name, value.strip(), word)
+    return Layout(**values)
+
+
+def _value(name: str, value: str, word: str) -> Any:
+    if name == "sequence_parallel":
+        if value not in ("", "true", "false"):
+            raise LaunchError(f'--layouts: "{word}": sequence_parallel is true or false')
+        return value != "false"
+    if name == "recompute":
+        if value not in ("none", "selective", "full"):
+            raise LaunchError(f'--layouts: "{word}": recompute is none, selective or full')
+        return value
+    if not value.isdecimal() or int(value) < 1:
+        raise LaunchError(f'--layouts: "{word}": {name} is a whole number from 1')
+    if name == "zero" and int(value) > 3:
+        raise LaunchError(f'--layouts: "{word}": zero is 1, 2 or 3')
+    return int(value)
+
+
+def legal_layouts(
+    sizes: Sequence[int], replicas: Sequence[int], accumulations: Sequence[int], most: int
+) -> list[Layout]:
+    """Every combination that is not refused for every model: tp and pp of `sizes`, at most `most` ranks."""
+    recompute: tuple[Recompute, ...] = ("none", "selective", "full")
+    axes = itertools.product(sizes, sizes, replicas, (1, 2, 3), (False, True), recompute, accumulations)
+    layouts = [Layout(*values) for values in axes]
+    return [
+        layout
+        for layout in layouts
+        if layout.world_size <= most
+        and not (layout.pp > 1 and layout.zero > 1)
+        and not (layout.sequence_parallel and layout.tp == 1)
+    ]
+
+
+def covering(layouts: Iterable[Layout], other: Sequence[bool] = (False,)) -> list[tuple[Layout, bool]]:
+    """A few of `layouts`, with a switch of the model, that hold every pair of values that any of them holds.
+
+    Greedy, and the same on every call: most defects need two settings at once, hardly any three.
+    """
+    cases = list(itertools.product(layouts, other))
+    pairs = {case: set(itertools.combinations(enumerate([*vars(case[0]).values(), case[1]]), 2)) for case in cases}
+    missing = set().union(*pairs.values())
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: (len(pairs[case] & missing), -case[0].world_size))
+        chosen.append(best)
+        missing -= pairs[best]
+    return chosen
+
+
+AUTO = (
+    Layout(),
+    Layout(tp=2),
+    Layout(pp=2, accumulation=3),
+    Layout(dp=2, accumulation=3),
+    Layout(dp=2, zero=2),
+    Layout(dp=2, zero=3, recompute="selective"),
+    Layout(tp=2, sequence_parallel=True, recompute="full"),
+    Layout(tp=2, pp=2, accumulation=2, recompute="selective"),
+    Layout(tp=2, dp=2, zero=3),
+    Layout(tp=2, pp=2, dp=2, accumulation=3),
+    Layout(tp=4, sequence_parallel=True),
+)
+"""Each axis alone or nearly so, then together; what the config itself asks for is run too."""
+
+
+def auto_layouts(own: Layout, most: int) -> list[Layout]:
+    """The config's own layout, and those of `AUTO`, that fit on `most` ranks."""
+    return [layout for layout in dict.fromkeys((own, *AUTO)) if layout.world_size <= most]

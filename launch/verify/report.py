@@ -1,0 +1,120 @@
+"""A verification as people and programs read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from launch.verify.command import Plan, Report
+from launch.verify.diagnosis import AXES, Verdict
+from launch.verify.judge import Finding, worst
+
+COLUMNS = {"loss": ("loss", "evaluation loss"), "norm": ("gradient norm",), "gradient": ("gradient",)}
+"""Column of the table -> the quantities of which it shows the worst error."""
+WIDTH = 160  # of a table that goes to a file or a pipe
+
+
+def introduction(plan: Plan) -> str:
+    """What will be run, before anything is."""
+    model, training = plan.problem.config.model, plan.problem.config.training
+    lines = [
+        f"{model.model_type}: {model.num_hidden_layers} layers, hidden {model.hidden_size}, "
+        f"{model.num_attention_heads} heads ({model.num_key_value_heads} kv), vocabulary {model.vocab_size}; "
+        f"{training.global_batch_size} x {training.sequence_length} tokens, {plan.problem.steps} steps, "
+        f"seed {plan.problem.seed}, {', '.join(plan.dtypes)} on {plan.device}"
+    ]
+    lines += [f"  {change}" for change in plan.problem.changes]
+    lines += [f"  left out: {reason}" for reason in plan.left_out]
+    return "\n".join(lines)
+
+
+def table(report: Report) -> Table:
+    """A row per layout: errors of the loss, the norm and the gradients, and what is nearest to its bound."""
+    result = Table(title="relative errors, measured against float64", title_justify="left")
+    for name in ("layout", "dtype", *COLUMNS, "nearest to its bound", "error", "bound", "result"):
+        is_number = name in (*COLUMNS, "error", "bound")
+        result.add_column(name, justify="right" if is_number else "left", no_wrap=is_number)
+    for verdict in report.verdicts:
+        result.add_row(*row(verdict), style=None if verdict.passed else "red")
+    return result
+
+
+def row(verdict: Verdict) -> list[str]:
+    """The cells of one layout."""
+    cells = [str(verdict.layout).replace(",", " "), verdict.dtype]
+    outcome = "pass" if verdict.passed else "FAIL"
+    if verdict.crash:
+        return [*cells, *[""] * len(COLUMNS), verdict.crash, "", "", outcome]
+    for kinds in COLUMNS.values():
+        cells.append(f"{max(f.error for f in verdict.findings if f.quantity.kind in kinds):.1e}")
+    top = worst(verdict.findings)
+    name = top.name.removeprefix("model.").removesuffix(".weight")
+    return [*cells, f"{top.quantity}, {name}", f"{top.error:.1e}", f"{top.bound:.1e}", outcome]
+
+
+def conclusion(report: Report) -> list[str]:
+    """What it comes to, and why where it fails."""
+    failed = [verdict for verdict in report.verdicts if not verdict.passed]
+    lines = []
+    for diagnosis in report.diagnoses:
+        lines.append(f"why {diagnosis.smallest} fails:")
+        lines += [f"  - {sentence}" for sentence in diagnosis.sentences]
+    count, seed = len(report.verdicts), report.plan.problem.seed
+    if failed:
+        lines.append(
+            f"{len(failed)} of {count} layouts do NOT compute what {_who(report)} computes "
+            f"({report.seconds:.0f} s; --seed {seed} repeats it)"
+        )
+    else:
+        lines.append(f"all {count} layouts compute what {_who(report)} computes ({report.seconds:.0f} s)")
+    return lines
+
+
+def _who(report: Report) -> str:
+    return "transformers" if report.plan.reference == "transformers" else "our serial model"
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """Everything a program may want to know."""
+    problem = report.plan.problem
+    return {
+        "passed": report.passed,
+        "seconds": round(report.seconds, 1),
+        "reference": report.plan.reference,
+        "device": report.plan.device,
+        "seed": problem.seed,
+        "steps": problem.steps,
+        "changes": problem.changes,
+        "left_out": report.plan.left_out,
+        "config": problem.config.model_dump(mode="json"),
+        "layouts": [_verdict(verdict) for verdict in report.verdicts],
+        "diagnoses": [
+            {"axes": [AXES[axis] for axis in d.axes], "smallest": str(d.smallest), "sentences": d.sentences}
+            for d in report.diagnoses
+        ],
+    }
+
+
+def _verdict(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "layout": str(verdict.layout),
+        "dtype": verdict.dtype,
+        "passed": verdict.passed,
+        "seconds": round(verdict.seconds, 1),
+        "crash": verdict.crash,
+        "disagreements": verdict.disagreements,
+        "worst": _finding(worst(verdict.findings)) if verdict.findings else None,
+        "failures": [_finding(finding) for finding in verdict.failures],
+    }
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    return {
+        "training": finding.quantity.training,
+        "quantity": finding.quantity.kind,
+        "name": finding.name,
+        "error": finding.error,
+        "bound": finding.bound,
+        "ratio": finding.ratio,
+    }

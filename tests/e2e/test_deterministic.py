@@ -1,0 +1,38 @@
+"""`training.deterministic`: two runs of one config are the same to the bit, in all they write but times and memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.checkpoint.reader import CheckpointReader
+from tests.conftest import write_config
+from tests.e2e.commands import BIN, metrics, run
+
+MEASURED = {"tokens_per_second", "step_time_s", "data_wait_s", "memory_peak_mib"}
+
+
+@pytest.mark.slow
+def test_two_runs_of_one_config_are_equal_to_the_bit(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """Would catch dropout masks that come from a clock or a process, and sums whose order does."""
+    tiny["model"] |= {"attention_dropout": 0.1, "residual_dropout": 0.1, "embedding_dropout": 0.1}
+    tiny["parallel"] = {"tensor_parallel_size": 2, "data_parallel_size": 2, "zero_stage": 2}
+    tiny["training"] |= {"deterministic": True, "evaluation": {"interval": 2, "samples": 4}}
+    path = write_config(tmp_path / "c.yaml", tiny)
+    records, checkpoints = [], []
+    for name in ("first", "second"):
+        done = run(BIN / "megalite", "train", path, f"run_dir={tmp_path / name}")
+        assert done.returncode == 0, f"{name}: {done.stderr}"
+        seen = metrics(tmp_path / name)
+        records.append([{key: value for key, value in record.items() if key not in MEASURED} for record in seen])
+        checkpoints.append(CheckpointReader(tmp_path / name / "checkpoints" / "step_00000004"))
+    assert len(records[0]) == 4 and "evaluation_loss" in records[0][-1]
+    assert records[0] == records[1]
+    first, second = checkpoints
+    assert first.manifest.moments, "AdamW's moments are part of what must be equal"
+    for kind in ("weight", *first.manifest.moments):
+        for tensor in first.manifest.tensors:
+            assert torch.equal(first.read(tensor, kind=kind), second.read(tensor, kind=kind)), f"{kind} of {tensor}"

@@ -1,0 +1,90 @@
+"""A model that is odd everywhere, and the matrix of layouts that must compute what transformers computes with it.
+
+131 tokens and 101 intermediate features divide by no tp, 5 layers by no pp, 33 tokens by nothing; a single key/value
+head is shared by four tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launch.verify.command import Plan, References
+from launch.verify.diagnosis import Verdict
+from launch.verify.layout import Layout, covering, legal_layouts
+from launch.verify.problem import Dtype, Problem, make_problem
+from megalite.config import Config
+
+MODEL: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 101,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LAYOUTS = legal_layouts(sizes=(1, 2, 4), replicas=(1, 2, 3), accumulations=(1, 3), most=8)
+SEED = 7
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Family:
+    """Layouts that one problem, and so one reference, serves."""
+
+    tied: bool
+    tp4: bool  # one key/value head, so that four ranks share it
+    sequence_parallel: bool  # a sequence that can be cut
+
+    @classmethod
+    def of(cls, layout: Layout, tied: bool) -> Family:
+        return cls(tied, layout.tp == 4, layout.sequence_parallel)
+
+    def problem(self) -> Problem:
+        model = {"tie_word_embeddings": self.tied, "num_key_value_heads": 1 if self.tp4 else 2}
+        return problem(LAYOUTS, model=model, sequence=36 if self.sequence_parallel else 33)
+
+
+def config_of(sequence: int = 33, **sections: dict[str, Any]) -> Config:
+    """A config of the odd model in float32."""
+    values: dict[str, Any] = {
+        "run_dir": "unused",
+        "data": {"path": "unused"},
+        "precision": {"dtype": "fp32"},
+        "optimizer": {"learning_rate": 1e-3},
+        "training": {"global_batch_size": 1, "micro_batch_size": 1, "sequence_length": sequence, "steps": 1},
+    }
+    for name, section in ({"model": MODEL} | sections).items():
+        values[name] = values.get(name, {}) | (MODEL if name == "model" else {}) | section
+    return Config.model_validate(values)
+
+
+def problem(
+    layouts: Sequence[Layout],
+    model: dict[str, Any] | None = None,
+    sequence: int = 33,
+    keep_dropout: bool = False,
+    **sections: dict[str, Any],
+) -> Problem:
+    """What the layouts are asked to compute."""
+    config = config_of(sequence, model=model or {}, **sections)
+    # sequences are as long as asked, also where a layout among `layouts` could not cut them
+    whole = [Layout(dp=layout.dp, accumulation=layout.accumulation) for layout in layouts]
+    return make_problem(config, whole, seed=SEED, steps=3, full=True, keep_dropout=keep_dropout)
+
+
+def references_of(problem: Problem, dtype: Dtype = "fp32", reference: str = "transformers") -> References:
+    """The problem's right answers."""
+    return References(Plan(problem, (), (), (dtype,), reference, "cpu", TIMEOUT_S), dtype)
+
+
+def sample() -> list[tuple[Layout, bool]]:
+    """Layouts and tied heads that hold every pair of settings, sorted so that those of one family are neighbours."""
+    return sorted(covering(LAYOUTS, (False, True)), key=lambda case: (str(Family.of(*case)), case[0].world_size))
+
+
+def explain(verdict: Verdict) -> str:
+    """What a failing test shows."""
+    failures = [f"{f.quantity} of {f.name}: {f.error:.1e} > {f.bound:.1e}" for f in verdict.failures]
+    return "\n".join([f"{verdict.layout} {verdict.dtype}", verdict.crash or "", *verdict.disagreements, *failures[:8]])

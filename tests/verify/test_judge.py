@@ -1,0 +1,121 @@
+"""Errors, bounds and factors of made-up observations, and copies that differ between ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from launch.verify.judge import ADAMW_WEIGHT, OF_TRANSFORMERS, TOLERANCES, Answer, Finding, judge, worst
+from launch.verify.observations import Block, Observations, Quantity, assemble, by_step
+
+GRADIENT, LOSS, TOKENS, WEIGHT = (Quantity("adamw", kind) for kind in ("gradient", "loss", "token loss", "weight"))
+NAMES = ("model.layers.0.mlp.weight", "model.norm.weight")
+
+
+def observations(seed: int = 0, noise: float = 0.0) -> Observations:
+    draw = np.random.default_rng(seed)
+    arrays = {name: draw.standard_normal((5, 7)) for name in NAMES}
+    other = np.random.default_rng(seed + 1)
+    noisy = {name: value + noise * other.standard_normal(value.shape) for name, value in arrays.items()}
+    tokens = {"step 1": np.full(20, 4.0) + noise, "step 2": np.full(20, 3.0)}
+    return {TOKENS: tokens, LOSS: by_step([4.0 + noise, 3.0]), GRADIENT: noisy, WEIGHT: dict(noisy)}
+
+
+def answer(theirs_noise: float = 0.0, dtype: str = "fp32") -> Answer:
+    start = {name: np.zeros((5, 7)) for name in NAMES}
+    return Answer(dtype, observations(), observations(noise=theirs_noise), start)
+
+
+def finding(findings: list[Finding], kind: str) -> Finding:
+    return worst(findings, kind)
+
+
+def test_the_truth_passes_with_no_error() -> None:
+    assert all(found.error == 0 and found.passed for found in judge(observations(), answer()))
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("loss", 2e-5), ("gradient", 1e-5)])
+def test_a_bound_holds_from_both_sides(kind: str, tolerance: float) -> None:
+    assert TOLERANCES[kind] == tolerance
+    quantity = Quantity("adamw", kind)
+    for factor in (0.9, 1.1):
+        seen = observations()
+        name = next(iter(seen[quantity]))
+        value = seen[quantity][name].copy()
+        largest = np.unravel_index(np.abs(value).argmax(), value.shape)
+        value[largest] *= 1 + factor * tolerance
+        seen[quantity][name] = value
+        assert finding(judge(seen, answer()), kind).passed == (factor < 1)
+
+
+def test_a_model_that_is_hard_for_transformers_is_hard_for_us() -> None:
+    seen = observations(noise=1e-4)
+    assert not finding(judge(seen, answer()), "gradient").passed
+    assert finding(judge(seen, answer(theirs_noise=1e-4)), "gradient").passed
+    three_times = observations(noise=1e-4 * OF_TRANSFORMERS * 1.1)
+    assert not finding(judge(three_times, answer(theirs_noise=1e-4)), "gradient").passed
+
+
+def test_half_precision_is_held_to_transformers_error_in_that_precision() -> None:
+    assert all(found.passed for found in judge(observations(noise=1.9e-2), answer(1e-2, "bf16")))
+    assert not finding(judge(observations(noise=2.1e-2), answer(1e-2, "bf16")), "gradient").passed
+
+
+def test_weights_are_measured_by_how_far_they_moved() -> None:
+    start = {name: value + 1e-3 for name, value in observations()[WEIGHT].items()}
+    asked = Answer("fp32", observations(), observations(), start)
+    seen = observations()
+    seen[WEIGHT] = {name: value + 2e-3 * ADAMW_WEIGHT for name, value in seen[WEIGHT].items()}
+    assert not finding(judge(seen, asked), "weight").passed
+
+
+def test_what_is_missing_or_no_number_fails() -> None:
+    seen = observations()
+    del seen[GRADIENT][NAMES[0]]
+    seen[WEIGHT] = {name: np.where(value > 2, np.nan, value) for name, value in seen[WEIGHT].items()}
+    seen[WEIGHT][NAMES[0]][0, 0] = np.nan
+    findings = judge(seen, answer())
+    assert not finding(findings, "gradient").passed and not finding(findings, "weight").passed
+    seen[LOSS] = by_step([float("inf"), 3.0])
+    assert finding(judge(seen, answer()), "loss").excess == np.inf
+
+
+@pytest.mark.parametrize("factor", [2.0, 3.0, 0.5, 1 / 6])
+def test_clean_factors_are_recognised(factor: float) -> None:
+    seen = observations()
+    seen[GRADIENT] = {name: value * factor for name, value in seen[GRADIENT].items()}
+    assert finding(judge(seen, answer()), "gradient").ratio == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("factor", [1.3, 0.7, -1.0])
+def test_other_factors_are_not(factor: float) -> None:
+    seen = observations()
+    seen[GRADIENT] = {name: value * factor for name, value in seen[GRADIENT].items()}
+    assert finding(judge(seen, answer()), "gradient").ratio is None
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_measured_by_the_others() -> None:
+    """A key's bias moves all scores of a query alike, and softmax does not see it."""
+    truth, theirs = observations(), observations()
+    truth[GRADIENT]["k_proj.bias"] = np.zeros(7)
+    theirs[GRADIENT]["k_proj.bias"] = np.full(7, 1e-9)
+    seen = observations()
+    seen[GRADIENT]["k_proj.bias"] = np.full(7, 5e-9)
+    for observed in (truth, theirs, seen):
+        del observed[WEIGHT]
+    asked = Answer("fp32", truth, theirs, {})
+    assert all(found.passed for found in judge(seen, asked))
+    seen[GRADIENT]["k_proj.bias"] = np.full(7, 1e-5)
+    assert not finding(judge(seen, asked), "gradient").passed
+
+
+def block(value: float, where: slice) -> Block:
+    return Block(GRADIENT, "w", (4,), (where,), np.full(where.stop - where.start, value, np.float32))
+
+
+def test_blocks_make_a_whole_and_copies_must_agree() -> None:
+    seen, disagreements = assemble([[block(1, slice(0, 2))], [block(2, slice(2, 4))], [block(2, slice(2, 4))]])
+    assert seen[GRADIENT]["w"].tolist() == [1, 1, 2, 2] and not disagreements
+    seen, disagreements = assemble([[block(1, slice(0, 2))], [block(1.5, slice(1, 3))]])
+    assert disagreements == ["adamw gradient of w differs between ranks 0 and 1 by 5.0e-01"]
+    assert np.isnan(seen[GRADIENT]["w"][3]), "what no rank holds is no number"

@@ -1,0 +1,111 @@
+"""Layouts as words, what is legal, and the sample that covers all pairs."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from launch.errors import LaunchError
+from launch.verify.layout import AUTO, Layout, auto_layouts, covering, parse_layouts
+from megalite.config import ConfigError
+from tests.verify.odd import LAYOUTS, config_of, problem
+
+
+def test_a_layout_reads_as_it_is_written() -> None:
+    for layout in LAYOUTS:
+        assert parse_layouts(str(layout)) == [layout]
+
+
+def test_several_layouts() -> None:
+    assert parse_layouts(
+        " tp=2 , sequence_parallel ; dp=3,zero=3,recompute=full,accumulation=4;;tp=2,sequence_parallel"
+    ) == [
+        Layout(tp=2, sequence_parallel=True),
+        Layout(dp=3, zero=3, recompute="full", accumulation=4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "--layouts is empty"),
+        ("tensor=2", '"tensor=2" is not understood: the words are tp, pp, dp, zero'),
+        ("tp=two", '"tp=two": tp is a whole number from 1'),
+        ("tp=0", "tp is a whole number from 1"),
+        ("tp", "tp is a whole number from 1"),
+        ("tp=2,tp=4", "gives tp twice"),
+        ("zero=4", "zero is 1, 2 or 3"),
+        ("zero=0", "zero is a whole number from 1"),
+        ("recompute=some", "recompute is none, selective or full"),
+        ("tp=2,sequence_parallel=yes", "sequence_parallel is true or false"),
+    ],
+)
+def test_words_that_are_not_understood(text: str, said: str) -> None:
+    with pytest.raises(LaunchError) as error:
+        parse_layouts(text)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        (Layout(pp=2, zero=2), "parallel.zero_stage 2 does not work"),
+        (Layout(pp=6), "pipeline_parallel_size 6 is larger than model.num_hidden_layers 5"),
+        (Layout(tp=3), "num_attention_heads 4 cannot be shared evenly"),
+        (Layout(tp=2, sequence_parallel=True), "sequence_length 33 cannot be cut"),
+        (Layout(dp=5), "a global batch of 12 cannot be cut into 5 micro-batches"),
+    ],
+    ids=str,
+)
+def test_layouts_that_a_model_cannot_have(layout: Layout, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        layout.config(problem([Layout()]).config)
+
+
+def test_a_layout_changes_how_a_batch_is_cut_and_not_the_batch() -> None:
+    asked = problem([Layout(dp=3, accumulation=2)])
+    config = Layout(dp=3, accumulation=2, recompute="full").config(asked.config)
+    assert config.training.global_batch_size == asked.config.training.global_batch_size == 12
+    assert config.training.micro_batch_size == 2
+    assert (config.recompute.mode, config.parallel.data_parallel_size) == ("full", 3)
+
+
+def test_the_sample_holds_every_pair_of_settings() -> None:
+    def pairs(cases: list[tuple[Layout, bool]]) -> set[object]:
+        return {
+            pair
+            for layout, tied in cases
+            for pair in itertools.combinations(enumerate([*vars(layout).values(), tied]), 2)
+        }
+
+    cases = list(itertools.product(LAYOUTS, (False, True)))
+    chosen = covering(LAYOUTS, (False, True))
+    assert pairs(chosen) == pairs(cases)
+    assert len(chosen) < len(cases) / 20
+
+
+def test_the_matrix_is_the_one_that_is_promised() -> None:
+    assert {layout.tp for layout in LAYOUTS} == {layout.pp for layout in LAYOUTS} == {1, 2, 4}
+    assert {layout.dp for layout in LAYOUTS} == {1, 2, 3}
+    assert {layout.zero for layout in LAYOUTS if layout.pp == 1} == {1, 2, 3}
+    assert {layout.zero for layout in LAYOUTS if layout.pp > 1} == {1}
+    assert {layout.accumulation for layout in LAYOUTS} == {1, 3}
+    assert {layout.recompute for layout in LAYOUTS} == {"none", "selective", "full"}
+    assert max(layout.world_size for layout in LAYOUTS) == 8
+    assert len(LAYOUTS) == len(set(LAYOUTS)) == 312
+
+
+def test_auto_runs_the_configs_own_layout_first_and_nothing_that_does_not_fit() -> None:
+    own = Layout(tp=2, dp=4, zero=3)
+    assert auto_layouts(own, most=8)[0] == own
+    assert all(layout.world_size <= 2 for layout in auto_layouts(own, most=2))
+    axes = {axis for layout in AUTO for axis in layout.axes}
+    assert axes == set(vars(Layout())), "auto leaves an axis out"
+
+
+def test_an_axis_that_is_off_takes_along_what_needs_it() -> None:
+    layout = Layout(tp=2, dp=2, zero=3, sequence_parallel=True)
+    assert layout.without("tp") == Layout(dp=2, zero=3)
+    assert layout.without("sequence_parallel") == Layout(tp=2, dp=2, zero=3)
+    assert config_of().model.num_attention_heads == 4

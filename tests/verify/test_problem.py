@@ -1,0 +1,102 @@
+"""What is asked of every layout: small, fresh, and nasty where a mean of means or a default would hide a mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from launch.verify.layout import Layout
+from launch.verify.problem import make_problem
+from megalite.config import Config
+from tests.verify.odd import config_of, problem
+
+BIG = {
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rope_theta": 500_000.0,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+}
+
+
+def made(config: Config, *layouts: Layout, full: bool = False) -> Config:
+    return make_problem(config, layouts, seed=1, steps=3, full=full).config
+
+
+def test_a_large_model_gets_small_and_keeps_its_switches_and_proportions() -> None:
+    config = config_of(sequence=8192, model=BIG, optimizer={"eps": 1e-8})
+    small = make_problem(config, [Layout(tp=4)], seed=1, steps=3, full=False)
+    model = small.config.model
+    assert model.num_attention_heads // model.num_key_value_heads == 4
+    assert model.hidden_size == model.num_attention_heads * model.head_dim <= 256
+    assert model.intermediate_size == 14336 * model.hidden_size // 4096
+    assert (model.rope_theta, model.tie_word_embeddings) == (500_000.0, True)
+    assert model.vocab_size % 2 == 1 and model.num_hidden_layers == 5
+    assert small.config.training.sequence_length == 64
+    said = " ".join(small.changes)
+    for change in ("num_hidden_layers 32 -> 5", "sequence_length 8192 -> 64", "vocab_size 128256 -> 2039", "eps 1e-08"):
+        assert change in said
+
+
+def test_full_changes_no_size() -> None:
+    config = config_of(sequence=640, model=BIG)
+    whole = made(config, Layout(), full=True)
+    assert whole.model.model_copy(update={"initializer_range": 0.02}) == config.model
+    assert whole.training.sequence_length == 640
+
+
+def test_a_small_model_stays_as_it_is() -> None:
+    config = config_of()
+    assert made(config, Layout()).model.model_copy(update={"initializer_range": 0.02}) == config.model
+
+
+def test_one_batch_and_one_length_serve_all_layouts() -> None:
+    training = made(
+        config_of(), Layout(dp=5), Layout(dp=2, accumulation=4), Layout(tp=4, sequence_parallel=True)
+    ).training
+    assert training.global_batch_size == 40 and training.sequence_length == 32
+
+
+def test_batches_have_documents_unequal_losses_and_replicas_without_any() -> None:
+    asked = problem([Layout(dp=2, accumulation=3)])
+    packed, whole = asked.training(), asked.sgd(0.1, 1.0)
+    for training in (packed, whole):
+        valid = [(batch.targets != -100).sum(axis=1) for batch in training.batches]
+        assert len(set(valid[0].tolist())) > 3
+        assert valid[-1][: len(valid[-1]) // 2].sum() == 0 < valid[-1].sum()
+    positions = packed.batches[0].positions
+    assert positions is not None and (positions[:, 0] == 0).all()
+    assert ((positions == 0).sum(axis=1) > 1).any()
+    assert whole.batches[0].positions is None
+    dense, sparse = ((batch.targets != -100).mean() for batch in whole.batches[:2])
+    assert sparse < dense / 5
+
+
+def test_a_seed_repeats_a_problem_and_another_draws_another() -> None:
+    first, again = (problem([Layout()]).training().batches[0].tokens for _ in range(2))
+    other = dataclasses.replace(problem([Layout()]), seed=8).training().batches[0].tokens
+    assert np.array_equal(first, again) and not np.array_equal(first, other)
+
+
+def test_norms_and_biases_start_away_from_ones_and_zeros() -> None:
+    asked, where = problem([Layout()]), (slice(4, 12),)
+    norm = asked.initial_value("model.norm.weight", np.ones(8, np.float32), where, (48,))
+    bias = asked.initial_value("a.bias", np.zeros(8, np.float32), where, (48,))
+    assert np.abs(norm - 1).min() > 0 and np.abs(norm - 1).max() < 0.5
+    assert np.abs(bias).min() > 0
+    whole = asked.initial_value("a.bias", np.zeros(48, np.float32), (slice(0, 48),), (48,))
+    assert np.array_equal(whole[4:12], bias), "a rank's slice starts like the whole"
+
+
+def test_dropout_is_off_where_the_reference_draws_other_masks() -> None:
+    config = config_of(model={"attention_dropout": 0.1})
+    off = make_problem(config, [Layout()], seed=1, steps=3, full=False)
+    on = make_problem(config, [Layout()], seed=1, steps=3, full=False, keep_dropout=True)
+    assert (off.config.model.attention_dropout, on.config.model.attention_dropout) == (0.0, 0.1)
+    assert any("attention_dropout 0.1 -> 0" in change for change in off.changes)
