@@ -113,10 +113,10 @@ def _value(name: str, value: str, word: str) -> Any:
         if value not in ("none", "selective", "full"):
             raise LaunchError(f'--layouts: "{word}": recompute is none, selective or full')
         return value
+    if name == "zero" and value not in ("1", "2", "3"):
+        raise LaunchError(f'--layouts: "{word}": zero is 1, 2 or 3 (stage 0 is served by 1)')
     if not value.isdecimal() or int(value) < 1:
         raise LaunchError(f'--layouts: "{word}": {name} is a whole number from 1')
-    if name == "zero" and int(value) > 3:
-        raise LaunchError(f'--layouts: "{word}": zero is 1, 2 or 3')
     return int(value)
 
 

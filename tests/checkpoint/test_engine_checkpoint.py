@@ -16,7 +16,7 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import find_latest
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.engine.engine import Engine
-from tests.engine.parity import Case, assemble, engine_of, global_batches, local_weights, micro_batches_of
+from tests.engine.cases import Case, assemble, engine_of, global_batches, local_weights, micro_batches_of
 from tests.ranks import run_ranks
 
 LAYOUTS = {

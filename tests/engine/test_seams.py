@@ -25,19 +25,20 @@ from deepspeed.pipe import LayerSpec as DeepSpeedLayerSpec
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.utils import partition_balanced
-from deepspeed.utils import logger, safe_get_full_optimizer_state
+from deepspeed.utils import logger, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from torch import nn
 
 from megalite.config import Config
 from megalite.engine import seams
 from megalite.engine.engine import build_engine
 from megalite.engine.pipeline import Pipeline
+from megalite.engine.state import read_parameter, write_parameter
 from megalite.engine.topology import Grid
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import make_layer
 from megalite.parallel.mesh import Mesh
 from models.decoder import decoder_layers
-from tests.engine.parity import MODEL, Case, engine_of, global_batches, micro_batches_of
+from tests.engine.cases import MODEL, Case, engine_of, global_batches, micro_batches_of
 from tests.ranks import run_ranks
 
 
@@ -290,6 +291,31 @@ def test_zero_1_links_the_moments_of_its_first_group_only(engines: dict[str, lis
         assert not all(seen["unlinked"]), "fixed in DeepSpeed: link_optimizer_state need not unset the flag"
     for seen in engines[str(Case(pp=2, dtype="bf16"))]:
         assert all(seen["unlinked"])
+
+
+def _write_and_read_back(rank: int) -> dict[str, bool]:
+    """131 x 48, 48 and other sizes, none of which five ranks divide."""
+    engine = engine_of(Case(dp=5, zero=3, micro_batch=1))
+    parameters = [parameter for _, parameter in engine.parameters()]
+    torch.manual_seed(0)
+    values = [torch.randn(parameter.shard.local_shape) for parameter in parameters]  # type: ignore[attr-defined]
+    deepspeed_can = True
+    try:
+        for parameter, value in zip(parameters, values, strict=True):
+            safe_set_full_fp32_param(parameter, value)
+    except RuntimeError:
+        deepspeed_can = False
+    for parameter, value in zip(parameters, values, strict=True):
+        write_parameter(parameter, {"weight": value})
+    pairs = zip(parameters, values, strict=True)
+    ours_can = all(torch.equal(read_parameter(parameter, ())["weight"], value) for parameter, value in pairs)
+    return {"deepspeed": deepspeed_can, "ours": ours_can}
+
+
+def test_zero_3_cannot_set_a_weight_that_its_ranks_do_not_divide() -> None:
+    seen = run_ranks(_write_and_read_back, 5)
+    assert all(rank["ours"] for rank in seen)
+    assert not all(rank["deepspeed"] for rank in seen), "fixed in DeepSpeed: own_partition is not needed"
 
 
 def test_no_flat_partition_is_said_not_guessed() -> None:

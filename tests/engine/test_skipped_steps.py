@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megalite.engine.engine import Engine
-from tests.engine.parity import Case, engine_of, global_batches, local_weights, micro_batches_of
+from tests.engine.cases import Case, engine_of, global_batches, local_weights, micro_batches_of
 from tests.ranks import run_ranks
 
 
@@ -44,7 +44,7 @@ def _train_with_a_bad_step(rank: int, case: Case) -> dict[str, Any]:
 
 
 def _equal(a: list[Any], b: list[Any]) -> bool:
-    return all(np.array_equal(mine[-1], theirs[-1]) for mine, theirs in zip(a, b, strict=True))
+    return all(np.array_equal(mine.value, theirs.value) for mine, theirs in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize(

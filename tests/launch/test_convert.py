@@ -28,7 +28,7 @@ from megalite.engine.engine import build_engine
 from megalite.parallel.loss import head_logits
 from models.decoder import decoder_layers
 from models.families import model_config
-from tests.engine.parity import Batch
+from tests.engine.cases import Batch
 from tests.models.hub_models import HUB_MODELS, HubModel
 from tests.ranks import run_ranks
 

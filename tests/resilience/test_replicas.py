@@ -19,7 +19,7 @@ from megalite.training.errors import TrainingStopped
 from megalite.training.loop import Job, train
 from megalite.training.state import TrainState
 from models.decoder import decoder_layers
-from tests.engine.parity import Batch, Case, global_batches, micro_batches_of
+from tests.engine.cases import Batch, Case, global_batches, micro_batches_of
 from tests.ranks import run_ranks
 
 TIED = {"tie_word_embeddings": True}

@@ -36,7 +36,7 @@ def test_several_layouts() -> None:
         ("tp", "tp is a whole number from 1"),
         ("tp=2,tp=4", "gives tp twice"),
         ("zero=4", "zero is 1, 2 or 3"),
-        ("zero=0", "zero is a whole number from 1"),
+        ("zero=0", "zero is 1, 2 or 3 (stage 0 is served by 1)"),
         ("recompute=some", "recompute is none, selective or full"),
         ("tp=2,sequence_parallel=yes", "sequence_parallel is true or false"),
     ],
