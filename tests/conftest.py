@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import settings
+
+settings.register_profile("busy machine", deadline=None)  # an example may wait for a core that ranks have
+settings.load_profile("busy machine")
 
 VOCAB_SIZE = 320
 

@@ -17,7 +17,7 @@ OPTIONS = option_paths(Config)
 PRINTABLE = st.characters(exclude_categories=["C", "Zl", "Zp"])
 LETTERS = string.ascii_lowercase + "_"
 
-quick = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from data_pipeline.order import epoch_key, permuted_index, permuted_indices
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**40), epoch=st.integers(0, 1000))
 def test_every_size_is_a_bijection(size: int, seed: int, epoch: int) -> None:
     key = epoch_key(seed, epoch, "fingerprint")
@@ -16,7 +16,7 @@ def test_every_size_is_a_bijection(size: int, seed: int, epoch: int) -> None:
     assert sorted(permuted.tolist()) == list(range(size))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(size=st.integers(1, 2**62), seed=st.integers(0, 2**64), data=st.data())
 def test_scalar_and_vector_forms_agree_at_any_size(size: int, seed: int, data: st.DataObject) -> None:
     key = epoch_key(seed, 3, "f")

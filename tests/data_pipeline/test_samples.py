@@ -32,7 +32,7 @@ def split_documents(documents: list[list[int]], fraction: float, held_out: bool)
     return [document for document, out in zip(documents, mask, strict=True) if out == held_out]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     corpora=st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=30), min_size=1, max_size=3),
     sequence_length=st.integers(1, 70),

@@ -14,7 +14,7 @@ BIN = Path(sys.executable).parent
 
 
 def run(
-    *words: str | Path, timeout_s: float = 180, cwd: Path = ROOT, **environment: str
+    *words: str | Path, timeout_s: float = 280, cwd: Path = ROOT, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """A command to its end, on the CPU."""
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {"DS_ACCELERATOR": "cpu"}

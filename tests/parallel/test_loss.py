@@ -53,8 +53,10 @@ def test_chunks_sum_to_the_whole(tokens: int, vocab: int) -> None:
     ours = head_loss(x, weight, targets, vocab, TensorParallel())
     (ours * 0.01).backward()
     assert_near("loss", ours.detach(), loss)
-    # one token against a big vocabulary: MKL adds the 32,773 terms to each other one by one (measured 1.8e-5)
-    assert_near("hidden gradient", x.grad, x_grad, RELATIVE if vocab < 1000 else 3e-5)  # type: ignore[arg-type]
+    # a sum over the vocabulary, which some GEMMs take term by term: a random walk of roundings, in four deviations
+    # (measured up to 4e-5 of 9e-5 at 32,773, depending on the processor)
+    walk = 4 * torch.finfo(torch.float32).eps * vocab**0.5
+    assert_near("hidden gradient", x.grad, x_grad, max(RELATIVE, walk))  # type: ignore[arg-type]
     assert_near("weight gradient", weight.grad, weight_grad)  # type: ignore[arg-type]
     with torch.no_grad():
         assert head_loss(x, weight, targets, vocab, TensorParallel()) == ours
