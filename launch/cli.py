@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch.errors import USER_ERROR_CODE, USER_ERRORS, VERIFY_FAILED_CODE, LaunchError
+from launch.errors import INTERRUPTED_CODE, USER_ERROR_CODE, USER_ERRORS, VERIFY_FAILED_CODE, LaunchError
 from megalite.config import Config, load_config
 
 if TYPE_CHECKING:
@@ -116,8 +116,14 @@ def verify(
     say(reports.introduction(plan))
     if dry_run:
         say(f"dry run: {'; '.join(map(str, plan.layouts))}; nothing was started")
+        if as_json:
+            _print_json(reports.plan_as_json(plan))
         return
-    report = run(plan, say)
+    try:
+        report = run(plan, say)
+    except KeyboardInterrupt:
+        say("megalite: interrupted; no verdict")
+        raise typer.Exit(INTERRUPTED_CODE) from None
     if as_json:
         _print_json(reports.as_json(report))
     else:

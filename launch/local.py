@@ -66,7 +66,7 @@ def start_local_ranks(ranks: int, environment: dict[str, str], arguments: Sequen
     previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         launcher = subprocess.Popen(
-            command, env=os.environ | environment, start_new_session=True, preexec_fn=_end_with_parent
+            command, env=os.environ | environment, start_new_session=True, preexec_fn=end_with_parent
         )
         code = launcher.wait()
     finally:
@@ -75,8 +75,8 @@ def start_local_ranks(ranks: int, environment: dict[str, str], arguments: Sequen
     return 128 - code if code < 0 else code
 
 
-def _end_with_parent() -> None:
-    """In the launcher, before it runs: Linux sends it SIGTERM when the command dies, even of SIGKILL."""
+def end_with_parent() -> None:
+    """In a child, before it does anything: Linux sends it SIGTERM when its parent dies, even of SIGKILL."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -1,5 +1,11 @@
 """Imported once by the fork server, so that a rank starts warm: five seconds of imports per rank become none."""
-# ruff: noqa: F401
+# ruff: noqa: E402, F401
+
+import signal
+
+signal.signal(
+    signal.SIGINT, signal.SIG_IGN
+)  # the command ends its ranks; a server that imports would print a traceback
 
 import numpy.random
 

@@ -18,6 +18,8 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from launch.local import end_with_parent
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["launch.warm_imports"])
 
@@ -27,6 +29,7 @@ class RankFailure(RuntimeError):
 
     def __init__(self, sentence: str, rank_traceback: str = "") -> None:
         super().__init__(sentence)
+        self.rank_traceback = rank_traceback
         self.add_note(rank_traceback)
 
 
@@ -45,7 +48,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
     for rank in range(world_size):
         ours, theirs = _CONTEXT.Pipe(duplex=False)
         process = _CONTEXT.Process(
-            target=_rank_main, args=(theirs, function, rank, world_size, port, arguments), daemon=True
+            target=_rank_main, args=(theirs, function, rank, world_size, port, timeout_s, arguments), daemon=True
         )
         process.start()
         theirs.close()
@@ -85,8 +88,11 @@ def _rank_main(
     rank: int,
     world_size: int,
     port: int,
+    timeout_s: float,
     arguments: tuple[Any, ...],
 ) -> None:
+    end_with_parent()
+    os.dup2(2, 1)  # what libraries print is not the command's answer
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -100,11 +106,11 @@ def _rank_main(
         from megalite.engine.distributed import start_distributed
 
         torch.set_num_threads(1)
-        start_distributed(rank, timeout=timedelta(seconds=60))
+        start_distributed(rank, timeout=timedelta(seconds=timeout_s))
         # by value: `pipe.send` would hand torch tensors over as file descriptors that die with this process
         result = pickle.dumps((True, function(rank, *arguments)))
     except BaseException as error:
-        last_line = traceback.format_exception_only(error)[-1].strip()
+        last_line = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
         result = pickle.dumps((False, (last_line, traceback.format_exc())))
     pipe.send_bytes(result)
     pipe.close()

@@ -18,7 +18,7 @@ from launch.local import rank_environment
 from launch.verify.diagnosis import Diagnosis, Verdict, diagnose
 from launch.verify.judge import Answer, judge
 from launch.verify.layout import Layout, auto_layouts, layout_of, parse_layouts
-from launch.verify.observations import FIRST_STEP, Block, Observations, assemble
+from launch.verify.observations import COPIES, FIRST_STEP, Block, Observations, assemble
 from launch.verify.problem import Dtype, Problem, Training, make_problem
 from launch.warm_ranks import RankFailure, run_ranks, warm_up
 from megalite.config import Config, ConfigError
@@ -71,8 +71,9 @@ def make_plan(
     gpus = gpu_count()
     device: Device = "cuda" if gpus else "cpu"
     most = gpus or MOST_CPU_RANKS
-    if layouts == "auto":
-        wanted = auto_layouts(_own_layout(config, gpus), most)
+    too_large: list[str] = []
+    if layouts.strip().lower() == "auto":
+        wanted, too_large = auto_layouts(_own_layout(config, gpus), most)
     else:
         wanted = parse_layouts(layouts)
         for layout in wanted:
@@ -88,12 +89,14 @@ def make_plan(
         full=full,
         keep_dropout=reference == "self",
     )
-    runnable, left_out = _legal(problem, wanted, strict=layouts != "auto")
+    runnable, left_out = _legal(problem, wanted, strict=layouts.strip().lower() != "auto")
+    if not runnable:
+        raise LaunchError(f"none of the layouts can be run, for example {left_out[0]}")
     dtype = config.precision.dtype
     if dtype == "fp16" and device == "cpu":
         raise ConfigError("precision.dtype fp16 needs a GPU, but this machine has none: use bf16 or fp32")
     dtypes = tuple(dict.fromkeys(("fp32", dtype)))
-    return Plan(problem, runnable, left_out, dtypes, reference, device, timeout_s)
+    return Plan(problem, runnable, (*too_large, *left_out), dtypes, reference, device, timeout_s)
 
 
 def _own_layout(config: Config, gpus: int) -> Layout:
@@ -121,7 +124,8 @@ def verify(plan: Plan, say: Callable[[str], None]) -> Report:
     environment, _ = rank_environment(
         plan.problem.config.launch, max(layout.world_size for layout in plan.layouts), plan.device == "cuda"
     )
-    warm_up(environment)
+    # so that looking for GPUs starts no CUDA in the server, which could not be forked then
+    warm_up(environment | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
     verdicts, diagnoses = [], []
     for dtype in plan.dtypes:
         say(f"reference: {plan.reference} in float64 and {dtype} on one process")
@@ -191,8 +195,10 @@ class Session:
         try:
             ranks = run_ranks(self.solve, layout.world_size, problem, layout, trainings, timeout_s=self.timeout_s)
         except RankFailure as failure:
-            return Verdict(layout, dtype, time.monotonic() - started, crash=str(failure))
+            seconds = time.monotonic() - started
+            return Verdict(layout, dtype, seconds, crash=str(failure), traceback=failure.rank_traceback)
         seen, disagreements = assemble(ranks)
+        disagreements += [sentence for quantity in seen if quantity.kind == COPIES for sentence in seen[quantity]]
         findings = judge(seen, self.references.answer(layout.accumulation))
         seconds = time.monotonic() - started
         norms = {q.training: float(v[FIRST_STEP][0]) for q, v in seen.items() if q.kind == "gradient norm"}
@@ -220,6 +226,8 @@ def _in_dtype(problem: Problem, dtype: str) -> Problem:
     values = problem.config.model_dump(mode="json")
     if dtype != values["precision"]["dtype"]:
         values["precision"] |= {"dtype": dtype, "gradient_accumulation_dtype": "fp32"}
-    if dtype == "fp16":
+    if dtype == "fp16":  # a scale that does not overflow, so that no step is skipped
         values["deepspeed"].setdefault("fp16", {})["initial_scale_power"] = 12
+    else:
+        values["deepspeed"].pop("fp16", None)
     return replace(problem, config=Config.model_validate(values))

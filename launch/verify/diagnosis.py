@@ -37,7 +37,8 @@ class Verdict:
     seconds: float
     findings: tuple[Finding, ...] = ()
     disagreements: tuple[str, ...] = ()  # ranks that hold different copies of the same numbers
-    crash: str | None = None  # the ranks did not finish: why
+    crash: str | None = None  # the ranks did not finish: why, in a sentence
+    traceback: str = ""  # of the rank that said so
     first_norms: Mapping[str, float] = field(default_factory=dict)  # training -> gradient norm of its first step
 
     @property
@@ -66,15 +67,10 @@ def diagnose(
     verdict: Verdict, run: Callable[[Layout], Verdict], answer: Answer, known_bad: Callable[[Layout], list[str]]
 ) -> Diagnosis:
     """Switches axes off one at a time while the failure stays, and describes what is left."""
-    failing = verdict
-    for axis in OFF_FIRST:
-        if axis in failing.layout.axes:
-            without = run(failing.layout.without(axis))
-            if not without.passed:
-                failing = without
+    failing = _smallest(verdict, run)
     smallest = failing.layout
     axes = tuple(axis for axis in smallest.axes if axis not in {NEEDS.get(other) for other in smallest.axes})
-    sentences = [_axes_sentence(axes, smallest)]
+    sentences = [_axes_sentence(axes, failing)]
     if failing.crash:
         sentences.append(failing.crash)
     else:
@@ -83,11 +79,24 @@ def diagnose(
     return Diagnosis(axes, smallest, tuple(sentences))
 
 
-def _axes_sentence(axes: tuple[str, ...], smallest: Layout) -> str:
+def _smallest(failing: Verdict, run: Callable[[Layout], Verdict]) -> Verdict:
+    """The failure with as few axes as it goes on with: none of them can be switched off without it passing."""
+    for axis in OFF_FIRST:
+        if axis in failing.layout.axes:
+            without = run(failing.layout.without(axis))
+            if not without.passed:
+                return _smallest(without, run)
+    return failing
+
+
+def _axes_sentence(axes: tuple[str, ...], failing: Verdict) -> str:
+    if not axes and failing.crash:
+        return "one process alone does not finish, whatever the layout"
     if not axes:
         return "one process alone fails: the model, the loss or the optimizer differs, whatever the layout"
     names = " together with ".join(AXES[axis] for axis in axes)
-    return f"caused by {names}: {smallest} fails, and passes without it"
+    without = "without it" if len(axes) == 1 else "without any one of them"
+    return f"caused by {names}: {failing.layout} fails, and passes {without}"
 
 
 def _where(verdict: Verdict) -> list[str]:
@@ -108,7 +117,11 @@ def _where(verdict: Verdict) -> list[str]:
         return [f"backward: the forward pass agrees, {count} gradients differ, nearest to the loss that of {first}"]
     if "gradient norm" in by_kind:
         return ["norm: all gradients agree, their global norm does not, and so clipping is wrong"]
-    moved = worst([f for f in verdict.failures if f.quantity.kind not in SCALARS] or verdict.failures)
+    arrays = [finding for finding in verdict.failures if finding.quantity.kind not in SCALARS]
+    if not arrays:
+        later = verdict.failures[0]
+        return [f"later: the first step agrees, the {later.quantity} of {later.name} does not"]
+    moved = worst(arrays)
     return [f"update: gradients and their norm agree, the {moved.quantity} does not, most of all that of {moved.name}"]
 
 

@@ -28,11 +28,15 @@ TOLERANCES = {
 """In float32. Scalars: relative. Arrays: of their largest entry; weights: of their largest change in training."""
 ADAMW_WEIGHT = 1e-2  # an entry whose gradient is rounding moves by a good part of the learning rate
 OF_TRANSFORMERS = 2.0
+UNKNOWN = 0.1  # a half-precision gradient that is so wrong in transformers is not judged; float32 judges it
+MOST = 0.9  # no bound is wider: a weight that never moved has an error of 1
 FLOOR = (
     1e-2  # an array is measured by at least this part of the largest one of its kind: a key's bias has gradient zero
 )
 SCALARS = ("loss", "evaluation loss", "gradient norm")
 SQUARED = ("exp_avg_sq",)
+OF_PARAMETERS = ("gradient", "weight", "exp_avg", "exp_avg_sq")
+ADAMW = Quantity("adamw", "weight")
 
 
 @dataclass(frozen=True)
@@ -67,14 +71,18 @@ class Answer:
 
 def judge(seen: Observations, answer: Answer) -> list[Finding]:
     """One finding per array of the truth, in the order of the computation."""
-    pooled = _pooled_errors(answer)
+    pooled, noise = _pooled_errors(answer), _noise(answer)
     findings = []
     for quantity, arrays in answer.truth.items():
         if quantity.kind == "token loss":  # what the bound of the loss is made of
             continue
         largest = max(_size(_measured(quantity, name, value, answer), answer) for name, value in arrays.items())
         floor = largest * (FLOOR**2 if quantity.kind in SQUARED else FLOOR)
+        strangers = set(seen.get(quantity, {})) - set(arrays) if quantity.kind in OF_PARAMETERS else set()
+        findings += [Finding(quantity, name, float("nan"), 0.0) for name in sorted(strangers)]
         for name, value in arrays.items():
+            if (quantity.training, name) in noise:
+                continue
             truth = _measured(quantity, name, value, answer)
             mine = seen.get(quantity, {}).get(name)
             if mine is None or mine.shape != value.shape:
@@ -89,7 +97,7 @@ def judge(seen: Observations, answer: Answer) -> list[Finding]:
                 error = _size(mine - truth, answer) / scale
                 their_error = max(_size(theirs - truth, answer) / scale, pooled.get(quantity, 0.0))
             tolerance = _tolerance(quantity, value, scale, answer)
-            bound = max(tolerance, OF_TRANSFORMERS * their_error)
+            bound = min(MOST, max(tolerance, OF_TRANSFORMERS * their_error))
             ratio = None if error <= bound else _clean_ratio(mine, truth)
             findings.append(Finding(quantity, name, error, bound, ratio))
     return findings
@@ -115,7 +123,7 @@ def _relative(mine: np.ndarray, truth: np.ndarray) -> float:
 def _tolerance(quantity: Quantity, value: np.ndarray, scale: float, answer: Answer) -> float:
     if quantity.kind != "weight":
         return TOLERANCES[quantity.kind]
-    if quantity.training == "adamw":
+    if quantity == ADAMW:
         return ADAMW_WEIGHT
     # each side rounds `weight - lr * gradient` at every step
     steps = len(answer.truth[Quantity(quantity.training, "loss")])
@@ -125,10 +133,9 @@ def _tolerance(quantity: Quantity, value: np.ndarray, scale: float, answer: Answ
 def _pooled_errors(answer: Answer) -> dict[Quantity, float]:
     """transformers' error where a single number of it is a matter of luck, so that many must count.
 
-    Scalars in float32 are pooled by kind. In half precision a loss may be off by its tokens' mean absolute error, and a
-    norm by the error of the gradients it is made of: |mean e| <= mean |e|, | |a| - |b| | <= |a - b|. Half-precision
-    AdamW moves an entry by the sign of its gradient, noise where that is small, so its weights are held to the worst
-    array of transformers'.
+    Scalars in float32 are pooled by kind. In half precision a loss may be off by its tokens' mean absolute error, a
+    norm by the error of the gradients it is made of (|mean e| <= mean |e|, | |a| - |b| | <= |a - b|), and arrays of one
+    kind are held to the worst of them: in an array of few entries the error of a single run is a matter of luck.
     """
     if answer.dtype == "fp32":
         errors = dict.fromkeys(SCALARS, 0.0)
@@ -140,20 +147,40 @@ def _pooled_errors(answer: Answer) -> dict[Quantity, float]:
                 )
         return {quantity: errors[quantity.kind] for quantity in answer.truth if quantity.kind in SCALARS}
     pooled: dict[Quantity, float] = {}
+    noise = _noise(answer)
     for training, kind in answer.truth:
-        truth, theirs = answer.truth[Quantity(training, kind)], answer.theirs[Quantity(training, kind)]
+        quantity = Quantity(training, kind)
+        truth, theirs = answer.truth[quantity], answer.theirs[quantity]
         if kind == "token loss":
             error = max(float(np.abs(theirs[n] - v).mean() / np.abs(v.mean())) for n, v in truth.items())
             pooled |= {Quantity(training, "loss"): error, Quantity(training, "evaluation loss"): error}
         elif kind == "gradient":
             squares = [(_square(theirs[name] - value), _square(value)) for name, value in truth.items()]
             difference, size = np.sqrt(np.sum(squares, axis=0))
-            pooled[Quantity(training, "gradient norm")] = float(difference / size)
-        elif (training, kind) == ("adamw", "weight"):
-            pooled[Quantity(training, kind)] = max(
-                _relative_size(theirs[name] - value, value - answer.start[name]) for name, value in truth.items()
-            )
+            norm = Quantity(training, "gradient norm")
+            scalars = [_relative(answer.theirs[norm][step], value) for step, value in answer.truth[norm].items()]
+            pooled[norm] = max(float(difference / size), *scalars)
+        if kind in OF_PARAMETERS:
+            start = answer.start if kind == "weight" else dict.fromkeys(truth, 0.0)
+            known = {name: value for name, value in truth.items() if (training, name) not in noise}
+            errors_of = (_relative_size(theirs[name] - value, value - start[name]) for name, value in known.items())
+            pooled[quantity] = max(errors_of, default=0.0)
     return pooled
+
+
+def _noise(answer: Answer) -> set[tuple[str, str]]:
+    """(training, parameter) whose gradient in half precision is mostly rounding, such as that of a key's bias."""
+    if answer.dtype == "fp32":
+        return set()
+    noise = set()
+    for quantity, gradients in answer.truth.items():
+        if quantity.kind == "gradient":
+            largest = max(float(np.linalg.norm(gradient)) for gradient in gradients.values())
+            for name, gradient in gradients.items():
+                is_small = np.linalg.norm(gradient) < FLOOR * largest
+                if is_small or _relative_size(answer.theirs[quantity][name] - gradient, gradient) > UNKNOWN:
+                    noise.add((quantity.training, name))
+    return noise
 
 
 def _relative_size(difference: np.ndarray, value: np.ndarray) -> float:

@@ -85,7 +85,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
 
 def parse_layouts(text: str) -> list[Layout]:
     """`"tp=2,zero=1;pp=2,sequence_parallel"` -> layouts. LaunchError says which word is not understood."""
-    layouts = [_parse(entry) for entry in text.split(";") if entry.strip()]
+    layouts = [_parse(entry) for entry in text.split(";") if entry.strip(" ,")]
     if not layouts:
         raise LaunchError('--layouts is empty: give "auto", or layouts such as "tp=2,pp=2;dp=2,zero=3"')
     return list(dict.fromkeys(layouts))
@@ -93,7 +93,7 @@ def parse_layouts(text: str) -> list[Layout]:
 
 def _parse(entry: str) -> Layout:
     values: dict[str, Any] = {}
-    for word in filter(None, (part.strip() for part in entry.split(","))):
+    for word in entry.replace(",", " ").split():
         name, _, value = word.partition("=")
         name = name.strip()
         if name not in _DEFAULTS:
@@ -101,6 +101,8 @@ def _parse(entry: str) -> Layout:
         if name in values:
             raise LaunchError(f'--layouts: "{entry.strip()}" gives {name} twice')
         values[name] = _value(name, value.strip(), word)
+    if values.get("sequence_parallel") and values.get("tp", 1) == 1:
+        raise LaunchError(f'--layouts: "{entry.strip()}": sequence_parallel cuts nothing without a tp of 2 or more')
     return Layout(**values)
 
 
@@ -116,7 +118,7 @@ def _value(name: str, value: str, word: str) -> Any:
     if name == "zero" and value not in ("1", "2", "3"):
         raise LaunchError(f'--layouts: "{word}": zero is 1, 2 or 3 (stage 0 is served by 1)')
     if not value.isdecimal() or int(value) < 1:
-        raise LaunchError(f'--layouts: "{word}": {name} is a whole number from 1')
+        raise LaunchError(f'--layouts: "{word}": {name} is a whole number from 1, as in {name}=2')
     return int(value)
 
 
@@ -168,6 +170,14 @@ AUTO = (
 """Each axis alone or nearly so, then together; what the config itself asks for is run too."""
 
 
-def auto_layouts(own: Layout, most: int) -> list[Layout]:
-    """The config's own layout, and those of `AUTO`, that fit on `most` ranks."""
-    return [layout for layout in dict.fromkeys((own, *AUTO)) if layout.world_size <= most]
+MOST_ACCUMULATION = 4  # of the config's own layout: more micro-batches repeat what the second and third did
+
+
+def auto_layouts(own: Layout, most: int) -> tuple[list[Layout], list[str]]:
+    """The config's own layout and those of `AUTO` that fit on `most` ranks, and a phrase for each that is left out."""
+    own = replace(own, accumulation=min(own.accumulation, MOST_ACCUMULATION))
+    layouts = list(dict.fromkeys((own, *AUTO)))
+    too_large = [
+        f"{layout}: needs {layout.world_size} ranks, {most} fit here" for layout in layouts if layout.world_size > most
+    ]
+    return [layout for layout in layouts if layout.world_size <= most], too_large

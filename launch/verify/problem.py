@@ -17,16 +17,21 @@ from typing import Any, Literal
 
 import numpy as np
 
+from launch.errors import LaunchError
 from launch.verify.layout import Layout
 from megalite.config import Config, ModelConfig
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
-MOST_HEADS, MOST_HEAD_DIM, MOST_LAYERS, MOST_VOCABULARY, MOST_SEQUENCE = 8, 32, 5, 2048, 64
-MOST_HIDDEN = 256
+MOST_LAYERS, MOST_VOCABULARY, MOST_SEQUENCE = 5, 2048, 64
+MOST_WIDTH, LEAST_WIDTH, MOST_HEAD_DIM = 256, 32, 32
+MOST_ROWS = 256
 PRIME_VOCABULARY = 2039  # a vocabulary that is cut down is no multiple of anything, so every rank pads
 ROWS = 12  # sequences in a global batch, about
 DENSE, SPARSE = 0.75, 0.05  # fraction of tokens with a loss; fewer mean a noisier gradient, and so a larger norm
 SMALLEST_EPSILON = 1e-6
+LEARNING_RATES = 1e-4, 3e-3  # below, a step is lost in rounding; above, twenty are chaos
+RATE_FACTORS = 1.0, 0.5, 0.75  # of the learning rate, step after step, as a schedule would
+SGD_DECAY = 0.01  # of a matrix, per step
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,11 @@ class Training:
     name: str
     config: Config
     batches: tuple[Batch, ...]
+    keeps_vectors_whole: bool  # under ZeRO-3: the other training partitions everything
+
+    def learning_rate(self, step: int) -> float:
+        """Of the step, from 0."""
+        return self.config.optimizer.learning_rate * RATE_FACTORS[step % len(RATE_FACTORS)]
 
 
 @dataclass(frozen=True)
@@ -64,14 +74,15 @@ class Problem:
 
     def training(self) -> Training:
         """By the config's optimizer and clip, on packed documents."""
-        return Training(self.config.optimizer.name, self.config, self._batches("packed"))
+        return Training(self.config.optimizer.name, self.config, self._batches("packed"), False)
 
     def sgd(self, learning_rate: float, clip: float) -> Training:
         """By plain SGD, on sequences of one document; every second batch has few tokens with a loss."""
-        optimizer = {"name": "sgd", "learning_rate": learning_rate, "weight_decay": 0.0}
+        decay = float(f"{SGD_DECAY / learning_rate:.2g}")
+        optimizer = {"name": "sgd", "learning_rate": learning_rate, "weight_decay": decay}
         values = self.config.model_dump(mode="json") | {"optimizer": optimizer}
         values["training"] |= {"gradient_clipping": clip}
-        return Training("sgd-under-clip", Config.model_validate(values), self._batches("whole"))
+        return Training("sgd-under-clip", Config.model_validate(values), self._batches("whole"), True)
 
     def _batches(self, kind: str) -> tuple[Batch, ...]:
         draw = np.random.default_rng([self.seed, *kind.encode()])
@@ -113,75 +124,114 @@ class Problem:
 def make_problem(
     config: Config, layouts: Sequence[Layout], *, seed: int, steps: int, full: bool, keep_dropout: bool = False
 ) -> Problem:
-    """The problem that all `layouts` are asked to solve: one model, one global batch."""
+    """The problem that all `layouts` are asked to solve: one model, one global batch.
+
+    Raises LaunchError where no batch of reasonable size can be cut by all of them, or where there is nothing to learn.
+    """
     changes: list[str] = []
-    model = config.model if full else _small_model(config.model, changes)
+    model = config.model if full else _small_model(config.model, layouts, changes)
     if not keep_dropout:
         model = _without_dropout(model, changes)
+    if model.vocab_size == 1:
+        raise LaunchError("model.vocab_size 1 has nothing to verify, its loss is always 0: use 2 tokens or more")
     # at 0.02 a narrow model's attention is uniform, and a wrong rotation or mask shows in nothing
-    spread = max(model.initializer_range, 1 / math.sqrt(model.hidden_size))
+    spread = float(f"{max(model.initializer_range, 1 / math.sqrt(model.hidden_size)):.2g}")
+    _told(changes, "model.initializer_range", model.initializer_range, spread)
     model = model.model_copy(update={"initializer_range": spread})
     values = config.model_dump(mode="json")
     values["model"] = model.model_dump(mode="json")
-    # `auto` and held-out documents belong to a run, not to this
-    values["parallel"] = {}
-    values["recompute"] = {}
+    # what belongs to a run or to a layout, and not to this
+    values |= {"parallel": {}, "recompute": {}}
     rows = math.lcm(*(layout.dp * layout.accumulation for layout in layouts))
+    if rows > MOST_ROWS:
+        raise LaunchError(
+            f"--layouts: only a global batch of {rows} sequences can be cut by all of them: verify those with large dp "
+            "or accumulation apart"
+        )
     rows *= -(-ROWS // rows)
-    sequence = _sequence_length(config, layouts, changes, full)
     values["training"] |= {
         "global_batch_size": rows,
         "micro_batch_size": rows,
-        "sequence_length": sequence,
+        "sequence_length": _sequence_length(config, layouts, changes, full),
         "seed": seed,
         "steps": steps,
         "tokens": None,
         "evaluation": {},
     }
-    values["optimizer"] |= {"eps": max(config.optimizer.eps, SMALLEST_EPSILON)}
-    if config.optimizer.eps < SMALLEST_EPSILON:
-        changes.append(
-            f"optimizer.eps {config.optimizer.eps:g} -> {SMALLEST_EPSILON:g}, so that a gradient of pure rounding "
-            "moves nothing"
-        )
+    values["optimizer"] |= _optimizer(config, changes)
+    precise = "highest"  # on a GPU the others round float32 products to tf32 or bf16
+    _told(changes, "precision.float32_matmul_precision", config.precision.float32_matmul_precision, precise)
+    values["precision"] |= {"float32_matmul_precision": precise}
     return Problem(Config.model_validate(values), seed, steps, tuple(changes))
 
 
-def _small_model(model: ModelConfig, changes: list[str]) -> ModelConfig:
-    """Fewer layers and smaller widths, the same switches and proportions."""
+def _told(changes: list[str], option: str, before: Any, after: Any) -> None:
+    if before != after:
+        changes.append(f"{option} {before} -> {after}")
+
+
+def _optimizer(config: Config, changes: list[str]) -> dict[str, Any]:
+    """Its options where rounding would decide what happens."""
+    options = config.optimizer
+    rate = min(max(options.learning_rate, LEARNING_RATES[0]), LEARNING_RATES[1])
+    _told(changes, "optimizer.learning_rate", options.learning_rate, rate)
+    if options.name == "sgd":
+        return {"learning_rate": rate}
+    epsilon = max(options.eps, SMALLEST_EPSILON)
+    _told(changes, "optimizer.eps", options.eps, epsilon)
+    return {"learning_rate": rate, "eps": epsilon}
+
+
+def _small_model(model: ModelConfig, layouts: Sequence[Layout], changes: list[str]) -> ModelConfig:
+    """Fewer layers and smaller widths, the same switches and proportions, and still cut as the layouts cut it."""
     small: dict[str, int] = {}
-    heads, group = model.num_attention_heads, model.num_attention_heads // model.num_key_value_heads
-    if heads > MOST_HEADS:
-        small["num_attention_heads"] = heads = MOST_HEADS
-        small["num_key_value_heads"] = max(1, heads // group) if heads % max(1, heads // group) == 0 else 1
-    head_dim = min(model.head_dim, MOST_HEAD_DIM)
-    wide = model.hidden_size > MOST_HIDDEN or head_dim * heads < model.head_dim * model.num_attention_heads
-    if wide:
-        scale = heads * head_dim / (model.num_attention_heads * model.head_dim)
-        small["head_dim"] = head_dim
-        small["hidden_size"] = min(MOST_HIDDEN, 2 * round(model.hidden_size * scale / 2))
-        small["intermediate_size"] = max(8, round(model.intermediate_size * small["hidden_size"] / model.hidden_size))
-    small["num_hidden_layers"] = min(model.num_hidden_layers, MOST_LAYERS)
+    width = model.num_attention_heads * model.head_dim
+    if max(width, model.hidden_size) > MOST_WIDTH:
+        group = model.num_attention_heads // model.num_key_value_heads
+        kv_heads = _fewer_kv_heads(model, {layout.tp for layout in layouts})
+        heads = group * kv_heads
+        head_dim = max(4, min(model.head_dim, MOST_HEAD_DIM, MOST_WIDTH // heads) // 2 * 2)
+        hidden = 2 * round(model.hidden_size * heads * head_dim / width / 2)
+        hidden = min(model.hidden_size, MOST_WIDTH, max(LEAST_WIDTH, hidden))
+        small |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+        small["hidden_size"] = hidden
+        small["intermediate_size"] = max(8, round(model.intermediate_size * hidden / model.hidden_size))
+    most_layers = max(MOST_LAYERS, *(layout.pp for layout in layouts))
+    small["num_hidden_layers"] = min(model.num_hidden_layers, most_layers)
     small["vocab_size"] = model.vocab_size if model.vocab_size <= MOST_VOCABULARY else PRIME_VOCABULARY
     for name, value in small.items():
-        if value != getattr(model, name):
-            changes.append(f"model.{name} {getattr(model, name)} -> {value}")
+        _told(changes, f"model.{name}", getattr(model, name), value)
     return model.model_copy(update=small)
+
+
+def _fewer_kv_heads(model: ModelConfig, tensor_parallel_sizes: set[int]) -> int:
+    """The fewest that every tensor-parallel size cuts, or shares, as it does the model's own."""
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    group = heads // kv_heads
+    for fewer in range(min(2, kv_heads), kv_heads):
+        alike = (
+            (heads % tp == 0) == (group * fewer % tp == 0) and (kv_heads % tp == 0) == (fewer % tp == 0)
+            for tp in tensor_parallel_sizes
+        )
+        if all(alike):
+            return fewer
+    return kv_heads
 
 
 def _without_dropout(model: ModelConfig, changes: list[str]) -> ModelConfig:
     dropouts = {name: 0.0 for name in ModelConfig.model_fields if name.endswith("_dropout") and getattr(model, name)}
     for name in dropouts:
-        changes.append(f"model.{name} {getattr(model, name)} -> 0: transformers draws other masks than we do")
+        changes.append(f"model.{name} {getattr(model, name)} -> 0, because transformers draws other masks than we do")
     return model.model_copy(update=dropouts)
 
 
 def _sequence_length(config: Config, layouts: Sequence[Layout], changes: list[str], full: bool) -> int:
-    """Short, and a multiple of every tensor-parallel size that cuts the sequence."""
-    wanted = config.training.sequence_length
+    """Short, and where there is room a multiple of every tensor-parallel size that cuts the sequence."""
+    wanted, longest = config.training.sequence_length, config.model.max_position_embeddings
     parts = math.lcm(*(layout.tp for layout in layouts if layout.sequence_parallel))
-    length = wanted if full else min(wanted, MOST_SEQUENCE)
-    length = max(parts, length // parts * parts)
-    if length != wanted:
-        changes.append(f"training.sequence_length {wanted} -> {length}")
+    length = min(longest, wanted if full else min(wanted, MOST_SEQUENCE))
+    if parts <= longest:
+        length = max(parts, length // parts * parts)
+    reason = f" (cut by tp {parts})" if parts > 1 and length % parts == 0 else ""
+    _told(changes, "training.sequence_length", wanted, f"{length}{reason}" if length != wanted else wanted)
     return length

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from launch.devices import Device
 from launch.verify.layout import Layout
-from launch.verify.observations import Block, Quantity, around, by_step, whole
+from launch.verify.observations import COPIES, Block, Quantity, around, by_step, whole
 from launch.verify.problem import Batch, Problem, Training
+from megalite.config import Config
 from megalite.engine.engine import Engine, build_engine
 from megalite.engine.state import moment_names, read_parameter, reading_gradients, refresh, write_parameter
 from megalite.parallel.initialize import initialize_
 from megalite.parallel.shard import Shard
+from megalite.resilience.replicas import find_disagreements
 from models.decoder import decoder_layers
 
 
@@ -33,10 +36,7 @@ def solve(rank: int, problem: Problem, layout: Layout, trainings: Sequence[Train
 def _engine(problem: Problem, layout: Layout, training: Training) -> Engine:
     """The layout's engine at the problem's initial weights."""
     config = layout.config(training.config)
-    if layout.zero == 3:  # by default ZeRO-3 leaves parameters this small whole
-        values = config.model_dump(mode="json")
-        values["deepspeed"].setdefault("zero_optimization", {}).setdefault("stage3_param_persistence_threshold", 0)
-        config = type(config).model_validate(values)
+    config = _as_if_large(config, training)
     device: Device = "cuda" if torch.cuda.is_initialized() else "cpu"
     engine = build_engine(
         decoder_layers(config.model, config.recompute.mode), config, config.check_world(layout.world_size, device)
@@ -51,6 +51,23 @@ def _engine(problem: Problem, layout: Layout, training: Training) -> Engine:
         write_parameter(parameter, {"weight": value.to(engine.deepspeed.device)})
     refresh(engine)
     return engine
+
+
+def _as_if_large(config: Config, training: Training) -> Config:
+    """DeepSpeed's sizes, where the user has not set them, such that this model is treated as a large one.
+
+    A bucket holds about one matrix, so that there are many. ZeRO-3 partitions everything in one training, and keeps
+    vectors whole in the other.
+    """
+    model = config.model
+    values = config.model_dump(mode="json")
+    sizes = values["deepspeed"].setdefault("zero_optimization", {})
+    for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
+        sizes.setdefault(bucket, model.hidden_size * model.intermediate_size)
+    if config.parallel.zero_stage == 3:
+        kept = model.hidden_size if training.keeps_vectors_whole else 0
+        sizes.setdefault("stage3_param_persistence_threshold", kept)
+    return Config.model_validate(values)
 
 
 def _train(engine: Engine, layout: Layout, training: Training) -> Iterator[Block]:
@@ -68,12 +85,13 @@ def _train(engine: Engine, layout: Layout, training: Training) -> Iterator[Block
         if step == 0:
             gradients: list[Block] = []
             with reading_gradients(engine, lambda p, g: gradients.extend(_pieces(quantity("gradient"), p, g))):  # noqa: B023
-                result = engine.train_step(micro_batches, training.config.optimizer.learning_rate)
+                result = engine.train_step(micro_batches, training.learning_rate(step))
             yield from gradients
         else:
-            result = engine.train_step(micro_batches, training.config.optimizer.learning_rate)
+            result = engine.train_step(micro_batches, training.learning_rate(step))
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
+    yield from whole(quantity(COPIES), {str(copy): np.ones(1) for copy in find_disagreements(engine)})
     after = float(engine.evaluate(_held(engine, first), layout.accumulation))
     yield from whole(quantity("loss"), by_step(losses))
     yield from whole(quantity("gradient norm"), by_step(norms))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from launch.errors import LaunchError
 from launch.verify.observations import Observations, Quantity, around, by_step
 from launch.verify.problem import Batch, Dtype, Problem, Training
 from megalite.engine.optimizer import MOMENTS
@@ -67,8 +68,12 @@ class TransformersModel(Model):
 
         model = problem.config.model
         values = hf_config(model, "fp32")
-        config = AutoConfig.for_model(values.pop("model_type"), **values)
-        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        try:
+            config = AutoConfig.for_model(values.pop("model_type"), **values)
+            module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        except Exception as error:  # whatever it raises is about the options it was given
+            reason = " ".join(str(error).split())
+            raise LaunchError(f"transformers does not build this model, {reason}: try --reference self") from None
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         self.module = module.to(device=device, dtype=dtype).eval()
         for name, buffer in buffers.items():  # rotary angles are float32 in every format, transformers' and ours
@@ -93,11 +98,8 @@ class TransformersModel(Model):
             return self.module(tokens, attention_mask=allowed, position_ids=positions).logits
 
     def layers(self) -> dict[str, nn.Module]:
-        names = [name for name, module in self.module.named_modules() if name != "lm_head"]
-        wanted = {f"{name}." for name in names}
-        ours = {spec for spec in self.parts if not spec.startswith("lm_head")}
-        prefixes = {_layer_of(name) for name in ours}
-        return {name: self.module.get_submodule(name) for name in names if name in prefixes and f"{name}." in wanted}
+        layers = {_layer_of(name) for name in self.parts if not name.startswith("lm_head")}
+        return {name: module for name, module in self.module.named_modules() if name in layers}
 
 
 def _layer_of(name: str) -> str:
@@ -227,6 +229,8 @@ def solve(
         clip = training.config.training.gradient_clipping
         if clip:
             nn.utils.clip_grad_norm_(exact.module.parameters(), clip)
+        for group in optimizer.param_groups:
+            group["lr"] = training.learning_rate(step)
         optimizer.step()
         with torch.no_grad():
             for parameter, copy in pairs:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
 from launch.verify.command import Plan, Report
 from launch.verify.diagnosis import AXES, Verdict
 from launch.verify.judge import Finding, worst
+from megalite.config.known_bad import installed_versions, matching
 
 COLUMNS = {"loss": ("loss", "evaluation loss"), "norm": ("gradient norm",), "gradient": ("gradient",)}
 """Column of the table -> the quantities of which it shows the worst error."""
@@ -26,7 +28,20 @@ def introduction(plan: Plan) -> str:
     ]
     lines += [f"  {change}" for change in plan.problem.changes]
     lines += [f"  left out: {reason}" for reason in plan.left_out]
+    lines += [f"  known to go wrong: {sentence}" for sentence in known_bad(plan)]
     return "\n".join(lines)
+
+
+def known_bad(plan: Plan) -> list[str]:
+    """What is publicly known to go wrong with the installed versions and any of the layouts."""
+    versions, sentences = installed_versions(), []
+    for layout in plan.layouts:
+        config = layout.config(plan.problem.config)
+        resolved = config.check_world(layout.world_size, plan.device)
+        sentences += [
+            row.sentence(config, resolved, versions) for row in matching(config, resolved, versions, plan.device)
+        ]
+    return list(dict.fromkeys(sentences))
 
 
 def table(report: Report) -> Table:
@@ -47,7 +62,9 @@ def row(verdict: Verdict) -> list[str]:
     if verdict.crash:
         return [*cells, *[""] * len(COLUMNS), verdict.crash, "", "", outcome]
     for kinds in COLUMNS.values():
-        cells.append(f"{max(f.error for f in verdict.findings if f.quantity.kind in kinds):.1e}")
+        cells.append(f"{np.max([f.error for f in verdict.findings if f.quantity.kind in kinds]):.1e}")  # keeps NaN
+    if verdict.disagreements and all(finding.passed for finding in verdict.findings):
+        return [*cells, verdict.disagreements[0], "", "", outcome]
     top = worst(verdict.findings)
     name = top.name.removeprefix("model.").removesuffix(".weight")
     return [*cells, f"{top.quantity}, {name}", f"{top.error:.1e}", f"{top.bound:.1e}", outcome]
@@ -60,14 +77,16 @@ def conclusion(report: Report) -> list[str]:
     for diagnosis in report.diagnoses:
         lines.append(f"why {diagnosis.smallest} fails:")
         lines += [f"  - {sentence}" for sentence in diagnosis.sentences]
-    count, seed = len(report.verdicts), report.plan.problem.seed
+    count, seed, formats = len(report.plan.layouts), report.plan.problem.seed, " and ".join(report.plan.dtypes)
     if failed:
         lines.append(
-            f"{len(failed)} of {count} layouts do NOT compute what {_who(report)} computes "
-            f"({report.seconds:.0f} s; --seed {seed} repeats it)"
+            f"{len({verdict.layout for verdict in failed})} of {count} layouts do NOT compute what {_who(report)} "
+            f"computes, in {formats} ({report.seconds:.0f} s; --seed {seed} repeats it)"
         )
     else:
-        lines.append(f"all {count} layouts compute what {_who(report)} computes ({report.seconds:.0f} s)")
+        lines.append(f"all {count} layouts compute what {_who(report)} computes, in {formats} ({report.seconds:.0f} s)")
+        if all(verdict.layout.world_size == 1 for verdict in report.verdicts):
+            lines.append("but all of them are one process: nothing parallel was verified")
     return lines
 
 
@@ -75,19 +94,26 @@ def _who(report: Report) -> str:
     return "transformers" if report.plan.reference == "transformers" else "our serial model"
 
 
+def plan_as_json(plan: Plan) -> dict[str, Any]:
+    """What will be run."""
+    return {
+        "reference": plan.reference,
+        "device": plan.device,
+        "dtypes": plan.dtypes,
+        "planned": [str(layout) for layout in plan.layouts],
+        "left_out": plan.left_out,
+        "seed": plan.problem.seed,
+        "steps": plan.problem.steps,
+        "changes": plan.problem.changes,
+        "config": plan.problem.config.model_dump(mode="json"),
+    }
+
+
 def as_json(report: Report) -> dict[str, Any]:
     """Everything a program may want to know."""
-    problem = report.plan.problem
-    return {
+    return plan_as_json(report.plan) | {
         "passed": report.passed,
         "seconds": round(report.seconds, 1),
-        "reference": report.plan.reference,
-        "device": report.plan.device,
-        "seed": problem.seed,
-        "steps": problem.steps,
-        "changes": problem.changes,
-        "left_out": report.plan.left_out,
-        "config": problem.config.model_dump(mode="json"),
         "layouts": [_verdict(verdict) for verdict in report.verdicts],
         "diagnoses": [
             {"axes": [AXES[axis] for axis in d.axes], "smallest": str(d.smallest), "sentences": d.sentences}
@@ -103,6 +129,7 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
         "passed": verdict.passed,
         "seconds": round(verdict.seconds, 1),
         "crash": verdict.crash,
+        "traceback": verdict.traceback,
         "disagreements": verdict.disagreements,
         "worst": _finding(worst(verdict.findings)) if verdict.findings else None,
         "failures": [_finding(finding) for finding in verdict.failures],
@@ -114,7 +141,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
         "training": finding.quantity.training,
         "quantity": finding.quantity.kind,
         "name": finding.name,
-        "error": finding.error,
+        "error": finding.error if np.isfinite(finding.error) else None,  # JSON has no NaN
         "bound": finding.bound,
         "ratio": finding.ratio,
     }

@@ -25,7 +25,7 @@ from megalite.engine.deepspeed_config import deepspeed_config
 from megalite.engine.optimizer import build_optimizer
 from megalite.engine.pipeline import Pipeline
 from megalite.engine.plain import PlainModel
-from megalite.engine.seams import quiet_stdout, share_fp32_weights
+from megalite.engine.seams import quiet_stdout, share_fp32_weights, tied_weights
 from megalite.engine.topology import Grid, tensor_parallel_of
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import LayerSpec, Payload, make_layer, named_shards
@@ -202,7 +202,15 @@ class PipelinedEngine(Engine):
 
     def _train(self, micro_batches: Sequence[MicroBatch], weight: Tensor) -> Tensor:
         loss: Tensor = self.deepspeed.train_batch(self._feed(micro_batches, weight))
+        self._unite_tied_weights()
         return loss
+
+    @torch.no_grad()
+    def _unite_tied_weights(self) -> None:
+        """The first stage's copy for all: stages sum the same gradients at other places of a buffer, in another order,
+        and would drift apart by a rounding per step."""
+        for weight, group in tied_weights(self.deepspeed.module):
+            dist.broadcast(weight.data, src=dist.get_global_rank(group, 0), group=group)
 
     def _evaluate(self, micro_batches: Sequence[MicroBatch], count: int, weight: Tensor) -> Tensor:
         feed = self._feed(micro_batches, weight)

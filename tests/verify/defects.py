@@ -205,3 +205,22 @@ def attention_head_of_a_neighbour() -> None:
             self.tp = mine
 
     decoder.Attention._whole_kv_head = neighbour  # type: ignore[method-assign]
+
+
+def schedule_is_ignored() -> None:
+    """Every step at the rate that the optimizer was built with."""
+    original = engine.Engine.train_step
+
+    def train_step(self: Any, micro_batches: Any, learning_rate: float) -> Any:
+        return original(self, micro_batches, self.config.optimizer.learning_rate)
+
+    engine.Engine.train_step = train_step  # type: ignore[method-assign]
+
+
+def full_buckets_are_not_reduced() -> None:
+    """Of the gradients only the last bucket is reduced; a model that fits in one shows nothing."""
+    optimizer = deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
+    original = optimizer.average_tensor
+    optimizer.average_tensor = lambda self, tensor, dtype: (
+        original(self, tensor, dtype) if tensor.numel() < self.reduce_bucket_size / 2 else None
+    )

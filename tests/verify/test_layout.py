@@ -9,7 +9,7 @@ import pytest
 from launch.errors import LaunchError
 from launch.verify.layout import AUTO, Layout, auto_layouts, covering, parse_layouts
 from megalite.config import ConfigError
-from tests.verify.odd import LAYOUTS, config_of, problem
+from tests.verify.odd import LAYOUTS, problem
 
 
 def test_a_layout_reads_as_it_is_written() -> None:
@@ -30,11 +30,13 @@ def test_several_layouts() -> None:
     ("text", "said"),
     [
         ("", "--layouts is empty"),
+        (" ; ,", "--layouts is empty"),
         ("tensor=2", '"tensor=2" is not understood: the words are tp, pp, dp, zero'),
         ("tp=two", '"tp=two": tp is a whole number from 1'),
         ("tp=0", "tp is a whole number from 1"),
         ("tp", "tp is a whole number from 1"),
         ("tp=2,tp=4", "gives tp twice"),
+        ("dp=2,sequence_parallel", "sequence_parallel cuts nothing without a tp of 2 or more"),
         ("zero=4", "zero is 1, 2 or 3"),
         ("zero=0", "zero is 1, 2 or 3 (stage 0 is served by 1)"),
         ("recompute=some", "recompute is none, selective or full"),
@@ -98,8 +100,15 @@ def test_the_matrix_is_the_one_that_is_promised() -> None:
 
 def test_auto_runs_the_configs_own_layout_first_and_nothing_that_does_not_fit() -> None:
     own = Layout(tp=2, dp=4, zero=3)
-    assert auto_layouts(own, most=8)[0] == own
-    assert all(layout.world_size <= 2 for layout in auto_layouts(own, most=2))
+    fitting, left_out = auto_layouts(own, most=8)
+    assert fitting[0] == own and not left_out
+    fitting, left_out = auto_layouts(own, most=2)
+    assert all(layout.world_size <= 2 for layout in fitting)
+    assert (
+        left_out[0] == "tp=2,dp=4,zero=3: needs 8 ranks, 2 fit here" and len(fitting) + len(left_out) == len(AUTO) + 1
+    )
+    many = Layout(dp=2, accumulation=64)
+    assert auto_layouts(many, most=8)[0][0] == Layout(dp=2, accumulation=4)
     axes = {axis for layout in AUTO for axis in layout.axes}
     assert axes == set(vars(Layout())), "auto leaves an axis out"
 
@@ -108,4 +117,3 @@ def test_an_axis_that_is_off_takes_along_what_needs_it() -> None:
     layout = Layout(tp=2, dp=2, zero=3, sequence_parallel=True)
     assert layout.without("tp") == Layout(dp=2, zero=3)
     assert layout.without("sequence_parallel") == Layout(tp=2, dp=2, zero=3)
-    assert config_of().model.num_attention_heads == 4

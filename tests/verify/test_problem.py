@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 
+from launch.errors import LaunchError
 from launch.verify.layout import Layout
 from launch.verify.problem import make_problem
 from megalite.config import Config
@@ -33,8 +35,8 @@ def test_a_large_model_gets_small_and_keeps_its_switches_and_proportions() -> No
     config = config_of(sequence=8192, model=BIG, optimizer={"eps": 1e-8})
     small = make_problem(config, [Layout(tp=4)], seed=1, steps=3, full=False)
     model = small.config.model
-    assert model.num_attention_heads // model.num_key_value_heads == 4
-    assert model.hidden_size == model.num_attention_heads * model.head_dim <= 256
+    assert (model.num_attention_heads, model.num_key_value_heads, model.head_dim) == (16, 4, 16)
+    assert model.hidden_size == model.num_attention_heads * model.head_dim == 256
     assert model.intermediate_size == 14336 * model.hidden_size // 4096
     assert (model.rope_theta, model.tie_word_embeddings) == (500_000.0, True)
     assert model.vocab_size % 2 == 1 and model.num_hidden_layers == 5
@@ -49,6 +51,53 @@ def test_full_changes_no_size() -> None:
     whole = made(config, Layout(), full=True)
     assert whole.model.model_copy(update={"initializer_range": 0.02}) == config.model
     assert whole.training.sequence_length == 640
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "hidden", "layouts"),
+    [
+        (28, 4, 128, 3584, [Layout(tp=2), Layout(tp=4)]),  # Qwen2-7B
+        (14, 2, 64, 896, [Layout(tp=2)]),
+        (9, 3, 64, 576, [Layout(tp=3)]),  # SmolLM-135M
+        (64, 8, 128, 8192, [Layout(tp=8), Layout(pp=8)]),  # Llama-3-70B
+        (32, 32, 128, 4096, [Layout(tp=2), Layout(tp=4)]),
+        (16, 16, 256, 3072, [Layout(tp=4)]),  # Gemma-7B: heads wider than the model
+        (128, 128, 128, 64, [Layout(tp=2)]),
+        (64, 1, 64, 96, [Layout(tp=4)]),
+    ],
+)
+def test_a_small_model_is_cut_as_the_large_one(
+    heads: int, kv_heads: int, head_dim: int, hidden: int, layouts: list[Layout]
+) -> None:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim, "hidden_size": hidden}
+    small = made(config_of(model=BIG | sizes), *layouts)
+    model = small.model
+    assert model.num_attention_heads // model.num_key_value_heads == heads // kv_heads
+    assert model.num_attention_heads * model.head_dim <= 512 and 32 <= model.hidden_size <= 256
+    for layout in layouts:
+        assert (model.num_key_value_heads % layout.tp == 0) == (kv_heads % layout.tp == 0), "another code path"
+        layout.config(small)  # raises where it cannot be
+
+
+def test_learning_rates_that_nothing_could_be_seen_at_are_changed_and_said() -> None:
+    for rate, wanted in ((1e-8, 1e-4), (1e-3, 1e-3), (0.5, 3e-3)):
+        asked = make_problem(config_of(optimizer={"learning_rate": rate}), [Layout()], seed=1, steps=3, full=False)
+        assert asked.config.optimizer.learning_rate == wanted
+        assert any("learning_rate" in change for change in asked.changes) == (rate != wanted)
+    rates = [asked.training().learning_rate(step) for step in range(3)]
+    assert len(set(rates)) == 3, "a schedule that is not followed must show"
+
+
+def test_what_cannot_be_verified_is_one_sentence() -> None:
+    with pytest.raises(LaunchError, match="vocab_size 1 has nothing to verify"):
+        problem([Layout()], model={"vocab_size": 1})
+    with pytest.raises(LaunchError, match="only a global batch of 3080 sequences"):
+        problem([Layout(dp=7), Layout(dp=5), Layout(dp=8, accumulation=11)])
+
+
+def test_a_sequence_is_never_longer_than_the_model_allows() -> None:
+    config = config_of(sequence=2, model={"max_position_embeddings": 2})
+    assert made(config, Layout(), Layout(tp=4, sequence_parallel=True)).training.sequence_length == 2
 
 
 def test_a_small_model_stays_as_it_is() -> None:
