@@ -13,7 +13,7 @@ from megalite.checkpoint.manifest import WEIGHT, FileEntry, Manifest, step_folde
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.writer import PieceWriter, commit, start, temporary_folder
 from megalite.engine.engine import Engine
-from megalite.engine.seams import loss_scaler_state, set_loss_scaler_state
+from megalite.engine.seams import loss_scaler_state, set_loss_scaler_state, tied_weights
 from megalite.engine.state import (
     create_moments,
     moment_names,
@@ -91,11 +91,14 @@ def _write_pieces(
     at = engine.coordinate
     writer = PieceWriter(folder, f"stage_{at.pipeline_rank:03d}_tensor_{at.tensor_rank:03d}")
     failure: Exception | None = None
+    # the first stage's copy of a tied weight is the one that the others follow; masters and moments differ by rounding
+    tied = tied_weights(engine.deepspeed.module)
+    copies = {weight for weight, group in tied if dist.get_group_rank(group, dist.get_rank()) > 0}
     for _, parameter in engine.parameters():
         shard = parameter.shard  # type: ignore[attr-defined]
         # collective over the data-parallel group: a rank that cannot write goes on taking part
         tensors = read_parameter(parameter, moments)
-        if failure or at.data_rank or (shard.is_replicated and at.tensor_rank):
+        if failure or at.data_rank or (shard.is_replicated and at.tensor_rank) or parameter in copies:
             continue
         try:
             for kind, value in tensors.items():

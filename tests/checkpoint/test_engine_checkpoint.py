@@ -128,6 +128,15 @@ def test_a_resume_on_the_same_layout_is_bit_identical(case: Case, tmp_path: Path
     assert all((after[name] == value).all() for name, value in before.items())
 
 
+def test_a_resume_with_a_tied_weight_goes_on_from_the_first_stages_copy(tmp_path: Path) -> None:
+    """Stages sum its gradient in another order, so its masters and moments differ; the first stage's are followed."""
+    model = {"tie_word_embeddings": True, "vocab_size": 2048}
+    case = Case(pp=2, dp=3, micro_batch=1, dtype="bf16", model=model, steps=STEPS, global_batch=BATCH)
+    first = run_ranks(uninterrupted, case.world_size, case, tmp_path)
+    second = run_ranks(resumed, case.world_size, case, tmp_path / f"step_{SAVED_AT:08d}")
+    assert second[0]["numbers"] == first[0]["numbers"][SAVED_AT:]
+
+
 def save_where_rank_0_cannot_write(rank: int, case: Case, root: Path) -> str:
     """Rank 0 may write 10 kB per file: the save fails in the middle of its parameters, with data-parallel peers in a
     collective."""
