@@ -6,6 +6,7 @@ What they run is an ordinary function of (rank, *arguments) at module level. A r
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -112,7 +113,8 @@ def _rank_main(
     except BaseException as error:
         last_line = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
         result = pickle.dumps((False, (last_line, traceback.format_exc())))
-    pipe.send_bytes(result)
+    with contextlib.suppress(BrokenPipeError):  # the command is gone
+        pipe.send_bytes(result)
     pipe.close()
 
 
