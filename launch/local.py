@@ -55,7 +55,7 @@ def start_local_ranks(ranks: int, environment: dict[str, str], arguments: Sequen
     # what the `deepspeed` command itself runs on a single host, without a second import of DeepSpeed before it
     hosts = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
     command = [sys.executable, "-m", "deepspeed.launcher.launch", "--quiet", "--no_local_rank", "--node_rank", "0"]
-    command += ["--world_info", hosts, "--master_addr", "127.0.0.1", "--master_port", str(_free_port())]
+    command += ["--world_info", hosts, "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
     command += ["--module", "launch.train", *arguments]
     launcher: subprocess.Popen[bytes] | None = None
 
@@ -80,7 +80,8 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of this machine that nobody listened on a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

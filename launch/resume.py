@@ -10,10 +10,10 @@ from launch.errors import LaunchError
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import Manifest, find_latest, read_manifest
 from megalite.config import Config
+from megalite.config.model import DROPOUTS
 
 IMPORTED = "hugging_face"  # the key under which launch/convert.py keeps it
-DROPOUT = {"attention_dropout", "embedding_dropout", "residual_dropout"}
-NOT_OF_THE_SHAPE = {"initializer_range", "max_position_embeddings", "model_type", *DROPOUT}
+NOT_OF_THE_SHAPE = {"initializer_range", "max_position_embeddings", "model_type", *DROPOUTS}
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,13 @@ if __name__ == "__main__" and sys.path[0] == str(Path(__file__).resolve().parent
     del sys.path[0]  # started as a script: this folder's modules must not shadow top-level ones
 
 from launch.data import RunData, evaluation_batches, open_data, training_batches
+from launch.devices import Device
 from launch.errors import INTERRUPTED_CODE, STOPPED_CODE, USER_ERROR_CODE, USER_ERRORS, LaunchError
 from launch.ranks import Rank, be_deterministic, this_rank
 from launch.resume import Start, checkpoints_of, find_start
 from launch.run_folder import lock_run_folder, write_receipt, write_settings
 from megalite.config import Config, ResolvedLayout, load_config
-from megalite.config.known_bad import Device, check_known_bad, installed_versions
+from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.training.errors import TrainingStopped
 
 if TYPE_CHECKING:

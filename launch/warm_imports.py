@@ -3,9 +3,8 @@
 
 import signal
 
-signal.signal(
-    signal.SIGINT, signal.SIG_IGN
-)  # the command ends its ranks; a server that imports would print a traceback
+# the command ends its ranks; a server that imports would print a traceback
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 import numpy.random
 

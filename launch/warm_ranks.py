@@ -10,7 +10,6 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from launch.local import end_with_parent
+from launch.local import end_with_parent, free_port
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["launch.warm_imports"])
@@ -44,7 +43,7 @@ def warm_up(environment: Mapping[str, str]) -> None:
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120) -> list[Any]:
     """`function(rank, *arguments)` on `world_size` ranks; the results in rank order. Raises RankFailure."""
-    port = _free_port()
+    port = free_port()
     pipes, processes = [], []
     for rank in range(world_size):
         ours, theirs = _CONTEXT.Pipe(duplex=False)
@@ -116,9 +115,3 @@ def _rank_main(
     with contextlib.suppress(BrokenPipeError):  # the command is gone
         pipe.send_bytes(result)
     pipe.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -19,7 +19,7 @@ from launch.verify.diagnosis import Diagnosis, Verdict, diagnose
 from launch.verify.judge import Answer, judge
 from launch.verify.layout import Layout, auto_layouts, layout_of, parse_layouts
 from launch.verify.observations import COPIES, FIRST_STEP, Block, Observations, assemble
-from launch.verify.problem import Dtype, Problem, Training, make_problem
+from launch.verify.problem import FP16_SCALE_POWER, Dtype, Problem, Training, make_problem
 from launch.warm_ranks import RankFailure, run_ranks, warm_up
 from megalite.config import Config, ConfigError
 from megalite.config.known_bad import installed_versions, matching
@@ -72,7 +72,8 @@ def make_plan(
     device: Device = "cuda" if gpus else "cpu"
     most = gpus or MOST_CPU_RANKS
     too_large: list[str] = []
-    if layouts.strip().lower() == "auto":
+    is_auto = layouts.strip().lower() == "auto"
+    if is_auto:
         wanted, too_large = auto_layouts(_own_layout(config, gpus), most)
     else:
         wanted = parse_layouts(layouts)
@@ -89,7 +90,7 @@ def make_plan(
         full=full,
         keep_dropout=reference == "self",
     )
-    runnable, left_out = _legal(problem, wanted, strict=layouts.strip().lower() != "auto")
+    runnable, left_out = _legal(problem, wanted, strict=not is_auto)
     if not runnable:
         raise LaunchError(f"none of the layouts can be run, for example {left_out[0]}")
     dtype = config.precision.dtype
@@ -215,19 +216,23 @@ class Session:
         return diagnoses
 
     def _known_bad(self, layout: Layout) -> list[str]:
-        """What is publicly known to go wrong with the installed versions and these settings."""
-        config, versions = layout.config(self.references.problem.config), installed_versions()
-        resolved = config.check_world(layout.world_size, self.references.device)
-        rows = matching(config, resolved, versions, self.references.device)
-        return [f"{row.sentence(config, resolved, versions)}, {row.url}" for row in rows]
+        return known_bad(layout, self.references.problem.config, self.references.device)
+
+
+def known_bad(layout: Layout, config: Config, device: Device) -> list[str]:
+    """What is publicly known to go wrong with the installed versions and these settings."""
+    config, versions = layout.config(config), installed_versions()
+    resolved = config.check_world(layout.world_size, device)
+    rows = matching(config, resolved, versions, device)
+    return [f"{row.sentence(config, resolved, versions)}, {row.url}" for row in rows]
 
 
 def _in_dtype(problem: Problem, dtype: str) -> Problem:
     values = problem.config.model_dump(mode="json")
     if dtype != values["precision"]["dtype"]:
         values["precision"] |= {"dtype": dtype, "gradient_accumulation_dtype": "fp32"}
-    if dtype == "fp16":  # a scale that does not overflow, so that no step is skipped
-        values["deepspeed"].setdefault("fp16", {})["initial_scale_power"] = 12
+    if dtype == "fp16":
+        values["deepspeed"].setdefault("fp16", {})["initial_scale_power"] = FP16_SCALE_POWER
     else:
         values["deepspeed"].pop("fp16", None)
     return replace(problem, config=Config.model_validate(values))

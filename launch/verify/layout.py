@@ -5,8 +5,6 @@ In: a config, text such as `tp=2,pp=2,zero=1`. Out: `Layout`s, and configs that 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -120,38 +118,6 @@ def _value(name: str, value: str, word: str) -> Any:
     if not value.isdecimal() or int(value) < 1:
         raise LaunchError(f'--layouts: "{word}": {name} is a whole number from 1, as in {name}=2')
     return int(value)
-
-
-def legal_layouts(
-    sizes: Sequence[int], replicas: Sequence[int], accumulations: Sequence[int], most: int
-) -> list[Layout]:
-    """Every combination that is not refused for every model: tp and pp of `sizes`, at most `most` ranks."""
-    recompute: tuple[Recompute, ...] = ("none", "selective", "full")
-    axes = itertools.product(sizes, sizes, replicas, (1, 2, 3), (False, True), recompute, accumulations)
-    layouts = [Layout(*values) for values in axes]
-    return [
-        layout
-        for layout in layouts
-        if layout.world_size <= most
-        and not (layout.pp > 1 and layout.zero > 1)
-        and not (layout.sequence_parallel and layout.tp == 1)
-    ]
-
-
-def covering(layouts: Iterable[Layout], other: Sequence[bool] = (False,)) -> list[tuple[Layout, bool]]:
-    """A few of `layouts`, with a switch of the model, that hold every pair of values that any of them holds.
-
-    Greedy, and the same on every call: most defects need two settings at once, hardly any three.
-    """
-    cases = list(itertools.product(layouts, other))
-    pairs = {case: set(itertools.combinations(enumerate([*vars(case[0]).values(), case[1]]), 2)) for case in cases}
-    missing = set().union(*pairs.values())
-    chosen = []
-    while missing:
-        best = max(cases, key=lambda case: (len(pairs[case] & missing), -case[0].world_size))
-        chosen.append(best)
-        missing -= pairs[best]
-    return chosen
 
 
 AUTO = (

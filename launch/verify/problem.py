@@ -20,8 +20,10 @@ import numpy as np
 from launch.errors import LaunchError
 from launch.verify.layout import Layout
 from megalite.config import Config, ModelConfig
+from megalite.config.model import DROPOUTS
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
+FP16_SCALE_POWER = 12  # of the loss, to the base 2: so small that nothing overflows and no step is skipped
 MOST_LAYERS, MOST_VOCABULARY, MOST_SEQUENCE = 5, 2048, 64
 MOST_WIDTH, LEAST_WIDTH, MOST_HEAD_DIM = 256, 32, 32
 MOST_ROWS = 256
@@ -219,7 +221,7 @@ def _fewer_kv_heads(model: ModelConfig, tensor_parallel_sizes: set[int]) -> int:
 
 
 def _without_dropout(model: ModelConfig, changes: list[str]) -> ModelConfig:
-    dropouts = {name: 0.0 for name in ModelConfig.model_fields if name.endswith("_dropout") and getattr(model, name)}
+    dropouts = {name: 0.0 for name in DROPOUTS if getattr(model, name)}
     for name in dropouts:
         changes.append(f"model.{name} {getattr(model, name)} -> 0, because transformers draws other masks than we do")
     return model.model_copy(update=dropouts)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -80,19 +82,17 @@ def _train(engine: Engine, layout: Layout, training: Training) -> Iterator[Block
     yield from _forward(engine, layout, first, training)
     before = float(engine.evaluate(_held(engine, first), layout.accumulation))
     losses, norms = [], []
+    gradients: list[Block] = []
+    take = partial(_keep_gradient, gradients, quantity("gradient"))
     for step, batch in enumerate(training.batches):
         micro_batches = _held(engine, _micro_batches(engine, layout, batch))
-        if step == 0:
-            gradients: list[Block] = []
-            with reading_gradients(engine, lambda p, g: gradients.extend(_pieces(quantity("gradient"), p, g))):  # noqa: B023
-                result = engine.train_step(micro_batches, training.learning_rate(step))
-            yield from gradients
-        else:
+        with reading_gradients(engine, take) if step == 0 else nullcontext():
             result = engine.train_step(micro_batches, training.learning_rate(step))
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
     yield from whole(quantity(COPIES), {str(copy): np.ones(1) for copy in find_disagreements(engine)})
     after = float(engine.evaluate(_held(engine, first), layout.accumulation))
+    yield from gradients
     yield from whole(quantity("loss"), by_step(losses))
     yield from whole(quantity("gradient norm"), by_step(norms))
     yield from whole(quantity("evaluation loss"), around(before, after))
@@ -100,6 +100,10 @@ def _train(engine: Engine, layout: Layout, training: Training) -> Iterator[Block
     for _, parameter in engine.parameters():
         for kind, value in read_parameter(parameter, moments).items():
             yield from _pieces(quantity(kind), parameter, value)
+
+
+def _keep_gradient(blocks: list[Block], quantity: Quantity, parameter: nn.Parameter, gradient: Tensor) -> None:
+    blocks.extend(_pieces(quantity, parameter, gradient))
 
 
 def _pieces(quantity: Quantity, parameter: nn.Parameter, value: Tensor) -> Iterator[Block]:

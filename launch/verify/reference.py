@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from launch.errors import LaunchError
 from launch.verify.observations import Observations, Quantity, around, by_step
-from launch.verify.problem import Batch, Dtype, Problem, Training
+from launch.verify.problem import FP16_SCALE_POWER, Batch, Dtype, Problem, Training
 from megalite.engine.optimizer import MOMENTS
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import SerialModel, make_layer, named_shards
@@ -27,7 +27,6 @@ from models.decoder import decoder_layers
 from models.families import family, hf_config
 
 TORCH_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FP16_LOSS_SCALE = 2.0**12  # small enough that nothing overflows and no step is skipped
 SGD_MOVEMENT = 0.02  # of the norm of all weights, per clipped step: far above rounding, far below divergence
 
 Part = tuple[nn.Parameter, tuple[slice, ...]]
@@ -259,7 +258,7 @@ def _optimizer(training: Training, model: Model) -> torch.optim.Optimizer:
 
 def _backward(model: Model, exact: Model, batch: Batch, training: Training, accumulation: int) -> np.ndarray:
     """The loss of each valid token; the gradient of their mean, in the exact weights' format, into `exact`."""
-    scale = FP16_LOSS_SCALE if next(model.module.parameters()).dtype == torch.float16 else 1.0
+    scale = 2.0**FP16_SCALE_POWER if next(model.module.parameters()).dtype == torch.float16 else 1.0
     sums_in_fp32 = training.config.precision.gradient_accumulation_dtype == "fp32"
     exact.module.zero_grad()
     model.module.zero_grad()

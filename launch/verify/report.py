@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from launch.verify.command import Plan, Report
+from launch.verify.command import Plan, Report, known_bad
 from launch.verify.diagnosis import AXES, Verdict
 from launch.verify.judge import Finding, worst
-from megalite.config.known_bad import installed_versions, matching
 
 COLUMNS = {"loss": ("loss", "evaluation loss"), "norm": ("gradient norm",), "gradient": ("gradient",)}
 """Column of the table -> the quantities of which it shows the worst error."""
@@ -28,20 +27,9 @@ def introduction(plan: Plan) -> str:
     ]
     lines += [f"  {change}" for change in plan.problem.changes]
     lines += [f"  left out: {reason}" for reason in plan.left_out]
-    lines += [f"  known to go wrong: {sentence}" for sentence in known_bad(plan)]
+    known = [sentence for layout in plan.layouts for sentence in known_bad(layout, plan.problem.config, plan.device)]
+    lines += [f"  known to go wrong: {sentence}" for sentence in dict.fromkeys(known)]
     return "\n".join(lines)
-
-
-def known_bad(plan: Plan) -> list[str]:
-    """What is publicly known to go wrong with the installed versions and any of the layouts."""
-    versions, sentences = installed_versions(), []
-    for layout in plan.layouts:
-        config = layout.config(plan.problem.config)
-        resolved = config.check_world(layout.world_size, plan.device)
-        sentences += [
-            row.sentence(config, resolved, versions) for row in matching(config, resolved, versions, plan.device)
-        ]
-    return list(dict.fromkeys(sentences))
 
 
 def table(report: Report) -> Table:

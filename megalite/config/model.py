@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from megalite.config.base import DerivedInt, PositiveFloat, PositiveInt, Probability, Section
 
 DERIVED = ("num_key_value_heads", "head_dim")
+DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout")
 
 
 def _one_kv_head_per_head(data: dict[str, Any]) -> int:
@@ -89,7 +90,7 @@ class ModelConfig(Section):
     @property
     def has_dropout(self) -> bool:
         """Whether training needs sample numbers. Masks are a function of them, so they are equal on every layout."""
-        return max(self.attention_dropout, self.residual_dropout, self.embedding_dropout) > 0
+        return any(getattr(self, name) > 0 for name in DROPOUTS)
 
     @model_validator(mode="before")
     @classmethod

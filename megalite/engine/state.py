@@ -63,10 +63,9 @@ def reading_gradients(engine: Engine, take: Callable[[nn.Parameter, Tensor], Non
     step = optimizer.step
 
     def read_and_step(*args: Any, **kwargs: Any) -> Any:
+        scale = getattr(optimizer, "loss_scale", 1.0)  # BF16_Optimizer has none
         for _, parameter in engine.parameters():
-            take(
-                parameter, _read_gradient(parameter) / getattr(optimizer, "loss_scale", 1.0)
-            )  # BF16_Optimizer scales nothing
+            take(parameter, _read_gradient(parameter) / scale)
         return step(*args, **kwargs)
 
     optimizer.step = read_and_step

@@ -17,16 +17,9 @@ from megalite.config import Config
 from megalite.engine.engine import Engine, build_engine
 from megalite.engine.state import read_parameter
 from models.decoder import decoder_layers
+from tests.verify import odd
 
-MODEL = {
-    "vocab_size": 131,
-    "hidden_size": 48,
-    "intermediate_size": 101,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.1,
-}
+MODEL = odd.MODEL | {"initializer_range": 0.1}
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ head is shared by four tensor-parallel ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from launch.verify.command import Plan, References
 from launch.verify.diagnosis import Verdict
-from launch.verify.layout import Layout, covering, legal_layouts
+from launch.verify.layout import Layout, Recompute
 from launch.verify.problem import Dtype, Problem, make_problem
 from megalite.config import Config
 
@@ -24,6 +25,40 @@ MODEL: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+
+
+def legal_layouts(
+    sizes: Sequence[int], replicas: Sequence[int], accumulations: Sequence[int], most: int
+) -> list[Layout]:
+    """Every combination that is not refused for every model: tp and pp of `sizes`, at most `most` ranks."""
+    recompute: tuple[Recompute, ...] = ("none", "selective", "full")
+    axes = itertools.product(sizes, sizes, replicas, (1, 2, 3), (False, True), recompute, accumulations)
+    layouts = [Layout(*values) for values in axes]
+    return [
+        layout
+        for layout in layouts
+        if layout.world_size <= most
+        and not (layout.pp > 1 and layout.zero > 1)
+        and not (layout.sequence_parallel and layout.tp == 1)
+    ]
+
+
+def covering(layouts: Iterable[Layout], other: Sequence[bool] = (False,)) -> list[tuple[Layout, bool]]:
+    """A few of `layouts`, with a switch of the model, that hold every pair of values that any of them holds.
+
+    Greedy, and the same on every call: most defects need two settings at once, hardly any three.
+    """
+    cases = list(itertools.product(layouts, other))
+    pairs = {case: set(itertools.combinations(enumerate([*vars(case[0]).values(), case[1]]), 2)) for case in cases}
+    missing = set().union(*pairs.values())
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: (len(pairs[case] & missing), -case[0].world_size))
+        chosen.append(best)
+        missing -= pairs[best]
+    return chosen
+
+
 LAYOUTS = legal_layouts(sizes=(1, 2, 4), replicas=(1, 2, 3), accumulations=(1, 3), most=8)
 SEED = 7
 TIMEOUT_S = 120.0

@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from launch.errors import LaunchError
-from launch.verify.layout import AUTO, Layout, auto_layouts, covering, parse_layouts
+from launch.verify.layout import AUTO, Layout, auto_layouts, parse_layouts
 from megalite.config import ConfigError
-from tests.verify.odd import LAYOUTS, problem
+from tests.verify.odd import LAYOUTS, covering, problem
 
 
 def test_a_layout_reads_as_it_is_written() -> None:
