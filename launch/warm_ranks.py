@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -114,4 +115,5 @@ def _rank_main(
         result = pickle.dumps((False, (last_line, traceback.format_exc())))
     with contextlib.suppress(BrokenPipeError):  # the command is gone
         pipe.send_bytes(result)
-    pipe.close()
+    # rank 0 serves the store that others may still be meeting through: all stay until `run_ranks` ends them
+    threading.Event().wait()
