@@ -16,4 +16,6 @@ USER_ERRORS = (ConfigError, DataError, CheckpointError, FamilyError, LaunchError
 VERIFY_FAILED_CODE = 1
 USER_ERROR_CODE = 2
 STOPPED_CODE = 3  # a guard ended the run
+PREEMPTED_CODE = 4  # SIGTERM, SIGUSR1 or training.max_minutes: the state is saved, and starting again goes on
+HUNG_CODE = 5  # the watchdog ended the run
 INTERRUPTED_CODE = 130

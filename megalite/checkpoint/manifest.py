@@ -35,8 +35,11 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     format: Literal["megalite-checkpoint"] = "megalite-checkpoint"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     step: int
+    written: str = ""  # ISO 8601 with offset
+    layout: dict[str, int] = {}  # what wrote it: tensor_parallel_size ... zero_stage; empty for one process
+    evaluation_loss: float | None = None  # of this step, where it was evaluated
     config: dict[str, Any]  # resolved config of the run; only `model` for an imported checkpoint
     tokenizer: str | None  # folder of the tokenizer the data was prepared with
     tokenizer_sha256: str | None = None  # of its tokenizer.json; None where unknown

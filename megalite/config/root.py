@@ -11,6 +11,7 @@ from megalite.config.base import Section
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.data import DataConfig
 from megalite.config.deepspeed import check_pass_through
+from megalite.config.guards import GuardsConfig
 from megalite.config.launch import LaunchConfig
 from megalite.config.layout import ResolvedLayout, resolve_layout, wanted_world_size
 from megalite.config.model import ModelConfig
@@ -23,6 +24,7 @@ from megalite.config.rules import Situation, check_rules
 from megalite.config.schedule import ScheduleConfig
 from megalite.config.text import to_yaml
 from megalite.config.training import TrainingConfig
+from megalite.config.watchdog import WatchdogConfig
 
 
 class Config(Section):
@@ -56,7 +58,13 @@ class Config(Section):
     """Activations computed again instead of kept."""
 
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    """When the run's state is saved."""
+    """When the run's state is saved, and what is kept."""
+
+    guards: GuardsConfig = Field(default_factory=GuardsConfig)
+    """What happens to a step that is not what it should be."""
+
+    watchdog: WatchdogConfig = Field(default_factory=WatchdogConfig)
+    """When a run that makes no progress is ended."""
 
     monitor: MonitorConfig = Field(default_factory=MonitorConfig)
     """Where the run reports."""

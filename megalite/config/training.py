@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from megalite.config.base import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+from megalite.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class EvaluationConfig(Section):
@@ -46,8 +46,8 @@ class TrainingConfig(Section):
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     """Loss on held-out documents while training."""
 
-    max_skipped_steps: PositiveInt = 10
-    """Consecutive steps that may be skipped for NaN or Inf gradients before the run stops."""
+    max_minutes: PositiveFloat | None = None
+    """Wall-clock limit: the run saves and ends with exit code 4 at the first step that ends after it."""
 
     self_check_every: NonNegativeInt = 0
     """Steps between checks that all ranks' copies of a weight are equal to the bit; before every save too. 0 = off."""

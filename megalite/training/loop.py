@@ -54,7 +54,7 @@ def train(engine: Engine, config: Config, state: TrainState, job: Job) -> TrainS
         job.log(record)
         if differing:
             raise TrainingStopped(explain(step, differing))
-        if state.consecutive_skipped_steps >= training.max_skipped_steps:
+        if state.consecutive_skipped_steps >= config.guards.max_interventions:
             raise TrainingStopped(
                 f"{state.consecutive_skipped_steps} steps in a row had gradients that are not finite, the last is step "
                 f"{step}: lower optimizer.learning_rate, or look at the data of samples {record['samples']}"

@@ -148,7 +148,7 @@ BAD_OVERRIDES = [
     ("deepspeed.zero_optimisation.x=1", ['"deepspeed.zero_optimisation"', '"deepspeed.zero_optimization"?']),
     ("deepspeed.gradient_cliping=1", ['"deepspeed.gradient_cliping"', 'did you mean "training.gradient_clipping"?']),
     ("deepspeed.xyz=1", ['DeepSpeed 0.19 has no option "xyz": remove deepspeed.xyz']),
-    ("training.max_skipped_steps=0", ["training.max_skipped_steps", "0"]),
+    ("guards.max_interventions=0", ["guards.max_interventions", "0"]),
     (
         "deepspeed.zero_optimization.mics_shard_size=2",
         ["DeepSpeed 0.19 removed zero_optimization.mics_shard"],

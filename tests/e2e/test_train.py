@@ -128,7 +128,8 @@ def test_it_runs_where_no_compiler_exists(tiny: dict[str, Any], tmp_path: Path) 
 
 def test_gradients_that_are_never_finite_stop_the_run(two_stages: dict[str, Any], tmp_path: Path) -> None:
     """Skipped steps are counted, logged and bounded; the weights of the last good step stay."""
-    two_stages["training"] |= {"steps": 50, "max_skipped_steps": 3, "gradient_clipping": 0.0}
+    two_stages["training"] |= {"steps": 50, "gradient_clipping": 0.0}
+    two_stages["guards"] = {"max_interventions": 3}
     two_stages["optimizer"] = {"name": "sgd", "learning_rate": 1e30}
     done = run(BIN / "megalite", "train", write_config(tmp_path / "c.yaml", two_stages))
     assert done.returncode == 3, done.stdout + done.stderr

@@ -1,0 +1,21 @@
+"""Section `watchdog`: when a run that makes no progress is ended."""
+
+from __future__ import annotations
+
+from megalite.config.base import PositiveFloat, Section
+
+
+class WatchdogConfig(Section):
+    """A run that hangs says who waits for whom, and ends, so that it can be started again."""
+
+    enabled: bool = True
+    """End a run that makes no progress."""
+
+    factor: PositiveFloat = 10.0
+    """A step may take this many times the longest of the last steps."""
+
+    minimum_seconds: PositiveFloat = 300.0
+    """But never less than this."""
+
+    startup_minutes: PositiveFloat = 30.0
+    """Until the first step has ended, while nothing is known about its length."""
