@@ -6,6 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
+from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import FileEntry
 
 
@@ -32,3 +33,9 @@ def digest(path: Path) -> FileEntry:
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     return FileEntry(size=path.stat().st_size, sha256=sha256)
+
+
+def verify_digest(path: Path, recorded: FileEntry) -> None:
+    """Reads a file and compares its SHA-256. Raises CheckpointError where it differs."""
+    if digest(path) != recorded:
+        raise CheckpointError(f"{path.parent}: {path.name} has changed since it was written: its digest differs")

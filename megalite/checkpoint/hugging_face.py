@@ -11,7 +11,6 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.files import sync
 from megalite.checkpoint.manifest import Slices
+from megalite.checkpoint.safetensors_file import DTYPES, Entry, write_safetensors
 from megalite.checkpoint.writer import start
 
 Shape = tuple[int, ...]
@@ -40,8 +40,6 @@ TOKENIZER_FILES = (
 )
 SHARD_BYTES = 2 * 10**9  # as transformers reads anywhere, and small enough to fetch again
 BLOCK_BYTES = 64 << 20  # of a tensor in memory at once
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
 
 
 class HuggingFaceFolder:
@@ -205,15 +203,6 @@ def copy_tokenizer(files: Iterable[Path], folder: Path) -> None:
         shutil.copyfile(path, folder / path.name)
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """One tensor's place in a file that is about to be written."""
-
-    name: str
-    shape: Shape
-    size: int  # bytes
-
-
 def write_weights(
     folder: Path,
     shapes: Mapping[str, Shape],
@@ -225,23 +214,25 @@ def write_weights(
 
     transformers' layout: one `model.safetensors`, or numbered files and an index.
     """
-    tensors = [_Stored(name, shape, torch.Size(shape).numel() * dtype.itemsize) for name, shape in shapes.items()]
+    tensors = [Entry(name, shape, dtype) for name, shape in shapes.items()]
     shards = _into_shards(tensors, shard_bytes)
     total = sum(tensor.size for tensor in tensors)
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_shard(folder / name, shard, read, dtype)
-        places |= {tensor.name: name for tensor in shard}
+        write_safetensors(
+            folder / name, shard, lambda e: (read(e.key, block).to(dtype) for block in row_blocks(e.shape, 4))
+        )
+        places |= {tensor.key: name for tensor in shard}
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return total
 
 
-def _into_shards(tensors: Iterable[_Stored], shard_bytes: int) -> list[list[_Stored]]:
+def _into_shards(tensors: Iterable[Entry], shard_bytes: int) -> list[list[Entry]]:
     """In order; a tensor larger than a shard gets one of its own."""
-    shards: list[list[_Stored]] = []
+    shards: list[list[Entry]] = []
     room = 0
     for tensor in tensors:
         if not shards or tensor.size > room:
@@ -250,23 +241,6 @@ def _into_shards(tensors: Iterable[_Stored], shard_bytes: int) -> list[list[_Sto
         shards[-1].append(tensor)
         room -= tensor.size
     return shards
-
-
-def _write_shard(path: Path, tensors: list[_Stored], read: Callable[[str, Slices], Tensor], dtype: torch.dtype) -> None:
-    """One safetensors file: length of the header, header, numbers. Streamed: `save_file` wants the file in memory."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for tensor in tensors:
-        place = [offset, offset + tensor.size]
-        header[tensor.name] = {"dtype": TAGS[dtype], "shape": list(tensor.shape), "data_offsets": place}
-        offset += tensor.size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # numbers start aligned
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            for block in row_blocks(tensor.shape, 4):
-                file.write(read(tensor.name, block).to(dtype).contiguous().view(torch.uint8).numpy().data)
 
 
 def row_blocks(shape: Shape, bytes_per_number: int) -> Iterator[Slices]:

@@ -1,32 +1,37 @@
 """The manifest of a checkpoint: written last, so a folder that has one is complete.
 
-A checkpoint is layout-free. Its tensors are addressed by canonical name and global slice: each safetensors file says in
-its header which block of which global tensor each of its entries is, so any layout reads what any other wrote.
+A checkpoint is layout-free. Its tensors are addressed by canonical name and global slice: the key of each entry of a
+safetensors file says which block of which global tensor it is, so any layout reads what any other wrote.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import re
+from collections.abc import Sequence
+from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megalite.checkpoint.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-PIECES = "pieces"  # key of a file's header metadata: JSON, entry -> [[start, stop] per dimension]
 LATEST = "latest"
 WEIGHT = "weight"
+MANIFEST_BYTES = 1 << 28  # more than any model's takes
+STEP = re.compile(r"step_[0-9]{8,18}")
 Slices = tuple[slice, ...]
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Size = Annotated[int, Field(gt=0, lt=1 << 63)]
+Name = Annotated[str, Field(pattern="^[!-~]+$")]  # printed in sentences and tables
 
 
 class FileEntry(BaseModel):
     """One file as it was written."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    size: int  # bytes
+    size: Count  # bytes
     sha256: str
 
 
@@ -36,7 +41,7 @@ class Manifest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     format: Literal["megalite-checkpoint"] = "megalite-checkpoint"
     version: Literal[2] = 2
-    step: int
+    step: Count
     written: str = ""  # ISO 8601 with offset
     layout: dict[str, int] = {}  # what wrote it: tensor_parallel_size ... zero_stage; empty for one process
     evaluation_loss: float | None = None  # of this step, where it was evaluated
@@ -44,10 +49,10 @@ class Manifest(BaseModel):
     tokenizer: str | None  # folder of the tokenizer the data was prepared with
     tokenizer_sha256: str | None = None  # of its tokenizer.json; None where unknown
     state: dict[str, Any]  # megalite.training.state.TrainState; empty for an imported checkpoint
-    moments: tuple[str, ...] = ()  # optimizer state tensors beside the weights
-    optimizer_steps: int = 0  # steps the optimizer took, for Adam's bias correction
+    moments: tuple[Name, ...] = ()  # optimizer state tensors beside the weights
+    optimizer_steps: Count = 0  # steps the optimizer took, for Adam's bias correction
     loss_scaler: dict[str, float] = {}  # fp16 only
-    tensors: dict[str, tuple[int, ...]]  # canonical name -> global shape
+    tensors: dict[Name, tuple[Size, ...]]  # canonical name -> global shape
     files: dict[str, FileEntry]
 
 
@@ -56,46 +61,82 @@ def step_folder(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def entry(kind: str, name: str) -> str:
-    """Key of a tensor in a file: `weight`, `exp_avg` ... of a canonical name."""
-    return f"{kind}/{name}"
+def step_folders(root: Path) -> list[Path]:
+    """Checkpoint folders in `root`, complete or not, by step. Copies under other names (`step_00000005_kept`) are not
+    the run's."""
+    return sorted(
+        (path for path in root.glob("step_*") if STEP.fullmatch(path.name)), key=lambda path: int(path.name[5:])
+    )
 
 
-def encode_pieces(pieces: Mapping[str, Slices]) -> dict[str, str]:
-    """Header metadata of a file; safetensors allows only strings."""
-    return {PIECES: json.dumps({key: [[s.start, s.stop] for s in source] for key, source in pieces.items()})}
+def entry(kind: str, name: str, source: Slices) -> str:
+    """Key of a block in a file: `weight/layers.0.mlp.weight@128,0`; the entry's shape says how far it goes."""
+    return f"{kind}/{name}@{','.join(str(s.start) for s in source)}"
 
 
-def decode_pieces(metadata: Mapping[str, str] | None, path: Path) -> dict[str, Slices]:
-    """Inverse of `encode_pieces`. Raises CheckpointError for a file that is not ours."""
-    try:
-        listed = json.loads((metadata or {})[PIECES])
-        return {key: tuple(slice(int(a), int(b)) for a, b in source) for key, source in listed.items()}
-    except (KeyError, ValueError, TypeError, AttributeError):
-        raise CheckpointError(f"{path}: not a file of a megalite checkpoint: its header names no pieces") from None
+def parse_entry(key: str, shape: Sequence[int]) -> tuple[str, str, Slices]:
+    """Kind, canonical name and block of an entry. Raises ValueError for one that is not ours."""
+    kind, _, rest = key.partition("/")
+    name, _, corner = rest.rpartition("@")
+    starts = [int(start) for start in corner.split(",")]
+    if not name or len(starts) != len(shape) or min(starts) < 0:
+        raise ValueError(key)
+    return kind, name, tuple(slice(start, start + size) for start, size in zip(starts, shape, strict=True))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a complete checkpoint folder. Raises CheckpointError with the reason why it is not one."""
-    path = folder / MANIFEST
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: there is no such checkpoint folder")
-    if not path.is_file():
-        raise CheckpointError(f"{folder}: not a complete checkpoint: it has no {MANIFEST}, the save was interrupted")
+    """The manifest of a complete checkpoint folder. Raises CheckpointError with the reason why it is not one.
+
+    Nothing of it is trusted: names and numbers may have been made up to harm the reader.
+    """
     try:
-        manifest = Manifest.model_validate_json(path.read_bytes())
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: there is no such checkpoint folder")
+        manifest = _parse(folder / MANIFEST)
+        for name, file in manifest.files.items():
+            _check_file(folder, name, file)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read: {error.strerror or error}") from None
+    claimed, held = sum(map(prod, manifest.tensors.values())), sum(file.size for file in manifest.files.values())
+    if claimed > held:  # a number takes a byte at least: no reader allocates more than the files could fill
+        raise CheckpointError(f"{folder / MANIFEST}: names {claimed} numbers, but its files have {held} bytes")
+    return manifest
+
+
+def _parse(path: Path) -> Manifest:
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path.parent}: not a complete checkpoint: it has no {MANIFEST}, the save was interrupted"
+        )
+    if path.is_symlink():
+        raise CheckpointError(f"{path}: is a link, which may lead outside its folder: copy the file itself")
+    if (size := path.stat().st_size) > MANIFEST_BYTES:
+        raise CheckpointError(f"{path}: not a manifest of this version: {size} bytes are too many for one")
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "its text"
-        raise CheckpointError(f"{path}: not a manifest of this version: {where}: {first['msg']}") from None
-    for name, file in manifest.files.items():
-        if Path(name).name != name:
-            raise CheckpointError(f"{path}: names a file outside its folder: {name}")
-        actual = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if actual != file.size:
-            found = "is missing" if actual is None else f"has {actual} bytes, not {file.size}"
-            raise CheckpointError(f"{folder}: not a complete checkpoint: {name} {found}")
-    return manifest
+        why = printable(f"{where}: {first['msg']}")
+        raise CheckpointError(f"{path}: not a manifest of this version: {why}") from None
+
+
+def _check_file(folder: Path, name: str, file: FileEntry) -> None:
+    path = folder / name
+    if Path(name).name != name or not name.isprintable():
+        raise CheckpointError(f"{folder / MANIFEST}: names a file outside its folder: {printable(name)}")
+    if path.is_symlink():
+        raise CheckpointError(f"{folder}: {name} is a link, which may lead outside its folder: copy the file itself")
+    actual = path.stat().st_size if path.is_file() else None
+    if actual != file.size:
+        found = "is missing" if actual is None else f"has {actual} bytes, not {file.size}"
+        raise CheckpointError(f"{folder}: not a complete checkpoint: {name} {found}")
+
+
+def printable(text: str) -> str:
+    """`text` from a file, in one line that moves no cursor, not too long for a sentence."""
+    line = "".join(c if c.isprintable() else "?" for c in text)
+    return line if len(line) <= 200 else f"{line[:200]}..."
 
 
 def find_latest(root: Path) -> tuple[Path | None, list[str]]:
@@ -106,7 +147,7 @@ def find_latest(root: Path) -> tuple[Path | None, list[str]]:
     """
     if (root / "checkpoints").is_dir():
         root = root / "checkpoints"
-    folders = sorted(root.glob("step_*"), reverse=True) or ([root] if root.is_dir() else [])
+    folders = step_folders(root)[::-1] or ([root] if root.is_dir() else [])
     skipped = []
     for folder in folders:
         try:

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: any slice of any global tensor, whichever ranks wrote its pieces."""
+"""Reading a checkpoint: any slice of any global tensor, whichever ranks wrote its blocks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.files import digest
-from megalite.checkpoint.manifest import WEIGHT, Slices, decode_pieces, entry, find_latest, read_manifest
+from megalite.checkpoint.files import verify_digest
+from megalite.checkpoint.manifest import WEIGHT, Slices, find_latest, parse_entry, printable, read_manifest
+
+Stored = tuple[Slices, str, str]  # block of the global tensor, file, key in the file
 
 
 class CheckpointReader:
@@ -21,43 +23,82 @@ class CheckpointReader:
         self.folder = folder
         self.manifest = read_manifest(folder)
         self._files: dict[str, Any] = {}
-        self._pieces: dict[str, dict[tuple[tuple[int, int], ...], str]] = {}  # entry -> source -> file
+        self._blocks: dict[tuple[str, str], list[Stored]] = {}
         for name in self.manifest.files:
-            path = folder / name
-            try:
-                file = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path}: not readable as safetensors: {error}") from None
-            self._files[name] = file
-            for key, source in decode_pieces(file.metadata(), path).items():
-                self._pieces.setdefault(key, {})[tuple((s.start, s.stop) for s in source)] = name
+            self._open(folder / name)
+        for (kind, name), blocks in self._blocks.items():
+            blocks.sort(key=lambda stored: tuple(s.start for s in stored[0]))
+            if (twice := _overlap(blocks)) is not None:
+                raise CheckpointError(
+                    f"{folder}: {kind} of {printable(name)} is stored twice, in {' and '.join(twice)}"
+                )
+
+    def _open(self, path: Path) -> None:
+        try:
+            file = safe_open(path, framework="pt")
+            keys = file.keys()
+            for key in keys:
+                shape, dtype = file.get_slice(key).get_shape(), file.get_slice(key).get_dtype()
+                kind, name, source = parse_entry(key, shape)
+                whole = self.manifest.tensors[name]
+                if (
+                    dtype != "F32"
+                    or len(whole) != len(source)
+                    or any(s.stop > n for s, n in zip(source, whole, strict=True))
+                ):
+                    raise ValueError(key)
+                self._blocks.setdefault((kind, name), []).append((source, path.name, key))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: not readable as safetensors: {printable(str(error))}") from None
+        except (ValueError, KeyError) as error:
+            what = printable(str(error))
+            raise CheckpointError(f"{path}: holds what its manifest does not know: {what}") from None
+        self._files[path.name] = file
 
     def read(self, name: str, source: Slices | None = None, kind: str = WEIGHT) -> Tensor:
         """A slice (default: all) of the global tensor `name`, fp32; `kind` is `weight` or one of `manifest.moments`."""
-        if name not in self.manifest.tensors:
-            raise CheckpointError(f"{self.folder}: holds no tensor {name}: it is of another model")
-        shape = self.manifest.tensors[name]
+        shape = self._shape(name)
         wanted = source or tuple(slice(0, n) for n in shape)
         result = torch.empty([s.stop - s.start for s in wanted], dtype=torch.float32)
-        missing = result.numel()
-        for bounds, file in self._pieces.get(entry(kind, name), {}).items():
-            common = [slice(max(w.start, a), min(w.stop, b)) for w, (a, b) in zip(wanted, bounds, strict=True)]
+        self.fill(result, name, wanted, kind)
+        return result
+
+    def fill(self, target: Tensor, name: str, source: Slices, kind: str = WEIGHT) -> None:
+        """The same into a tensor of the slice's shape, on any device."""
+        self._shape(name)
+        missing = target.numel()
+        for bounds, file, key in self._blocks.get((kind, name), []):
+            common = [slice(max(w.start, b.start), min(w.stop, b.stop)) for w, b in zip(source, bounds, strict=True)]
             if any(c.start >= c.stop for c in common):
                 continue
-            inside = tuple(slice(c.start - a, c.stop - a) for c, (a, _) in zip(common, bounds, strict=True))
-            target = tuple(slice(c.start - w.start, c.stop - w.start) for c, w in zip(common, wanted, strict=True))
-            block = self._files[file].get_slice(entry(kind, name))[inside]
-            result[target] = block
+            inside = tuple(slice(c.start - b.start, c.stop - b.start) for c, b in zip(common, bounds, strict=True))
+            place = tuple(slice(c.start - w.start, c.stop - w.start) for c, w in zip(common, source, strict=True))
+            block = self._files[file].get_slice(key)[inside]
+            target[place].copy_(block)
             missing -= block.numel()
         if missing:
             raise CheckpointError(f"{self.folder}: {kind} of {name} is not whole: {missing} numbers are missing")
-        return result
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        if name not in self.manifest.tensors:
+            raise CheckpointError(f"{self.folder}: holds no tensor {name}: it is of another model")
+        return self.manifest.tensors[name]
 
     def verify_digests(self) -> None:
         """Reads every file and compares its SHA-256. Raises CheckpointError naming the first that differs."""
         for name, recorded in self.manifest.files.items():
-            if digest(self.folder / name) != recorded:
-                raise CheckpointError(f"{self.folder}: {name} has changed since it was written: its digest differs")
+            verify_digest(self.folder / name, recorded)
+
+
+def _overlap(blocks: list[Stored]) -> tuple[str, str] | None:
+    """The files of two blocks that share a number, of blocks sorted by their corners."""
+    for number, (block, file, _) in enumerate(blocks):
+        for other, other_file, _ in blocks[number + 1 :]:
+            if other[0].start >= block[0].stop:
+                break
+            if all(a.start < b.stop and b.start < a.stop for a, b in zip(block, other, strict=True)):
+                return file, other_file
+    return None
 
 
 def open_checkpoint(path: Path) -> CheckpointReader:

@@ -1,60 +1,86 @@
-"""Writing a checkpoint: pieces of tensors into files under a temporary name, then a commit.
+"""Writing a checkpoint: blocks of tensors into files under a temporary name, then a commit.
 
 The commit is the only moment at which a checkpoint starts to exist: files synced, manifest written and synced, folder
 renamed, `latest` moved last. A kill at any instant leaves the previous checkpoint whole and at most a hidden
-temporary folder, which the next save removes.
+temporary folder, which the next run removes.
 """
 
 from __future__ import annotations
 
+import errno
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.files import digest, sync, write_durably
-from megalite.checkpoint.manifest import LATEST, MANIFEST, WEIGHT, FileEntry, Manifest, Slices, encode_pieces, entry
+from megalite.checkpoint.files import sync, write_durably
+from megalite.checkpoint.manifest import LATEST, MANIFEST, WEIGHT, FileEntry, Manifest, entry
+from megalite.checkpoint.safetensors_file import Entry, write_safetensors
 
-FILE_BYTES = 1 << 30  # a file is closed once it holds this much: the host memory that a save needs
+FILE_BYTES = 2 << 30  # a file is closed once it holds this much
+SPARE_BYTES = 64 << 20  # left free on the disk for logs and the manifest
+NO_ROOM = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up"}
 
 
-class PieceWriter:
-    """One rank's files inside a checkpoint folder that is being written."""
+@dataclass(frozen=True)
+class Block:
+    """One block of one global tensor: its key in a file (`manifest.entry`) and its fp32 numbers."""
 
-    def __init__(self, folder: Path, prefix: str) -> None:
-        self._folder, self._prefix = folder, prefix
-        self._tensors: dict[str, Tensor] = {}
-        self._sources: dict[str, Slices] = {}
-        self.files: dict[str, FileEntry] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
+    key: str
+    numbers: Tensor
 
-    def add(self, kind: str, name: str, shape: tuple[int, ...], source: Slices, tensor: Tensor) -> None:
-        """Takes one block of one global tensor; `tensor` is copied to the host."""
-        self.shapes[name] = shape
-        self._tensors[entry(kind, name)] = tensor.detach().to("cpu", copy=True).contiguous()
-        self._sources[entry(kind, name)] = source
-        if sum(t.nbytes for t in self._tensors.values()) >= FILE_BYTES:
-            self.flush()
 
-    def flush(self) -> None:
-        """Writes and syncs what has been taken since the last file."""
-        if not self._tensors:
-            return
-        path = self._folder / f"{self._prefix}_{len(self.files):03d}.safetensors"
+def write_blocks(folder: Path, prefix: str, blocks: Iterable[Block]) -> dict[str, FileEntry]:
+    """Writes and syncs files `prefix_NNN.safetensors`; returns what the manifest says of them.
+
+    Raises CheckpointError where that cannot be.
+    """
+    files: dict[str, FileEntry] = {}
+    for number, group in enumerate(_files(blocks)):
+        path = folder / f"{prefix}_{number:03d}.safetensors"
+        numbers = {block.key: block.numbers for block in group}
+        entries = [Entry(block.key, tuple(block.numbers.shape), torch.float32) for block in group]
         try:
-            save_file(self._tensors, path, metadata=encode_pieces(self._sources))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{path}: cannot be written: {error}: free some space, or choose another run_dir"
-            ) from None
-        sync(path)
-        self.files[path.name] = digest(path)
-        self._tensors, self._sources = {}, {}
+            files[path.name] = write_safetensors(path, entries, lambda e, numbers=numbers: [numbers[e.key]])  # type: ignore[misc]
+        except OSError as error:
+            raise CheckpointError(cannot_write(path, error)) from None
+    return files
+
+
+def _files(blocks: Iterable[Block]) -> Iterator[list[Block]]:
+    group: list[Block] = []
+    size = 0
+    for block in blocks:
+        group.append(block)
+        size += block.numbers.nbytes
+        if size >= FILE_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def cannot_write(path: Path, error: OSError) -> str:
+    """One sentence: why `path` cannot be written and what to do."""
+    why = NO_ROOM.get(error.errno or 0)
+    if why is not None:
+        return f"{path}: {why}: free some space, or keep fewer checkpoints (checkpoint.keep_last)"
+    return f"{path}: cannot be written: {error.strerror or error}: make it writable, or choose another run_dir"
+
+
+def check_room(root: Path, size: int) -> None:
+    """Raises CheckpointError where `size` more bytes do not fit under `root`."""
+    free = shutil.disk_usage(root).free
+    if free < size + SPARE_BYTES:
+        raise CheckpointError(
+            f"{root}: the checkpoint takes {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free: free some space, or "
+            "keep fewer checkpoints (checkpoint.keep_last)"
+        )
 
 
 def temporary_folder(folder: Path) -> Path:
@@ -63,27 +89,38 @@ def temporary_folder(folder: Path) -> Path:
 
 
 def start(folder: Path) -> Path:
-    """Makes the empty temporary folder of a checkpoint, removing what interrupted saves left beside it."""
+    """Makes the empty temporary folder of a checkpoint. Raises CheckpointError where that cannot be."""
     temporary = temporary_folder(folder)
     try:
-        for left_over in folder.parent.glob(".step_*.tmp"):
-            shutil.rmtree(left_over)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     except OSError as error:
-        raise CheckpointError(f"{folder.parent}: cannot write a checkpoint here: {error.strerror}") from None
+        raise CheckpointError(cannot_write(folder.parent, error)) from None
     return temporary
 
 
+def discard(folder: Path) -> None:
+    """Removes what was written of a checkpoint that is not going to be committed."""
+    shutil.rmtree(temporary_folder(folder), ignore_errors=True)
+
+
 def commit(folder: Path, manifest: Manifest) -> None:
-    """Turns the temporary folder, whose files are all synced, into the checkpoint `folder`, and moves `latest`."""
-    temporary = temporary_folder(folder)
-    write_durably(temporary / MANIFEST, manifest.model_dump_json(indent=1).encode())
-    if folder.exists():  # only an incomplete one: a run never resumes before a complete checkpoint of its own
-        shutil.rmtree(folder)
-    temporary.rename(folder)
-    sync(folder.parent)
-    write_durably(folder.parent / LATEST, folder.name.encode())
+    """Turns the temporary folder, whose files are all synced, into the checkpoint `folder`, and moves `latest`.
+
+    Raises CheckpointError where that cannot be.
+    """
+    temporary, replaced = temporary_folder(folder), folder.with_name(f".{folder.name}.deleted")
+    try:
+        write_durably(temporary / MANIFEST, manifest.model_dump_json(indent=1).encode())
+        if folder.exists():  # a damaged one that a resume has passed over
+            shutil.rmtree(replaced, ignore_errors=True)
+            folder.rename(replaced)
+        temporary.rename(folder)
+        sync(folder.parent)
+        write_durably(folder.parent / LATEST, folder.name.encode())
+    except OSError as error:
+        raise CheckpointError(cannot_write(folder, error)) from None
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def write_single(
@@ -95,17 +132,23 @@ def write_single(
     tokenizer: str | None,
     state: dict[str, Any],
 ) -> None:
-    """A weights-only checkpoint from one process: whole tensors by canonical name, stored as fp32."""
+    """A weights-only checkpoint from one process: whole tensors by canonical name, stored as fp32.
+
+    Raises CheckpointError where it cannot be written.
+    """
     temporary = start(folder)
-    try:
-        writer = PieceWriter(temporary, "single")
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def blocks() -> Iterator[Block]:
         for name, tensor in tensors:
+            shapes[name] = tuple(tensor.shape)
             whole = tuple(slice(0, n) for n in tensor.shape)
-            writer.add(WEIGHT, name, tuple(tensor.shape), whole, tensor.float())
-        writer.flush()
-        manifest = Manifest(
-            step=step, config=config, tokenizer=tokenizer, state=state, tensors=writer.shapes, files=writer.files
+            yield Block(entry(WEIGHT, name, whole), tensor.float())
+
+    try:
+        files = write_blocks(temporary, "single", blocks())
+        commit(
+            folder, Manifest(step=step, config=config, tokenizer=tokenizer, state=state, tensors=shapes, files=files)
         )
-        commit(folder, manifest)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        discard(folder)

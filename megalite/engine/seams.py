@@ -7,15 +7,16 @@ touches a private name of DeepSpeed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from deepspeed.utils import safe_get_local_fp32_param
+from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
 FLAT_PARTITIONS = (
     "single_partition_of_fp32_groups",  # DeepSpeedZeroOptimizer, runtime/zero/stage_1_and_2.py
@@ -117,24 +118,51 @@ def resident_weights(parameter: torch.Tensor) -> torch.Tensor:
     return _without_padding(parameter, parameter.ds_tensor)  # type: ignore[attr-defined]
 
 
-def fp32_fragment(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The fp32 numbers of a parameter that this rank's optimizer updates; None where other ranks update it all.
+def own_range(parameter: torch.Tensor) -> tuple[int, int]:
+    """Which numbers [start, stop) of the flattened local parameter this rank's optimizer updates; none: (0, 0).
 
-    `_hp_mapping` is the link to them of ZeRO-1, ZeRO-2 and BF16_Optimizer (utils/tensor_fragment.py). None too where
-    they are on NVMe: runtime/zero/stage3.py would swap them in and out among those that it is updating.
+    `_hp_mapping` is the link to them of ZeRO-1, ZeRO-2 and BF16_Optimizer (utils/tensor_fragment.py); ZeRO-3's
+    partitions are equally long, and nobody writes what lies behind the parameter's end.
     """
     if is_partitioned(parameter):
-        if parameter._z3_optimizer.swap_optimizer:  # type: ignore[attr-defined]
-            return None
-        return _without_padding(parameter, safe_get_local_fp32_param(parameter))
+        length = parameter.partition_numel()  # type: ignore[attr-defined]
+        start = length * torch.distributed.get_rank(parameter.ds_process_group)  # type: ignore[attr-defined]
+        size = parameter.ds_numel  # type: ignore[attr-defined]
+        return (min(start, size), min(start + length, size))
     mapping = parameter._hp_mapping  # type: ignore[attr-defined]
-    return None if mapping is None else mapping.get_hp_fragment()
+    if mapping is None:
+        return (0, 0)
+    address = mapping.lp_fragment_address
+    return (address.start, address.start + address.numel)
+
+
+def own_numbers(parameter: torch.Tensor, kind: str) -> torch.Tensor:
+    """The fp32 `weight`, or the moment `kind`, of `own_range`, flat; a copy under ZeRO-3 offload, else where it lives."""
+    moment = None if kind == "weight" else kind
+    if not is_partitioned(parameter):
+        return parameter._hp_mapping.get_hp_fragment(moment).detach()  # type: ignore[attr-defined]
+    start, stop = own_range(parameter)
+    partition = (
+        safe_get_local_fp32_param(parameter) if moment is None else safe_get_local_optimizer_state(parameter, moment)
+    )
+    return partition.detach().flatten()[: stop - start]
+
+
+def fp32_fragment(parameter: torch.Tensor) -> torch.Tensor | None:
+    """`own_numbers` of the weight while an optimizer is stepping; None where other ranks update it all.
+
+    None too where they are on NVMe: runtime/zero/stage3.py would swap them in and out among those that it is updating.
+    """
+    if is_partitioned(parameter):
+        is_swapped = parameter._z3_optimizer.swap_optimizer  # type: ignore[attr-defined]
+        return None if is_swapped else own_numbers(parameter, "weight")
+    start, stop = own_range(parameter)
+    return own_numbers(parameter, "weight") if stop > start else None
 
 
 def _without_padding(parameter: Any, partition: torch.Tensor) -> torch.Tensor:
-    """ZeRO-3's partitions are equally long, and nobody writes what lies behind the parameter's end."""
-    length, rank = parameter.partition_numel(), torch.distributed.get_rank(parameter.ds_process_group)
-    return partition.detach().flatten()[: max(0, parameter.ds_numel - rank * length)]
+    start, stop = own_range(parameter)
+    return partition.detach().flatten()[: stop - start]
 
 
 def own_partition(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -187,3 +215,61 @@ def set_loss_scaler_state(optimizer: Any, state: dict[str, float]) -> None:
     if getattr(scaler, "dynamic", False):
         for name, value in state.items():
             setattr(scaler, name, type(getattr(scaler, name))(value))
+
+
+@contextlib.contextmanager
+def asked_before_update(optimizer: Any, refuses: Callable[[bool], bool]) -> Iterator[None]:
+    """While it is open, every step asks `refuses` before it uses its gradients, or clears them because they overflowed.
+
+    It is told whether they overflowed. If it answers True the optimizer goes its way for an overflow (weights, moments
+    and step counts stay, gradients and buffers are cleared, `skipped_steps` counts), but fp16's loss scale does not
+    move. DeepSpeedZeroOptimizer and DeepSpeedZeroOptimizer_Stage3 (runtime/zero/stage_1_and_2.py and stage3.py) call
+    `_update_scale` there and look at `overflow` after it; BF16_Optimizer (runtime/bf16_optimizer.py) asks the module's
+    `is_invalid_grad_norm`, and nothing else asks it there.
+    """
+    import deepspeed.runtime.bf16_optimizer as bf16
+
+    if hasattr(optimizer, "_update_scale"):
+        update_scale = optimizer._update_scale
+
+        def ask_first(has_overflow: bool = False) -> None:
+            if refuses(has_overflow):
+                optimizer.overflow = True
+            else:
+                update_scale(has_overflow)
+
+        optimizer._update_scale = ask_first
+        try:
+            yield
+        finally:
+            del optimizer._update_scale
+        return
+    is_invalid = bf16.is_invalid_grad_norm
+    bf16.is_invalid_grad_norm = lambda norm: _either(is_invalid(norm), refuses)
+    try:
+        yield
+    finally:
+        bf16.is_invalid_grad_norm = is_invalid
+
+
+def _either(has_overflow: bool, refuses: Callable[[bool], bool]) -> bool:
+    return refuses(has_overflow) or has_overflow
+
+
+@contextlib.contextmanager
+def loss_computed_once(engine: Any) -> Iterator[Callable[[], torch.Tensor]]:
+    """Yields a function that computes a pipeline's loss of the step, before the end of `train_batch` if one likes.
+
+    `_aggregate_total_loss` (runtime/pipe/engine.py) averages the last stage's loss over the replicas and tells the
+    other stages; `train_batch` calls it last. The first call computes, the others, its own too, get the same tensor.
+    """
+    engine._aggregate_total_loss = compute = functools.cache(engine._aggregate_total_loss)
+    try:
+        yield compute
+    finally:
+        del engine._aggregate_total_loss
+
+
+def micro_batch_losses(engine: Any) -> list[torch.Tensor]:
+    """A pipeline's loss of each micro-batch of the last step; empty but on the last stage (runtime/pipe/engine.py)."""
+    return list(engine.fwd_outputs)

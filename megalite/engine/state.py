@@ -25,7 +25,14 @@ from torch import Tensor, nn
 
 from megalite.engine.engine import Engine
 from megalite.engine.optimizer import MOMENTS
-from megalite.engine.seams import flat_partitions, is_partitioned, link_optimizer_state, own_partition
+from megalite.engine.seams import (
+    flat_partitions,
+    is_partitioned,
+    link_optimizer_state,
+    own_numbers,
+    own_partition,
+    own_range,
+)
 
 
 def moment_names(engine: Engine) -> tuple[str, ...]:
@@ -44,6 +51,26 @@ def optimizer_step_count(engine: Engine) -> int:
         if step is not None:
             return int(step)
     return 0
+
+
+@torch.no_grad()
+def write_own_numbers(parameter: nn.Parameter, kind: str, fill: Callable[[Tensor], None]) -> None:
+    """Lets `fill` overwrite this rank's fp32 numbers of a parameter; `refresh` must follow once all are written.
+
+    `fill` gets a flat tensor of the length of `own_range`. Not collective.
+    """
+    start, stop = own_range(parameter)
+    if start == stop:
+        return
+    if not is_partitioned(parameter):
+        fill(own_numbers(parameter, kind))
+        return
+    partition = torch.zeros(parameter.ds_tensor.numel(), device=own_numbers(parameter, kind).device)  # type: ignore[attr-defined]
+    fill(partition[: stop - start])
+    if kind == "weight":
+        safe_set_local_fp32_param(parameter, partition)
+    else:
+        safe_set_local_optimizer_state(parameter, partition, kind)
 
 
 def read_parameter(parameter: nn.Parameter, moments: tuple[str, ...]) -> dict[str, Tensor]:
@@ -100,7 +127,7 @@ def _step_device(engine: Engine, flat: Tensor) -> torch.device:
 
 @torch.no_grad()
 def write_parameter(parameter: nn.Parameter, tensors: Mapping[str, Tensor]) -> None:
-    """Overwrites the fp32 weight and the given moments; `refresh` must follow once all are written."""
+    """Overwrites the fp32 weight and the given moments from whole local values; `refresh` must follow."""
     for name, tensor in tensors.items():
         value = tensor.to(torch.float32)
         if is_partitioned(parameter):
@@ -114,16 +141,20 @@ def write_parameter(parameter: nn.Parameter, tensors: Mapping[str, Tensor]) -> N
 def _write_partition(parameter: nn.Parameter, name: str, value: Tensor) -> None:
     """The same for ZeRO-3."""
     mine = own_partition(parameter, value)
-    if name != "weight":
+    if name == "weight":
+        safe_set_local_fp32_param(parameter, mine)
+    else:
         safe_set_local_optimizer_state(parameter, mine, name)
-        return
-    safe_set_local_fp32_param(parameter, mine)
-    # the compute copy is not refreshed from the fp32 weights until the next step
-    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-        parameter.copy_(value)
 
 
+@torch.no_grad()
 def refresh(engine: Engine) -> None:
-    """Carries the written fp32 weights to the compute copies of all ranks."""
-    if not any(is_partitioned(parameter) for _, parameter in engine.parameters()):
+    """Carries the written fp32 weights to the compute copies of all ranks; collective, one parameter at a time."""
+    parameters = [parameter for _, parameter in engine.parameters()]
+    if not any(map(is_partitioned, parameters)):
         engine.deepspeed.optimizer.update_lp_params()
+        return
+    for parameter in parameters:  # ZeRO-3 has no such function: its copies are next refreshed by a step
+        value = safe_get_full_fp32_param(parameter)
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.copy_(value.view(parameter.shape))

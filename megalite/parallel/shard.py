@@ -7,9 +7,10 @@ every tensor-parallel rank in a gradient norm. Pure integers, no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Initializer = Literal["normal", "zeros", "ones"]
 
@@ -22,6 +23,22 @@ class Piece:
     shape: tuple[int, ...]  # global shape, without padding
     source: tuple[slice, ...]  # block of the global tensor
     target: tuple[slice, ...]  # the same block inside the local parameter
+
+
+@dataclass(frozen=True)
+class RangePiece:
+    """A block of a global tensor whose numbers lie in a range of the flattened local parameter."""
+
+    name: str  # canonical name of the global tensor
+    shape: tuple[int, ...]  # global shape, without padding
+    source: tuple[slice, ...]  # block of the global tensor
+    rows: slice  # of the range: the rectangle of the local parameter that the block is part of
+    row_shape: tuple[int, ...]  # that rectangle's shape
+    inside: tuple[slice, ...]  # the block inside the rectangle
+
+    def of(self, numbers: Any) -> Any:
+        """The block as a view of a flat tensor that holds the range."""
+        return numbers[self.rows].view(self.row_shape)[self.inside]
 
 
 @dataclass(frozen=True)
@@ -85,6 +102,58 @@ class Shard:
                     _replace(whole, self.dim, slice(offset, offset + stop - start)),
                 )
             offset += local
+
+    def pieces_of_range(self, start: int, stop: int) -> Iterator[RangePiece]:
+        """The blocks of global tensors in numbers [start, stop) of the flattened local parameter: what ZeRO gives a
+        rank of it. A range has ragged ends, so it is at most three rectangles of a matrix: a part of a row, whole
+        rows, a part of a row."""
+        pieces = list(self.pieces())
+        offset = 0
+        for rectangle in _rectangles(self.local_shape, start, stop):
+            row_shape = tuple(s.stop - s.start for s in rectangle)
+            size = math.prod(row_shape)
+            for piece in pieces:
+                common = [
+                    slice(max(r.start, t.start), min(r.stop, t.stop))
+                    for r, t in zip(rectangle, piece.target, strict=True)
+                ]
+                if any(c.start >= c.stop for c in common):
+                    continue
+                yield RangePiece(
+                    piece.name,
+                    piece.shape,
+                    tuple(
+                        slice(c.start - t.start + g.start, c.stop - t.start + g.start)
+                        for c, t, g in zip(common, piece.target, piece.source, strict=True)
+                    ),
+                    slice(offset, offset + size),
+                    row_shape,
+                    tuple(slice(c.start - r.start, c.stop - r.start) for c, r in zip(common, rectangle, strict=True)),
+                )
+            offset += size
+
+
+def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
+    """Rectangles that hold numbers [start, stop) of a row-major array, in order."""
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield (slice(start, stop),)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # inside one row
+        yield from _in_row(shape, last, start - last * row, stop - last * row)
+        return
+    yield from _in_row(shape, first - 1, start - (first - 1) * row, row)
+    if first < last:
+        yield (slice(first, last), *(slice(0, n) for n in shape[1:]))
+    yield from _in_row(shape, last, 0, stop - last * row)
+
+
+def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[tuple[slice, ...]]:
+    for inner in _rectangles(shape[1:], start, stop):
+        yield (slice(index, index + 1), *inner)
 
 
 def _replace(slices: tuple[slice, ...], dim: int, new: slice) -> tuple[slice, ...]:

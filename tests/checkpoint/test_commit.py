@@ -49,7 +49,7 @@ def dying(function):
         return function(*arguments)
     return call
 # every durable moment of a save: file written, file synced, manifest, rename, folder synced, latest
-writer.sync, files.sync = dying(writer.sync), dying(files.sync)
+writer.sync, files.sync, os.fsync = dying(writer.sync), dying(files.sync), dying(os.fsync)
 Path.rename, Path.replace = dying(Path.rename), dying(Path.replace)
 here.write(folder, 2)
 print("done")

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,3 +57,39 @@ def test_a_replicated_parameter_is_whole_on_every_rank(size: int, tp: int) -> No
         assert shard.is_replicated
         assert shard.local_shape == piece.shape == (size,)
         assert piece.source == piece.target == (slice(0, size),)
+
+
+@given(
+    tp=st.integers(1, 4),
+    dim=st.sampled_from([0, 1, None]),
+    sections=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    other=st.integers(1, 7),
+    cuts=st.integers(1, 5),
+)
+def test_ranges_of_all_ranks_cover_every_global_number_once(
+    tp: int, dim: int | None, sections: list[int], other: int, cuts: int
+) -> None:
+    """ZeRO cuts what tensor parallelism left, at any number: what all ranks' ranges name is the whole, once, and
+    `of` finds each block's numbers where the local parameter has them."""
+    if dim is None:
+        sections = sections[:1]
+    along = sum(sections)
+    shape = (other, along) if dim == 1 else (along, other)
+    named = tuple((f"s{i}" if len(sections) > 1 else "", size) for i, size in enumerate(sections))
+    seen: dict[str, np.ndarray] = {}
+    for rank in range(tp if dim is not None else 1):
+        shard = Shard(shape, dim, named, tp, rank, name="a.b.weight")
+        local = np.full(shard.local_shape, -1)
+        for piece in shard.pieces():  # each number is its own address in the global tensor
+            whole = np.arange(np.prod(piece.shape)).reshape(piece.shape)
+            local[piece.target] = whole[piece.source]
+        flat = torch.from_numpy(local.flatten())
+        bounds = [len(flat) * cut // cuts for cut in range(cuts + 1)]
+        for start, stop in itertools.pairwise(bounds):
+            for piece in shard.pieces_of_range(start, stop):
+                block = piece.of(flat[start:stop]).numpy()
+                counts = seen.setdefault(piece.name, np.zeros(piece.shape, int))
+                counts[piece.source] += 1
+                addresses = np.arange(counts.size).reshape(counts.shape)
+                assert (block == addresses[piece.source]).all()
+    assert len(seen) == len(sections) and all((counts == 1).all() for counts in seen.values())
