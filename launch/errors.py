@@ -14,6 +14,7 @@ class LaunchError(ValueError):
 
 USER_ERRORS = (ConfigError, DataError, CheckpointError, FamilyError, LaunchError)
 VERIFY_FAILED_CODE = 1
+FAILED_CODE = 1  # a run that broke, or could not save its last state
 USER_ERROR_CODE = 2
 STOPPED_CODE = 3  # a guard ended the run
 PREEMPTED_CODE = 4  # SIGTERM, SIGUSR1 or training.max_minutes: the state is saved, and starting again goes on

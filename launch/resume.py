@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from launch.errors import LaunchError
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import Manifest, find_latest, read_manifest
+from megalite.checkpoint.retention import clean_up
 from megalite.config import Config
 from megalite.config.model import DROPOUTS
 
@@ -42,9 +44,25 @@ def checkpoints_of(config: Config) -> Path:
     return config.run_dir / "checkpoints"
 
 
-def find_start(config: Config, data_fingerprint: str) -> Start:
-    """Raises CheckpointError or LaunchError, one sentence, where the checkpoint does not belong to this config."""
-    own, skipped = find_latest(checkpoints_of(config)) if checkpoints_of(config).is_dir() else (None, [])
+def prepare_checkpoints(config: Config) -> tuple[str, ...]:
+    """On one rank, before any looks for a start: removes what interrupted saves left, and fetches the newest checkpoint
+    of the mirror where `run_dir` has none. Returns what to tell."""
+    root, mirror = checkpoints_of(config), config.checkpoint.mirror
+    left_over = clean_up(root) if root.is_dir() else []
+    notices = [f"removed {path}, left over from an interrupted save" for path in left_over]
+    if mirror is not None and config.checkpoint.resume and find_latest(root)[0] is None:
+        from megalite.checkpoint.mirror import fetch_newest
+
+        notices += fetch_newest(mirror, root)
+    return tuple(notices)
+
+
+def find_start(config: Config, data_fingerprint: str, check: Callable[[Path, Manifest], None] | None = None) -> Start:
+    """Where the run starts. `check` looks closer at the run's own checkpoints than `find_latest` does.
+
+    Raises CheckpointError or LaunchError, one sentence, where the checkpoint does not belong to this config.
+    """
+    own, skipped = find_latest(checkpoints_of(config), check) if checkpoints_of(config).is_dir() else (None, [])
     if own is not None:
         if not config.checkpoint.resume:
             raise LaunchError(

@@ -6,8 +6,9 @@ safetensors file says which block of which global tensor it is, so any layout re
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -39,6 +40,7 @@ class Manifest(BaseModel):
     """What a checkpoint holds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    digest: str = ""  # SHA-256 of what follows it in the file: only this tells of a bit that flipped in `state`
     format: Literal["megalite-checkpoint"] = "megalite-checkpoint"
     version: Literal[2] = 2
     step: Count
@@ -54,6 +56,12 @@ class Manifest(BaseModel):
     loss_scaler: dict[str, float] = {}  # fp16 only
     tensors: dict[Name, tuple[Size, ...]]  # canonical name -> global shape
     files: dict[str, FileEntry]
+
+    def sealed(self) -> bytes:
+        """The file that holds it, with its digest."""
+        as_read = Manifest.model_validate_json(self.model_dump_json(exclude={"digest"}))
+        text = as_read.model_dump_json(indent=1)
+        return as_read.model_copy(update={"digest": _digest_of(text.encode())}).model_dump_json(indent=1).encode()
 
 
 def step_folder(step: int) -> str:
@@ -112,13 +120,26 @@ def _parse(path: Path) -> Manifest:
         raise CheckpointError(f"{path}: is a link, which may lead outside its folder: copy the file itself")
     if (size := path.stat().st_size) > MANIFEST_BYTES:
         raise CheckpointError(f"{path}: not a manifest of this version: {size} bytes are too many for one")
+    return parse_manifest(path.read_bytes(), path)
+
+
+def parse_manifest(data: bytes, path: Path | str) -> Manifest:
+    """The manifest that a file (`path`, for the sentence) holds. Raises CheckpointError."""
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        manifest = Manifest.model_validate_json(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "its text"
         why = printable(f"{where}: {first['msg']}")
         raise CheckpointError(f"{path}: not a manifest of this version: {why}") from None
+    if manifest.digest and manifest.digest != _digest_of(data):
+        raise CheckpointError(f"{path}: has changed since it was written: its digest differs")
+    return manifest
+
+
+def _digest_of(text: bytes) -> str:
+    """Of all but the first field, which is the digest itself."""
+    return hashlib.sha256(text.partition(b",")[2]).hexdigest()
 
 
 def _check_file(folder: Path, name: str, file: FileEntry) -> None:
@@ -139,11 +160,12 @@ def printable(text: str) -> str:
     return line if len(line) <= 200 else f"{line[:200]}..."
 
 
-def find_latest(root: Path) -> tuple[Path | None, list[str]]:
+def find_latest(root: Path, check: Callable[[Path, Manifest], None] | None = None) -> tuple[Path | None, list[str]]:
     """The newest complete checkpoint under `root`, and why newer folders were passed over.
 
-    `root` is a checkpoint folder, a folder of checkpoints, or a run folder. `latest` is not trusted: it is moved after
-    the folder it names, so a kill in between leaves it one behind.
+    `root` is a checkpoint folder, a folder of checkpoints, or a run folder. `check` may look at more than names and
+    sizes, and raises CheckpointError. `latest` is not trusted: it is moved after the folder it names, so a kill in
+    between leaves it one behind.
     """
     if (root / "checkpoints").is_dir():
         root = root / "checkpoints"
@@ -151,7 +173,9 @@ def find_latest(root: Path) -> tuple[Path | None, list[str]]:
     skipped = []
     for folder in folders:
         try:
-            read_manifest(folder)
+            manifest = read_manifest(folder)
+            if check is not None:
+                check(folder, manifest)
         except CheckpointError as error:
             skipped.append(str(error))
         else:

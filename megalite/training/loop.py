@@ -1,4 +1,4 @@
-"""The loop: batch -> step -> log -> evaluate -> save, visible on one page.
+"""The loop: batch -> step -> judge -> evaluate -> log -> save, visible on one page.
 
 In: an engine, where the run stands, the batches of the coming steps, what to do with a record and a checkpoint.
 Out: where the run stands at its end.
@@ -14,64 +14,108 @@ from typing import Any
 from megalite.config import Config
 from megalite.engine.engine import Engine, MicroBatch
 from megalite.monitor.memory import peak_memory_mib
+from megalite.resilience.guards import Action, Guard, Intervention
 from megalite.resilience.replicas import Disagreement, SelfCheck, explain
-from megalite.training.errors import TrainingStopped
+from megalite.resilience.requests import Requests
+from megalite.training.checkpoints import Checkpoints
+from megalite.training.errors import TrainingPreempted, TrainingStopped
 from megalite.training.schedule import learning_rate_factor
 from megalite.training.state import TrainState
+
+Batches = Iterator[Sequence[MicroBatch]]
 
 
 @dataclass(frozen=True)
 class Job:
     """What the loop is given from outside."""
 
-    batches: Iterator[Sequence[MicroBatch]]  # one item per coming step; endless empty ones where a rank needs no data
+    batches: Callable[[TrainState], Batches]  # one item per step after a state; endless empty ones without need of data
     evaluation: Sequence[MicroBatch]  # this replica's held-out micro-batches; empty where a rank needs no data
     evaluation_count: int  # held-out micro-batches per replica; 0: no evaluation
+    guard: Guard
+    checkpoints: Checkpoints
+    requests: Requests
     log: Callable[[dict[str, Any]], None]
-    save: Callable[[TrainState], None]
+    intervened: Callable[[Intervention], None]
 
 
 def train(engine: Engine, config: Config, state: TrainState, job: Job) -> TrainState:
     """Trains from `state` to the run's last step.
 
-    Raises TrainingStopped when too many steps in a row are skipped, or when copies of a weight are not equal any more.
+    Raises TrainingStopped where a guard or a self-check ends the run, TrainingPreempted where it was asked to end and
+    is saved, SaveFailed where it ends unsaved.
     """
-    total_steps, checkpoint, training = config.total_steps, config.checkpoint, config.training
-    self_check = SelfCheck(engine)
-    while state.step < total_steps:
-        step = state.step + 1
-        is_last = step == total_steps
-        is_saved = (is_last and checkpoint.save_last) or _is_due(step, checkpoint.interval)
-        is_checked = training.self_check_every > 0 and (is_saved or _is_due(step, training.self_check_every))
-        if is_checked:
+    self_check, checkpoints = SelfCheck(engine), job.checkpoints
+    batches, save_next = job.batches(state), False
+    while state.step < config.total_steps:
+        due = _due(config, state.step + 1, save_next)
+        if due.check:
             self_check.watch()
-        record, state = _step(engine, config, state, job.batches)
-        if job.evaluation_count and (is_last or _is_due(step, training.evaluation.interval)):
-            record["evaluation_loss"] = float(engine.evaluate(job.evaluation, job.evaluation_count))
+        record, state, intervention = _step(engine, config, state, batches, job.guard)
+        if due.evaluation and job.evaluation_count:
+            record |= _evaluate(engine, job)
         differing: list[Disagreement] = []
-        if is_checked:
+        if due.check:
             differing, record["self_check_s"] = self_check.run()
+        record["save_blocked_s"] = checkpoints.collect()
         job.log(record)
         if differing:
-            raise TrainingStopped(explain(step, differing))
-        if state.consecutive_skipped_steps >= config.guards.max_interventions:
-            raise TrainingStopped(
-                f"{state.consecutive_skipped_steps} steps in a row had gradients that are not finite, the last is step "
-                f"{step}: lower optimizer.learning_rate, or look at the data of samples {record['samples']}"
-            )
-        if is_saved:
-            job.save(state)
+            raise TrainingStopped(explain(state.step, differing))
+        if intervention is not None:
+            job.intervened(intervention)
+            if intervention.action is Action.STOP:
+                raise TrainingStopped(intervention.sentence)
+            if intervention.action is Action.ROLLBACK and (returned := checkpoints.roll_back(state)) is not None:
+                job.guard.rolled_back(returned.guard)
+                state, batches, save_next = returned, job.batches(returned), False
+                continue
+        agreed = job.requests.agree(checkpoints.is_due(record["step_time_s"]))
+        save_next = agreed.save_next
+        if due.save or agreed.stop:
+            checkpoints.save(state.model_copy(update={"guard": job.guard.state()}), record.get("evaluation_loss"))
+        if agreed.stop and state.step < config.total_steps:
+            checkpoints.finish(state)
+            raise TrainingPreempted(f"{agreed.stop}: the state of step {state.step} is saved, start again to go on")
+    checkpoints.finish(state)
     return state
 
 
-def _is_due(step: int, interval: int) -> bool:
+@dataclass(frozen=True)
+class _Due:
+    """What a step ends with."""
+
+    save: bool
+    check: bool
+    evaluation: bool
+
+
+def _due(config: Config, step: int, save_asked: bool) -> _Due:
+    is_last, checkpoint, training = step == config.total_steps, config.checkpoint, config.training
+    periodic = checkpoint.interval != "auto" and _is_multiple(step, checkpoint.interval)
+    save = periodic or save_asked or (is_last and checkpoint.save_last)
+    every = training.self_check_every
+    evaluation = training.evaluation.interval
+    return _Due(
+        save=save,
+        check=every > 0 and (save or _is_multiple(step, every)),
+        evaluation=evaluation > 0 and (is_last or _is_multiple(step, evaluation)),
+    )
+
+
+def _is_multiple(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
+def _evaluate(engine: Engine, job: Job) -> dict[str, float]:
+    started = time.perf_counter()
+    loss = float(engine.evaluate(job.evaluation, job.evaluation_count))
+    return {"evaluation_loss": loss, "evaluation_s": time.perf_counter() - started}
+
+
 def _step(
-    engine: Engine, config: Config, state: TrainState, batches: Iterator[Sequence[MicroBatch]]
-) -> tuple[dict[str, Any], TrainState]:
-    """One optimizer step and its record in metrics.jsonl."""
+    engine: Engine, config: Config, state: TrainState, batches: Batches, guard: Guard
+) -> tuple[dict[str, Any], TrainState, Intervention | None]:
+    """One optimizer step, its record in metrics.jsonl, and what a guard wants done about it."""
     training = config.training
     learning_rate = config.optimizer.learning_rate * learning_rate_factor(
         config.schedule, state.step, config.total_steps
@@ -79,14 +123,15 @@ def _step(
     started = time.perf_counter()
     micro_batches = next(batches)
     waited = time.perf_counter() - started
-    result = engine.train_step(micro_batches, learning_rate)
+    result = engine.train_step(micro_batches, learning_rate, guard.judge)
     loss, grad_norm = float(result.loss), float(result.grad_norm)
     elapsed = time.perf_counter() - started
     tokens = training.global_batch_size * training.sequence_length
     first_sample = state.consumed_samples
-    state = state.after(samples=training.global_batch_size, tokens=tokens, skipped=result.skipped)
+    state = state.after(samples=training.global_batch_size, tokens=tokens, skipped=not result.taken)
     record = {
         "step": state.step,
+        "time": time.time(),
         "loss": loss,
         "grad_norm": grad_norm,
         "learning_rate": learning_rate,
@@ -96,7 +141,7 @@ def _step(
         "step_time_s": elapsed,
         "data_wait_s": waited,
         "memory_peak_mib": peak_memory_mib(),
-        "skipped": result.skipped,
+        "skipped": not result.taken,
         "skipped_steps": state.skipped_steps,
     }
-    return record, state
+    return record, state, guard.after(state.step, result, micro_batches)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -13,8 +15,9 @@ class TrainState(BaseModel):
     step: int = 0
     consumed_samples: int = 0  # the data's only position: sample k is a pure function of (fingerprint, seed, k)
     tokens_seen: int = 0
-    skipped_steps: int = 0  # steps whose gradients were not finite
-    consecutive_skipped_steps: int = 0
+    skipped_steps: int = 0  # steps that changed nothing: not finite, or refused by a guard
+    excluded_samples: tuple[tuple[int, int], ...] = ()  # [first, last) ranges that rollbacks have left behind
+    guard: dict[str, Any] = {}  # what the guards remember of past steps: megalite.resilience.guards
     data_fingerprint: str = ""
     seed: int = 0
 
@@ -26,6 +29,16 @@ class TrainState(BaseModel):
                 "consumed_samples": self.consumed_samples + samples,
                 "tokens_seen": self.tokens_seen + tokens,
                 "skipped_steps": self.skipped_steps + skipped,
-                "consecutive_skipped_steps": self.consecutive_skipped_steps + 1 if skipped else 0,
+            }
+        )
+
+    def rolled_back(self, to: TrainState) -> TrainState:
+        """The state of a checkpoint, but past the data that led here: PaLM (arXiv:2204.02311, section 5.1) went around
+        its loss spikes in this way, and training there again on other data did not bring them back."""
+        left_out = (to.consumed_samples, self.consumed_samples)
+        return to.model_copy(
+            update={
+                "consumed_samples": self.consumed_samples,
+                "excluded_samples": (*to.excluded_samples, left_out),
             }
         )

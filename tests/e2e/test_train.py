@@ -133,7 +133,7 @@ def test_gradients_that_are_never_finite_stop_the_run(two_stages: dict[str, Any]
     two_stages["optimizer"] = {"name": "sgd", "learning_rate": 1e30}
     done = run(BIN / "megalite", "train", write_config(tmp_path / "c.yaml", two_stages))
     assert done.returncode == 3, done.stdout + done.stderr
-    assert "3 steps in a row had gradients that are not finite" in done.stderr
+    assert "3 steps in a row were skipped" in done.stderr and "samples" in done.stderr
     assert "Traceback" not in done.stderr
     records = metrics(two_stages["run_dir"])
     assert [record["skipped"] for record in records[-3:]] == [True] * 3

@@ -7,35 +7,36 @@ import math
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.files import write_durably
+from megalite.monitor.json_lines import append_line, read_lines
+
 
 class JsonLines:
-    """Appends to `path` after dropping what an interrupted run logged beyond the step it resumes from."""
+    """Appends to `path`; what was logged of a step and of those after it is dropped when the step is done again, after
+    an interruption or a rollback."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        kept = [record for record in read_records(path) if record["step"] <= resumed_step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(_line(record) for record in kept))
-        temporary.replace(path)
-        self._file = path.open("a", buffering=1)
+        self._path = path
+        self._keep_until(resumed_step)
+
+    def _keep_until(self, step: int) -> None:
+        kept = [record for record in read_records(self._path) if record["step"] <= step]
+        write_durably(self._path, "".join(map(_line, kept)).encode())
+        self._last_step = step
 
     def log(self, record: dict[str, Any]) -> None:
-        self._file.write(_line(record))
+        if record["step"] <= self._last_step:
+            self._keep_until(record["step"] - 1)
+        append_line(self._path, _line(record))
+        self._last_step = record["step"]
 
     def close(self) -> None:
-        self._file.close()
+        """Nothing is open between records."""
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a run, a half-written last line left out."""
-    if not path.is_file():
-        return []
-    records = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break  # the run was killed while writing this line
-    return records
+    """The records of a run; lines that a kill left half-written are passed over."""
+    return [record for record in read_lines(path) if "step" in record]
 
 
 def _line(record: dict[str, Any]) -> str:

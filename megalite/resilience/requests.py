@@ -1,0 +1,63 @@
+"""What a run is asked from outside, agreed on by all ranks after each step.
+
+Signals reach ranks at different moments, and only one clock can decide when time is up: one small reduction per step
+on the CPU makes all ranks end after the same one.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # preemption; Slurm's --signal sends what one asks for
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """The same on all ranks."""
+
+    stop: str | None  # why the run is to save and end now
+    save_next: bool  # a checkpoint is due after the coming step
+
+
+class Requests:
+    """Collects requests while it is open. A second signal of a kind has its usual effect, and ends the process."""
+
+    def __init__(self, max_minutes: float | None, started: float) -> None:
+        """Collective. `started` is a reading of `time.monotonic` that the limit counts from."""
+        self._deadline = None if max_minutes is None else started + 60 * max_minutes
+        self._limit = f"training.max_minutes ({max_minutes:g}) is over" if max_minutes else ""
+        self._signal = 0
+        self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        self._previous: dict[int, signal._HANDLER] = {}
+
+    def __enter__(self) -> Self:
+        self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def agree(self, save_next: bool) -> Agreed:
+        """Collective. Rank 0's clock and rank 0's `save_next` count; a signal counts on whichever rank it arrived."""
+        is_over = self._deadline is not None and time.monotonic() >= self._deadline
+        first = dist.get_rank() == 0
+        flags = torch.tensor([self._signal, is_over and first, save_next and first], dtype=torch.int32)
+        if self._group is not None:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        number, is_over, save_next = flags.tolist()
+        stop = f"signal {signal.Signals(number).name}" if number else self._limit if is_over else None
+        return Agreed(stop, bool(save_next))

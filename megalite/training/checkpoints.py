@@ -1,0 +1,135 @@
+"""The checkpoints of one run while it trains: saving, what is told of it, what stays, and the way back.
+
+Nothing here ends a run but the failure of its last save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from megalite.checkpoint.digests import check_digests_together
+from megalite.checkpoint.engine import load_engine
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.manifest import Manifest, find_latest
+from megalite.checkpoint.mirror import Mirror
+from megalite.checkpoint.reader import CheckpointReader
+from megalite.checkpoint.retention import Retention, prune
+from megalite.checkpoint.saver import Saved, Saver
+from megalite.config import CheckpointConfig
+from megalite.engine.engine import Engine
+from megalite.resilience.interval import IntervalPlanner
+from megalite.training.errors import SaveFailed
+from megalite.training.state import TrainState
+
+
+class Voice(Protocol):
+    """What a run says; silent on all ranks but the first."""
+
+    def say(self, sentence: str) -> None:
+        """A line on the console."""
+
+    def event(self, name: str, **facts: Any) -> None:
+        """A line in events.jsonl."""
+
+
+class Checkpoints:
+    """One per rank. Methods are collective unless they say otherwise."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        options: CheckpointConfig,
+        root: Path,
+        voice: Voice,
+        describe: Callable[[TrainState], Manifest],
+        mirror: Mirror | None = None,
+        planner: IntervalPlanner | None = None,
+    ) -> None:
+        """`describe` makes a manifest but for what is in the files. Rank 0 has the mirror, and the planner of
+        `interval: auto`."""
+        self._engine, self._options, self._root, self._voice = engine, options, root, voice
+        self._describe, self._mirror, self._planner = describe, mirror, planner
+        self._policy = Retention.of(options)
+        self._saver = Saver(engine, root, background=options.background, committed=self._committed)
+        self._blocked_s = 0.0  # that no record has told yet
+        self._last: Saved | None = None
+        self._saved_step = -1  # of the newest save, however it went
+
+    def save(self, state: TrainState, evaluation_loss: float | None = None) -> None:
+        """Saves `state` and the engine as they are now."""
+        manifest = self._describe(state).model_copy(update={"evaluation_loss": evaluation_loss})
+        blocked = self._saver.save(manifest)
+        self._blocked_s += blocked
+        self._saved_step = state.step
+        self._hear()
+
+    def collect(self) -> float:
+        """Tells of saves that have ended; returns the seconds that training has waited for saves since the last call.
+        Not collective."""
+        self._hear()
+        blocked, self._blocked_s = self._blocked_s, 0.0
+        return blocked
+
+    def _hear(self) -> None:
+        for saved in self._saver.finished():
+            self._last = saved
+            self._tell(saved)
+
+    def is_due(self, step_time_s: float) -> bool:
+        """Whether `interval: auto` wants a save after the coming step; rank 0's answer counts. Not collective."""
+        return self._planner is not None and self._planner.step(step_time_s)
+
+    def finish(self, state: TrainState) -> None:
+        """Waits for the last save and tries a failed one once more. Raises SaveFailed where `state` is not saved."""
+        self._saver.wait()
+        self._hear()
+        if self._saved_step == state.step and self._last is not None and self._last.failure:
+            self.save(state)
+            self._saver.wait()
+            self._hear()
+            if self._last.failure:
+                raise SaveFailed(f"the state of step {state.step} could not be saved: {self._last.failure}")
+
+    def settle(self) -> float:
+        """Waits for a save that is on its way; returns as `collect` does."""
+        self._saver.wait()
+        return self.collect()
+
+    def roll_back(self, state: TrainState) -> TrainState | None:
+        """The state of the newest intact checkpoint, loaded into the engine; None where there is none yet."""
+        self._saver.wait()
+        folder, _ = find_latest(self._root, check_digests_together)
+        if folder is None:
+            return None
+        reader = CheckpointReader(folder)
+        load_engine(self._engine, reader, weights_only=False)
+        returned = state.rolled_back(TrainState.model_validate(reader.manifest.state))
+        left_out = returned.excluded_samples[-1]
+        self._voice.event("rolled_back", step=state.step, to_step=returned.step, excluded_samples=left_out)
+        self._voice.say(f"back to step {returned.step}, without samples {left_out[0]} to {left_out[1] - 1}")
+        return returned
+
+    def _committed(self, folder: Path) -> None:
+        """On rank 0, in the thread that wrote the checkpoint."""
+        try:
+            if self._mirror is not None:
+                self._mirror.offer(folder)
+            prune(self._root, self._policy, protect=self._mirror.protected() if self._mirror else ())
+        except CheckpointError as error:
+            self._voice.say(f"an old checkpoint stays, training goes on: {error}")
+
+    def _tell(self, saved: Saved) -> None:
+        facts = {"step": saved.step, "blocked_s": round(saved.blocked_s, 4), "total_s": round(saved.total_s, 4)}
+        if saved.failure is not None:
+            self._voice.event("save_failed", **facts, reason=saved.failure)
+            self._voice.say(f"step {saved.step} is not saved, training goes on: {saved.failure}")
+            return
+        self._voice.event("saved", **facts, bytes=saved.bytes)
+        self._voice.say(
+            f"saved {saved.folder} ({saved.bytes / 1e6:.1f} MB; training waited {saved.blocked_s:.2f} s, "
+            f"all took {saved.total_s:.2f} s)"
+        )
+        if self._planner is not None:
+            self._planner.saved(saved.blocked_s, saved.total_s)
