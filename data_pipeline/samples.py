@@ -12,8 +12,8 @@ S = sequence_length.
 
 import hashlib
 import json
-from bisect import bisect_left
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -44,6 +44,19 @@ class Sample:
         valid[self.cu_seqlens[1:-1] - 1] = False
         valid[-1] = not self.last_target_starts_document
         return valid
+
+
+@dataclass(frozen=True)
+class DocumentRange:
+    """Neighbouring documents of a corpus."""
+
+    prefix: Path
+    first: int  # number of the document in the corpus, from 0
+    last: int  # the same as `first` where it is one
+
+    def __str__(self) -> str:
+        which = f"document {self.first}" if self.first == self.last else f"documents {self.first} to {self.last}"
+        return f"{which} of {self.prefix}"
 
 
 class PackedSamples:
@@ -78,12 +91,24 @@ class PackedSamples:
 
     def sample(self, k: int) -> Sample:
         """Sample number k >= 0 of the run, counted over all epochs."""
-        assert k >= 0, f"sample {k} does not exist"
-        epoch, slot = divmod(k, self.samples_per_epoch)
-        block = permuted_index(slot, self.samples_per_epoch, epoch_key(self.seed, epoch, self.fingerprint))
+        block = self._block(k)
         tokens, starts = self._read(block * self.sequence_length, self.sequence_length + 1)
         self._check_ids(tokens, block)
         return _packed(tokens, starts)
+
+    def documents(self, k: int) -> list[DocumentRange]:
+        """The documents that sample number k holds tokens of, its last target's included, in the order of the stream.
+
+        A document is one where a token of it lies in the sample, so empty documents are none.
+        """
+        ranges = []
+        for corpus, low, high in self._stretches(self._block(k) * self.sequence_length, self.sequence_length + 1):
+            width = corpus.dtype.itemsize
+            # the last of the documents that start at or before a token's place holds the token
+            first = bisect_right(corpus.document_offsets, low * width) - 1
+            last = bisect_right(corpus.document_offsets, (high - 1) * width) - 1
+            ranges.append(DocumentRange(corpus.prefix, first, last))
+        return ranges
 
     def notice(self) -> str | None:
         """A sentence for the user where the split is smaller than one sample."""
@@ -117,25 +142,36 @@ class PackedSamples:
                 "held_out_fraction"
             )
 
+    def _block(self, k: int) -> int:
+        """Which block of the stream sample number k is."""
+        assert k >= 0, f"sample {k} does not exist"
+        epoch, slot = divmod(k, self.samples_per_epoch)
+        return permuted_index(slot, self.samples_per_epoch, epoch_key(self.seed, epoch, self.fingerprint))
+
     def _read(self, begin: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """`count` tokens of the endless stream from `begin` on, and where documents start among them."""
         tokens, starts = np.empty(count, dtype=np.int64), []
         done = 0
-        place = begin % self.token_count
-        run = int(self._run_offset.searchsorted(place, side="right")) - 1
-        while done < count:
-            corpus = self._corpora[self._corpus_of_run[run]]
-            low = int(self._run_start[run]) + place - int(self._run_offset[run])
-            size = min(count - done, int(self._run_offset[run + 1]) - place)
-            tokens[done : done + size] = corpus.tokens[low : low + size]
+        for corpus, low, high in self._stretches(begin, count):
+            tokens[done : done + high - low] = corpus.tokens[low:high]
             width = corpus.dtype.itemsize
             offsets = corpus.document_offsets  # unaligned in the file: searchsorted would copy all of it
             first = bisect_left(offsets, low * width)
-            last = bisect_left(offsets, (low + size) * width, lo=first)
+            last = bisect_left(offsets, high * width, lo=first)
             starts.append(offsets[first:last] // width + (done - low))
-            done, place = done + size, (place + size) % self.token_count
-            run = run + 1 if place else 0
+            done += high - low
         return tokens, np.concatenate(starts)
+
+    def _stretches(self, begin: int, count: int) -> Iterator[tuple[IndexedTokens, int, int]]:
+        """Where `count` tokens of the endless stream from `begin` on lie: (corpus, first token, end) of each run."""
+        place = begin % self.token_count
+        run = int(self._run_offset.searchsorted(place, side="right")) - 1
+        while count:
+            low = int(self._run_start[run]) + place - int(self._run_offset[run])
+            size = min(count, int(self._run_offset[run + 1]) - place)
+            yield self._corpora[self._corpus_of_run[run]], low, low + size
+            count, place = count - size, (place + size) % self.token_count
+            run = run + 1 if place else 0
 
     def _check_ids(self, tokens: NDArray[np.int64], block: int) -> None:
         wrong = int(tokens.view(np.uint64).max())  # as unsigned numbers, negative ids are the largest of all

@@ -1,6 +1,6 @@
 """The `megalite` command. Its contract: --help with an example, one sentence on stderr for a mistake, exit codes
-0 (done), 1 (verify found a difference), 2 (the user's mistake), 3 (a guard stopped the run), --json where a program
-reads the result. No torch here.
+0 (done), 1 (verify found a difference), 2 (the user's mistake), 3 (a guard stopped the run), 4 (asked to end, saved),
+5 (it hung), --json where a program reads the result. No torch here.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from launch.checkpoint_command import checkpoint_app
 from launch.errors import INTERRUPTED_CODE, USER_ERROR_CODE, USER_ERRORS, VERIFY_FAILED_CODE, LaunchError
 from megalite.config import Config, load_config
 
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Show a config as it is resolved, or the schema of all options.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+app.add_typer(checkpoint_app, name="checkpoint")
 
 ConfigPath = Annotated[Path, typer.Argument(help="YAML file", metavar="CONFIG.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.option=value ...", metavar="[OVERRIDES]...")]
@@ -49,6 +51,9 @@ def train(
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print config and layout; start nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print them as JSON.")] = False,
+    restart: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Start a run that fails again, up to N times; see supervise.")
+    ] = 0,
 ) -> None:
     """Train, or go on training from the newest checkpoint in the run's folder.
 
@@ -67,9 +72,43 @@ def train(
     elif this_rank() is not None:
         from launch.train import main as rank_main
 
+        if restart:
+            raise LaunchError("--restart is not for one rank of a run: put `megalite supervise --` before its launcher")
         raise typer.Exit(rank_main(words))
+    elif restart:
+        from launch.supervise import Policy, supervise_run
+
+        command = [sys.executable, "-m", "launch", "train", *words]
+        raise typer.Exit(supervise_run(command, Policy(restarts=restart)))
     else:
         raise typer.Exit(start(load_config(config_path, overrides or []), words))
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def supervise(
+    command: Annotated[list[str], typer.Argument(help="What starts the run, with its config.", metavar="COMMAND")],
+    restarts: Annotated[int, typer.Option(min=0, help="Restarts at most.")] = 5,
+    first_wait: Annotated[float, typer.Option(min=0, help="Seconds before the first restart; doubles.")] = 1.0,
+    longest_wait: Annotated[float, typer.Option(min=0, help="Seconds before a restart at most.")] = 300.0,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds from a signal that asks to end until what still runs is killed.")
+    ] = 120.0,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="The run's folder; default: that of the config which COMMAND names.")
+    ] = None,
+) -> None:
+    """Run COMMAND, and again when it fails; the run resumes from its newest complete checkpoint.
+
+    Not after exit codes 0, 2 (a mistake), 3 (a guard), 4 (asked to end, saved) and 130 (Ctrl-C), nor when the run fails
+    twice at the same step. SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed on to the ranks, which save and end; Ctrl-C,
+    and any of SIGTERM and SIGHUP a second time, ends all at once. Nothing that COMMAND starts outlives it.
+
+    Example: `megalite supervise --restarts 20 -- deepspeed --hostfile hosts launch/train.py configs/quickstart.yaml`
+    """
+    from launch.supervise import Policy, supervise_run
+
+    policy = Policy(restarts, first_wait, longest_wait, grace)
+    raise typer.Exit(supervise_run(command, policy, run_dir))
 
 
 @app.command()

@@ -56,7 +56,7 @@ def open_job(
         mirror=mirror,
         planner=reporter.interval_planner(),
     )
-    guard = Guard(engine, config.guards)
+    guard = Guard(engine, config.guards, data.training.documents)
     guard.restore(state.guard)
     with Requests(config.training.max_minutes, born) as requests:
         job = Job(

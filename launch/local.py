@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import base64
-import ctypes
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
-from types import FrameType
 
 from launch.devices import cpu_count
+from launch.processes import ProcessTree, StopSignals, wait_for
 from megalite.config import LaunchConfig
 
 # glibc: no mmap for large blocks and no trimming, so that tensors reuse memory whose pages are mapped already; huge
 # pages for it where the kernel gives them on request (an older glibc than 2.35 ignores that one)
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MALLOC_TUNABLES = (
     "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184:glibc.malloc.hugetlb=1"
 )
+LEFT_RANKS_S = 30.0  # for ranks whose launcher was killed; as long as it gives them itself
 
 
 def rank_environment(options: LaunchConfig, ranks: int, on_gpu: bool) -> tuple[dict[str, str], str]:
@@ -47,37 +45,28 @@ def rank_environment(options: LaunchConfig, ranks: int, on_gpu: bool) -> tuple[d
     return {name: value for name, value in wanted.items() if name not in os.environ}, ", ".join(said)
 
 
-def start_local_ranks(ranks: int, environment: dict[str, str], arguments: Sequence[str]) -> int:
-    """Runs `launch.train ARGUMENTS` on `ranks` local ranks; returns the exit code once all have ended.
+def start_local_ranks(
+    ranks: int, environment: dict[str, str], arguments: Sequence[str], module: str = "launch.train"
+) -> int:
+    """Runs `python -m MODULE ARGUMENTS` on `ranks` local ranks; returns the exit code once all have ended.
 
-    SIGTERM, SIGINT and SIGHUP are passed on, and a SIGKILL reaches the launcher too: nothing is left running.
+    That code is the one of the first rank that did not end with 0; 128 + n where signal n ended it. SIGTERM, SIGUSR1,
+    SIGUSR2 and SIGHUP are for the ranks alone, which save and end. Ctrl-C ends them at once, without a save, and so
+    does a second SIGTERM. Nothing is left running, also when this process or DeepSpeed's launcher is killed.
     """
     # what the `deepspeed` command itself runs on a single host, without a second import of DeepSpeed before it
     hosts = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
     command = [sys.executable, "-m", "deepspeed.launcher.launch", "--quiet", "--no_local_rank", "--node_rank", "0"]
     command += ["--world_info", hosts, "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
-    command += ["--module", "launch.train", *arguments]
-    launcher: subprocess.Popen[bytes] | None = None
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        if launcher is not None and launcher.poll() is None:
-            os.killpg(launcher.pid, number)
-
-    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    try:
-        launcher = subprocess.Popen(
-            command, env=os.environ | environment, start_new_session=True, preexec_fn=end_with_parent
+    command += ["--module", module, *arguments]
+    with StopSignals() as signals, ProcessTree(command, os.environ | environment) as tree:
+        # DeepSpeed's launcher answers SIGTERM by ending the ranks and with code 1, so it gets none that ranks can have.
+        # It collects them: at the first code other than 0 it sends SIGTERM to the rest and takes that code
+        code = wait_for(
+            tree, signals, ranks=tree.children, otherwise=lambda number: tree.process.terminate(), grace_s=None
         )
-        code = launcher.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-    return 128 - code if code < 0 else code
-
-
-def end_with_parent() -> None:
-    """In a child, before it does anything: Linux sends it SIGTERM when its parent dies, even of SIGKILL."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        tree.end(LEFT_RANKS_S)
+    return 384 - code if code > 256 - signal.NSIG else code  # it ends with -n for signal n, which wraps to 256 - n
 
 
 def free_port() -> int:

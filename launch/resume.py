@@ -51,9 +51,9 @@ def prepare_checkpoints(config: Config) -> tuple[str, ...]:
     left_over = clean_up(root) if root.is_dir() else []
     notices = [f"removed {path}, left over from an interrupted save" for path in left_over]
     if mirror is not None and config.checkpoint.resume and find_latest(root)[0] is None:
-        from megalite.checkpoint.mirror import fetch_newest
+        from megalite.checkpoint.transfer import fetch_newest
 
-        notices += fetch_newest(mirror, root)
+        fetch_newest(mirror, root, lambda sentence: print(f"megalite: {sentence}", flush=True))
     return tuple(notices)
 
 

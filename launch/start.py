@@ -30,6 +30,10 @@ def resolve(config: Config) -> tuple[ResolvedLayout, Device]:
         )
     layout = config.check_world(world_size, device)
     check_known_bad(config, layout, installed_versions(), device)
+    if config.checkpoint.mirror is not None:
+        from megalite.checkpoint.storage import check_url  # pulls in fsspec
+
+        check_url(config.checkpoint.mirror)
     return layout, device
 
 

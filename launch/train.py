@@ -10,8 +10,9 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__" and sys.path[0] == str(Path(__file__).resolve().parent):
     del sys.path[0]  # started as a script: this folder's modules must not shadow top-level ones
@@ -20,6 +21,7 @@ from launch.data import RunData, open_data
 from launch.devices import Device
 from launch.errors import (
     FAILED_CODE,
+    HUNG_CODE,
     INTERRUPTED_CODE,
     PREEMPTED_CODE,
     STOPPED_CODE,
@@ -28,6 +30,7 @@ from launch.errors import (
     LaunchError,
 )
 from launch.job import open_job, open_mirror
+from launch.processes import end_with_parent
 from launch.ranks import Rank, be_deterministic, this_rank
 from launch.reporter import Reporter
 from launch.resume import Start, checkpoints_of, find_start, prepare_checkpoints
@@ -35,6 +38,7 @@ from launch.run_folder import lock_run_folder
 from megalite.checkpoint.manifest import step_folders
 from megalite.config import Config, load_config
 from megalite.config.known_bad import check_known_bad, installed_versions
+from megalite.monitor.events import EVENTS, EventLog
 from megalite.training.errors import SaveFailed, TrainingPreempted, TrainingStopped
 
 if TYPE_CHECKING:
@@ -54,8 +58,11 @@ def run(config: Config, rank: Rank) -> None:
     """Mesh, data, model, engine, loop."""
     import torch
 
+    from megalite.engine.activity import Activity
     from megalite.engine.distributed import start_distributed
     from megalite.engine.engine import build_engine
+    from megalite.parallel.mesh import Mesh
+    from megalite.resilience.watchdog import Watchdog, agree_on_launch
     from megalite.training.loop import train
     from models.decoder import decoder_layers
 
@@ -67,19 +74,31 @@ def run(config: Config, rank: Rank) -> None:
     kind: Device = "cuda" if device.type == "cuda" else "cpu"
     layout = config.check_world(rank.world_size, kind)
     check_known_bad(config, layout, installed_versions(), kind)
-    data = open_data(config)
-    start = _start(config, rank, data)
-    engine = build_engine(decoder_layers(config.model, config.recompute.mode), config, layout)
-    state = _load(engine, start, data, config)
-    with Reporter(config, layout, rank, start, data) as reporter:
-        mirror = open_mirror(config, start, reporter) if rank.rank == 0 else None
-        with open_job(engine, config, layout, data, start, state, reporter, mirror, BORN) as job:
-            state = train(engine, config, state, job)
-        reporter.outcome = {"finished": True, **state.model_dump(exclude={"guard"})}
-        _leave_together()  # the others need not wait for the mirror
-        if mirror is not None and not mirror.close(60 * config.checkpoint.mirror_wait_minutes):
-            reporter.say(f"{config.checkpoint.mirror} has not got the last checkpoint in time: the next run goes on")
+    activity = Activity(Mesh.of(layout), rank.rank)
+    with Watchdog(
+        activity, config.watchdog, config.run_dir, agree_on_launch(), HUNG_CODE, partial(_tell_hung, config)
+    ) as watchdog:
+        data = open_data(config)
+        start = _start(config, rank, data)
+        engine = build_engine(decoder_layers(config.model, config.recompute.mode), config, layout, activity)
+        state = _load(engine, start, data, config)
+        with Reporter(config, layout, rank, start, data) as reporter:
+            mirror = open_mirror(config, start, reporter) if rank.rank == 0 else None
+            with open_job(engine, config, layout, data, start, state, reporter, mirror, BORN) as job:
+                state = train(engine, config, state, job)
+            reporter.outcome = {"finished": True, **state.model_dump(exclude={"guard"})}
+            watchdog.stop()
+            _leave_together()  # the others need not wait for the mirror
+            if mirror is not None and not mirror.close(60 * config.checkpoint.mirror_wait_minutes):
+                reporter.say(
+                    f"{config.checkpoint.mirror} has not got the last checkpoint in time: the next run goes on"
+                )
     del lock  # held until here
+
+
+def _tell_hung(config: Config, facts: dict[str, Any]) -> None:
+    """On whichever rank explains it."""
+    EventLog(config.run_dir / EVENTS).write("hung", **facts)
 
 
 def _start(config: Config, rank: Rank, data: RunData) -> Start:
@@ -88,8 +107,8 @@ def _start(config: Config, rank: Rank, data: RunData) -> Start:
     from megalite.engine.distributed import is_same_on_all_ranks
 
     notices = prepare_checkpoints(config) if rank.rank == 0 else ()
-    seen = ([folder.name for folder in step_folders(checkpoints_of(config))], data.training.fingerprint)
-    if not is_same_on_all_ranks(seen):
+    is_same = is_same_on_all_ranks(data.training.fingerprint)  # and rank 0 has prepared what the others look at now
+    if not is_same_on_all_ranks([folder.name for folder in step_folders(checkpoints_of(config))]) or not is_same:
         raise LaunchError(
             f"the ranks do not see the same data and checkpoints: data.path and run_dir {config.run_dir} must be on "
             "storage that all hosts share"
@@ -113,6 +132,7 @@ def _load(engine: Engine, start: Start, data: RunData, config: Config) -> TrainS
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code. What a user can mend is one sentence on stderr, said once per host."""
+    end_with_parent()  # a launcher that is killed takes its ranks along; they save first
     words = list(sys.argv[1:] if arguments is None else arguments)
     # DeepSpeed's launcher hands the local rank over a second time, as an argument
     words = [word for word in words if not word.startswith("--local_rank")]

@@ -19,7 +19,8 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from launch.local import end_with_parent, free_port
+from launch.local import free_port
+from launch.processes import end_with_parent
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["launch.warm_imports"])

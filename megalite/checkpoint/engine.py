@@ -15,7 +15,7 @@ from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.writer import Block
 from megalite.engine.engine import Engine
 from megalite.engine.seams import own_numbers, own_range, set_loss_scaler_state, tied_weights
-from megalite.engine.state import create_moments, moment_names, refresh, write_own_numbers
+from megalite.engine.state import create_moments, forget_moments, moment_names, refresh, write_own_numbers
 from megalite.parallel.shard import RangePiece
 
 
@@ -52,6 +52,8 @@ def load_engine(engine: Engine, reader: CheckpointReader, *, weights_only: bool)
     moments = () if weights_only else manifest.moments
     if moments:
         create_moments(engine, manifest.optimizer_steps)
+    elif not weights_only:
+        forget_moments(engine)  # saved before the first step: a live engine that goes back to it has none either
     for _, parameter in engine.parameters():
         shard = parameter.shard  # type: ignore[attr-defined]
         for piece in shard.pieces():

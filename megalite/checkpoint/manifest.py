@@ -54,7 +54,7 @@ class Manifest(BaseModel):
     moments: tuple[Name, ...] = ()  # optimizer state tensors beside the weights
     optimizer_steps: Count = 0  # steps the optimizer took, for Adam's bias correction
     loss_scaler: dict[str, float] = {}  # fp16 only
-    tensors: dict[Name, tuple[Size, ...]]  # canonical name -> global shape
+    tensors: dict[Name, Annotated[tuple[Size, ...], Field(min_length=1)]]  # canonical name -> global shape
     files: dict[str, FileEntry]
 
     def sealed(self) -> bytes:
@@ -107,7 +107,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder}: cannot be read: {error.strerror or error}") from None
     claimed, held = sum(map(prod, manifest.tensors.values())), sum(file.size for file in manifest.files.values())
     if claimed > held:  # a number takes a byte at least: no reader allocates more than the files could fill
-        raise CheckpointError(f"{folder / MANIFEST}: names {claimed} numbers, but its files have {held} bytes")
+        raise CheckpointError(f"{folder / MANIFEST}: names more numbers than the {held} bytes of its files can hold")
     return manifest
 
 

@@ -42,7 +42,8 @@ class CheckpointReader:
                 kind, name, source = parse_entry(key, shape)
                 whole = self.manifest.tensors[name]
                 if (
-                    dtype != "F32"
+                    kind not in (WEIGHT, *self.manifest.moments)
+                    or dtype != "F32"
                     or len(whole) != len(source)
                     or any(s.stop > n for s, n in zip(source, whole, strict=True))
                 ):

@@ -27,6 +27,7 @@ from megalite.checkpoint.writer import (
     check_room,
     commit,
     discard,
+    now,
     start,
     temporary_folder,
     write_blocks,
@@ -75,7 +76,7 @@ class Saver:
         blocks, shapes = own_blocks(self._engine)
         manifest = manifest.model_copy(
             update={
-                "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "written": now(),
                 "moments": moment_names(self._engine),
                 "optimizer_steps": optimizer_step_count(self._engine),
                 "loss_scaler": loss_scaler_state(self._engine.deepspeed.optimizer),

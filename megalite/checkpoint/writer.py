@@ -11,6 +11,7 @@ import errno
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def cannot_write(path: Path, error: OSError) -> str:
     why = NO_ROOM.get(error.errno or 0)
     if why is not None:
         return f"{path}: {why}: free some space, or keep fewer checkpoints (checkpoint.keep_last)"
-    return f"{path}: cannot be written: {error.strerror or error}: make it writable, or choose another run_dir"
+    return f"{path}: cannot be written: {error.strerror or error}: make it writable, or choose another folder"
 
 
 def check_room(root: Path, size: int) -> None:
@@ -81,6 +82,11 @@ def check_room(root: Path, size: int) -> None:
             f"{root}: the checkpoint takes {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free: free some space, or "
             "keep fewer checkpoints (checkpoint.keep_last)"
         )
+
+
+def now() -> str:
+    """For `Manifest.written`: ISO 8601 with offset."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def temporary_folder(folder: Path) -> Path:
@@ -111,7 +117,7 @@ def commit(folder: Path, manifest: Manifest) -> None:
     """
     temporary, replaced = temporary_folder(folder), folder.with_name(f".{folder.name}.deleted")
     try:
-        write_durably(temporary / MANIFEST, manifest.model_dump_json(indent=1).encode())
+        write_durably(temporary / MANIFEST, manifest.sealed())
         if folder.exists():  # a damaged one that a resume has passed over
             shutil.rmtree(replaced, ignore_errors=True)
             folder.rename(replaced)
@@ -147,8 +153,15 @@ def write_single(
 
     try:
         files = write_blocks(temporary, "single", blocks())
-        commit(
-            folder, Manifest(step=step, config=config, tokenizer=tokenizer, state=state, tensors=shapes, files=files)
+        manifest = Manifest(
+            step=step,
+            written=now(),
+            config=config,
+            tokenizer=tokenizer,
+            state=state,
+            tensors=shapes,
+            files=files,
         )
+        commit(folder, manifest)
     finally:
         discard(folder)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
+from urllib.parse import urlsplit
 
 from megalite.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, Section
 
@@ -11,7 +13,7 @@ class CheckpointConfig(Section):
     """Checkpoints in `run_dir/checkpoints`; any of them resumes on any layout."""
 
     interval: NonNegativeInt | Literal["auto"] = 0
-    """Steps between checkpoints; 0 = only at the end; `auto` = what loses least time, by measured costs and failures."""
+    """Steps between checkpoints; 0 = only at the end; `auto` = what loses least time, by measured cost and failures."""
 
     mean_hours_between_failures: PositiveFloat | None = None
     """For `interval: auto`: how long the job runs until something breaks. Left out: observed in this run's folder."""
@@ -39,3 +41,35 @@ class CheckpointConfig(Section):
 
     mirror_wait_minutes: NonNegativeFloat = 30
     """How long the end of a run waits for the mirror to have the last checkpoint."""
+
+
+BUCKETS = ("s3", "s3a", "gs", "gcs")  # protocols whose URLs name a bucket, which has no user and no port
+
+
+def problem_with_url(url: str) -> str | None:
+    """What keeps `url` from being a place for checkpoints, to follow its name; a credential in it is not repeated."""
+    never = "credentials come only from the usual providers (environment variables, profiles, the machine's role)"
+    protocol, is_url, rest = url.partition("://")
+    if re.search(r"::[\w+.-]+://", url):
+        return "chains protocols: use one, as in s3://bucket/folder"
+    if not is_url:
+        return "is not a URL: write file:///folder, s3://bucket/folder or gs://bucket/folder"
+    if not rest:
+        return "names no place: write file:///folder, s3://bucket/folder or gs://bucket/folder"
+    if _has_credentials(url, protocol, rest):
+        return f"has credentials in it: remove them, {never}"
+    if "?" in rest or "#" in rest:
+        return f"has a query, where tokens stand: remove it, {never}"
+    return None
+
+
+def _has_credentials(url: str, protocol: str, rest: str) -> bool:
+    if protocol in BUCKETS:
+        is_alias = rest.startswith("arn:")  # of an access point
+        return not is_alias and ("@" in rest or ":" in rest.partition("/")[0])
+    parts = urlsplit(url)
+    try:
+        _ = parts.port
+    except ValueError:  # a port that is no number is the beginning of a password with a slash in it
+        return True
+    return parts.password is not None

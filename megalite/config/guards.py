@@ -19,7 +19,7 @@ class GuardsConfig(Section):
     not_finite: Policy = "skip"
     """For NaN or Inf in the loss or the gradients."""
 
-    loss_spike: Literal["off"] | Policy = "off"
+    loss_spike: Literal["ignore"] | Policy = "ignore"
     """For a loss far above those of the last steps."""
 
     spike_z_score: PositiveFloat = 6.0

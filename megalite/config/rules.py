@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from megalite.config.checkpoint import problem_with_url
 from megalite.config.deepspeed import is_on
 from megalite.config.errors import ConfigError, one_line
 from megalite.config.remedies import multiples_near, neighbours, tensor_parallel_fits, tensor_parallel_near
@@ -167,6 +169,15 @@ def offload_without_deepspeeds_optimizer(config: Config, _: Situation) -> str | 
     return None
 
 
+def gradients_are_checked(config: Config, _: Situation) -> str | None:
+    if config.deepspeed.get("zero_optimization", {}).get("compute_grad_norm", True) is not False:
+        return None
+    return (
+        "deepspeed.zero_optimization.compute_grad_norm false would let gradients that are not finite into the weights: "
+        "remove it"
+    )
+
+
 def quantized_communication_needs_a_gpu(config: Config, situation: Situation) -> str | None:
     zero = config.deepspeed.get("zero_optimization", {})
     for key in ("zero_quantized_weights", "zero_quantized_gradients"):
@@ -292,6 +303,33 @@ def initial_weights_are_not_our_own(config: Config, _: Situation) -> str | None:
     )
 
 
+def keep_best_has_losses(config: Config, _: Situation) -> str | None:
+    best = config.checkpoint.keep_best
+    if best == 0 or config.training.evaluation.interval > 0:
+        return None
+    return (
+        f"checkpoint.keep_best {best} has no losses to compare, because training.evaluation.interval is 0: set an "
+        "interval at which checkpoints are saved too, or keep_best 0"
+    )
+
+
+def mirror_is_a_place(config: Config, _: Situation) -> str | None:
+    """Never repeats a URL that may have a credential in it."""
+    mirror = config.checkpoint.mirror
+    problem = None if mirror is None else problem_with_url(mirror)
+    return None if problem is None else f"checkpoint.mirror {problem}"
+
+
+def mirror_outlives_the_run_folder(config: Config, _: Situation) -> str | None:
+    protocol, _separator, folder = (config.checkpoint.mirror or "").partition("://")
+    if protocol != "file" or not Path(folder).absolute().is_relative_to(config.run_dir.absolute()):
+        return None
+    return (
+        f"checkpoint.mirror {config.checkpoint.mirror} lies in this run's own run_dir {config.run_dir}, which it is "
+        "there to outlive: choose a folder elsewhere"
+    )
+
+
 RULES: tuple[Callable[[Config, Situation], str | None], ...] = (
     one_length,
     heads_divide_hidden_size,
@@ -305,6 +343,7 @@ RULES: tuple[Callable[[Config, Situation], str | None], ...] = (
     no_engine_timers_in_a_pipeline,
     micro_batches_are_no_steps,
     offload_without_deepspeeds_optimizer,
+    gradients_are_checked,
     quantized_communication_needs_a_gpu,
     loss_scaling_needs_fp16,
     accumulation_dtype_fits,
@@ -317,4 +356,7 @@ RULES: tuple[Callable[[Config, Situation], str | None], ...] = (
     schedule_fits_the_run,
     decay_steps_need_wsd,
     initial_weights_are_not_our_own,
+    keep_best_has_losses,
+    mirror_is_a_place,
+    mirror_outlives_the_run_folder,
 )

@@ -12,10 +12,10 @@ class WatchdogConfig(Section):
     """End a run that makes no progress."""
 
     factor: PositiveFloat = 10.0
-    """A step may take this many times the longest of the last steps."""
+    """A step may take this many times the longest of the last 20; evaluations and saves likewise, by their own."""
 
     minimum_seconds: PositiveFloat = 300.0
     """But never less than this."""
 
     startup_minutes: PositiveFloat = 30.0
-    """Until the first step has ended, while nothing is known about its length."""
+    """Until the first step (evaluation, save) has ended, while nothing is known about its length."""

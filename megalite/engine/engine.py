@@ -9,9 +9,10 @@ weighted by `micro-batches * replicas / valid tokens of the global batch`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import deepspeed
@@ -21,12 +22,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.config import Config, ResolvedLayout
+from megalite.engine.activity import Activity, Operation
 from megalite.engine.deepspeed_config import deepspeed_config
 from megalite.engine.optimizer import build_optimizer
-from megalite.engine.pipeline import Pipeline
+from megalite.engine.pipeline import Pipeline, note_schedule
 from megalite.engine.plain import PlainModel
-from megalite.engine.seams import quiet_stdout, share_fp32_weights, tied_weights
+from megalite.engine.seams import (
+    asked_before_update,
+    loss_computed_once,
+    micro_batch_losses,
+    quiet_stdout,
+    share_fp32_weights,
+    stay_at_smallest_loss_scale,
+    tied_weights,
+)
 from megalite.engine.topology import Grid, tensor_parallel_of
+from megalite.engine.verdict import Judge, Verdict, with_unsafe_gradient
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import LayerSpec, Payload, make_layer, named_shards
 from megalite.parallel.loss import IGNORED, head_logits, head_loss
@@ -52,17 +63,26 @@ class StepResult:
 
     loss: Tensor  # mean over the valid tokens of the global batch
     grad_norm: Tensor | float  # global, before clipping; inf where the step was skipped
-    skipped: bool  # True where the gradients were not finite and the weights stayed
+    skipped: bool  # True where the loss or the gradients were not finite and the weights stayed
+    refused: bool = False  # True where a judge did not take the step and the weights stayed
+    micro_losses: tuple[Tensor, ...] = ()  # this rank's, of each micro-batch; empty on ranks without the last layer
+    token_weight: Tensor | None = None  # what the sum over a micro-batch's valid tokens was multiplied with
+
+    @property
+    def taken(self) -> bool:
+        """Whether the weights changed."""
+        return not (self.skipped or self.refused)
 
 
 class Engine(ABC):
     """A model under training on this rank."""
 
-    def __init__(self, config: Config, layout: ResolvedLayout, mesh: Mesh) -> None:
-        self.config, self.layout, self.mesh = config, layout, mesh
+    def __init__(self, config: Config, layout: ResolvedLayout, mesh: Mesh, activity: Activity) -> None:
+        self.config, self.layout, self.mesh, self.activity = config, layout, mesh, activity
         self.coordinate = mesh.coordinate(dist.get_rank())
         self.deepspeed: Any
         self.torch_optimizer: torch.optim.Optimizer
+        self._loss: Callable[[], Tensor]  # of the step, once its last forward has run: collective, computed once
 
     def _initialize(self, model: torch.nn.Module, mpu: Any) -> None:
         self.torch_optimizer = build_optimizer(model.parameters(), self.config.optimizer)
@@ -74,6 +94,7 @@ class Engine(ABC):
                 config=deepspeed_config(self.config, self.layout),
             )
         share_fp32_weights(self.deepspeed.optimizer)
+        stay_at_smallest_loss_scale(self.deepspeed.optimizer)
 
     @property
     @abstractmethod
@@ -81,7 +102,8 @@ class Engine(ABC):
         """True on ranks that hold the first or the last layer."""
 
     @abstractmethod
-    def _train(self, micro_batches: Sequence[MicroBatch], weight: Tensor) -> Tensor: ...
+    def _train(self, micro_batches: Sequence[MicroBatch], weight: Tensor) -> Sequence[Tensor]:
+        """Forward, backward and optimizer step; returns `StepResult.micro_losses` and leaves `_loss` behind."""
 
     @abstractmethod
     def _evaluate(self, micro_batches: Sequence[MicroBatch], count: int, weight: Tensor) -> Tensor: ...
@@ -97,18 +119,38 @@ class Engine(ABC):
     def data_parallel_group(self) -> dist.ProcessGroup:
         """The ranks that hold what this one holds, one per replica."""
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
-        """One optimizer step over this replica's micro-batches; an empty sequence where `needs_data` is False."""
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], learning_rate: float, judge: Judge | None = None
+    ) -> StepResult:
+        """One optimizer step over this replica's micro-batches; an empty sequence where `needs_data` is False.
+
+        A step whose loss or gradients are not finite changes nothing, nor does one that `judge` does not take.
+        """
         for group in self.torch_optimizer.param_groups:
             group["lr"] = learning_rate
         skipped_before = self.deepspeed.skipped_steps
-        loss = self._train(micro_batches, self._token_weight(micro_batches))
-        skipped = self.deepspeed.skipped_steps > skipped_before
-        return StepResult(loss, self.deepspeed.get_global_grad_norm(), skipped)
+        weight = self._token_weight(micro_batches)
+        verdict = Verdict(judge, self._common_loss)
+        with asked_before_update(self.deepspeed.optimizer, verdict.refuses) if judge is not None else nullcontext():
+            micro_losses = self._train(micro_batches, weight)
+        skipped = self.deepspeed.skipped_steps > skipped_before and not verdict.refused
+        norm = self.deepspeed.get_global_grad_norm()
+        loss = self._loss()
+        self.activity.note(Operation.FINISH, peers=self.activity.peers.everyone)
+        return StepResult(loss, norm, skipped, verdict.refused, tuple(micro_losses), weight)
+
+    def _common_loss(self) -> float:
+        """The step's loss, the same bits on all ranks: tensor-parallel ranks each compute their own."""
+        loss, tp = self._loss(), self.deepspeed.module.tensor_parallel
+        if tp.size > 1:
+            dist.broadcast(loss, src=dist.get_global_rank(tp.group, 0), group=tp.group)
+        return float(loss)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], count: int) -> Tensor:
         """Mean loss over the valid tokens of all replicas' micro-batches, `count` on each; nothing is trained."""
-        return self._evaluate(micro_batches, count, self._token_weight(micro_batches))
+        loss = self._evaluate(micro_batches, count, self._token_weight(micro_batches))
+        self.activity.note(Operation.FINISH, peers=self.activity.peers.everyone)
+        return loss
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """This rank's parameters by canonical path, in the same order on ranks with the same layers."""
@@ -119,6 +161,7 @@ class Engine(ABC):
         valid = sum(int((batch.targets != IGNORED).sum()) for batch in micro_batches)
         total = torch.tensor(float(valid), dtype=torch.float64).to(self.deepspeed.device, torch.float32)
         if micro_batches and self.mesh.data_parallel_size > 1:
+            self.activity.note(Operation.COUNT_TOKENS, peers=self.activity.peers.data)
             dist.all_reduce(total, group=self.data_parallel_group())
         return len(micro_batches) * self.mesh.data_parallel_size / total.clamp(min=1.0)
 
@@ -127,7 +170,8 @@ class Engine(ABC):
     ) -> Iterator[tuple[Payload, tuple[Tensor, Tensor]]]:
         """(first layer's payload, (targets, weight)) per micro-batch."""
         device = self.deepspeed.device
-        for batch in micro_batches:
+        for number, batch in enumerate(micro_batches, start=1):
+            self.activity.note(Operation.LOAD, number)
             targets = torch.from_numpy(batch.targets).to(device, non_blocking=True)
             yield first_payload(batch, device, has_dropout=self.config.model.has_dropout), (targets, weight)
 
@@ -135,14 +179,18 @@ class Engine(ABC):
 class PlainEngine(Engine):
     """PP = 1 on DeepSpeed's plain engine."""
 
-    def __init__(self, specs: Sequence[LayerSpec], config: Config, layout: ResolvedLayout, mesh: Mesh) -> None:
-        super().__init__(config, layout, mesh)
+    def __init__(
+        self, specs: Sequence[LayerSpec], config: Config, layout: ResolvedLayout, mesh: Mesh, activity: Activity
+    ) -> None:
+        super().__init__(config, layout, mesh, activity)
         with quiet_stdout():
             self._grid = Grid(mesh)
         tp = tensor_parallel_of(self._grid, config.parallel.sequence_parallel)
         model = PlainModel(specs, tp, _layer_maker(config), _loss_of(config), _logits_of(config))
         _mark_for_norm(model)
         self._initialize(model, self._grid)
+        # ZeRO-3 gathers weights from all replicas on the way
+        self._forward_peers = activity.peers.stage if layout.zero_stage == 3 else activity.peers.tensor
 
     @property
     def needs_data(self) -> bool:
@@ -151,20 +199,31 @@ class PlainEngine(Engine):
     def data_parallel_group(self) -> dist.ProcessGroup:
         return self._grid.get_data_parallel_group()
 
-    def _train(self, micro_batches: Sequence[MicroBatch], weight: Tensor) -> Tensor:
-        total = torch.zeros((), device=self.deepspeed.device)
-        for inputs, labels in self._feed(micro_batches, weight):
+    def _train(self, micro_batches: Sequence[MicroBatch], weight: Tensor) -> Sequence[Tensor]:
+        total, losses = torch.zeros((), device=self.deepspeed.device), []
+        self._loss = cache(lambda: self._mean_over_replicas(total / len(micro_batches)))
+        note, peers = self.activity.note, self.activity.peers
+        for number, (inputs, labels) in enumerate(self._feed(micro_batches, weight), start=1):
+            note(Operation.FORWARD, number, self._forward_peers)
             loss = self.deepspeed(inputs, labels)
+            losses.append(loss.detach())
+            total += losses[-1]
+            note(Operation.BACKWARD, number, peers.stage)  # ZeRO sums gradients as they come
             self.deepspeed.backward(loss)
+            note(Operation.OPTIMIZER, number, peers.everyone)
             self.deepspeed.step()
-            total += loss.detach()
-        return self._mean_over_replicas(total / len(micro_batches))
+        note(Operation.LOSS, peers=peers.loss)
+        return losses
 
     def _evaluate(self, micro_batches: Sequence[MicroBatch], count: int, weight: Tensor) -> Tensor:
         self.deepspeed.eval()
+        losses = []
         with torch.no_grad():
-            losses = [self.deepspeed(*fed) for fed in self._feed(micro_batches, weight)]
+            for number, fed in enumerate(self._feed(micro_batches, weight), start=1):
+                self.activity.note(Operation.FORWARD, number, self._forward_peers)
+                losses.append(self.deepspeed(*fed))
         self.deepspeed.train()
+        self.activity.note(Operation.LOSS, peers=self.activity.peers.loss)
         return self._mean_over_replicas(torch.stack(losses).mean())
 
     def logits(self, micro_batch: MicroBatch | None) -> Tensor | None:
@@ -185,13 +244,16 @@ class PlainEngine(Engine):
 class PipelinedEngine(Engine):
     """PP > 1 on DeepSpeed's pipeline engine."""
 
-    def __init__(self, specs: Sequence[LayerSpec], config: Config, layout: ResolvedLayout, mesh: Mesh) -> None:
-        super().__init__(config, layout, mesh)
+    def __init__(
+        self, specs: Sequence[LayerSpec], config: Config, layout: ResolvedLayout, mesh: Mesh, activity: Activity
+    ) -> None:
+        super().__init__(config, layout, mesh, activity)
         sequence_parallel = config.parallel.sequence_parallel
         with quiet_stdout():
             model = Pipeline(specs, mesh, sequence_parallel, _layer_maker(config), _loss_of(config))
         _mark_for_norm(model)
         self._initialize(model, None)
+        note_schedule(self.deepspeed, activity)
 
     @property
     def needs_data(self) -> bool:
@@ -200,20 +262,23 @@ class PipelinedEngine(Engine):
     def data_parallel_group(self) -> dist.ProcessGroup:
         return self.deepspeed.grid.get_data_parallel_group()
 
-    def _train(self, micro_batches: Sequence[MicroBatch], weight: Tensor) -> Tensor:
-        loss: Tensor = self.deepspeed.train_batch(self._feed(micro_batches, weight))
+    def _train(self, micro_batches: Sequence[MicroBatch], weight: Tensor) -> Sequence[Tensor]:
+        with loss_computed_once(self.deepspeed) as self._loss:
+            self.deepspeed.train_batch(self._feed(micro_batches, weight))
         self._unite_tied_weights()
-        return loss
+        return micro_batch_losses(self.deepspeed)
 
     @torch.no_grad()
     def _unite_tied_weights(self) -> None:
         """The first stage's copy for all: stages sum the same gradients at other places of a buffer, in another order,
         and would drift apart by a rounding per step."""
         for weight, group in tied_weights(self.deepspeed.module):
+            self.activity.note(Operation.UNITE_TIED_WEIGHTS, peers=tuple(dist.get_process_group_ranks(group)))
             dist.broadcast(weight.data, src=dist.get_global_rank(group, 0), group=group)
 
     def _evaluate(self, micro_batches: Sequence[MicroBatch], count: int, weight: Tensor) -> Tensor:
         feed = self._feed(micro_batches, weight)
+        self.activity.note(Operation.MEET, peers=self.activity.peers.everyone)  # eval_batch begins with a barrier
         loss: Tensor = self.deepspeed.eval_batch(feed, num_micro_batches=count)
         return loss.squeeze()
 
@@ -227,11 +292,16 @@ class PipelinedEngine(Engine):
             return _logits_of(self.config)(outputs, self.deepspeed.module.tensor_parallel)
 
 
-def build_engine(specs: Sequence[LayerSpec], config: Config, layout: ResolvedLayout) -> Engine:
-    """The engine that `layout` asks for. torch.distributed must have been started with `layout.world_size` ranks."""
-    mesh = Mesh(layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size)
+def build_engine(
+    specs: Sequence[LayerSpec], config: Config, layout: ResolvedLayout, activity: Activity | None = None
+) -> Engine:
+    """The engine that `layout` asks for. torch.distributed must have been started with `layout.world_size` ranks.
+
+    What the engine does is noted in `activity`, of the same layout; in one of its own where none is given.
+    """
+    mesh = Mesh.of(layout)
     kind = PipelinedEngine if mesh.pipeline_parallel_size > 1 else PlainEngine
-    return kind(specs, config, layout, mesh)
+    return kind(specs, config, layout, mesh, activity or Activity(mesh, dist.get_rank()))
 
 
 def _layer_maker(config: Config) -> Any:
@@ -243,7 +313,7 @@ def _loss_of(config: Config) -> Any:
 
     def loss(outputs: tuple[Tensor, Tensor], labels: tuple[Tensor, Tensor], tp: TensorParallel) -> Tensor:
         (hidden, head_weight), (targets, weight) = outputs, labels
-        return head_loss(hidden, head_weight, targets, vocab_size, tp) * weight
+        return with_unsafe_gradient(head_loss(hidden, head_weight, targets, vocab_size, tp) * weight)
 
     return loss
 

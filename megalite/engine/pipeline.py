@@ -7,10 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec as DeepSpeedLayerSpec
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
+from megalite.engine.activity import Activity, Operation
+from megalite.engine.seams import tied_weights, watch_schedules
 from megalite.engine.topology import tensor_parallel_of, topology_of
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import LayerSpec, MakeLayer
@@ -101,3 +104,37 @@ class _TiedLayer(TiedLayerSpec):  # type: ignore[misc]
 
     def build(self, log: bool = False) -> nn.Module:
         return self.make()
+
+
+def note_schedule(engine: Any, activity: Activity) -> None:
+    """Makes a DeepSpeed `PipelineEngine` note each instruction before it executes it, and the loss after the last.
+
+    Instructions name a buffer, not a micro-batch; but each kind comes once per micro-batch, in order. Loading is noted
+    by the feed.
+    """
+    peers = activity.peers
+    tied = {rank for _, group in tied_weights(engine.module) for rank in dist.get_process_group_ranks(group)}
+    per_micro_batch = {
+        "ForwardPass": (Operation.FORWARD, peers.tensor),
+        "BackwardPass": (Operation.BACKWARD, peers.tensor),
+        "SendActivation": (Operation.SEND_ACTIVATION, peers.next),
+        "RecvActivation": (Operation.RECEIVE_ACTIVATION, peers.previous),
+        "SendGrad": (Operation.SEND_GRADIENT, peers.previous),
+        "RecvGrad": (Operation.RECEIVE_GRADIENT, peers.next),
+    }
+    per_step = {
+        "ReduceTiedGrads": (Operation.REDUCE_TIED_GRADIENTS, tuple(sorted(tied))),
+        "ReduceGrads": (Operation.REDUCE_GRADIENTS, peers.data),
+        "OptimizerStep": (Operation.OPTIMIZER, peers.everyone),
+    }
+    numbers: dict[str, int] = {}
+
+    def note_instruction(name: str) -> None:
+        if name in per_micro_batch:
+            numbers[name] = number = numbers.get(name, 0) + 1
+            operation, ranks = per_micro_batch[name]
+            activity.note(operation, number, ranks)
+        elif name in per_step:
+            activity.note(per_step[name][0], peers=per_step[name][1])
+
+    watch_schedules(engine, numbers.clear, note_instruction, lambda: activity.note(Operation.LOSS, peers=peers.loss))

@@ -53,15 +53,17 @@ def keep_muon_uncompiled() -> None:
 
 
 def quiet_logging() -> None:
-    """Warnings and errors of DeepSpeed stay, without two that every run of ours would print.
+    """Warnings and errors of DeepSpeed stay, without three that say nothing new.
 
     It calls ZeRO with a plain torch optimizer "untested" (runtime/engine.py): our parity tests run exactly that. It
+    says that it skips a step (runtime/fp16/loss_scaler.py): so does a guard, with the reason. It
     calls two collectives by names that torch 2.13 deprecates, with a warning per call site and rank.
     """
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
-    logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())
+    known = ("untested optimizer", "OVERFLOW! Skipping step")
+    logger.addFilter(lambda record: not any(words in record.getMessage() for words in known))
     warnings.filterwarnings("ignore", message=".*torch.distributed.*_tensor` is deprecated", category=FutureWarning)
 
 
@@ -137,7 +139,7 @@ def own_range(parameter: torch.Tensor) -> tuple[int, int]:
 
 
 def own_numbers(parameter: torch.Tensor, kind: str) -> torch.Tensor:
-    """The fp32 `weight`, or the moment `kind`, of `own_range`, flat; a copy under ZeRO-3 offload, else where it lives."""
+    """The fp32 `weight`, or the moment `kind`, of `own_range`, flat: where it lives, a copy under ZeRO-3 offload."""
     moment = None if kind == "weight" else kind
     if not is_partitioned(parameter):
         return parameter._hp_mapping.get_hp_fragment(moment).detach()  # type: ignore[attr-defined]
@@ -217,6 +219,22 @@ def set_loss_scaler_state(optimizer: Any, state: dict[str, float]) -> None:
             setattr(scaler, name, type(getattr(scaler, name))(value))
 
 
+def loss_scale_can_fall(optimizer: Any) -> bool:
+    """Whether fp16's loss scale is above its minimum, so that gradients that overflow may be its doing."""
+    scaler = getattr(optimizer, "loss_scaler", None)
+    return bool(getattr(scaler, "dynamic", False) and scaler.cur_scale > scaler.min_scale)  # type: ignore[union-attr]
+
+
+def stay_at_smallest_loss_scale(optimizer: Any) -> None:
+    """Lets a step that overflows at fp16's smallest loss scale be skipped like any other: a guard counts them.
+
+    The loss scaler (runtime/fp16/loss_scaler.py) raises a bare Exception there.
+    """
+    scaler = getattr(optimizer, "loss_scaler", None)
+    if getattr(scaler, "dynamic", False):
+        scaler.raise_error_at_min_scale = False  # type: ignore[union-attr]
+
+
 @contextlib.contextmanager
 def asked_before_update(optimizer: Any, refuses: Callable[[bool], bool]) -> Iterator[None]:
     """While it is open, every step asks `refuses` before it uses its gradients, or clears them because they overflowed.
@@ -273,3 +291,31 @@ def loss_computed_once(engine: Any) -> Iterator[Callable[[], torch.Tensor]]:
 def micro_batch_losses(engine: Any) -> list[torch.Tensor]:
     """A pipeline's loss of each micro-batch of the last step; empty but on the last stage (runtime/pipe/engine.py)."""
     return list(engine.fwd_outputs)
+
+
+def watch_schedules(
+    engine: Any, begins: Callable[[], None], comes: Callable[[str], None], has_ended: Callable[[], None]
+) -> None:
+    """Calls `begins` before a pipeline's schedule, `comes` with each instruction's name before it, `has_ended` after.
+
+    `_exec_schedule` (runtime/pipe/engine.py) looks instructions up by their class in `_INSTRUCTION_MAP` and calls what
+    it finds as a method of the engine.
+    """
+
+    def watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def execute_instruction(engine: Any, **arguments: Any) -> Any:
+            comes(name)
+            return method(engine, **arguments)
+
+        return execute_instruction
+
+    execute = engine._exec_schedule
+
+    def execute_schedule(schedule: Any) -> None:
+        begins()
+        execute(schedule)
+        has_ended()
+
+    methods = engine._INSTRUCTION_MAP
+    engine._INSTRUCTION_MAP = {kind: watched(kind.__name__, method) for kind, method in methods.items()}
+    engine._exec_schedule = execute_schedule

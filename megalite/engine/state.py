@@ -82,17 +82,13 @@ def read_parameter(parameter: nn.Parameter, moments: tuple[str, ...]) -> dict[st
 
 @contextmanager
 def reading_gradients(engine: Engine, take: Callable[[nn.Parameter, Tensor], None]) -> Iterator[None]:
-    """While it is open, every step hands `take` each parameter and its gradient before the optimizer uses it.
-
-    The gradient is whole (this rank's `Shard`), fp32, averaged over the global batch, neither scaled nor clipped.
-    """
+    """While it is open, every step hands `take` each parameter and its gradient before the optimizer uses it."""
     optimizer = engine.deepspeed.optimizer
     step = optimizer.step
 
     def read_and_step(*args: Any, **kwargs: Any) -> Any:
-        scale = getattr(optimizer, "loss_scale", 1.0)  # BF16_Optimizer has none
-        for _, parameter in engine.parameters():
-            take(parameter, _read_gradient(parameter) / scale)
+        for parameter, gradient in read_gradients(engine):
+            take(parameter, gradient)
         return step(*args, **kwargs)
 
     optimizer.step = read_and_step
@@ -102,12 +98,18 @@ def reading_gradients(engine: Engine, take: Callable[[nn.Parameter, Tensor], Non
         optimizer.step = step
 
 
-def _read_gradient(parameter: nn.Parameter) -> Tensor:
-    # with a `grad` there the accessor returns it; ZeRO-1 has reduced only this rank's partition of it
-    own, parameter.grad = parameter.grad, None
-    gradient = safe_get_full_grad(parameter)
-    parameter.grad = own
-    return gradient.detach().float().view(parameter.shard.local_shape)  # type: ignore[attr-defined]
+def read_gradients(engine: Engine) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Each parameter and its gradient, between a step's last backward and the optimizer's use of it.
+
+    The gradient is whole (this rank's `Shard`), fp32, averaged over the global batch, neither scaled nor clipped.
+    """
+    scale = getattr(engine.deepspeed.optimizer, "loss_scale", 1.0)  # BF16_Optimizer has none
+    for _, parameter in engine.parameters():
+        # with a `grad` there the accessor returns it; ZeRO-1 has reduced only this rank's partition of it
+        own, parameter.grad = parameter.grad, None
+        gradient = safe_get_full_grad(parameter)
+        parameter.grad = own
+        yield parameter, gradient.detach().float().view(parameter.shard.local_shape) / scale  # type: ignore[attr-defined]
 
 
 def create_moments(engine: Engine, step_count: int) -> None:
@@ -118,6 +120,11 @@ def create_moments(engine: Engine, step_count: int) -> None:
         for name in MOMENTS[engine.config.optimizer.name]:
             state[name] = torch.zeros_like(flat)
     link_optimizer_state(engine.deepspeed.optimizer)
+
+
+def forget_moments(engine: Engine) -> None:
+    """Makes an optimizer that has stepped one that has not."""
+    engine.torch_optimizer.state.clear()
 
 
 def _step_device(engine: Engine, flat: Tensor) -> torch.device:

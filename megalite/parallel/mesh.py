@@ -6,6 +6,10 @@ In: the three sizes. Out: coordinates and ranks. Pure integers, no torch: dry ru
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from megalite.config import ResolvedLayout
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,11 @@ class Mesh:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+
+    @classmethod
+    def of(cls, layout: ResolvedLayout) -> Self:
+        """The sizes of a resolved layout."""
+        return cls(layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size)
 
     @property
     def world_size(self) -> int:

@@ -27,7 +27,11 @@ class Agreed:
 
 
 class Requests:
-    """Collects requests while it is open. A second signal of a kind has its usual effect, and ends the process."""
+    """Collects requests while it is open.
+
+    After the first signal no other one changes anything: launchers send more of them to ranks that are still leaving
+    when the first has left. Who cannot wait sends SIGKILL, or stops the command that started the ranks.
+    """
 
     def __init__(self, max_minutes: float | None, started: float) -> None:
         """Collective. `started` is a reading of `time.monotonic` that the limit counts from."""
@@ -45,11 +49,10 @@ class Requests:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if self._signal else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._signal = number
-        signal.signal(number, signal.SIG_DFL)
+        self._signal = self._signal or number
 
     def agree(self, save_next: bool) -> Agreed:
         """Collective. Rank 0's clock and rank 0's `save_next` count; a signal counts on whichever rank it arrived."""

@@ -5,6 +5,7 @@ Nothing here ends a run but the failure of its last save.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.retention import Retention, prune
 from megalite.checkpoint.saver import Saved, Saver
 from megalite.config import CheckpointConfig
+from megalite.engine.activity import Phase
 from megalite.engine.engine import Engine
 from megalite.resilience.interval import IntervalPlanner
 from megalite.training.errors import SaveFailed
@@ -60,8 +62,9 @@ class Checkpoints:
     def save(self, state: TrainState, evaluation_loss: float | None = None) -> None:
         """Saves `state` and the engine as they are now."""
         manifest = self._describe(state).model_copy(update={"evaluation_loss": evaluation_loss})
-        blocked = self._saver.save(manifest)
-        self._blocked_s += blocked
+        self._blocked_s += self._wait()
+        self._engine.activity.begin(Phase.CHECKPOINT)
+        self._blocked_s += self._saver.save(manifest)
         self._saved_step = state.step
         self._hear()
 
@@ -71,6 +74,13 @@ class Checkpoints:
         self._hear()
         blocked, self._blocked_s = self._blocked_s, 0.0
         return blocked
+
+    def _wait(self) -> float:
+        """Until no save is on its way; the seconds."""
+        self._engine.activity.begin(Phase.WRITING)
+        started = time.monotonic()
+        self._saver.wait()
+        return time.monotonic() - started
 
     def _hear(self) -> None:
         for saved in self._saver.finished():
@@ -83,23 +93,23 @@ class Checkpoints:
 
     def finish(self, state: TrainState) -> None:
         """Waits for the last save and tries a failed one once more. Raises SaveFailed where `state` is not saved."""
-        self._saver.wait()
+        self._blocked_s += self._wait()
         self._hear()
         if self._saved_step == state.step and self._last is not None and self._last.failure:
             self.save(state)
-            self._saver.wait()
+            self._blocked_s += self._wait()
             self._hear()
             if self._last.failure:
                 raise SaveFailed(f"the state of step {state.step} could not be saved: {self._last.failure}")
 
     def settle(self) -> float:
         """Waits for a save that is on its way; returns as `collect` does."""
-        self._saver.wait()
+        self._blocked_s += self._wait()
         return self.collect()
 
     def roll_back(self, state: TrainState) -> TrainState | None:
         """The state of the newest intact checkpoint, loaded into the engine; None where there is none yet."""
-        self._saver.wait()
+        self._blocked_s += self._wait()
         folder, _ = find_latest(self._root, check_digests_together)
         if folder is None:
             return None
@@ -116,7 +126,8 @@ class Checkpoints:
         try:
             if self._mirror is not None:
                 self._mirror.offer(folder)
-            prune(self._root, self._policy, protect=self._mirror.protected() if self._mirror else ())
+            # itself too: a damaged one of a later step, which a resume has passed over, may look newer
+            prune(self._root, self._policy, protect=[folder, *(self._mirror.protected() if self._mirror else ())])
         except CheckpointError as error:
             self._voice.say(f"an old checkpoint stays, training goes on: {error}")
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalite.config import Config
+from megalite.engine.activity import Operation, Phase
 from megalite.engine.engine import Engine, MicroBatch
 from megalite.monitor.memory import peak_memory_mib
 from megalite.resilience.guards import Action, Guard, Intervention
@@ -56,7 +57,9 @@ def train(engine: Engine, config: Config, state: TrainState, job: Job) -> TrainS
             record |= _evaluate(engine, job)
         differing: list[Disagreement] = []
         if due.check:
+            engine.activity.begin(Phase.SELF_CHECK)
             differing, record["self_check_s"] = self_check.run()
+        engine.activity.begin(Phase.LOGGING)
         record["save_blocked_s"] = checkpoints.collect()
         job.log(record)
         if differing:
@@ -69,6 +72,7 @@ def train(engine: Engine, config: Config, state: TrainState, job: Job) -> TrainS
                 job.guard.rolled_back(returned.guard)
                 state, batches, save_next = returned, job.batches(returned), False
                 continue
+        engine.activity.note(Operation.MEET, peers=engine.activity.peers.everyone)
         agreed = job.requests.agree(checkpoints.is_due(record["step_time_s"]))
         save_next = agreed.save_next
         if due.save or agreed.stop:
@@ -107,6 +111,7 @@ def _is_multiple(step: int, interval: int) -> bool:
 
 
 def _evaluate(engine: Engine, job: Job) -> dict[str, float]:
+    engine.activity.begin(Phase.EVALUATION)
     started = time.perf_counter()
     loss = float(engine.evaluate(job.evaluation, job.evaluation_count))
     return {"evaluation_loss": loss, "evaluation_s": time.perf_counter() - started}
@@ -120,9 +125,11 @@ def _step(
     learning_rate = config.optimizer.learning_rate * learning_rate_factor(
         config.schedule, state.step, config.total_steps
     )
+    engine.activity.begin(Phase.DATA, state.step + 1)
     started = time.perf_counter()
     micro_batches = next(batches)
     waited = time.perf_counter() - started
+    engine.activity.begin(Phase.STEP)
     result = engine.train_step(micro_batches, learning_rate, guard.judge)
     loss, grad_norm = float(result.loss), float(result.grad_norm)
     elapsed = time.perf_counter() - started

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.manifest import Manifest
+from megalite.checkpoint.manifest import MANIFEST, Manifest
 from megalite.checkpoint.saver import Saved, Saver
 from megalite.engine.engine import Engine
 
@@ -19,3 +20,11 @@ def save(
     saver.wait()
     (saved,) = saver.finished()
     return saved
+
+
+def forge(folder: Path, old: str, new: str) -> None:
+    """Replaces text in a manifest, which then has no digest any more: a flipped bit is told by it, a forger is not."""
+    path = folder / MANIFEST
+    text = path.read_text()
+    assert old in text
+    path.write_text(re.sub(r'"digest": ?"\w*"', '"digest": ""', text.replace(old, new)))

@@ -16,6 +16,7 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import find_latest, read_manifest
 from megalite.checkpoint.reader import CheckpointReader, open_checkpoint
 from megalite.checkpoint.writer import write_single
+from tests.checkpoint.saving import forge
 
 WEIGHTS = {"a.weight": torch.arange(12.0).view(3, 4), "b.bias": torch.arange(5.0)}
 
@@ -95,9 +96,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "manifest of another program": (lambda f: (f / "manifest.json").write_text("{}"), "not a manifest"),
     "manifest not JSON": (lambda f: (f / "manifest.json").write_text("\x00"), "not a manifest"),
     "path outside the folder": (
-        lambda f: (f / "manifest.json").write_text(
-            (f / "manifest.json").read_text().replace("single_000", "../single_000")
-        ),
+        lambda f: forge(f, "single_000", "../single_000"),
         "outside its folder",
     ),
 }

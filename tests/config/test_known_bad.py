@@ -258,6 +258,10 @@ RULES = {
         {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
         {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 1.0}}},
     ),
+    "compute_grad_norm": (
+        {"zero_optimization": {"compute_grad_norm": False}},
+        {"zero_optimization": {"compute_grad_norm": True}},
+    ),
     "zero_quantized_gradients": (
         {"zero_optimization": {"zero_quantized_gradients": True}},
         {"zero_optimization": {"zero_quantized_gradients": False}},

@@ -225,3 +225,24 @@ def test_bad_requests_are_one_sentence(write_corpus: WriteCorpus) -> None:
     meta_path(prefix).write_text("{")
     with pytest.raises(DataError, match="not readable as meta data"):
         PackedSamples([prefix], 4, 0)
+
+
+def test_a_sample_names_the_documents_it_is_packed_from(write_corpus: WriteCorpus) -> None:
+    """Against the documents that hold its tokens; two corpora, gaps of held-out and of empty documents, a wrap."""
+    lengths = [5, 0, 12, 1, 0, 0, 30, 2, 9, 0, 4, 17, 0]
+    place_of: dict[int, tuple[Path, int]] = {}
+    prefixes, following = [], 0
+    for name in ("first", "second"):
+        documents = [list(range(following + sum(lengths[:i]), following + sum(lengths[: i + 1]))) for i in range(13)]
+        following += sum(lengths)
+        prefixes.append(write_corpus(documents, name))
+        place_of |= {token: (prefixes[-1], i) for i, document in enumerate(documents) for token in document}
+    for sequence_length in (1, 7, 33):
+        samples = PackedSamples(prefixes, sequence_length, 3, "train", 0.3)
+        for k in range(2 * samples.samples_per_epoch):
+            ranges = samples.documents(k)
+            named = [(one.prefix, number) for one in ranges for number in range(one.first, one.last + 1)]
+            held = [place_of[token] for token in samples.sample(k).tokens.tolist()]
+            assert set(held) == {document for document in named if lengths[document[1]]}
+            ends = [(one.prefix, number) for one in ranges for number in (one.first, one.last)]
+            assert (ends[0], ends[-1]) == (held[0], held[-1])

@@ -6,11 +6,13 @@ The first kind says where to look after an upgrade; the second says what can be 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec as DeepSpeedLayerSpec
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.fp16 import loss_scaler
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.utils import partition_balanced
 from deepspeed.utils import logger, safe_get_full_optimizer_state, safe_set_full_fp32_param
@@ -30,6 +33,7 @@ from torch import nn
 
 from megalite.config import Config
 from megalite.engine import seams
+from megalite.engine.activity import Phase
 from megalite.engine.engine import build_engine
 from megalite.engine.pipeline import Pipeline
 from megalite.engine.state import read_parameter, write_parameter
@@ -83,6 +87,9 @@ def test_deepspeeds_logger_is_where_we_quieten_it() -> None:
             seams.quiet_logging()
         assert logger.getEffectiveLevel() == logging.WARNING
         assert logger.name == "DeepSpeed"
+        skips = "OVERFLOW! Skipping step"
+        assert skips in inspect.getsource(loss_scaler), "DeepSpeed says it in other words, or no more"
+        assert not logger.filter(logger.makeRecord("", logging.WARNING, "", 0, f"[deepspeed] {skips}.", (), None))
     finally:
         logger.setLevel(level)
 
@@ -227,7 +234,9 @@ def _trained_engines(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
     for case in cases:
         engine = engine_of(case)
         optimizer = engine.deepspeed.optimizer
-        engine.train_step(micro_batches_of(engine, case, global_batches(case)[0]), case.learning_rate)
+        asked = _Asked()
+        aggregated = _calls_of(type(engine.deepspeed), "_aggregate_total_loss") if case.pp > 1 else []
+        result = engine.train_step(micro_batches_of(engine, case, global_batches(case)[0]), case.learning_rate, asked)
         flats = seams.flat_partitions(optimizer)
         # reading is a collective over the replicas, which fails on some of them only: asked where there is one
         alone = engine.mesh.data_parallel_size == 1
@@ -246,10 +255,39 @@ def _trained_engines(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
                 "unlinked": unlinked,
                 "linked": all(linked),
                 "loss_scaler": seams.loss_scaler_state(optimizer),
+                "asked": asked.times,
+                "aggregated": len(aggregated),
+                "micro_losses": len(result.micro_losses),
+                "is_last_stage": engine.coordinate.pipeline_rank == case.pp - 1,
             }
         )
         engine.deepspeed.destroy()
     return seen
+
+
+class _Asked:
+    """A judge that takes every step and asks for its loss twice."""
+
+    times = 0
+
+    def takes(self, loss: Callable[[], float]) -> bool:
+        self.times += 1
+        return loss() == loss()
+
+    def examine(self) -> None:
+        raise AssertionError("the step was not taken")
+
+
+def _calls_of(owner: type, name: str) -> list[str]:
+    """Gets an entry per call of a method."""
+    calls, original = [], getattr(owner, name)
+
+    def counted(self: Any, *arguments: Any) -> Any:
+        calls.append(name)
+        return original(self, *arguments)
+
+    setattr(owner, name, counted)
+    return calls
 
 
 def _is_readable(parameter: nn.Parameter) -> bool:
@@ -283,6 +321,17 @@ def test_flat_partitions_are_what_the_torch_optimizer_steps(
         assert seen["can_link"] == seen["has_link_flag"] == (case.zero != 3)
         assert seen["linked"], "moments are unreadable even after link_optimizer_state"
         assert seen["loss_scaler"] == {}
+
+
+@pytest.mark.parametrize(("name", "case"), ENGINE_CASES, ids=str)
+def test_an_optimizer_is_stopped_between_the_norm_and_the_update(
+    name: str, case: Case, engines: dict[str, list[dict[str, Any]]]
+) -> None:
+    """tests/engine/test_verdict.py shows that it does stop there, and leaves no trace."""
+    for seen in engines[str(case)]:
+        assert seen["asked"] == 1, "DeepSpeed no longer asks where `asked_before_update` listens"
+        assert seen["micro_losses"] == (case.accumulation if seen["is_last_stage"] else 0)
+        assert seen["aggregated"] == (case.pp > 1), "`train_batch` computes the loss again that a judge has asked for"
 
 
 def test_zero_1_links_the_moments_of_its_first_group_only(engines: dict[str, list[dict[str, Any]]]) -> None:
@@ -335,7 +384,24 @@ def _fp16_engine(rank: int) -> dict[str, Any]:
     for overflow in (False, True, False, True, True, False):
         scaler.update_scale(overflow)
     moved = {name for name, value in vars(scaler).items() if fresh[name] != value}
-    return {"before": before, "after": after, "moved": moved}
+    return {"before": before, "after": after, "moved": moved, "at_smallest": _at_smallest_loss_scale(optimizer)}
+
+
+def _at_smallest_loss_scale(optimizer: Any) -> list[str | float]:
+    """What one more overflow does there: DeepSpeed's own way, and ours."""
+    scaler, seen = optimizer.loss_scaler, []
+    for prepare in (lambda _: setattr(scaler, "raise_error_at_min_scale", True), seams.stay_at_smallest_loss_scale):
+        prepare(optimizer)
+        seams.set_loss_scaler_state(optimizer, {"cur_scale": scaler.min_scale, "cur_hysteresis": 1})
+        assert not seams.loss_scale_can_fall(optimizer)
+        try:
+            scaler.update_scale(True)
+            seen.append(scaler.cur_scale / scaler.min_scale)
+        except Exception as error:
+            seen.append(str(error))
+    seams.set_loss_scaler_state(optimizer, {"cur_scale": 2 * scaler.min_scale})
+    assert seams.loss_scale_can_fall(optimizer)
+    return seen
 
 
 def test_fp16s_loss_scale_is_read_and_put_back_and_nothing_is_forgotten() -> None:
@@ -344,6 +410,9 @@ def test_fp16s_loss_scale_is_read_and_put_back_and_nothing_is_forgotten() -> Non
     assert seen["before"]["cur_scale"] >= 2**10
     assert seen["after"] == {name: value + 1 for name, value in seen["before"].items()}
     assert seen["moved"] == set(seams.LOSS_SCALER_FIELDS), "the loss scaler has state that a resume would lose"
+    theirs, ours = seen["at_smallest"]
+    assert "cannot decrease scale anymore" in str(theirs), "fixed in DeepSpeed: nothing is raised at the smallest scale"
+    assert ours == 1.0
 
 
 MUON_READ = """
@@ -362,3 +431,52 @@ def test_reading_muon_no_longer_imports_the_compiler() -> None:
     without = subprocess.run([sys.executable, "-c", MUON_READ.format(before="")], check=False)
     assert with_seam.returncode == 0
     assert without.returncode == 1
+
+
+def _noted_instructions(rank: int) -> dict[str, list[tuple[str, int | None]]]:
+    case = Case(pp=2, accumulation=2, model={"tie_word_embeddings": True})
+    engine, batches = engine_of(case), global_batches(case)
+    batch = micro_batches_of(engine, case, batches[0])
+    noted = {}
+    for phase, execute in (
+        (Phase.STEP, lambda: engine.train_step(batch, 1e-3)),
+        (Phase.EVALUATION, lambda: engine.evaluate(batch, case.accumulation)),
+    ):
+        engine.activity.begin(phase)
+        execute()
+        notes = engine.activity.notes()
+        noted[phase.value] = [
+            (note.operation.value, note.micro_batch) for note in notes if note.phase_number == notes[-1].phase_number
+        ]
+    return noted
+
+
+def test_every_pipeline_instruction_is_seen_before_it_runs() -> None:
+    """The watchdog's knowledge; an instruction that a new DeepSpeed executes in another way would be missing."""
+    first, last = run_ranks(_noted_instructions, 2)
+    end = ["reduce_tied_gradients", "reduce_gradients", "optimizer", "loss", "unite_tied_weights", "finish"]
+    assert first["step"] == [
+        ("begin", None),
+        ("load", 1),
+        ("forward", 1),
+        ("send_activation", 1),
+        ("load", 2),
+        ("forward", 2),
+        ("receive_gradient", 1),
+        ("send_activation", 2),
+        ("backward", 1),
+        ("receive_gradient", 2),
+        ("backward", 2),
+        *((name, None) for name in end),
+    ]
+    of_micro_batch = ["receive_activation", "load", "forward", "backward", "send_gradient"]
+    assert last["step"] == [
+        ("begin", None),
+        *((name, number) for number in (1, 2) for name in of_micro_batch),
+        *((name, None) for name in end),
+    ]
+    assert [name for name, number in first["evaluation"] if number is None] == ["begin", "meet", "loss", "finish"]
+    for stage, exchange in ((first, "send_activation"), (last, "receive_activation")):
+        for number in (1, 2):
+            of_micro_batch = [name for name, each in stage["evaluation"] if each == number]
+            assert sorted(of_micro_batch) == sorted(["load", "forward", exchange])

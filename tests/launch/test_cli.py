@@ -19,6 +19,7 @@ from tests.conftest import write_config
 MEGALITE = Path(sys.executable).parent / "megalite"
 COMMANDS = [
     ["train"],
+    ["supervise"],
     ["verify"],
     ["prepare"],
     ["import"],
@@ -26,6 +27,11 @@ COMMANDS = [
     ["generate"],
     ["config", "show"],
     ["config", "schema"],
+    ["checkpoint", "ls"],
+    ["checkpoint", "show"],
+    ["checkpoint", "verify"],
+    ["checkpoint", "diff"],
+    ["checkpoint", "prune"],
 ]
 
 
@@ -42,7 +48,7 @@ def test_every_command_has_help_with_an_example(words: list[str]) -> None:
 
 def test_every_command_is_listed() -> None:
     listed = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
-    assert listed | {"config"} == {words[0] for words in COMMANDS}
+    assert listed | {"config", "checkpoint"} == {words[0] for words in COMMANDS}
 
 
 @pytest.mark.parametrize("line", ["launch.cli", "megalite", "megalite.config", "launch.start"])

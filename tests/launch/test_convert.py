@@ -20,7 +20,6 @@ from launch.convert import export_hugging_face, global_shapes, import_hugging_fa
 from launch.errors import USER_ERRORS
 from launch.generate import generate
 from megalite.checkpoint.engine import load_engine
-from megalite.checkpoint.manifest import MANIFEST
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.writer import write_single
 from megalite.config import Config, ModelConfig
@@ -28,6 +27,7 @@ from megalite.engine.engine import build_engine
 from megalite.parallel.loss import head_logits
 from models.decoder import decoder_layers
 from models.families import model_config
+from tests.checkpoint.saving import forge
 from tests.engine.cases import Batch
 from tests.models.hub_models import HUB_MODELS, HubModel
 from tests.ranks import run_ranks
@@ -215,9 +215,8 @@ def test_a_run_that_started_from_an_import_exports_its_token_ids(tmp_path: Path)
 def test_a_tokenizer_retrained_since_is_not_exported(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(["abc " * 9], tmp_path / "tok", 258)
     run = _run_checkpoint(tmp_path / "run", LLAMA, tokenizer=str(tokenizer))
-    path = run / MANIFEST
     digest = inspect_tokenizer(tokenizer).sha256
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_sha256": digest}))
+    forge(run, '"tokenizer_sha256": null', f'"tokenizer_sha256": "{digest}"')
     assert not export_hugging_face(run, tmp_path / "same", validate=False).notices
     train_tokenizer(["xyz " * 9], tokenizer, 258)
     with pytest.raises(USER_ERRORS, match=r"retrained or replaced since: give the old one back$"):
@@ -266,7 +265,7 @@ BAD: list[tuple[str, Callable[[Path], object], str]] = [
     ("tensor missing", lambda t: (_drop_norm(t / "hf"), _import(t)), "model.norm.weight"),
     ("target is there", lambda t: import_hugging_face(t / "hf", t / "hf"), "not empty"),
     ("import into a file", lambda t: import_hugging_face(t / "hf", t / "hf/config.json/x"), "cannot be written"),
-    ("export into a file", lambda t: export_hugging_face(t / "checkpoint", t / "hf/config.json/x"), "cannot write"),
+    ("export into a file", lambda t: export_hugging_face(t / "checkpoint", t / "hf/config.json/x"), "cannot be written"),
     ("export of nothing", lambda t: export_hugging_face(t / "none", t / "out"), "no such checkpoint"),
     ("export of another folder", lambda t: export_hugging_face(t / "hf", t / "out"), "not a complete checkpoint"),
     ("export over a folder", lambda t: export_hugging_face(t / "checkpoint", t / "hf"), "not empty"),

@@ -1,0 +1,1 @@
+"""What `megalite checkpoint` does: listing, facts, verification, difference and pruning of checkpoints."""

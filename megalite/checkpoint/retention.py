@@ -1,0 +1,113 @@
+"""Which checkpoints stay: the newest N, every Mth step, the K of lowest evaluation loss. Pure choice, safe deletion.
+
+A checkpoint is renamed to a hidden name before its files go, so a kill in between leaves it whole or gone. The newest
+complete one, and so the only one, always stays. Folders that are not complete are nobody's to judge: they are neither
+counted nor deleted.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.files import sync
+from megalite.checkpoint.manifest import Manifest, read_manifest, step_folders
+from megalite.config.checkpoint import CheckpointConfig
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What stays; the reasons add up."""
+
+    keep_last: int  # 0 = all
+    keep_every: int = 0  # in steps; 0 = none
+    keep_best: int = 0
+
+    @classmethod
+    def of(cls, config: CheckpointConfig) -> Retention:
+        """The policy that a config asks for."""
+        return cls(config.keep_last, config.keep_every, config.keep_best)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A complete checkpoint, as far as the choice depends on it."""
+
+    name: str  # of its folder
+    step: int
+    evaluation_loss: float | None = None
+
+    @classmethod
+    def of(cls, name: str, manifest: Manifest) -> Candidate:
+        """What `name` holds."""
+        return cls(name, manifest.step, manifest.evaluation_loss)
+
+
+def which_to_delete(
+    candidates: Iterable[Candidate], policy: Retention, protect: Collection[str] = ()
+) -> list[Candidate]:
+    """Those of the complete checkpoints that no reason keeps, oldest first; never one named in `protect`."""
+    newest_first = sorted(candidates, key=lambda one: (one.step, one.name), reverse=True)
+    if policy.keep_last == 0:
+        return []
+    stays = {one.name for one in newest_first[: policy.keep_last]} | set(protect)
+    if policy.keep_every:
+        stays |= {one.name for one in newest_first if one.step % policy.keep_every == 0}
+    evaluated = [one for one in newest_first if one.evaluation_loss is not None and math.isfinite(one.evaluation_loss)]
+    best_first = sorted(evaluated, key=lambda one: one.evaluation_loss or 0.0)  # of equal ones the newer first
+    stays |= {one.name for one in best_first[: policy.keep_best]}
+    return [one for one in reversed(newest_first) if one.name not in stays]
+
+
+def prune(root: Path, policy: Retention, protect: Iterable[Path] = ()) -> list[Path]:
+    """Deletes the checkpoints in the folder `root` that no reason keeps; returns them, oldest first.
+
+    Raises CheckpointError for the first one that cannot be deleted.
+    """
+    candidates = []
+    for folder in step_folders(root):
+        try:
+            candidates.append(Candidate.of(folder.name, read_manifest(folder)))
+        except CheckpointError:
+            continue
+    protected = {path.name for path in protect if path.resolve().parent == root.resolve()}
+    deleted = [root / one.name for one in which_to_delete(candidates, policy, protected)]
+    for folder in deleted:
+        _delete(folder)
+    return deleted
+
+
+def _delete(folder: Path) -> None:
+    hidden = folder.with_name(f".{folder.name}.deleted")
+    try:
+        if hidden.exists():  # of an earlier deletion that was interrupted
+            shutil.rmtree(hidden)
+        folder.rename(hidden)
+        sync(folder.parent)
+        shutil.rmtree(hidden)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: cannot be deleted, though checkpoint.keep_last and its like no longer keep it: "
+            f"{error.strerror or error}: make the folder writable, or delete it by hand"
+        ) from None
+
+
+def clean_up(root: Path) -> list[Path]:
+    """Removes what interrupted saves and deletions left under hidden names in `root`; returns it.
+
+    For the start of a run only: a save that is going on has such a name. Raises CheckpointError.
+    """
+    left_over = sorted([*root.glob(".step_*.tmp"), *root.glob(".step_*.deleted")])
+    try:
+        for path in left_over:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    except OSError as error:
+        raise CheckpointError(f"{root}: cannot be cleaned up: {error.strerror or error}: make it writable") from None
+    return left_over

@@ -1,0 +1,95 @@
+"""What a store can do wrong, as one sentence without credentials. In: whatever fsspec, s3fs, botocore, gcsfs raise."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.manifest import printable
+
+# by name: which of these packages are installed is not known here
+NO_CREDENTIALS = {
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "CredentialRetrievalError",
+    "ProfileNotFound",
+    "UnauthorizedSSOTokenError",
+    "SSOTokenLoadError",
+    "TokenRetrievalError",
+    "DefaultCredentialsError",
+    "RefreshError",
+}
+NO_ANSWER = {
+    "EndpointConnectionError",
+    "ConnectTimeoutError",
+    "ReadTimeoutError",
+    "ConnectionClosedError",
+    "HTTPClientError",
+    "ClientConnectorError",
+    "ServerDisconnectedError",
+}
+SECRETS = (
+    (re.compile(r"(\w+://[^\s\"'?]+)\?[^\s\"']+"), r"\1"),  # a query, as of a signed URL
+    (re.compile(r"(?<=://)[^\s@\"']+@"), ""),  # user:password of a URL, as of a proxy's
+    (re.compile(r"\b(AKIA|ASIA)[A-Z0-9]{12,}"), "***"),
+    (re.compile(r"(?i)\b(bearer|basic)\s+\S+"), r"\1 ***"),
+    (
+        re.compile(
+            r"(?i)([\w-]*(?:accesskey|access_key|signature|credential|token|secret|password|passwd|sig)[\w-]*"
+            r"[\"']?\s*[=:>]\s*[\"']?)[^\s&\"',;<>]+"
+        ),
+        r"\1***",
+    ),
+)
+
+
+class StorageError(CheckpointError):
+    """A store did not do what it was asked: nothing is said about the checkpoints on it.
+
+    `is_lasting`: asking again helps only after somebody has changed something (a bucket, a permission, a disk).
+    """
+
+    def __init__(self, sentence: str, *, is_lasting: bool = False) -> None:
+        super().__init__(sentence)
+        self.is_lasting = is_lasting
+
+
+def scrubbed(text: str) -> str:
+    """`text` in one line, with what looks like a credential replaced."""
+    for pattern, replacement in SECRETS:
+        text = pattern.sub(replacement, text)
+    return printable(" ".join(text.split()))
+
+
+def error_code(error: BaseException) -> str | None:
+    """S3's own name of an error, "NoSuchBucket"; s3fs keeps it in the exception's cause."""
+    for one in (error, error.__cause__):
+        response: Any = getattr(one, "response", None)
+        if isinstance(response, dict):
+            return str(response.get("Error", {}).get("Code"))
+    return None
+
+
+def explained(url: str, error: BaseException) -> StorageError:
+    """What `error`, met at `url`, means to the user."""
+    names = {kind.__name__ for one in (error, error.__cause__) if one for kind in type(one).__mro__}
+    text = scrubbed((isinstance(error, OSError) and error.strerror) or str(error))
+    if names & NO_CREDENTIALS:
+        return StorageError(
+            f"{url}: no credentials for it were found ({text}): set them as its provider documents (environment "
+            "variables, a profile, or the machine's role), never in the config",
+            is_lasting=True,
+        )
+    if error_code(error) == "NoSuchBucket":
+        return StorageError(f"{url}: there is no such bucket: create it, or correct the URL", is_lasting=True)
+    if isinstance(error, PermissionError):
+        return StorageError(
+            f"{url}: access is denied ({text}): the credentials must allow to list, read, write and delete there",
+            is_lasting=True,
+        )
+    if isinstance(error, FileNotFoundError):
+        return StorageError(f"{url}: there is no such bucket or folder ({text})", is_lasting=True)
+    if isinstance(error, TimeoutError) or names & NO_ANSWER:
+        return StorageError(f"{url}: no answer in time ({text or type(error).__name__})")
+    return StorageError(f"{url}: {text or type(error).__name__}")

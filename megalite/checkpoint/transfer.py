@@ -1,0 +1,223 @@
+"""One checkpoint to a store and back: the protocol of a mirror.
+
+An upload marks its folder, sends the files, compares what arrived, sends the manifest last and takes the mark away. A
+deletion marks, removes the manifest first and the mark last. So a checkpoint is complete exactly while its manifest is
+there, whenever a kill comes, and only folders that carry the mark are cleaned away: others may be somebody else's.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.files import verify_digest, write_durably
+from megalite.checkpoint.manifest import MANIFEST, FileEntry, Manifest, read_manifest
+from megalite.checkpoint.retention import Candidate, Retention, which_to_delete
+from megalite.checkpoint.storage import PATIENCE, Listed, Patience, Store, join, look_at, step_names
+from megalite.checkpoint.storage_errors import StorageError
+
+MARK = "incomplete"  # name of the file that marks a folder as ours and unfinished
+TOLD_EVERY_S = 30.0
+
+Result = TypeVar("Result")
+
+
+class Damaged(CheckpointError):
+    """A checkpoint is not what was written: another one must be taken."""
+
+
+def upload(store: Store, folder: Path, arrived: dict[str, FileEntry]) -> None:
+    """Makes the folder of that name on the store equal to the complete local `folder`.
+
+    `arrived`: the files that have been sent, to be handed in again after a failure. Raises StorageError, or Damaged
+    where it is the local folder that has changed or gone.
+    """
+    name = folder.name
+    if store.local_root is not None and (store.local_root / name).resolve() == folder.resolve():
+        raise StorageError(f"{store.url} is the folder of the run's own checkpoints: choose another", is_lasting=True)
+    try:
+        data = (folder / MANIFEST).read_bytes()
+        manifest = read_manifest(folder)
+    except (CheckpointError, OSError) as error:
+        raise Damaged(f"{folder}: not copied: {error}") from None
+    files, _ = store.entries(name)
+    if _is_whole(manifest, files) and store.read(join(name, MANIFEST)) == data:
+        store.remove([join(name, MARK)] if MARK in files else [])
+        return
+    with suppress(StorageError):  # perhaps that is not permitted, and what follows is
+        store.abort_uploads("step_")  # of a killed process: a mirror has one run
+    _mark(store, name)
+    store.remove([join(name, MANIFEST)] if MANIFEST in files else [])
+    store.remove(join(name, other) for other in set(files) - set(manifest.files) - {MANIFEST, MARK})
+    for file, recorded in manifest.files.items():
+        if arrived.get(file) == recorded and files.get(file) == recorded.size:
+            continue
+        try:
+            verify_digest(folder / file, recorded)
+        except (CheckpointError, OSError) as error:
+            raise Damaged(f"{folder}: not copied: {error}") from None
+        store.put(folder / file, join(name, file))
+        arrived[file] = recorded
+    _send_manifest(store, folder, data)
+    store.remove([join(name, MARK)])
+
+
+def _is_whole(manifest: Manifest, files: dict[str, int]) -> bool:
+    return MANIFEST in files and all(files.get(name) == file.size for name, file in manifest.files.items())
+
+
+def _mark(store: Store, name: str) -> None:
+    with tempfile.NamedTemporaryFile() as empty:
+        store.put(Path(empty.name), join(name, MARK))
+
+
+def _send_manifest(store: Store, folder: Path, data: bytes) -> None:
+    """The commit. `data`: the manifest that the files were compared with; the folder may have been replaced since."""
+    place = join(folder.name, MANIFEST)
+    try:
+        store.put(folder / MANIFEST, place)
+    except OSError as error:
+        raise Damaged(f"{folder}: not copied: {error}") from None
+    if store.read(place) != data:
+        store.remove([place])
+        raise Damaged(f"{folder}: not copied: it was replaced meanwhile")
+
+
+def prune_store(
+    store: Store, policy: Retention, protect: Collection[str], known: Collection[Candidate] = ()
+) -> list[Candidate]:
+    """Deletes complete checkpoints that no reason keeps and marked left-overs; returns the complete ones that stay.
+
+    Never touches names in `protect`, and does not ask about `known` ones again. Raises StorageError.
+    """
+    complete = {one.name: one for one in known}
+    names = step_names(store.entries()[1])
+    for name in names:
+        if name in complete:
+            continue
+        listed = look_at(store, name)
+        if listed.problem is None and listed.manifest is not None:
+            complete[name] = Candidate.of(name, listed.manifest)
+        elif name not in protect:
+            files, _ = store.entries(name)
+            if MARK in files and MANIFEST not in files:
+                _delete(store, name, files)
+    there = [complete[name] for name in names if name in complete]
+    deleted = which_to_delete(there, policy, protect)
+    for one in deleted:
+        _mark(store, one.name)
+        _delete(store, one.name, store.entries(one.name)[0])
+    return [one for one in there if one not in deleted]
+
+
+def _delete(store: Store, name: str, files: Collection[str]) -> None:
+    store.remove([join(name, MANIFEST)] if MANIFEST in files else [])
+    store.remove(join(name, file) for file in files if file not in (MANIFEST, MARK))
+    store.remove_folder(name)
+
+
+def newest_on_mirror(url: str, patience: Patience = PATIENCE) -> tuple[Listed | None, list[str]]:
+    """The newest checkpoint at `url` whose manifest and sizes hold, and why newer ones were passed over.
+
+    Raises StorageError where the store cannot be asked: that is not the same as none.
+    """
+    store = Store(url, patience)
+    skipped: list[str] = []
+    for name in reversed(_patiently(patience, lambda: step_names(store.entries()[1]))):
+        listed = _patiently(patience, partial(look_at, store, name))
+        if listed.problem is None:
+            return listed, skipped
+        skipped.append(listed.problem)
+    return None, skipped
+
+
+def fetch_newest(
+    url: str,
+    root: Path,
+    progress: Callable[[str], None],
+    patience: Patience = PATIENCE,
+) -> Path | None:
+    """Downloads the newest sound checkpoint at `url` into `root`; None where there is none.
+
+    `progress` gets one sentence for each that is passed over, and how the download goes. Raises StorageError where the
+    store fails, and CheckpointError where `root` cannot take it: an older checkpoint would be no answer to either.
+    """
+    store = Store(url, patience)
+    for name in reversed(_patiently(patience, lambda: step_names(store.entries()[1]))):
+        try:
+            return _fetch(store, name, root, progress, patience)
+        except Damaged as error:
+            progress(f"passed over: {error}")
+    return None
+
+
+def fetch(url: str, name: str, root: Path, progress: Callable[[str], None], patience: Patience = PATIENCE) -> Path:
+    """Downloads checkpoint `name` of `url` into `root` and commits it there once all digests hold; returns its folder.
+
+    Raises Damaged, StorageError, or CheckpointError where it cannot be written.
+    """
+    return _fetch(Store(url, patience), name, root, progress, patience)
+
+
+def _fetch(store: Store, name: str, root: Path, progress: Callable[[str], None], patience: Patience) -> Path:
+    from megalite.checkpoint.writer import check_room, commit, discard, start  # brings torch along
+
+    listed = _patiently(patience, lambda: look_at(store, name))
+    if listed.manifest is None or listed.problem is not None:
+        raise Damaged(listed.problem or f"{listed.url}: not a complete checkpoint")
+    folder = root / name
+    temporary = start(folder)
+    try:
+        check_room(root, listed.bytes)
+        progress(f"fetching {listed.url} ({listed.bytes / 1e9:.2f} GB)")
+        _download(store, listed, temporary, progress, patience)
+        _check_as_a_reader(listed, temporary)
+        commit(folder, listed.manifest)
+    finally:
+        discard(folder)
+    return folder
+
+
+def _download(
+    store: Store, listed: Listed, temporary: Path, progress: Callable[[str], None], patience: Patience
+) -> None:
+    assert listed.manifest is not None
+    done, told = 0, time.monotonic()
+    for file, recorded in listed.manifest.files.items():
+        _patiently(patience, partial(store.get, join(listed.name, file), temporary / file))
+        try:
+            verify_digest(temporary / file, recorded)
+        except CheckpointError:
+            raise Damaged(f"{listed.url}: {file} is not what was written: its digest differs") from None
+        done += recorded.size
+        if time.monotonic() - told > TOLD_EVERY_S:
+            told = time.monotonic()
+            progress(f"fetching {listed.url}: {done / 1e9:.2f} of {listed.bytes / 1e9:.2f} GB")
+
+
+def _check_as_a_reader(listed: Listed, temporary: Path) -> None:
+    assert listed.manifest is not None
+    write_durably(temporary / MANIFEST, listed.manifest.model_dump_json(indent=1).encode())
+    try:
+        read_manifest(temporary)
+    except CheckpointError as error:
+        raise Damaged(str(error).replace(str(temporary), listed.url)) from None
+
+
+def _patiently(patience: Patience, action: Callable[[], Result]) -> Result:
+    """`action` again, after longer and longer waits, while a store fails in a way that may pass."""
+    attempt = 1
+    while True:
+        try:
+            return action()
+        except StorageError as error:
+            if error.is_lasting or attempt >= patience.attempts:
+                raise
+        time.sleep(patience.delay_s(attempt))
+        attempt += 1

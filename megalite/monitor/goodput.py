@@ -1,0 +1,248 @@
+"""Goodput: the share of a run's wall time that went into steps that count, over all its sessions.
+
+Everything is derived from two files of the run folder, so it survives restarts: metrics.jsonl holds what each step
+took, and the `started` event of each session what the session before it leaves behind, among it the steps that the
+resume drops from metrics.jsonl. Within a session time is monotonic; between sessions only the system's clock is known,
+and what it says is bounded by what the steps took: a clock that jumps makes no share negative or larger than one.
+
+All durations are in seconds (`_s`), all points in time in unix seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megalite.monitor.events import EVENTS, read_events
+from megalite.monitor.sinks.jsonl import read_records
+
+Event = Mapping[str, Any]
+Record = Mapping[str, Any]
+
+CATEGORIES = {  # in the order in which they are told
+    "productive": "steps that count",
+    "lost": "lost work",
+    "skipped": "skipped steps",
+    "evaluation": "evaluation",
+    "saves": "blocked by saves",
+    "checks": "self-checks",
+    "startup": "startup",
+    "down": "down between sessions",
+    "other": "other",
+}
+AFTER_THE_STEP = {"evaluation_s": "evaluation", "save_blocked_s": "saves", "self_check_s": "checks"}
+ENDS = ("ended", "preempted", "stopped")  # how a session ends that did not fail
+REMEMBERED_STEPS = 20_000  # a rollback reaches no further back
+LONGEST_S = 1e10  # 300 years: sums of anything a file may say stay finite
+
+
+class Goodput:
+    """The account of one run, kept by rank 0.
+
+    Make it before metrics.jsonl is opened for writing: it counts the steps beyond `resumed_step` as lost, and writes
+    that into the session's `started` event with `write`, which is `EventLog.write` or a wrapper of it. `facts` go there
+    too.
+    """
+
+    def __init__(self, run_dir: Path, resumed_step: int, write: Callable[..., None], **facts: Any) -> None:
+        self._began, self._write = time.monotonic(), write
+        self._before_s = process_age_s()
+        events, records = read_events(run_dir / EVENTS), read_records(run_dir / "metrics.jsonl")
+        restart = look_back(events, records, resumed_step, process_began=time.time() - self._before_s)
+        self._past = past_seconds([*events, restart])
+        self.lost_steps = sum(int(_seconds(event.get("lost_steps"))) for event in [*events, restart])
+        self.sessions = 1 + len(_sessions(events))
+        self._startup_s: float | None = None  # known when the first step has ended
+        self._steps = _Steps()
+        for record in records:
+            if _seconds(record.get("step")) <= resumed_step:
+                self._steps.add(record)
+        write("started", step=resumed_step, before_s=self._before_s, **restart, **facts)
+
+    def step(self, record: Record) -> float:
+        """Takes the record of a step that has just ended; the run's goodput so far.
+
+        Of a record count `time` (when the step ended), `step_time_s`, `skipped` and the durations of what came after
+        the step: `evaluation_s`, `save_blocked_s`, `self_check_s`. They must be in metrics.jsonl as well.
+        """
+        if self._startup_s is None:
+            self._startup_s = _seconds(self._session_s() - sum(step_seconds(record).values()))
+        lost_s, lost_steps = self._steps.add(record)
+        if lost_steps:  # metrics.jsonl drops them now: the next session hears of them here
+            self._write("steps_lost", lost_s=lost_s, lost_steps=lost_steps)
+        return self.shares()["productive"]
+
+    def end(self, event: str, *, save_blocked_s: float = 0.0, **facts: Any) -> None:
+        """Writes how the session ends: `ended`, `preempted` or `stopped`. `save_blocked_s` is what saves took that no
+        record of a step tells of, such as the last one."""
+        self._past["saves"] += _seconds(save_blocked_s)
+        self._write(event, save_blocked_s=save_blocked_s, goodput=self.shares()["productive"], **facts)
+
+    def seconds(self) -> dict[str, float]:
+        """Wall time of the run so far by category."""
+        known = {name: self._past[name] + self._steps.seconds.get(name, 0.0) for name in CATEGORIES}
+        known["startup"] += self._session_s() if self._startup_s is None else self._startup_s
+        return close_account(known, self._past["wall"] + self._session_s())
+
+    def shares(self) -> dict[str, float]:
+        """The same as parts of one; they sum to one."""
+        return shares_of(self.seconds())
+
+    def summary(self) -> dict[str, Any]:
+        """For receipt.json."""
+        seconds = self.seconds()
+        return {
+            "goodput": shares_of(seconds)["productive"],
+            "sessions": self.sessions,
+            "lost_steps": self.lost_steps + self._steps.lost_steps,
+            "wall_s": round(sum(seconds.values()), 3),
+            "seconds": {name: round(value, 3) for name, value in seconds.items()},
+        }
+
+    def sentence(self) -> str:
+        """One line for the console; categories below a thousandth are left out."""
+        shares, wall_s = self.shares(), sum(self.seconds().values())
+        parts = [f"{words} {shares[name]:.1%}" for name, words in CATEGORIES.items() if shares[name] >= 0.001]
+        sessions = f"{self.sessions} session{'s' * (self.sessions > 1)}"
+        return f"goodput {shares['productive']:.1%} of {_duration(wall_s)} in {sessions}: {', '.join(parts)}"
+
+    def _session_s(self) -> float:
+        return self._before_s + time.monotonic() - self._began
+
+
+def process_age_s() -> float:
+    """How long this process has been there, by a clock that nobody sets."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # man 5 proc: starttime
+    return _seconds(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def look_back(
+    events: Sequence[Event], records: Sequence[Record], resumed_step: int, process_began: float
+) -> dict[str, float | None]:
+    """What the last session leaves behind when the next one resumes at `resumed_step`: facts for its `started` event.
+
+    `previous_s`: how long it lived, until the last event or step that is known of; `startup_s`: until its first step
+    began; `down_s`: from its end to `process_began`; `lost_s`, `lost_steps`: in steps that are dropped now;
+    `last_dropped`: the time of the last of them.
+    """
+    sessions = _sessions(events)
+    if not sessions:
+        return {}
+    first, *later = sessions[-1]
+    resumed_then = _seconds(first.get("step"))
+    before_s, last_dropped = _seconds(first.get("before_s")), first.get("last_dropped")
+    own = [record for record in records if _seconds(record.get("step")) > resumed_then]
+    if own and last_dropped is not None and own[-1].get("time") == last_dropped:
+        own = []  # that session died before it had dropped what it counted as lost: nothing is lost twice
+    beyond = [record for record in records if _seconds(record.get("step")) > resumed_step]
+    lost = [record for record in beyond if _seconds(record.get("step")) <= resumed_then]
+    lost += [record for record in own if _seconds(record.get("step")) > resumed_step]
+    times = [_seconds(event.get("time")) for event in (first, *later)]
+    times += [_seconds(record["time"]) + _after_the_step_s(record) for record in own if "time" in record]
+    began = times[0] - before_s
+    previous_s = startup_s = max(times) - began
+    if own:
+        first_step_began = _seconds(own[0].get("time")) - _seconds(own[0].get("step_time_s"))
+        startup_s = max(first_step_began - began, before_s)
+        previous_s = max(previous_s, startup_s + _total_s(own))
+    return {
+        "previous_s": previous_s,
+        "startup_s": startup_s,
+        "down_s": _seconds(process_began - max(times)),
+        "lost_s": _total_s(lost),
+        "lost_steps": len(lost),
+        "last_dropped": beyond[-1].get("time") if beyond else None,
+    }
+
+
+def past_seconds(events: Iterable[Event]) -> dict[str, float]:
+    """By category, and `wall`: what the events tell of all sessions before the one that runs."""
+    seconds = dict.fromkeys([*CATEGORIES, "wall"], 0.0)
+    for event in events:
+        for name in ("startup", "down", "lost"):
+            seconds[name] += _seconds(event.get(f"{name}_s"))
+        seconds["wall"] += _seconds(event.get("previous_s")) + _seconds(event.get("down_s"))
+        if event.get("event") in ENDS:
+            seconds["saves"] += _seconds(event.get("save_blocked_s"))
+    return seconds
+
+
+def step_seconds(record: Record) -> dict[str, float]:
+    """What a step's record tells, by category."""
+    seconds = {"skipped" if record.get("skipped") else "productive": _seconds(record.get("step_time_s"))}
+    return seconds | {name: _seconds(record.get(key)) for key, name in AFTER_THE_STEP.items() if key in record}
+
+
+def close_account(known: Mapping[str, float], wall_s: float) -> dict[str, float]:
+    """`known` with what is left of `wall_s` as `other`; all at least 0."""
+    seconds = {name: max(0.0, known.get(name, 0.0)) for name in CATEGORIES}
+    seconds["other"] = max(0.0, wall_s - sum(value for name, value in seconds.items() if name != "other"))
+    return seconds
+
+
+def shares_of(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Each category's part of the sum; all of it is `other` where nothing has taken any time."""
+    total = math.fsum(seconds.values())
+    if total <= 0:
+        return {name: float(name == "other") for name in seconds}
+    return {name: value / total for name, value in seconds.items()}
+
+
+class _Steps:
+    """Time of the steps that count; a step that is done again, after a rollback, makes what followed it lost."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(CATEGORIES, 0.0)
+        self.lost_steps = 0
+        self._recent: deque[tuple[float, dict[str, float]]] = deque(maxlen=REMEMBERED_STEPS)
+
+    def add(self, record: Record) -> tuple[float, int]:
+        """How many seconds and steps are lost by it."""
+        step, lost_before = _seconds(record.get("step")), (self.seconds["lost"], self.lost_steps)
+        while self._recent and self._recent[-1][0] >= step:
+            _, done_again = self._recent.pop()
+            self.lost_steps += 1
+            for name, value in done_again.items():
+                self.seconds[name] -= value
+                self.seconds["lost"] += value
+        parts = step_seconds(record)
+        for name, value in parts.items():
+            self.seconds[name] += value
+        self._recent.append((step, parts))
+        return self.seconds["lost"] - lost_before[0], self.lost_steps - lost_before[1]
+
+
+def _sessions(events: Sequence[Event]) -> list[list[Event]]:
+    """The events of each session, its `started` first."""
+    sessions: list[list[Event]] = []
+    for event in events:
+        if event.get("event") == "started":
+            sessions.append([event])
+        elif sessions:
+            sessions[-1].append(event)
+    return sessions
+
+
+def _total_s(records: Iterable[Record]) -> float:
+    return sum(sum(step_seconds(record).values()) for record in records)
+
+
+def _after_the_step_s(record: Record) -> float:
+    return sum(_seconds(record.get(key)) for key in AFTER_THE_STEP)
+
+
+def _seconds(value: Any) -> float:
+    """A number from a file or a difference of clocks as a number >= 0; 0 for anything else."""
+    if not isinstance(value, (int, float)) or not value > 0:  # NaN is not > 0 either
+        return 0.0
+    return float(min(value, LONGEST_S))
+
+
+def _duration(seconds: float) -> str:
+    minutes = seconds / 60
+    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"

@@ -1,0 +1,122 @@
+"""What is told about a step that changed nothing: for people one sentence or two, for events.jsonl all facts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from megalite.resilience.blame import LOSS, Suspect
+
+Cause = Literal["loss", "gradients", "weights", "loss scale", "spike"]
+NAMED = 3  # ranks, parameters, samples or documents in a sentence
+KEPT = 64  # of each in the facts
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A loss far above the window's."""
+
+    z_score: float
+    mean: float
+    standard_deviation: float
+    window: int  # steps
+
+    def __str__(self) -> str:
+        return (
+            f"{self.z_score:.1f} standard deviations ({self.standard_deviation:.3g}) above the mean {self.mean:.4g} of "
+            f"the last {self.window} steps"
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """Why a step was not taken, and where that began."""
+
+    step: int
+    cause: Cause
+    loss: float
+    spike: Spike | None = None
+    suspects: tuple[Suspect, ...] = ()
+    came_again: bool | None = None  # whether a second run of the step showed it too; None: there was none
+    parameters: tuple[str, ...] = ()  # with gradients that are not finite though the loss is; or, for a spike, large
+    parameter_count: int = 0  # of the model
+    documents: tuple[str, ...] = ()  # that the suspects' samples are packed from
+    loss_scale: float | None = None  # fp16's, lowered by this step
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """All of it, as JSON holds it; numbers that are not finite are words."""
+        suspects = [asdict(suspect) for suspect in self.suspects[:KEPT]]
+        flat = [suspect | suspect.pop("place") for suspect in suspects]
+        lists = {"parameters": self.parameters[:KEPT], "documents": self.documents[:KEPT]}
+        facts: dict[str, Any] = _json_able(asdict(self) | {"suspects": flat} | lists)
+        return facts
+
+    def __str__(self) -> str:
+        parts = [f"step {self.step}: {self._what()}", self._parameters(), self._where()]
+        if self.came_again is False:
+            parts.append(
+                "computed a second time the step was finite, so neither the data nor the program is to blame: suspect "
+                "the memory and the devices of these hosts"
+            )
+        return "; ".join(filter(None, parts))
+
+    def _what(self) -> str:
+        match self.cause:
+            case "spike":
+                return f"the loss {self.loss:.4g} lies {self.spike}"
+            case "weights":
+                return "weights were not finite before it"
+            case "loss":
+                return "the loss is not finite"
+            case "loss scale":
+                return f"gradients overflowed fp16, whose loss scale is {self.loss_scale:g} now"
+            case "gradients":
+                return "the loss is finite, gradients are not"
+
+    def _parameters(self) -> str:
+        if not self.parameters:
+            return ""
+        if self.cause == "spike":
+            return f"the largest gradients are those of {listed(self.parameters)}"
+        count = f"{len(self.parameters)} of {self.parameter_count} parameters"
+        return f"not finite are the gradients of {count} ({listed(self.parameters)})"
+
+    def _where(self) -> str:
+        if not self.suspects:
+            return ""
+        first = self.suspects[0]
+        alike = [one for one in self.suspects if (one.where, one.micro_batch) == (first.where, first.micro_batch)]
+        ranks = listed(suspect.place for suspect in alike)
+        if first.phase == "weights":
+            return f"{listed(dict.fromkeys(suspect.where for suspect in self.suspects))} on {ranks}"
+        if self.cause == "spike":
+            what = f"the highest loss, {first.loss:.4g} a token, is that of"
+        elif first.phase == "backward":
+            what = f"it began in the gradient of {first.where} in"
+        else:
+            what = f"it began in {first.where if first.where == LOSS else f'the output of {first.where}'} in"
+        samples = f", samples {listed(first.samples)}" if first.samples else ""
+        documents = f", which are {listed(self.documents)}" if self.documents else ""
+        others = len(self.suspects) - len(alike)
+        elsewhere = f", and in {others} other places" if others else ""
+        return f"{what} micro-batch {first.micro_batch} on {ranks}{samples}{documents}{elsewhere}"
+
+
+def listed(things: Iterable[object]) -> str:
+    """The first few, and how many more there are."""
+    words = [str(thing) for thing in things]
+    more = [f"{len(words) - NAMED} more"] if len(words) > NAMED else []
+    return ", ".join(words[:NAMED] + more)
+
+
+def _json_able(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _json_able(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_able(item) for item in value]
+    return value

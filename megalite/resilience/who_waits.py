@@ -1,0 +1,294 @@
+"""Who waits for whom in a run that does not move, told in one paragraph.
+
+In: what every rank that answered was doing, and what is known about those that did not. Out: the ranks that hold the
+others up, and the paragraph. Pure functions.
+
+A rank waits for those of its note's peers that have not come as far as the note needs. Following the waits ends at
+ranks that wait for nobody: these are the roots.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from pydantic import BaseModel, ConfigDict
+
+from megalite.engine.activity import Note, Operation, Phase
+from megalite.parallel.mesh import Mesh
+
+NAMED = 8  # runs of ranks in a list
+CLAUSES = 8  # groups of waiting ranks told one by one
+
+PARTNERS = {  # what the other side must have begun
+    Operation.RECEIVE_ACTIVATION: Operation.SEND_ACTIVATION,
+    Operation.SEND_ACTIVATION: Operation.RECEIVE_ACTIVATION,
+    Operation.RECEIVE_GRADIENT: Operation.SEND_GRADIENT,
+    Operation.SEND_GRADIENT: Operation.RECEIVE_GRADIENT,
+}
+OWN_WORK = {Operation.BEGIN, Operation.LOAD, Operation.FORWARD, Operation.BACKWARD}  # even where peers are needed
+
+# "rank 5 waits ...", "rank 1 has been ..."; {m}: micro-batch, {r}: ranks
+WORDS = {
+    Operation.COUNT_TOKENS: ("to count the batch's tokens with {r}", "counting the batch's tokens"),
+    Operation.MEET: ("for {r} at a meeting of all ranks", "at a meeting of all ranks"),
+    Operation.LOAD: ("to load micro-batch {m} with {r}", "loading micro-batch {m}"),
+    Operation.FORWARD: ("in the forward of micro-batch {m} for {r}", "in the forward of micro-batch {m}"),
+    Operation.BACKWARD: ("in the backward of micro-batch {m} for {r}", "in the backward of micro-batch {m}"),
+    Operation.SEND_ACTIVATION: (
+        "to hand the activation of micro-batch {m} to {r}",
+        "sending the activation of micro-batch {m}",
+    ),
+    Operation.RECEIVE_ACTIVATION: (
+        "for the activation of micro-batch {m} from {r}",
+        "receiving the activation of micro-batch {m}",
+    ),
+    Operation.SEND_GRADIENT: (
+        "to hand the gradient of micro-batch {m} to {r}",
+        "sending the gradient of micro-batch {m}",
+    ),
+    Operation.RECEIVE_GRADIENT: (
+        "for the gradient of micro-batch {m} from {r}",
+        "receiving the gradient of micro-batch {m}",
+    ),
+    Operation.REDUCE_TIED_GRADIENTS: (
+        "to sum the gradients of tied weights with {r}",
+        "summing the gradients of tied weights",
+    ),
+    Operation.REDUCE_GRADIENTS: ("to sum gradients with {r}", "summing gradients"),
+    Operation.OPTIMIZER: ("in the optimizer step for {r}", "in the optimizer step"),
+    Operation.LOSS: ("to average the loss with {r}", "averaging the loss"),
+    Operation.UNITE_TIED_WEIGHTS: ("to share tied weights with {r}", "sharing tied weights"),
+    Operation.FINISH: ("at the end of the step for {r}", "waiting for its device at the end of the step"),
+}
+PHASE_WORDS = {  # where the phase has only begun
+    Phase.STARTING: ("at the start for {r}", "starting"),
+    Phase.DATA: ("for data with {r}", "in the data loader"),
+    Phase.STEP: ("at the beginning of the step for {r}", "at the beginning of the step"),
+    Phase.EVALUATION: ("to evaluate with {r}", "evaluating"),
+    Phase.SELF_CHECK: ("to compare weights with {r}", "comparing weights"),
+    Phase.LOGGING: ("to log with {r}", "logging"),
+    Phase.WRITING: ("for the files of a checkpoint of {r}", "writing a checkpoint"),
+    Phase.CHECKPOINT: ("to save a checkpoint with {r}", "saving a checkpoint"),
+}
+
+
+class RankState(BaseModel):
+    """What one rank wrote down about itself."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int
+    host: str
+    process: int
+    reason: str  # a sentence: why it thinks that the run does not move; empty where it only answered others
+    notes: tuple[Note, ...]  # oldest first, at least one; `time` is seconds ago; peers are kept for the last one only
+
+    @property
+    def now(self) -> Note:
+        return self.notes[-1]
+
+
+@dataclass(frozen=True)
+class Silence:
+    """What others know about a rank that did not answer."""
+
+    host: str = ""
+    condition: str = ""  # "its process is gone"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Who holds a run up."""
+
+    roots: tuple[int, ...]
+    paragraph: str
+
+
+def explain(states: Mapping[int, RankState], silent: Mapping[int, Silence], mesh: Mesh) -> Explanation:
+    """Together `states` of the ranks that answered, at least one, and `silent` cover all ranks."""
+    waits = _who_waits_for_whom(states)
+    roots = _roots(waits, states, silent)
+    reasons = [state.reason for _, state in sorted(states.items()) if state.reason]
+    told = [
+        *reasons[:1],
+        _tell_roots(roots, waits, states, silent, mesh),
+        _tell_waits(roots, waits, states),
+        _tell_others(roots, waits, states),
+    ]
+    return Explanation(tuple(roots), " ".join(sentence for sentence in told if sentence))
+
+
+def _who_waits_for_whom(states: Mapping[int, RankState]) -> dict[int, list[int]]:
+    """For every rank that answered the ranks that have not come as far as its last note needs, silent ones included."""
+    progress = {rank: _Progress(state) for rank, state in states.items()}
+    return {
+        rank: [
+            peer
+            for peer in sorted(set(state.now.peers) - {rank})
+            if peer not in progress or not progress[peer].reaches(progress[rank])
+        ]
+        for rank, state in states.items()
+    }
+
+
+class _Progress:
+    """How far a rank has come in its phase."""
+
+    def __init__(self, state: RankState) -> None:
+        self.now = state.now
+        self._count: dict[Operation, int] = defaultdict(int)
+        self._micro_batch: dict[Operation, int] = {}  # the last of each operation: they pass in order
+        for note in state.notes:
+            if note.phase_number == self.now.phase_number:
+                self._count[note.operation] += 1
+                self._micro_batch[note.operation] = note.micro_batch or 0
+
+    def reaches(self, other: _Progress) -> bool:
+        """Whether this rank has begun what the last note of another one needs from it."""
+        note = other.now
+        if self.now.phase_number != note.phase_number:
+            return self.now.phase_number > note.phase_number
+        wanted = PARTNERS.get(note.operation, note.operation)
+        if note.micro_batch is not None:
+            return self._micro_batch.get(wanted, 0) >= note.micro_batch
+        return self._count[wanted] >= other._count[note.operation]
+
+
+def _roots(waits: Mapping[int, list[int]], states: Mapping[int, RankState], silent: Mapping[int, Silence]) -> list[int]:
+    """Ranks that do not answer, and ranks that wait for nobody and are waited for; sorted.
+
+    Where there are none: ranks that are at something of their own; else those that are somewhere together; else
+    everybody, because they wait in a circle.
+    """
+    free = [rank for rank, targets in waits.items() if not targets]
+    awaited = {target for targets in waits.values() for target in targets}
+    found = [*silent, *(rank for rank in free if rank in awaited)]
+    return sorted(found or [rank for rank in free if _is_at_own_work(states[rank])] or free or waits)
+
+
+def _is_at_own_work(state: RankState) -> bool:
+    return state.now.operation in OWN_WORK or not state.now.peers
+
+
+def _tell_roots(
+    roots: list[int],
+    waits: Mapping[int, list[int]],
+    states: Mapping[int, RankState],
+    silent: Mapping[int, Silence],
+    mesh: Mesh,
+) -> str:
+    if all(waits.get(rank) for rank in roots):
+        return "Nobody is free to go on, the ranks wait for each other in a circle."
+    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank in roots:
+        what = silent[rank].condition if rank in silent else _doing(states[rank])
+        groups[silent[rank].host if rank in silent else states[rank].host, what].append(rank)
+    told = []
+    for (host, what), ranks in groups.items():
+        who = f"{_names(ranks)}{_place(ranks, host, mesh)}, which"
+        if ranks[0] in silent:
+            what = what or "stopped, dead, or cut off"
+            told.append(f"{who} {_verb(ranks, 'does', 'do')} not answer: {what}")
+        else:
+            seconds = max(states[rank].now.time for rank in ranks)
+            told.append(f"{who} {_verb(ranks, 'has', 'have')} been {what} for {duration(seconds)}")
+    sentence = f"The run waits for {', and for '.join(told)}."
+    if any(rank in silent or _is_at_own_work(states[rank]) for rank in roots):
+        return sentence
+    return f"{sentence} Nobody is missing there: look at the network and at the devices."
+
+
+def _tell_waits(roots: Sequence[int], waits: Mapping[int, list[int]], states: Mapping[int, RankState]) -> str:
+    """The other ranks' waits, those for the roots first."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for rank in _by_distance(roots, waits):
+        targets = waits[rank]
+        groups[_waiting(states[rank], [each for each in targets if each in roots] or targets)].append(rank)
+    told = [f"{_names(ranks)} {_verb(ranks, 'waits', 'wait')} {what}" for what, ranks in list(groups.items())[:CLAUSES]]
+    rest = sum(len(ranks) for ranks in list(groups.values())[CLAUSES:])
+    if rest:
+        told.append(f"{rest} more {'rank waits' if rest == 1 else 'ranks wait'} behind these")
+    return _sentence(told)
+
+
+def _tell_others(roots: Sequence[int], waits: Mapping[int, list[int]], states: Mapping[int, RankState]) -> str:
+    """Ranks that neither wait nor are waited for."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(states):
+        if not waits[rank] and rank not in roots:
+            groups[_doing(states[rank])].append(rank)
+    return _sentence([f"{_names(ranks)} {_verb(ranks, 'is', 'are')} {what}" for what, ranks in groups.items()])
+
+
+def _by_distance(roots: Sequence[int], waits: Mapping[int, list[int]]) -> list[int]:
+    """The ranks that wait, those next to a root first; those in a circle last."""
+    distance = {rank: 0 for rank in roots if not waits.get(rank)}
+    remaining = sorted(rank for rank, targets in waits.items() if targets)
+    ordered: list[int] = []
+    while found := [rank for rank in remaining if rank not in distance and not distance.keys().isdisjoint(waits[rank])]:
+        distance |= dict.fromkeys(found, 1)
+        ordered += found
+    return ordered + [rank for rank in remaining if rank not in distance]
+
+
+def _waiting(state: RankState, targets: Sequence[int]) -> str:
+    return _words(state.now)[0].format(m=state.now.micro_batch, r=_names(targets))
+
+
+def _doing(state: RankState) -> str:
+    what = _words(state.now)[1].format(m=state.now.micro_batch)
+    return what if _is_at_own_work(state) else f"{what} with all peers"
+
+
+def _words(note: Note) -> tuple[str, str]:
+    return PHASE_WORDS[note.phase] if note.operation is Operation.BEGIN else WORDS[note.operation]
+
+
+def _place(ranks: Sequence[int], host: str, mesh: Mesh) -> str:
+    """Where a group of ranks is, in parentheses; its coordinates too if it is only one."""
+    parts = [f"on {host}"] if host else []
+    if len(ranks) == 1:
+        at = mesh.coordinate(ranks[0])
+        axes = [
+            ("stage", at.pipeline_rank, mesh.pipeline_parallel_size),
+            ("replica", at.data_rank, mesh.data_parallel_size),
+            ("tensor rank", at.tensor_rank, mesh.tensor_parallel_size),
+        ]
+        parts = [f"{name} {index}" for name, index, size in axes if size > 1] + parts
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _names(ranks: Iterable[int]) -> str:
+    """ "rank 3", "ranks 3 and 5", "ranks 0-7 and 16-23"."""
+    ordered = sorted(ranks)
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    starts = [ordered[0], *(b for a, b in pairwise(ordered) if b > a + 1)]
+    ends = [*(a for a, b in pairwise(ordered) if b > a + 1), ordered[-1]]
+    runs = [_run(start, end) for start, end in zip(starts, ends, strict=True)]
+    if len(runs) > NAMED:
+        runs = [*runs[:NAMED], "others"]
+    return f"ranks {' and '.join(part for part in (', '.join(runs[:-1]), runs[-1]) if part)}"
+
+
+def _run(start: int, end: int) -> str:
+    return str(start) if start == end else f"{start}-{end}"
+
+
+def _verb(ranks: Sequence[int], one: str, several: str) -> str:
+    return one if len(ranks) == 1 else several
+
+
+def duration(seconds: float) -> str:
+    """ "0.04 s", "3.2 s", "45 s", "12 minutes"."""
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} minutes"
+
+
+def _sentence(clauses: Sequence[str]) -> str:
+    text = "; ".join(clauses)
+    return f"{text[0].upper()}{text[1:]}." if text else ""
