@@ -67,4 +67,5 @@ def test_readme_and_guides(workplace: Path) -> None:
     for line in others:
         environment, words = words_of(line)
         done = run(*words, cwd=workplace, **environment)
-        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+        good = (0, 1) if "checkpoint diff" in line else (0,)  # 1: they differ, which is what the line is there to show
+        assert done.returncode in good and "Traceback" not in done.stderr, f"{line}\n{done.stdout}{done.stderr}"
