@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,9 @@ def open_job(
         except (TrainingStopped, TrainingPreempted) as error:
             reporter.ends("stopped" if isinstance(error, TrainingStopped) else "preempted", checkpoints.settle())
             raise
+        except KeyboardInterrupt:
+            reporter.ends("interrupted", 0.0)
+            raise
         reporter.ends("ended", checkpoints.settle())
 
 
@@ -109,3 +113,13 @@ def open_mirror(config: Config, start: Start, reporter: Reporter) -> Mirror | No
     if start.is_resume and start.checkpoint is not None:
         mirror.offer(start.checkpoint)
     return mirror
+
+
+def close_mirror(mirror: Mirror | None, config: Config, reporter: Reporter, at_most_s: float = math.inf) -> None:
+    """Waits for what is on its way, on the rank that has the mirror."""
+    seconds = min(60 * config.checkpoint.mirror_wait_minutes, at_most_s)
+    if mirror is not None and not mirror.close(seconds):
+        reporter.say(
+            f"{config.checkpoint.mirror} has not got the last checkpoint in {seconds / 60:.3g} minutes: it is in "
+            f"{checkpoints_of(config)}, and the next run sends it"
+        )

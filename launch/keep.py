@@ -15,7 +15,7 @@ from launch.processes import ProcessTree, StopSignals, wait_for
 
 def keep(command: Sequence[str], grace_s: float) -> int:
     """Runs `command` to its end; the exit code."""
-    with StopSignals() as signals, ProcessTree(command, os.environ) as tree:
+    with StopSignals() as signals, ProcessTree(command, os.environ, is_alone=True) as tree:
         code = wait_for(tree, signals, ranks=tree.ranks, otherwise=tree.signal_group, grace_s=grace_s)
         tree.end(grace_s)
     return code

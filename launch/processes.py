@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -20,6 +21,7 @@ from typing import Self
 import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+MARK = "MEGALITE_TREES"  # in the environment of a tree's processes: the trees that they belong to, outermost first
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TICK_S = 0.1
 REPEAT_S = 2.0  # Slurm signals each process of a job: the same signal comes directly and by way of a supervisor
@@ -43,7 +45,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.last: int | None = None  # the newest, taken or not
-        self._noted: deque[int] = deque()
+        self._noted: deque[tuple[int, float]] = deque()
         self._previous: dict[int, signal._HANDLER] = {}
 
     def __enter__(self) -> Self:
@@ -58,23 +60,30 @@ class StopSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.last = number
-        self._noted.append(number)
+        self._noted.append((number, time.monotonic()))
 
-    def take(self) -> int | None:
-        """The oldest one not taken yet."""
+    def take(self) -> tuple[int, float] | None:
+        """The oldest one not taken yet, and when it came (`time.monotonic`)."""
         return self._noted.popleft() if self._noted else None
 
 
 class ProcessTree:
     """A command in a session of its own. What it leaves behind when its own process ends is adopted by this process,
     and at the end of the `with` block nothing of it lives any more. If this process is killed, it gets SIGTERM.
+
+    This process may adopt others as well, as the first one of a container does: of these it only collects those that
+    have ended.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, is_alone: bool = False) -> None:
+        """`is_alone`: this process is there for the tree only, so whatever it adopts is of the tree."""
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-        self._others = {child.pid for child in psutil.Process().children()}
+        self._is_alone, self._mark = is_alone, uuid.uuid4().hex
         self.process = subprocess.Popen(
-            command, env=environment, start_new_session=True, preexec_fn=partial(end_with_parent, os.getpid())
+            command,
+            env={**environment, MARK: f"{environment.get(MARK, '')}:{self._mark}"},
+            start_new_session=True,
+            preexec_fn=partial(end_with_parent, os.getpid()),
         )
 
     def __enter__(self) -> Self:
@@ -87,10 +96,16 @@ class ProcessTree:
         """All its processes that live, orphans among them."""
         family: list[psutil.Process] = []
         for child in psutil.Process().children():
-            if child.pid not in self._others:
-                with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                if self._holds(child):
                     family += [child, *child.children(recursive=True)]
         return [process for process in family if _lives(process)]
+
+    def _holds(self, child: psutil.Process) -> bool:
+        """Whether a child of this process is, or was adopted, of the tree: its session or its environment proves it."""
+        if self._is_alone or os.getsid(child.pid) == self.process.pid:
+            return True
+        return self._mark in child.environ().get(MARK, "").split(":")
 
     def ranks(self) -> list[psutil.Process]:
         """Those that deepspeed's or torchrun's launcher made ranks; not what ranks start themselves."""
@@ -131,18 +146,19 @@ class ProcessTree:
             time.sleep(0.01)
         if self.process.poll() is None and not living:
             self.process.wait()
-        self._bury()
+        self.bury()
 
     def _wait_until_gone(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while self.members() and time.monotonic() < deadline:
             time.sleep(min(TICK_S, seconds / 10))
 
-    def _bury(self) -> None:
-        for child in psutil.Process().children():
-            if child.pid not in self._others and child.pid != self.process.pid:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(child.pid, os.WNOHANG)
+    def bury(self) -> None:
+        """Collects adopted processes that have ended, so that they do not pile up; never the command's own."""
+        with contextlib.suppress(ChildProcessError):  # there is no child at all
+            looks = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            while (dead := os.waitid(os.P_ALL, 0, looks)) is not None and dead.si_pid != self.process.pid:
+                os.waitpid(dead.si_pid, 0)
 
 
 class _Stop:
@@ -162,9 +178,8 @@ class _Stop:
         self.deadline: float | None = None
         self.was_interrupted = False
 
-    def note(self, number: int) -> bool:
-        """Takes a signal. Whether all is to end now, because it was asked a second time."""
-        now = time.monotonic()
+    def note(self, number: int, now: float) -> bool:
+        """Takes a signal that came `now`. Whether all is to end now, because it was asked a second time."""
         first = self._noted_at.get(number)
         if first is not None:
             return now - first > REPEAT_S and number not in (signal.SIGUSR1, signal.SIGUSR2)
@@ -176,7 +191,8 @@ class _Stop:
         else:
             self._passed_on = number
             self._told.clear()
-            if self.deadline is None and self._grace_s is not None:
+            # who sends SIGUSR1 or SIGUSR2 early enough for a save has a limit of his own
+            if self.deadline is None and self._grace_s is not None and number in (signal.SIGTERM, signal.SIGHUP):
                 self.deadline = now + self._grace_s
             if not self.tell():
                 self._otherwise(number)
@@ -205,19 +221,20 @@ def wait_for(
 ) -> int:
     """Waits for the command's own process; its exit code, 128 + n where signal n ended it.
 
-    SIGTERM, SIGUSR1, SIGUSR2 and SIGHUP go to `ranks()`, or, while there are none, to `otherwise`; after `grace_s` all
-    that lives is killed. SIGINT goes to the command's group, with INTERRUPT_S until all is killed. A SIGTERM, SIGINT or
-    SIGHUP that is repeated kills all now.
+    SIGTERM, SIGUSR1, SIGUSR2 and SIGHUP go to `ranks()`, or, while there are none, to `otherwise`; `grace_s` after a
+    SIGTERM or SIGHUP all that lives is killed. SIGINT goes to the command's group, with INTERRUPT_S until all is
+    killed. A SIGTERM, SIGINT or SIGHUP that is repeated kills all now.
     """
     stop = _Stop(tree, ranks, otherwise, grace_s)
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = tree.process.wait(TICK_S)
             break
-        while (number := signals.take()) is not None:
-            if stop.note(number):
+        tree.bury()
+        while (noted := signals.take()) is not None:
+            if stop.note(*noted):
                 tree.kill()
-                return 128 + number
+                return 128 + noted[0]
         stop.tell()
         if stop.deadline is not None and time.monotonic() > stop.deadline:
             tree.kill()

@@ -73,7 +73,8 @@ class Reporter:
     def say(self, sentence: str) -> None:
         """A line on the console."""
         if self._speaks:
-            print(f"megalite: {sentence}", flush=True)
+            with self._nonfatal("the console"):
+                print(f"megalite: {sentence}", flush=True)
 
     def event(self, name: str, **facts: Any) -> None:
         """A line in events.jsonl."""

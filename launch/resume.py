@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,25 +44,37 @@ def checkpoints_of(config: Config) -> Path:
     return config.run_dir / "checkpoints"
 
 
-def prepare_checkpoints(config: Config) -> tuple[str, ...]:
-    """On one rank, before any looks for a start: removes what interrupted saves left, and fetches the newest checkpoint
-    of the mirror where `run_dir` has none. Returns what to tell."""
-    root, mirror = checkpoints_of(config), config.checkpoint.mirror
+def clear_checkpoints(config: Config) -> tuple[str, ...]:
+    """On one rank, before any looks for a start: removes what interrupted saves left. Returns what to tell."""
+    root = checkpoints_of(config)
     left_over = clean_up(root) if root.is_dir() else []
-    notices = [f"removed {path}, left over from an interrupted save" for path in left_over]
-    if mirror is not None and config.checkpoint.resume and find_latest(root)[0] is None:
-        from megalite.checkpoint.transfer import fetch_newest
-
-        fetch_newest(mirror, root, lambda sentence: print(f"megalite: {sentence}", flush=True))
-    return tuple(notices)
+    return tuple(f"removed {path}, left over from an interrupted save" for path in left_over)
 
 
-def find_start(config: Config, data_fingerprint: str, check: Callable[[Path, Manifest], None] | None = None) -> Start:
-    """Where the run starts. `check` looks closer at the run's own checkpoints than `find_latest` does.
+def fetch_from_mirror(config: Config, progress: Callable[[], None]) -> None:
+    """On one rank, where `run_dir` has no intact checkpoint: gets the mirror's newest one, if there is a mirror."""
+    if config.checkpoint.mirror is None or not config.checkpoint.resume:
+        return
+    from megalite.checkpoint.transfer import fetch_newest
 
-    Raises CheckpointError or LaunchError, one sentence, where the checkpoint does not belong to this config.
+    def tell(sentence: str) -> None:
+        print(f"megalite: {sentence}", flush=True)
+        progress()
+
+    fetch_newest(config.checkpoint.mirror, checkpoints_of(config), tell)
+
+
+def find_start(config: Config, data_fingerprint: str, own: Path | None, skipped: Sequence[str]) -> Start:
+    """Where the run starts; `own` is its own newest checkpoint, `skipped` why newer ones are not taken.
+
+    Raises CheckpointError or LaunchError, one sentence, where a checkpoint does not belong to this config, or where
+    there are some and none is whole: starting anew is not what anybody wants then.
     """
-    own, skipped = find_latest(checkpoints_of(config), check) if checkpoints_of(config).is_dir() else (None, [])
+    if own is None and skipped:
+        raise CheckpointError(
+            f"{checkpoints_of(config)} holds no checkpoint that can be used, the newest because of this: {skipped[0]}; "
+            "move them away to start from the beginning"
+        )
     if own is not None:
         if not config.checkpoint.resume:
             raise LaunchError(
@@ -75,17 +87,16 @@ def find_start(config: Config, data_fingerprint: str, check: Callable[[Path, Man
         _same_course(manifest, config, own)
         said = f"resuming from {own} (step {manifest.step})"
         return Start(own, manifest, True, (*(f"passed over: {why}" for why in skipped), said))
-    notices = tuple(f"passed over: {why}" for why in skipped)
     source = config.training.initialize_from
     if source is None:
-        return Start(None, None, False, notices)
+        return Start(None, None, False)
     weights, reasons = find_latest(source)
     if weights is None:
         why = reasons[0] if reasons else f"{source}: there is no such checkpoint folder"
         raise CheckpointError(f"training.initialize_from: {why}")
     manifest = read_manifest(weights)
     _same_model(manifest, config, weights)
-    return Start(weights, manifest, False, (*notices, f"taking the weights of {weights}"))
+    return Start(weights, manifest, False, (f"taking the weights of {weights}",))
 
 
 def _same_model(manifest: Manifest, config: Config, folder: Path) -> None:

@@ -10,8 +10,11 @@ from launch.data import open_data
 from launch.devices import Device, gpu_count
 from launch.errors import LaunchError
 from launch.local import rank_environment, start_local_ranks
-from launch.resume import find_start
+from launch.resume import Start, checkpoints_of, find_start
 from launch.run_folder import lock_run_folder
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.files import verify_digest
+from megalite.checkpoint.manifest import find_latest, step_folders
 from megalite.config import Config, ResolvedLayout
 from megalite.config.known_bad import check_known_bad, installed_versions
 from models.families import family
@@ -42,14 +45,27 @@ def start(config: Config, arguments: Sequence[str]) -> int:
     layout, device = resolve(config)
     lock_run_folder(config).close()  # rank 0 takes it for the run
     data = open_data(config)
-    begin = find_start(config, data.training.fingerprint)
-    if begin.step >= config.total_steps:
+    root = checkpoints_of(config)
+    begin = find_start(config, data.training.fingerprint, *(find_latest(root) if step_folders(root) else (None, [])))
+    if begin.step >= config.total_steps and _is_intact(begin):
         print(f"megalite: {begin.checkpoint} is at step {begin.step} of {config.total_steps}: nothing left to train")
         return 0
     environment, said = rank_environment(config.launch, layout.world_size, device == "cuda")
     ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
     print(f"megalite: starting {ranks} on {device} ({said})", flush=True)
     return start_local_ranks(layout.world_size, environment, arguments)
+
+
+def _is_intact(begin: Start) -> bool:
+    """Whether the digests of its files hold; the ranks of a run look themselves."""
+    if begin.checkpoint is None or begin.manifest is None:
+        return True
+    try:
+        for name, recorded in begin.manifest.files.items():
+            verify_digest(begin.checkpoint / name, recorded)
+    except (CheckpointError, OSError):
+        return False
+    return True
 
 
 def describe(config: Config, *, as_json: bool) -> None:

@@ -1,8 +1,8 @@
 """`megalite supervise` and `megalite train --restart`: a run that fails is started again and resumes by itself.
 
-The supervisor holds no state of the run: what it knows of progress it reads from the run folder. Each attempt runs
-under a keeper of its own (launch/keep.py), so that nothing of it is left when it has ended, or when the supervisor is
-killed.
+The supervisor holds no state of the run: how an attempt went it reads from the run folder (launch/outcome.py). Each
+attempt runs under a keeper of its own (launch/keep.py), so that nothing of it is left when it has ended, or when the
+supervisor is killed.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from launch.errors import (
     USER_ERROR_CODE,
     LaunchError,
 )
+from launch.outcome import RunFolder, code_of_run
 from launch.processes import ProcessTree, StopSignals, wait_for
-from megalite.checkpoint.manifest import find_latest, read_manifest
 from megalite.config import Config, load_config
-from megalite.monitor.sinks.jsonl import read_records
 from megalite.resilience.nonfatal import Nonfatal
 
 LOG = "supervisor.log"
+STARTUP_FAILURES = 5  # in a row: what passes by itself, such as a lock or storage that is not there yet, has passed
 KEEPER_S = 20.0  # what its keeper has to end an attempt after the grace period, before it is killed itself
 FINAL = {  # starting again would not help, or is not wanted
     0: "done",
-    USER_ERROR_CODE: "a mistake that starting again does not mend",
+    USER_ERROR_CODE: "a mistake",  # of the first attempt: once a run has started, what looks like one may pass
     STOPPED_CODE: "a guard stopped the run",
     PREEMPTED_CODE: "asked to end, and saved",
     INTERRUPTED_CODE: "interrupted",
@@ -48,30 +48,7 @@ class Policy:
     restarts: int = 5  # at most, over the whole run
     first_wait_s: float = 1.0  # before the first restart; doubled for each further one without a new checkpoint
     longest_wait_s: float = 300.0
-    grace_s: float = 120.0  # from a request to end until what still lives is killed
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run has come, by what its folder holds."""
-
-    checkpoint: int | None  # step of the newest complete one
-    step: int  # the last one logged; 0: none
-
-    @classmethod
-    def of(cls, run_dir: Path) -> Progress:
-        """Nothing where the folder cannot be read."""
-        try:
-            newest, _ = find_latest(run_dir)
-            records = read_records(run_dir / "metrics.jsonl")
-            return cls(read_manifest(newest).step if newest else None, int(records[-1]["step"]) if records else 0)
-        except (OSError, ValueError, KeyError, TypeError):
-            return cls(None, 0)
-
-    def __str__(self) -> str:
-        step = f"after step {self.step}" if self.step else "before its first step ended"
-        held = f"newest checkpoint: step {self.checkpoint}" if self.checkpoint is not None else "no checkpoint yet"
-        return f"{step}; {held}"
+    grace_s: float = 120.0  # from SIGTERM or SIGHUP until what still lives is killed; SIGUSR1 and SIGUSR2 set no limit
 
 
 def config_of(command: Sequence[str]) -> Config:
@@ -90,53 +67,59 @@ def config_of(command: Sequence[str]) -> Config:
 
 
 def supervise_run(command: Sequence[str], policy: Policy, run_dir: Path | None = None) -> int:
-    """Runs `command` until it ends well, or until starting it again is of no use; its last exit code.
+    """Runs `command` until it ends well, or until starting it again is of no use; the run's last exit code.
 
     Raises LaunchError or ConfigError, one sentence, where it cannot be supervised.
     """
     if not command or shutil.which(command[0]) is None:
         raise LaunchError(f"the command {command[0] if command else ''!r} is not there: name a program after --")
-    if run_dir is None:
-        config = config_of(command)
-        if not config.checkpoint.resume:
-            raise LaunchError("checkpoint.resume is false, so a run that is started again could not go on: set it true")
-        run_dir = config.run_dir
-    return _Supervisor(command, policy, run_dir).run()
+    if run_dir is not None:
+        return _Supervisor(command, policy, run_dir, total_steps=None).run()
+    config = config_of(command)
+    if not config.checkpoint.resume:
+        raise LaunchError("checkpoint.resume is false, so a run that is started again could not go on: set it true")
+    return _Supervisor(command, policy, config.run_dir, config.total_steps).run()
 
 
 class _Supervisor:
-    def __init__(self, command: Sequence[str], policy: Policy, run_dir: Path) -> None:
-        self._command, self._policy, self._run_dir = command, policy, run_dir
+    def __init__(self, command: Sequence[str], policy: Policy, run_dir: Path, total_steps: int | None) -> None:
+        self._command, self._policy, self._run_dir, self._total_steps = command, policy, run_dir, total_steps
         self._nonfatal = Nonfatal(lambda sentence: print(f"megalite: {sentence}", file=sys.stderr, flush=True))
-        self._restarts = 0
+        self._folder = RunFolder.read(run_dir) or RunFolder()  # as it was when it could last be read
+        self._trained: RunFolder | None = None  # after the last attempt that trained and failed
+        self._restarts = self._startup_failures = 0
+        self._wait_s = policy.first_wait_s
 
     def run(self) -> int:
-        failed_at: Progress | None = None
-        wait_s = self._policy.first_wait_s
         with StopSignals() as signals:
             while True:
                 code = self._attempt(signals)
+                before, after = self._folder, RunFolder.read(self._run_dir)
+                self._folder = after or before
+                code = code_of_run(before, after, code, self._total_steps)
                 if signals.last is not None:
                     self._say(f"asked to end by {signal.Signals(signals.last).name}: {describe(code)}")
                     return code
-                if code in FINAL:
+                if code in FINAL and not (code == USER_ERROR_CODE and self._restarts):
                     if code:
                         self._say(f"not started again: {describe(code)}")
                     return code
-                progress = Progress.of(self._run_dir)
-                reason = self._reason_to_give_up(failed_at, progress)
+                reason = self._reason_to_give_up(before, after)
                 if reason:
                     self._say(f"gave up: {reason}: {describe(code)}")
                     return code
-                if failed_at is not None and progress.checkpoint != failed_at.checkpoint:
-                    wait_s = self._policy.first_wait_s
+                if self._restarts and self._folder.checkpoint != before.checkpoint:
+                    self._wait_s = self._policy.first_wait_s
                 self._restarts += 1
-                number = f"{self._restarts} of {self._policy.restarts}"
-                self._say(f"restart {number} in {wait_s:.3g} s: {describe(code)} {progress}")
-                if not _sleep(wait_s, signals):
+                number, where = (
+                    f"{self._restarts} of {self._policy.restarts}",
+                    after or f"({self._run_dir} is unreadable)",
+                )
+                self._say(f"restart {number} in {self._wait_s:.3g} s: {describe(code)} {where}")
+                if not _sleep(self._wait_s, signals):
                     self._say(f"asked to end before restart {self._restarts}")
                     return 128 + (signals.last or signal.SIGTERM)
-                failed_at, wait_s = progress, min(2 * wait_s, self._policy.longest_wait_s)
+                self._wait_s = min(2 * self._wait_s, self._policy.longest_wait_s)
 
     def _attempt(self, signals: StopSignals) -> int:
         grace_s = self._policy.grace_s
@@ -150,9 +133,18 @@ class _Supervisor:
             self._say(f"ended {left} process{'es' * (left > 1)} that the run had left behind")
         return code
 
-    def _reason_to_give_up(self, failed_at: Progress | None, progress: Progress) -> str | None:
-        if progress == failed_at:
-            return f"it failed twice in a row {progress}, without progress"
+    def _reason_to_give_up(self, before: RunFolder, after: RunFolder | None) -> str | None:
+        """A step that fails again is no bad luck; a start that fails may be, for a while."""
+        if after is not None and after.has_trained(before):
+            self._startup_failures = 0
+            if after.is_where(self._trained):
+                return f"it failed twice in a row {after}, without progress"
+            self._trained = after
+        else:
+            self._startup_failures += 1
+            if self._startup_failures >= STARTUP_FAILURES:
+                unread = f" ({self._run_dir} is unreadable)" if after is None else ""
+                return f"{self._startup_failures} attempts in a row failed before they had trained a step{unread}"
         if self._restarts >= self._policy.restarts:
             return f"all {self._restarts} restarts are used" if self._restarts else "no restart is allowed"
         return None

@@ -6,6 +6,8 @@ torchrun --nproc-per-node 8 -m launch.train CONFIG.yaml [section.option=value ..
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -29,24 +31,29 @@ from launch.errors import (
     USER_ERRORS,
     LaunchError,
 )
-from launch.job import open_job, open_mirror
+from launch.job import close_mirror, open_job, open_mirror
 from launch.processes import end_with_parent
 from launch.ranks import Rank, be_deterministic, this_rank
 from launch.reporter import Reporter
-from launch.resume import Start, checkpoints_of, find_start, prepare_checkpoints
+from launch.resume import Start, checkpoints_of, clear_checkpoints, fetch_from_mirror, find_start
 from launch.run_folder import lock_run_folder
-from megalite.checkpoint.manifest import step_folders
+from megalite.checkpoint.files import NO_ROOM
+from megalite.checkpoint.storage_errors import StorageError
 from megalite.config import Config, load_config
 from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.monitor.events import EVENTS, EventLog
+from megalite.resilience.signals import PREEMPTION
 from megalite.training.errors import SaveFailed, TrainingPreempted, TrainingStopped
 
 if TYPE_CHECKING:
+    from megalite.engine.activity import Activity
     from megalite.engine.engine import Engine
     from megalite.training.state import TrainState
 
 BORN = time.monotonic()
 GRACE_S = 5.0
+PREEMPTED_S = 60.0  # for the mirror, where somebody waits for the machine
+LONGEST_BARRIER_S = 25 * 60.0  # below the timeout of the process group
 ENDINGS: dict[type[Exception], tuple[int, str]] = {
     TrainingStopped: (STOPPED_CODE, "stopped"),
     TrainingPreempted: (PREEMPTED_CODE, "preempted"),
@@ -79,20 +86,24 @@ def run(config: Config, rank: Rank) -> None:
         activity, config.watchdog, config.run_dir, agree_on_launch(), HUNG_CODE, partial(_tell_hung, config)
     ) as watchdog:
         data = open_data(config)
-        start = _start(config, rank, data)
+        start = _start(config, rank, data, activity)
         engine = build_engine(decoder_layers(config.model, config.recompute.mode), config, layout, activity)
         state = _load(engine, start, data, config)
         with Reporter(config, layout, rank, start, data) as reporter:
             mirror = open_mirror(config, start, reporter) if rank.rank == 0 else None
-            with open_job(engine, config, layout, data, start, state, reporter, mirror, BORN) as job:
-                state = train(engine, config, state, job)
+            try:
+                with open_job(engine, config, layout, data, start, state, reporter, mirror, BORN) as job:
+                    state = train(engine, config, state, job)
+            except tuple(ENDINGS) as error:
+                watchdog.stop()
+                # launchers end rank 0 soon after another rank has left with such a code: all wait with it
+                longest_s = PREEMPTED_S if isinstance(error, TrainingPreempted) else LONGEST_BARRIER_S
+                close_mirror(mirror, config, reporter, longest_s)
+                raise
             reporter.outcome = {"finished": True, **state.model_dump(exclude={"guard"})}
             watchdog.stop()
-            _leave_together()  # the others need not wait for the mirror
-            if mirror is not None and not mirror.close(60 * config.checkpoint.mirror_wait_minutes):
-                reporter.say(
-                    f"{config.checkpoint.mirror} has not got the last checkpoint in time: the next run goes on"
-                )
+            _leave_together()
+            close_mirror(mirror, config, reporter)
     del lock  # held until here
 
 
@@ -101,19 +112,23 @@ def _tell_hung(config: Config, facts: dict[str, Any]) -> None:
     EventLog(config.run_dir / EVENTS).write("hung", **facts)
 
 
-def _start(config: Config, rank: Rank, data: RunData) -> Start:
+def _start(config: Config, rank: Rank, data: RunData, activity: Activity) -> Start:
     """Where the run starts: equal on all ranks, files held against the digests that were taken when they were saved."""
-    from megalite.checkpoint.digests import check_digests_together
+    from megalite.checkpoint.digests import newest_intact
+    from megalite.engine.activity import Phase
     from megalite.engine.distributed import is_same_on_all_ranks
 
-    notices = prepare_checkpoints(config) if rank.rank == 0 else ()
-    is_same = is_same_on_all_ranks(data.training.fingerprint)  # and rank 0 has prepared what the others look at now
-    if not is_same_on_all_ranks([folder.name for folder in step_folders(checkpoints_of(config))]) or not is_same:
-        raise LaunchError(
-            f"the ranks do not see the same data and checkpoints: data.path and run_dir {config.run_dir} must be on "
-            "storage that all hosts share"
-        )
-    start = find_start(config, data.training.fingerprint, check_digests_together)
+    activity.begin(Phase.LOADING)
+    notices = clear_checkpoints(config) if rank.rank == 0 else ()
+    if not is_same_on_all_ranks(data.training.fingerprint):  # others wait here for rank 0's preparation
+        raise LaunchError("the ranks do not see the same data: data.path must be on storage that all hosts share")
+    root = checkpoints_of(config)
+    own, skipped = newest_intact(root, looked=activity.progress)
+    if own is None:
+        if rank.rank == 0:
+            fetch_from_mirror(config, activity.progress)
+        own, skipped = newest_intact(root, looked=activity.progress)
+    start = find_start(config, data.training.fingerprint, own, skipped)
     return replace(start, notices=(*notices, *start.notices))
 
 
@@ -133,6 +148,8 @@ def _load(engine: Engine, start: Start, data: RunData, config: Config) -> TrainS
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code. What a user can mend is one sentence on stderr, said once per host."""
     end_with_parent()  # a launcher that is killed takes its ranks along; they save first
+    for number in PREEMPTION:  # until training begins there is nothing to save
+        signal.signal(number, lambda *_: os._exit(PREEMPTED_CODE))
     words = list(sys.argv[1:] if arguments is None else arguments)
     # DeepSpeed's launcher hands the local rank over a second time, as an argument
     words = [word for word in words if not word.startswith("--local_rank")]
@@ -146,13 +163,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run(load_config(Path(words[0]), words[1:]), rank)
     except USER_ERRORS as error:
         _tell_once(str(error), rank)
-        return USER_ERROR_CODE
+        may_pass = isinstance(error, StorageError) and not error.is_lasting
+        return FAILED_CODE if may_pass else USER_ERROR_CODE
     except (TrainingStopped, TrainingPreempted, SaveFailed) as error:
         code, word = ENDINGS[type(error)]
         if rank is not None and rank.rank == 0:
             print(f"megalite: {word}: {error}", file=sys.stderr, flush=True)
         _leave_together()
         return code
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        _tell_once(f"{error.filename}: {NO_ROOM[error.errno]}: free some space", rank)
+        return FAILED_CODE
     except KeyboardInterrupt:
         return INTERRUPTED_CODE
     return 0
@@ -160,8 +183,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _leave_together() -> None:
     from megalite.engine.distributed import stop_distributed
+    from megalite.resilience.watchdog import leave_within
 
-    stop_distributed()
+    with leave_within(LONGEST_BARRIER_S + 60, HUNG_CODE):
+        stop_distributed()
 
 
 def _tell_once(sentence: str, rank: Rank | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,10 +57,17 @@ class PrunePlan:
 @contextmanager
 def no_run_in(place: str) -> Iterator[None]:
     """Keeps runs from starting in the run folder that `place` is, or is in. Raises LaunchError where one goes on."""
-    path = _checkpoints(place).resolve().parent / LOCK
-    if not path.is_file():  # no run folder
+    folder = _checkpoints(place)
+    with ExitStack() as held:
+        # `checkpoints` may be a link to other storage: the run folder is where the link is
+        for path in {folder.absolute().parent / LOCK, folder.resolve().parent / LOCK}:
+            if path.is_file():
+                held.enter_context(_locked(path))
         yield
-        return
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
     with path.open() as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,26 +1,83 @@
-"""Comparing a checkpoint with the digests of its manifest, shared among all ranks."""
+"""Choosing a checkpoint on all ranks at once: rank 0 names candidates, each rank looks at its share of the files."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.files import verify_digest
-from megalite.checkpoint.manifest import Manifest
+from megalite.checkpoint.manifest import read_manifest, step_folders
+from megalite.checkpoint.storage_errors import StorageError
+
+Value = TypeVar("Value")
+WAITS_S = (1.0, 3.0, 0.0)  # after a read that failed
+UNREADABLE = "the storage fails: "
+SEEN_WITHIN_S = 20.0  # a network file system may show a new folder a little later on other hosts
 
 
-def check_digests_together(folder: Path, manifest: Manifest) -> None:
-    """Each rank reads its share of the files. Raises CheckpointError on all ranks where one file has changed."""
-    failure: str | None = None
-    try:
-        for name in sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()]:
-            verify_digest(folder / name, manifest.files[name])
-    except (CheckpointError, OSError) as error:
-        failure = str(error)
-    failures: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
-    for found in failures:
-        if found is not None:
-            raise CheckpointError(found)
+def newest_intact(
+    root: Path, at_most_step: int | None = None, looked: Callable[[], None] = lambda: None
+) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint folder in `root` whose manifest, sizes and digests hold, and why newer ones do not.
+
+    Collective. `looked` is called after each file. Raises CheckpointError on all ranks where one of them does not see
+    what rank 0 sees.
+    """
+    names: list[list[str]] = [[folder.name for folder in reversed(step_folders(root))] if root.is_dir() else []]
+    dist.broadcast_object_list(names, src=0)
+    skipped: list[str] = []
+    for name in names[0]:
+        if at_most_step is not None and int(name.removeprefix("step_")) > at_most_step:
+            continue
+        folder = root / name
+        if not all(_everyones(_is_seen(folder))):
+            raise CheckpointError(
+                f"not all ranks see {folder}: run_dir must be on storage that all hosts share, or it is not there yet"
+            )
+        reasons = [reason for reason in _everyones(_reason_against(folder, looked)) if reason is not None]
+        if not reasons:
+            return folder, skipped
+        for reason in reasons:
+            if reason.startswith(UNREADABLE):
+                raise StorageError(reason)
+        skipped.append(reasons[0])
+    return None, skipped
+
+
+def _everyones(value: Value) -> list[Value]:
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _is_seen(folder: Path) -> bool:
+    deadline = time.monotonic() + (SEEN_WITHIN_S if dist.get_rank() else 0)
+    while not folder.is_dir() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return folder.is_dir()
+
+
+def _reason_against(folder: Path, looked: Callable[[], None]) -> str | None:
+    """Why this rank would not take it; each rank reads its share of the files.
+
+    Storage that fails to answer says nothing about a checkpoint: it is asked again, and then the run has to wait.
+    """
+    for wait_s in WAITS_S:
+        try:
+            files = read_manifest(folder).files
+            for name in sorted(files)[dist.get_rank() :: dist.get_world_size()]:
+                verify_digest(folder / name, files[name])
+                looked()
+        except CheckpointError as error:
+            return str(error)
+        except OSError as error:
+            unreadable = f"{error.filename or folder}: cannot be read: {error.strerror or error}"
+            time.sleep(wait_s)
+        else:
+            return None
+    return UNREADABLE + unreadable

@@ -6,14 +6,18 @@ global tensors: nothing is gathered, so a save needs no memory beyond the copy o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import WEIGHT, entry
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.writer import Block
 from megalite.engine.engine import Engine
+from megalite.engine.optimizer import MOMENTS
 from megalite.engine.seams import own_numbers, own_range, set_loss_scaler_state, tied_weights
 from megalite.engine.state import create_moments, forget_moments, moment_names, refresh, write_own_numbers
 from megalite.parallel.shard import RangePiece
@@ -26,21 +30,35 @@ def own_blocks(engine: Engine) -> tuple[list[Block], dict[str, tuple[int, ...]]]
     first stage a tied weight: the others follow its copy, and their masters and moments differ by rounding.
     """
     moments = moment_names(engine)
-    tied = tied_weights(engine.deepspeed.module)
-    copies = {weight for weight, group in tied if dist.get_group_rank(group, dist.get_rank()) > 0}
     blocks: list[Block] = []
     shapes: dict[str, tuple[int, ...]] = {}
-    for _, parameter in engine.parameters():
-        shard = parameter.shard  # type: ignore[attr-defined]
-        start, stop = own_range(parameter)
-        if start == stop or (shard.is_replicated and engine.coordinate.tensor_rank) or parameter in copies:
-            continue
-        pieces = list(shard.pieces_of_range(start, stop))
+    for parameter, start, stop in _contributed(engine):
+        pieces = list(parameter.shard.pieces_of_range(start, stop))  # type: ignore[attr-defined]
         for kind in (WEIGHT, *moments):
             numbers = own_numbers(parameter, kind)
             blocks += [Block(entry(kind, piece.name, piece.source), piece.of(numbers)) for piece in pieces]
         shapes |= {piece.name: piece.shape for piece in pieces}
     return blocks, shapes
+
+
+def own_size(engine: Engine) -> tuple[int, torch.device]:
+    """How many numbers `own_blocks` has once the optimizer has taken a step, and where they are."""
+    kinds, count, device = 1 + len(MOMENTS[engine.config.optimizer.name]), 0, torch.device("cpu")
+    for parameter, start, stop in _contributed(engine):
+        count += kinds * (stop - start)
+        device = own_numbers(parameter, WEIGHT).device
+    return count, device
+
+
+def _contributed(engine: Engine) -> Iterator[tuple[nn.Parameter, int, int]]:
+    """Parameters, each with the range of its numbers that this rank contributes."""
+    tied = tied_weights(engine.deepspeed.module)
+    copies = {weight for weight, group in tied if dist.get_group_rank(group, dist.get_rank()) > 0}
+    for _, parameter in engine.parameters():
+        start, stop = own_range(parameter)
+        is_replica = parameter.shard.is_replicated and engine.coordinate.tensor_rank  # type: ignore[attr-defined]
+        if start < stop and not is_replica and parameter not in copies:
+            yield parameter, start, stop
 
 
 def load_engine(engine: Engine, reader: CheckpointReader, *, weights_only: bool) -> None:
@@ -50,6 +68,12 @@ def load_engine(engine: Engine, reader: CheckpointReader, *, weights_only: bool)
     """
     manifest = reader.manifest
     moments = () if weights_only else manifest.moments
+    known = MOMENTS[engine.config.optimizer.name]
+    if moments not in ((), known) or (moments and not manifest.optimizer_steps):
+        raise CheckpointError(
+            f"{reader.folder}: holds {', '.join(moments)} after {manifest.optimizer_steps} optimizer steps, but "
+            f"{engine.config.optimizer.name} keeps {', '.join(known) or 'none'}"
+        )
     if moments:
         create_moments(engine, manifest.optimizer_steps)
     elif not weights_only:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import FileEntry
+
+NO_ROOM = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up"}
 
 
 def sync(path: Path) -> None:
@@ -17,6 +22,15 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Removes a folder with what it holds, or a link to one; what cannot be removed stays."""
+    if path.is_symlink():
+        with suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def write_durably(path: Path, data: bytes) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -13,6 +14,7 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.files import verify_digest
 from megalite.checkpoint.manifest import WEIGHT, Slices, find_latest, parse_entry, printable, read_manifest
 
+MANY_BLOCKS = 1000  # of one tensor, above which they are not compared with one another
 Stored = tuple[Slices, str, str]  # block of the global tensor, file, key in the file
 
 
@@ -93,12 +95,24 @@ class CheckpointReader:
 
 def _overlap(blocks: list[Stored]) -> tuple[str, str] | None:
     """The files of two blocks that share a number, of blocks sorted by their corners."""
+    if len(blocks) > MANY_BLOCKS:
+        return _overlap_on_a_grid(blocks)
     for number, (block, file, _) in enumerate(blocks):
         for other, other_file, _ in blocks[number + 1 :]:
             if other[0].start >= block[0].stop:
                 break
             if all(a.start < b.stop and b.start < a.stop for a, b in zip(block, other, strict=True)):
                 return file, other_file
+    return None
+
+
+def _overlap_on_a_grid(blocks: list[Stored]) -> tuple[str, str] | None:
+    """The same in time that grows with the blocks' numbers alone, however they are made up."""
+    taken = np.zeros([max(block[axis].stop for block, *_ in blocks) for axis in range(len(blocks[0][0]))], dtype=bool)
+    for block, file, _ in blocks:
+        if taken[block].any():
+            return file, "another file"
+        taken[block] = True
     return None
 
 

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.files import sync
+from megalite.checkpoint.files import remove, sync
 from megalite.checkpoint.manifest import Manifest, read_manifest, step_folders
 from megalite.config.checkpoint import CheckpointConfig
+
+LEFT_OVER = ("tmp", "deleted", "replaced")
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,14 @@ def prune(root: Path, policy: Retention, protect: Iterable[Path] = ()) -> list[P
 def _delete(folder: Path) -> None:
     hidden = folder.with_name(f".{folder.name}.deleted")
     try:
-        if hidden.exists():  # of an earlier deletion that was interrupted
-            shutil.rmtree(hidden)
+        if hidden.is_symlink() or hidden.exists():  # of an earlier deletion that was interrupted
+            remove(hidden)
         folder.rename(hidden)
         sync(folder.parent)
-        shutil.rmtree(hidden)
+        if hidden.is_symlink():  # to other storage: what it points to is not ours to delete
+            hidden.unlink()
+        else:
+            shutil.rmtree(hidden)
     except OSError as error:
         raise CheckpointError(
             f"{folder}: cannot be deleted, though checkpoint.keep_last and its like no longer keep it: "
@@ -99,12 +104,17 @@ def _delete(folder: Path) -> None:
 def clean_up(root: Path) -> list[Path]:
     """Removes what interrupted saves and deletions left under hidden names in `root`; returns it.
 
-    For the start of a run only: a save that is going on has such a name. Raises CheckpointError.
+    A checkpoint that a kill found between its two names, on its way to be replaced, gets its own back. For the start of
+    a run only: a save that is going on has such names. Raises CheckpointError.
     """
-    left_over = sorted([*root.glob(".step_*.tmp"), *root.glob(".step_*.deleted")])
     try:
+        for path in root.glob(".step_*.replaced"):
+            own = path.with_name(path.name.removeprefix(".").removesuffix(".replaced"))
+            if not own.exists():
+                path.rename(own)
+        left_over = sorted(path for kind in LEFT_OVER for path in root.glob(f".step_*.{kind}"))
         for path in left_over:
-            if path.is_dir():
+            if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink()

@@ -7,8 +7,11 @@ ends a run: the outcome says what it was, and the next save tries again.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalite.checkpoint.engine import own_blocks
+from megalite.checkpoint.engine import own_blocks, own_size
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.files import sync
-from megalite.checkpoint.manifest import FileEntry, Manifest, step_folder
+from megalite.checkpoint.manifest import WEIGHT, FileEntry, Manifest, step_folder
 from megalite.checkpoint.writer import (
     Block,
     check_room,
@@ -37,6 +40,7 @@ from megalite.engine.seams import loss_scaler_state
 from megalite.engine.state import moment_names, optimizer_step_count
 
 LONGEST_SAVE = timedelta(hours=6)
+PAGE_NUMBERS = 1024  # fp32 in a page, of the smallest size there is
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,14 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._outcomes: list[Saved] = []
 
+    def prepare(self) -> None:
+        """Maps the memory for saves in the background ahead of the first one, which would wait for it otherwise.
+
+        Not collective, and done in a thread.
+        """
+        if self._background:
+            self._host.prepare(*own_size(self._engine))
+
     def save(self, manifest: Manifest) -> float:
         """Saves the engine's state as it is now; collective. Returns the seconds that training waited.
 
@@ -73,8 +85,27 @@ class Saver:
         """
         started = time.monotonic()
         self.wait()
-        blocks, shapes = own_blocks(self._engine)
-        manifest = manifest.model_copy(
+        blocks: list[Block] = []
+        shapes: dict[str, tuple[int, ...]] = {}
+        failure: Exception | None = None
+        try:
+            blocks, shapes = own_blocks(self._engine)
+            manifest = self._filled_in(manifest)
+            if self._background:
+                blocks = self._host.copy(blocks)
+        except Exception as error:  # no memory, for one: the other ranks must hear of it
+            failure = error
+        if not self._background:
+            self._write(manifest, blocks, shapes, started, None, failure)
+            return time.monotonic() - started
+        blocked = time.monotonic() - started
+        arguments = (manifest, blocks, shapes, started, blocked, failure)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
+        self._thread.start()
+        return blocked
+
+    def _filled_in(self, manifest: Manifest) -> Manifest:
+        return manifest.model_copy(
             update={
                 "written": now(),
                 "moments": moment_names(self._engine),
@@ -82,16 +113,6 @@ class Saver:
                 "loss_scaler": loss_scaler_state(self._engine.deepspeed.optimizer),
             }
         )
-        if not self._background:
-            self._write(manifest, blocks, shapes, started, None)
-            return time.monotonic() - started
-        blocks = self._host.copy(blocks)
-        blocked = time.monotonic() - started
-        self._thread = threading.Thread(
-            target=self._write, args=(manifest, blocks, shapes, started, blocked), name="checkpoint", daemon=True
-        )
-        self._thread.start()
-        return blocked
 
     def finished(self) -> list[Saved]:
         """The outcomes that are known now and have not been told yet; another rank may know one a step later."""
@@ -111,14 +132,17 @@ class Saver:
         shapes: dict[str, tuple[int, ...]],
         started: float,
         blocked: float | None,
+        error_before: Exception | None,
     ) -> None:
         folder = self._root / step_folder(manifest.step)
-        failure, size = None, sum(block.numbers.nbytes for block in blocks)
+        failure, size = None, 0
         try:
-            size = sum(self._gather(lambda: size))
+            size = sum(self._gather(lambda: _size(blocks, error_before)))
             self._gather(lambda: self._start(folder, size))
             prefix = f"rank_{dist.get_rank():05d}"
-            written = self._gather(lambda: (write_blocks(temporary_folder(folder), prefix, blocks), shapes))
+            written = self._gather(
+                lambda: _Written(write_blocks(temporary_folder(folder), prefix, blocks), shapes, _counts(blocks))
+            )
             self._gather(lambda: self._commit(folder, manifest, written))
         except Exception as error:  # whatever it is, training goes on
             failure = str(error) or repr(error)
@@ -126,7 +150,8 @@ class Saver:
                 discard(folder)
         total = time.monotonic() - started
         if failure is None and dist.get_rank() == 0 and self._committed is not None:
-            self._committed(folder)
+            with contextlib.suppress(Exception):  # it has told what failed: the checkpoint is complete all the same
+                self._committed(folder)
         blocked = total if blocked is None else blocked
         self._outcomes = [*self._outcomes, Saved(manifest.step, folder, failure, blocked, total, size)]
 
@@ -135,15 +160,15 @@ class Saver:
             temporary = start(folder)
             check_room(temporary, size)
 
-    def _commit(
-        self,
-        folder: Path,
-        manifest: Manifest,
-        written: Sequence[tuple[dict[str, FileEntry], dict[str, tuple[int, ...]]]],
-    ) -> None:
+    def _commit(self, folder: Path, manifest: Manifest, written: Sequence[_Written]) -> None:
         if dist.get_rank() == 0:
-            files = {name: file for files, _ in written for name, file in files.items()}
-            tensors = {name: shape for _, shapes in written for name, shape in shapes.items()}
+            files = {name: file for one in written for name, file in one.files.items()}
+            tensors = {name: shape for one in written for name, shape in one.shapes.items()}
+            whole = sum(math.prod(shape) for shape in tensors.values())
+            for kind in (WEIGHT, *manifest.moments):  # nothing is committed that a reader would find incomplete
+                count = sum(one.counts[kind] for one in written)
+                if count != whole:
+                    raise CheckpointError(f"{folder}: the ranks hold {count} numbers of {kind}, the model has {whole}")
             sync(temporary_folder(folder))
             commit(folder, manifest.model_copy(update={"files": files, "tensors": tensors}))
 
@@ -165,18 +190,49 @@ class Saver:
         return [value for value, _ in everyone]
 
 
+@dataclass(frozen=True)
+class _Written:
+    """What one rank has on disk."""
+
+    files: dict[str, FileEntry]
+    shapes: dict[str, tuple[int, ...]]
+    counts: Counter[str]  # numbers by kind
+
+
+def _size(blocks: Sequence[Block], error_before: Exception | None) -> int:
+    if error_before is not None:
+        raise error_before
+    return sum(block.numbers.nbytes for block in blocks)
+
+
+def _counts(blocks: Sequence[Block]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for block in blocks:
+        counts[block.key.partition("/")[0]] += block.numbers.numel()
+    return counts
+
+
 class _HostMemory:
-    """Room for the copy of a rank's state, kept from save to save: pages are mapped, and pinned on a GPU, once."""
+    """Room for the copy of a rank's state, kept from save to save: pages are mapped, and pinned for a GPU, once."""
 
     def __init__(self) -> None:
         self._numbers = torch.empty(0)
+        self._thread: threading.Thread | None = None
+
+    def prepare(self, count: int, device: torch.device) -> None:
+        """Makes room for `count` numbers of `device` while the caller goes on."""
+        self._thread = threading.Thread(target=self._make_room, args=(count, device), name="host memory", daemon=True)
+        self._thread.start()
 
     def copy(self, blocks: Sequence[Block]) -> list[Block]:
         """The blocks with numbers of their own, all copied when this returns."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
         needed = sum(block.numbers.numel() for block in blocks)
-        on_gpu = any(block.numbers.is_cuda for block in blocks)
+        gpu = next((block.numbers.device for block in blocks if block.numbers.is_cuda), None)
         if self._numbers.numel() < needed:
-            self._numbers = torch.empty(needed, pin_memory=on_gpu)
+            self._numbers = torch.empty(needed, pin_memory=gpu is not None)
         copied, offset = [], 0
         for block in blocks:
             size = block.numbers.numel()
@@ -184,6 +240,15 @@ class _HostMemory:
             target.copy_(block.numbers, non_blocking=True)
             copied.append(replace(block, numbers=target))
             offset += size
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
+        if gpu is not None:
+            torch.cuda.current_stream(gpu).synchronize()
         return copied
+
+    def _make_room(self, count: int, device: torch.device) -> None:
+        with contextlib.suppress(RuntimeError, MemoryError):  # the save tries again, and says so
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # a thread begins with the first one
+                self._numbers = torch.empty(count, pin_memory=True)
+            else:
+                self._numbers = torch.empty(count)
+                self._numbers.numpy()[::PAGE_NUMBERS] = 0  # without the interpreter's lock

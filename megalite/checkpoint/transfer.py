@@ -203,7 +203,7 @@ def _download(
 
 def _check_as_a_reader(listed: Listed, temporary: Path) -> None:
     assert listed.manifest is not None
-    write_durably(temporary / MANIFEST, listed.manifest.model_dump_json(indent=1).encode())
+    write_durably(temporary / MANIFEST, listed.manifest.sealed())
     try:
         read_manifest(temporary)
     except CheckpointError as error:

@@ -7,9 +7,9 @@ temporary folder, which the next run removes.
 
 from __future__ import annotations
 
-import errno
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.files import sync, write_durably
+from megalite.checkpoint.files import NO_ROOM, remove, sync, write_durably
 from megalite.checkpoint.manifest import LATEST, MANIFEST, WEIGHT, FileEntry, Manifest, entry
 from megalite.checkpoint.safetensors_file import Entry, write_safetensors
 
 FILE_BYTES = 2 << 30  # a file is closed once it holds this much
 SPARE_BYTES = 64 << 20  # left free on the disk for logs and the manifest
-NO_ROOM = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up"}
 
 
 @dataclass(frozen=True)
@@ -98,8 +97,9 @@ def start(folder: Path) -> Path:
     """Makes the empty temporary folder of a checkpoint. Raises CheckpointError where that cannot be."""
     temporary = temporary_folder(folder)
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove(temporary)
         temporary.mkdir(parents=True)
+        sync(folder.parent.parent)  # where `checkpoints` may be new
     except OSError as error:
         raise CheckpointError(cannot_write(folder.parent, error)) from None
     return temporary
@@ -107,7 +107,7 @@ def start(folder: Path) -> Path:
 
 def discard(folder: Path) -> None:
     """Removes what was written of a checkpoint that is not going to be committed."""
-    shutil.rmtree(temporary_folder(folder), ignore_errors=True)
+    remove(temporary_folder(folder))
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
@@ -115,18 +115,19 @@ def commit(folder: Path, manifest: Manifest) -> None:
 
     Raises CheckpointError where that cannot be.
     """
-    temporary, replaced = temporary_folder(folder), folder.with_name(f".{folder.name}.deleted")
+    temporary, replaced = temporary_folder(folder), folder.with_name(f".{folder.name}.replaced")
     try:
         write_durably(temporary / MANIFEST, manifest.sealed())
-        if folder.exists():  # a damaged one that a resume has passed over
-            shutil.rmtree(replaced, ignore_errors=True)
+        if folder.exists():  # a damaged one that a resume has passed over, or the one that a rollback went back to
+            remove(replaced)
             folder.rename(replaced)
         temporary.rename(folder)
-        sync(folder.parent)
-        write_durably(folder.parent / LATEST, folder.name.encode())
     except OSError as error:
         raise CheckpointError(cannot_write(folder, error)) from None
-    shutil.rmtree(replaced, ignore_errors=True)
+    with suppress(OSError):  # it is there from here on; `latest` is for people
+        sync(folder.parent)
+        write_durably(folder.parent / LATEST, folder.name.encode())
+    remove(replaced)
 
 
 def write_single(

@@ -72,6 +72,10 @@ REMOVED = (
 )
 """Top-level keys that DeepSpeed 0.19 no longer knows."""
 
+REORDERING = ("zero_optimization", "round_robin_gradients")
+"""DeepSpeed 0.19.8 permutes ZeRO-1's and ZeRO-2's flat weights for it, but not the map from parameters to them
+(stage_1_and_2.py, `_create_param_mapping`): training is right, what reads or writes a parameter's fp32 state is not."""
+
 REMOVED_FROM_ZERO = ("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param")
 """Keys of `zero_optimization` that DeepSpeed 0.19 no longer knows."""
 
@@ -82,6 +86,11 @@ def check_pass_through(options: dict[str, Any]) -> dict[str, Any]:
         if has(options, path):
             name = "deepspeed." + ".".join(path)
             raise ValueError(f"{name} is not set there but through {ours}: remove {name} and set {ours}")
+    if has(options, REORDERING) and options["zero_optimization"]["round_robin_gradients"]:
+        raise ValueError(
+            "deepspeed.zero_optimization.round_robin_gradients makes DeepSpeed 0.19 read and write other weights than "
+            "it is asked for, so no checkpoint would be right: remove it"
+        )
     removed = [(key,) for key in REMOVED] + [("zero_optimization", key) for key in REMOVED_FROM_ZERO]
     for path in removed:
         if has(options, path):

@@ -13,7 +13,7 @@ class GuardsConfig(Section):
     """Bad steps are caught before they change a weight.
 
     `skip` leaves the weights as they are and goes on with the next batch; `rollback` returns to the last checkpoint
-    and goes on behind the offending data; `stop` ends the run.
+    and goes on behind the offending data, or skips where there is none yet; `stop` ends the run.
     """
 
     not_finite: Policy = "skip"
@@ -29,4 +29,7 @@ class GuardsConfig(Section):
     """Steps whose losses are the measure; no loss is a spike before there are that many."""
 
     max_interventions: PositiveInt = 10
-    """Skips in a row, or rollbacks in all, after which the run stops."""
+    """Skips in a row, or rollbacks close together, after which the run stops.
+
+    A rollback is forgotten when the run is 10 `spike_window`s, and at least 1000 steps, beyond the step that led to it.
+    """

@@ -330,6 +330,17 @@ def mirror_outlives_the_run_folder(config: Config, _: Situation) -> str | None:
     )
 
 
+def rollbacks_have_checkpoints(config: Config, _: Situation) -> str | None:
+    guards = config.guards
+    for name, policy in (("not_finite", guards.not_finite), ("loss_spike", guards.loss_spike)):
+        if policy == "rollback" and config.checkpoint.interval == 0:
+            return (
+                f"guards.{name} rollback has no checkpoint to return to, because checkpoint.interval is 0: set "
+                f"checkpoint.interval to a number of steps or auto, or guards.{name} to skip or stop"
+            )
+    return None
+
+
 RULES: tuple[Callable[[Config, Situation], str | None], ...] = (
     one_length,
     heads_divide_hidden_size,
@@ -359,4 +370,5 @@ RULES: tuple[Callable[[Config, Situation], str | None], ...] = (
     keep_best_has_losses,
     mirror_is_a_place,
     mirror_outlives_the_run_folder,
+    rollbacks_have_checkpoints,
 )

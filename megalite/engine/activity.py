@@ -23,6 +23,7 @@ class Phase(StrEnum):
     """Parts of the loop; every rank goes through the same ones in the same order."""
 
     STARTING = "starting"
+    LOADING = "loading"  # a checkpoint, at the start or in a rollback
     DATA = "data"
     STEP = "step"
     EVALUATION = "evaluation"
@@ -54,7 +55,7 @@ class Operation(StrEnum):
 
 
 TOGETHER = frozenset(
-    {Phase.STARTING, Phase.EVALUATION, Phase.SELF_CHECK, Phase.WRITING, Phase.CHECKPOINT}
+    {Phase.STARTING, Phase.LOADING, Phase.EVALUATION, Phase.SELF_CHECK, Phase.WRITING, Phase.CHECKPOINT}
 )  # all ranks need all
 KINDS = {Phase.DATA: Phase.STEP, Phase.LOGGING: Phase.STEP}  # what is not timed on its own
 
@@ -111,7 +112,7 @@ class Stretch(NamedTuple):
 
     kind: Phase
     step: int
-    began: float  # time.monotonic
+    began: float  # time.monotonic; when it last told of progress, if it does
 
 
 class Ended(NamedTuple):
@@ -119,7 +120,7 @@ class Ended(NamedTuple):
 
     kind: Phase
     began: float  # time.monotonic
-    seconds: float
+    seconds: float  # since it began, or since it last told of progress
 
 
 class Activity:
@@ -146,6 +147,10 @@ class Activity:
             self.ended.append(Ended(self.stretch.kind, self.stretch.began, now - self.stretch.began))
             self.stretch = Stretch(kind, self._step, now)
         self.note(Operation.BEGIN, peers=self.peers.everyone if phase in TOGETHER else NOBODY)
+
+    def progress(self) -> None:
+        """The stretch is long, but it moves: its clock starts again. For the thread that trains alone."""
+        self.stretch = self.stretch._replace(began=monotonic())
 
     def note(self, operation: Operation, micro_batch: int | None = None, peers: tuple[int, ...] = NOBODY) -> None:
         """Notes what comes next. `peers` should be made before the run: making it costs more than the note."""

@@ -13,6 +13,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,14 +140,24 @@ def own_range(parameter: torch.Tensor) -> tuple[int, int]:
 
 
 def own_numbers(parameter: torch.Tensor, kind: str) -> torch.Tensor:
-    """The fp32 `weight`, or the moment `kind`, of `own_range`, flat: where it lives, a copy under ZeRO-3 offload."""
+    """The fp32 `weight`, or the moment `kind`, of `own_range`, flat, where it lives; from NVMe a copy.
+
+    ZeRO-3: `_get_fp32_opt_state_partition` of runtime/zero/stage3.py.
+    """
     moment = None if kind == "weight" else kind
     if not is_partitioned(parameter):
         return parameter._hp_mapping.get_hp_fragment(moment).detach()  # type: ignore[attr-defined]
     start, stop = own_range(parameter)
-    partition = (
-        safe_get_local_fp32_param(parameter) if moment is None else safe_get_local_optimizer_state(parameter, moment)
-    )
+    optimizer = parameter._z3_optimizer  # type: ignore[attr-defined]
+    if optimizer.swap_optimizer:  # from NVMe, through a buffer
+        read = (
+            safe_get_local_fp32_param
+            if moment is None
+            else partial(safe_get_local_optimizer_state, optim_state_key=moment)
+        )
+        partition = read(parameter)
+    else:  # the public getters copy an offloaded partition to the device, which has no room for all of them
+        partition, _ = optimizer._get_fp32_opt_state_partition(parameter, True, moment)
     return partition.detach().flatten()[: stop - start]
 
 
@@ -215,8 +226,9 @@ def set_loss_scaler_state(optimizer: Any, state: dict[str, float]) -> None:
     """Puts fp16's dynamic loss scale back to where it stood; nothing for other precisions."""
     scaler = getattr(optimizer, "loss_scaler", None)
     if getattr(scaler, "dynamic", False):
-        for name, value in state.items():
-            setattr(scaler, name, type(getattr(scaler, name))(value))
+        for name in LOSS_SCALER_FIELDS:
+            if name in state:
+                setattr(scaler, name, type(getattr(scaler, name))(state[name]))
 
 
 def loss_scale_can_fall(optimizer: Any) -> bool:

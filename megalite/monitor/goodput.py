@@ -2,8 +2,9 @@
 
 Everything is derived from two files of the run folder, so it survives restarts: metrics.jsonl holds what each step
 took, and the `started` event of each session what the session before it leaves behind, among it the steps that the
-resume drops from metrics.jsonl. Within a session time is monotonic; between sessions only the system's clock is known,
-and what it says is bounded by what the steps took: a clock that jumps makes no share negative or larger than one.
+resume drops from metrics.jsonl. Within a session time is monotonic, and each record and end of a session carries it;
+between sessions only the system's clock is known. A clock that jumps makes no share negative or larger than one, and no
+session longer than its own seconds and an hour.
 
 All durations are in seconds (`_s`), all points in time in unix seconds.
 """
@@ -14,7 +15,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,10 @@ CATEGORIES = {  # in the order in which they are told
     "other": "other",
 }
 AFTER_THE_STEP = {"evaluation_s": "evaluation", "save_blocked_s": "saves", "self_check_s": "checks"}
-ENDS = ("ended", "preempted", "stopped")  # how a session ends that did not fail
+ENDS = ("ended", "preempted", "stopped", "interrupted")  # how a session ends that did not fail
+SILENCE_S = (
+    3600.0  # of a session by the system's clock alone: the watchdog ends a start after 30 min, a step mostly sooner
+)
 REMEMBERED_STEPS = 20_000  # a rollback reaches no further back
 LONGEST_S = 1e10  # 300 years: sums of anything a file may say stay finite
 
@@ -64,24 +68,27 @@ class Goodput:
                 self._steps.add(record)
         write("started", step=resumed_step, before_s=self._before_s, **restart, **facts)
 
-    def step(self, record: Record) -> float:
+    def step(self, record: MutableMapping[str, Any]) -> float:
         """Takes the record of a step that has just ended; the run's goodput so far.
 
         Of a record count `time` (when the step ended), `step_time_s`, `skipped` and the durations of what came after
-        the step: `evaluation_s`, `save_blocked_s`, `self_check_s`. They must be in metrics.jsonl as well.
+        the step: `evaluation_s`, `save_blocked_s`, `self_check_s`. `session_s` is added to it: how long the process has
+        been there. They must be in metrics.jsonl as well.
         """
+        record["session_s"] = round(self._session_s(), 3)
         if self._startup_s is None:
             self._startup_s = _seconds(self._session_s() - sum(step_seconds(record).values()))
         lost_s, lost_steps = self._steps.add(record)
         if lost_steps:  # metrics.jsonl drops them now: the next session hears of them here
-            self._write("steps_lost", lost_s=lost_s, lost_steps=lost_steps)
+            self._write("steps_lost", session_s=record["session_s"], lost_s=lost_s, lost_steps=lost_steps)
         return self.shares()["productive"]
 
     def end(self, event: str, *, save_blocked_s: float = 0.0, **facts: Any) -> None:
-        """Writes how the session ends: `ended`, `preempted` or `stopped`. `save_blocked_s` is what saves took that no
+        """Writes how the session ends: one of ENDS. `save_blocked_s` is what saves took that no
         record of a step tells of, such as the last one."""
         self._past["saves"] += _seconds(save_blocked_s)
-        self._write(event, save_blocked_s=save_blocked_s, goodput=self.shares()["productive"], **facts)
+        ours = {"session_s": round(self._session_s(), 3), "goodput": self.shares()["productive"]}
+        self._write(event, save_blocked_s=save_blocked_s, **ours, **facts)
 
     def seconds(self) -> dict[str, float]:
         """Wall time of the run so far by category."""
@@ -134,30 +141,47 @@ def look_back(
     if not sessions:
         return {}
     first, *later = sessions[-1]
-    resumed_then = _seconds(first.get("step"))
-    before_s, last_dropped = _seconds(first.get("before_s")), first.get("last_dropped")
+    resumed_then, last_dropped = _seconds(first.get("step")), first.get("last_dropped")
     own = [record for record in records if _seconds(record.get("step")) > resumed_then]
     if own and last_dropped is not None and own[-1].get("time") == last_dropped:
         own = []  # that session died before it had dropped what it counted as lost: nothing is lost twice
     beyond = [record for record in records if _seconds(record.get("step")) > resumed_step]
     lost = [record for record in beyond if _seconds(record.get("step")) <= resumed_then]
     lost += [record for record in own if _seconds(record.get("step")) > resumed_step]
-    times = [_seconds(event.get("time")) for event in (first, *later)]
-    times += [_seconds(record["time"]) + _after_the_step_s(record) for record in own if "time" in record]
-    began = times[0] - before_s
-    previous_s = startup_s = max(times) - began
-    if own:
-        first_step_began = _seconds(own[0].get("time")) - _seconds(own[0].get("step_time_s"))
-        startup_s = max(first_step_began - began, before_s)
-        previous_s = max(previous_s, startup_s + _total_s(own))
+    previous_s, ended = _life(first, later, own)
     return {
         "previous_s": previous_s,
-        "startup_s": startup_s,
-        "down_s": _seconds(process_began - max(times)),
+        "startup_s": min(_until_first_step_s(first, own), previous_s) if own else previous_s,
+        "down_s": _seconds(process_began - ended),
         "lost_s": _total_s(lost),
         "lost_steps": len(lost),
         "last_dropped": beyond[-1].get("time") if beyond else None,
     }
+
+
+def _life(first: Event, later: Sequence[Event], own: Sequence[Record]) -> tuple[float, float]:
+    """How long a session lived, and when it gave its last sign of life: from its `started` event, those behind it, and
+    the records of its steps."""
+    lived_s, when = _seconds(first.get("before_s")), _seconds(first.get("time"))
+    shortest_s = lived_s + _total_s(own)
+    signs = [(event, 0.0) for event in later] + [(record, _after_the_step_s(record)) for record in own]
+    for sign, after_s in signs:  # a record's time is the end of its step; its seconds are those when all was done
+        if "session_s" in sign and "time" in sign and _seconds(sign["session_s"]) >= lived_s:
+            lived_s, when = _seconds(sign["session_s"]), _seconds(sign["time"]) + after_s
+    # what bears no seconds of its own: the system's clock tells how much later it was, if it has not been set meanwhile
+    told = [_seconds(event.get("time")) for event in later[-1:] if "session_s" not in event]
+    told += [_seconds(record.get("time")) + _after_the_step_s(record) for record in own if "session_s" not in record]
+    ended = max([when, *told])
+    shortest_s = max(shortest_s, lived_s)
+    return min(max(lived_s + ended - when, shortest_s), shortest_s + SILENCE_S), ended
+
+
+def _until_first_step_s(first: Event, own: Sequence[Record]) -> float:
+    before_s = _seconds(first.get("before_s"))
+    if "session_s" in own[0]:
+        return max(_seconds(own[0]["session_s"]) - _total_s(own[:1]), before_s)
+    began = _seconds(own[0].get("time")) - _seconds(own[0].get("step_time_s"))
+    return before_s + min(_seconds(began - _seconds(first.get("time"))), SILENCE_S)
 
 
 def past_seconds(events: Iterable[Event]) -> dict[str, float]:

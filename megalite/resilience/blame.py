@@ -5,12 +5,15 @@ cleared, at its micro-batches' losses and at its weights. A number that is not f
 forward pass to the loss, through the loss to all gradients, through a reduction to all replicas. So the step is run
 once more, refused from the start, with hooks on all layers and parameters that note where the first such number
 appears. Nothing about a step is random, so what lies in the data or the arithmetic happens again; what does not
-happen again lay in neither, but in a device or its memory.
+happen again lay in neither, but in a device or its memory, or in a kernel that does not always compute the same.
+The hooks see what each rank computes of each micro-batch: where the step is not finite again and they saw nothing,
+it is the sum of all that that overflows.
 """
 
 from __future__ import annotations
 
 import math
+import socket
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.engine.engine import Engine, MicroBatch, StepResult
-from megalite.engine.seams import resident_weights
+from megalite.engine.seams import loss_scaler_state, resident_weights, set_loss_scaler_state
 from megalite.engine.state import read_gradients
 from megalite.parallel.loss import IGNORED
 
@@ -34,12 +37,13 @@ NAMED_WEIGHTS = 3  # of a rank, in a testimony
 
 @dataclass(frozen=True)
 class Place:
-    """A rank and its coordinates."""
+    """A rank, its coordinates and its host."""
 
     rank: int
     stage: int
     replica: int
     tensor_rank: int
+    host: str
 
     def __str__(self) -> str:
         return f"rank {self.rank} (stage {self.stage}, replica {self.replica}, tensor rank {self.tensor_rank})"
@@ -102,7 +106,7 @@ def testify(
     """What every rank knows about a step that was not taken, in rank order; collective."""
     at = engine.coordinate
     own = Testimony(
-        Place(dist.get_rank(), at.pipeline_rank, at.data_rank, at.tensor_rank),
+        Place(dist.get_rank(), at.pipeline_rank, at.data_rank, at.tensor_rank, socket.gethostname()),
         float(result.loss),
         _bad_weights(engine),
         _token_losses(result, micro_batches),
@@ -112,16 +116,37 @@ def testify(
     return _from_all(own)
 
 
-def run_again(engine: Engine, micro_batches: Sequence[MicroBatch], testimonies: Sequence[Testimony]) -> list[Testimony]:
-    """The testimonies with the sightings of a second run of the same step, which changes nothing; collective."""
+def run_again(
+    engine: Engine,
+    micro_batches: Sequence[MicroBatch],
+    testimonies: Sequence[Testimony],
+    loss_scaler: dict[str, float],
+) -> tuple[list[Testimony], bool]:
+    """The testimonies with the sightings of a second run of the same step, and whether it was not finite either.
+
+    It changes nothing. `loss_scaler` is where fp16's loss scale stood at the first run. Collective.
+    """
     learning_rate = engine.torch_optimizer.param_groups[0]["lr"]
-    with _watching(engine) as sightings:
+    with _loss_scaler_at(engine, loss_scaler), _watching(engine) as sightings:
         result = engine.train_step(micro_batches, learning_rate, _RefusesAll())
     losses = _token_losses(result, micro_batches)
     bad = [number for number, loss in enumerate(losses, start=1) if not math.isfinite(loss)]
     behind_all_layers = [Sighting("forward", LOSS, number, 1 << 30) for number in bad[:1]]
     found: list[list[Sighting]] = _from_all([*sightings, *behind_all_layers])
-    return [replace(old, sightings=tuple(new)) for old, new in zip(testimonies, found, strict=True)]
+    seen = [replace(old, sightings=tuple(new)) for old, new in zip(testimonies, found, strict=True)]
+    return seen, result.skipped
+
+
+@contextmanager
+def _loss_scaler_at(engine: Engine, state: dict[str, float]) -> Iterator[None]:
+    """A step that overflowed lowered the scale: with the new one it is another step, which would lower it again."""
+    optimizer = engine.deepspeed.optimizer
+    now = loss_scaler_state(optimizer)
+    set_loss_scaler_state(optimizer, state)
+    try:
+        yield
+    finally:
+        set_loss_scaler_state(optimizer, now)
 
 
 class _RefusesAll:
@@ -169,6 +194,12 @@ def highest_loss(testimonies: Sequence[Testimony]) -> Suspect:
     ]
     _, one, index = max(losses, key=lambda entry: entry[0])
     return Suspect(one.place, "forward", LOSS, index + 1, one.samples[index], one.losses[index])
+
+
+def hosts(testimonies: Sequence[Testimony], suspects: Sequence[Suspect]) -> tuple[str, ...]:
+    """Where what the suspects showed can have begun: the hosts of their replicas, or all where there is no suspect."""
+    replicas = {suspect.place.replica for suspect in suspects} or {one.place.replica for one in testimonies}
+    return tuple(dict.fromkeys(one.place.host for one in testimonies if one.place.replica in replicas))
 
 
 def gradients_not_finite(testimonies: Sequence[Testimony]) -> tuple[list[str], int]:

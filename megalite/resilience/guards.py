@@ -27,6 +27,7 @@ from megalite.resilience.report import Cause, Report, Spike
 
 ROUNDING = 1e-6  # of the mean: losses that lie closer together than this differ by rounding only
 NAMED_GRADIENTS = 3  # in the report of a spike
+REMEMBERED_WINDOWS, REMEMBERED_STEPS = 10, 1000  # the longer of them: how much progress makes a rollback forgotten
 
 DocumentsOf = Callable[[int], Iterable[object]]
 """Sample number -> the documents that it is packed from, each as its text names it."""
@@ -66,10 +67,13 @@ class Guard:
         self._engine, self._config, self._documents_of = engine, config, documents_of
         self._losses: deque[float] = deque(maxlen=config.spike_window)
         self._skips_in_row = self._skips = self._rollbacks = 0
+        self._rolled_back_at: list[int] = []  # steps that led to rollbacks, without those that are forgotten
+        self._remembered = max(REMEMBERED_STEPS, REMEMBERED_WINDOWS * config.spike_window)  # steps
         self._history: deque[tuple[int, str]] = deque(maxlen=config.max_interventions)  # step, cause
         self._loss = math.nan  # of the step under judgement, the same bits on all ranks
         self._spike: Spike | None = None  # that it is
         self._norms: list[tuple[str, float]] = []  # of its gradients
+        self._loss_scaler: dict[str, float] = {}  # where fp16's loss scale stood at it
         self._has_trained = False  # whether a step was taken since the weights were loaded or made
 
     @property
@@ -84,6 +88,7 @@ class Guard:
             "skips_in_row": self._skips_in_row,
             "skips": self._skips,
             "rollbacks": self._rollbacks,
+            "rolled_back_at": list(self._rolled_back_at),
             "history": [list(entry) for entry in self._history],
         }
 
@@ -92,16 +97,24 @@ class Guard:
         self._losses.extend(state.get("losses", []))
         self._skips_in_row = state.get("skips_in_row", 0)
         self._skips, self._rollbacks = state.get("skips", 0), state.get("rollbacks", 0)
+        self._rolled_back_at = list(state.get("rolled_back_at", []))
         self._history.extend((step, cause) for step, cause in state.get("history", []))
 
     def rolled_back(self, state: dict[str, Any]) -> None:
         """After a checkpoint with `state` was loaded for `Action.ROLLBACK`: its window of losses, but our own counts.
 
-        Its counts are from before the rollback, and would let a run roll back for ever.
+        Its counts are from before the rollback, and would let a run roll back for ever. So that a crash forgets them
+        no more than a rollback does, they belong into a checkpoint at once.
         """
         self._losses.clear()
         self._losses.extend(state.get("losses", []))
-        self._has_trained = False
+        self._skips_in_row, self._has_trained = 0, False
+
+    def could_not_roll_back(self) -> None:
+        """Where there is no checkpoint for `Action.ROLLBACK`: the step was skipped, and counts as that."""
+        self._rollbacks -= 1
+        self._rolled_back_at.pop()
+        self._skips, self._skips_in_row = self._skips + 1, self._skips_in_row + 1
 
     def takes(self, loss: Callable[[], float]) -> bool:
         """Whether a step with finite gradients is taken."""
@@ -122,6 +135,7 @@ class Guard:
     def examine(self) -> None:
         """Notes the gradients of a step that is not taken."""
         self._norms = blame.gradient_norms(self._engine)
+        self._loss_scaler = loss_scaler_state(self._engine.deepspeed.optimizer)
 
     def after(self, step: int, result: StepResult, micro_batches: Sequence[MicroBatch]) -> Intervention | None:
         """What to do after a step that was not taken, None after one that was; collective, as the step was."""
@@ -151,13 +165,22 @@ class Guard:
             return Report(step, cause, loss, parameters=tuple(bad), parameter_count=count, loss_scale=scale)
         if cause == "weights":
             return Report(step, cause, loss, suspects=tuple(blame.suspects(testimonies)))
-        testimonies = blame.run_again(self._engine, micro_batches, testimonies)
-        suspects = tuple(blame.suspects(testimonies))
-        came_again = bool(suspects)
-        if not came_again and cause == "loss":
+        testimonies, came_again = blame.run_again(self._engine, micro_batches, testimonies, self._loss_scaler)
+        suspects = tuple(blame.suspects(testimonies)) if came_again else ()
+        if not suspects and cause == "loss":
             suspects = (blame.highest_loss(testimonies),)
-        parameters = tuple(bad) if cause == "gradients" else ()  # all are spoiled by a loss that is not finite
-        return Report(step, cause, loss, None, suspects, came_again, parameters, count, self._documents(suspects))
+        return Report(
+            step,
+            cause,
+            loss,
+            suspects=suspects,
+            came_again=came_again,
+            hosts=() if came_again else blame.hosts(testimonies, suspects),
+            is_deterministic=self._engine.config.training.deterministic,
+            parameters=tuple(bad) if cause == "gradients" else (),  # all are spoiled by a loss that is not finite
+            parameter_count=count,
+            documents=self._documents(suspects),
+        )
 
     def _cause(self, testimonies: Sequence[Testimony]) -> Cause:
         if any(one.bad_weights for one in testimonies):
@@ -175,17 +198,21 @@ class Guard:
         return tuple(dict.fromkeys(str(document) for sample in samples for document in self._documents_of(sample)))
 
     def _decide(self, report: Report) -> Intervention:
-        policy = self._policy(report)
+        policy, most = self._policy(report), self._config.max_interventions
         if policy == "stop":
             return Intervention(Action.STOP, report, self._why_stop(report))
-        if policy == "rollback":
-            if self._rollbacks >= self._config.max_interventions:
-                return Intervention(Action.STOP, report, self._summary(f"{self._rollbacks} rollbacks did not help"))
+        # after `could_not_roll_back` there may be too many skips already
+        if policy == "rollback" and self._skips_in_row < most:
+            # by the steps' numbers, which a run passes again after a rollback: only new ones are progress
+            self._rolled_back_at = [at for at in self._rolled_back_at if report.step - at < self._remembered]
+            if len(self._rolled_back_at) >= most:
+                why = f"{most} rollbacks within {self._remembered} steps did not help"
+                return Intervention(Action.STOP, report, self._summary(why))
+            self._rolled_back_at.append(report.step)
             self._rollbacks += 1
-            self._skips_in_row = 0
             return Intervention(Action.ROLLBACK, report)
         self._skips, self._skips_in_row = self._skips + 1, self._skips_in_row + 1
-        if self._skips_in_row >= self._config.max_interventions:
+        if self._skips_in_row >= most:
             return Intervention(Action.STOP, report, self._summary(f"{self._skips_in_row} steps in a row were skipped"))
         return Intervention(Action.SKIP, report)
 

@@ -8,6 +8,7 @@ observed in the run folder, or assumed - and said. All durations are in seconds.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,8 +54,8 @@ class FailureHistory:
     def of(cls, events: Sequence[Mapping[str, Any]], configured_hours: float | None) -> FailureHistory:
         """From the events of a run folder, the running session's `started` among them.
 
-        A session that was asked to end, or that a guard stopped, did not fail; one that died before its first step lost
-        no work, however often it would have saved.
+        A session that was asked to end, also by Ctrl-C, or that a guard stopped, did not fail; one that died before its
+        first step lost no work, however often it would have saved.
         """
         failures, trained_s = 0, 0.0
         said_so = True
@@ -72,7 +73,7 @@ class FailureHistory:
         """Seconds, and where the number is from; `running_s`: how long this session has trained."""
         if self.configured_s is not None:
             return self.configured_s, "as configured"
-        seen_s = self.trained_s + running_s
+        seen_s = self.trained_s + max(0.0, running_s)
         if self.failures:
             return max(seen_s, 1.0) / self.failures, f"observed: {self.failures} in {_words(seen_s)}"
         if seen_s > ASSUMED_HOURS * 3600:
@@ -81,11 +82,18 @@ class FailureHistory:
 
 
 class IntervalPlanner:
-    """Says after each step whether a save is due. It goes by clocks, so one rank asks it and tells the others."""
+    """Says after each step whether a save is due. It goes by clocks, so one rank asks it and tells the others.
 
-    def __init__(self, history: FailureHistory, say: Callable[[str], None]) -> None:
-        """`say` takes the sentence with the numbers, whenever they have changed noticeably."""
-        self._history, self._say = history, say
+    What it counts as training is all time from call to call but that for which saves blocked: evaluations, self-checks
+    and whatever else comes between two steps would be done again after a failure as well.
+    """
+
+    def __init__(
+        self, history: FailureHistory, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`say` takes the sentence with the numbers, whenever they have changed noticeably; `clock` gives seconds."""
+        self._history, self._say, self._clock = history, say, clock
+        self._asked: float | None = None  # when, the last time
         self._running_s = self._since_save_s = self._told_s = 0.0
         self._steps_since_save, self._steps_until_measured = 0, FIRST_SAVE_STEPS
         self._step_s: deque[float] = deque(maxlen=50)
@@ -93,11 +101,14 @@ class IntervalPlanner:
         self._duration_s: deque[float] = deque(maxlen=RECENT_SAVES)
 
     def step(self, step_s: float) -> bool:
-        """Takes how long the step that has just ended took, with all that came with it but the save; whether a save is
-        due now. A due one counts as begun: where it fails, the next is due an interval later."""
-        self._step_s.append(step_s)
-        self._running_s += step_s
-        self._since_save_s += step_s
+        """Whether a save is due now, after a step that took `step_s`, which is asked after every step. A due one counts
+        as begun: where it fails, the next is due an interval later."""
+        now = self._clock()
+        passed_s = step_s if self._asked is None else max(step_s, now - self._asked)
+        self._asked = now
+        self._step_s.append(passed_s)
+        self._running_s += passed_s
+        self._since_save_s += passed_s
         self._steps_since_save += 1
         if self._blocked_s:
             # the save is nearer to its time now than after one step more
@@ -116,6 +127,8 @@ class IntervalPlanner:
 
     def saved(self, blocked_s: float, duration_s: float) -> None:
         """Takes what a complete save took: while training stood still, and in all."""
+        self._running_s -= blocked_s  # the call of `step` before or after this one counts it in
+        self._since_save_s -= blocked_s
         self._blocked_s.append(blocked_s)
         self._duration_s.append(max(blocked_s, duration_s))
         interval_s = self.interval_s()

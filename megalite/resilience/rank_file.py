@@ -1,6 +1,7 @@
 """Where a rank can be found by the others when it does not answer: one file per rank in `run_dir/.ranks`.
 
-The first line names its host and process, and what ended it if it knows. Stacks follow if its interpreter was stuck:
+The first line names its host and process, and what ended it if it knows; when the process began tells it from a later
+one with its number. Stacks follow if its interpreter was stuck:
 then no Python code of the rank runs, its watchdog neither, but faulthandler's thread does, which needs no interpreter.
 """
 
@@ -18,6 +19,7 @@ import psutil
 from megalite.resilience.who_waits import Silence
 
 FOLDER = ".ranks"
+CLOCK_S = 2.0  # how exactly the kernel tells when a process began, if the clock is set meanwhile
 
 
 class RankFile:
@@ -32,33 +34,36 @@ class RankFile:
 
     def arm(self, seconds: float) -> None:
         """Adds the stacks of all threads if neither this nor another method is called within `seconds`."""
-        faulthandler.dump_traceback_later(seconds, file=self._file)
+        faulthandler.dump_traceback_later(seconds, file=self._file.fileno())
+
+    def disarm(self) -> None:
+        """No stacks will be added. Like `arm` it does not touch the storage."""
+        faulthandler.cancel_dump_traceback_later()
 
     def clear(self) -> None:
         """Takes stacks out again: the process had been stopped as a whole."""
-        faulthandler.cancel_dump_traceback_later()
         os.ftruncate(self._file.fileno(), self._length)
 
     def leave(self, error: str) -> None:
         """Leaves a last word for the others: this rank ends, and they may not."""
-        self.clear()
+        self.disarm()
         self._write_first_line(ended=error)
 
     def remove(self) -> None:
         """Nobody will have to look for this rank any more."""
-        faulthandler.cancel_dump_traceback_later()
-        with contextlib.suppress(OSError):  # other ranks are still there
-            self._path.unlink(missing_ok=True)
-            self._path.parent.rmdir()
+        self.disarm()
+        _remove(self._path)
 
     def close(self) -> None:
         """To be called last, after `remove` or `leave`."""
-        faulthandler.cancel_dump_traceback_later()
+        self.disarm()
         self._file.close()
 
     def _write_first_line(self, ended: str) -> None:
         os.ftruncate(self._file.fileno(), 0)
-        line = json.dumps({"host": socket.gethostname(), "process": os.getpid(), "ended": ended})
+        process = os.getpid()
+        facts = {"host": socket.gethostname(), "process": process, "born": _born(psutil.Process(process))}
+        line = json.dumps({**facts, "ended": ended})
         self._length = self._file.write(f"{line}\n".encode())
         self._file.flush()
 
@@ -69,16 +74,29 @@ def look_for(run_dir: Path, rank: int) -> tuple[Silence, bytes]:
         first, _, stacks = _path(run_dir, rank).read_bytes().partition(b"\n")
         found = json.loads(first)
         host, process, ended = str(found["host"]), int(found["process"]), str(found["ended"])
+        born = float(found["born"])
     except (OSError, ValueError, KeyError, TypeError):
         return Silence(), b""
     if ended:
         return Silence(host, f"it ended with {ended}"), b""
-    return Silence(host, _condition(process, stacks) if host == socket.gethostname() else ""), stacks
+    return Silence(host, _condition(process, born, stacks) if host == socket.gethostname() else ""), stacks
 
 
-def _condition(process: int, stacks: bytes) -> str:
+def forget(run_dir: Path, rank: int) -> None:
+    """Removes the file of a rank that did not remove it itself, once everybody knows."""
+    _remove(_path(run_dir, rank))
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):  # other ranks are still there
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()
+
+
+def _condition(process: int, born: float, stacks: bytes) -> str:
     try:
-        status = psutil.Process(process).status()
+        found = psutil.Process(process)
+        status = found.status() if abs(_born(found) - born) < CLOCK_S else psutil.STATUS_DEAD
     except psutil.Error:
         status = psutil.STATUS_DEAD
     if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
@@ -88,6 +106,11 @@ def _condition(process: int, stacks: bytes) -> str:
     if stacks:
         return f"its process {process} is alive, but stuck in code that keeps Python's interpreter to itself"
     return f"its process {process} is alive, but its watchdog is not"
+
+
+def _born(process: psutil.Process) -> float:
+    """Seconds after the host started, which no setting of a clock changes."""
+    return float(process.create_time() - psutil.boot_time())
 
 
 def _path(run_dir: Path, rank: int) -> Path:

@@ -39,7 +39,9 @@ class Report:
     loss: float
     spike: Spike | None = None
     suspects: tuple[Suspect, ...] = ()
-    came_again: bool | None = None  # whether a second run of the step showed it too; None: there was none
+    came_again: bool | None = None  # whether a second run of the step was not finite either; None: there was none
+    hosts: tuple[str, ...] = ()  # where it can have begun, if it did not come again
+    is_deterministic: bool = False  # whether the run's kernels compute the same each time
     parameters: tuple[str, ...] = ()  # with gradients that are not finite though the loss is; or, for a spike, large
     parameter_count: int = 0  # of the model
     documents: tuple[str, ...] = ()  # that the suspects' samples are packed from
@@ -50,17 +52,12 @@ class Report:
         """All of it, as JSON holds it; numbers that are not finite are words."""
         suspects = [asdict(suspect) for suspect in self.suspects[:KEPT]]
         flat = [suspect | suspect.pop("place") for suspect in suspects]
-        lists = {"parameters": self.parameters[:KEPT], "documents": self.documents[:KEPT]}
+        lists = {name: getattr(self, name)[:KEPT] for name in ("parameters", "documents", "hosts")}
         facts: dict[str, Any] = _json_able(asdict(self) | {"suspects": flat} | lists)
         return facts
 
     def __str__(self) -> str:
-        parts = [f"step {self.step}: {self._what()}", self._parameters(), self._where()]
-        if self.came_again is False:
-            parts.append(
-                "computed a second time the step was finite, so neither the data nor the program is to blame: suspect "
-                "the memory and the devices of these hosts"
-            )
+        parts = [f"step {self.step}: {self._what()}", self._parameters(), self._where(), self._second_run()]
         return "; ".join(filter(None, parts))
 
     def _what(self) -> str:
@@ -103,6 +100,25 @@ class Report:
         others = len(self.suspects) - len(alike)
         elsewhere = f", and in {others} other places" if others else ""
         return f"{what} micro-batch {first.micro_batch} on {ranks}{samples}{documents}{elsewhere}"
+
+    def _second_run(self) -> str:
+        if self.came_again and not self.suspects:
+            return (
+                "each micro-batch's gradients are finite on every rank, their sum over micro-batches and replicas, or "
+                "its norm, is not"
+            )
+        if self.came_again is not False:
+            return ""
+        devices = f"the memory and the devices of {listed(self.hosts)}"
+        if self.is_deterministic:
+            return (
+                "computed a second time the step was finite, so neither the data nor the program is to blame: suspect "
+                f"{devices}"
+            )
+        return (
+            f"computed a second time the step was finite: suspect {devices}, or, as training.deterministic is off, a "
+            "kernel that does not always compute the same"
+        )
 
 
 def listed(things: Iterable[object]) -> str:

@@ -15,7 +15,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # preemption; Slurm's --signal sends what one asks for
+from megalite.resilience.signals import PREEMPTION
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Requests:
         self._previous: dict[int, signal._HANDLER] = {}
 
     def __enter__(self) -> Self:
-        self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
+        self._previous = {number: signal.signal(number, self._note) for number in PREEMPTION}
         return self
 
     def __exit__(

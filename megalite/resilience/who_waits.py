@@ -9,16 +9,21 @@ ranks that wait for nobody: these are the roots.
 
 from __future__ import annotations
 
+import json
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from megalite.engine.activity import Note, Operation, Phase
+from megalite.engine.activity import NOBODY, Note, Operation, Phase
 from megalite.parallel.mesh import Mesh
 
+Ranks = tuple[int, ...]
 NAMED = 8  # runs of ranks in a list
 CLAUSES = 8  # groups of waiting ranks told one by one
 
@@ -65,6 +70,7 @@ WORDS = {
 }
 PHASE_WORDS = {  # where the phase has only begun
     Phase.STARTING: ("at the start for {r}", "starting"),
+    Phase.LOADING: ("to load a checkpoint with {r}", "loading a checkpoint"),
     Phase.DATA: ("for data with {r}", "in the data loader"),
     Phase.STEP: ("at the beginning of the step for {r}", "at the beginning of the step"),
     Phase.EVALUATION: ("to evaluate with {r}", "evaluating"),
@@ -89,6 +95,41 @@ class RankState(BaseModel):
     @property
     def now(self) -> Note:
         return self.notes[-1]
+
+    def packed(self) -> str:
+        """A kilobyte or a few, however many peers there are."""
+        written = self.model_dump(mode="json", exclude={"notes"})
+        written["notes"] = [note._replace(peers=NOBODY) for note in self.notes]
+        return json.dumps({**written, "peers": _runs(sorted(set(self.now.peers)))})
+
+    @classmethod
+    def unpacked(cls, text: bytes) -> RankState:
+        """What `packed` wrote; raises ValueError for anything else."""
+        try:
+            written = json.loads(text)
+            peers = _ranks(tuple((int(first), int(last), int(step)) for first, last, step in written.pop("peers")))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not what a rank writes: {error}") from error
+        state = cls.model_validate(written)
+        return state.model_copy(update={"notes": (*state.notes[:-1], state.now._replace(peers=peers))})
+
+
+def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Sorted ranks as (first, last, step) of few runs: those of a group are evenly spaced."""
+    runs: list[tuple[int, int, int]] = []
+    for rank in ranks:
+        first, last, step = runs[-1] if runs else (rank, rank, 0)
+        if runs and (first == last or rank - last == step):
+            runs[-1] = (first, rank, rank - last)
+        else:
+            runs.append((rank, rank, 1))
+    return runs
+
+
+@lru_cache(maxsize=1024)
+def _ranks(runs: tuple[tuple[int, int, int], ...]) -> Ranks:
+    """Those that `_runs` packed."""
+    return tuple(rank for first, last, step in runs for rank in range(first, last + 1, step))
 
 
 @dataclass(frozen=True)
@@ -121,17 +162,34 @@ def explain(states: Mapping[int, RankState], silent: Mapping[int, Silence], mesh
     return Explanation(tuple(roots), " ".join(sentence for sentence in told if sentence))
 
 
-def _who_waits_for_whom(states: Mapping[int, RankState]) -> dict[int, list[int]]:
+def _who_waits_for_whom(states: Mapping[int, RankState]) -> dict[int, Ranks]:
     """For every rank that answered the ranks that have not come as far as its last note needs, silent ones included."""
     progress = {rank: _Progress(state) for rank, state in states.items()}
-    return {
-        rank: [
-            peer
-            for peer in sorted(set(state.now.peers) - {rank})
-            if peer not in progress or not progress[peer].reaches(progress[rank])
-        ]
-        for rank, state in states.items()
-    }
+    late: dict[_Need, Ranks] = {}  # by what is needed from whom, which the ranks of a group share
+    waits = {}
+    for rank, state in states.items():
+        need = progress[rank].needs()
+        if need not in late:
+            peers = sorted(set(state.now.peers))
+            late[need] = tuple(peer for peer in peers if peer not in progress or not progress[peer].reaches(need))
+        waits[rank] = _without(rank, late[need])
+    return waits
+
+
+def _without(rank: int, ranks: Ranks) -> Ranks:
+    """The same object where `rank` is not among the sorted `ranks`: a group's ranks share it."""
+    place = bisect_left(ranks, rank)
+    return ranks[:place] + ranks[place + 1 :] if rank in ranks[place : place + 1] else ranks
+
+
+class _Need(NamedTuple):
+    """What a rank's last note needs from each of its peers."""
+
+    peers: Ranks
+    phase_number: int
+    operation: Operation
+    micro_batch: int | None
+    times: int  # how often the operation must have begun, where there is no micro-batch
 
 
 class _Progress:
@@ -146,25 +204,29 @@ class _Progress:
                 self._count[note.operation] += 1
                 self._micro_batch[note.operation] = note.micro_batch or 0
 
-    def reaches(self, other: _Progress) -> bool:
-        """Whether this rank has begun what the last note of another one needs from it."""
-        note = other.now
-        if self.now.phase_number != note.phase_number:
-            return self.now.phase_number > note.phase_number
+    def needs(self) -> _Need:
+        """What this rank's last note needs from its peers."""
+        note = self.now
         wanted = PARTNERS.get(note.operation, note.operation)
-        if note.micro_batch is not None:
-            return self._micro_batch.get(wanted, 0) >= note.micro_batch
-        return self._count[wanted] >= other._count[note.operation]
+        return _Need(note.peers, note.phase_number, wanted, note.micro_batch, self._count[note.operation])
+
+    def reaches(self, need: _Need) -> bool:
+        """Whether this rank has begun what another one needs from it."""
+        if self.now.phase_number != need.phase_number:
+            return self.now.phase_number > need.phase_number
+        if need.micro_batch is not None:
+            return self._micro_batch.get(need.operation, 0) >= need.micro_batch
+        return self._count[need.operation] >= need.times
 
 
-def _roots(waits: Mapping[int, list[int]], states: Mapping[int, RankState], silent: Mapping[int, Silence]) -> list[int]:
+def _roots(waits: Mapping[int, Ranks], states: Mapping[int, RankState], silent: Mapping[int, Silence]) -> list[int]:
     """Ranks that do not answer, and ranks that wait for nobody and are waited for; sorted.
 
     Where there are none: ranks that are at something of their own; else those that are somewhere together; else
     everybody, because they wait in a circle.
     """
     free = [rank for rank, targets in waits.items() if not targets]
-    awaited = {target for targets in waits.values() for target in targets}
+    awaited = {target for targets in _distinct(waits) for target in targets}
     found = [*silent, *(rank for rank in free if rank in awaited)]
     return sorted(found or [rank for rank in free if _is_at_own_work(states[rank])] or free or waits)
 
@@ -175,7 +237,7 @@ def _is_at_own_work(state: RankState) -> bool:
 
 def _tell_roots(
     roots: list[int],
-    waits: Mapping[int, list[int]],
+    waits: Mapping[int, Ranks],
     states: Mapping[int, RankState],
     silent: Mapping[int, Silence],
     mesh: Mesh,
@@ -201,12 +263,13 @@ def _tell_roots(
     return f"{sentence} Nobody is missing there: look at the network and at the devices."
 
 
-def _tell_waits(roots: Sequence[int], waits: Mapping[int, list[int]], states: Mapping[int, RankState]) -> str:
+def _tell_waits(roots: Sequence[int], waits: Mapping[int, Ranks], states: Mapping[int, RankState]) -> str:
     """The other ranks' waits, those for the roots first."""
+    among = set(roots)
+    named = {id(targets): tuple(each for each in targets if each in among) or targets for targets in _distinct(waits)}
     groups: dict[str, list[int]] = defaultdict(list)
     for rank in _by_distance(roots, waits):
-        targets = waits[rank]
-        groups[_waiting(states[rank], [each for each in targets if each in roots] or targets)].append(rank)
+        groups[_waiting(states[rank], named[id(waits[rank])])].append(rank)
     told = [f"{_names(ranks)} {_verb(ranks, 'waits', 'wait')} {what}" for what, ranks in list(groups.items())[:CLAUSES]]
     rest = sum(len(ranks) for ranks in list(groups.values())[CLAUSES:])
     if rest:
@@ -214,28 +277,44 @@ def _tell_waits(roots: Sequence[int], waits: Mapping[int, list[int]], states: Ma
     return _sentence(told)
 
 
-def _tell_others(roots: Sequence[int], waits: Mapping[int, list[int]], states: Mapping[int, RankState]) -> str:
+def _tell_others(roots: Sequence[int], waits: Mapping[int, Ranks], states: Mapping[int, RankState]) -> str:
     """Ranks that neither wait nor are waited for."""
     groups: dict[str, list[int]] = defaultdict(list)
+    among = set(roots)
     for rank in sorted(states):
-        if not waits[rank] and rank not in roots:
+        if not waits[rank] and rank not in among:
             groups[_doing(states[rank])].append(rank)
     return _sentence([f"{_names(ranks)} {_verb(ranks, 'is', 'are')} {what}" for what, ranks in groups.items()])
 
 
-def _by_distance(roots: Sequence[int], waits: Mapping[int, list[int]]) -> list[int]:
+def _distinct(waits: Mapping[int, Ranks]) -> list[Ranks]:
+    """The values of `waits`, each object once."""
+    return list({id(targets): targets for targets in waits.values()}.values())
+
+
+def _by_distance(roots: Sequence[int], waits: Mapping[int, Ranks]) -> list[int]:
     """The ranks that wait, those next to a root first; those in a circle last."""
-    distance = {rank: 0 for rank in roots if not waits.get(rank)}
     remaining = sorted(rank for rank, targets in waits.items() if targets)
-    ordered: list[int] = []
-    while found := [rank for rank in remaining if rank not in distance and not distance.keys().isdisjoint(waits[rank])]:
-        distance |= dict.fromkeys(found, 1)
-        ordered += found
-    return ordered + [rank for rank in remaining if rank not in distance]
+    waiting_for: dict[int, list[int]] = defaultdict(list)  # by target the ids of the values of `waits` that hold it
+    waiting: dict[int, list[int]] = defaultdict(list)  # by such an id the ranks
+    for targets in _distinct(waits):
+        for target in targets:
+            waiting_for[target].append(id(targets))
+    for rank in remaining:
+        waiting[id(waits[rank])].append(rank)
+    ordered: dict[int, None] = {}
+    nearest = [rank for rank in roots if not waits.get(rank)]
+    passed = set(nearest)
+    while nearest:
+        shared = {each for target in nearest for each in waiting_for.pop(target, [])}
+        nearest = sorted({rank for each in shared for rank in waiting.pop(each, []) if rank not in passed})
+        passed.update(nearest)
+        ordered |= dict.fromkeys(nearest)
+    return [*ordered, *(rank for rank in remaining if rank not in ordered)]
 
 
-def _waiting(state: RankState, targets: Sequence[int]) -> str:
-    return _words(state.now)[0].format(m=state.now.micro_batch, r=_names(targets))
+def _waiting(state: RankState, targets: Ranks) -> str:
+    return _words(state.now)[0].format(m=state.now.micro_batch, r=_names_of(targets))
 
 
 def _doing(state: RankState) -> str:
@@ -259,6 +338,11 @@ def _place(ranks: Sequence[int], host: str, mesh: Mesh) -> str:
         ]
         parts = [f"{name} {index}" for name, index, size in axes if size > 1] + parts
     return f" ({', '.join(parts)})" if parts else ""
+
+
+@lru_cache(maxsize=1024)
+def _names_of(ranks: Ranks) -> str:
+    return _names(ranks)
 
 
 def _names(ranks: Iterable[int]) -> str:

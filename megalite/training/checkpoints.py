@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from megalite.checkpoint.digests import check_digests_together
+from megalite.checkpoint.digests import newest_intact
 from megalite.checkpoint.engine import load_engine
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.manifest import Manifest, find_latest
+from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.mirror import Mirror
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.retention import Retention, prune
@@ -57,15 +57,19 @@ class Checkpoints:
         self._saver = Saver(engine, root, background=options.background, committed=self._committed)
         self._blocked_s = 0.0  # that no record has told yet
         self._last: Saved | None = None
-        self._saved_step = -1  # of the newest save, however it went
+        self._newest: Manifest | None = None  # of the newest save, however it went
 
     def save(self, state: TrainState, evaluation_loss: float | None = None) -> None:
         """Saves `state` and the engine as they are now."""
-        manifest = self._describe(state).model_copy(update={"evaluation_loss": evaluation_loss})
+        self._save(self._describe(state).model_copy(update={"evaluation_loss": evaluation_loss}))
+
+    def _save(self, manifest: Manifest) -> None:
         self._blocked_s += self._wait()
         self._engine.activity.begin(Phase.CHECKPOINT)
         self._blocked_s += self._saver.save(manifest)
-        self._saved_step = state.step
+        self._newest = manifest
+        if self._planner is not None:
+            self._planner.began()
         self._hear()
 
     def collect(self) -> float:
@@ -92,34 +96,43 @@ class Checkpoints:
         return self._planner is not None and self._planner.step(step_time_s)
 
     def finish(self, state: TrainState) -> None:
-        """Waits for the last save and tries a failed one once more. Raises SaveFailed where `state` is not saved."""
+        """Waits for the last save; where it failed, tries once more, with `state` as it is now. Raises SaveFailed."""
         self._blocked_s += self._wait()
         self._hear()
-        if self._saved_step == state.step and self._last is not None and self._last.failure:
-            self.save(state)
-            self._blocked_s += self._wait()
-            self._hear()
-            if self._last.failure:
-                raise SaveFailed(f"the state of step {state.step} could not be saved: {self._last.failure}")
+        if self._last is None or self._last.failure is None:
+            return
+        is_same = self._newest is not None and self._newest.step == state.step
+        self._save(self._newest if is_same and self._newest else self._describe(state))
+        self._blocked_s += self._wait()
+        self._hear()
+        if self._last.failure:
+            raise SaveFailed(f"the state of step {state.step} could not be saved: {self._last.failure}")
 
     def settle(self) -> float:
         """Waits for a save that is on its way; returns as `collect` does."""
         self._blocked_s += self._wait()
         return self.collect()
 
-    def roll_back(self, state: TrainState) -> TrainState | None:
-        """The state of the newest intact checkpoint, loaded into the engine; None where there is none yet."""
+    def roll_back(self, state: TrainState) -> tuple[TrainState, float | None] | None:
+        """The state of the newest intact checkpoint, loaded into the engine, and its evaluation loss; None where there
+        is none yet.
+
+        It is to be saved at once: a run that dies before would meet the same data again and know of no rollback.
+        """
         self._blocked_s += self._wait()
-        folder, _ = find_latest(self._root, check_digests_together)
+        self._engine.activity.begin(Phase.LOADING)
+        folder, _ = newest_intact(self._root, state.step, self._engine.activity.progress)
         if folder is None:
+            self._voice.say("there is no checkpoint to go back to yet: the step is skipped")
             return None
         reader = CheckpointReader(folder)
         load_engine(self._engine, reader, weights_only=False)
         returned = state.rolled_back(TrainState.model_validate(reader.manifest.state))
+        evaluation_loss = reader.manifest.evaluation_loss
         left_out = returned.excluded_samples[-1]
         self._voice.event("rolled_back", step=state.step, to_step=returned.step, excluded_samples=left_out)
         self._voice.say(f"back to step {returned.step}, without samples {left_out[0]} to {left_out[1] - 1}")
-        return returned
+        return returned, evaluation_loss
 
     def _committed(self, folder: Path) -> None:
         """On rank 0, in the thread that wrote the checkpoint."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megalite.config import Config
@@ -64,19 +64,25 @@ def train(engine: Engine, config: Config, state: TrainState, job: Job) -> TrainS
         job.log(record)
         if differing:
             raise TrainingStopped(explain(state.step, differing))
+        evaluation_loss = record.get("evaluation_loss")
         if intervention is not None:
             job.intervened(intervention)
             if intervention.action is Action.STOP:
                 raise TrainingStopped(intervention.sentence)
-            if intervention.action is Action.ROLLBACK and (returned := checkpoints.roll_back(state)) is not None:
-                job.guard.rolled_back(returned.guard)
-                state, batches, save_next = returned, job.batches(returned), False
-                continue
+            if intervention.action is Action.ROLLBACK:
+                returned = checkpoints.roll_back(state)
+                if returned is None:
+                    job.guard.could_not_roll_back()
+                else:
+                    state, evaluation_loss = returned
+                    job.guard.rolled_back(state.guard)
+                    batches = job.batches(state)
+                    due = replace(due, save=True)  # or a run that dies now would go back here again, and again
         engine.activity.note(Operation.MEET, peers=engine.activity.peers.everyone)
         agreed = job.requests.agree(checkpoints.is_due(record["step_time_s"]))
         save_next = agreed.save_next
         if due.save or agreed.stop:
-            checkpoints.save(state.model_copy(update={"guard": job.guard.state()}), record.get("evaluation_loss"))
+            checkpoints.save(state.model_copy(update={"guard": job.guard.state()}), evaluation_loss)
         if agreed.stop and state.step < config.total_steps:
             checkpoints.finish(state)
             raise TrainingPreempted(f"{agreed.stop}: the state of step {state.step} is saved, start again to go on")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megalite.checkpoint.manifest import MANIFEST, Manifest
 from megalite.checkpoint.mirror import Mirror, Report
 from megalite.checkpoint.retention import Retention
 from megalite.checkpoint.storage import Patience, list_checkpoints
@@ -53,6 +54,12 @@ def until(holds: Callable[[], object]) -> None:
     while not holds():
         assert time.monotonic() < deadline, "it never came to that"
         time.sleep(0.02)
+
+
+def rewrite_manifest(folder: Path, **changes: Any) -> None:
+    """As another writer would have written it, with a digest that holds."""
+    manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+    (folder / MANIFEST).write_bytes(manifest.model_copy(update=changes).sealed())
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

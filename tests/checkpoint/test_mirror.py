@@ -7,10 +7,12 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megalite.checkpoint.files import digest
 from megalite.checkpoint.manifest import LATEST, MANIFEST
 from megalite.checkpoint.mirror import Mirror, Report
 from megalite.checkpoint.reader import CheckpointReader
@@ -27,11 +29,11 @@ from tests.checkpoint.mirrors import (
     files_of,
     mirror_to,
     pending_uploads,
+    rewrite_manifest,
     until,
     write_large,
 )
 from tests.checkpoint.s3_server import Fault, Gate
-from tests.checkpoint.saving import forge
 from tests.checkpoint.test_commit import same_size_garbage, write
 
 
@@ -107,25 +109,34 @@ def test_a_server_that_fails_for_good_holds_nothing_up(s3: Gate, place: str, tmp
 
 def test_a_newer_one_does_not_wait_for_the_retries_of_an_older_one(s3: Gate, place: str, tmp_path: Path) -> None:
     s3.faults = [Fault(lambda r: r.method == "PUT", "error", 1)]
-    mirror = Mirror(place, Retention(1), lambda _: None, replace(SHORT, first_delay_s=120, longest_delay_s=120))
+    reports: list[Report] = []
+    mirror = Mirror(place, Retention(1), reports.append, replace(SHORT, first_delay_s=120, longest_delay_s=120))
     mirror.offer(write(tmp_path, 1))
     until(lambda: s3.faults[0].times == 0)
     mirror.offer(write(tmp_path, 2))
     until(lambda: not mirror.protected())
     assert mirror.close(60) and complete(place) == ["step_00000002"]
+    assert [report.facts["step"] for report in reports] == [2], "the older one is no longer worth sending"
 
 
-@pytest.mark.parametrize("kind", ["stall", "stall before body"])
-def test_a_stalled_server_is_an_error_and_not_a_hang(kind: str, s3: Gate, place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "patience", "told"),
+    [
+        ("stall", replace(SHORT, read_s=2), "no answer in time"),
+        ("stall before body", replace(SHORT, stall_s=4), "no progress in 4 s"),
+    ],
+)
+def test_a_stalled_server_is_an_error_and_not_a_hang(
+    kind: Any, patience: Patience, told: str, s3: Gate, place: str, tmp_path: Path
+) -> None:
     """Before the body: the request's bytes stop flowing, which no timeout of botocore's or aiohttp's sees."""
     folder = write_large(tmp_path, 1)
-    s3.faults = [Fault(lambda r: PART in r.path, kind)]  # type: ignore[arg-type]
+    s3.faults = [Fault(lambda r: PART in r.path, kind)]
     reports: list[Report] = []
-    mirror = Mirror(place, KEEP_ALL, reports.append, replace(SHORT, read_s=1, stall_s=3, attempts=1))
+    mirror = Mirror(place, KEEP_ALL, reports.append, replace(patience, attempts=1))
     mirror.offer(folder)
     until(lambda: reports)
-    assert reports[0].event == "mirror_failed" and complete(place) == []
-    assert ("no progress in 3 s" if kind == "stall before body" else "no answer") in reports[0].sentence
+    assert reports[0].event == "mirror_failed" and told in reports[0].sentence and complete(place) == []
     assert not pending_uploads(), "a part of a file would be paid for, and nobody sees it"
 
 
@@ -188,7 +199,7 @@ def test_a_step_saved_again_replaces_its_copy(place: str, tmp_path: Path) -> Non
     write_single(new, [("a.weight", torch.ones(7))], step=3, config={}, tokenizer=None, state={})
     for path in new.glob("*.safetensors"):
         path.rename(new / "rank_00000_000.safetensors")
-    forge(new, "single_000", "rank_00000_000")
+    rewrite_manifest(new, files={"rank_00000_000.safetensors": digest(new / "rank_00000_000.safetensors")})
     mirror.offer(new)
     assert mirror.close(60) and complete(place) == ["step_00000003"]
     fetched = fetch_newest(place, tmp_path / "back", lambda _: None, SHORT)

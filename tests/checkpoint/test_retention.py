@@ -66,7 +66,7 @@ def test_of_equal_losses_the_newer_is_better() -> None:
 
 def with_loss(folder: Path, loss: float) -> None:
     manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
-    (folder / MANIFEST).write_text(manifest.model_copy(update={"evaluation_loss": loss}).model_dump_json())
+    (folder / MANIFEST).write_bytes(manifest.model_copy(update={"evaluation_loss": loss}).sealed())
 
 
 def test_folders_go_and_incomplete_ones_are_neither_counted_nor_touched(tmp_path: Path) -> None:
@@ -143,3 +143,14 @@ def test_killed_at_every_moment_of_a_deletion_a_checkpoint_is_whole_or_gone(tmp_
         prune(root, Retention(1))
         assert [one.step for one in list_checkpoints(root)] == [2]
     raise AssertionError("no run got through")
+
+
+def test_a_kill_between_the_two_names_of_a_replaced_checkpoint_loses_none(tmp_path: Path) -> None:
+    """The old one is out of the way, the new one is not in place yet: the next run finds the old one."""
+    for name in (".step_00000003.replaced", ".step_00000003.tmp", ".step_00000006.replaced", "step_00000006"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "which").write_text(name)
+    clean_up(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003", "step_00000006"]
+    assert (tmp_path / "step_00000003" / "which").read_text() == ".step_00000003.replaced"
+    assert (tmp_path / "step_00000006" / "which").read_text() == "step_00000006"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.manifest import LATEST, MANIFEST, Manifest
+from megalite.checkpoint.manifest import LATEST, MANIFEST, FileEntry
 from megalite.checkpoint.retention import Retention
 from megalite.checkpoint.storage import Listed, Store, check_url, look_at
 from megalite.checkpoint.storage_errors import StorageError, explained
@@ -27,6 +27,7 @@ from tests.checkpoint.mirrors import (
     mirror_to,
     own_client,
     pending_uploads,
+    rewrite_manifest,
     until,
     write_large,
 )
@@ -138,14 +139,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "half uploaded": (lambda f: ((f / MANIFEST).unlink(), (f / MARK).touch()), "upload was interrupted"),
     "a file missing": (lambda f: (f / "single_000.safetensors").unlink(), "is missing"),
     "another program's": (lambda f: (f / MANIFEST).write_text("{}"), "not a manifest"),
-    "outside its folder": (
-        lambda f: forge(f, "single_000", "../single_000"),
-        "outside its folder",
+    "outside its folder": (lambda f: forge(f, "single_000", "../single_000"), "outside its folder"),
+    "changed by hand": (
+        lambda f: (f / MANIFEST).write_text((f / MANIFEST).read_text().replace('"step": 2', '"step": 3')),
+        "manifest.json: has changed",
     ),
-    "numbers it has not": (
-        lambda f: forge(f, '"b.bias": [', '"b.bias": [9999,'),
-        "numbers",
-    ),
+    "numbers it has not": (lambda f: forge(f, '"b.bias": [', '"b.bias": [9999,'), "names more numbers"),
 }
 
 
@@ -191,9 +190,8 @@ def test_room_is_looked_for_before_a_download(tmp_path: Path) -> None:
     size = 2 * shutil.disk_usage(tmp_path).total
     with (folder / "single_000.safetensors").open("r+b") as file:
         file.truncate(size)  # takes no room itself
-    manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
-    files = {name: entry.model_copy(update={"size": size}) for name, entry in manifest.files.items()}
-    (folder / MANIFEST).write_text(manifest.model_copy(update={"files": files, "digest": ""}).model_dump_json())
+    files = {"single_000.safetensors": FileEntry(size=size, sha256="")}
+    rewrite_manifest(folder, files=files)
     with pytest.raises(CheckpointError, match="are free"):
         fetch_newest(url, tmp_path / "fresh", lambda _: None)
     assert list((tmp_path / "fresh").iterdir()) == []
@@ -230,7 +228,7 @@ def test_what_only_somebody_can_mend_is_told_at_once(s3: Gate, place: str, tmp_p
         patch.delenv("AWS_ACCESS_KEY_ID")
         told.append(told_by(place, folder))
     assert all(error.is_lasting for error in told)
-    fragments = ("there is no such bucket", "access is denied", "no credentials for it were found")
+    fragments = ("there is no such bucket: create it", "access is denied", "no credentials for it were found")
     assert all(fragment in str(error) for fragment, error in zip(fragments, told, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""What the options of `checkpoint` must be to one another; a credential in a URL is refused and never repeated."""
+"""What options must be to those of `checkpoint`; a credential in a URL is refused and never repeated."""
 
 from __future__ import annotations
 
@@ -66,3 +66,12 @@ def test_urls_without_a_secret_are_taken(url: str, minimal: Path) -> None:
 def test_a_mirror_inside_the_run_folder_is_none(minimal: Path, tmp_path: Path) -> None:
     sentence = told_of(minimal, f"run_dir={tmp_path}", f"checkpoint.mirror=file://{tmp_path}/checkpoints")
     assert "run's own run_dir" in sentence
+
+
+@pytest.mark.parametrize("name", ["not_finite", "loss_spike"])
+def test_rollbacks_need_checkpoints(name: str, minimal: Path) -> None:
+    sentence = told_of(minimal, f"guards.{name}=rollback", "checkpoint.interval=0")
+    assert f"guards.{name} rollback" in sentence and "checkpoint.interval is 0" in sentence
+    for interval in ("5", "auto"):
+        config = load_config(minimal, [f"guards.{name}=rollback", f"checkpoint.interval={interval}"])
+        assert getattr(config.guards, name) == "rollback"

@@ -13,7 +13,7 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def die_at(folder: Path, rank: int, instant: str, at_rank: int, victims: Sequenc
         begun += 1
         return whole(self, *arguments)
 
-    Saver.save = counted  # type: ignore[method-assign]
+    Saver.save = counted
     INSTANTS[instant](strike)
 
 
@@ -82,20 +82,16 @@ def _host_copy(strike: Strike) -> None:
 
 
 def _half_a_file(strike: Strike) -> None:
-    from megalite.checkpoint import safetensors_file
+    from megalite.checkpoint.safetensors_file import ALIGNMENT
 
-    whole = safetensors_file._chunks
+    whole = os.pwrite
 
-    def half(*arguments: Any) -> Iterator[memoryview]:
-        chunks = list(whole(*arguments))
-        for number, chunk in enumerate(chunks):
-            if number == len(chunks) // 2:
-                yield chunk[: len(chunk) // 2]
-                strike()  # the writer, asking for more, has written the half
-                chunk = chunk[len(chunk) // 2 :]
-            yield chunk
+    def half(descriptor: int, data: memoryview, offset: int) -> int:
+        written = whole(descriptor, data[: len(data) // 2 // ALIGNMENT * ALIGNMENT], offset)
+        strike()
+        return written + whole(descriptor, data[written:], offset + written)
 
-    safetensors_file._chunks = half
+    os.pwrite = half
 
 
 def _file_not_synced(strike: Strike) -> None:
@@ -169,7 +165,7 @@ def _damaged_one_put_aside(strike: Strike) -> None:
         Path,
         "rename",
         strike,
-        lambda path, _: path.suffix == ".tmp" and path.with_name(f"{path.stem}.deleted").exists(),
+        lambda path, _: path.suffix == ".tmp" and path.with_name(f"{path.stem}.replaced").exists(),
     )
 
 
@@ -253,7 +249,7 @@ def small_files(folder: Path, rank: int, at_rank: int, size: int, saves: int) ->
             _limit_files(resource.RLIM_INFINITY)
         return whole(self, *arguments)
 
-    Saver.save = counted  # type: ignore[method-assign]
+    Saver.save = counted
     _limit_files(size)
 
 
@@ -302,5 +298,5 @@ def clock_jumps_back(folder: Path, rank: int, step: int) -> None:
         def now(cls, tz: tzinfo | None = None) -> Date:
             return cls.fromtimestamp(time.time(), tz)
 
-    time.time, writer.datetime = lambda: clock() - shift, Date  # type: ignore[misc]
+    time.time, writer.datetime = lambda: clock() - shift, Date
     _before(loop, "_step", count)

@@ -14,7 +14,7 @@ import pytest
 
 from launch.errors import USER_ERROR_CODE
 from megalite.checkpoint.manifest import MANIFEST
-from tests.e2e.audit import audit_against, complete
+from tests.e2e.audit import audit_against, complete, steps_done
 from tests.e2e.conftest import References
 from tests.e2e.faults import die_at
 from tests.e2e.warm_runs import session, train
@@ -102,7 +102,7 @@ def test_all_that_are_damaged_are_named_and_the_last_good_one_is_taken(
     said = train(tmp_path / "session", config).splitlines()
     assert [line for line in said if "passed over" in line] == [
         f"megalite: passed over: {root}/step_{step:08d}: {FILE} has changed since it was written: its digest differs"
-        for step in (8, 6)
+        for step in (8, 6, 4)
     ]
     assert f"megalite: resuming from {root}/step_00000002 (step 2)" in said
     audit_against(references.of(config).run_dir, finished, BATCH)
@@ -112,17 +112,36 @@ def test_all_that_are_damaged_are_named_and_the_last_good_one_is_taken(
 def test_a_damaged_one_does_not_cost_a_good_one_its_place(
     config: dict[str, Any], references: References, tmp_path: Path
 ) -> None:
-    """One checkpoint is kept, and a damaged one is of a later step: it does not count as the newest."""
-    config["checkpoint"]["keep_last"] = 1
+    """One checkpoint is kept beside that of step 4, and a damaged one is of a later step: it is not the newest."""
+    config["checkpoint"] |= {"keep_last": 1, "keep_every": 4}
     root = Path(config["run_dir"]) / "checkpoints"
     train(tmp_path / "session", config)
+    assert complete(root) == {4, 8}
     flip_a_bit(root / LAST / FILE, -1000)
-    with session(
-        tmp_path / "session", config, fault=(die_at, ("manifest written, not renamed", 0, [0, 1], 3))
-    ) as running:
+    with session(tmp_path / "session", config, fault=(die_at, ("all files written", 0, [0, 1], 2))) as running:
         assert running.wait() == [-signal.SIGKILL] * 2, running.output()
-    assert f"megalite: resuming from {root}/step_00000004 (step 4)" in train(tmp_path / "session", config)
+    assert f"megalite: resuming from {root}/step_00000006 (step 6)" in train(tmp_path / "session", config)
     audit_against(references.of(config).run_dir, root.parent, BATCH)
+
+
+def test_nothing_begins_anew_where_all_are_damaged(config: dict[str, Any], finished: Path, tmp_path: Path) -> None:
+    """A user may still save something: the run stops with one sentence, and touches nothing."""
+    root = finished / "checkpoints"
+    for step in (2, 4, 6, 8):
+        truncate(root / f"step_{step:08d}")
+    sentence = refused(config, tmp_path)
+    assert sentence.startswith(f"megalite: error: {root} holds no checkpoint that can be used"), sentence
+    assert f"{root}/{LAST}: not a complete checkpoint: {FILE} has " in sentence
+    assert len(list(root.glob("step_*"))) == 4 and steps_done(finished) == 8
+
+
+def refused(config: dict[str, Any], folder: Path) -> str:
+    """The sentence with which a session ends before it trains."""
+    with session(folder / "session", config) as running:
+        running.one_has_ended()
+        assert running.ranks[0].exitcode == USER_ERROR_CODE, running.output()
+        (sentence,) = running.output(0).splitlines()[1:]
+    return sentence
 
 
 def test_a_foreign_one_is_refused_until_it_is_removed(
@@ -134,10 +153,7 @@ def test_a_foreign_one_is_refused_until_it_is_removed(
     root = finished / "checkpoints"
     shutil.rmtree(root / LAST)
     shutil.copytree(tmp_path / "other" / "checkpoints" / LAST, root / LAST)
-    with session(tmp_path / "session", config) as running:
-        running.one_has_ended()
-        assert running.ranks[0].exitcode == USER_ERROR_CODE
-        (sentence,) = running.output(0).splitlines()[1:]
+    sentence = refused(config, tmp_path)
     assert sentence.startswith(f"megalite: error: {root}/{LAST} is of another model"), sentence
     shutil.rmtree(root / LAST)
     train(tmp_path / "session", config)

@@ -5,6 +5,7 @@ The disks are real ones, small enough to be full, where the user may mount any; 
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
@@ -51,14 +52,14 @@ def config(tiny: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture
 def disk() -> Iterator[Disk]:
     """Makes a folder a disk of its own, or changes the options of that disk."""
+    as_root = [] if os.geteuid() == 0 else ["sudo", "--non-interactive"]
     mounted: list[Path] = []
 
     def mount(folder: Path, options: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        options = f"remount,{options}" if folder in mounted else options
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True, check=False
-        )
+        options = f"mode=777,{options}" if folder not in mounted else f"remount,{options}"
+        words = [*as_root, "mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
         if done.returncode != 0 and not mounted:
             pytest.skip(f"needs the right to mount a disk: {done.stderr.strip()}")
         assert done.returncode == 0, done.stderr
@@ -66,7 +67,7 @@ def disk() -> Iterator[Disk]:
 
     yield mount
     for folder in set(mounted):
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        subprocess.run([*as_root, "umount", "--lazy", str(folder)], check=True)
 
 
 def told(said: str, step: int) -> str:
@@ -84,9 +85,7 @@ def test_files_may_not_grow(rank: int, config: dict[str, Any], references: Refer
     assert [event["step"] for event in events(run_dir, "saved")] == SAVES[2:]
     for step in SAVES[:2]:
         line = told(said, step)
-        assert (
-            "training goes on" in line and f"rank_0000{rank}_000.safetensors: cannot be written: File too large" in line
-        )
+        assert f"rank_0000{rank}_000.safetensors: cannot be written: File too large: make it writable" in line, line
         assert ("rank 1: " in line) == (rank == 1), line
     audit_against(references.of(config).run_dir, run_dir, BATCH)
     assert complete(run_dir / "checkpoints") == set(SAVES[2:])
@@ -117,7 +116,8 @@ def test_a_full_disk(kind: str, disk: Disk, config: dict[str, Any], references: 
     """Every save fails from the third or fourth on, the last one too; with a larger disk the run goes on from there."""
     root = Path(config["run_dir"]) / "checkpoints"
     disk(root, DISKS[kind])
-    good = fails_to_save(config, tmp_path / "session", why="are free" if kind == "no room" else "the disk is full")
+    why = "are free" if kind == "no room" else "the disk is full"
+    good = fails_to_save(config, tmp_path / "session", f"{why}: {ADVICE}")
     assert good in ({3, 6}, {3, 6, 9})
     disk(root, "size=1g,nr_inodes=1000")
     assert f"(step {max(good)})" in train(tmp_path / "session", config)
@@ -152,7 +152,7 @@ def test_a_read_only_disk(disk: Disk, config: dict[str, Any], references: Refere
         assert running.wait() == [-signal.SIGKILL] * 2, running.output()
     before = complete(root)
     disk(root, "ro")
-    assert fails_to_save(config, tmp_path / "session", why="Read-only file system: make it writable") == before
+    assert fails_to_save(config, tmp_path / "session", "Read-only file system: make it writable") == before
     disk(root, "rw")
     train(tmp_path / "session", config)
     audit_against(references.of(config).run_dir, root.parent, BATCH)
@@ -169,7 +169,6 @@ def test_a_disk_that_is_full_for_a_while_holds_up_nothing(
     by_step = {record["step"]: record["loss"] for record in whole}
     assert all(record["loss"] == by_step[record["step"]] for record in records)
     assert {record["step"] for record in records} >= {1, 2, 3, 4, *range(14, STEPS + 1)}
-    print(len(records), complete(run_dir / "checkpoints"))
     assert {3, 15, 18, 20} <= complete(run_dir / "checkpoints") <= {3, 12, 15, 18, 20}
     same_checkpoint(run_dir, references.of(config).run_dir, STEPS)
 
@@ -190,7 +189,7 @@ def test_a_slow_writer_has_one_save_on_its_way(config: dict[str, Any], reference
     records, (end,) = metrics(run_dir), events(run_dir, "ended")
     trained_s = sum(record["step_time_s"] for record in records[1:])
     waited_s = sum(record["save_blocked_s"] for record in records) + end["save_blocked_s"]
-    assert waited_s > 0.9 * (6 * slow_s - trained_s), "one after the other, and what is not training is waiting"
+    assert waited_s > 6 * slow_s - trained_s - 1.0, "one after the other, and what is not training is waiting"
     audit_against(references.of(config).run_dir, run_dir, BATCH)
 
 
@@ -203,7 +202,6 @@ def test_a_clock_that_jumps_back(config: dict[str, Any], references: References,
         jump = (clock_jumps_back, (step,))
         with session(tmp_path / "session", config, fault=(several, (jump, death))) as running:
             assert running.wait() == [-signal.SIGKILL] * 2, running.output()
-        print(complete(root))
     written = [read_manifest(root / f"step_{step:08d}").written for step in sorted(complete(root))]
     assert written[0] > max(written[1:]), "the clock has not jumped"
     newest = max(complete(root))

@@ -71,22 +71,28 @@ def phase_of(running: Session, run: dict[str, Any]) -> str:
 
 
 def killed_at_random(
-    folder: Path, config: dict[str, Any], references: References, kills: int, draw: random.Random
+    folder: Path,
+    config: dict[str, Any],
+    references: References,
+    layouts: Sequence[str],
+    kills: int,
+    draw: random.Random,
 ) -> Counter[str]:
-    """Runs that are killed and resumed until they finish, until there were so many kills; what was going on then."""
+    """Runs, one after the other, that are killed and resumed until there were so many kills, and each to its end; what
+    was going on at the kills."""
     seen: Counter[str] = Counter()
     number = 0
     while seen.total() < kills:
         number += 1
-        layout = draw.choice(sorted(LAYOUTS))
-        run = config | {"parallel": LAYOUTS[layout], "run_dir": str(folder / f"run{number}")}
+        layout = draw.choice(layouts)
+        run_dir = folder / f"run{number}"
+        run = config | {"parallel": LAYOUTS[layout], "run_dir": str(run_dir)}
         reference = references.of(run)
-        run_dir = Path(run["run_dir"])
-        while True:
+        while seen.total() < kills:
             moment, victims = draw.uniform(0, reference.seconds), draw.choice([[0], [1], [0, 1]])
             what = f"{layout}, ranks {victims} after {moment:.3f} s"
             before = complete(run_dir / "checkpoints")
-            with session(folder / f"session{number}", run, fault=(impatient, ())) as running:
+            with session(folder / "session", run, fault=(impatient, ())) as running:
                 time.sleep(max(0.0, running.began + moment - time.monotonic()))
                 codes = [process.exitcode for process in running.ranks]
                 assert set(codes) <= {0, None}, f"{what}: ended by itself\n{running.output()}"
@@ -96,12 +102,14 @@ def killed_at_random(
                 kill(running, victims, may_hang=not phase.startswith("training"))
             seen[phase] += 1
             assert not lost(before, complete(run_dir / "checkpoints"), KEEP), what
+        else:
+            train(folder / "session", run)
         audit_against(reference.run_dir, run_dir, BATCH)
     return seen
 
 
 def test_killed_at_random_moments(config: dict[str, Any], references: References, tmp_path: Path, seed: int) -> None:
-    print(killed_at_random(tmp_path, config, references, 10, random.Random(seed)))
+    print(killed_at_random(tmp_path, config, references, ["pp2", "dp2-zero2"], 10, random.Random(seed)))
 
 
 @pytest.mark.exhaustive
@@ -109,7 +117,7 @@ def test_killed_at_random_moments(config: dict[str, Any], references: References
 def test_killed_at_fifty_random_moments(
     config: dict[str, Any], references: References, tmp_path: Path, seed: int
 ) -> None:
-    print(killed_at_random(tmp_path, config, references, 50, random.Random(seed)))
+    print(killed_at_random(tmp_path, config, references, list(LAYOUTS), 50, random.Random(seed)))
 
 
 @pytest.mark.parametrize("victims", [[0], [1], [0, 1]], ids=["rank 0 dies", "rank 1 dies", "all die"])

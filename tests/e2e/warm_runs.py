@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -49,12 +48,6 @@ class Session:
             pid = self.ranks[rank].pid
             if pid is not None and self.ranks[rank].is_alive():
                 os.kill(pid, number)
-
-    def allow_files_of(self, size: int) -> None:
-        """From now on no rank can write a file larger than this, in bytes; `resource.RLIM_INFINITY`: of any size."""
-        for process in self.ranks:
-            if process.pid is not None:
-                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
     def wait(self, timeout_s: float = LONGEST_S) -> list[int | None]:
         """The exit codes once all ranks have ended; fails where one does not."""

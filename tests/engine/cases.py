@@ -43,6 +43,7 @@ class Case:
     global_batch: int | None = None
     model: dict[str, Any] = field(default_factory=dict)
     seed: int = 7
+    zero_options: dict[str, Any] | None = None  # of deepspeed.zero_optimization; None: as below
 
     @property
     def world_size(self) -> int:
@@ -51,6 +52,11 @@ class Case:
     @property
     def batch(self) -> int:
         return self.global_batch or self.micro_batch * self.accumulation * self.dp
+
+    def _zero_options(self) -> dict[str, Any]:
+        if self.zero_options is not None:
+            return self.zero_options
+        return {"stage3_param_persistence_threshold": 0} if self.zero == 3 else {}
 
     def config(self) -> Config:
         return Config.model_validate(
@@ -76,7 +82,7 @@ class Case:
                 },
                 "recompute": {"mode": self.recompute},
                 # by default ZeRO-3 leaves parameters this small whole
-                "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if self.zero == 3 else {},
+                "deepspeed": {"zero_optimization": self._zero_options()},
             }
         )
 

@@ -24,6 +24,17 @@ def test_a_step_is_one_stretch_from_its_data_to_its_end() -> None:
     assert activity.stretch[:2] == (Phase.STEP, 3)
 
 
+def test_a_long_stretch_that_moves_starts_its_clock_again() -> None:
+    activity = Activity(Mesh(data_parallel_size=2), 0)
+    activity.begin(Phase.LOADING)
+    before = activity.stretch
+    activity.progress()
+    assert activity.stretch[:2] == before[:2] == (Phase.LOADING, 0)
+    assert activity.stretch.began > before.began
+    assert activity.notes()[-1].peers == (0, 1), "all ranks load together"
+    assert len(activity.ended) == 1, "only the start has ended"
+
+
 def test_the_ring_keeps_the_last_notes_of_any_number() -> None:
     activity = Activity(Mesh(data_parallel_size=2), 1)
     for number in range(3 * RING):

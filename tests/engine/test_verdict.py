@@ -6,8 +6,7 @@ Not taken is what is not finite, wherever it began, and what a judge refuses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from megalite.engine.engine import Engine, StepResult
 from megalite.engine.state import moment_names, optimizer_step_count, read_parameter
 from tests.engine.cases import Case, engine_of, global_batches, micro_batches_of
 from tests.ranks import run_ranks
+from tests.resilience.planting import another_loss
 
 INF = float("inf")
 
@@ -102,15 +102,6 @@ def _spoiled_steps(rank: int, engine: Engine, case: Case) -> dict[str, dict[str,
     return seen
 
 
-@contextmanager
-def _another_loss(tensor_rank: int) -> Iterator[None]:
-    """Each tensor-parallel rank computes the loss for itself: let it come out a little different."""
-    original = engine_module.head_loss
-    engine_module.head_loss = lambda *arguments: original(*arguments) + 0.25 * tensor_rank
-    yield
-    engine_module.head_loss = original
-
-
 def _refused_steps(engine: Engine, undisturbed: Engine, case: Case) -> dict[str, Any]:
     """Batches 2 and 1 refused, 0 and 3 taken; beside it a run that never saw 1 and 2."""
     judge, results, unmoved = Answers([False, True, False, True]), [], []
@@ -137,7 +128,7 @@ def _steps_not_taken(rank: int, cases: list[Case]) -> list[tuple[dict[str, Any],
     seen = []
     for case in cases:
         engine, undisturbed = engine_of(case), engine_of(case)
-        with _another_loss(engine.coordinate.tensor_rank):
+        with another_loss(engine.coordinate.tensor_rank):
             refused = _refused_steps(engine, undisturbed, case)
         spoiled = _spoiled_steps(rank, engine, case)
         after = [_step(one, case, 1) for one in (engine, undisturbed)]

@@ -1,7 +1,9 @@
 """A command for a supervisor: each start of it does what its plan says next, and leaves in its run folder what a real
 run would. `python attempts.py RUN_DIR`, with RUN_DIR/plan.json a list of attempts:
 
-steps: last step it logs; save: step it saves; code: how it ends; signal: it ends itself so; wait: "signal", until it
+events: what it writes to events.jsonl, in this order, `started` with `resumed`, the step where it begins; no list: it
+writes none, as a command that is no run of megalite's; steps: last step it logs; save: step it saves; code: how it ends;
+daemons: it starts so many helpers that leave it and end; spoil: nobody can read its metrics any more; signal: it ends itself so; wait: "signal", until it
 gets one, ending with 4 as a rank that has saved, or "for ever"; stubborn: before that it starts a process that outlives
 SIGTERM, and notes it, which starts another in a session of its own.
 """
@@ -36,11 +38,20 @@ def main(run_dir: Path) -> None:
     if attempt.get("stubborn"):
         subprocess.Popen([sys.executable, "-c", STUBBORN, str(run_dir / "stubborn")])
         time.sleep(0.3)  # until they are both there
+    for _ in range(attempt.get("daemons", 0)):
+        subprocess.run(["sh", "-c", "sleep 0.1 &"], check=True)
+    for event in attempt.get("events", [])[:1]:
+        write_event(run_dir, event, step=attempt.get("resumed", 0))
     if "steps" in attempt:
         with (run_dir / "metrics.jsonl").open("w") as metrics:
-            metrics.writelines(json.dumps({"step": step}) + "\n" for step in range(1, attempt["steps"] + 1))
+            records = [{"step": step, "time": time.time()} for step in range(1, attempt["steps"] + 1)]
+            metrics.writelines(json.dumps(record) + "\n" for record in records)
     if "save" in attempt:
         save(run_dir, attempt["save"])
+    for event in attempt.get("events", [])[1:]:
+        write_event(run_dir, event)
+    if attempt.get("spoil"):
+        (run_dir / "metrics.jsonl").write_text('{"step": "?"}\n')
     for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         if "wait" in attempt:
             signal.signal(getattr(signal, name), lambda number, frame: note(run_dir, number))
@@ -59,6 +70,11 @@ def note(run_dir: Path, number: int) -> None:
     GOT.append(number)
     with (run_dir / "got").open("a") as file:
         file.write(f"{os.getpid()} {signal.Signals(number).name}\n")
+
+
+def write_event(run_dir: Path, event: str, **facts: Any) -> None:
+    with (run_dir / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"time": time.time(), "event": event, **facts}) + "\n")
 
 
 def save(run_dir: Path, step: int) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from launch.data import open_data
-from launch.resume import find_start
+from launch.resume import checkpoints_of, find_start
+from megalite.checkpoint.manifest import find_latest
 from megalite.config import Config
 from tests.launch.test_mistakes import own_checkpoint
 
@@ -24,5 +25,6 @@ def test_a_run_goes_on_with_another_dropout(saved: dict[str, float], tiny: dict[
     own_checkpoint()(before, tmp_path)
     tiny["model"] |= DROPOUT if not saved else {}
     config = Config.model_validate(tiny)
-    start = find_start(config, open_data(config).training.fingerprint)
+    own, skipped = find_latest(checkpoints_of(config))
+    start = find_start(config, open_data(config).training.fingerprint, own, skipped)
     assert start.is_resume and start.step == 2

@@ -18,11 +18,14 @@ import psutil
 import pytest
 
 from launch.errors import LaunchError
+from launch.outcome import RunFolder, code_of_run
+from launch.processes import REPEAT_S
 from launch.supervise import Policy, config_of, describe, supervise_run
 from megalite.config import ConfigError
 from megalite.monitor.events import read_events
 from tests.conftest import write_config
 from tests.e2e.commands import ROOT
+from tests.launch.attempts import save, write_event
 
 ATTEMPTS = Path(__file__).with_name("attempts.py")
 MARK = "MEGALITE_TEST_MARK"
@@ -129,8 +132,7 @@ def test_it_waits_ever_longer_without_a_new_checkpoint(supervise: Callable[..., 
     waits = [line.split(" in ")[1].split(" s:")[0] for line in said]
     assert (code, waits) == (0, ["0.2", "0.4", "0.7", "0.7", "0.2"])
     measured = [later - earlier for (earlier, _), (later, _) in pairwise(run.starts())]
-    assert all(float(wait) <= gap <= float(wait) + 2 for wait, gap in zip(waits, measured, strict=True)), measured
-    assert measured[2] > measured[0] and measured[2] > measured[4], "the waits make no difference"
+    assert all(float(wait) <= gap for wait, gap in zip(waits, measured, strict=True)), measured
 
 
 def test_it_gives_up_where_the_same_step_fails_twice(supervise: Callable[..., Supervised]) -> None:
@@ -142,9 +144,84 @@ def test_it_gives_up_where_the_same_step_fails_twice(supervise: Callable[..., Su
 
 
 def test_it_gives_up_where_no_step_is_ever_reached(supervise: Callable[..., Supervised]) -> None:
-    code, said = supervise([{"code": 1}, {"signal": "SIGSEGV"}]).end()
-    where = "before its first step ended; no checkpoint yet"
-    assert (code, said[1]) == (139, f"gave up: it failed twice in a row {where}, without progress: {describe(139)}")
+    code, said = supervise([{"code": 1}] * 4 + [{"signal": "SIGSEGV"}], "--longest-wait", "0").end()
+    assert (code, len(said)) == (139, 5)
+    assert said[-1] == f"gave up: 5 attempts in a row failed before they had trained a step: {describe(139)}"
+
+
+def test_a_start_that_fails_for_a_while_does_not_end_a_run_that_trains(supervise: Callable[..., Supervised]) -> None:
+    """Records and checkpoints of the session before are still there, and are not this one's."""
+    trained = {"events": ["started"], "steps": 7, "save": 6, "code": 1}
+    fails: list[dict[str, Any]] = [{"code": 1}, {"events": ["started"], "resumed": 7, "code": 1}]
+    mistakes = [{"code": 2}, {"code": 2}]  # the lock is held by a rank that dies, say, or the storage is not back
+    done = {"events": ["started", "ended"], "resumed": 6, "steps": 9, "code": 0}
+    code, said = supervise([trained, *fails, *mistakes, done], "--longest-wait", "0").end()
+    assert code == 0 and len(said) == 5, said
+    assert said[-1].startswith("restart 5 of 5 in 0 s: exit code 2 (a mistake) after step 7; newest checkpoint: step 6")
+
+
+def test_starts_that_fail_between_do_not_hide_a_step_that_fails_twice(supervise: Callable[..., Supervised]) -> None:
+    trained = {"events": ["started"], "steps": 7, "code": 1}
+    code, said = supervise([trained, {"code": 1}, trained]).end()
+    assert (code, len(said)) == (1, 3) and said[-1].startswith("gave up: it failed twice in a row after step 7;")
+
+
+def test_a_folder_that_cannot_be_read_says_nothing(supervise: Callable[..., Supervised]) -> None:
+    trained = {"events": ["started"], "steps": 7, "code": 1}
+    run = supervise([trained, {"spoil": True, "code": 1}, {"events": ["started", "ended"], "steps": 8, "code": 0}])
+    code, said = run.end()
+    assert code == 0 and said[1].endswith(f"exit code 1 ({run.run_dir} is unreadable)")
+
+
+@pytest.mark.parametrize(
+    ("events", "command_code", "code"),
+    [
+        (["started", "ended"], 1, 0),
+        (["started", "preempted"], 1, 4),
+        (["started", "stopped"], 1, 3),
+        (["started", "ended", "mirrored"], 0, 0),
+    ],
+)
+def test_what_the_run_says_counts_and_not_its_launcher_s_code(
+    supervise: Callable[..., Supervised], events: list[str], command_code: int, code: int
+) -> None:
+    """torchrun makes 1 of every code."""
+    run = supervise([{"events": events, "steps": 3, "code": command_code}])
+    assert run.end()[0] == code and len(run.starts()) == 1
+
+
+def test_a_run_that_hung_is_restarted_and_its_code_is_told(supervise: Callable[..., Supervised]) -> None:
+    code, said = supervise([{"events": ["started", "hung"], "steps": 3, "code": 1}], "--restarts", "0").end()
+    assert (code, said) == (5, [f"gave up: no restart is allowed: {describe(5)}"])
+
+
+def test_a_launcher_s_0_is_not_believed_where_the_run_did_not_end(supervise: Callable[..., Supervised]) -> None:
+    """`deepspeed` exits with 0 when what it started was killed, also before any rank has said that it starts."""
+    plan = [
+        {"events": ["started"], "steps": 3, "code": 0},
+        {"code": 0},
+        {"events": ["started", "ended"], "steps": 5, "code": 0},
+    ]
+    code, said = supervise(plan).end()
+    assert (code, len(said)) == (0, 2) and all(": exit code 1 after step 3" in line for line in said), said
+
+
+def test_a_finished_run_that_is_started_again_is_done(supervise: Callable[..., Supervised], tmp_path: Path) -> None:
+    write_event(tmp_path, "started")
+    write_event(tmp_path, "ended")
+    assert supervise([{"code": 0}]).end() == (0, [])
+
+
+@pytest.mark.parametrize(("total_steps", "code"), [(6, 0), (7, 1)])
+def test_nothing_left_to_train_is_seen_by_the_checkpoint(tmp_path: Path, total_steps: int, code: int) -> None:
+    """The session that saved it was killed before it could say that it ended."""
+    write_event(tmp_path, "started")
+    save(tmp_path, 6)
+    folder = RunFolder.read(tmp_path)
+    assert folder is not None and code_of_run(folder, folder, 0, total_steps) == code
+    empty = RunFolder()
+    assert code_of_run(empty, empty, 0, total_steps) == 1, "nothing was ever started"
+    assert code_of_run(folder, None, 0, total_steps) == 1, "nobody can say"
 
 
 def test_it_gives_up_when_the_restarts_are_used(supervise: Callable[..., Supervised]) -> None:
@@ -196,15 +273,65 @@ def test_what_outlives_the_grace_period_is_killed(supervise: Callable[..., Super
 
 
 def test_a_second_sigterm_ends_all_at_once(supervise: Callable[..., Supervised]) -> None:
+    """Slurm signals all processes of a job: what comes within REPEAT_S is still the first."""
     run = supervise([{"wait": "for ever", "stubborn": True}])
     run.wait_for_start()
+    began = time.monotonic()
+    while run.process.poll() is None:
+        assert time.monotonic() - began < 60, "half the grace period"
+        run.process.terminate()
+        time.sleep(0.2)
+    assert time.monotonic() - began > REPEAT_S
+    assert run.end()[0] == 143
+
+
+def test_sigusr1_sets_no_limit_and_a_later_sigterm_does(supervise: Callable[..., Supervised], tmp_path: Path) -> None:
+    run = supervise([{"wait": "for ever"}], "--grace", "0.1")
+    run.wait_for_start()
+    run.process.send_signal(signal.SIGUSR1)
+    wait_until(lambda: (tmp_path / "got").exists())
+    time.sleep(1.0)
+    assert run.process.poll() is None, "Slurm has a limit of its own: it knows for when it has announced it"
     run.process.terminate()
-    time.sleep(0.3)
-    run.process.terminate()  # Slurm signals all processes of a job: this one is still the first
-    time.sleep(1.9)
-    assert len(run.processes()) == 5
+    assert run.end()[0] == 137
+
+
+def test_helpers_that_end_do_not_pile_up(supervise: Callable[..., Supervised]) -> None:
+    run = supervise([{"daemons": 10, "wait": "signal"}])
+    run.wait_for_start()
+    (keeper,) = psutil.Process(run.process.pid).children()
+    wait_until(lambda: len(keeper.children()) == 1)
     run.process.terminate()
-    assert run.end(timeout_s=5)[0] == 143
+    assert run.end()[0] == 4
+
+
+BYSTANDER = """
+import ctypes, os, subprocess, sys
+ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: as the first process of a container, it adopts all orphans
+script = 'sleep 100 & echo $! > "$0/bystander"; until [ -e "$0/starts" ]; do sleep 0.05; done'
+subprocess.Popen(["sh", "-c", script, sys.argv[1]], env={"PATH": os.environ["PATH"]}, start_new_session=True)
+os.execv(sys.executable, [sys.executable, "-m", "launch", *sys.argv[2:]])
+"""
+
+
+def test_an_adopted_process_that_is_not_the_run_s_lives_on(tmp_path: Path) -> None:
+    """A `nohup` in a container whose first process is the supervisor."""
+    (tmp_path / "plan.json").write_text(json.dumps([{"wait": "signal", "stubborn": True}]))
+    command = ["--", sys.executable, str(ATTEMPTS), str(tmp_path)]
+    words = ["supervise", "--run-dir", str(tmp_path), "--grace", "0.5", *command]
+    process = subprocess.Popen([sys.executable, "-c", BYSTANDER, str(tmp_path), *words], cwd=ROOT)
+    wait_until((tmp_path / "starts").exists)
+    bystander = psutil.Process(int((tmp_path / "bystander").read_text()))
+    try:
+        wait_until(lambda: bystander.ppid() == process.pid)
+        left = [one for one in psutil.Process(process.pid).children(recursive=True) if one.pid != bystander.pid]
+        assert len(left) == 4, "keeper, command, and two that the command started"
+        process.terminate()
+        assert process.wait(timeout=30) == 4
+        assert bystander.is_running() and not psutil.wait_procs(left, timeout=5)[1]
+    finally:
+        bystander.kill()
+        process.kill()
 
 
 def test_what_a_dead_command_leaves_behind_is_ended_before_the_next_start(

@@ -141,6 +141,43 @@ def test_a_clock_that_jumps_back_is_not_believed(world: World) -> None:
     assert [event.get("down_s", 0) for event in started] == [0, 0, 0]
 
 
+YEAR_S = 365 * 86400.0
+
+
+@pytest.mark.parametrize("corrected", ["in the startup", "between steps", "both ways"])
+def test_a_clock_corrected_by_a_year_within_a_past_session_changes_nothing(world: World, corrected: str) -> None:
+    session = world.start(0, startup_s=1)
+    world.now += 4
+    world.wall_offset += YEAR_S * (corrected == "in the startup")
+    world.do(session, 1, 5)
+    EventLog(world.folder / EVENTS).write("saved")
+    world.wall_offset += YEAR_S * (corrected != "in the startup")
+    world.do(session, 6, 7)
+    world.wall_offset -= YEAR_S * (corrected == "both ways")
+    world.do(session, 8, 10)
+    world.now += 30
+    session = world.start(10)
+    assert seconds_of(session[0]) == {"productive": 10, "startup": 5, "down": 30}
+
+
+def test_a_session_is_not_longer_than_its_own_seconds_and_an_hour(world: World) -> None:
+    """What came after its last step only the clock that was set knows."""
+    world.do(world.start(0, startup_s=1), 1, 10)
+    world.wall_offset += YEAR_S
+    EventLog(world.folder / EVENTS).write("saved")
+    assert seconds_of(world.start(10)[0]) == {"productive": 10, "startup": 1, "other": goodput_module.SILENCE_S}
+
+
+def test_records_of_an_older_version_are_bounded_by_what_their_steps_took(world: World) -> None:
+    began = 1.7e9
+    EventLog(world.folder / EVENTS).write("started", step=0, before_s=2.0)
+    records = [{"step": step, "time": began + YEAR_S + step, "step_time_s": 1.0} for step in range(1, 11)]
+    (world.folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    world.now += YEAR_S + 10
+    hour = goodput_module.SILENCE_S
+    assert seconds_of(world.start(10)[0]) == {"productive": 10, "startup": 2 + hour}
+
+
 NUMBERS = st.one_of(
     st.floats(),
     st.floats(min_value=0, max_value=1e3),
@@ -154,7 +191,15 @@ RECORDS = st.lists(
         {"step": st.integers(-3, 40)},
         optional={
             name: NUMBERS
-            for name in ("time", "step_time_s", "evaluation_s", "save_blocked_s", "self_check_s", "skipped")
+            for name in (
+                "time",
+                "step_time_s",
+                "session_s",
+                "evaluation_s",
+                "save_blocked_s",
+                "self_check_s",
+                "skipped",
+            )
         },
     ),
     max_size=12,
@@ -165,7 +210,7 @@ EVENTS_OF_ANY_KIND = st.lists(
         optional={
             name: NUMBERS
             for name in (
-                "time before_s step previous_s startup_s down_s lost_s lost_steps save_blocked_s".split()  # noqa: SIM905
+                "time session_s before_s step previous_s startup_s down_s lost_s lost_steps save_blocked_s".split()  # noqa: SIM905
             )
         },
     ),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import megalite.engine.engine as engine_module
 from megalite.engine.engine import Engine
+from megalite.resilience.guards import Guard, Intervention
 from tests.engine.cases import Case
 
 NAN = float("nan")
@@ -22,7 +23,7 @@ NAN = float("nan")
 class Plant:
     """Something wrong on one rank in one micro-batch (from 1), and what must be said about it."""
 
-    kind: str  # output | backward (what an output gets back) | gradient | loss | weight
+    kind: str  # output | backward (what an output gets back) | gradient | loss | weight | sum (finite parts, all ranks)
     where: str
     rank: int
     micro_batch: int
@@ -52,7 +53,11 @@ class _Clock:
 def planted(engine: Engine, case: Case, rank: int, plant: Plant) -> Iterator[None]:
     """Something is wrong while it is open."""
     clock, model, parameters = _Clock(plant, case.accumulation), engine.deepspeed.module, dict(engine.parameters())
-    if rank != plant.rank:
+    if plant.kind == "sum":
+        hook = parameters[plant.where].register_hook(lambda gradient: torch.full_like(gradient, 3e38))
+        yield
+        hook.remove()
+    elif rank != plant.rank:
         yield
     elif plant.kind in ("output", "backward"):
         layer, _, path = plant.where.partition(" ")
@@ -102,3 +107,18 @@ def higher_losses(engine: Engine, replica: int, micro_batch: int, micro_batches:
     engine_module.head_loss = head_loss
     yield
     engine_module.head_loss = original
+
+
+@contextmanager
+def another_loss(tensor_rank: int) -> Iterator[None]:
+    """Each tensor-parallel rank computes the loss for itself: let it come out a little different."""
+    original = engine_module.head_loss
+    engine_module.head_loss = lambda *arguments: original(*arguments) - 0.25 * tensor_rank
+    yield
+    engine_module.head_loss = original
+
+
+def guarded_step(engine: Engine, guard: Guard, micro_batches: Any, step: int = 7) -> Intervention | None:
+    """A step, and what the guard makes of it."""
+    result = engine.train_step(micro_batches, 1e-3, guard.judge)
+    return guard.after(step, result, micro_batches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -81,9 +82,53 @@ def test_without_failures_a_stated_assumption_holds_until_the_run_has_shown_bett
     assert configured.mean_time_between_failures(5) == (3 * 3600, "as configured")
 
 
+class Steps:
+    """A planner, and a clock that moves only with what it is told of."""
+
+    def __init__(self, history: FailureHistory, say: Callable[[str], None] = print) -> None:
+        self.now = 0.0
+        self.planner = IntervalPlanner(history, say, clock=lambda: self.now)
+
+    def step(self, step_s: float, between_s: float = 0.0) -> bool:
+        self.now += step_s + between_s
+        return self.planner.step(step_s)
+
+    def saved(self, blocked_s: float, duration_s: float) -> None:
+        self.now += blocked_s
+        self.planner.saved(blocked_s, duration_s)
+
+
+def test_ctrl_c_is_no_failure() -> None:
+    events: list[dict[str, object]] = [{"event": "started"}, {"event": "interrupted"}, started(1000, 100)]
+    assert FailureHistory.of(events, None).failures == 0
+
+
+def test_what_comes_between_steps_counts_but_for_saves() -> None:
+    """Steps of a second with evaluations of nine between them: a tenth of the steps makes the same interval."""
+    steps = Steps(FailureHistory(configured_s=3600.0))
+    steps.saved(blocked_s=0.5, duration_s=2.0)
+    interval_s = best_interval_s(0.5, 3600.0, 2.0)
+    due = []
+    for step in range(200):
+        if steps.step(1.0, between_s=9.0):
+            due.append(step)
+            steps.saved(blocked_s=0.5, duration_s=2.0)
+    assert {later - earlier for earlier, later in pairwise(due)} == {round(interval_s / 10)}
+    # a save that blocks as long as ten steps puts none of them off
+    steps = Steps(FailureHistory(configured_s=3600.0))
+    steps.saved(blocked_s=10.0, duration_s=10.0)
+    interval_s = best_interval_s(10.0, 3600.0, 10.0)
+    due = []
+    for step in range(2000):
+        if steps.step(1.0):
+            due.append(step)
+            steps.saved(blocked_s=10.0, duration_s=10.0)
+    assert {later - earlier for earlier, later in pairwise(due)} <= {int(interval_s), int(interval_s) + 1}
+
+
 def test_the_planner_measures_early_then_keeps_the_best_interval() -> None:
     said: list[str] = []
-    planner = IntervalPlanner(FailureHistory(configured_s=7200.0), said.append)
+    planner = Steps(FailureHistory(configured_s=7200.0), said.append)
     due = []
     for step in range(1, 1000):
         if planner.step(1.5):
@@ -107,21 +152,21 @@ def test_the_planner_measures_early_then_keeps_the_best_interval() -> None:
 
 
 def test_a_first_save_that_fails_is_tried_again_ever_more_seldom() -> None:
-    planner = IntervalPlanner(FailureHistory(), print)
+    planner = Steps(FailureHistory())
     assert [step for step in range(1, 200) if planner.step(0.1)] == [10, 30, 70, 150]
 
 
 def test_a_save_for_another_reason_puts_the_next_one_off() -> None:
-    planner = IntervalPlanner(FailureHistory(configured_s=3600.0), lambda sentence: None)
+    planner = Steps(FailureHistory(configured_s=3600.0))
     planner.saved(blocked_s=0.5, duration_s=2.0)
     interval = round(best_interval_s(0.5, 3600.0, 2.0))
     assert not any(planner.step(1.0) for _ in range(interval - 1))
-    planner.began()
+    planner.planner.began()
     assert not any(planner.step(1.0) for _ in range(interval - 1))
     assert planner.step(1.0)
 
 
 def test_steps_longer_than_the_interval_are_each_saved() -> None:
-    planner = IntervalPlanner(FailureHistory(configured_s=60.0), lambda sentence: None)
+    planner = Steps(FailureHistory(configured_s=60.0))
     planner.saved(blocked_s=0.01, duration_s=0.02)
     assert all(planner.step(30.0) for _ in range(5))

@@ -25,15 +25,16 @@ import psutil
 import pytest
 import torch
 
-import tests.ranks  # noqa: F401 - sets up the server that ranks are forked from
 from launch.errors import HUNG_CODE
 from launch.local import free_port
 from megalite.config.watchdog import WatchdogConfig
 from megalite.engine.activity import Activity, Ended, Phase, Stretch
 from megalite.parallel.mesh import Mesh
-from megalite.resilience.rank_file import FOLDER, RankFile, look_for
-from megalite.resilience.watchdog import Limits, Watchdog, agree_on_launch, lost_connection
+from megalite.resilience import watchdog as watchdog_module
+from megalite.resilience.rank_file import FOLDER, RankFile, forget, look_for
+from megalite.resilience.watchdog import Limits, Watchdog, agree_on_launch, leave_within, lost_connection
 from tests.engine.cases import Case, global_batches, micro_batches_of
+from tests.ranks import run_ranks  # and its server, which all ranks are forked from
 
 LIMIT_S = 3.0  # steps take a tenth of a second where cores are free
 CONFIG = WatchdogConfig(minimum_seconds=LIMIT_S, factor=1.0, startup_minutes=1.0)
@@ -274,6 +275,81 @@ def test_the_last_word_of_a_rank_that_broke_is_passed_on(tmp_path: Path) -> None
         assert "which does not answer: it ended with IndexError: sample 7 is not there." in told["explanation"]
 
 
+def _stands_still_on_dead_storage(run_dir: Path, stderr: Path) -> None:
+    """One rank whose every look at `run_dir` lasts forever once training has begun."""
+    sys.stderr = stderr.open("w")
+    watchdog_module.FORCED_S = 0.5
+    is_dead = threading.Event()
+
+    def until_dead(touch: Callable[..., Any]) -> Callable[..., Any]:
+        def touched(path: Any, *arguments: Any, **options: Any) -> Any:
+            if is_dead.is_set() and str(path).startswith(str(run_dir)):
+                threading.Event().wait()
+            return touch(path, *arguments, **options)
+
+        return touched
+
+    for name in ("stat", "mkdir", "unlink", "scandir"):
+        setattr(os, name, until_dead(getattr(os, name)))
+    options = WatchdogConfig(minimum_seconds=2.0, startup_minutes=1.0 / 60)
+    with Watchdog(Activity(Mesh(), 0), options, run_dir, "launch", HUNG_CODE, print):
+        is_dead.set()
+        threading.Event().wait()
+
+
+def test_a_run_whose_storage_died_ends_all_the_same(tmp_path: Path) -> None:
+    stderr = tmp_path / "stderr"
+    assert _exit_code(_stands_still_on_dead_storage, tmp_path / "run", stderr) == HUNG_CODE
+    assert "megalite: hung: The start has not ended for 1" in stderr.read_text()
+    assert "Nothing was written to" in stderr.read_text()
+
+
+def _leaves(stderr: Path, hangs: bool) -> None:
+    sys.stderr = stderr.open("w")
+    with leave_within(0.3, HUNG_CODE):
+        time.sleep(60.0 if hangs else 0.0)
+    time.sleep(1.0)
+
+
+def test_the_end_of_a_run_does_not_last_forever(tmp_path: Path) -> None:
+    assert _exit_code(_leaves, tmp_path / "stderr", True) == HUNG_CODE
+    assert (tmp_path / "stderr").read_text() == "megalite: hung: the end of the run has not ended for 0.3 s.\n"
+    assert _exit_code(_leaves, tmp_path / "stderr", False) == 0
+    assert (tmp_path / "stderr").read_text() == ""
+
+
+def _exit_code(target: Callable[..., None], *arguments: Any) -> int | None:
+    process = multiprocessing.get_context("forkserver").Process(target=target, args=arguments, daemon=True)
+    process.start()
+    process.join(PATIENCE_S)
+    process.kill()
+    process.join()
+    return process.exitcode
+
+
+def _names_of_two_launches(rank: int) -> tuple[str, str]:
+    return agree_on_launch(), agree_on_launch()
+
+
+def test_launches_have_names_of_their_own_even_in_one_second() -> None:
+    here, there = run_ranks(_names_of_two_launches, 2)
+    assert here == there
+    assert here[0] != here[1]
+
+
+def test_only_the_lowest_rank_that_answered_explains(tmp_path: Path) -> None:
+    folder = tmp_path / "hang" / "launch"
+    folder.mkdir(parents=True)
+    for rank in (1, 3):
+        (folder / f"rank_{rank:04d}.json").write_text("whatever it says")
+    chosen = []
+    for rank in range(1, 4):
+        activity = Activity(Mesh(data_parallel_size=4), rank)
+        watchdog = Watchdog(activity, CONFIG, tmp_path, "launch", HUNG_CODE, print)
+        chosen += [rank] if watchdog._is_to_explain(lambda: False, 0.0) else []
+    assert chosen == [1]
+
+
 def test_limits_are_learned_for_each_kind_of_work() -> None:
     limits = Limits(WatchdogConfig(factor=10, minimum_seconds=300, startup_minutes=30))
     assert limits.seconds(Phase.STEP) == 1800
@@ -287,6 +363,9 @@ def test_limits_are_learned_for_each_kind_of_work() -> None:
     for _ in range(20):
         limits.learn(Ended(Phase.STEP, 0.0, 35.0))
     assert limits.seconds(Phase.STEP) == 350, "what was long ago is forgotten"
+    for unhurried in (Phase.STARTING, Phase.LOADING, Phase.WRITING):
+        limits.learn(Ended(unhurried, 0.0, 1.0))
+        assert limits.seconds(unhurried) == 1800, "the next may read or write more"
     sentence = "Step 12 has not ended for 412 s; the longest of the last 20 took 35 s."
     assert limits.sentence(Stretch(Phase.STEP, 12, 0.0), 412.0) == sentence
     sentence = "The checkpoint of step 12 has not ended for 30 minutes; it is the first."
@@ -314,16 +393,63 @@ def test_a_run_that_ends_well_leaves_nothing_behind(tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir())
 
 
+def test_a_rank_leaves_a_last_word_only_where_another_one_may_look_for_it(tmp_path: Path) -> None:
+    for world_size, error, is_left in (
+        (2, IndexError("7"), True),
+        (2, ArithmeticError("a guard"), False),
+        (1, IndexError("7"), False),
+    ):
+        activity = Activity(Mesh(data_parallel_size=world_size), 0)
+        with (
+            pytest.raises(type(error)),
+            Watchdog(activity, CONFIG, tmp_path, "launch", HUNG_CODE, print, (ArithmeticError,)),
+        ):
+            raise error
+        assert (tmp_path / FOLDER).exists() is is_left
+        if is_left:
+            assert look_for(tmp_path, 0)[0].condition == "it ended with IndexError: 7"
+            forget(tmp_path, 0)
+            assert not list(tmp_path.iterdir())
+
+
 def test_only_what_torch_says_about_peers_counts_as_a_lost_connection() -> None:
     reset = (
         "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:5342. GLHF!"
     )
     assert lost_connection(RuntimeError(reset)) == "Connection closed by peer [127.0.0.1]:5342"
     assert lost_connection(torch.distributed.DistBackendError("NCCL error in: x.cpp:1, remote process exited"))
+    timeout = "[c.cc:1] Watchdog caught collective operation timeout: WorkNCCL(OpType=ALLREDUCE) ran for 600 ms"
+    nccl = "NCCL error in: x.cpp:1, unhandled system error\nLast error:\nsocketProgress: Call to recv: Connection reset"
+    for text in (timeout, nccl, "The client socket has timed out after 60000ms", "Broken pipe"):
+        assert lost_connection(torch.distributed.DistBackendError(text)), text
+    waited = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv"
+    assert lost_connection(RuntimeError(waited)) == "Timed out waiting 1800000ms for recv"
     wrapped = ValueError("the step failed")
     wrapped.__cause__ = RuntimeError(reset)
     assert lost_connection(wrapped)
-    for other in (RuntimeError("shapes do not match"), ConnectionResetError("wandb"), KeyboardInterrupt()):
+    of_its_own: list[BaseException] = [
+        torch.distributed.DistBackendError(text)
+        for text in (
+            "NCCL error in: x.cpp:1, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
+            "NCCL error in: x.cpp:1, ncclUnhandledCudaError: Call to CUDA function failed: uncorrectable ECC error",
+            "[Rank 3] Process group watchdog thread terminated with exception: CUDA error: an illegal memory access",
+        )
+    ]
+    in_a_folder = RuntimeError("cannot read /runs/gloo/data.bin: Connection reset by peer")
+    try:
+        try:
+            raise RuntimeError(reset)
+        except RuntimeError:
+            raise ValueError("about something else") from None
+    except ValueError as error:
+        of_its_own.append(error)
+    for other in (
+        *of_its_own,
+        in_a_folder,
+        RuntimeError("shapes do not match"),
+        ConnectionResetError("wandb"),
+        KeyboardInterrupt(),
+    ):
         assert lost_connection(other) == ""
 
 
@@ -333,7 +459,11 @@ def test_what_is_known_about_a_silent_rank_depends_on_where_it_is(tmp_path: Path
     silence, stacks = look_for(tmp_path, 0)
     assert silence.condition == f"its process {os.getpid()} is alive, but its watchdog is not"
     assert silence.host and not stacks
-    elsewhere = {"host": "node87", "process": os.getpid(), "ended": ""}
+    file = tmp_path / FOLDER / "rank_0000.txt"
+    facts = json.loads(file.read_text())
+    file.write_text(json.dumps({**facts, "born": facts["born"] - 60.0}))
+    assert look_for(tmp_path, 0)[0].condition == f"its process {os.getpid()} is dead", "its number was given again"
+    elsewhere = {"host": "node87", "process": os.getpid(), "born": 1.0, "ended": ""}
     for text, host in ((json.dumps(elsewhere), "node87"), ("{", ""), ("[]", ""), ("", "")):
         (tmp_path / FOLDER / "rank_0001.txt").write_text(text)
         silence, _ = look_for(tmp_path, 1)

@@ -257,6 +257,28 @@ def test_a_thousand_ranks_are_told_in_a_paragraph_and_soon() -> None:
     assert len(found.paragraph) < 2500
 
 
+def test_four_thousand_ranks_in_a_collective_of_all_are_compared_once() -> None:
+    mesh = Mesh(data_parallel_size=4096)
+    everyone = tuple(range(4096))
+    states = {rank: _state(rank, (Operation.OPTIMIZER, None, everyone)) for rank in everyone if rank != 700}
+    started = time.process_time()
+    found = explain(states, {700: Silence("node87", "")}, mesh)
+    assert time.process_time() - started < 3  # 0.3 s on a free core; comparing each with each takes 10 s
+    assert found.roots == (700,)
+    assert "Ranks 0-699 and 701-4095 wait in the optimizer step for rank 700." in found.paragraph
+
+
+@pytest.mark.parametrize("peers", [NOBODY, (3,), (0, 8, 16), (1, 5, 6, 7, 9), (0, 5), tuple(range(4096))])
+def test_what_a_rank_writes_down_is_small_and_read_back_whole(peers: tuple[int, ...]) -> None:
+    state = _state(3, BEGIN, *[(Operation.FORWARD, 1, NOBODY)] * 62, (Operation.FORWARD, 2, peers))
+    text = state.packed()
+    assert len(text) < 4000
+    assert RankState.unpacked(text.encode()) == state
+    for broken in ("", "[]", "{}", '{"peers": [1]}', text[:-9], text.replace('"rank"', '"tank"')):
+        with pytest.raises(ValueError):
+            RankState.unpacked(broken.encode())
+
+
 def test_peers_are_the_ranks_that_a_group_of_torch_would_have() -> None:
     peers = Peers.of(PIPELINE, 5)  # stage 1, replica 0, tensor rank 1
     assert peers == Peers(

@@ -8,12 +8,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich would end the process: nobody reads any more, and the run goes on."""
+        self.quiet = True
+
+
 class ConsoleSink:
     """Loss, gradient norm, tokens per second and time left, every `log_interval` steps."""
 
     def __init__(self, total_steps: int, first_step: int, log_interval: int) -> None:
         self._total, self._first, self._interval = total_steps, first_step, log_interval
-        self._console = Console()
+        self._console = _Console()
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._seconds: list[float] = []
