@@ -91,7 +91,10 @@ def supervise(
     first_wait: Annotated[float, typer.Option(min=0, help="Seconds before the first restart; doubles.")] = 1.0,
     longest_wait: Annotated[float, typer.Option(min=0, help="Seconds before a restart at most.")] = 300.0,
     grace: Annotated[
-        float, typer.Option(min=0, help="Seconds from SIGTERM or SIGHUP until what still runs is killed; SIGUSR1 sets no limit.")
+        float,
+        typer.Option(
+            min=0, help="Seconds from SIGTERM or SIGHUP until what still runs is killed; SIGUSR1 sets no limit."
+        ),
     ] = 120.0,
     run_dir: Annotated[
         Path | None, typer.Option(help="The run's folder; default: that of the config which COMMAND names.")

@@ -52,16 +52,27 @@ def clear_checkpoints(config: Config) -> tuple[str, ...]:
 
 
 def fetch_from_mirror(config: Config, progress: Callable[[], None]) -> None:
-    """On one rank, where `run_dir` has no intact checkpoint: gets the mirror's newest one, if there is a mirror."""
-    if config.checkpoint.mirror is None or not config.checkpoint.resume:
+    """On one rank, where `run_dir` has no intact checkpoint: gets the mirror's newest one, if there is a mirror.
+
+    Raises LaunchError where the mirror is another run's, StorageError where it does not answer.
+    """
+    mirror = config.checkpoint.mirror
+    if mirror is None:
         return
-    from megalite.checkpoint.transfer import fetch_newest
+    from megalite.checkpoint.transfer import fetch_newest, newest_on_mirror
+
+    if not config.checkpoint.resume:
+        if newest_on_mirror(mirror)[0] is not None:
+            raise LaunchError(
+                f"{mirror} already holds checkpoints, and checkpoint.resume is false: choose another mirror"
+            )
+        return
 
     def tell(sentence: str) -> None:
         print(f"megalite: {sentence}", flush=True)
         progress()
 
-    fetch_newest(config.checkpoint.mirror, checkpoints_of(config), tell)
+    fetch_newest(mirror, checkpoints_of(config), tell)
 
 
 def find_start(config: Config, data_fingerprint: str, own: Path | None, skipped: Sequence[str]) -> Start:

@@ -82,8 +82,9 @@ def run(config: Config, rank: Rank) -> None:
     layout = config.check_world(rank.world_size, kind)
     check_known_bad(config, layout, installed_versions(), kind)
     activity = Activity(Mesh.of(layout), rank.rank)
+    tell = partial(_tell_hung, config)
     with Watchdog(
-        activity, config.watchdog, config.run_dir, agree_on_launch(), HUNG_CODE, partial(_tell_hung, config)
+        activity, config.watchdog, config.run_dir, agree_on_launch(), HUNG_CODE, tell, tuple(ENDINGS)
     ) as watchdog:
         data = open_data(config)
         start = _start(config, rank, data, activity)

@@ -31,12 +31,13 @@ NO_ANSWER = {
 }
 SECRETS = (
     (re.compile(r"(\w+://[^\s\"'?]+)\?[^\s\"']+"), r"\1"),  # a query, as of a signed URL
-    (re.compile(r"(?<=://)[^\s@\"']+@"), ""),  # user:password of a URL, as of a proxy's
+    (re.compile(r"-----BEGIN[^-]*-----.*?(-----END[^-]*-----|$)", re.DOTALL), "***"),
+    (re.compile(r"(?<=://)[^\s\"']+@"), ""),  # user:password of a URL, as of a proxy's
     (re.compile(r"\b(AKIA|ASIA)[A-Z0-9]{12,}"), "***"),
     (re.compile(r"(?i)\b(bearer|basic)\s+\S+"), r"\1 ***"),
     (
         re.compile(
-            r"(?i)([\w-]*(?:accesskey|access_key|signature|credential|token|secret|password|passwd|sig)[\w-]*"
+            r"(?i)([\w-]*(?:key|signature|credential|token|secret|password|passwd|sig)[\w-]*"
             r"[\"']?\s*[=:>]\s*[\"']?)[^\s&\"',;<>]+"
         ),
         r"\1***",

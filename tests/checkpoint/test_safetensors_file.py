@@ -60,7 +60,7 @@ def file_size_limit() -> Iterator[int]:
 
 @pytest.mark.usefixtures("small_pieces")
 def test_a_write_that_cannot_be_aligned_goes_through_the_page_cache(tmp_path: Path, file_size_limit: int) -> None:
-    """The kernel cuts the write at the limit and then refuses it as unaligned: the user must be told the true reason."""
+    """The kernel cuts the write at the limit and then refuses it as unaligned: the user is told the true reason."""
     with pytest.raises(OSError) as caught:
         write(tmp_path / "file", {"weight": torch.zeros(PIECE)})
     assert caught.value.errno == errno.EFBIG

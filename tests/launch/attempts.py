@@ -1,10 +1,11 @@
 """A command for a supervisor: each start of it does what its plan says next, and leaves in its run folder what a real
 run would. `python attempts.py RUN_DIR`, with RUN_DIR/plan.json a list of attempts:
 
-events: what it writes to events.jsonl, in this order, `started` with `resumed`, the step where it begins; no list: it
-writes none, as a command that is no run of megalite's; steps: last step it logs; save: step it saves; code: how it ends;
-daemons: it starts so many helpers that leave it and end; spoil: nobody can read its metrics any more; signal: it ends itself so; wait: "signal", until it
-gets one, ending with 4 as a rank that has saved, or "for ever"; stubborn: before that it starts a process that outlives
+events: what it writes to events.jsonl, in this order, `started` with `resumed`, the step where it begins; without, it
+writes none, as a command that is no run of megalite's; steps: last step it logs; save: step it saves; spoil: nobody can
+read its metrics any more; daemons: it starts so many helpers that leave it and end; code: how it ends; signal: it ends
+itself so; wait: "signal", until it gets one, ending with 4 as a rank that has saved, or "for ever";
+stubborn: before that it starts a process that outlives
 SIGTERM, and notes it, which starts another in a session of its own.
 """
 
@@ -40,18 +41,7 @@ def main(run_dir: Path) -> None:
         time.sleep(0.3)  # until they are both there
     for _ in range(attempt.get("daemons", 0)):
         subprocess.run(["sh", "-c", "sleep 0.1 &"], check=True)
-    for event in attempt.get("events", [])[:1]:
-        write_event(run_dir, event, step=attempt.get("resumed", 0))
-    if "steps" in attempt:
-        with (run_dir / "metrics.jsonl").open("w") as metrics:
-            records = [{"step": step, "time": time.time()} for step in range(1, attempt["steps"] + 1)]
-            metrics.writelines(json.dumps(record) + "\n" for record in records)
-    if "save" in attempt:
-        save(run_dir, attempt["save"])
-    for event in attempt.get("events", [])[1:]:
-        write_event(run_dir, event)
-    if attempt.get("spoil"):
-        (run_dir / "metrics.jsonl").write_text('{"step": "?"}\n')
+    train(run_dir, attempt)
     for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         if "wait" in attempt:
             signal.signal(getattr(signal, name), lambda number, frame: note(run_dir, number))
@@ -64,6 +54,22 @@ def main(run_dir: Path) -> None:
     if "signal" in attempt:
         os.kill(os.getpid(), getattr(signal, attempt["signal"]))
     sys.exit(attempt["code"])
+
+
+def train(run_dir: Path, attempt: dict[str, Any]) -> None:
+    """What an attempt leaves in its folder."""
+    for event in attempt.get("events", [])[:1]:
+        write_event(run_dir, event, step=attempt.get("resumed", 0))
+    if "steps" in attempt:
+        with (run_dir / "metrics.jsonl").open("w") as metrics:
+            records = [{"step": step, "time": time.time()} for step in range(1, attempt["steps"] + 1)]
+            metrics.writelines(json.dumps(record) + "\n" for record in records)
+    if "save" in attempt:
+        save(run_dir, attempt["save"])
+    if attempt.get("spoil"):
+        (run_dir / "metrics.jsonl").write_text('{"step": "?"}\n')
+    for event in attempt.get("events", [])[1:]:
+        write_event(run_dir, event)
 
 
 def note(run_dir: Path, number: int) -> None:

@@ -282,7 +282,7 @@ def test_a_second_sigterm_ends_all_at_once(supervise: Callable[..., Supervised])
         run.process.terminate()
         time.sleep(0.2)
     assert time.monotonic() - began > REPEAT_S
-    assert run.end()[0] == 143
+    assert run.end()[0] in (143, -signal.SIGTERM), "the last one may have come while it left"
 
 
 def test_sigusr1_sets_no_limit_and_a_later_sigterm_does(supervise: Callable[..., Supervised], tmp_path: Path) -> None:
@@ -324,6 +324,7 @@ def test_an_adopted_process_that_is_not_the_run_s_lives_on(tmp_path: Path) -> No
     bystander = psutil.Process(int((tmp_path / "bystander").read_text()))
     try:
         wait_until(lambda: bystander.ppid() == process.pid)
+        wait_until(lambda: len(psutil.Process(process.pid).children()) == 2)  # its shell is collected
         left = [one for one in psutil.Process(process.pid).children(recursive=True) if one.pid != bystander.pid]
         assert len(left) == 4, "keeper, command, and two that the command started"
         process.terminate()
