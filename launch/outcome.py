@@ -91,6 +91,8 @@ def code_of_run(before: RunFolder, after: RunFolder | None, command_code: int, t
     if after is None:
         return command_code or FAILED_CODE
     is_new = after.has_new_session(before)
+    if is_new and after.verdict == "hung" and command_code > 128:
+        return command_code  # the signal that ended one rank, for which the others then waited
     if is_new and after.verdict is not None:
         return VERDICTS[after.verdict]
     if command_code or is_new:

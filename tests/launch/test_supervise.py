@@ -224,6 +224,11 @@ def test_nothing_left_to_train_is_seen_by_the_checkpoint(tmp_path: Path, total_s
     assert code_of_run(folder, None, 0, total_steps) == 1, "nobody can say"
 
 
+def test_of_a_killed_rank_the_signal_is_told_and_not_that_the_others_waited() -> None:
+    hung = RunFolder(sessions=1, verdict="hung")
+    assert [code_of_run(RunFolder(), hung, code, None) for code in (0, 1, 5, 137)] == [5, 5, 5, 137]
+
+
 def test_it_gives_up_when_the_restarts_are_used(supervise: Callable[..., Supervised]) -> None:
     code, said = supervise([{"steps": step, "code": 9} for step in (1, 2, 3)], "--restarts", "2").end()
     assert (code, said[-1]) == (9, "gave up: all 2 restarts are used: exit code 9")
