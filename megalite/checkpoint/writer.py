@@ -24,7 +24,7 @@ from megalite.checkpoint.manifest import LATEST, MANIFEST, WEIGHT, FileEntry, Ma
 from megalite.checkpoint.safetensors_file import Entry, write_safetensors
 
 FILE_BYTES = 2 << 30  # a file is closed once it holds this much
-SPARE_BYTES = 64 << 20  # left free on the disk for logs and the manifest
+SPARE_BYTES = 1 << 20  # for the manifest and the logs
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def check_room(root: Path, size: int) -> None:
     free = shutil.disk_usage(root).free
     if free < size + SPARE_BYTES:
         raise CheckpointError(
-            f"{root}: the checkpoint takes {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free: free some space, or "
+            f"{root}: the checkpoint takes {size / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free: free some space, or "
             "keep fewer checkpoints (checkpoint.keep_last)"
         )
 
