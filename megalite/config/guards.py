@@ -29,7 +29,4 @@ class GuardsConfig(Section):
     """Steps whose losses are the measure; no loss is a spike before there are that many."""
 
     max_interventions: PositiveInt = 10
-    """Skips in a row, or rollbacks close together, after which the run stops.
-
-    A rollback is forgotten when the run is 10 `spike_window`s, and at least 1000 steps, beyond the step that led to it.
-    """
+    """Skips in a row, or rollbacks within 10 `spike_window`s (1000 steps at least), after which the run stops."""
