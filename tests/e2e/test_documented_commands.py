@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -66,6 +67,7 @@ def test_readme_and_guides(workplace: Path) -> None:
     assert len(others) >= 6
     for line in others:
         environment, words = words_of(line)
+        environment["PATH"] = f"{BIN}:{os.environ['PATH']}"  # as with .venv activated
         done = run(*words, cwd=workplace, **environment)
         good = (0, 1) if "checkpoint diff" in line else (0,)  # 1: they differ, which is what the line is there to show
         assert done.returncode in good and "Traceback" not in done.stderr, f"{line}\n{done.stdout}{done.stderr}"
