@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.manifest import Manifest
 from megalite.config import Config
 from megalite.engine.engine import Engine, build_engine
 from megalite.engine.seams import fp32_fragment, resident_weights
 from megalite.resilience import replicas
+from megalite.resilience.guards import Guard
 from megalite.resilience.replicas import WORDS, Disagreement, Holder, bit_hash, explain, find_disagreements
+from megalite.resilience.requests import Requests
+from megalite.training.checkpoints import Checkpoints
 from megalite.training.errors import TrainingStopped
 from megalite.training.loop import Job, train
 from megalite.training.state import TrainState
@@ -191,7 +196,24 @@ def test_what_lies_behind_a_partition_is_not_compared() -> None:
     assert run_ranks(_damaged_padding, case.world_size, case) == [[]] * case.world_size
 
 
-def _train_with_damage(rank: int, case: Case, parameter: str, damaged_step: int) -> dict[str, Any]:
+class _Heard:
+    """What the run says, to look at afterwards."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+
+    def say(self, sentence: str) -> None:
+        """Sentences are looked at elsewhere."""
+
+    def event(self, name: str, **facts: Any) -> None:
+        self.events.append((name, facts["step"]))
+
+
+def _manifest(state: TrainState) -> Manifest:
+    return Manifest(step=state.step, config={}, tokenizer=None, state=state.model_dump(), tensors={}, files={})
+
+
+def _train_with_damage(rank: int, case: Case, parameter: str, damaged_step: int, root: Path) -> dict[str, Any]:
     """The real loop; while the last rank waits for the batch of one step, a bit of its weights flips."""
     config = case.config()
     training = config.training.model_copy(update={"self_check_every": 2})
@@ -206,14 +228,24 @@ def _train_with_damage(rank: int, case: Case, parameter: str, damaged_step: int)
             yield micro_batches_of(engine, case, batch)
 
     records: list[dict[str, Any]] = []
-    saved: list[int] = []
-    job = Job(batches(), [], 0, log=records.append, save=lambda state: saved.append(state.step))
+    heard = _Heard()
+    job = Job(
+        batches=lambda state: batches(),
+        evaluation=[],
+        evaluation_count=0,
+        guard=Guard(engine, config.guards),
+        checkpoints=Checkpoints(engine, config.checkpoint, root, heard, _manifest),
+        requests=Requests(None, 0.0),
+        log=records.append,
+        intervened=lambda intervention: None,
+    )
     stopped = ""
     try:
         train(engine, config, TrainState(), job)
     except TrainingStopped as error:
         stopped = str(error)
-    return {"stopped": stopped, "records": records, "saved": saved, "left": find_disagreements(engine)}
+    job.checkpoints.settle()
+    return {"stopped": stopped, "records": records, "saved": heard.events, "left": find_disagreements(engine)}
 
 
 @pytest.mark.parametrize(
@@ -228,14 +260,14 @@ def _train_with_damage(rank: int, case: Case, parameter: str, damaged_step: int)
     ],
     ids=str,
 )
-def test_the_loop_stops_before_it_saves_what_differs(case: Case, parameter: str) -> None:
+def test_the_loop_stops_before_it_saves_what_differs(case: Case, parameter: str, tmp_path: Path) -> None:
     """Step 6 is due for a check and for a save. Step 3 was checked because it was saved, step 5 was not."""
-    answers = run_ranks(_train_with_damage, 2, replace(case, steps=8), parameter, 6)
+    answers = run_ranks(_train_with_damage, 2, replace(case, steps=8), parameter, 6, tmp_path)
     for rank, seen in enumerate(answers):
         where = f"{case} rank {rank}: {seen['stopped']}"
         assert f"at step 6: the weight {parameter} is wrong on rank 0" in seen["stopped"], where
         assert " or rank 1 (" in seen["stopped"] and "was not saved" in seen["stopped"], where
-        assert seen["saved"] == [3], where
+        assert seen["saved"] == [("saved", 3)], where
         assert [record["step"] for record in seen["records"]] == [1, 2, 3, 4, 5, 6], where
         checked = [record["step"] for record in seen["records"] if record.get("self_check_s", 0) > 0]
         assert checked == [2, 3, 4, 6], where
