@@ -55,6 +55,7 @@ def test_quickstart(workplace: Path) -> None:
     assert (workplace / "runs/quickstart/hf/model.safetensors").exists()
 
 
+@pytest.mark.timeout(1200)  # some twenty whole commands
 def test_readme_and_guides(workplace: Path) -> None:
     """After the quickstart, as they say. `make` targets are what CI and `test_quickstart` run."""
     texts = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
