@@ -6,6 +6,7 @@ global tensors: nothing is gathered, so a save needs no memory beyond the copy o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -45,7 +46,8 @@ def own_size(engine: Engine) -> tuple[int, torch.device]:
     """How many numbers `own_blocks` has once the optimizer has taken a step, and where they are."""
     kinds, count, device = 1 + len(MOMENTS[engine.config.optimizer.name]), 0, torch.device("cpu")
     for parameter, start, stop in _contributed(engine):
-        count += kinds * (stop - start)
+        pieces = parameter.shard.pieces_of_range(start, stop)  # type: ignore[attr-defined]  # padding is not saved
+        count += kinds * sum(math.prod(s.stop - s.start for s in piece.source) for piece in pieces)
         device = own_numbers(parameter, WEIGHT).device
     return count, device
 

@@ -55,6 +55,7 @@ class Checkpoints:
         self._describe, self._mirror, self._planner = describe, mirror, planner
         self._policy = Retention.of(options)
         self._saver = Saver(engine, root, background=options.background, committed=self._committed)
+        self._saver.prepare()
         self._blocked_s = 0.0  # that no record has told yet
         self._last: Saved | None = None
         self._newest: Manifest | None = None  # of the newest save, however it went
