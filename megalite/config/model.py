@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from megalite.config.base import DerivedInt, PositiveFloat, PositiveInt, Probability, Section
+from megalite.config.base import (
+    DerivedInt,
+    NonNegativeInt,
+    NotBool,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Section,
+)
+from megalite.config.rope import RopeScaling
 
-DERIVED = ("num_key_value_heads", "head_dim")
+DERIVED = ("num_key_value_heads", "head_dim", "attention_output_bias", "moe_intermediate_size", "layer_types")
 DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout")
 
 
@@ -19,6 +28,27 @@ def _one_kv_head_per_head(data: dict[str, Any]) -> int:
 def _hidden_size_per_head(data: dict[str, Any]) -> int:
     """Rounds down; a hidden_size that does not divide is refused in rules.py, with numbers."""
     return int(data["hidden_size"] // data["num_attention_heads"])
+
+
+def _as_the_other_projections(data: dict[str, Any]) -> bool:
+    return bool(data["attention_bias"])
+
+
+def _size_of_dense_layers(data: dict[str, Any]) -> int:
+    return int(data["intermediate_size"])
+
+
+def _all_alike(data: dict[str, Any]) -> tuple[LayerType, ...]:
+    kind: LayerType = "full_attention" if data["sliding_window"] is None else "sliding_attention"
+    return (kind,) * int(data["num_hidden_layers"])
+
+
+LayerType = Literal["full_attention", "sliding_attention"]
+# may be left out or null in a file, as base.DerivedInt
+DerivedBool = Annotated[bool, BeforeValidator(lambda value: value, json_schema_input_type=bool | None)]
+DerivedLayerTypes = Annotated[
+    tuple[LayerType, ...], BeforeValidator(lambda value: value, json_schema_input_type=tuple[LayerType, ...] | None)
+]
 
 
 class ModelConfig(Section):
@@ -46,28 +76,88 @@ class ModelConfig(Section):
     """Number of key and value heads (grouped-query attention). Left out or null: `num_attention_heads`."""
 
     head_dim: DerivedInt = Field(default_factory=_hidden_size_per_head)
-    """Width of one head, even (RoPE rotates pairs). Left out or null: `hidden_size / num_attention_heads`."""
+    """Width of one head, even where rotated. Left out or null: `hidden_size / num_attention_heads`."""
 
-    hidden_act: Literal["silu", "gelu", "gelu_pytorch_tanh"] = "silu"
-    """Activation function of the feed-forward layer."""
+    hidden_act: Literal["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"] = "silu"
+    """Activation function of the feed-forward layer; `gelu_new` is GPT-2's name of `gelu_pytorch_tanh`."""
 
-    normalization: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Kind of every norm in the model."""
+    normalization: Literal["rmsnorm", "zero_centered_rmsnorm", "layernorm"] = "rmsnorm"
+    """Kind of every norm in the model; `zero_centered_rmsnorm` multiplies by 1 + weight, as Gemma does."""
+
+    norm_placement: Literal["pre", "post", "pre_and_post"] = "pre"
+    """Norms of a block: of what attention and feed-forward layer read, of what they put out (OLMo-2), or of both."""
+
+    use_parallel_residual: bool = False
+    """Attention and feed-forward layer of a block both read the block's input, and both are added to it (GPT-NeoX)."""
+
+    query_key_norm: Literal["none", "per_head", "full_width"] = "none"
+    """Norm of queries and keys before rotation: of each head (Qwen3), or of all heads together (OLMo-2)."""
 
     gated_mlp: bool = True
     """Feed-forward layer with a gate (SwiGLU with `silu`), instead of two plain projections."""
 
     attention_bias: bool = False
-    """Biases in the attention projections."""
+    """Biases of the query, key and value projections."""
+
+    attention_output_bias: DerivedBool = Field(default_factory=_as_the_other_projections)
+    """Bias of attention's output projection. Left out or null: `attention_bias`."""
 
     mlp_bias: bool = False
     """Biases in the feed-forward projections."""
 
+    num_experts: PositiveInt | None = None
+    """Feed-forward layers of a block, from which a router picks for each token (mixture of experts). Null: one."""
+
+    num_experts_per_tok: PositiveInt = 2
+    """Experts that each token goes through; at most `num_experts`."""
+
+    moe_intermediate_size: DerivedInt = Field(default_factory=_size_of_dense_layers)
+    """Width of one expert. Left out or null: `intermediate_size`."""
+
+    norm_topk_prob: bool = True
+    """Divide the picked experts' probabilities by their sum."""
+
+    mlp_only_layers: tuple[NonNegativeInt, ...] = ()
+    """Blocks, counted from 0, that have one dense feed-forward layer in a model with experts."""
+
+    query_pre_attn_scalar: PositiveFloat | None = None
+    """Attention scores are divided by the square root of this. Null: `head_dim`."""
+
+    attn_logit_softcapping: PositiveFloat | None = None
+    """Attention scores x become cap * tanh(x / cap). Null: they stay; the mask of all scores exists where it is set."""
+
+    final_logit_softcapping: PositiveFloat | None = None
+    """Logits x become cap * tanh(x / cap). Null: they stay."""
+
+    scale_embeddings: bool = False
+    """Multiply token embeddings by the square root of `hidden_size`, rounded to the computation's dtype (Gemma)."""
+
     rms_norm_eps: PositiveFloat = 1e-6
     """Epsilon of every norm, whichever `normalization` is chosen."""
 
+    position_embedding: Literal["rope", "learned"] = "rope"
+    """How a token's position is told: rotary embedding in attention, or a learned vector per position (GPT-2)."""
+
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary position embedding."""
+
+    rope_scaling: RopeScaling | None = None
+    """Rotary embedding for longer sequences than the first training's. Null: plain."""
+
+    partial_rotary_factor: Annotated[float, NotBool, Field(gt=0, le=1)] = 1.0
+    """Part of each head that is rotated, from its first feature on."""
+
+    rope_local_base_freq: PositiveFloat | None = None
+    """Base of plain rotary embedding in `sliding_attention` layers (Gemma 3). Null: they are as all others."""
+
+    layers_without_rope: tuple[NonNegativeInt, ...] = ()
+    """Blocks, counted from 0, whose attention knows no positions (SmolLM3)."""
+
+    sliding_window: PositiveInt | None = None
+    """Tokens that a token of a `sliding_attention` layer sees, itself included. Null: no layer has a window."""
+
+    layer_types: DerivedLayerTypes = Field(default_factory=_all_alike)
+    """Attention of each block. Left out or null: all sliding where `sliding_window` is set, else all full."""
 
     max_position_embeddings: PositiveInt = 2048
     """Longest sequence the model is meant for, in tokens."""
@@ -86,6 +176,20 @@ class ModelConfig(Section):
 
     embedding_dropout: Probability = 0.0
     """Fraction of the numbers of the token embeddings dropped in training."""
+
+    def has_window(self, layer: int) -> bool:
+        """Whether attention of block `layer` sees only `sliding_window` tokens."""
+        return self.layer_types[layer] == "sliding_attention"
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether block `layer` has a router and experts."""
+        return self.num_experts is not None and layer not in self.mlp_only_layers
+
+    def rotary_dim(self, layer: int) -> int:
+        """Features of each head that block `layer` rotates, from the first on."""
+        if self.position_embedding != "rope" or layer in self.layers_without_rope:
+            return 0
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def has_dropout(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +20,7 @@ from megalite.parallel.dropout import Dropout
 from megalite.parallel.initialize import initialize_
 
 Payload = Tensor | tuple[Tensor, ...]
+Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)

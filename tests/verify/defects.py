@@ -18,7 +18,9 @@ import megalite.engine.engine as engine
 import megalite.engine.pipeline as pipeline
 import megalite.parallel.linear as linear
 import megalite.parallel.norm as norm
+import models.attention as attention
 import models.decoder as decoder
+import models.rope as rope
 from launch.verify.observations import Block
 from megalite.parallel.collectives import TensorParallel, all_gather
 
@@ -81,7 +83,7 @@ def tied_copies_go_their_own_way() -> None:
 
 def rotation_restarts_on_each_slice() -> None:
     """RoPE under sequence parallelism by the position within a rank's slice."""
-    rotation, attention = decoder._rotation, decoder.Attention.forward
+    rotation, attend = rope.rotation, attention.Attention.forward
     slices = [1]
 
     def rotate(positions: Tensor, *rest: Any) -> Any:
@@ -89,10 +91,11 @@ def rotation_restarts_on_each_slice() -> None:
 
     def forward(self: Any, *inputs: Any) -> Tensor:
         slices[0] = self.tp.size if self.tp.sequence_is_cut else 1
-        decoder._fixed_rotation.cache_clear()
-        return attention(self, *inputs)
+        rope.fixed_rotation.cache_clear()
+        return attend(self, *inputs)
 
-    decoder._rotation, decoder.Attention.forward = rotate, forward  # type: ignore[assignment]
+    rope.rotation = attention.rotation = rotate
+    attention.Attention.forward = forward  # type: ignore[method-assign]
 
 
 def last_micro_batch_is_not_reduced() -> None:
@@ -148,7 +151,7 @@ class _GatherForgettingOthers(torch.autograd.Function):
 
 
 def stale_key_value_head() -> None:
-    decoder.gather_heads = lambda x, tp, dim: _GatherForgettingOthers.apply(x, tp, dim)
+    attention.gather_heads = lambda x, tp, dim: _GatherForgettingOthers.apply(x, tp, dim)
 
 
 def norm_gradients_of_a_slice() -> None:
@@ -161,7 +164,7 @@ def recomputation_cuts_the_graph() -> None:
     def recomputed(function: Any, first: Tensor, *rest: Any) -> Any:
         return original(function, first.detach().requires_grad_(), *rest)
 
-    decoder.recomputed = recomputed
+    decoder.recomputed = attention.recomputed = recomputed
 
 
 def zero_3_computes_with_stale_weights() -> None:
@@ -198,7 +201,7 @@ def earlier_stages_divide_by_accumulation() -> None:
 
 def attention_head_of_a_neighbour() -> None:
     """Queries attend to the key/value head of the next group."""
-    original = decoder.Attention._whole_kv_head
+    original = attention.Attention._whole_kv_head
 
     def neighbour(self: Any, qkv: Tensor) -> Tensor:
         mine = self.tp
@@ -208,7 +211,7 @@ def attention_head_of_a_neighbour() -> None:
         finally:
             self.tp = mine
 
-    decoder.Attention._whole_kv_head = neighbour  # type: ignore[method-assign]
+    attention.Attention._whole_kv_head = neighbour  # type: ignore[method-assign]
 
 
 def schedule_is_ignored() -> None:
