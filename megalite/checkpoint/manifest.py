@@ -101,6 +101,11 @@ def read_manifest(folder: Path) -> Manifest:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: there is no such checkpoint folder")
         manifest = _parse(folder / MANIFEST)
+        if STEP.fullmatch(folder.name) and int(folder.name[5:]) != manifest.step:
+            raise CheckpointError(
+                f"{folder}: its {MANIFEST} is of step {manifest.step}: a copy of another step's folder; "
+                f"copies have other names than a run's own, such as {step_folder(manifest.step)}_kept"
+            )
         for name, file in manifest.files.items():
             _check_file(folder, name, file)
     except OSError as error:

@@ -1,11 +1,14 @@
-"""A real S3 server for the tests that ask for one."""
+"""A real S3 server and a checkpoint to be damaged, for the tests that ask for them."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.damaging import write
 from tests.checkpoint.mirrors import own_client
 from tests.checkpoint.s3_server import Gate, gate, s3_server
 
@@ -39,3 +42,15 @@ def place(s3: Gate, request: pytest.FixtureRequest) -> Iterator[str]:
     s3.seen.clear()
     yield f"s3://bucket/{request.node.name}"
     s3.mend()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two ranks that stays as it is."""
+    return write(tmp_path_factory.mktemp("whole") / "step_00000001")
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """A copy to be damaged."""
+    return shutil.copytree(whole, tmp_path / whole.name)

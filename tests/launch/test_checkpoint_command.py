@@ -209,7 +209,7 @@ def flip(path: Path) -> None:
 
 
 def test_verify_tells_a_whole_checkpoint_from_a_damaged_one(run: Path, checkpoint: Command) -> None:
-    """What else can be wrong: tests/checkpoint/test_damage.py."""
+    """What else can be wrong: tests/checkpoint/test_hostile_checkpoints.py."""
     bad = checkpoint("verify", run, code=1)
     assert bad.count(": good:") == 3 and "step_00000001: not a complete checkpoint" in bad
     shutil.rmtree(run / "checkpoints" / "step_00000001")
