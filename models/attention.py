@@ -1,7 +1,7 @@
 """Causal self-attention of one block, its heads cut over the tensor-parallel ranks.
 
 In and out: hidden states `[batch, seq(/tp), hidden]`; beside them positions `[batch, seq]` where documents are
-masked, and sample numbers `[batch]` where dropout is on.
+masked, and sample numbers `[batch]` where dropout is on. In generation a cache holds what came before.
 """
 
 from __future__ import annotations
@@ -15,34 +15,54 @@ from megalite.parallel.collectives import TensorParallel, gather_heads
 from megalite.parallel.dropout import Dropout
 from megalite.parallel.layers import Recompute, recomputed
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear, lacks_fast_gemm
-from models.functional import causal_mask, document_mask, rotated_heads
-from models.rope import fixed_rotation, rotation
+from models.cache import KeyValueCache
+from models.functional import rotated, rotated_heads
+from models.head_norm import FullWidthRMSNorm, norm_of_each_head
+from models.masks import causal_mask, document_mask
+from models.rope import Rope, fixed_rotation, rope_of_layer, rotation
+
+Heads = tuple[Tensor, Tensor, Tensor]  # q, k, v
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions; heads are cut over the ranks.
+    """Causal grouped-query attention; heads are cut over the ranks.
 
     Key/value features are cut evenly too. Where there are fewer key/value heads than ranks a rank computes a slice
     of a head, and the slices are gathered: activations are replicated, weights never are, so no replica can go stale
     and every parameter counts exactly once in the gradient norm.
+
+    While `cache` is set the tokens that come in follow those in it, and are added to it; nothing gets a gradient.
     """
 
     def __init__(self, model: ModelConfig, layer: int, tp: TensorParallel, recompute: Recompute) -> None:
         super().__init__()
         self.tp, self.recompute, self.head_dim = tp, recompute, model.head_dim
-        self.rope_theta = model.rope_theta
+        self.rope = rope_of_layer(model, layer)
+        self.window = model.sliding_window if model.has_window(layer) else None
+        self.scale = (model.query_pre_attn_scalar or model.head_dim) ** -0.5
+        self.softcap = model.attn_logit_softcapping
         self.local_heads = model.num_attention_heads // tp.size
         self.kv_heads, self.kv_is_gathered = model.num_key_value_heads, model.num_key_value_heads < tp.size
         self.local_kv_heads = max(1, self.kv_heads // tp.size)
+        self.cache: KeyValueCache | None = None
         q_size, kv_size = model.num_attention_heads * self.head_dim, self.kv_heads * self.head_dim
         sections = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = ColumnParallelLinear(model.hidden_size, sections, model.attention_bias, tp)
-        self.o_proj = RowParallelLinear(q_size, model.hidden_size, model.attention_bias, tp)
+        self.o_proj = RowParallelLinear(q_size, model.hidden_size, model.attention_output_bias, tp)
+        self.norms = model.query_key_norm
+        if self.norms == "per_head":
+            self.q_norm, self.k_norm = norm_of_each_head(model, tp), norm_of_each_head(model, tp)
+        elif self.norms == "full_width":
+            self.q_norm = FullWidthRMSNorm(q_size, model.rms_norm_eps, tp)
+            self.k_norm = FullWidthRMSNorm(kv_size, model.rms_norm_eps, tp)
         self.dropout = Dropout(model.attention_dropout, tp)
 
     def forward(self, hidden: Tensor, positions: Tensor | None, samples: Tensor | None) -> Tensor:
         """`[batch, seq(/tp), hidden]` -> the same."""
         qkv = self.qkv_proj(hidden)  # [batch, seq, (heads + 2 kv_heads) * head_dim / tp]
+        if self.norms == "full_width":
+            q, k, v = self._split(qkv)
+            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
         if self.kv_is_gathered:
             qkv = self._whole_kv_head(qkv)
         if self.recompute == "selective" and torch.is_grad_enabled():
@@ -52,40 +72,11 @@ class Attention(nn.Module):
             context = self._attend(qkv, positions, samples)
         return self.o_proj(context)
 
-    def _attend(self, qkv: Tensor, positions: Tensor | None, samples: Tensor | None) -> Tensor:
-        batch, seq, _ = qkv.shape
-        dtype = qkv.dtype
-        if lacks_fast_gemm(qkv):
-            qkv = qkv.float()
-        heads = qkv.view(batch, seq, self.local_heads + 2 * self.local_kv_heads, self.head_dim)
-        if positions is None:
-            cos, sin = fixed_rotation(seq, self.head_dim, self.rope_theta, qkv.device, qkv.dtype)
-        else:
-            cos, sin = rotation(positions, self.head_dim, self.rope_theta, qkv.dtype)
-        q, k, v = rotated_heads(heads, cos, sin, self.local_heads, self.local_kv_heads)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [batch, heads/tp, seq, head_dim]
-        if self.dropout.is_active:
-            context = self._attend_with_dropout(q, k, v, positions, samples)
-        else:
-            context = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=None if positions is None else document_mask(positions),
-                is_causal=positions is None,
-                enable_gqa=self.local_heads != self.local_kv_heads,
-            )
-        return context.transpose(1, 2).flatten(2).to(dtype)  # [batch, seq, heads * head_dim / tp]
-
-    def _attend_with_dropout(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, samples: Tensor | None
-    ) -> Tensor:
-        """SDPA takes no mask of ours, so the probabilities exist: `[batch, heads/tp, seq, seq]`, several times."""
-        k, v = (x.repeat_interleave(self.local_heads // self.local_kv_heads, dim=1) for x in (k, v))
-        allowed = causal_mask(q.shape[2], q.device) if positions is None else document_mask(positions)
-        scores = (q * self.head_dim**-0.5 @ k.transpose(2, 3)).masked_fill_(~allowed, float("-inf"))
-        probabilities = scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-        return self.dropout.probabilities(probabilities, samples) @ (v * self.dropout.scale)
+    def _split(self, qkv: Tensor) -> Heads:
+        """Features `[batch, seq, features/tp]` of q, of k and of v; a rank's k and v may be a slice of a head."""
+        q_size = self.local_heads * self.head_dim
+        kv_size = (qkv.shape[-1] - q_size) // 2
+        return qkv.split((q_size, kv_size, kv_size), dim=-1)
 
     def _whole_kv_head(self, qkv: Tensor) -> Tensor:
         """Slices of key/value heads -> the one whole head that this rank's queries attend to."""
@@ -95,3 +86,80 @@ class Attention(nn.Module):
         mine = self.tp.rank * self.kv_heads // self.tp.size
         kv = kv[..., mine * self.head_dim : (mine + 1) * self.head_dim]
         return torch.cat((q, kv.flatten(2)), dim=-1)
+
+    def _attend(self, qkv: Tensor, positions: Tensor | None, samples: Tensor | None) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in self._heads(qkv, positions))  # [batch, heads/tp, seq, head_dim]
+        if self.cache is not None:
+            assert positions is None and not torch.is_grad_enabled(), "a cache is for one document, without gradients"
+            k, v = (self._in_reach(x, q.shape[2]).to(q.dtype) for x in self.cache.append(k, v))
+        mask = self._mask(q.shape[2], k.shape[2], positions, q.device)
+        if self.dropout.is_active or self.softcap is not None:
+            context = self._attend_explicitly(q, k, v, mask, samples)
+        else:
+            context = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=mask is None and q.shape[2] > 1,
+                scale=self.scale,
+                enable_gqa=self.local_heads != self.local_kv_heads,
+            )
+        return context.transpose(1, 2).flatten(2).to(qkv.dtype)  # [batch, seq, heads * head_dim / tp]
+
+    def _heads(self, qkv: Tensor, positions: Tensor | None) -> Heads:
+        """q, k, v `[batch, seq, heads/tp, head_dim]`, normed and rotated."""
+        sizes = self.local_heads, self.local_kv_heads, self.local_kv_heads
+        heads = qkv.unflatten(-1, (sum(sizes), self.head_dim))
+        if self.norms == "per_head":
+            q, k, v = heads.split(sizes, dim=2)
+            q, k, v = _multipliable(self.q_norm(q)), _multipliable(self.k_norm(k)), _multipliable(v)
+            if self.rope is None:
+                return q, k, v
+            cos, sin = self._rotation(q, self.rope, positions)
+            return rotated(q, cos, sin), rotated(k, cos, sin), v
+        heads = _multipliable(heads)
+        if self.rope is None:
+            return heads.split(sizes, dim=2)
+        return rotated_heads(heads, *self._rotation(heads, self.rope, positions), *sizes[:2])
+
+    def _rotation(self, heads: Tensor, rope: Rope, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        if positions is not None:
+            return rotation(positions, rope, heads.dtype)
+        start = 0 if self.cache is None else self.cache.length
+        return fixed_rotation(heads.shape[1], rope, heads.device, heads.dtype, start)
+
+    def _in_reach(self, cached: Tensor, queries: int) -> Tensor:
+        """Of cached keys or values `[batch, heads, keys, head_dim]` those that one of the last tokens sees."""
+        return cached if self.window is None else cached[:, :, -(self.window + queries - 1) :]
+
+    def _mask(self, queries: int, keys: int, positions: Tensor | None, device: torch.device) -> Tensor | None:
+        """What the last `queries` of `keys` tokens see, `[(batch, 1,) queries, keys]`; None: all up to themselves."""
+        window = self.window if self.window is not None and self.window < keys else None
+        if positions is not None:
+            return document_mask(positions, window)
+        if queries == 1 or (queries == keys and window is None):
+            return None
+        return causal_mask(queries, keys, window, device)
+
+    def _attend_explicitly(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, samples: Tensor | None
+    ) -> Tensor:
+        """SDPA takes no dropout mask and no cap of ours, so all scores exist: `[batch, heads/tp, seq, seq]`, several
+        times."""
+        k, v = (x.repeat_interleave(self.local_heads // self.local_kv_heads, dim=1) for x in (k, v))
+        if self.softcap is None:
+            scores = q * self.scale @ k.transpose(2, 3)
+        else:
+            scores = (q * (self.scale / self.softcap) @ k.transpose(2, 3)).tanh_() * self.softcap
+        allowed = causal_mask(q.shape[2], k.shape[2], None, q.device) if mask is None else mask
+        scores.masked_fill_(~allowed, float("-inf"))
+        probabilities = scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+        if not self.dropout.is_active:
+            return probabilities @ v
+        return self.dropout.probabilities(probabilities, samples) @ (v * self.dropout.scale)
+
+
+def _multipliable(x: Tensor) -> Tensor:
+    """bf16 as fp32 on a CPU that lacks bf16 units."""
+    return x.float() if lacks_fast_gemm(x) else x

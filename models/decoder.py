@@ -1,4 +1,4 @@
-"""One configurable decoder, as a list of layers: embedding, blocks, final norm, output head.
+"""One configurable decoder, as a list of layers: embedding, learned positions if any, blocks, final norm, output head.
 
 In: token ids `[batch, seq]`, beside them positions `[batch, seq]` where documents are masked, and sample numbers
 `[batch]` where dropout is on. Between layers: hidden states `[batch, seq, hidden]` (`[batch, seq/tp, hidden]` under
@@ -10,18 +10,21 @@ without ever holding all logits. Math follows transformers' models; ranks, files
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
-from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.collectives import TensorParallel, replicated_parameter
 from megalite.parallel.dropout import Dropout
 from megalite.parallel.layers import LayerSpec, Payload, Recompute, recomputed
 from megalite.parallel.linear import VocabParallelEmbedding, sharded_parameter
-from megalite.parallel.norm import LayerNorm, RMSNorm
-from megalite.parallel.shard import Shard
+from megalite.parallel.norm import NORMS
+from megalite.parallel.shard import Shard, replicated
 from models.attention import Attention
+from models.experts import SparseMLP
 from models.feed_forward import MLP
 
 HeadOutput = tuple[Tensor, Tensor]  # hidden states, the head's local weight [vocab/tp, hidden]
@@ -29,38 +32,41 @@ HeadOutput = tuple[Tensor, Tensor]  # hidden states, the head's local weight [vo
 
 def decoder_layers(model: ModelConfig, recompute: Recompute = "none") -> list[LayerSpec]:
     """The decoder of `model` as layer specs, in order; the single definition every engine builds from."""
-    hidden = model.hidden_size
-    head_dim, heads, kv_heads = model.head_dim, model.num_attention_heads, model.num_key_value_heads
-    # multiply-adds per token, the common factor of forward and backward; attention scores left out
-    matrices = hidden * head_dim * (2 * heads + 2 * kv_heads) + hidden * model.intermediate_size * (
-        3 if model.gated_mlp else 2
-    )
-    embedding = LayerSpec(
-        name="model.embed_tokens",
-        build=partial(TokenEmbedding, model),
-        cost=0.0,
-        tied_to="model.embed_tokens" if model.tie_word_embeddings else None,
-    )
+    tie = "model.embed_tokens" if model.tie_word_embeddings else None
+    embedding = LayerSpec("model.embed_tokens", partial(TokenEmbedding, model), cost=0.0, tied_to=tie)
+    # a layer of its own, because a tied embedding also stands on the last stage
+    positions = LayerSpec("model.embed_positions", partial(PositionEmbedding, model), cost=0.0)
     blocks = [
         LayerSpec(
             name=f"model.layers.{index}",
             build=partial(DecoderBlock, model, recompute, index),
-            cost=float(matrices),
+            cost=_block_cost(model, index),
             is_block=True,
         )
         for index in range(model.num_hidden_layers)
     ]
     norm = LayerSpec("model.norm", partial(_norm, model), cost=0.0)
-    head_cost = float(hidden * model.vocab_size)
+    head_cost = float(model.hidden_size * model.vocab_size)
     if model.tie_word_embeddings:
-        head = LayerSpec(embedding.name, embedding.build, head_cost, tied_to=embedding.tied_to, forward=_tied_head)
+        head = LayerSpec(embedding.name, embedding.build, head_cost, tied_to=tie, forward=_tied_head)
     else:
-        head = LayerSpec("lm_head", lambda tp: OutputHead(model.vocab_size, hidden, tp), head_cost)
-    return [embedding, *blocks, norm, head]
+        head = LayerSpec("lm_head", lambda tp: OutputHead(model.vocab_size, model.hidden_size, tp), head_cost)
+    return [embedding, *([positions] if model.position_embedding == "learned" else []), *blocks, norm, head]
+
+
+def _block_cost(model: ModelConfig, layer: int) -> float:
+    """Multiply-adds per token, the common factor of forward and backward; attention scores left out."""
+    hidden = model.hidden_size
+    attention = hidden * model.head_dim * 2 * (model.num_attention_heads + model.num_key_value_heads)
+    if not model.has_experts(layer):
+        return float(attention + hidden * model.intermediate_size * (3 if model.gated_mlp else 2))
+    assert model.num_experts is not None
+    active = 3 * model.num_experts_per_tok * model.moe_intermediate_size
+    return float(attention + hidden * (model.num_experts + active))
 
 
 def _norm(model: ModelConfig, tp: TensorParallel) -> nn.Module:
-    return (RMSNorm if model.normalization == "rmsnorm" else LayerNorm)(model.hidden_size, model.rms_norm_eps, tp)
+    return NORMS[model.normalization](model.hidden_size, model.rms_norm_eps, tp)
 
 
 def _tied_head(embedding: nn.Module, hidden: Tensor) -> HeadOutput:
@@ -75,17 +81,51 @@ def _parts(payload: Payload) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return first, by_dims.get(2), by_dims.get(1)
 
 
+def _with_riders(hidden: Tensor, payload: Payload) -> Payload:
+    return hidden if isinstance(payload, Tensor) else (hidden, *payload[1:])
+
+
 class TokenEmbedding(VocabParallelEmbedding):
     """The first layer: embeds the tokens and passes on what rides along."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         super().__init__(model.vocab_size, model.hidden_size, tp)
-        self.dropout = Dropout(model.embedding_dropout, tp)
+        self.scale = model.hidden_size**0.5 if model.scale_embeddings else None
+        # dropout is of the sum of all embeddings: after the positions, where they are learned
+        self.dropout = Dropout(0.0 if model.position_embedding == "learned" else model.embedding_dropout, tp)
 
     def forward(self, payload: Payload) -> Payload:  # type: ignore[override]  # a tuple goes in and out
         tokens, _, samples = _parts(payload)
-        hidden = self.dropout(super().forward(tokens), samples)
-        return hidden if isinstance(payload, Tensor) else (hidden, *payload[1:])
+        hidden = super().forward(tokens)
+        if self.scale is not None:  # rounded as Gemma's was in its training: to the dtype that is computed in
+            hidden = hidden.mul_(torch.tensor(self.scale, dtype=hidden.dtype).item())
+        return _with_riders(self.dropout(hidden, samples), payload)
+
+
+class PositionEmbedding(nn.Module):
+    """Adds the learned vector of each token's position (GPT-2)."""
+
+    def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+        shape = (model.max_position_embeddings, model.hidden_size)
+        self.weight = sharded_parameter(replicated(shape, tp.size, tp.rank, "normal"))
+        self.dropout = Dropout(model.embedding_dropout, tp)
+        self.offset = 0  # position of the first token, where none are in the payload: generation goes on from a cache
+
+    def forward(self, payload: Payload) -> Payload:
+        """`[batch, seq(/tp), hidden]` -> the same."""
+        hidden, positions, samples = _parts(payload)
+        rows = hidden.shape[1]
+        first = self.tp.rank * rows if self.tp.sequence_is_cut else 0
+        weight = replicated_parameter(self.weight, self.tp)
+        if positions is None:
+            stop = self.offset + first + rows
+            assert stop <= len(weight), f"a sequence of {stop} tokens, but there are {len(weight)} learned positions"
+            vectors = weight[stop - rows : stop]
+        else:
+            vectors = F.embedding(positions[:, first : first + rows], weight)
+        return _with_riders(self.dropout(hidden + vectors, samples), payload)
 
 
 class OutputHead(nn.Module):
@@ -99,18 +139,44 @@ class OutputHead(nn.Module):
         return hidden, self.weight
 
 
+class BlockNorms(NamedTuple):
+    """Which norms a block has, by their names; None: nothing is normalized there."""
+
+    attention_input: str | None
+    attention_output: str | None
+    mlp_input: str | None
+    mlp_output: str | None
+
+
+# names as in transformers' Llama, OLMo-2 and Gemma 2
+BLOCK_NORMS = {
+    "pre": BlockNorms("input_layernorm", None, "post_attention_layernorm", None),
+    "post": BlockNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "pre_and_post": BlockNorms(
+        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+    ),
+}
+
+
 class DecoderBlock(nn.Module):
-    """Norm, attention, residual; norm, MLP, residual."""
+    """Attention and feed-forward part, one after the other or side by side, each added to the residual stream."""
 
     def __init__(self, model: ModelConfig, recompute: Recompute, layer: int, tp: TensorParallel) -> None:
         super().__init__()
         self.recompute, self.is_last = recompute, layer == model.num_hidden_layers - 1
-        self.input_layernorm = _norm(model, tp)
+        self.is_parallel, self.norms = model.use_parallel_residual, BLOCK_NORMS[model.norm_placement]
+        self._add_norm(self.norms.attention_input, model, tp)
         self.self_attn = Attention(model, layer, tp, recompute)
-        self.post_attention_layernorm = _norm(model, tp)
-        self.mlp = MLP(model, tp)
+        self._add_norm(self.norms.attention_output, model, tp)
+        self._add_norm(self.norms.mlp_input, model, tp)
+        self.mlp = (SparseMLP if model.has_experts(layer) else MLP)(model, tp)
+        self._add_norm(self.norms.mlp_output, model, tp)
         self.attention_output_dropout = Dropout(model.residual_dropout, tp)
         self.mlp_output_dropout = Dropout(model.residual_dropout, tp)
+
+    def _add_norm(self, name: str | None, model: ModelConfig, tp: TensorParallel) -> None:
+        if name is not None:
+            self.add_module(name, _norm(model, tp))
 
     def forward(self, payload: Payload) -> Payload:
         """`[batch, seq(/tp), hidden]` -> the same; what rides along is passed on to the next block."""
@@ -119,11 +185,23 @@ class DecoderBlock(nn.Module):
             hidden = recomputed(self._block, *parts)
         else:
             hidden = self._block(*parts)
-        return hidden if isinstance(payload, Tensor) or self.is_last else (hidden, *payload[1:])
+        return hidden if self.is_last else _with_riders(hidden, payload)
 
     def _block(self, hidden: Tensor, positions: Tensor | None, samples: Tensor | None) -> Tensor:
-        # residuals are added in place, to the GEMM results that nobody else reads
-        attended = self.self_attn(self.input_layernorm(hidden), positions, samples)
-        hidden = self.attention_output_dropout(attended, samples).add_(hidden)
-        fed_forward = self.mlp(self.post_attention_layernorm(hidden))
-        return self.mlp_output_dropout(fed_forward, samples).add_(hidden)
+        # residuals are added in place, to results of GEMMs and norms that nobody else reads
+        attended = self._attended(hidden, positions, samples)
+        if self.is_parallel:
+            return self._fed_forward(hidden, samples).add_(attended).add_(hidden)
+        hidden = attended.add_(hidden)
+        return self._fed_forward(hidden, samples).add_(hidden)
+
+    def _attended(self, hidden: Tensor, positions: Tensor | None, samples: Tensor | None) -> Tensor:
+        attended = self.self_attn(self._normed(self.norms.attention_input, hidden), positions, samples)
+        return self.attention_output_dropout(self._normed(self.norms.attention_output, attended), samples)
+
+    def _fed_forward(self, hidden: Tensor, samples: Tensor | None) -> Tensor:
+        fed_forward = self.mlp(self._normed(self.norms.mlp_input, hidden))
+        return self.mlp_output_dropout(self._normed(self.norms.mlp_output, fed_forward), samples)
+
+    def _normed(self, norm: str | None, x: Tensor) -> Tensor:
+        return x if norm is None else getattr(self, norm)(x)

@@ -16,10 +16,15 @@ from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from models.functional import swiglu
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+Activation = Callable[[Tensor], Tensor]
+
+_gelu_tanh = partial(F.gelu, approximate="tanh")
+ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
     "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_new": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "relu": F.relu,
 }
 
 
@@ -29,8 +34,7 @@ class MLP(nn.Module):
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         size, bias = model.intermediate_size, model.mlp_bias
-        self.is_gated, self.is_swiglu = model.gated_mlp, model.gated_mlp and model.hidden_act == "silu"
-        self.activation = ACTIVATIONS[model.hidden_act]
+        self.activation = gated(model.hidden_act) if model.gated_mlp else ACTIVATIONS[model.hidden_act]
         sections = {"gate_proj": size, "up_proj": size} if model.gated_mlp else {"up_proj": size}
         self.up_projections = ColumnParallelLinear(model.hidden_size, sections, bias, tp)
         self.down_proj = RowParallelLinear(size, model.hidden_size, bias, tp)
@@ -38,9 +42,14 @@ class MLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """`[batch, seq(/tp), hidden]` -> the same."""
         features = self.up_projections(hidden)  # [batch, seq, (2) * intermediate / tp]
-        if self.is_swiglu:
-            return self.down_proj(swiglu(features))
-        if self.is_gated:
-            gate, up = features.chunk(2, dim=-1)
-            return self.down_proj(self.activation(gate) * up)
         return self.down_proj(self.activation(features))
+
+
+def gated(hidden_act: str) -> Activation:
+    """`activation(gate) * up` of `[..., 2 * features]`, gate before up."""
+    return swiglu if hidden_act == "silu" else partial(_gated, ACTIVATIONS[hidden_act])
+
+
+def _gated(activation: Activation, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activation(gate) * up

@@ -40,19 +40,40 @@ class _RotatedHeads(torch.autograd.Function):
         return grad, None, None, None, None
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, torch.empty_like(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin, torch.empty_like(grad)), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
+    """The first features of each head by pairs (i, i + pairs), the others as they are."""
+    pairs = cos.shape[-1]
+    first, second, others = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
+    torch.mul(first, cos, out=out[..., :pairs]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., pairs : 2 * pairs]).addcmul_(first, sin)
+    if others.shape[-1]:
+        out[..., 2 * pairs :] = others
+    return out
 
 
 def rotated_heads(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k with rotary embedding (Su 2021), and v, from `[batch, seq, heads + 2 kv_heads, head_dim]`.
 
-    cos and sin `[batch|1, seq, 1, head_dim/2]`.
+    cos and sin `[batch|1, seq, 1, pairs]`: the first `2 * pairs` features of a head are rotated.
     """
     return _RotatedHeads.apply(qkv, cos, sin, heads, kv_heads)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`[batch, seq, heads, head_dim]` with rotary embedding, by cos and sin as those of `rotated_heads`."""
+    return _Rotated.apply(x, cos, sin)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -76,15 +97,3 @@ class _SwiGLU(torch.autograd.Function):
 def swiglu(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` (Shazeer 2020) of `[..., 2 * features]`, keeping only its input."""
     return _SwiGLU.apply(gate_up)
-
-
-def document_mask(positions: Tensor) -> Tensor:
-    """Causal attention inside documents, bool `[batch, 1, seq, seq]`; positions `[batch, seq]`, 0 at a start."""
-    document = (positions == 0).cumsum(dim=1)
-    same = document.unsqueeze(2) == document.unsqueeze(1)
-    return (same & causal_mask(positions.shape[1], positions.device)).unsqueeze(1)
-
-
-def causal_mask(seq: int, device: torch.device) -> Tensor:
-    """bool `[seq, seq]`, True where a token may look."""
-    return torch.ones(seq, seq, dtype=torch.bool, device=device).tril_()

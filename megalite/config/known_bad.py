@@ -188,10 +188,16 @@ def fetching_by_all_reduce(config: Config, layout: ResolvedLayout) -> str | None
 
 
 def mask_over_half_a_tile(config: Config, _: ResolvedLayout) -> str | None:
-    length = config.training.sequence_length
-    if not config.data.document_mask or config.precision.dtype == "fp32" or length % 128 != 64:
+    length, window = config.training.sequence_length, config.model.sliding_window
+    if config.precision.dtype == "fp32" or length % 128 != 64:
         return None
-    return f"data.document_mask, precision.dtype {config.precision.dtype} and training.sequence_length {length}"
+    if config.data.document_mask:
+        mask = "data.document_mask"
+    elif window is not None and window < length and "sliding_attention" in config.model.layer_types:
+        mask = f"model.sliding_window {window}"
+    else:
+        return None
+    return f"{mask}, precision.dtype {config.precision.dtype} and training.sequence_length {length}"
 
 
 UPGRADE = "install deepspeed 0.19.8 or newer"  # no row is about them, and the tests run on them

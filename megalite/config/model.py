@@ -26,7 +26,7 @@ def _one_kv_head_per_head(data: dict[str, Any]) -> int:
 
 
 def _hidden_size_per_head(data: dict[str, Any]) -> int:
-    """Rounds down; a hidden_size that does not divide is refused in rules.py, with numbers."""
+    """Rounds down; a hidden_size that does not divide is refused in model_rules.py, with numbers."""
     return int(data["hidden_size"] // data["num_attention_heads"])
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Literal
 from megalite.config.checkpoint import problem_with_url
 from megalite.config.deepspeed import is_on
 from megalite.config.errors import ConfigError, one_line
-from megalite.config.remedies import multiples_near, neighbours, tensor_parallel_fits, tensor_parallel_near
+from megalite.config.model_rules import problem_with_model
+from megalite.config.remedies import multiples_near, tensor_parallel_fits, tensor_parallel_near
 
 if TYPE_CHECKING:
     from megalite.config.root import Config
@@ -47,37 +48,8 @@ def one_length(config: Config, _: Situation) -> str | None:
     return None
 
 
-def heads_divide_hidden_size(config: Config, _: Situation) -> str | None:
-    model = config.model
-    if "head_dim" in model.model_fields_set or model.hidden_size % model.num_attention_heads == 0:
-        return None
-    return (
-        f"model.hidden_size {model.hidden_size} is not a multiple of model.num_attention_heads "
-        f"{model.num_attention_heads}: use a hidden_size of "
-        f"{multiples_near(model.hidden_size, 2 * model.num_attention_heads)}, or set model.head_dim"
-    )
-
-
-def head_dim_is_even(config: Config, _: Situation) -> str | None:
-    model = config.model
-    if model.head_dim % 2 == 0:
-        return None
-    return (
-        f"model.head_dim {model.head_dim} is odd, but RoPE rotates pairs: use a head_dim of "
-        f"{multiples_near(model.head_dim, 2)}, or a model.hidden_size of "
-        f"{multiples_near(model.hidden_size, 2 * model.num_attention_heads)} with head_dim left out"
-    )
-
-
-def kv_heads_divide_heads(config: Config, _: Situation) -> str | None:
-    heads, kv = config.model.num_attention_heads, config.model.num_key_value_heads
-    if heads % kv == 0:
-        return None
-    near = neighbours(kv, [size for size in range(1, heads + 1) if heads % size == 0])
-    return (
-        f"model.num_attention_heads {heads} is not a multiple of model.num_key_value_heads {kv}, so query "
-        f"heads cannot share kv heads evenly: use {near} kv heads"
-    )
+def model_goes_together(config: Config, _: Situation) -> str | None:
+    return problem_with_model(config.model)
 
 
 def heads_divide_over_tensor_parallel(config: Config, _: Situation) -> str | None:
@@ -313,6 +285,16 @@ def keep_best_has_losses(config: Config, _: Situation) -> str | None:
     )
 
 
+def the_last_step_is_exported(config: Config, _: Situation) -> str | None:
+    checkpoint = config.checkpoint
+    if checkpoint.export_hf != "last" or checkpoint.save_last:
+        return None
+    return (
+        "checkpoint.export_hf last has nothing to export, because checkpoint.save_last is false: set save_last true, "
+        "or export_hf every"
+    )
+
+
 def mirror_is_a_place(config: Config, _: Situation) -> str | None:
     """Never repeats a URL that may have a credential in it."""
     mirror = config.checkpoint.mirror
@@ -343,9 +325,7 @@ def rollbacks_have_checkpoints(config: Config, _: Situation) -> str | None:
 
 RULES: tuple[Callable[[Config, Situation], str | None], ...] = (
     one_length,
-    heads_divide_hidden_size,
-    head_dim_is_even,
-    kv_heads_divide_heads,
+    model_goes_together,
     heads_divide_over_tensor_parallel,
     kv_heads_divide_over_tensor_parallel,
     vocabulary_divides_over_tensor_parallel,
@@ -368,6 +348,7 @@ RULES: tuple[Callable[[Config, Situation], str | None], ...] = (
     decay_steps_need_wsd,
     initial_weights_are_not_our_own,
     keep_best_has_losses,
+    the_last_step_is_exported,
     mirror_is_a_place,
     mirror_outlives_the_run_folder,
     rollbacks_have_checkpoints,

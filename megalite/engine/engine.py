@@ -309,19 +309,21 @@ def _layer_maker(config: Config) -> Any:
 
 
 def _loss_of(config: Config) -> Any:
-    vocab_size = config.model.vocab_size
+    vocab_size, softcap = config.model.vocab_size, config.model.final_logit_softcapping
 
     def loss(outputs: tuple[Tensor, Tensor], labels: tuple[Tensor, Tensor], tp: TensorParallel) -> Tensor:
         (hidden, head_weight), (targets, weight) = outputs, labels
-        return with_unsafe_gradient(head_loss(hidden, head_weight, targets, vocab_size, tp) * weight)
+        return with_unsafe_gradient(head_loss(hidden, head_weight, targets, vocab_size, tp, softcap) * weight)
 
     return loss
 
 
 def _logits_of(config: Config) -> Any:
+    vocab_size, softcap = config.model.vocab_size, config.model.final_logit_softcapping
+
     def logits(outputs: tuple[Tensor, Tensor], tp: TensorParallel) -> Tensor:
         hidden, head_weight = outputs
-        return head_logits(hidden, head_weight, config.model.vocab_size, tp)
+        return head_logits(hidden, head_weight, vocab_size, tp, softcap)
 
     return logits
 

@@ -121,6 +121,23 @@ def resident_weights(parameter: torch.Tensor) -> torch.Tensor:
     return _without_padding(parameter, parameter.ds_tensor)  # type: ignore[attr-defined]
 
 
+def lone_partition(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The numbers of a ZeRO-3 parameter that this rank computes with, where no other copy of them is to be kept equal.
+
+    None where there is one: whole parameters, hpZ's second partition `ds_secondary_tensor`, a partition on NVMe
+    (runtime/zero/partition_parameters.py).
+    """
+    if is_whole_here(parameter) or parameter.ds_secondary_tensor is not None:  # type: ignore[attr-defined]
+        return None
+    partition = parameter.ds_tensor  # type: ignore[attr-defined]
+    return None if partition.final_location == "nvme" else _without_padding(parameter, partition)
+
+
+def is_swapped(parameter: torch.Tensor) -> bool:
+    """Whether ZeRO-3 keeps the optimizer's numbers of a parameter on NVMe (runtime/zero/stage3.py)."""
+    return is_partitioned(parameter) and bool(parameter._z3_optimizer.swap_optimizer)  # type: ignore[attr-defined]
+
+
 def own_range(parameter: torch.Tensor) -> tuple[int, int]:
     """Which numbers [start, stop) of the flattened local parameter this rank's optimizer updates; none: (0, 0).
 

@@ -28,7 +28,9 @@ from megalite.engine.optimizer import MOMENTS
 from megalite.engine.seams import (
     flat_partitions,
     is_partitioned,
+    is_swapped,
     link_optimizer_state,
+    lone_partition,
     own_numbers,
     own_partition,
     own_range,
@@ -62,7 +64,7 @@ def write_own_numbers(parameter: nn.Parameter, kind: str, fill: Callable[[Tensor
     start, stop = own_range(parameter)
     if start == stop:
         return
-    if not is_partitioned(parameter):
+    if not is_swapped(parameter):
         fill(own_numbers(parameter, kind))
         return
     partition = torch.zeros(parameter.ds_tensor.numel(), device=own_numbers(parameter, kind).device)  # type: ignore[attr-defined]
@@ -156,12 +158,16 @@ def _write_partition(parameter: nn.Parameter, name: str, value: Tensor) -> None:
 
 @torch.no_grad()
 def refresh(engine: Engine) -> None:
-    """Carries the written fp32 weights to the compute copies of all ranks; collective, one parameter at a time."""
+    """Carries the written fp32 weights to the compute copies of all ranks; collective."""
     parameters = [parameter for _, parameter in engine.parameters()]
     if not any(map(is_partitioned, parameters)):
         engine.deepspeed.optimizer.update_lp_params()
         return
     for parameter in parameters:  # ZeRO-3 has no such function: its copies are next refreshed by a step
+        partition = lone_partition(parameter)
+        if partition is not None:
+            partition.copy_(own_numbers(parameter, "weight"))
+            continue
         value = safe_get_full_fp32_param(parameter)
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.copy_(value.view(parameter.shape))

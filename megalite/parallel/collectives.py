@@ -132,3 +132,9 @@ def gather_heads(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
 def replicated_parameter(parameter: Tensor, tp: TensorParallel) -> Tensor:
     """A replicated parameter as used on a cut sequence: its gradient is the sum over the ranks' slices."""
     return _Copy.apply(parameter, tp) if tp.sequence_is_cut else parameter
+
+
+def parameter_in_parallel_region(parameter: Tensor, tp: TensorParallel) -> Tensor:
+    """A replicated parameter as used inside a parallel part, on this rank's heads or features: its gradient is the
+    sum over the ranks' parts, whether the sequence is cut outside or not."""
+    return parameter if tp.size == 1 else _Copy.apply(parameter, tp)

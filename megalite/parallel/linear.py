@@ -68,7 +68,8 @@ class _WidenedLinear(torch.autograd.Function):
         return x_grad, weight_grad, rows.sum(0).to(weight.dtype) if ctx.has_bias else None
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear`, as fast as the processor can."""
     if lacks_fast_gemm(x):
         return _WidenedLinear.apply(x, weight, bias)
     return F.linear(x, weight, bias)
@@ -86,7 +87,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[batch, seq(/tp), in]` -> `[batch, seq, out/tp]`."""
-        return _linear(enter_parallel_region(x, self.tp), self.weight, self.bias)
+        return linear(enter_parallel_region(x, self.tp), self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -102,9 +103,22 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[batch, seq, in/tp]` -> `[batch, seq(/tp), out]`."""
         if self.tp.size == 1:
-            return _linear(x, self.weight, self.bias)
-        y = leave_parallel_region(_linear(x, self.weight, None), self.tp)
+            return linear(x, self.weight, self.bias)
+        y = leave_parallel_region(linear(x, self.weight, None), self.tp)
         return y if self.bias is None else y + replicated_parameter(self.bias, self.tp)
+
+
+class LocalLinear(nn.Module):
+    """`y = x W^T` with this rank's part of a cut W and no communication: between layers that enter and leave the
+    parallel region together, such as experts."""
+
+    def __init__(self, shard: Shard) -> None:
+        super().__init__()
+        self.weight = sharded_parameter(shard)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[tokens, in]` -> `[tokens, out]`, local sizes of both."""
+        return linear(x, self.weight, None)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -23,25 +23,46 @@ CHUNK_BYTES = {
 CHUNK_TOKENS = 128  # at least, or the GEMM starves
 
 
-def head_logits(hidden: Tensor, weight: Tensor, vocab_size: int, tp: TensorParallel) -> Tensor:
-    """Whole logits `[batch, seq, vocab]` on every rank, for evaluation and sampling; no gradient across ranks."""
+def head_logits(
+    hidden: Tensor, weight: Tensor, vocab_size: int, tp: TensorParallel, softcap: float | None = None
+) -> Tensor:
+    """Whole logits `[batch, seq, vocab]` on every rank, for evaluation and sampling; no gradient across ranks.
+
+    With `softcap` logits x are `softcap * tanh(x / softcap)` (Gemma 2).
+    """
     local = torch.nn.functional.linear(enter_parallel_region(hidden, tp), weight)
+    if softcap is not None:
+        local = (local / softcap).tanh() * softcap
     return all_gather(local, tp, dim=-1)[..., :vocab_size]
 
 
-def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, tp: TensorParallel) -> Tensor:
+def head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    tp: TensorParallel,
+    softcap: float | None = None,
+) -> Tensor:
     """Sum over the valid tokens of the negative log likelihood, fp32 scalar, equal on all tensor-parallel ranks.
 
-    hidden `[batch, seq(/tp), hidden]`, weight `[padded vocab/tp, hidden]`, targets `[batch, seq]` (-100: no loss).
+    hidden `[batch, seq(/tp), hidden]`, weight `[padded vocab/tp, hidden]`, targets `[batch, seq]` (-100: no loss);
+    softcap as in `head_logits`.
     """
     hidden = enter_parallel_region(hidden, tp)
-    return _HeadLoss.apply(hidden.flatten(0, -2), weight, targets.flatten(), vocab_size, tp)
+    return _HeadLoss.apply(hidden.flatten(0, -2), weight, targets.flatten(), vocab_size, tp, softcap)
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, tp: TensorParallel
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        tp: TensorParallel,
+        softcap: float | None,
     ) -> Tensor:
         needs_grad = any(ctx.needs_input_grad)
         rows = weight.shape[0]
@@ -61,6 +82,7 @@ class _HeadLoss(torch.autograd.Function):
         ):
             x = x.to(head.dtype)
             logits = (x @ head.t()).float()  # [chunk, vocab/tp]
+            slope = None if softcap is None else _cap_(logits, softcap)
             if real_rows < rows:
                 logits[:, real_rows:] = float("-inf")
             valid = target != IGNORED
@@ -77,7 +99,7 @@ class _HeadLoss(torch.autograd.Function):
             # d loss / d logits = softmax - one_hot, zero where there is no loss
             probability = exponential.mul_(((top - log_total).exp_() * valid).unsqueeze(1))
             probability.scatter_add_(1, local_target.unsqueeze(1), -is_mine.unsqueeze(1).to(probability.dtype))
-            delta = probability.to(head.dtype)
+            delta = (probability if slope is None else probability.mul_(slope)).to(head.dtype)
             torch.mm(delta, head, out=x_grad)
             weight_grad = _accumulate(weight_grad, delta, x)
         if needs_grad:
@@ -85,10 +107,18 @@ class _HeadLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
         # `grad` holds 1/tokens and the loss scale; in place, so backward runs once, as everywhere in training
-        return hidden_grad.mul_(grad).to(ctx.dtype), weight_grad.mul_(grad).to(ctx.dtype), None, None, None
+        return hidden_grad.mul_(grad).to(ctx.dtype), weight_grad.mul_(grad).to(ctx.dtype), None, None, None, None
+
+
+def _cap_(logits: Tensor, softcap: float) -> Tensor:
+    """Caps in place; returns the derivative, `1 - tanh(x / softcap)^2`: another buffer of the chunk."""
+    logits.div_(softcap).tanh_()
+    slope = logits.square().neg_().add_(1.0)
+    logits.mul_(softcap)
+    return slope
 
 
 def _split(x: Tensor | None, length: int, chunk: int) -> tuple[Tensor | None, ...]:

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm over hidden states, whole or cut along the sequence.
+"""RMSNorm, Gemma's zero-centred RMSNorm and LayerNorm over hidden states, whole or cut along the sequence.
 
 In and out: `[batch, seq(/tp), hidden]`. The weights are replicated; on a cut sequence each rank sees only its
 positions, so their gradients are summed over the tensor-parallel ranks here, where the cut is known.
@@ -27,33 +27,53 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight = replicated_parameter(self.weight, self.tp)
         if x.device.type == "cpu":  # torch has no fused kernel there: eleven passes over the hidden states, we take six
-            return _RMSNorm.apply(x, weight, self.eps)
+            return _RMSNorm.apply(x, weight, self.eps, 0.0)
         return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
 
 
+class ZeroCenteredRMSNorm(nn.Module):
+    """`x / rms(x) * (1 + weight)`, as Gemma: weight decay pulls the factor to one.
+
+    transformers widens the weight before it adds one, and rounds once, after the product; so do we.
+    """
+
+    def __init__(self, hidden_size: int, eps: float, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp, self.eps = tp, eps
+        self.weight = replicated_weight(hidden_size, tp, "zeros")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _RMSNorm.apply(x, replicated_parameter(self.weight, self.tp), self.eps, 1.0)
+
+
 class _RMSNorm(torch.autograd.Function):
-    """Computed in fp32 at least; keeps its input and one number per token."""
+    """`x / rms(x) * (center + weight)` in fp32 at least; keeps its input and one number per token."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, center: float) -> Tensor:
         wide = _widened(x)
         square_sum = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
         inverse_rms = square_sum.div_(x.shape[-1]).add_(eps).rsqrt_()  # [batch, seq(/tp), 1]
         ctx.save_for_backward(x, weight, inverse_rms)
-        return (wide * inverse_rms).mul_(weight).to(x.dtype)
+        ctx.center = center
+        return (wide * inverse_rms).mul_(_factor(weight, center)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, inverse_rms = ctx.saved_tensors
         size = x.shape[-1]
-        wide_x, wide_grad, wide_weight = _widened(x).view(-1, size), _widened(grad).reshape(-1, size), _widened(weight)
-        inverse_rms = inverse_rms.view(-1, 1)
+        wide_x, wide_grad = _widened(x).reshape(-1, size), _widened(grad).reshape(-1, size)
+        factor, inverse_rms = _factor(weight, ctx.center), inverse_rms.reshape(-1, 1)
         product = wide_grad * wide_x
         weight_grad = (inverse_rms.t() @ product).view(size)
         # d/dx of x r(x) w, with r = 1 / rms(x):  r (g w - x r^2 <g w, x> / size)
-        along_x = (product @ wide_weight).unsqueeze(1).mul_(inverse_rms.square()).div_(-size)
-        x_grad = torch.mul(wide_grad, wide_weight, out=product).addcmul_(wide_x, along_x).mul_(inverse_rms)
-        return x_grad.view_as(x).to(x.dtype), weight_grad.to(weight.dtype), None
+        along_x = (product @ factor).unsqueeze(1).mul_(inverse_rms.square()).div_(-size)
+        x_grad = torch.mul(wide_grad, factor, out=product).addcmul_(wide_x, along_x).mul_(inverse_rms)
+        return x_grad.view_as(x).to(x.dtype), weight_grad.to(weight.dtype), None, None
+
+
+def _factor(weight: Tensor, center: float) -> Tensor:
+    return _widened(weight) + center if center else _widened(weight)
 
 
 def _widened(x: Tensor) -> Tensor:
@@ -72,3 +92,7 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = replicated_parameter(self.weight, self.tp), replicated_parameter(self.bias, self.tp)
         return F.layer_norm(x, (x.shape[-1],), weight, bias, self.eps)
+
+
+# by `model.normalization`
+NORMS = {"rmsnorm": RMSNorm, "zero_centered_rmsnorm": ZeroCenteredRMSNorm, "layernorm": LayerNorm}

@@ -75,3 +75,10 @@ def test_rollbacks_need_checkpoints(name: str, minimal: Path) -> None:
     for interval in ("5", "auto"):
         config = load_config(minimal, [f"guards.{name}=rollback", f"checkpoint.interval={interval}"])
         assert getattr(config.guards, name) == "rollback"
+
+
+def test_the_last_step_is_exported_only_if_it_is_saved(minimal: Path) -> None:
+    sentence = told_of(minimal, "checkpoint.export_hf=last", "checkpoint.save_last=false")
+    assert "checkpoint.save_last is false" in sentence and "export_hf every" in sentence
+    for off in ("off", "false"):  # which are one in YAML 1.1
+        assert load_config(minimal, [f"checkpoint.export_hf={off}"]).checkpoint.export_hf == "off"

@@ -164,6 +164,7 @@ CASES = {
             {"training": {"sequence_length": 192}},
             MASKED | {"training": {"sequence_length": 256}},
             MASKED | {"precision": {"dtype": "fp32"}},
+            {"model": {"sliding_window": 192}, "training": {"sequence_length": 192}},
         ],
         ["document_mask", "sequence_length 192", "multiple of 128"],
     ),
@@ -212,6 +213,14 @@ def test_other_settings_are_not_refused(row: KnownBad) -> None:
         other: Device = "cpu" if row.device == "cuda" else "cuda"
         layout = config.check_world(case.world_size, other)
         assert row not in matching(config, layout, case.bad[0], other)
+
+
+def test_a_window_shorter_than_the_sequence_is_a_mask_too() -> None:
+    window = {"model": {"sliding_window": 64}, "training": {"sequence_length": 192}}
+    config = CASES["pytorch#196678"].config(window)
+    layout = config.check_world(2, "cuda")
+    (row,) = matching(config, layout, {"torch": "2.13.0"}, "cuda")
+    assert "model.sliding_window 64" in row.sentence(config, layout, {"torch": "2.13.0"})
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -16,7 +16,8 @@ from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import SerialModel, make_layer
 from megalite.parallel.loss import head_loss
 from models.decoder import decoder_layers
-from models.functional import document_mask, rotated_heads, swiglu
+from models.functional import rotated_heads, swiglu
+from models.masks import document_mask
 
 MODEL = ModelConfig(
     vocab_size=131,

@@ -46,12 +46,12 @@ def serial(model: ModelConfig, recompute: Any = "none", seed: int = 3) -> Serial
 def from_transformers(theirs: Any, dropout: dict[str, float]) -> SerialModel:
     """Our decoder with the weights of `theirs`."""
     model = ModelConfig.model_validate(model_config(theirs.config.to_diff_dict()) | dropout)
-    names, weights = family(model.model_type).hub_names(global_shapes(model)), theirs.state_dict()
+    layout, weights = family(model.model_type).layout(model, global_shapes(model)), theirs.state_dict()
     ours = serial(model)
     with torch.no_grad():
         for _, parameter in named_shards(ours):
             for piece in parameter.shard.pieces():  # type: ignore[attr-defined]
-                parameter[piece.target] = weights[names[piece.name]][piece.source]
+                parameter[piece.target] = layout.read_own(lambda name, at: weights[name][at], piece.name, piece.source)
     return ours
 
 

@@ -30,13 +30,19 @@ def problem(
     return x, weight, targets
 
 
-def expected(x: Tensor, weight: Tensor, targets: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor]:
+def expected(
+    x: Tensor, weight: Tensor, targets: Tensor, factor: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
-    logits = (x @ weight.t()).flatten(0, 1)
+    logits = capped(x @ weight.t(), softcap).flatten(0, 1)
     loss = torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=IGNORED)
     (loss * factor).backward()
     assert x.grad is not None and weight.grad is not None
     return loss.detach(), x.grad, weight.grad
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else (logits / softcap).tanh() * softcap
 
 
 def assert_near(name: str, ours: Tensor, theirs: Tensor, relative: float = RELATIVE) -> None:
@@ -76,6 +82,24 @@ def test_logits_of_ten_thousand_do_not_overflow() -> None:
     assert (weight.grad - weight_grad).abs().max() < 5e-3 * weight_grad.abs().max()
 
 
+@pytest.mark.parametrize("tokens", [5, 2 * CHUNK_TOKENS + 2])
+@pytest.mark.parametrize("vocab", [131, BIG_VOCABULARY])
+def test_capped_logits_have_the_slope_of_the_cap(tokens: int, vocab: int) -> None:
+    softcap = 3.0  # of logits up to about 8: some are flat, some are not
+    x, weight, targets = problem(tokens, vocab, ignored=0.2)
+    loss, x_grad, weight_grad = expected(x, weight, targets, 0.01, softcap)
+    assert (loss - expected(x, weight, targets, 0.01)[0]).abs() > 0.1
+    x.requires_grad_(), weight.requires_grad_()
+    ours = head_loss(x, weight, targets, vocab, TensorParallel(), softcap)
+    (ours * 0.01).backward()
+    assert_near("loss", ours.detach(), loss)
+    walk = 4 * torch.finfo(torch.float32).eps * vocab**0.5  # as in test_chunks_sum_to_the_whole
+    assert_near("hidden gradient", x.grad, x_grad, max(RELATIVE, walk))  # type: ignore[arg-type]
+    assert_near("weight gradient", weight.grad, weight_grad)  # type: ignore[arg-type]
+    with torch.no_grad():
+        assert head_loss(x, weight, targets, vocab, TensorParallel(), softcap) == ours
+
+
 def test_no_valid_target_is_no_loss_and_no_gradient() -> None:
     x, weight, targets = problem(10, 131)
     targets.fill_(IGNORED)
@@ -100,10 +124,10 @@ def test_bf16_is_as_near_as_its_inputs_allow() -> None:
         assert (mine.double() - theirs).norm() < 3 * epsilon * theirs.norm()  # type: ignore[union-attr]
 
 
-def _on_ranks(rank: int, cases: list[tuple[int, float, bool]]) -> list[dict[str, Any]]:
+def _on_ranks(rank: int, cases: list[tuple[int, float, bool, float | None]]) -> list[dict[str, Any]]:
     """Per case the loss, the whole hidden gradient's slice and the weight gradient of this rank's rows."""
     tp_size, seen = dist.get_world_size(), []
-    for vocab, scale, sequence_parallel in cases:
+    for vocab, scale, sequence_parallel, softcap in cases:
         tp = TensorParallel(tp_size, rank, dist.group.WORLD, sequence_parallel)
         x, weight, targets = problem(24, vocab, scale=scale)
         rows = -(-vocab // tp_size)
@@ -113,9 +137,9 @@ def _on_ranks(rank: int, cases: list[tuple[int, float, bool]]) -> list[dict[str,
         if sequence_parallel:
             x = x.chunk(tp_size, dim=1)[rank].contiguous()
         x.requires_grad_(), local.requires_grad_()
-        loss = head_loss(x, local, targets, vocab, tp)
+        loss = head_loss(x, local, targets, vocab, tp, softcap)
         (loss * 0.01).backward()
-        logits = head_logits(x.detach(), local.detach(), vocab, tp)
+        logits = head_logits(x.detach(), local.detach(), vocab, tp, softcap)
         seen.append({"loss": loss.detach(), "x": x.grad, "weight": local.grad, "logits": logits})
     return seen
 
@@ -123,16 +147,17 @@ def _on_ranks(rank: int, cases: list[tuple[int, float, bool]]) -> list[dict[str,
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_a_cut_vocabulary_gives_the_same_loss_and_gradients(tp_size: int) -> None:
     # 131 pads the last rank; 3 and 5 leave a rank of four with nothing but padding; 4e3 makes logits of 1e4
-    cases = [(vocab, 1.0, sequence) for vocab in (131, 128, 5, 3) for sequence in (False, True)] + [(131, 4e3, False)]
+    cases = [(vocab, 1.0, sequence, None) for vocab in (131, 128, 5, 3) for sequence in (False, True)]
+    cases += [(131, 4e3, False, None), (131, 1.0, False, 3.0), (131, 1.0, True, 3.0), (5, 1.0, False, 3.0)]
     by_rank = run_ranks(_on_ranks, tp_size, cases)
-    for index, (vocab, scale, sequence_parallel) in enumerate(cases):
+    for index, (vocab, scale, sequence_parallel, softcap) in enumerate(cases):
         x, weight, targets = problem(24, vocab, scale=scale)
-        loss, x_grad, weight_grad = expected(x, weight, targets, 0.01)
+        loss, x_grad, weight_grad = expected(x, weight, targets, 0.01, softcap)
         ranks = [seen[index] for seen in by_rank]
-        name = f"tp={tp_size} vocab={vocab} scale={scale} sequence_parallel={sequence_parallel}"
+        name = f"tp={tp_size} vocab={vocab} scale={scale} sequence_parallel={sequence_parallel} softcap={softcap}"
         for seen in ranks:
             assert_near(f"{name} loss", seen["loss"], loss)
-            assert_near(f"{name} logits", seen["logits"], (x.double() @ weight.double().t()))
+            assert_near(f"{name} logits", seen["logits"], capped(x.double() @ weight.double().t(), softcap))
         whole = torch.cat([seen["weight"] for seen in ranks])
         assert not whole[vocab:].any(), f"{name}: padding rows got a gradient"
         if scale > 1:
