@@ -9,13 +9,42 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalite.config import ModelConfig
-from models.families.base import Family, FamilyError
+from models.families.base import Family
+from models.families.gemma2 import GEMMA2
+from models.families.gemma3 import GEMMA3
+from models.families.gpt2 import GPT2
+from models.families.gpt_neox import GPT_NEOX
+from models.families.hub import HubLayout, HubTensor, Run
 from models.families.llama import LLAMA
+from models.families.mistral import MINISTRAL, MISTRAL
+from models.families.mixtral import MIXTRAL
+from models.families.olmo2 import OLMO2
+from models.families.olmo3 import OLMO3
+from models.families.part import FamilyError
+from models.families.phi3 import PHI3
+from models.families.qwen2 import QWEN2
+from models.families.qwen3 import QWEN3
+from models.families.qwen3_moe import QWEN3_MOE
+from models.families.smollm3 import SMOLLM3
 from models.families.starcoder2 import STARCODER2
 
-FAMILIES = {known.model_type: known for known in (LLAMA, STARCODER2)}
+_KNOWN = (
+    *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, OLMO2, OLMO3, GPT_NEOX, GPT2, SMOLLM3),
+    *(MIXTRAL, QWEN3_MOE, STARCODER2),
+)
+FAMILIES = {known.model_type: known for known in _KNOWN}
 
-__all__ = ["FAMILIES", "Family", "FamilyError", "family", "hf_config", "model_config"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "FamilyError",
+    "HubLayout",
+    "HubTensor",
+    "Run",
+    "family",
+    "hf_config",
+    "model_config",
+]
 
 
 def family(model_type: object) -> Family:
@@ -27,7 +56,10 @@ def family(model_type: object) -> Family:
 
 def model_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `ModelConfig` for a config.json."""
-    return family(hf_config.get("model_type")).options(hf_config)
+    model_type = hf_config.get("model_type")
+    if model_type == "mistral" and "layer_types" in hf_config:
+        model_type = "ministral"  # so does transformers' AutoConfig
+    return family(model_type).options({**hf_config, "model_type": model_type})
 
 
 def hf_config(model: ModelConfig, dtype: str, carried: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -1,55 +1,98 @@
 """What a model family is: data that says how Hugging Face spells our options and our weights' names.
 
-In: a `config.json` as a dict, or a `ModelConfig`. Out: the other one, and names of weights in both spellings. A key
-that nothing reads is an error, and so is a number we would have to approximate: a model is converted exactly or
-refused with a `FamilyError` of one sentence. Our own names of weights are Llama's, so most families rename nothing.
+In: a `config.json` as a dict, or a `ModelConfig`. Out: the other one, and where weights lie on disk. A key that
+nothing reads is an error, and so is a number we would have to approximate: a model is converted exactly or refused
+with a `FamilyError` of one sentence. Our own names of options and weights are Llama's, so most families rename little,
+and *what a family does not mention is plain*: a key of the same name, a constant of `PLAIN`, a part of `PLAIN_PARTS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from megalite.config import ModelConfig
+from megalite.config.model_rules import problem_with_model
+from models.families.hub import HubLayout, Shape
+from models.families.layer_kinds import NO_EXPERTS, NO_WINDOW
+from models.families.names import hub_layout
+from models.families.part import FamilyError, Keys, Part, refuse_unless, shown
+from models.families.rope import rope
 
-ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling")
-PLAIN_ROPE = {"rope_type": "default", "type": "default"}
-DEFAULT_ROPE_THETA = 10000.0  # transformers' own, where config.json has none
-TRANSFORMERS_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+SAME_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "initializer_range",
+)
+"""Options that are a key of the same name in most families."""
 
+PLAIN = {
+    "normalization": "rmsnorm",
+    "norm_placement": "pre",
+    "use_parallel_residual": False,
+    "query_key_norm": "none",
+    "gated_mlp": True,
+    "attention_bias": False,
+    "attention_output_bias": False,
+    "mlp_bias": False,
+    "query_pre_attn_scalar": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "scale_embeddings": False,
+    "position_embedding": "rope",
+    "layers_without_rope": (),
+}
+"""Options that most families do not let vary."""
+
+PLAIN_PARTS = (rope(), NO_WINDOW, NO_EXPERTS)
+PLAIN_DEFAULTS = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+"""transformers' values where config.json has none, in most of the families that have the key."""
+
+DERIVED = ("num_key_value_heads", "head_dim")  # from the other sizes, where neither config.json nor a default has them
+
+GENERATION = (
+    *("max_length", "max_new_tokens", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups"),
+    *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "diversity_penalty"),
+    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "suppress_tokens"),
+    *("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "num_return_sequences"),
+    *("output_scores", "return_dict_in_generate", "remove_invalid_values", "exponential_decay_length_penalty"),
+    *("cache_implementation", "task_specific_params", "use_cache"),
+)
 KEPT = (
-    "attention_dropout",
-    "bos_token_id",
-    "eos_token_id",
-    "id2label",
-    "label2id",
-    "pad_token_id",
-    "pretraining_tp",
-    "problem_type",
-    "transformers_version",
-    "use_cache",
+    *GENERATION,
+    *("attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "pretraining_tp"),
+    *("problem_type", "transformers_version", "tokenizer_class"),
 )
 """Keys of config.json that change no logits; they travel through a checkpoint and come back on export."""
 
 DROPPED = (
-    "_name_or_path",
-    "chunk_size_feed_forward",
-    "dtype",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-    "torch_dtype",
-    "transformers.js_config",
+    *("_name_or_path", "_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "auto_map"),
+    *("chunk_size_feed_forward", "dtype", "gradient_checkpointing", "output_attentions", "output_hidden_states"),
+    *("return_dict", "torch_dtype", "torchscript", "transformers.js_config", "use_bfloat16"),
 )
 """Keys that say nothing about the function a model computes, and are written anew or not at all."""
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-DERIVED_TENSORS = (".rotary_emb.inv_freq",)  # old checkpoints hold what is computed from rope_theta
-
-
-class FamilyError(ValueError):
-    """One sentence: which option or key of a model stands between us and Hugging Face, and what would work."""
+TRANSFORMERS_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -60,95 +103,168 @@ class Family:
     architecture: str
     """transformers' class with the output head."""
 
-    keys: Mapping[str, str]
-    """Option of `ModelConfig` -> key of config.json; several options may be one key."""
+    other_architectures: tuple[str, ...] = ()
+    """Other classes whose folders are read as this family."""
 
-    defaults: Mapping[str, Any]
-    """Key -> transformers' value where config.json has none; sizes have no default."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Option of `ModelConfig` -> key of config.json, beside `SAME_KEYS`; several options may be one key."""
 
-    fixed: Mapping[str, Any]
-    """Options that this family does not let vary."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Key -> transformers' value where config.json has none, beside `PLAIN_DEFAULTS`; sizes have no default."""
+
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Options that this family does not let vary, beside `PLAIN`."""
+
+    derived: tuple[str, ...] = ()
+    """Of `DERIVED`, those that have no key in this family."""
+
+    parts: tuple[Part, ...] = ()
+    """Options that are more than a key, beside `PLAIN_PARTS`."""
 
     must_be: Mapping[str, Any] = field(default_factory=dict)
     """Key -> the only value we compute."""
 
     kept: tuple[str, ...] = ()
-    """Keys beside `KEPT` that change no logits."""
+    """Keys beside `KEPT` that change no logits, or that a part reads and would spell otherwise."""
+
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Key -> another name of it, in other versions of transformers; both are read and written."""
 
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Part of a weight's canonical name -> the hub's, e.g. `mlp.up_proj` -> `mlp.c_fc`."""
 
-    def options(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The hub's part of a name -> ours, whose rows that tensor holds, e.g. `self_attn.qkv_proj` -> q, k, v."""
+
+    fused_by_head: bool = False
+    """Fused tensors hold a head of each part, then the next head (GPT-NeoX), instead of part after part."""
+
+    transposed: tuple[str, ...] = ()
+    """The hub's parts of names whose matrices are [in, out] (GPT-2's Conv1D)."""
+
+    head: str = "lm_head.weight"
+    """The hub's name of the output head: old folders hold a copy of a tied embedding under it."""
+
+    base_prefix: str = "model."
+    """What begins the hub's names, but is missing in a folder saved from transformers' class without the head."""
+
+    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    """Ends of names of tensors in old checkpoints that hold what is computed from config.json."""
+
+    @cached_property
+    def _mentioned(self) -> set[str]:
+        return {*self.keys, *self.fixed, *self.derived, *(option for part in self.parts for option in part.options)}
+
+    @cached_property
+    def all_keys(self) -> Mapping[str, str]:
+        """Option -> key, of every option that is a key."""
+        return {**{option: option for option in SAME_KEYS if option not in self._mentioned}, **self.keys}
+
+    @cached_property
+    def all_fixed(self) -> Mapping[str, Any]:
+        """Option -> the value that it always has."""
+        return {**{option: value for option, value in PLAIN.items() if option not in self._mentioned}, **self.fixed}
+
+    @cached_property
+    def all_parts(self) -> tuple[Part, ...]:
+        """Every part, the plain ones too."""
+        return (*self.parts, *(part for part in PLAIN_PARTS if self._mentioned.isdisjoint(part.options)))
+
+    @cached_property
+    def all_defaults(self) -> Mapping[str, Any]:
+        """Key -> transformers' value where config.json has none."""
+        read = {*self.all_keys.values(), *(key for part in self.all_parts for key in part.keys)}
+        return {**{key: value for key, value in PLAIN_DEFAULTS.items() if key in read}, **self.defaults}
+
+    def options(self, hf_config: Keys) -> dict[str, Any]:
         """The fields of `ModelConfig` for a config.json; FamilyError names what cannot be computed exactly."""
         self._refuse_what_nothing_reads(hf_config)
-        options = {"model_type": self.model_type, **self.fixed, "rope_theta": _rope_theta(hf_config)}
-        for option, key in self.keys.items():
-            if key in hf_config:
-                options[option] = hf_config[key]
-            elif key in self.defaults:
-                options[option] = self.defaults[key]
-            elif option not in ("num_key_value_heads", "head_dim"):  # derived from the other sizes
+        keys = {**self.all_defaults, **hf_config, **self._told_by_another_name(hf_config)}
+        options = {"model_type": self.model_type, **self.all_fixed}
+        for option, key in self.all_keys.items():
+            if key in keys:
+                options[option] = keys[key]
+            elif option not in DERIVED:
                 raise FamilyError(f"config.json of a {self.model_type} model has no {key}")
+        for part in self.all_parts:
+            try:
+                options |= part.read(keys)
+            except (TypeError, AttributeError, ZeroDivisionError):  # a word where a number or a list belongs
+                said = ", ".join(f"{key} {keys[key]!r}" for key in part.keys if key in keys)
+                raise FamilyError(f"config.json has {said[:200]}, which transformers would not write") from None
         return options
 
-    def _refuse_what_nothing_reads(self, hf_config: Mapping[str, Any]) -> None:
-        if hf_config.get("architectures") not in (None, [], [self.architecture]):
+    def _told_by_another_name(self, hf_config: Keys) -> dict[str, Any]:
+        for key, other in self.aliases.items():
+            if hf_config.get(key, hf_config.get(other)) != hf_config.get(other, hf_config.get(key)):
+                raise FamilyError(f"config.json has {key} {hf_config[key]} and {other} {hf_config[other]}: keep one")
+        return {key: hf_config[other] for key, other in self.aliases.items() if other in hf_config}
+
+    def _refuse_what_nothing_reads(self, hf_config: Keys) -> None:
+        base = self.architecture.replace("ForCausalLM", "Model").replace("LMHeadModel", "Model")
+        known = (self.architecture, base, *self.other_architectures)
+        architectures = hf_config.get("architectures") or []
+        if not isinstance(architectures, list) or any(name not in known for name in architectures):
             raise FamilyError(
-                f"config.json has architectures {hf_config['architectures']}: "
+                f"config.json has architectures {architectures}: "
                 f"of {self.model_type} models only {self.architecture} is converted"
             )
         must_be = {"is_encoder_decoder": False, **self.must_be}
         for key, wanted in must_be.items():
-            if hf_config.get(key, wanted) != wanted:
+            if hf_config.get(key) not in (None, wanted):
                 raise FamilyError(
                     f"config.json has {key} {hf_config[key]!r}: our {self.model_type} decoder computes only {wanted!r}"
                 )
-        read = {"model_type", "architectures", *ROPE_KEYS, *self.keys.values(), *must_be, *KEPT, *self.kept, *DROPPED}
-        unread = sorted(set(hf_config) - read)
-        if unread:
+        read = {"model_type", "architectures", *self.all_keys.values(), *must_be, *KEPT, *self.kept, *DROPPED}
+        read |= {*self.aliases.values(), *(key for part in self.all_parts for key in part.keys)}
+        if unread := sorted(set(hf_config) - read):
             raise FamilyError(
                 f"config.json has {', '.join(unread)}, which the {self.model_type} family does not read: the model "
                 "may compute something else than our decoder, so it is not converted"
             )
 
-    def carried(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    def carried(self, hf_config: Keys) -> dict[str, Any]:
         """What of a config.json has no place in `ModelConfig` and is given back to `hf_config` on export."""
         return {key: hf_config[key] for key in (*KEPT, *self.kept, *self.must_be) if key in hf_config}
 
     def check(self, model: ModelConfig) -> None:
         """FamilyError where transformers' class cannot be told to compute what `model` says."""
-        for option, wanted in self.fixed.items():
-            if getattr(model, option) != wanted:
-                raise FamilyError(
-                    f"model.{option} {_shown(getattr(model, option))} is no {self.model_type} model, "
-                    f"whose {option} is {_shown(wanted)}: change it, or model.model_type"
-                )
+        if problem := problem_with_model(model):
+            raise FamilyError(problem)
+        for option, wanted in self.all_fixed.items():
+            refuse_unless(model, option, wanted)
         told: dict[str, str] = {}
-        for option, key in self.keys.items():
+        for option, key in self.all_keys.items():
             other = told.setdefault(key, option)
             if getattr(model, option) != getattr(model, other):
                 raise FamilyError(
-                    f"model.{other} {_shown(getattr(model, other))} and model.{option} "
-                    f"{_shown(getattr(model, option))} are one switch of a {self.model_type} model, {key}: "
+                    f"model.{other} {shown(getattr(model, other))} and model.{option} "
+                    f"{shown(getattr(model, option))} are one switch of a {self.model_type} model, {key}: "
                     "set both alike"
                 )
-        if model.num_attention_heads % model.num_key_value_heads:
-            raise FamilyError(
-                f"model.num_attention_heads {model.num_attention_heads} is not a multiple of "
-                f"model.num_key_value_heads {model.num_key_value_heads}"
-            )
-        if model.head_dim % 2:
-            raise FamilyError(f"model.head_dim {model.head_dim} is odd, but RoPE rotates pairs")
+        for part in self.all_parts:
+            part.write(model, {})
+        self._check_sizes(model)
 
-    def hf_config(self, model: ModelConfig, dtype: str, carried: Mapping[str, Any]) -> dict[str, Any]:
+    def _check_sizes(self, model: ModelConfig) -> None:
+        if "num_key_value_heads" in self.derived:
+            refuse_unless(model, "num_key_value_heads", model.num_attention_heads)
+        if "head_dim" in self.derived:
+            refuse_unless(model, "head_dim", model.hidden_size // model.num_attention_heads)
+        if "num_experts" in self.all_keys and model.num_experts is None:
+            raise FamilyError(f"model.num_experts null is no {self.model_type} model: set it, or model.model_type")
+
+    def hf_config(self, model: ModelConfig, dtype: str, carried: Keys) -> dict[str, Any]:
         """config.json of `model` for weights in `dtype` (fp32, bf16, fp16), in both the v4 and the v5 spelling.
 
-        transformers 4 reads a v5-only config.json without an error as rope_theta 10000, hence both.
+        carried: what `Family.carried` kept of the config.json that the model came from.
         """
         self.check(model)
-        values = {key: getattr(model, option) for option, key in self.keys.items()}
-        if model.head_dim == model.hidden_size // model.num_attention_heads:
+        values = {key: getattr(model, option) for option, key in self.all_keys.items()}
+        if "head_dim" not in self.defaults and model.head_dim == model.hidden_size // model.num_attention_heads:
             values.pop("head_dim", None)
+        for part in self.all_parts:
+            values |= part.write(model, carried)
         name = TRANSFORMERS_DTYPES[dtype]
         return {
             **dict.fromkeys(TOKEN_IDS),  # null: left out, transformers would fill in ids of its own vocabulary
@@ -156,43 +272,12 @@ class Family:
             "architectures": [self.architecture],
             "model_type": self.model_type,
             **values,
-            "rope_theta": model.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+            **{other: values[key] for key, other in self.aliases.items()},
             "torch_dtype": name,
             "dtype": name,
         }
 
-    def hub_names(self, canonical: Iterable[str]) -> dict[str, str]:
-        """Canonical name -> the hub's, for every weight of a model."""
-        names = {name: self._hub_name(name) for name in canonical}
-        assert len(set(names.values())) == len(names), f"{self.model_type}: two weights have one hub name"
-        return names
-
-    def _hub_name(self, canonical: str) -> str:
-        path, leaf = canonical.rsplit(".", 1)
-        for ours, theirs in self.renamed.items():
-            if path.endswith(f".{ours}"):
-                return f"{path.removesuffix(ours)}{theirs}.{leaf}"
-        return canonical
-
-
-def _rope_theta(hf_config: Mapping[str, Any]) -> Any:
-    """The base of plain rotary embedding, from wherever v4 or v5 wrote it; anything but plain is refused."""
-    thetas = {"rope_theta": hf_config["rope_theta"]} if hf_config.get("rope_theta") is not None else {}
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = hf_config.get(key) or {}
-        if not isinstance(rope, dict) or any(rope[name] != PLAIN_ROPE.get(name, rope[name]) for name in rope):
-            raise FamilyError(f"config.json has {key} {rope}: only plain RoPE is computed")
-        if unread := sorted(set(rope) - {*PLAIN_ROPE, "rope_theta"}):
-            raise FamilyError(f"config.json has {', '.join(unread)} in {key}: only plain RoPE is computed")
-        if "rope_theta" in rope:
-            thetas[f"{key}.rope_theta"] = rope["rope_theta"]
-    values = list(thetas.values()) or [DEFAULT_ROPE_THETA]
-    if any(value != values[0] for value in values):
-        told = " and ".join(f"{key} {value}" for key, value in thetas.items())
-        raise FamilyError(f"config.json has {told}: keep the one that the weights were trained with")
-    return values[0]
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    def layout(self, model: ModelConfig, shapes: Mapping[str, Shape]) -> HubLayout:
+        """The tensors on disk of `model`, whose weights have `shapes` by canonical name."""
+        heads = model.num_attention_heads if self.fused_by_head else None
+        return hub_layout(shapes, self.renamed, self.fused, self.transposed, heads)

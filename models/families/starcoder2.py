@@ -1,27 +1,18 @@
-"""StarCoder2 without its sliding window: LayerNorm, a plain GELU feed-forward part, biases everywhere."""
+"""StarCoder2: LayerNorm, a plain GELU feed-forward layer, biases everywhere, a sliding window."""
 
 from __future__ import annotations
 
 from models.families.base import Family
+from models.families.layer_kinds import one_window
 
 STARCODER2 = Family(
     model_type="starcoder2",
     architecture="Starcoder2ForCausalLM",
     keys={
-        "vocab_size": "vocab_size",
-        "hidden_size": "hidden_size",
-        "intermediate_size": "intermediate_size",
-        "num_hidden_layers": "num_hidden_layers",
-        "num_attention_heads": "num_attention_heads",
-        "num_key_value_heads": "num_key_value_heads",
-        "head_dim": "head_dim",
-        "hidden_act": "hidden_act",
         "attention_bias": "use_bias",
+        "attention_output_bias": "use_bias",
         "mlp_bias": "use_bias",
         "rms_norm_eps": "norm_epsilon",
-        "max_position_embeddings": "max_position_embeddings",
-        "tie_word_embeddings": "tie_word_embeddings",
-        "initializer_range": "initializer_range",
     },
     defaults={
         "num_key_value_heads": 2,
@@ -33,7 +24,8 @@ STARCODER2 = Family(
         "initializer_range": 0.018042,
     },
     fixed={"normalization": "layernorm", "gated_mlp": False},
-    must_be={"sliding_window": None},
-    kept=("embedding_dropout", "residual_dropout"),
+    parts=(one_window(),),
+    must_be={"norm_type": "layer_norm", "mlp_type": "default"},
+    kept=("residual_dropout", "embedding_dropout"),
     renamed={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
 )

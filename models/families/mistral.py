@@ -1,0 +1,23 @@
+"""Mistral, with one sliding window for all layers (7B v0.1) or none, and Ministral, whose layers differ."""
+
+from __future__ import annotations
+
+from models.families.base import Family
+from models.families.layer_kinds import one_window, typed_layers
+
+_DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
+
+MISTRAL = Family(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    defaults=_DEFAULTS,
+    parts=(one_window(),),
+)
+
+MINISTRAL = Family(
+    model_type="ministral",
+    architecture="MinistralForCausalLM",
+    defaults={**_DEFAULTS, "head_dim": None},  # written always: transformers' class does not derive it
+    parts=(typed_layers(),),
+    other_architectures=("MistralForCausalLM",),
+)

@@ -1,0 +1,13 @@
+"""OLMo-2: norms of what attention and feed-forward layer put out, and of all heads of queries and keys at once."""
+
+from __future__ import annotations
+
+from models.families.base import Family
+
+OLMO2 = Family(
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    keys={"attention_bias": "attention_bias", "attention_output_bias": "attention_bias"},
+    defaults={"rms_norm_eps": 1e-5},
+    fixed={"norm_placement": "post", "query_key_norm": "full_width"},
+)

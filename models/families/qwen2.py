@@ -1,0 +1,22 @@
+"""Qwen2 and Qwen2.5: biases of queries, keys and values, and a sliding window that is usually off."""
+
+from __future__ import annotations
+
+from models.families.base import Family
+from models.families.layer_kinds import switched_window
+
+QWEN2 = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    defaults={
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    fixed={"attention_bias": True},
+    parts=(switched_window(),),
+    must_be={"use_mrope": False},
+    kept=("max_window_layers",),
+)

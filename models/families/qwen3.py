@@ -1,0 +1,23 @@
+"""Qwen3, dense: a norm of each head of queries and keys, and heads of a width of their own."""
+
+from __future__ import annotations
+
+from models.families.base import Family
+from models.families.layer_kinds import switched_window
+
+QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    keys={"attention_bias": "attention_bias", "attention_output_bias": "attention_bias"},
+    defaults={
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    fixed={"query_key_norm": "per_head"},
+    parts=(switched_window(),),
+    kept=("max_window_layers",),
+)

@@ -1,0 +1,146 @@
+"""Every family on real ranks: logits, loss and gradients of a training step as transformers computes them.
+
+One launch of ranks solves the problems of all models one after the other, because a launch costs more than a problem.
+Catches what a family's layout on disk, its options in config.json, or the decoder's own code for it get wrong under
+tensor, sequence or pipeline parallelism. Tolerances are those of `megalite verify`: a loss within 2e-5, logits and
+each gradient within 1e-5 of its largest entry.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import Phase, given, note, settings
+from hypothesis import strategies as st
+
+from launch.verify.command import Session
+from launch.verify.diagnosis import Verdict
+from launch.verify.layout import Layout
+from launch.verify.observations import Block
+from launch.verify.problem import Problem, Training
+from megalite.config import ModelConfig
+from models.families import FAMILIES, model_config
+from tests.models.hub_models import HUB_MODELS, HubModel, hub_models
+from tests.ranks import run_ranks
+from tests.verify.odd import explain, problem, references_of
+
+ALL_AT_ONCE = Layout(tp=2, pp=2, sequence_parallel=True)
+LAYOUTS = (Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2), ALL_AT_ONCE)
+FIRST_OF_EACH = [next(model.name for model in HUB_MODELS if model.model_type == family) for family in FAMILIES]
+SEQUENCE = 36  # longer than every window and original length, and cut by two ranks
+TIMEOUT_S = 240.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """References have tiny matrices, and a second thread only spins on a core that ranks want."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+pytestmark = pytest.mark.timeout(900)  # the first test of a launch waits for all of it
+
+Task = tuple[Problem, tuple[Training, ...]]
+
+
+def solve_all(rank: int, layout: Layout, tasks: Sequence[Task]) -> list[list[Block] | str]:
+    """What this rank observes of each task, or the traceback of what it raised."""
+    from launch.verify.rank import solve  # DeepSpeed: only ranks need it
+
+    found: list[list[Block] | str] = []
+    for asked, trainings in tasks:
+        try:
+            found.append(solve(rank, asked, layout, trainings))
+        except Exception:
+            found.append(traceback.format_exc())
+    return found
+
+
+def session_of(hub_model: HubModel) -> Session:
+    """What transformers computes of one step, on packed documents and on whole sequences."""
+    model = ModelConfig.model_validate(model_config(hub_model.config().to_diff_dict()))
+    sequence = min(SEQUENCE, model.max_position_embeddings)
+    asked = problem(LAYOUTS, model=model.model_dump(mode="json"), sequence=sequence, steps=1)
+    return Session(references_of(asked), TIMEOUT_S)
+
+
+def run(layout: Layout, sessions: Mapping[str, Session]) -> dict[str, Verdict | str]:
+    """A verdict on each, or a traceback where ranks did not finish."""
+    tasks = [(session.references.problem, session.references.trainings) for session in sessions.values()]
+    ranks = run_ranks(solve_all, layout.world_size, layout, tasks, timeout_s=TIMEOUT_S)
+    verdicts: dict[str, Verdict | str] = {}
+    for (name, session), *blocks in zip(sessions.items(), *ranks, strict=True):
+        crash = next((found for found in blocks if isinstance(found, str)), None)
+        verdicts[name] = crash or session.judged(layout, blocks, 0.0)
+    return verdicts
+
+
+def assert_passes(verdict: Verdict | str) -> None:
+    assert isinstance(verdict, Verdict), verdict
+    assert verdict.passed, explain(verdict)
+
+
+@cache
+def session_of_listed(name: str) -> Session:
+    return session_of(next(model for model in HUB_MODELS if model.name == name))
+
+
+@cache
+def verdicts(layout: Layout, names: tuple[str, ...]) -> dict[str, Verdict | str]:
+    """One launch, whichever of its tests asks first."""
+    return run(layout, {name: session_of_listed(name) for name in names})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIRST_OF_EACH)
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(pp=2)], ids=str)
+def test_each_axis_alone_computes_what_transformers_computes(layout: Layout, name: str) -> None:
+    assert_passes(verdicts(layout, tuple(FIRST_OF_EACH))[name])
+
+
+EVERY_NAME = tuple(model.name for model in HUB_MODELS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY_NAME)
+def test_all_axes_together_compute_what_transformers_computes(name: str) -> None:
+    assert_passes(verdicts(ALL_AT_ONCE, EVERY_NAME)[name])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", EVERY_NAME)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_layout_computes_what_transformers_computes(layout: Layout, name: str) -> None:
+    assert_passes(verdicts(layout, EVERY_NAME)[name])
+
+
+one_of_each_family = st.tuples(*(hub_models(family) for family in FAMILIES))
+
+
+def check_drawn(models: tuple[HubModel, ...], layout: Layout) -> None:
+    """All of them in one launch, and so nothing is shrunk: the names say what was drawn."""
+    sessions = {f"{model.model_type} {model.switches}": session_of(model) for model in models}
+    for name, verdict in run(layout, sessions).items():
+        note(f"{layout} {name}")
+        assert_passes(verdict)
+
+
+@pytest.mark.slow
+@settings(max_examples=2, phases=[Phase.generate])
+@given(one_of_each_family)
+def test_any_switches_of_every_family(models: tuple[HubModel, ...]) -> None:
+    check_drawn(models, Layout(tp=2, sequence_parallel=True))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@settings(max_examples=25, phases=[Phase.generate])
+@given(one_of_each_family, st.sampled_from(LAYOUTS))
+def test_many_switches_of_every_family(models: tuple[HubModel, ...], layout: Layout) -> None:
+    check_drawn(models, layout)
