@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +14,38 @@ import torch
 from launch.errors import LaunchError
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt"]
+SMALL_FILES = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
+WEIGHTS, PICKLES = ["model*.safetensors"], ["pytorch_model*.bin"]
+NOT_OF_THE_MODEL = ["*/*.json", "*/*.model", "consolidated*"]  # of original/, onnx/ and the like
 
 
-def local_folder(place: str | Path) -> Path:
-    """The folder, or where `place` is none but reads like a hub id (`organisation/name`), its download."""
-    if Path(place).exists() or not HUB_ID.fullmatch(str(place)):
+def is_hub_id(place: str | Path) -> bool:
+    """Whether `place` is no folder here, but reads like a model's id on the hub (`organisation/name`)."""
+    return not Path(place).exists() and bool(HUB_ID.fullmatch(str(place)))
+
+
+def local_folder(place: str | Path, *, weights: bool = True) -> Path:
+    """The folder, or where `place` is a hub id its download, perhaps without weights. Raises LaunchError."""
+    if not is_hub_id(place):
         return Path(place)
+    folder = _download(str(place), SMALL_FILES)
+    if weights:
+        _download(str(place), WEIGHTS)
+        if not any(folder.glob("*.safetensors")):
+            _download(str(place), PICKLES)
+    return folder
+
+
+def _download(hub_id: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(place), allow_patterns=HUB_FILES))
+        # ranks of one machine ask at the same time: one downloads, the others find what it has put there
+        with (Path(tempfile.gettempdir()) / f"megalite_hub_{os.getuid()}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=NOT_OF_THE_MODEL))
     except Exception as error:  # network, permission, unknown id: the hub's errors have no common class
-        raise LaunchError(f"{place}: no folder here, and the hub did not give it: {_first_line(error)}") from None
+        raise LaunchError(f"{hub_id}: no folder here, and the hub did not give it: {_first_line(error)}") from None
 
 
 def load_transformers_model(folder: Path, dtype: torch.dtype | str) -> Any:
@@ -34,7 +56,12 @@ def load_transformers_model(folder: Path, dtype: torch.dtype | str) -> Any:
     logging.disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, output_loading_info=True
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            experts_implementation="eager",  # the fused one takes only widths of whole 16 bytes
+            output_loading_info=True,
         )
     except Exception as error:  # whatever transformers raises is about the folder it was given
         raise LaunchError(f"{folder}: transformers cannot load it: {_first_line(error)}") from None
@@ -48,7 +75,7 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise LaunchError(f"{folder}: transformers cannot load its tokenizer: {_first_line(error)}") from None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import WEIGHT, entry
-from megalite.checkpoint.reader import CheckpointReader
+from megalite.checkpoint.reader import CheckpointReader, WeightReader
 from megalite.checkpoint.writer import Block
 from megalite.engine.engine import Engine
 from megalite.engine.optimizer import MOMENTS
@@ -63,27 +64,26 @@ def _contributed(engine: Engine) -> Iterator[tuple[nn.Parameter, int, int]]:
             yield parameter, start, stop
 
 
-def load_engine(engine: Engine, reader: CheckpointReader, *, weights_only: bool) -> None:
-    """Fills this rank's weights, and optimizer state unless `weights_only`, with its blocks of the checkpoint.
+@overload
+def load_engine(engine: Engine, reader: CheckpointReader, *, weights_only: Literal[False]) -> None: ...
 
-    Collective. Raises CheckpointError where the checkpoint is of another model.
+
+@overload
+def load_engine(engine: Engine, reader: WeightReader, *, weights_only: Literal[True]) -> None: ...
+
+
+def load_engine(engine: Engine, reader: CheckpointReader | WeightReader, *, weights_only: bool) -> None:
+    """Fills this rank's weights, and the state of optimizer and loss scale unless `weights_only`, with its blocks of
+    what `reader` reads.
+
+    Collective. Raises CheckpointError where that is of another model.
     """
-    manifest = reader.manifest
-    moments = () if weights_only else manifest.moments
-    known = MOMENTS[engine.config.optimizer.name]
-    if moments not in ((), known) or (moments and not manifest.optimizer_steps):
-        raise CheckpointError(
-            f"{reader.folder}: holds {', '.join(moments)} after {manifest.optimizer_steps} optimizer steps, but "
-            f"{engine.config.optimizer.name} keeps {', '.join(known) or 'none'}"
-        )
-    if moments:
-        create_moments(engine, manifest.optimizer_steps)
-    elif not weights_only:
-        forget_moments(engine)  # saved before the first step: a live engine that goes back to it has none either
+    checkpoint = reader if isinstance(reader, CheckpointReader) and not weights_only else None
+    moments = _prepare_moments(engine, checkpoint) if checkpoint is not None else ()
     for _, parameter in engine.parameters():
         shard = parameter.shard  # type: ignore[attr-defined]
         for piece in shard.pieces():
-            stored = manifest.tensors.get(piece.name, piece.shape)
+            stored = reader.shapes.get(piece.name, piece.shape)
             if stored != piece.shape:
                 raise CheckpointError(
                     f"{reader.folder}: {piece.name} has shape {list(stored)}, but the model of this config needs "
@@ -97,6 +97,23 @@ def load_engine(engine: Engine, reader: CheckpointReader, *, weights_only: bool)
                     reader.fill(piece.of(numbers), piece.name, piece.source, kind)
 
             write_own_numbers(parameter, kind, fill)
+        engine.activity.progress()
     refresh(engine)
-    if not weights_only:
-        set_loss_scaler_state(engine.deepspeed.optimizer, manifest.loss_scaler)
+    if checkpoint is not None:
+        set_loss_scaler_state(engine.deepspeed.optimizer, checkpoint.manifest.loss_scaler)
+
+
+def _prepare_moments(engine: Engine, reader: CheckpointReader) -> tuple[str, ...]:
+    """Makes room for the moments of a checkpoint; their names."""
+    manifest = reader.manifest
+    moments, known = manifest.moments, MOMENTS[engine.config.optimizer.name]
+    if moments not in ((), known) or (moments and not manifest.optimizer_steps):
+        raise CheckpointError(
+            f"{reader.folder}: holds {', '.join(moments)} after {manifest.optimizer_steps} optimizer steps, but "
+            f"{engine.config.optimizer.name} keeps {', '.join(known) or 'none'}"
+        )
+    if moments:
+        create_moments(engine, manifest.optimizer_steps)
+    else:
+        forget_moments(engine)  # saved before the first step: a live engine that goes back to it has none either
+    return moments

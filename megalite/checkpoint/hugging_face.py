@@ -1,45 +1,47 @@
-"""Hugging Face folders as files: `config.json`, safetensors with or without an index, a tokenizer's files.
+"""Hugging Face folders as files: `config.json`, weights with or without an index, a tokenizer's files.
 
 Reading: any slice of any tensor, after every tensor has been accounted for. Writing: weights streamed in blocks of
-rows into shards of at most 2 GB, everything in a folder that is renamed into place once it is whole. Names of tensors
-come in as plain dicts in the hub's spelling: which family spells how is not known here.
+rows into safetensors files of limited size. Names of tensors come in as plain dicts in the hub's spelling: which family
+spells how is not known here.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.files import sync
-from megalite.checkpoint.manifest import Slices
-from megalite.checkpoint.safetensors_file import DTYPES, Entry, write_safetensors
-from megalite.checkpoint.writer import start
-
-Shape = tuple[int, ...]
+from megalite.checkpoint.manifest import Slices, printable
+from megalite.checkpoint.safetensors_file import DTYPES, Entry, into_files, write_safetensors
+from megalite.checkpoint.weight_files import PickleFile, SafetensorsFile, Shape, WeightFile
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
-    "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
     "chat_template.jinja",
+    "chat_template.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
 )
+MORE_TEMPLATES = "additional_chat_templates"  # a folder of .jinja files
 SHARD_BYTES = 2 * 10**9  # as transformers reads anywhere, and small enough to fetch again
-BLOCK_BYTES = 64 << 20  # of a tensor in memory at once
+BLOCK_BYTES = 16 << 20  # of a tensor in memory at once; malloc keeps as much for the next block, more it maps anew
 
 
 class HuggingFaceFolder:
@@ -49,34 +51,64 @@ class HuggingFaceFolder:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: there is no such folder")
         self.folder = folder
-        self.config = _read_json(folder / CONFIG)
+        self.config = read_json(folder / CONFIG)
         has_generation = (folder / GENERATION_CONFIG).is_file()
-        self.generation_config = _read_json(folder / GENERATION_CONFIG) if has_generation else None
-        self._files: dict[str, Any] = {}  # name of a tensor -> the open file that holds it
+        self.generation_config = read_json(folder / GENERATION_CONFIG) if has_generation else None
+        self.notices: tuple[str, ...] = ()
         self.shapes: dict[str, Shape] = {}
-        self.dtypes: set[torch.dtype] = set()
-        for name, listed in _weight_files(folder).items():
+        self._tags: dict[str, str] = {}
+        self._places: dict[str, tuple[WeightFile, str]] = {}  # name of a tensor -> its file, and its name there
+        self.files = _weight_files(folder)
+        """File -> the tensors that the index says are in it; None without an index."""
+        for name, listed in self.files.items():
             self._open(folder / name, listed)
 
     def _open(self, path: Path, listed: set[str] | None) -> None:
-        try:
-            file = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: not readable as safetensors, perhaps cut short: {error}") from None
-        found = set(file.keys())
-        if listed is not None and found != listed:
-            name = min(found ^ listed)
-            which = f"holds {name}, which the index places elsewhere" if name in found else f"holds no {name}"
-            raise CheckpointError(f"{path}: {which}: the index and the files are not of one model")
-        for name in found:
-            entry = file.get_slice(name)
-            if entry.get_dtype() not in DTYPES:
-                raise CheckpointError(
-                    f"{path}: {name} is stored as {entry.get_dtype()}: only {', '.join(DTYPES)} are read"
-                )
-            self._files[name] = file
-            self.shapes[name] = tuple(entry.get_shape())
-            self.dtypes.add(DTYPES[entry.get_dtype()])
+        file: WeightFile
+        if path.suffix == ".bin":
+            file = PickleFile(path)
+            self._tell_of_pickles(file)
+        else:
+            file = SafetensorsFile(path)
+        if listed is not None and set(file.shapes) != listed:
+            name = min(set(file.shapes) ^ listed)
+            which = "holds {}, which the index places elsewhere" if name in file.shapes else "holds no {}"
+            raise CheckpointError(
+                f"{path}: {which.format(printable(name))}: the index and the files are not of one model"
+            )
+        self.shapes |= file.shapes
+        self._tags |= file.tags
+        self._places |= {name: (file, name) for name in file.shapes}
+
+    def _tell_of_pickles(self, file: PickleFile) -> None:
+        notice = "its weights are .bin pickles, read without running any code in them; an export writes safetensors"
+        if not file.is_mapped:
+            notice += "; they are of the format before torch 1.6, so each file was read whole into memory"
+        self.notices = (notice,)
+
+    @property
+    def bytes(self) -> int:
+        """Of all files with weights."""
+        return sum((self.folder / name).stat().st_size for name in self.files)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What a tensor is stored in."""
+        return DTYPES[self._tags[name]]
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """All that are read, of tensors in the dtypes that are."""
+        return {DTYPES[tag] for tag in self._tags.values() if tag in DTYPES}
+
+    def add_prefix(self, prefix: str, wanted: Iterable[str]) -> None:
+        """Takes the folder's names as those of a model without its head, which lack `prefix`, if they are."""
+        lacking = {name: name.removeprefix(prefix) for name in wanted if name.startswith(prefix)}
+        if any(name in self.shapes for name in lacking):
+            return
+        for name, stored in lacking.items():
+            if stored in self.shapes:
+                self.shapes[name], self._tags[name] = self.shapes.pop(stored), self._tags.pop(stored)
+                self._places[name] = self._places.pop(stored)
 
     def account(self, wanted: Mapping[str, Shape], copies: Mapping[str, str], ignored: Callable[[str], bool]) -> None:
         """Every tensor of the folder has a use and every wanted one is there, in its shape.
@@ -96,6 +128,11 @@ class HuggingFaceFolder:
                 raise CheckpointError(
                     f"{self.folder}: {name} is {list(self.shapes[name])}, its config.json asks for {list(shape)}"
                 )
+        for name in (*wanted, *(copy for copy in copies if copy in self.shapes)):
+            if self._tags[name] not in DTYPES:
+                raise CheckpointError(
+                    f"{self.folder}: {name} is stored as {self._tags[name]}: only {', '.join(DTYPES)} are read"
+                )
         for copy, original in copies.items():
             if copy in self.shapes and not self._are_equal(copy, original):
                 raise CheckpointError(
@@ -107,83 +144,54 @@ class HuggingFaceFolder:
         if self.shapes[name] != self.shapes[other]:
             return False
         blocks = row_blocks(self.shapes[name], 4)
-        return all(torch.equal(self.read(name, block), self.read(other, block)) for block in blocks)
+        return all(torch.equal(self.read(name, block).float(), self.read(other, block).float()) for block in blocks)
 
     def read(self, name: str, source: Slices | None = None) -> Tensor:
-        """A slice (default: all) of a tensor, in the dtype it is stored in."""
-        return self._files[name].get_slice(name)[source or tuple(slice(0, n) for n in self.shapes[name])]
+        """A slice (default: all) of a tensor, in the dtype it is stored in: a view of the mapped file."""
+        file, stored = self._places[name]
+        return file.read(stored, source or tuple(slice(0, n) for n in self.shapes[name]))
 
 
 def _first_of(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
+    return printable(names[0]) if len(names) == 1 else f"{printable(names[0])} (and {len(names) - 1} more)"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a folder's file. Raises CheckpointError where it is none."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent}: not a Hugging Face folder: it has no {path.name}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON: {error}") from None
+        raise CheckpointError(f"{path}: not readable as JSON: {printable(str(error))}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: not a JSON object")
     return value
 
 
 def _weight_files(folder: Path) -> Mapping[str, set[str] | None]:
-    """File -> the tensors that the index says are in it; None without an index."""
-    if (folder / WEIGHTS).is_file():  # before an index, as in transformers
-        return {WEIGHTS: None}
-    if not (folder / INDEX).is_file():
-        if any(folder.glob("*.bin")):
-            raise CheckpointError(
-                f"{folder}: its weights are pickled .bin files, which run code when read: load it with transformers "
-                "where you trust it and call save_pretrained, which writes safetensors"
-            )
-        raise CheckpointError(f"{folder}: has no weights: neither {WEIGHTS} nor {INDEX}")
-    places = _read_json(folder / INDEX).get("weight_map")
+    """File -> the tensors that the index says are in it; None without an index. Chosen as transformers does."""
+    for whole, index in ((WEIGHTS, INDEX), (PICKLE, PICKLE_INDEX)):
+        if (folder / whole).is_file():
+            return {whole: None}
+        if (folder / index).is_file():
+            return _indexed_files(folder, index)
+    raise CheckpointError(f"{folder}: has no weights: none of {WEIGHTS}, {INDEX}, {PICKLE} and {PICKLE_INDEX}")
+
+
+def _indexed_files(folder: Path, index: str) -> Mapping[str, set[str]]:
+    places = read_json(folder / index).get("weight_map")
     if not isinstance(places, dict) or not places:
-        raise CheckpointError(f"{folder / INDEX}: has no weight_map")
+        raise CheckpointError(f"{folder / index}: has no weight_map")
     files: dict[str, set[str]] = {}
     for tensor, name in places.items():
         if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{folder / INDEX}: places {tensor} outside the folder, in {name!r}")
+            where = printable(f"{tensor} outside the folder, in {name!r}")
+            raise CheckpointError(f"{folder / index}: places {where}")
         if not (folder / name).is_file():
-            raise CheckpointError(f"{folder}: not a complete model: {name} of the index is missing")
+            raise CheckpointError(f"{folder}: not a complete model: {printable(name)} of the index is missing")
         files.setdefault(name, set()).add(tensor)
     return files
-
-
-@contextmanager
-def new_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
-    """A hidden folder beside `folder`, renamed to it when the block ends, removed when the block raises."""
-    folder = folder.resolve()
-    _refuse_to_replace(folder, overwrite)
-    temporary, replaced = start(folder), folder.with_name(f".{folder.name}.replaced")
-    try:
-        yield temporary
-        for path in temporary.iterdir():
-            sync(path)
-        sync(temporary)
-        shutil.rmtree(replaced, ignore_errors=True)
-        if folder.exists():
-            folder.rename(replaced)
-        temporary.rename(folder)
-        sync(folder.parent)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _refuse_to_replace(folder: Path, overwrite: bool) -> None:
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    if not overwrite:
-        raise CheckpointError(f"{folder}: is there already and not empty: choose another name, or overwrite it")
-    if not (folder / CONFIG).is_file():  # a mistyped path must not cost a home folder
-        raise CheckpointError(f"{folder}: is not a Hugging Face folder (it has no {CONFIG}), so it is not overwritten")
 
 
 def write_configs(folder: Path, config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> None:
@@ -192,55 +200,58 @@ def write_configs(folder: Path, config: Mapping[str, Any], generation_config: Ma
 
 
 def tokenizer_files(tokenizer: Path) -> list[Path]:
-    """The files of a tokenizer; `tokenizer` is its folder or its tokenizer.json."""
+    """The files of a tokenizer, its chat templates among them; `tokenizer` is its folder or its tokenizer.json."""
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
-    return [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    named = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    return named + sorted(path for path in (folder / MORE_TEMPLATES).glob("*.jinja") if path.is_file())
 
 
 def copy_tokenizer(files: Iterable[Path], folder: Path) -> None:
-    """Copies a tokenizer's files unchanged."""
+    """Copies a tokenizer's files unchanged. Raises CheckpointError for a link that leads out of where it lies."""
     for path in files:
-        shutil.copyfile(path, folder / path.name)
+        _refuse_strange_link(path)
+        target = folder / MORE_TEMPLATES if path.parent.name == MORE_TEMPLATES else folder
+        target.mkdir(exist_ok=True)
+        shutil.copyfile(path, target / path.name)
+
+
+def _refuse_strange_link(path: Path) -> None:
+    """The hub's cache is made of links to its folder of blobs; any other could put a private file into an export."""
+    real, home = path.resolve(), path.parent.resolve()
+    if home not in real.parents and not any(parent / "blobs" == real.parent for parent in home.parents):
+        raise CheckpointError(f"{path}: is a link that leads out of its folder: copy the file itself")
 
 
 def write_weights(
     folder: Path,
-    shapes: Mapping[str, Shape],
-    read: Callable[[str, Slices], Tensor],
-    dtype: torch.dtype,
+    entries: Sequence[Entry],
+    blocks: Callable[[Entry], Iterable[Tensor]],
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
-    """Streams every tensor of `shapes` (hub names) into `folder` as safetensors; returns the bytes of weights.
+    """Streams tensors (hub names) into `folder` as safetensors; returns the bytes of weights.
 
-    transformers' layout: one `model.safetensors`, or numbered files and an index.
+    `blocks` gives an entry's numbers in row-major order, in tensors of its dtype. transformers' layout: one
+    `model.safetensors`, or numbered files and an index.
     """
-    tensors = [Entry(name, shape, dtype) for name, shape in shapes.items()]
-    shards = _into_shards(tensors, shard_bytes)
-    total = sum(tensor.size for tensor in tensors)
+    shards = shard_names(entries, shard_bytes)
+    total = sum(entry.size for entry in entries)
     places: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        name = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_safetensors(
-            folder / name, shard, lambda e: (read(e.key, block).to(dtype) for block in row_blocks(e.shape, 4))
-        )
-        places |= {tensor.key: name for tensor in shard}
+    for name, shard in shards.items():
+        write_safetensors(folder / name, shard, blocks, is_hashed=False)
+        places |= {entry.key: name for entry in shard}
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return total
 
 
-def _into_shards(tensors: Iterable[Entry], shard_bytes: int) -> list[list[Entry]]:
-    """In order; a tensor larger than a shard gets one of its own."""
-    shards: list[list[Entry]] = []
-    room = 0
-    for tensor in tensors:
-        if not shards or tensor.size > room:
-            shards.append([])
-            room = shard_bytes
-        shards[-1].append(tensor)
-        room -= tensor.size
-    return shards
+def shard_names(entries: Sequence[Entry], shard_bytes: int) -> dict[str, list[Entry]]:
+    """File name -> the tensors in it."""
+    shards = into_files(entries, shard_bytes)
+    if len(shards) == 1:
+        return {WEIGHTS: shards[0]}
+    numbered = enumerate(shards, start=1)
+    return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in numbered}
 
 
 def row_blocks(shape: Shape, bytes_per_number: int) -> Iterator[Slices]:

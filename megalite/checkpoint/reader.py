@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.files import verify_digest
 from megalite.checkpoint.manifest import WEIGHT, Slices, find_latest, parse_entry, printable, read_manifest
+from megalite.checkpoint.weight_files import SafetensorsFile
 
 MANY_BLOCKS = 1000  # of one tensor, above which they are not compared with one another
 Stored = tuple[Slices, str, str]  # block of the global tensor, file, key in the file
+
+
+class WeightReader(Protocol):
+    """What weights are read from: one of our checkpoints, or a Hugging Face folder (`hub_reader.py`)."""
+
+    folder: Path
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Global shape of each tensor, by canonical name."""
+
+    def fill(self, target: Tensor, name: str, source: Slices, kind: str = WEIGHT) -> None:
+        """A slice of the global tensor `name` into a tensor of its shape, on any device."""
 
 
 class CheckpointReader:
@@ -24,7 +38,7 @@ class CheckpointReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest = read_manifest(folder)
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, SafetensorsFile] = {}
         self._blocks: dict[tuple[str, str], list[Stored]] = {}
         for name in self.manifest.files:
             self._open(folder / name)
@@ -35,24 +49,25 @@ class CheckpointReader:
                     f"{folder}: {kind} of {printable(name)} is stored twice, in {' and '.join(twice)}"
                 )
 
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Global shape of each tensor, by canonical name."""
+        return self.manifest.tensors
+
     def _open(self, path: Path) -> None:
+        file = SafetensorsFile(path)
         try:
-            file = safe_open(path, framework="pt")
-            keys = file.keys()
-            for key in keys:
-                shape, dtype = file.get_slice(key).get_shape(), file.get_slice(key).get_dtype()
+            for key, shape in file.shapes.items():
                 kind, name, source = parse_entry(key, shape)
                 whole = self.manifest.tensors[name]
                 if (
                     kind not in (WEIGHT, *self.manifest.moments)
-                    or dtype != "F32"
+                    or file.tags[key] != "F32"
                     or len(whole) != len(source)
                     or any(s.stop > n for s, n in zip(source, whole, strict=True))
                 ):
                     raise ValueError(key)
                 self._blocks.setdefault((kind, name), []).append((source, path.name, key))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: not readable as safetensors: {printable(str(error))}") from None
         except (ValueError, KeyError) as error:
             what = printable(str(error))
             raise CheckpointError(f"{path}: holds what its manifest does not know: {what}") from None
@@ -76,11 +91,19 @@ class CheckpointReader:
                 continue
             inside = tuple(slice(c.start - b.start, c.stop - b.start) for c, b in zip(common, bounds, strict=True))
             place = tuple(slice(c.start - w.start, c.stop - w.start) for c, w in zip(common, source, strict=True))
-            block = self._files[file].get_slice(key)[inside]
+            block = self._files[file].read(key, inside)
             target[place].copy_(block)
             missing -= block.numel()
         if missing:
             raise CheckpointError(f"{self.folder}: {kind} of {name} is not whole: {missing} numbers are missing")
+
+    def view(self, name: str, source: Slices) -> Tensor | None:
+        """A slice of the weight `name` as a view of the mapped file, where one stored block holds all of it."""
+        for bounds, file, key in self._blocks.get((WEIGHT, name), []):
+            if all(b.start <= w.start and w.stop <= b.stop for w, b in zip(source, bounds, strict=True)):
+                inside = tuple(slice(w.start - b.start, w.stop - b.start) for w, b in zip(source, bounds, strict=True))
+                return self._files[file].read(key, inside)
+        return None
 
     def _shape(self, name: str) -> tuple[int, ...]:
         if name not in self.manifest.tensors:

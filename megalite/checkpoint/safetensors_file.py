@@ -53,18 +53,35 @@ class Entry:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def write_safetensors(path: Path, entries: Sequence[Entry], blocks: Callable[[Entry], Iterable[Tensor]]) -> FileEntry:
-    """Writes and syncs a file; returns its size and SHA-256, which is computed beside the writing.
+def into_files(entries: Iterable[Entry], most_bytes: int) -> list[list[Entry]]:
+    """The entries of each of several files, in order; one larger than `most_bytes` gets a file of its own."""
+    files: list[list[Entry]] = []
+    room = 0
+    for entry in entries:
+        if not files or entry.size > room:
+            files.append([])
+            room = most_bytes
+        files[-1].append(entry)
+        room -= entry.size
+    return files
 
-    `blocks` gives an entry's numbers in row-major order, in tensors of its dtype on any device.
+
+def write_safetensors(
+    path: Path, entries: Sequence[Entry], blocks: Callable[[Entry], Iterable[Tensor]], *, is_hashed: bool = True
+) -> FileEntry:
+    """Writes and syncs a file; returns its size and SHA-256, which is computed beside the writing unless nobody asks.
+
+    `blocks` gives an entry's numbers in row-major order, in tensors of its dtype on any device; a tensor is not used
+    after the next one was asked for.
     """
     sha256, size = hashlib.sha256(), 0
+    hashed: Callable[[memoryview], None] = sha256.update if is_hashed else lambda piece: None
     pieces = [np.frombuffer(mmap.mmap(-1, PIECE_BYTES, mmap.MAP_PRIVATE), np.uint8) for _ in range(PIECES)]  # aligned
     under_way: deque[tuple[Future[None], Future[None]]] = deque()
     with _opened(path) as file, ThreadPoolExecutor(1) as hashing, ThreadPoolExecutor(1) as writing:
         for piece, length in _filled(itertools.cycle(pieces), _chunks(entries, blocks)):
             under_way.append(
-                (hashing.submit(sha256.update, piece[:length].data), writing.submit(_write, file, piece, length, size))
+                (hashing.submit(hashed, piece[:length].data), writing.submit(_write, file, piece, length, size))
             )
             size += length
             if len(under_way) == PIECES:  # the oldest piece is filled next
@@ -73,7 +90,7 @@ def write_safetensors(path: Path, entries: Sequence[Entry], blocks: Callable[[En
             _finish(step)
         os.ftruncate(file, size)
         os.fsync(file)
-    return FileEntry(size=size, sha256=sha256.hexdigest())
+    return FileEntry(size=size, sha256=sha256.hexdigest() if is_hashed else "")
 
 
 def _chunks(entries: Sequence[Entry], blocks: Callable[[Entry], Iterable[Tensor]]) -> Iterable[memoryview]:

@@ -8,7 +8,7 @@ temporary folder, which the next run removes.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,7 +21,7 @@ from torch import Tensor
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.files import NO_ROOM, remove, sync, write_durably
 from megalite.checkpoint.manifest import LATEST, MANIFEST, WEIGHT, FileEntry, Manifest, entry
-from megalite.checkpoint.safetensors_file import Entry, write_safetensors
+from megalite.checkpoint.safetensors_file import Entry, into_files, write_safetensors
 
 FILE_BYTES = 2 << 30  # a file is closed once it holds this much
 SPARE_BYTES = 1 << 20  # for the manifest and the logs
@@ -128,6 +128,27 @@ def commit(folder: Path, manifest: Manifest) -> None:
         sync(folder.parent)
         write_durably(folder.parent / LATEST, folder.name.encode())
     remove(replaced)
+
+
+def write_weights_only(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    blocks: Callable[[str], Iterable[Tensor]],
+    manifest: Manifest,
+) -> None:
+    """Makes the empty folder `folder` a weights-only checkpoint, from one process, in memory for a block.
+
+    `shapes`: canonical name -> global shape. `blocks` gives a tensor's fp32 numbers in row-major order. What is in the
+    files is filled into `manifest`, which is written last. Raises OSError.
+    """
+    names = {entry(WEIGHT, name, tuple(slice(0, n) for n in shape)): name for name, shape in shapes.items()}
+    entries = [Entry(key, tuple(shapes[name]), torch.float32) for key, name in names.items()]
+    files = {}
+    for number, group in enumerate(into_files(entries, FILE_BYTES)):
+        name = f"single_{number:03d}.safetensors"
+        files[name] = write_safetensors(folder / name, group, lambda e: blocks(names[e.key]))
+    filled_in = manifest.model_copy(update={"written": now(), "tensors": dict(shapes), "files": files})
+    write_durably(folder / MANIFEST, filled_in.sealed())
 
 
 def write_single(

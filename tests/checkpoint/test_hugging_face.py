@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,10 +14,19 @@ from safetensors.torch import load_file, save_file
 
 from megalite.checkpoint import hugging_face
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.hugging_face import HuggingFaceFolder, new_folder, write_configs, write_weights
+from megalite.checkpoint.hugging_face import (
+    WEIGHTS,
+    HuggingFaceFolder,
+    copy_tokenizer,
+    row_blocks,
+    tokenizer_files,
+    write_weights,
+)
+from megalite.checkpoint.safetensors_file import Entry
 from tests.models.hub_models import HUB_MODELS
 
-LLAMA, TIED = HUB_MODELS[0], HUB_MODELS[1]
+MODELS = {model.name: model for model in HUB_MODELS}
+LLAMA, TIED = MODELS["llama"], MODELS["llama-tied"]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -52,7 +61,12 @@ def test_what_is_written_is_what_transformers_reads(
 ) -> None:
     """Our own streaming writer, in many row blocks, against the reader that everyone uses."""
     monkeypatch.setattr(hugging_face, "BLOCK_BYTES", 1000)
-    size = write_weights(tmp_path, _shapes(weights), lambda name, rows: weights[name][rows], dtype, shard_bytes)
+    entries = [Entry(name, shape, dtype) for name, shape in _shapes(weights).items()]
+
+    def blocks(entry: Entry) -> Iterator[torch.Tensor]:
+        return (weights[entry.key][rows].to(dtype) for rows in row_blocks(entry.shape, 4))
+
+    size = write_weights(tmp_path, entries, blocks, shard_bytes)
     assert size == sum(tensor.numel() * dtype.itemsize for tensor in weights.values())
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) == 1 or all(path.stat().st_size < 2 * shard_bytes for path in files)
@@ -88,6 +102,15 @@ def _only_bin(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
+def _swap_two_files(folder: Path) -> None:
+    def swap(places: dict[str, str]) -> None:
+        first, second = sorted(set(places.values()))[:2]
+        exchanged = {first: second, second: first}
+        places.update({name: exchanged.get(file, file) for name, file in places.items()})
+
+    _edit_index(folder, swap)
+
+
 SINGLE: list[tuple[str, Callable[[Path], object], str]] = [
     ("tensor missing", lambda f: _rewrite(f, lambda t: t.pop("model.norm.weight")), "no tensor model.norm.weight"),
     ("tensor unknown", lambda f: _rewrite(f, lambda t: t.update(extra=torch.ones(2))), "has tensor extra"),
@@ -99,8 +122,9 @@ SINGLE: list[tuple[str, Callable[[Path], object], str]] = [
     ("quantised", lambda f: _rewrite(f, lambda t: t.update({HEAD: t[HEAD].to(torch.int8)})), "stored as I8"),
     ("cut short", lambda f: _cut_short(f / "model.safetensors"), "cut short"),
     ("empty file", lambda f: (f / "model.safetensors").write_bytes(b""), "not readable as safetensors"),
-    ("only .bin", _only_bin, "save_pretrained"),
+    ("no pickle in a .bin", _only_bin, "not a pickle of weights"),
     ("no weights", lambda f: (f / "model.safetensors").unlink(), "no weights"),
+    ("a folder of its name", lambda f: ((f / WEIGHTS).unlink(), (f / WEIGHTS).mkdir()), "no weights"),
     ("no config", lambda f: (f / "config.json").unlink(), "no config.json"),
     ("config no JSON", lambda f: (f / "config.json").write_text("{"), "not readable as JSON"),
     ("config no object", lambda f: (f / "config.json").write_text("[]"), "not a JSON object"),
@@ -110,10 +134,15 @@ FIRST = "model-00001-of-"
 SHARDED: list[tuple[str, Callable[[Path], object], str]] = [
     ("shard missing", lambda f: next(f.glob(f"{FIRST}*")).unlink(), f"{FIRST}.* is missing"),
     ("shard cut short", lambda f: _cut_short(next(f.glob(f"{FIRST}*"))), "cut short"),
+    ("path to itself", lambda f: _edit_index(f, lambda m: m.update({HEAD: "."})), "outside the folder"),
+    ("empty path", lambda f: _edit_index(f, lambda m: m.update({HEAD: ""})), "missing"),
+    ("path with a newline", lambda f: _edit_index(f, lambda m: m.update({HEAD: "a\nb/\nc"})), "outside the folder"),
     ("escaping path", lambda f: _edit_index(f, lambda m: m.update({HEAD: "../x.safetensors"})), "outside the folder"),
     ("absolute path", lambda f: _edit_index(f, lambda m: m.update({HEAD: "/etc/passwd"})), "outside the folder"),
     ("number as path", lambda f: _edit_index(f, lambda m: m.update({HEAD: 3})), "outside the folder"),  # type: ignore[dict-item]
     ("index lists too much", lambda f: _edit_index(f, lambda m: m.update(ghost=m[HEAD])), "holds no ghost"),
+    ("index swaps two files", _swap_two_files, "which the index places elsewhere|holds no"),
+    ("index is a list", lambda f: (f / "model.safetensors.index.json").write_text("[1]"), "not a JSON object"),
     (
         "index lists too little",
         lambda f: _edit_index(f, lambda m: m.pop("model.norm.weight")),
@@ -162,40 +191,57 @@ def test_an_ignored_tensor_is_not_an_error(tmp_path: Path, weights: dict[str, to
     HuggingFaceFolder(folder).account(_shapes(weights), {}, ignored=lambda name: name.endswith("inv_freq"))
 
 
-def _fill(folder: Path, overwrite: bool = False) -> None:
-    with new_folder(folder, overwrite) as new:
-        write_configs(new, {"model_type": "llama"}, {})
+def test_a_base_models_folder_lacks_the_prefix(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Saved from LlamaModel instead of LlamaForCausalLM; names that have the prefix are never taken for others."""
+    folder = TIED.save(tmp_path / "hf")
+    wanted = {name: shape for name, shape in _shapes(weights).items() if name != HEAD}
+    whole = HuggingFaceFolder(folder)
+    whole.add_prefix("model.", wanted)
+    whole.account(wanted, {}, lambda name: False)
+    original = {name: whole.read(name).clone() for name in wanted}
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    _rewrite(folder, rename)
+    base = HuggingFaceFolder(folder)
+    with pytest.raises(CheckpointError, match=r"has no tensor model\."):
+        base.account(wanted, {}, lambda name: False)
+    base.add_prefix("model.", wanted)
+    base.account(wanted, {}, lambda name: False)
+    assert all(torch.equal(base.read(name), original[name]) for name in wanted)
 
 
-def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    target = tmp_path / "deep" / "hf"
-    with pytest.raises(RuntimeError), new_folder(target) as new:
-        (new / "config.json").write_text("{}")
-        raise RuntimeError("killed")
-    assert list(target.parent.iterdir()) == []
-    target.mkdir()  # an empty folder is as good as none
-    _fill(target)
-    assert json.loads((target / "config.json").read_text()) == {"model_type": "llama"}
-    assert [path.name for path in target.parent.iterdir()] == ["hf"]
+def test_every_file_of_a_tokenizer_is_carried(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    (source / "additional_chat_templates").mkdir(parents=True)
+    target.mkdir()
+    names = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "tokenizer.model", "spiece.model"]
+    names += ["special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"]
+    names += ["additional_chat_templates/tools.jinja"]
+    for name in (*names, "README.md", "additional_chat_templates/notes.txt"):
+        (source / name).write_text(name)
+    copy_tokenizer(tokenizer_files(source), target)
+    assert {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()} == set(names)
+    assert all((target / name).read_text() == name for name in names)
 
 
-def test_what_is_there_is_kept_unless_overwriting_is_asked_for_and_safe(tmp_path: Path) -> None:
-    target = tmp_path / "hf"
-    _fill(target)
-    (target / "old").touch()
-    with pytest.raises(CheckpointError, match="not empty"):
-        _fill(target)
-    with pytest.raises(RuntimeError), new_folder(target, overwrite=True):
-        raise RuntimeError("killed")
-    assert (target / "old").exists()
-    _fill(target, overwrite=True)
-    assert not (target / "old").exists() and [path.name for path in tmp_path.iterdir()] == ["hf"]
-
-    home = tmp_path / "home"
-    home.mkdir()
-    (home / "thesis.tex").touch()
-    with pytest.raises(CheckpointError, match="not a Hugging Face folder"):
-        _fill(home, overwrite=True)
-    with pytest.raises(CheckpointError, match="not empty"):
-        _fill(home / "thesis.tex")
-    assert (home / "thesis.tex").exists()
+def test_a_link_of_the_hubs_cache_is_followed_and_one_to_elsewhere_is_not(tmp_path: Path) -> None:
+    """A downloaded folder must not put a private file into what is exported, and perhaps published."""
+    snapshot, blobs, target = (
+        tmp_path / "models--a" / "snapshots" / "1",
+        tmp_path / "models--a" / "blobs",
+        tmp_path / "t",
+    )
+    for folder in (snapshot, blobs, target):
+        folder.mkdir(parents=True)
+    (blobs / "ab12").write_text("{}")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/ab12")
+    copy_tokenizer(tokenizer_files(snapshot), target)
+    assert (target / "tokenizer.json").read_text() == "{}" and not (target / "tokenizer.json").is_symlink()
+    (tmp_path / "secret").write_text("key")
+    (snapshot / "vocab.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match="a link that leads out of its folder"):
+        copy_tokenizer(tokenizer_files(snapshot), target)
+    assert not (target / "vocab.json").exists()

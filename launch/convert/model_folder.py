@@ -1,0 +1,107 @@
+"""A Hugging Face folder as a model of ours: its config understood, its tensors accounted for, our weights read.
+
+In: a path. Out: a `ModelFolder`, from which any block of any of our weights can be read. Nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from launch.convert.serial import global_shapes
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.hugging_face import CONFIG, HuggingFaceFolder
+from megalite.checkpoint.manifest import Slices
+from megalite.config import ModelConfig, describe_validation_error
+from models.families import HubLayout, family, model_config
+from models.families.base import TRANSFORMERS_DTYPES
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """One Hugging Face folder whose tensors are all known."""
+
+    files: HuggingFaceFolder
+    model: ModelConfig
+    shapes: Mapping[str, tuple[int, ...]]  # of our weights, by canonical name
+    layout: HubLayout
+
+    def read(self, name: str, source: Slices) -> Tensor:
+        """A block of our weight `name`, in the dtype it is stored in."""
+        return self.layout.read_own(self.files.read, name, source)
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Hub name of a tensor -> fp32, bf16 or fp16."""
+        return {name: NAMES[self.files.dtype(name)] for name in self.layout.tensors}
+
+    @property
+    def dtype(self) -> str:
+        """That of the folder: where tensors differ, what config.json says, else what most numbers are stored in."""
+        sizes: dict[str, int] = {}
+        for name, dtype in self.dtypes.items():
+            sizes[dtype] = sizes.get(dtype, 0) + torch.Size(self.layout.tensors[name].shape).numel()
+        said = self.files.config.get("dtype") or self.files.config.get("torch_dtype")
+        told = next((name for name, theirs in TRANSFORMERS_DTYPES.items() if theirs == said), "")
+        return told if told in sizes else max(sizes, key=lambda dtype: sizes[dtype])
+
+    def carried(self, dtype: str | None = None) -> dict[str, Any]:
+        """What a checkpoint keeps under `hugging_face` for its exports, which are in `dtype` (default: as here)."""
+        usual = dtype or self.dtype
+        kept: dict[str, Any] = {
+            "config": family(self.model.model_type).carried(self.files.config),
+            "generation_config": self.files.generation_config,
+            "dtype": usual,
+        }
+        others = {} if dtype else {name: stored for name, stored in self.dtypes.items() if stored != usual}
+        return kept | {"dtypes": others} if others else kept
+
+
+def open_model_folder(folder: Path) -> ModelFolder:
+    """Raises CheckpointError or FamilyError, one sentence, where the folder is none or not one that we compute."""
+    files = HuggingFaceFolder(folder)
+    _check_counts(files)
+    model = model_of(model_config(files.config), str(folder / CONFIG))
+    described = family(model.model_type)
+    described.check(model)
+    shapes = global_shapes(model)
+    layout = described.layout(model, shapes)
+    wanted = {name: tensor.shape for name, tensor in layout.tensors.items()}
+    files.add_prefix(described.base_prefix, wanted)
+    embedding = layout.hub_names(EMBEDDING)[0]
+    files.account(
+        wanted,
+        copies={described.head: embedding} if model.tie_word_embeddings else {},
+        ignored=lambda name: name.endswith(described.ignored),
+    )
+    return ModelFolder(files, model, shapes, layout)
+
+
+def _check_counts(files: HuggingFaceFolder) -> None:
+    """Before as many layers or experts are built as config.json asks for: each has a tensor of its own at least."""
+    keys = family(files.config.get("model_type")).all_keys
+    for option in ("num_hidden_layers", "num_experts"):
+        asked = files.config.get(keys.get(option, option))
+        if isinstance(asked, int) and asked > len(files.shapes):
+            raise CheckpointError(
+                f"{files.folder}: holds {len(files.shapes)} tensors, but its config.json has "
+                f"{keys.get(option, option)} {asked}"
+            )
+
+
+def model_of(options: Any, where: str) -> ModelConfig:
+    """The model that `options` describe. Raises CheckpointError, one sentence, that says where they are from."""
+    try:
+        return ModelConfig.model_validate(options)
+    except ValidationError as error:
+        raise CheckpointError(f"{where}: {describe_validation_error(error, ModelConfig)}") from None

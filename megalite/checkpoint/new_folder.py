@@ -1,0 +1,141 @@
+"""A folder that appears under its name whole or not at all, whatever happens to the process that makes it.
+
+It is made under a hidden name beside its own, with a lock file in it: what a killed process has left carries a lock
+that nobody holds, and the next one removes it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.files import NO_ROOM, remove, sync
+from megalite.checkpoint.writer import temporary_folder
+
+LOCK = "conversion.lock"
+
+
+@contextmanager
+def new_folder(folder: Path, *, overwrite: bool, marker: str) -> Iterator[Path]:
+    """A hidden folder beside `folder`, renamed to it when the block ends, removed when the block raises.
+
+    What is there already is replaced only with `overwrite`, and only if it holds a file `marker`, which tells that it
+    is of the kind that is written here. Raises CheckpointError, one sentence.
+    """
+    folder = folder.resolve()
+    check_replaceable(folder, overwrite, marker)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        recover(folder.parent)
+        check_replaceable(folder, overwrite, marker)  # it may have got its name back
+        temporary = temporary_folder(folder)
+        lock = _locked(temporary)
+        try:
+            yield temporary
+            _publish(temporary, folder)
+        finally:
+            os.close(lock)
+            remove(temporary)
+    except OSError as error:
+        raise CheckpointError(cannot_write(folder, error)) from None
+    remove(_replaced(folder))
+
+
+def check_replaceable(folder: Path, overwrite: bool, marker: str) -> None:
+    """Raises CheckpointError where `folder` holds what must not be replaced."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not overwrite:
+        raise CheckpointError(f"{folder}: is there already and not empty: choose another name, or --overwrite it")
+    if not (folder / marker).is_file():  # a mistyped path must not cost a home folder
+        raise CheckpointError(f"{folder}: has no {marker}, so it is nothing of this kind and is not overwritten")
+
+
+def check_room(folder: Path, size: int) -> None:
+    """Raises CheckpointError where `size` more bytes do not fit beside `folder`."""
+    free = room_at(folder)
+    if free < size:
+        raise CheckpointError(
+            f"{folder}: takes {size / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB are free: free some space, or choose "
+            "another disk"
+        )
+
+
+def room_at(folder: Path) -> int:
+    """Free bytes where `folder` is or is going to be."""
+    there = next((path for path in (folder, *folder.parents) if path.is_dir()), Path("/"))
+    return shutil.disk_usage(there).free
+
+
+def cannot_write(folder: Path, error: OSError) -> str:
+    """One sentence: why a folder cannot be written."""
+    why = NO_ROOM.get(error.errno or 0)
+    if why is not None:
+        return f"{folder}: {why}: free some space, or choose another disk; nothing was left there"
+    return f"{folder}: cannot be written: {error.strerror or error}"
+
+
+def _replaced(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.replaced")
+
+
+def _locked(temporary: Path) -> int:
+    """Makes the empty folder, with a lock that the returned descriptor holds."""
+    temporary.mkdir(exist_ok=True)
+    descriptor = os.open(temporary / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise CheckpointError(
+            f"{temporary}: another conversion is writing there: wait for it, or choose another name"
+        ) from None
+    except OSError:
+        pass  # a file system without locks: two conversions of one name are not told apart there
+    for path in temporary.iterdir():  # of a save without a lock
+        if path.name != LOCK:
+            remove(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    return descriptor
+
+
+def _publish(temporary: Path, folder: Path) -> None:
+    for path in temporary.rglob("*"):
+        sync(path)
+    sync(temporary)
+    if folder.exists() and any(folder.iterdir()):
+        remove(_replaced(folder))
+        (folder / LOCK).touch()  # until its successor is there it is to get its name back
+        folder.rename(_replaced(folder))
+    temporary.rename(folder)
+    (folder / LOCK).unlink()
+    sync(folder)
+    sync(folder.parent)
+
+
+def recover(parent: Path) -> None:
+    """Removes what killed conversions have left in `parent`, and gives a folder that one was about to replace its
+    name back."""
+    for lock in parent.glob(f".*/{LOCK}"):
+        hidden, kind = lock.parent, lock.parent.suffix
+        own = hidden.with_name(hidden.name.removeprefix(".").removesuffix(kind))
+        if kind == ".replaced" and not own.exists():
+            lock.unlink()
+            hidden.rename(own)
+        elif kind in (".tmp", ".replaced") and not _is_held(lock):
+            remove(hidden)
+
+
+def _is_held(lock: Path) -> bool:
+    descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True  # or nobody can tell
+    finally:
+        os.close(descriptor)
+    return False
