@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,41 +148,3 @@ def write_weights_only(
         files[name] = write_safetensors(folder / name, group, lambda e: blocks(names[e.key]))
     filled_in = manifest.model_copy(update={"written": now(), "tensors": dict(shapes), "files": files})
     write_durably(folder / MANIFEST, filled_in.sealed())
-
-
-def write_single(
-    folder: Path,
-    tensors: Iterable[tuple[str, Tensor]],
-    *,
-    step: int,
-    config: dict[str, Any],
-    tokenizer: str | None,
-    state: dict[str, Any],
-) -> None:
-    """A weights-only checkpoint from one process: whole tensors by canonical name, stored as fp32.
-
-    Raises CheckpointError where it cannot be written.
-    """
-    temporary = start(folder)
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def blocks() -> Iterator[Block]:
-        for name, tensor in tensors:
-            shapes[name] = tuple(tensor.shape)
-            whole = tuple(slice(0, n) for n in tensor.shape)
-            yield Block(entry(WEIGHT, name, whole), tensor.float())
-
-    try:
-        files = write_blocks(temporary, "single", blocks())
-        manifest = Manifest(
-            step=step,
-            written=now(),
-            config=config,
-            tokenizer=tokenizer,
-            state=state,
-            tensors=shapes,
-            files=files,
-        )
-        commit(folder, manifest)
-    finally:
-        discard(folder)

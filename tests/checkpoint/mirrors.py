@@ -15,7 +15,7 @@ from megalite.checkpoint.manifest import MANIFEST, Manifest
 from megalite.checkpoint.mirror import Mirror, Report
 from megalite.checkpoint.retention import Retention
 from megalite.checkpoint.storage import Patience, list_checkpoints
-from megalite.checkpoint.writer import write_single
+from tests.checkpoint.single import write_single
 
 # long enough for a machine with other work, except for what a test waits for
 SHORT = Patience(connect_s=5, read_s=10, requests=1, stall_s=15, attempts=2, first_delay_s=0.1)

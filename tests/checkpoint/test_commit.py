@@ -15,8 +15,8 @@ import torch
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import find_latest, read_manifest
 from megalite.checkpoint.reader import CheckpointReader, open_checkpoint
-from megalite.checkpoint.writer import write_single
 from tests.checkpoint.saving import forge
+from tests.checkpoint.single import write_single
 
 WEIGHTS = {"a.weight": torch.arange(12.0).view(3, 4), "b.bias": torch.arange(5.0)}
 

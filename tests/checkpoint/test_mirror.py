@@ -20,7 +20,6 @@ from megalite.checkpoint.retention import Retention
 from megalite.checkpoint.storage import Listed, Patience, Store, list_checkpoints
 from megalite.checkpoint.storage_errors import StorageError
 from megalite.checkpoint.transfer import fetch_newest, upload
-from megalite.checkpoint.writer import write_single
 from tests.checkpoint.mirrors import (
     KEEP_ALL,
     PART,
@@ -34,6 +33,7 @@ from tests.checkpoint.mirrors import (
     write_large,
 )
 from tests.checkpoint.s3_server import Fault, Gate
+from tests.checkpoint.single import write_single
 from tests.checkpoint.test_commit import same_size_garbage, write
 
 

@@ -19,7 +19,6 @@ from megalite.checkpoint.retention import Retention
 from megalite.checkpoint.storage import Listed, Store, check_url, look_at
 from megalite.checkpoint.storage_errors import StorageError, explained
 from megalite.checkpoint.transfer import MARK, fetch_newest, newest_on_mirror, prune_store, upload
-from megalite.checkpoint.writer import write_single
 from tests.checkpoint.mirrors import (
     SHORT,
     complete,
@@ -33,6 +32,7 @@ from tests.checkpoint.mirrors import (
 )
 from tests.checkpoint.s3_server import Fault, Gate, Request
 from tests.checkpoint.saving import forge
+from tests.checkpoint.single import write_single
 from tests.checkpoint.test_commit import WEIGHTS, same_size_garbage, truncate, write
 from tests.checkpoint.uploading import start_prune, start_upload
 

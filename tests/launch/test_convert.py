@@ -18,13 +18,13 @@ from launch.convert import export_hugging_face, exporting, global_shapes, import
 from launch.errors import USER_ERRORS
 from megalite.checkpoint.engine import load_engine
 from megalite.checkpoint.reader import CheckpointReader
-from megalite.checkpoint.writer import write_single
 from megalite.config import Config, ModelConfig
 from megalite.engine.engine import build_engine
 from megalite.parallel.loss import head_logits
 from models.decoder import decoder_layers
 from models.families import model_config
 from tests.checkpoint.saving import forge
+from tests.checkpoint.single import write_single
 from tests.checkpoint.test_weight_files import as_pickles
 from tests.engine.cases import Batch
 from tests.models.hub_models import HUB_MODELS, HubModel

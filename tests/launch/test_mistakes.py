@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from launch.cli import main
-from megalite.checkpoint.writer import write_single
+from tests.checkpoint.single import write_single
 from tests.conftest import write_config
 
 Change = Callable[[dict[str, Any], Path], list[str]]  # edits the config; returns further arguments
