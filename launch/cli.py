@@ -10,16 +10,16 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from launch.checkpoint_command import checkpoint_app
+from launch.convert_command import export, import_
 from launch.errors import INTERRUPTED_CODE, USER_ERROR_CODE, USER_ERRORS, VERIFY_FAILED_CODE, LaunchError
-from megalite.config import Config, load_config
-
-if TYPE_CHECKING:
-    from launch.convert import ConvertSummary
+from launch.inference_command import evaluate, generate
+from launch.run_config import load_run_config
+from megalite.config import Config
 
 app = typer.Typer(
     name="megalite",
@@ -32,6 +32,10 @@ app = typer.Typer(
 config_app = typer.Typer(help="Show a config as it is resolved, or the schema of all options.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
+app.command("import")(import_)
+app.command()(export)
+app.command()(generate)
+app.command()(evaluate)
 
 ConfigPath = Annotated[Path, typer.Argument(help="YAML file", metavar="CONFIG.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.option=value ...", metavar="[OVERRIDES]...")]
@@ -66,7 +70,7 @@ def train(
 
     words = [str(config_path), *(overrides or [])]
     if dry_run:
-        describe(load_config(config_path, overrides or []), as_json=as_json)
+        describe(load_run_config(config_path, overrides or []), as_json=as_json)
     elif as_json:
         raise LaunchError("--json belongs to --dry-run: a run's results are in metrics.jsonl and receipt.json")
     elif this_rank() is not None:
@@ -81,7 +85,7 @@ def train(
         command = [sys.executable, "-m", "launch", "train", *words]
         raise typer.Exit(supervise_run(command, Policy(restarts=restart)))
     else:
-        raise typer.Exit(start(load_config(config_path, overrides or []), words))
+        raise typer.Exit(start(load_run_config(config_path, overrides or []), words))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -146,7 +150,7 @@ def verify(
     from launch.verify.command import verify as run
 
     plan = make_plan(
-        load_config(config_path, overrides or []),
+        load_run_config(config_path, overrides or []),
         layouts=layouts,
         reference=reference.value,
         steps=steps,
@@ -214,78 +218,13 @@ def prepare(
         _print_json(asdict(summary))
 
 
-@app.command("import")
-def import_(
-    hf_dir: Annotated[str, typer.Argument(help="Hugging Face folder, or a model's id on the hub.", metavar="HF_DIR")],
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder to write.", metavar="CHECKPOINT")],
-    validate: Annotated[bool, typer.Option(help="Compare logits with transformers.")] = True,
-    as_json: AsJson = False,
-) -> None:
-    """Turn a Hugging Face model into a checkpoint that any layout starts from (`training.initialize_from`).
-
-    Example: `megalite import ./Llama-3.2-1B runs/llama-1b/start`
-    """
-    from launch.convert import import_hugging_face
-
-    summary = import_hugging_face(hf_dir, checkpoint, validate=validate)
-    _tell(summary, as_json)
-
-
-@app.command()
-def export(
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint, or run folder: its newest.", metavar="CHECKPOINT")],
-    hf_dir: Annotated[Path, typer.Argument(help="Folder to write.", metavar="HF_DIR")],
-    dtype: Annotated[
-        str | None, typer.Option(help="fp32, bf16 or fp16; default: what was imported, or trained in.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace HF_DIR.")] = False,
-    validate: Annotated[bool, typer.Option(help="Compare logits with transformers.")] = True,
-    as_json: AsJson = False,
-) -> None:
-    """Turn a checkpoint of any layout into a Hugging Face folder that `transformers` loads.
-
-    Example: `megalite export runs/quickstart runs/quickstart/hf`
-    """
-    from launch.convert import export_hugging_face
-
-    summary = export_hugging_face(checkpoint, hf_dir, dtype=dtype, overwrite=overwrite, validate=validate)
-    _tell(summary, as_json)
-
-
-@app.command()
-def generate(
-    model: Annotated[
-        str, typer.Argument(help="Hugging Face folder or hub id, checkpoint, or run folder.", metavar="MODEL")
-    ],
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to go on from.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 100,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among this many likeliest; default: all.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    as_json: AsJson = False,
-) -> None:
-    """Continue a prompt.
-
-    Example: `megalite generate runs/quickstart/hf --prompt "def main(" --temperature 0.8`
-    """
-    from launch.generate import generate as generate_text
-
-    generation = generate_text(
-        model, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed
-    )
-    if as_json:
-        _print_json(asdict(generation))
-    else:
-        print(generation.text)
-
-
 @config_app.command()
 def show(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Print the config with every default filled in.
 
     Example: `megalite config show configs/quickstart.yaml training.steps=20`
     """
-    config = load_config(config_path, overrides or [])
+    config = load_run_config(config_path, overrides or [])
     if as_json:
         _print_json(config.model_dump(mode="json"))
     else:
@@ -299,23 +238,6 @@ def schema() -> None:
     Example: `megalite config schema > megalite.schema.json`
     """
     _print_json(Config.json_schema())
-
-
-def _tell(summary: ConvertSummary, as_json: bool) -> None:
-    if as_json:
-        _print_json(asdict(summary))
-        return
-    checked = (
-        "not validated"
-        if summary.logit_difference is None
-        else (f"logits within {summary.logit_difference:.1e} of transformers'")
-    )
-    print(
-        f"{summary.source} -> {summary.target}: {summary.model_type}, {summary.tensors} tensors, "
-        f"{summary.parameters:,} parameters, {summary.dtype}, {checked}"
-    )
-    for notice in summary.notices:
-        print(f"megalite: {notice}")
 
 
 def _print_json(value: Any) -> None:

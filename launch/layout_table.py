@@ -71,8 +71,8 @@ def layout_table(rows: list[RankRow], layout: ResolvedLayout) -> Table:
 def _span(names: tuple[str, ...]) -> str:
     """`embed_tokens, layers 0-3, norm`."""
     short = [name.removeprefix("model.") for name in names]
-    blocks = [name.removeprefix("layers.") for name in short if name.startswith("layers.")]
-    span = f"layers {blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"layer {blocks[0]}"
-    first = [name for name in short[:1] if not name.startswith("layers.")]
-    last = [name for name in short[1:] if not name.startswith("layers.")]
-    return ", ".join([*first, span, *last])
+    places = [place for place, name in enumerate(short) if name.startswith("layers.")]
+    first, last = places[0], places[-1]
+    numbers = [short[place].removeprefix("layers.") for place in (first, last)]
+    span = f"layers {numbers[0]}-{numbers[1]}" if last > first else f"layer {numbers[0]}"
+    return ", ".join([*short[:first], span, *short[last + 1 :]])

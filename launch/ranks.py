@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from dataclasses import dataclass
 
 from launch.errors import LaunchError
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,16 @@ def this_rank() -> Rank | None:
         if not os.environ[name].isdecimal():
             raise LaunchError(f"environment variable {name} is {os.environ[name]!r}, not a whole number: unset it")
     return Rank(*(int(os.environ[name]) for name in VARIABLES))
+
+
+def tell_once(sentence: str, rank: Rank | None) -> None:
+    """The launcher ends all ranks when one has ended, so local rank 0 speaks before any other leaves; another speaks
+    only when it is still here after that, because the mistake was its own."""
+    where = ""
+    if rank is not None and rank.local_rank:
+        time.sleep(GRACE_S)
+        where = f"rank {rank.rank}: "
+    print(f"megalite: error: {where}{sentence}", file=sys.stderr, flush=True)
 
 
 def be_deterministic() -> None:

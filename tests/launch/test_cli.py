@@ -25,6 +25,7 @@ COMMANDS = [
     ["import"],
     ["export"],
     ["generate"],
+    ["evaluate"],
     ["config", "show"],
     ["config", "schema"],
     ["checkpoint", "ls"],

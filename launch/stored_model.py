@@ -1,0 +1,92 @@
+"""A model to be run, wherever it is stored: Hugging Face folder, hub id, one of our checkpoints, or a run's folder.
+
+In: a path. Out: its shape, where to read its weights from, its tokenizer, the tokens that end a text. No weight is
+read here, so a command looks at all this before it starts ranks, and each rank opens it again for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.meta import read_meta
+from launch.convert import model_of, open_newest, tokenizer_of
+from launch.errors import LaunchError
+from launch.hub_model import HubModel, open_hub_model
+from launch.resume import IMPORTED
+from launch.transformers_model import load_tokenizer, local_folder
+from megalite.checkpoint.hugging_face import CONFIG
+from megalite.checkpoint.manifest import Manifest
+from megalite.checkpoint.reader import WeightReader
+from megalite.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """What can be known of a model without reading its weights."""
+
+    folder: Path
+    model: ModelConfig
+    weights: WeightReader
+    carried: Mapping[str, Any]  # of Hugging Face: config, generation_config, dtype; empty for a run from scratch
+    run: Mapping[str, Any]  # the config of the run that saved it; empty where it is not of a run
+    tokenizer: Path | None  # its folder
+    hub: HubModel | None = None
+    manifest: Manifest | None = None  # of one of our checkpoints
+
+    @property
+    def dtype(self) -> str:
+        """fp32, bf16 or fp16: what a folder is stored in, what a run computes in."""
+        return str(self.carried.get("dtype") or self.run.get("precision", {}).get("dtype", "fp32"))
+
+    def load_tokenizer(self) -> Any:
+        """transformers' tokenizer; LaunchError where there is none."""
+        if self.tokenizer is None:
+            known = self.manifest.tokenizer if self.manifest else None
+            why = f"it is no longer in {known}" if known else "the checkpoint knows no tokenizer"
+            raise LaunchError(f"{self.folder}: text needs a tokenizer, but {why}")
+        return load_tokenizer(self.tokenizer)
+
+    def end_tokens(self, tokenizer: Any) -> frozenset[int]:
+        """The tokens that end a text: as in transformers those of generation_config.json, else of config.json; else
+        the tokenizer's."""
+        for name in ("generation_config", "config"):
+            ids = (self.carried.get(name) or {}).get("eos_token_id")
+            if ids is not None:
+                return frozenset([ids] if isinstance(ids, int) else ids)
+        return frozenset() if tokenizer.eos_token_id is None else frozenset([tokenizer.eos_token_id])
+
+    def check_prepared(self, prefix: Path) -> None:
+        """Raises LaunchError where prepared data was made with another tokenizer: its ids would mean other text."""
+        meta = read_meta(prefix)
+        if meta is None:
+            return
+        if self.hub is not None:
+            self.hub.check_tokenizer(prefix, meta.tokenizer, meta.tokenizer_sha256)
+        elif self.manifest is not None and self.manifest.tokenizer_sha256 not in (None, meta.tokenizer_sha256):
+            raise LaunchError(
+                f"{prefix} was prepared with another tokenizer ({meta.tokenizer}) than what {self.folder} was trained "
+                f"on ({self.manifest.tokenizer}): prepare it again with that one"
+            )
+
+
+def open_stored(path: str | Path) -> StoredModel:
+    """Raises CheckpointError, FamilyError or LaunchError, one sentence, where there is no model that we compute."""
+    folder = local_folder(path)
+    if (folder / CONFIG).is_file():
+        hub = open_hub_model(folder)
+        return StoredModel(hub.folder, hub.model, hub.reader, hub.carried, {}, hub.folder, hub=hub)
+    reader = open_newest(folder)
+    config = reader.manifest.config
+    files, _ = tokenizer_of(reader)
+    return StoredModel(
+        reader.folder,
+        model_of(config.get("model"), str(reader.folder)),
+        reader,
+        config.get(IMPORTED) or {},
+        config if "training" in config else {},
+        files[0].parent if files else None,
+        manifest=reader.manifest,
+    )
