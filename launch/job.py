@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from launch.data import RunData, evaluation_batches, training_batches
+from launch.followers import Followers
 from launch.reporter import Reporter
 from launch.resume import Start, checkpoints_of
+from launch.run_tokenizer import KnownTokenizer, tokenizer_of
 from megalite.checkpoint.manifest import Manifest
 from megalite.config import Config, ResolvedLayout
 from megalite.training.errors import TrainingPreempted, TrainingStopped
 
 if TYPE_CHECKING:
-    from megalite.checkpoint.mirror import Mirror
     from megalite.engine.engine import Engine
     from megalite.training.loop import Job
     from megalite.training.state import TrainState
@@ -31,7 +32,7 @@ def open_job(
     start: Start,
     state: TrainState,
     reporter: Reporter,
-    mirror: Mirror | None,
+    followers: Followers,
     born: float,
 ) -> Iterator[Job]:
     """Open while the run trains; `born` is when the process started, by `time.monotonic`."""
@@ -48,13 +49,15 @@ def open_job(
         steps = config.total_steps - state.step
         return training_batches(data, config, layout, replica, consumed=state.consumed_samples, steps=steps)
 
+    tokenizer = cache(partial(tokenizer_of, config, data))  # once rank 0 has kept it
     checkpoints = Checkpoints(
         engine,
         config.checkpoint,
         checkpoints_of(config),
         reporter,
-        describe=lambda state: _manifest(config, layout, data, start, state),
-        mirror=mirror,
+        describe=lambda state: _manifest(config, layout, tokenizer(), start, state),
+        mirror=followers.mirror,
+        exports=followers.exporter,
         planner=reporter.interval_planner(),
     )
     guard = Guard(engine, config.guards, data.training.documents)
@@ -83,7 +86,9 @@ def open_job(
         reporter.ends("ended", checkpoints.settle())
 
 
-def _manifest(config: Config, layout: ResolvedLayout, data: RunData, start: Start, state: TrainState) -> Manifest:
+def _manifest(
+    config: Config, layout: ResolvedLayout, tokenizer: KnownTokenizer, start: Start, state: TrainState
+) -> Manifest:
     """All of a checkpoint's manifest but what depends on its files."""
     return Manifest(
         step=state.step,
@@ -94,32 +99,9 @@ def _manifest(config: Config, layout: ResolvedLayout, data: RunData, start: Star
             "zero_stage": layout.zero_stage,
         },
         config=config.model_dump(mode="json") | start.inherited,
-        tokenizer=data.tokenizer,
-        tokenizer_sha256=data.tokenizer_sha256,
+        tokenizer=tokenizer.folder,
+        tokenizer_sha256=tokenizer.sha256,
         state=state.model_dump(mode="json"),
         tensors={},
         files={},
     )
-
-
-def open_mirror(config: Config, start: Start, reporter: Reporter) -> Mirror | None:
-    """For rank 0, where the config names one; what an interrupted run did not get there is sent now."""
-    if config.checkpoint.mirror is None:
-        return None
-    from megalite.checkpoint.mirror import Mirror
-    from megalite.checkpoint.retention import Retention
-
-    mirror = Mirror(config.checkpoint.mirror, Retention.of(config.checkpoint), reporter.mirrored)
-    if start.is_resume and start.checkpoint is not None:
-        mirror.offer(start.checkpoint)
-    return mirror
-
-
-def close_mirror(mirror: Mirror | None, config: Config, reporter: Reporter, at_most_s: float = math.inf) -> None:
-    """Waits for what is on its way, on the rank that has the mirror."""
-    seconds = min(60 * config.checkpoint.mirror_wait_minutes, at_most_s)
-    if mirror is not None and not mirror.close(seconds):
-        reporter.say(
-            f"{config.checkpoint.mirror} has not got the last checkpoint in {seconds / 60:.3g} minutes: it is in "
-            f"{checkpoints_of(config)}, and the next run sends it"
-        )

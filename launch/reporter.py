@@ -9,6 +9,7 @@ from launch.data import RunData
 from launch.ranks import Rank
 from launch.resume import Start
 from launch.run_folder import write_receipt, write_settings
+from launch.run_tokenizer import keep_tokenizer
 from megalite.config import Config, ResolvedLayout
 from megalite.resilience.nonfatal import Nonfatal
 
@@ -36,6 +37,8 @@ class Reporter:
             from megalite.monitor.goodput import Goodput
 
             write_settings(self._config, deepspeed_config(self._config, self._layout))
+            if self._start.hub is not None:
+                keep_tokenizer(self._config, self._start.hub.folder)
             self._write_receipt()
             self._events = EventLog(self._config.run_dir / EVENTS)
             self._goodput = Goodput(

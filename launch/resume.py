@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from launch.data import RunData
 from launch.errors import LaunchError
+from launch.run_config import checkpoint_at, refuse_other_model
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.manifest import Manifest, find_latest, read_manifest
+from megalite.checkpoint.manifest import Manifest, read_manifest
 from megalite.checkpoint.retention import clean_up
 from megalite.config import Config
 from megalite.config.model import DROPOUTS
+
+if TYPE_CHECKING:
+    from launch.hub_model import HubModel
 
 IMPORTED = "hugging_face"  # the key under which launch/convert.py keeps it
 NOT_OF_THE_SHAPE = {"initializer_range", "max_position_embeddings", "model_type", *DROPOUTS}
@@ -22,10 +27,11 @@ NOT_OF_THE_SHAPE = {"initializer_range", "max_position_embeddings", "model_type"
 class Start:
     """What the run starts from."""
 
-    checkpoint: Path | None  # None: fresh weights
-    manifest: Manifest | None
-    is_resume: bool  # the run's own checkpoint: its state goes on; else only weights are taken
+    checkpoint: Path | None = None
+    manifest: Manifest | None = None  # of `checkpoint`
+    is_resume: bool = False  # the run's own checkpoint: its state goes on; else only weights are taken
     notices: tuple[str, ...] = ()
+    hub: HubModel | None = None  # instead of a checkpoint; with neither, weights are fresh
 
     @property
     def step(self) -> int:
@@ -34,7 +40,9 @@ class Start:
 
     @property
     def inherited(self) -> dict[str, Any]:
-        """What an imported model carries through all runs that start from it: special tokens, generation settings."""
+        """What a Hugging Face model carries through all runs that start from it: special tokens, generation config."""
+        if self.hub is not None:
+            return {IMPORTED: self.hub.carried}
         kept = self.manifest.config.get(IMPORTED) if self.manifest else None
         return {IMPORTED: kept} if kept else {}
 
@@ -75,11 +83,11 @@ def fetch_from_mirror(config: Config, progress: Callable[[], None]) -> None:
     fetch_newest(mirror, checkpoints_of(config), tell)
 
 
-def find_start(config: Config, data_fingerprint: str, own: Path | None, skipped: Sequence[str]) -> Start:
+def find_start(config: Config, data: RunData, own: Path | None, skipped: Sequence[str]) -> Start:
     """Where the run starts; `own` is its own newest checkpoint, `skipped` why newer ones are not taken.
 
-    Raises CheckpointError or LaunchError, one sentence, where a checkpoint does not belong to this config, or where
-    there are some and none is whole: starting anew is not what anybody wants then.
+    Raises CheckpointError, FamilyError or LaunchError, one sentence, where what it would start from does not belong to
+    this config, or where there are checkpoints and none is whole: starting anew is not what anybody wants then.
     """
     if own is None and skipped:
         raise CheckpointError(
@@ -94,20 +102,26 @@ def find_start(config: Config, data_fingerprint: str, own: Path | None, skipped:
             )
         manifest = read_manifest(own)
         _same_model(manifest, config, own)
-        _same_data(manifest, config, own, data_fingerprint)
+        _same_data(manifest, config, own, data.training.fingerprint)
         _same_course(manifest, config, own)
         said = f"resuming from {own} (step {manifest.step})"
         return Start(own, manifest, True, (*(f"passed over: {why}" for why in skipped), said))
     source = config.training.initialize_from
-    if source is None:
-        return Start(None, None, False)
-    weights, reasons = find_latest(source)
-    if weights is None:
-        why = reasons[0] if reasons else f"{source}: there is no such checkpoint folder"
-        raise CheckpointError(f"training.initialize_from: {why}")
+    return Start() if source is None else _start_from(source, config, data)
+
+
+def _start_from(source: Path, config: Config, data: RunData) -> Start:
+    from launch.hub_model import is_hub_model, open_hub_model  # pulls in torch
+
+    if is_hub_model(source):
+        hub = open_hub_model(source)
+        refuse_other_model(config.model, hub.model, type(hub.model).model_fields, f"{hub.folder}/config.json")
+        hub.check_tokenizer(Path(config.data.path[0]), data.tokenizer, data.tokenizer_sha256)
+        return Start(hub=hub, notices=(f"taking the weights of {hub.folder}",))
+    weights = checkpoint_at(source)
     manifest = read_manifest(weights)
     _same_model(manifest, config, weights)
-    return Start(weights, manifest, False, (f"taking the weights of {weights}",))
+    return Start(weights, manifest, notices=(f"taking the weights of {weights}",))
 
 
 def _same_model(manifest: Manifest, config: Config, folder: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from launch.data import open_data
 from launch.devices import Device, gpu_count
 from launch.errors import LaunchError
+from launch.exporter import exports_of
 from launch.local import rank_environment, start_local_ranks
 from launch.resume import Start, checkpoints_of, find_start
 from launch.run_folder import lock_run_folder
@@ -46,14 +47,29 @@ def start(config: Config, arguments: Sequence[str]) -> int:
     lock_run_folder(config).close()  # rank 0 takes it for the run
     data = open_data(config)
     root = checkpoints_of(config)
-    begin = find_start(config, data.training.fingerprint, *(find_latest(root) if step_folders(root) else (None, [])))
+    begin = find_start(config, data, *(find_latest(root) if step_folders(root) else (None, [])))
     if begin.step >= config.total_steps and _is_intact(begin):
         print(f"megalite: {begin.checkpoint} is at step {begin.step} of {config.total_steps}: nothing left to train")
+        _export_what_is_missing(config, begin)
         return 0
     environment, said = rank_environment(config.launch, layout.world_size, device == "cuda")
     ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
     print(f"megalite: starting {ranks} on {device} ({said})", flush=True)
     return start_local_ranks(layout.world_size, environment, arguments)
+
+
+def _export_what_is_missing(config: Config, begin: Start) -> None:
+    """Of a run that was killed while the end of its training waited for the Hugging Face folder of its last step."""
+    if config.checkpoint.export_hf == "off" or begin.checkpoint is None:
+        return
+    folder = exports_of(config) / begin.checkpoint.name
+    if folder.exists():
+        return
+    from launch.convert import export_hugging_face
+
+    print(f"megalite: exporting it to {folder}", flush=True)
+    with lock_run_folder(config):
+        export_hugging_face(begin.checkpoint, folder, dtype=config.checkpoint.export_hf_dtype)
 
 
 def _is_intact(begin: Start) -> bool:

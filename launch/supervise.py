@@ -26,7 +26,8 @@ from launch.errors import (
 )
 from launch.outcome import RunFolder, code_of_run
 from launch.processes import ProcessTree, StopSignals, wait_for
-from megalite.config import Config, load_config
+from launch.run_config import load_run_config
+from megalite.config import Config
 from megalite.resilience.nonfatal import Nonfatal
 
 LOG = "supervisor.log"
@@ -59,7 +60,7 @@ def config_of(command: Sequence[str]) -> Config:
     for index, word in enumerate(command):
         if word.endswith((".yaml", ".yml")):
             behind = command[index + 1 :]
-            return load_config(Path(word), [w for w in behind if "=" in w and not w.startswith("-")])
+            return load_run_config(Path(word), [w for w in behind if "=" in w and not w.startswith("-")])
     raise LaunchError(
         f'the command "{" ".join(command)}" names no config (a word that ends in .yaml), so the run\'s folder is not '
         "known: give it with --run-dir"

@@ -31,15 +31,18 @@ from launch.errors import (
     USER_ERRORS,
     LaunchError,
 )
-from launch.job import close_mirror, open_job, open_mirror
+from launch.exporter import clear_exports
+from launch.followers import Followers
+from launch.job import open_job
 from launch.processes import end_with_parent
-from launch.ranks import Rank, be_deterministic, this_rank
+from launch.ranks import Rank, be_deterministic, tell_once, this_rank
 from launch.reporter import Reporter
 from launch.resume import Start, checkpoints_of, clear_checkpoints, fetch_from_mirror, find_start
+from launch.run_config import load_run_config
 from launch.run_folder import lock_run_folder
 from megalite.checkpoint.files import NO_ROOM
 from megalite.checkpoint.storage_errors import StorageError
-from megalite.config import Config, load_config
+from megalite.config import Config
 from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.monitor.events import EVENTS, EventLog
 from megalite.resilience.signals import PREEMPTION
@@ -51,7 +54,6 @@ if TYPE_CHECKING:
     from megalite.training.state import TrainState
 
 BORN = time.monotonic()
-GRACE_S = 5.0
 PREEMPTED_S = 60.0  # for the mirror, where somebody waits for the machine
 LONGEST_BARRIER_S = 25 * 60.0  # below the timeout of the process group
 ENDINGS: dict[type[Exception], tuple[int, str]] = {
@@ -91,20 +93,20 @@ def run(config: Config, rank: Rank) -> None:
         engine = build_engine(decoder_layers(config.model, config.recompute.mode), config, layout, activity)
         state = _load(engine, start, data, config)
         with Reporter(config, layout, rank, start, data) as reporter:
-            mirror = open_mirror(config, start, reporter) if rank.rank == 0 else None
+            followers = Followers.open(config, start, reporter) if rank.rank == 0 else Followers()
             try:
-                with open_job(engine, config, layout, data, start, state, reporter, mirror, BORN) as job:
+                with open_job(engine, config, layout, data, start, state, reporter, followers, BORN) as job:
                     state = train(engine, config, state, job)
             except tuple(ENDINGS) as error:
                 watchdog.stop()
                 # launchers end rank 0 soon after another rank has left with such a code: all wait with it
                 longest_s = PREEMPTED_S if isinstance(error, TrainingPreempted) else LONGEST_BARRIER_S
-                close_mirror(mirror, config, reporter, longest_s)
+                followers.close(config, reporter, is_done=False, at_most_s=longest_s)
                 raise
             reporter.outcome = {"finished": True, **state.model_dump(exclude={"guard"})}
             watchdog.stop()
             _leave_together()
-            close_mirror(mirror, config, reporter)
+            followers.close(config, reporter, is_done=True)
     del lock  # held until here
 
 
@@ -121,6 +123,8 @@ def _start(config: Config, rank: Rank, data: RunData, activity: Activity) -> Sta
 
     activity.begin(Phase.LOADING)
     notices = clear_checkpoints(config) if rank.rank == 0 else ()
+    if rank.rank == 0:
+        clear_exports(config)
     if not is_same_on_all_ranks(data.training.fingerprint):  # others wait here for rank 0's preparation
         raise LaunchError("the ranks do not see the same data: data.path must be on storage that all hosts share")
     root = checkpoints_of(config)
@@ -129,7 +133,12 @@ def _start(config: Config, rank: Rank, data: RunData, activity: Activity) -> Sta
         if rank.rank == 0:
             fetch_from_mirror(config, activity.progress)
         own, skipped = newest_intact(root, looked=activity.progress)
-    start = find_start(config, data.training.fingerprint, own, skipped)
+    start = find_start(config, data, own, skipped)
+    if not is_same_on_all_ranks(start.hub.fingerprint if start.hub is not None else None):
+        raise LaunchError(
+            f"the ranks do not see the same model: training.initialize_from {config.training.initialize_from} must be "
+            "equal on all hosts"
+        )
     return replace(start, notices=(*notices, *start.notices))
 
 
@@ -139,9 +148,12 @@ def _load(engine: Engine, start: Start, data: RunData, config: Config) -> TrainS
     from megalite.checkpoint.reader import CheckpointReader
     from megalite.training.state import TrainState
 
-    if start.checkpoint is not None:
-        load_engine(engine, CheckpointReader(start.checkpoint), weights_only=not start.is_resume)
-    if start.is_resume and start.manifest is not None:
+    if start.hub is not None:
+        load_engine(engine, start.hub.reader, weights_only=True)
+    elif start.checkpoint is not None and not start.is_resume:
+        load_engine(engine, CheckpointReader(start.checkpoint), weights_only=True)
+    elif start.checkpoint is not None and start.manifest is not None:
+        load_engine(engine, CheckpointReader(start.checkpoint), weights_only=False)
         return TrainState.model_validate(start.manifest.state)
     return TrainState(data_fingerprint=data.training.fingerprint, seed=config.training.seed)
 
@@ -161,9 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise LaunchError("launch.train is one rank of a run: start it with deepspeed or torchrun, or use megalite")
         if not words:
             raise LaunchError("no config is given: name a YAML file, as in launch/train.py configs/quickstart.yaml")
-        run(load_config(Path(words[0]), words[1:]), rank)
+        run(load_run_config(Path(words[0]), words[1:]), rank)
     except USER_ERRORS as error:
-        _tell_once(str(error), rank)
+        tell_once(str(error), rank)
         may_pass = isinstance(error, StorageError) and not error.is_lasting
         return FAILED_CODE if may_pass else USER_ERROR_CODE
     except (TrainingStopped, TrainingPreempted, SaveFailed) as error:
@@ -175,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
-        _tell_once(f"{error.filename}: {NO_ROOM[error.errno]}: free some space", rank)
+        tell_once(f"{error.filename}: {NO_ROOM[error.errno]}: free some space", rank)
         return FAILED_CODE
     except KeyboardInterrupt:
         return INTERRUPTED_CODE
@@ -188,16 +200,6 @@ def _leave_together() -> None:
 
     with leave_within(LONGEST_BARRIER_S + 60, HUNG_CODE):
         stop_distributed()
-
-
-def _tell_once(sentence: str, rank: Rank | None) -> None:
-    """The launcher ends all ranks when one has ended, so local rank 0 speaks before any other leaves; another speaks
-    only when it is still here after that, because the mistake was its own."""
-    where = ""
-    if rank is not None and rank.local_rank:
-        time.sleep(GRACE_S)
-        where = f"rank {rank.rank}: "
-    print(f"megalite: error: {where}{sentence}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

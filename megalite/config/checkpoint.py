@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
+from pydantic import BeforeValidator
+
 from megalite.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, Section
+
+
+def _false_means_off(value: object) -> object:
+    """YAML 1.1, in which other programs may have written a config, has `off` for false."""
+    return "off" if value is False else value
+
+
+Exported = Literal["off", "last", "every"]
+ExportHf = Annotated[Exported, BeforeValidator(_false_means_off, json_schema_input_type=Exported)]
 
 
 class CheckpointConfig(Section):
@@ -35,6 +46,12 @@ class CheckpointConfig(Section):
 
     keep_best: NonNegativeInt = 0
     """How many checkpoints of the lowest evaluation loss stay."""
+
+    export_hf: ExportHf = "off"
+    """Write `run_dir/hugging_face/step_...` of the last step, or of every checkpoint, with which it is deleted."""
+
+    export_hf_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Number format of `export_hf`. Left out: that of the Hugging Face model it began from, or `precision.dtype`."""
 
     mirror: str | None = None
     """Any fsspec URL (`s3://bucket/run`, `gs://...`, `file:///...`): finished checkpoints are copied there."""

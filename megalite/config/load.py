@@ -5,7 +5,7 @@ Every message starts with where the value came from: the file and line, or the o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,15 @@ from megalite.config.root import Config
 from megalite.config.rules import Situation, check_rules
 from megalite.config.text import LinePath, parse_yaml
 
+Values = dict[str, Any]
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+
+def load_config(
+    path: Path, overrides: Sequence[str] = (), complete: Callable[[Values], Values] = lambda values: values
+) -> Config:
     """The config in `path` with the overrides applied in order; ConfigError where it cannot work.
 
+    `complete` may add to the values before they are checked: what stands elsewhere, as a Hugging Face model's options.
     An override is `section.option=value`, its value written as in YAML: `optimizer.learning_rate=1e-3`,
     `data.path=[a, b]`, `training.tokens=null`, `deepspeed.zero_optimization.overlap_comm=true`.
     """
@@ -31,7 +36,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         _set(values, option, value, override)
         sources[option] = override
     try:
-        config = Config.model_validate(values)
+        config = Config.model_validate(complete(values))
     except ValidationError as error:
         problems = problems_of(error, Config)
         where = _where(path, problems[0].path, lines, sources)

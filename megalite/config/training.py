@@ -56,4 +56,4 @@ class TrainingConfig(Section):
     """Two runs of one config on equal machines are equal to the bit; GPUs take slower kernels, a CPU none."""
 
     initialize_from: Path | None = None
-    """A megalite checkpoint whose weights (and nothing else) start this run."""
+    """Weights to start from: a Hugging Face folder or hub id (`model` may then be left out), or our own checkpoint."""

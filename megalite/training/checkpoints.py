@@ -6,7 +6,7 @@ Nothing here ends a run but the failure of its last save.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,6 +36,19 @@ class Voice(Protocol):
         """A line in events.jsonl."""
 
 
+class Exports(Protocol):
+    """What makes other folders of checkpoints, beside the training."""
+
+    def offer(self, checkpoint: Path) -> None:
+        """Takes a complete checkpoint."""
+
+    def protected(self) -> set[Path]:
+        """Checkpoints that must not be deleted yet."""
+
+    def delete(self, checkpoints: Sequence[Path]) -> None:
+        """Hears which checkpoints are deleted."""
+
+
 class Checkpoints:
     """One per rank. Methods are collective unless they say otherwise."""
 
@@ -47,12 +60,13 @@ class Checkpoints:
         voice: Voice,
         describe: Callable[[TrainState], Manifest],
         mirror: Mirror | None = None,
+        exports: Exports | None = None,
         planner: IntervalPlanner | None = None,
     ) -> None:
-        """`describe` makes a manifest but for what is in the files. Rank 0 has the mirror, and the planner of
-        `interval: auto`."""
+        """`describe` makes a manifest but for what is in the files. Rank 0 has the mirror, the exports, and the planner
+        of `interval: auto`."""
         self._engine, self._options, self._root, self._voice = engine, options, root, voice
-        self._describe, self._mirror, self._planner = describe, mirror, planner
+        self._describe, self._mirror, self._exports, self._planner = describe, mirror, exports, planner
         self._policy = Retention.of(options)
         self._saver = Saver(engine, root, background=options.background, committed=self._committed)
         self._saver.prepare()
@@ -137,11 +151,16 @@ class Checkpoints:
 
     def _committed(self, folder: Path) -> None:
         """On rank 0, in the thread that wrote the checkpoint."""
+        # itself too: a damaged one of a later step, which a resume has passed over, may look newer
+        protect = {folder}
         try:
-            if self._mirror is not None:
-                self._mirror.offer(folder)
-            # itself too: a damaged one of a later step, which a resume has passed over, may look newer
-            prune(self._root, self._policy, protect=[folder, *(self._mirror.protected() if self._mirror else ())])
+            for follower in (self._exports, self._mirror):
+                if follower is not None:
+                    follower.offer(folder)
+                    protect |= follower.protected()
+            deleted = prune(self._root, self._policy, protect)
+            if self._exports is not None:
+                self._exports.delete(deleted)
         except CheckpointError as error:
             self._voice.say(f"an old checkpoint stays, training goes on: {error}")
 

@@ -26,5 +26,5 @@ def test_a_run_goes_on_with_another_dropout(saved: dict[str, float], tiny: dict[
     tiny["model"] |= DROPOUT if not saved else {}
     config = Config.model_validate(tiny)
     own, skipped = find_latest(checkpoints_of(config))
-    start = find_start(config, open_data(config).training.fingerprint, own, skipped)
+    start = find_start(config, open_data(config), own, skipped)
     assert start.is_resume and start.step == 2

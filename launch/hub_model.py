@@ -1,0 +1,85 @@
+"""A Hugging Face model as a run starts from it, without a conversion: its options, what it carries, its weights.
+
+All that can be wrong with the folder is found here, from config.json and the headers of its files, before a rank reads
+a number of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.tokenizer import load_tokenizer
+from launch.convert.model_folder import model_of, open_model_folder
+from launch.errors import LaunchError
+from launch.transformers_model import HUB_ID, local_folder
+from megalite.checkpoint.files import digest
+from megalite.checkpoint.hub_reader import HubReader
+from megalite.checkpoint.hugging_face import CONFIG, read_json, tokenizer_files
+from megalite.config import ModelConfig
+from models.families import model_config
+
+TOKENIZER = "tokenizer.json"
+
+
+def is_hub_model(place: Path) -> bool:
+    """Whether `place` is a Hugging Face folder, or, where there is nothing, reads like a hub id."""
+    return (place / CONFIG).is_file() or (not place.exists() and HUB_ID.fullmatch(str(place)) is not None)
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """One folder, every tensor of it accounted for."""
+
+    folder: Path
+    model: ModelConfig
+    carried: dict[str, Any]  # for exports: special tokens, generation settings, dtypes
+    tokenizer_sha256: str | None  # of its tokenizer.json; None where it has none
+    reader: HubReader
+    fingerprint: str  # of options and sizes of files: what must be equal on all hosts
+
+    def check_tokenizer(self, data: Path, prepared_with: str | None, sha256: str | None) -> None:
+        """Raises LaunchError where `data` was prepared with another tokenizer: its ids would mean other text here."""
+        if sha256 is None or self.tokenizer_sha256 in (None, sha256):
+            return
+        if prepared_with is not None and _is_same(Path(prepared_with), sha256, self.folder / TOKENIZER):
+            return
+        raise LaunchError(
+            f"{data} was prepared with another tokenizer ({prepared_with}) than that of {self.folder}, so its ids mean "
+            f"other text to this model: prepare it again with --tokenizer {self.folder}, or, if the model is meant to "
+            "learn those ids, put that tokenizer's files into the model's folder"
+        )
+
+
+def hub_config(place: Path) -> tuple[Path, ModelConfig]:
+    """The folder, downloaded where `place` is a hub id, and what its config.json says. Raises as `open_hub_model`."""
+    folder = local_folder(place)
+    return folder, model_of(model_config(read_json(folder / CONFIG)), str(folder / CONFIG))
+
+
+def open_hub_model(place: Path) -> HubModel:
+    """Raises CheckpointError, FamilyError or LaunchError, one sentence, where the model cannot be had or computed."""
+    opened = open_model_folder(local_folder(place))
+    files, folder = opened.files, opened.files.folder
+    tokenizer = folder / TOKENIZER
+    sizes = {name: (folder / name).stat().st_size for name in files.files}
+    said = json.dumps([opened.model.model_dump(mode="json"), sizes], sort_keys=True)
+    return HubModel(
+        folder,
+        opened.model,
+        opened.carried(),
+        digest(tokenizer).sha256 if tokenizer.is_file() else None,
+        HubReader(folder, files.read, opened.layout, opened.shapes),
+        hashlib.sha256(said.encode()).hexdigest(),
+    )
+
+
+def _is_same(place: Path, sha256: str, other: Path) -> bool:
+    """Whether a tokenizer, if it is still there as it was, and another one differ in their files' spelling alone."""
+    path = next((path for path in tokenizer_files(place) if path.name == TOKENIZER), None)
+    if path is None or digest(path).sha256 != sha256:
+        return False
+    return load_tokenizer(path).to_str() == load_tokenizer(other).to_str()

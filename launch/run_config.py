@@ -1,0 +1,84 @@
+"""The config of a run as commands load it: options that `model` leaves out are those of what the run starts from.
+
+So a config for a Hugging Face model has no sizes to copy, and the run's own config.yaml has them all: a resume needs
+the folder no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from launch.errors import LaunchError
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.manifest import find_latest, read_manifest
+from megalite.config import Config, ModelConfig, load_config
+from megalite.config.model import DROPOUTS
+
+Options = dict[str, Any]
+READING_THE_LENGTH = ("dynamic", "yarn", "longrope")  # types of rope_scaling
+
+
+def load_run_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """As `load_config`, completed. Raises ConfigError, CheckpointError, FamilyError or LaunchError, one sentence."""
+    return load_config(path, overrides, complete=_with_model)
+
+
+def _with_model(values: dict[str, Any]) -> dict[str, Any]:
+    training, given = values.get("training"), values.get("model") or {}
+    source = training.get("initialize_from") if isinstance(training, dict) else None
+    if not isinstance(source, str) or not isinstance(given, dict):
+        return values
+    known = _model_of_the_run(values.get("run_dir")) or _model_of(Path(source), given)
+    return values if known is None else values | {"model": known | given}
+
+
+def _model_of_the_run(run_dir: object) -> dict[str, Any] | None:
+    """Of its newest checkpoint: what it started from is history."""
+    root = Path(run_dir) / "checkpoints" if isinstance(run_dir, str) else None
+    newest = find_latest(root)[0] if root is not None and root.is_dir() else None
+    return read_manifest(newest).config.get("model") if newest is not None else None
+
+
+def _model_of(source: Path, given: Options) -> dict[str, Any] | None:
+    from launch.hub_model import hub_config, is_hub_model
+
+    if not is_hub_model(source):
+        return read_manifest(checkpoint_at(source)).config.get("model")
+    folder, theirs = hub_config(source)
+    known = theirs.model_dump(mode="json")
+    with suppress(ValidationError):  # told with its place in the file
+        refuse_other_model(ModelConfig.model_validate(known | given), theirs, given, f"{folder}/config.json")
+    return known
+
+
+def checkpoint_at(source: Path) -> Path:
+    """The newest complete checkpoint that `training.initialize_from` names. Raises CheckpointError."""
+    weights, reasons = find_latest(source)
+    if weights is None:
+        why = reasons[0] if reasons else f"{source}: there is no such checkpoint folder"
+        raise CheckpointError(f"training.initialize_from is no Hugging Face folder, which has a config.json: {why}")
+    return weights
+
+
+def refuse_other_model(ours: ModelConfig, theirs: ModelConfig, options: Iterable[str], where: str) -> None:
+    """Raises LaunchError for the first of `options` by which ours computes another function of the same weights."""
+    free = {*DROPOUTS, "initializer_range"}
+    if theirs.position_embedding == "rope" and (
+        theirs.rope_scaling is None or theirs.rope_scaling.rope_type not in READING_THE_LENGTH
+    ):
+        free.add("max_position_embeddings")
+    for name in options:
+        if name not in free and getattr(ours, name) != getattr(theirs, name):
+            raise LaunchError(
+                f"model.{name} is {_shown(getattr(ours, name))} in this config and {_shown(getattr(theirs, name))} in "
+                f"{where}: leave it out, or set it alike"
+            )
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
