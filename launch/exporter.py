@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +111,9 @@ class Exporter:
         folder = self._root / checkpoint.name
         from megalite.checkpoint.writer import temporary_folder
 
-        written = sum(path.stat().st_size for path in temporary_folder(folder).glob("*.safetensors"))
+        written = 0
+        with suppress(OSError):  # it gets its name at this moment
+            written = sum(path.stat().st_size for path in temporary_folder(folder).glob("*.safetensors"))
         self._voice.say(f"waiting for {folder}: {written / 1e9:.2f} GB so far")
 
     def _work(self) -> None:
@@ -171,6 +174,6 @@ class Exporter:
     def _failed(self, checkpoint: Path, why: str) -> None:
         folder = self._root / checkpoint.name
         self._voice.event("export_failed", folder=str(folder), reason=why)
-        self._voice.say(
-            f"{folder} is NOT made, training goes on: {why}; by hand: megalite export {checkpoint} {folder}"
-        )
+        goes_on = "" if self._is_closing else ", training goes on"
+        by_hand = f"; by hand: megalite export {checkpoint} {folder}" if checkpoint.exists() else ""
+        self._voice.say(f"{folder} is NOT made{goes_on}: {why}{by_hand}")

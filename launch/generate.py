@@ -27,6 +27,7 @@ from models.generation import generate as generate_tokens
 from models.sampling import Sampling
 
 Write = Callable[[str], object]
+LEAST_TEMPERATURE = 1e-6  # logits over a smaller one may be infinite
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,12 @@ class GenerateRequest:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1 or (self.top_k is not None and self.top_k < 1):
             raise LaunchError("max_new_tokens and top_k are at least 1")
-        if not 0 <= self.temperature < math.inf:
-            raise LaunchError(f"temperature {self.temperature} is no finite number of at least 0")
+        if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature < math.inf:
+            raise LaunchError(
+                f"temperature {self.temperature} is neither 0 nor a finite number from {LEAST_TEMPERATURE} on"
+            )
+        if any("\ud800" <= character <= "\udfff" for prompt in self.prompts for character in prompt):
+            raise LaunchError("a prompt is not UTF-8 text: no tokenizer reads it")
         if not 0 < self.top_p <= 1:
             raise LaunchError(f"top_p {self.top_p} is not above 0 and at most 1")
         if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):

@@ -45,7 +45,7 @@ class HubModel:
         """Raises LaunchError where `data` was prepared with another tokenizer: its ids would mean other text here."""
         if sha256 is None or self.tokenizer_sha256 in (None, sha256):
             return
-        if prepared_with is not None and _is_same(Path(prepared_with), sha256, self.folder / TOKENIZER):
+        if prepared_with is not None and is_same_tokenizer(Path(prepared_with), sha256, self.folder / TOKENIZER):
             return
         raise LaunchError(
             f"{data} was prepared with another tokenizer ({prepared_with}) than that of {self.folder}, so its ids mean "
@@ -55,8 +55,8 @@ class HubModel:
 
 
 def hub_config(place: Path) -> tuple[Path, ModelConfig]:
-    """The folder, downloaded where `place` is a hub id, and what its config.json says. Raises as `open_hub_model`."""
-    folder = local_folder(place)
+    """The folder and what its config.json says; of a hub id no weights are downloaded. Raises as `open_hub_model`."""
+    folder = local_folder(place, weights=False)
     return folder, model_of(model_config(read_json(folder / CONFIG)), str(folder / CONFIG))
 
 
@@ -77,7 +77,7 @@ def open_hub_model(place: Path) -> HubModel:
     )
 
 
-def _is_same(place: Path, sha256: str, other: Path) -> bool:
+def is_same_tokenizer(place: Path, sha256: str, other: Path) -> bool:
     """Whether a tokenizer, if it is still there as it was, and another one differ in their files' spelling alone."""
     path = next((path for path in tokenizer_files(place) if path.name == TOKENIZER), None)
     if path is None or digest(path).sha256 != sha256:

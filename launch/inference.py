@@ -1,8 +1,8 @@
 """A stored model on this machine's processors, whole or cut over local tensor-parallel ranks, for generation and
 evaluation.
 
-A command calls `run`: on one process the work is done here; else the request goes as JSON to ranks that this starts,
-each of which reads its own slices of the weights and does the same work, rank 0 the talking.
+A command calls `run`: on one process the work is done here; else the request goes as a JSON file to ranks that this
+starts, each of which reads its own slices of the weights and does the same work, rank 0 the talking.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
@@ -115,7 +117,10 @@ def run(
         return 0
     environment, said = rank_environment(LaunchConfig(), size, place.device == "cuda")
     print(f"megalite: starting {size} ranks on {place.device} ({said})", file=sys.stderr, flush=True)
-    return start_local_ranks(size, environment, [json.dumps(asdict(replace(request, place=place)))], module)
+    with NamedTemporaryFile("w", suffix=".json") as file:  # an argument takes 128 KB at most
+        json.dump(asdict(replace(request, place=place)), file)
+        file.flush()
+        return start_local_ranks(size, environment, [file.name], module)
 
 
 def rank_main(arguments: Sequence[str], kind: Callable[..., Any], work: Callable[[Any, Loaded], None]) -> int:
@@ -123,7 +128,7 @@ def rank_main(arguments: Sequence[str], kind: Callable[..., Any], work: Callable
     from megalite.engine.distributed import start_distributed, stop_distributed  # DeepSpeed: only ranks need it
 
     end_with_parent()
-    values = json.loads(arguments[0])
+    values = json.loads(Path(arguments[0]).read_text())
     request = kind(**values | {"place": Place(**values["place"])})
     rank = this_rank()
     assert rank is not None, "started by run"

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from launch.data import RunData
 from launch.errors import LaunchError
-from launch.run_config import checkpoint_at, refuse_other_model
+from launch.run_config import checkpoint_at, reads_the_length, refuse_other_model
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import Manifest, read_manifest
 from megalite.checkpoint.retention import clean_up
-from megalite.config import Config
+from megalite.config import Config, ModelConfig
 from megalite.config.model import DROPOUTS
 
 if TYPE_CHECKING:
     from launch.hub_model import HubModel
 
 IMPORTED = "hugging_face"  # the key under which launch/convert.py keeps it
-NOT_OF_THE_SHAPE = {"initializer_range", "max_position_embeddings", "model_type", *DROPOUTS}
+NOT_OF_THE_SHAPE = {"initializer_range", "model_type", *DROPOUTS}
 
 
 @dataclass(frozen=True)
@@ -112,25 +115,47 @@ def find_start(config: Config, data: RunData, own: Path | None, skipped: Sequenc
 
 def _start_from(source: Path, config: Config, data: RunData) -> Start:
     from launch.hub_model import is_hub_model, open_hub_model  # pulls in torch
+    from megalite.checkpoint.hugging_face import check_tokenizer_links, tokenizer_files
 
     if is_hub_model(source):
         hub = open_hub_model(source)
         refuse_other_model(config.model, hub.model, type(hub.model).model_fields, f"{hub.folder}/config.json")
         hub.check_tokenizer(Path(config.data.path[0]), data.tokenizer, data.tokenizer_sha256)
+        check_tokenizer_links(tokenizer_files(hub.folder))  # they are copied once the engine is built
         return Start(hub=hub, notices=(f"taking the weights of {hub.folder}",))
     weights = checkpoint_at(source)
     manifest = read_manifest(weights)
     _same_model(manifest, config, weights)
+    _same_words(manifest, config, weights, data)
     return Start(weights, manifest, notices=(f"taking the weights of {weights}",))
 
 
 def _same_model(manifest: Manifest, config: Config, folder: Path) -> None:
     saved, ours = manifest.config.get("model", {}), config.model.model_dump(mode="json")
+    with suppress(ValidationError):  # one of an older version lacks options, which then are plain
+        saved = ModelConfig.model_validate(saved).model_dump(mode="json")
+    free = NOT_OF_THE_SHAPE if reads_the_length(config.model) else {*NOT_OF_THE_SHAPE, "max_position_embeddings"}
     for name, value in ours.items():
-        if name not in NOT_OF_THE_SHAPE and name in saved and saved[name] != value:
+        if name not in free and name in saved and saved[name] != value:
             raise CheckpointError(
                 f"{folder} is of another model: its model.{name} is {saved[name]}, this config's is {value}"
             )
+
+
+def _same_words(manifest: Manifest, config: Config, folder: Path, data: RunData) -> None:
+    from launch.hub_model import TOKENIZER, is_same_tokenizer
+
+    known, ours = manifest.tokenizer_sha256, data.tokenizer_sha256
+    if known is None or ours in (None, known):
+        return
+    if data.tokenizer and manifest.tokenizer:
+        own = Path(manifest.tokenizer) / TOKENIZER
+        if own.is_file() and is_same_tokenizer(Path(data.tokenizer), ours, own):
+            return
+    raise LaunchError(
+        f"{config.data.path[0]} was prepared with another tokenizer ({data.tokenizer}) than what {folder} was trained "
+        f"on ({manifest.tokenizer}), so its ids mean other text to this model: prepare it again with that one"
+    )
 
 
 def _same_data(manifest: Manifest, config: Config, folder: Path, fingerprint: str) -> None:

@@ -68,9 +68,7 @@ def checkpoint_at(source: Path) -> Path:
 def refuse_other_model(ours: ModelConfig, theirs: ModelConfig, options: Iterable[str], where: str) -> None:
     """Raises LaunchError for the first of `options` by which ours computes another function of the same weights."""
     free = {*DROPOUTS, "initializer_range"}
-    if theirs.position_embedding == "rope" and (
-        theirs.rope_scaling is None or theirs.rope_scaling.rope_type not in READING_THE_LENGTH
-    ):
+    if not reads_the_length(theirs):
         free.add("max_position_embeddings")
     for name in options:
         if name not in free and getattr(ours, name) != getattr(theirs, name):
@@ -78,6 +76,12 @@ def refuse_other_model(ours: ModelConfig, theirs: ModelConfig, options: Iterable
                 f"model.{name} is {_shown(getattr(ours, name))} in this config and {_shown(getattr(theirs, name))} in "
                 f"{where}: leave it out, or set it alike"
             )
+
+
+def reads_the_length(model: ModelConfig) -> bool:
+    """Whether the same weights compute something else with another `max_position_embeddings`."""
+    scaling = model.rope_scaling
+    return model.position_embedding != "rope" or (scaling is not None and scaling.rope_type in READING_THE_LENGTH)
 
 
 def _shown(value: Any) -> str:

@@ -1,7 +1,7 @@
 """The tokenizer that belongs to a run's model: what exports of its checkpoints are given.
 
-A run that starts from a Hugging Face model keeps a copy of that model's own in its folder, `run_dir/tokenizer`: it has
-more files than the data was prepared with, chat templates among them, and a resume needs the model's folder no more.
+A run that starts from a Hugging Face model keeps a copy of that model's own, `run_dir/model_tokenizer`: it has more
+files than the data was prepared with, chat templates among them, and a resume needs the model's folder no more.
 """
 
 from __future__ import annotations
@@ -42,4 +42,4 @@ def tokenizer_of(config: Config, data: RunData) -> KnownTokenizer:
 
 
 def _kept(config: Config) -> Path:
-    return config.run_dir / "tokenizer"
+    return config.run_dir / "model_tokenizer"

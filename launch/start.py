@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from launch.data import open_data
 from launch.devices import Device, gpu_count
-from launch.errors import LaunchError
+from launch.errors import USER_ERRORS, LaunchError
 from launch.exporter import exports_of
 from launch.local import rank_environment, start_local_ranks
 from launch.resume import Start, checkpoints_of, find_start
@@ -69,7 +70,11 @@ def _export_what_is_missing(config: Config, begin: Start) -> None:
 
     print(f"megalite: exporting it to {folder}", flush=True)
     with lock_run_folder(config):
-        export_hugging_face(begin.checkpoint, folder, dtype=config.checkpoint.export_hf_dtype)
+        try:
+            export_hugging_face(begin.checkpoint, folder, dtype=config.checkpoint.export_hf_dtype)
+        except USER_ERRORS as error:  # as beside a run: what was to be trained is trained
+            by_hand = f"megalite export {begin.checkpoint} {folder}"
+            print(f"megalite: {folder} is NOT made: {error}; by hand: {by_hand}", file=sys.stderr, flush=True)
 
 
 def _is_intact(begin: Start) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from data_pipeline.meta import read_meta
 from launch.convert import model_of, open_newest, tokenizer_of
 from launch.errors import LaunchError
-from launch.hub_model import HubModel, open_hub_model
+from launch.hub_model import TOKENIZER, HubModel, is_same_tokenizer, open_hub_model
 from launch.resume import IMPORTED
 from launch.transformers_model import load_tokenizer, local_folder
 from megalite.checkpoint.hugging_face import CONFIG
@@ -50,8 +50,9 @@ class StoredModel:
         return load_tokenizer(self.tokenizer)
 
     def end_tokens(self, tokenizer: Any) -> frozenset[int]:
-        """The tokens that end a text: as in transformers those of generation_config.json, else of config.json; else
-        the tokenizer's."""
+        """The tokens that end a text: those of generation_config.json, else of config.json, else the tokenizer's.
+
+        transformers runs on where generation_config.json is there and names none."""
         for name in ("generation_config", "config"):
             ids = (self.carried.get(name) or {}).get("eos_token_id")
             if ids is not None:
@@ -66,6 +67,9 @@ class StoredModel:
         if self.hub is not None:
             self.hub.check_tokenizer(prefix, meta.tokenizer, meta.tokenizer_sha256)
         elif self.manifest is not None and self.manifest.tokenizer_sha256 not in (None, meta.tokenizer_sha256):
+            own = self.tokenizer and self.tokenizer / TOKENIZER
+            if own and is_same_tokenizer(Path(meta.tokenizer), meta.tokenizer_sha256, own):
+                return
             raise LaunchError(
                 f"{prefix} was prepared with another tokenizer ({meta.tokenizer}) than what {self.folder} was trained "
                 f"on ({self.manifest.tokenizer}): prepare it again with that one"

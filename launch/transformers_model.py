@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +37,8 @@ def _download(hub_id: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        # ranks of one machine ask at the same time: one downloads, the others find what it has put there
-        with (Path(tempfile.gettempdir()) / f"megalite_hub_{os.getuid()}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=NOT_OF_THE_MODEL))
+        # where several ranks of a machine ask, its locks let one download and the others find what that one has got
+        return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=NOT_OF_THE_MODEL))
     except Exception as error:  # network, permission, unknown id: the hub's errors have no common class
         raise LaunchError(f"{hub_id}: no folder here, and the hub did not give it: {_first_line(error)}") from None
 

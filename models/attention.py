@@ -18,7 +18,7 @@ from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear, la
 from models.cache import KeyValueCache
 from models.functional import rotated, rotated_heads
 from models.head_norm import FullWidthRMSNorm, norm_of_each_head
-from models.masks import causal_mask, document_mask
+from models.masks import added_to_scores, causal_mask, document_mask
 from models.rope import Rope, fixed_rotation, rope_of_layer, rotation
 
 Heads = tuple[Tensor, Tensor, Tensor]  # q, k, v
@@ -96,11 +96,12 @@ class Attention(nn.Module):
         if self.dropout.is_active or self.softcap is not None:
             context = self._attend_explicitly(q, k, v, mask, samples)
         else:
+            shared = mask is not None and positions is None
             context = F.scaled_dot_product_attention(
                 q,
                 k,
                 v,
-                attn_mask=mask,
+                attn_mask=added_to_scores(mask, q.dtype) if shared else mask,
                 is_causal=mask is None and q.shape[2] > 1,
                 scale=self.scale,
                 enable_gqa=self.local_heads != self.local_kv_heads,

@@ -23,6 +23,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_new": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": F.relu,
 }

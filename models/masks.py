@@ -27,3 +27,11 @@ def causal_mask(queries: int, keys: int, window: int | None, device: torch.devic
     newest = keys - queries
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(newest)
     return seen if window is None else seen.triu_(newest - window + 1)
+
+
+@lru_cache(maxsize=2)  # tensors are told apart by identity
+@torch.inference_mode(False)
+def added_to_scores(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A `causal_mask` as numbers, 0 or -inf: of a bool mask torch's attention makes them anew in every layer, and each
+    layer keeps its own for backward."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))

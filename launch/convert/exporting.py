@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -66,12 +67,15 @@ class _Export:
     def parameters(self) -> int:
         return sum(map(prod, self.reader.manifest.tensors.values()))
 
+    @cached_property
+    def _dtypes(self) -> dict[str, Any]:
+        return {entry.key: entry.dtype for entry in self.entries}
+
     def read(self, name: str, source: tuple[slice, ...]) -> Any:
         """A block of our weight `name` as the folder holds it: rounded to the dtype of its tensor there."""
-        dtypes = {entry.key: entry.dtype for entry in self.entries}
 
         def rounded(hub: str, block: tuple[slice, ...]) -> Any:
-            return self.layout.read_hub(self.reader.read, hub, block).to(dtypes[hub])
+            return self.layout.read_hub(self.reader.read, hub, block).to(self._dtypes[hub])
 
         return self.layout.read_own(rounded, name, source)
 

@@ -74,7 +74,10 @@ def open_model_folder(folder: Path) -> ModelFolder:
     model = model_of(model_config(files.config), str(folder / CONFIG))
     described = family(model.model_type)
     described.check(model)
-    shapes = global_shapes(model)
+    try:
+        shapes = global_shapes(model)
+    except (RuntimeError, TypeError):  # torch counts bytes in 64 bits
+        raise CheckpointError(f"{folder / CONFIG}: asks for more numbers than any model has") from None
     layout = described.layout(model, shapes)
     wanted = {name: tensor.shape for name, tensor in layout.tensors.items()}
     files.add_prefix(described.base_prefix, wanted)

@@ -208,18 +208,23 @@ def tokenizer_files(tokenizer: Path) -> list[Path]:
 
 def copy_tokenizer(files: Iterable[Path], folder: Path) -> None:
     """Copies a tokenizer's files unchanged. Raises CheckpointError for a link that leads out of where it lies."""
-    for path in files:
-        _refuse_strange_link(path)
+    listed = list(files)
+    check_tokenizer_links(listed)
+    for path in listed:
         target = folder / MORE_TEMPLATES if path.parent.name == MORE_TEMPLATES else folder
         target.mkdir(exist_ok=True)
         shutil.copyfile(path, target / path.name)
 
 
-def _refuse_strange_link(path: Path) -> None:
-    """The hub's cache is made of links to its folder of blobs; any other could put a private file into an export."""
-    real, home = path.resolve(), path.parent.resolve()
-    if home not in real.parents and not any(parent / "blobs" == real.parent for parent in home.parents):
-        raise CheckpointError(f"{path}: is a link that leads out of its folder: copy the file itself")
+def check_tokenizer_links(files: Iterable[Path]) -> None:
+    """Raises CheckpointError for a link that leads elsewhere.
+
+    The hub's cache is made of links to its folder of blobs; any other could put a private file into an export.
+    """
+    for path in files:
+        real, home = path.resolve(), path.parent.resolve()
+        if home not in real.parents and not any(parent / "blobs" == real.parent for parent in home.parents):
+            raise CheckpointError(f"{path}: is a link that leads out of its folder: copy the file itself")
 
 
 def write_weights(

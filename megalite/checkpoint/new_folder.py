@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.files import NO_ROOM, remove, sync
+from megalite.checkpoint.hugging_face import MORE_TEMPLATES
 from megalite.checkpoint.writer import temporary_folder
 
 LOCK = "conversion.lock"
@@ -25,7 +26,7 @@ def new_folder(folder: Path, *, overwrite: bool, marker: str) -> Iterator[Path]:
     """A hidden folder beside `folder`, renamed to it when the block ends, removed when the block raises.
 
     What is there already is replaced only with `overwrite`, and only if it holds a file `marker`, which tells that it
-    is of the kind that is written here. Raises CheckpointError, one sentence.
+    is of the kind that is written here, and no folders of others. Raises CheckpointError, one sentence.
     """
     folder = folder.resolve()
     check_replaceable(folder, overwrite, marker)
@@ -37,6 +38,7 @@ def new_folder(folder: Path, *, overwrite: bool, marker: str) -> Iterator[Path]:
         lock = _locked(temporary)
         try:
             yield temporary
+            check_replaceable(folder, overwrite, marker)  # somebody else may have made it meanwhile
             _publish(temporary, folder)
         finally:
             os.close(lock)
@@ -54,6 +56,9 @@ def check_replaceable(folder: Path, overwrite: bool, marker: str) -> None:
         raise CheckpointError(f"{folder}: is there already and not empty: choose another name, or --overwrite it")
     if not (folder / marker).is_file():  # a mistyped path must not cost a home folder
         raise CheckpointError(f"{folder}: has no {marker}, so it is nothing of this kind and is not overwritten")
+    for inner in sorted(folder.iterdir()):  # perhaps the very checkpoint that is exported
+        if inner.is_dir() and not inner.is_symlink() and inner.name != MORE_TEMPLATES:
+            raise CheckpointError(f"{folder}: holds a folder {inner.name}, which would be lost: move it away first")
 
 
 def check_room(folder: Path, size: int) -> None:

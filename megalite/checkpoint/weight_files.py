@@ -85,6 +85,8 @@ class PickleFile:
     def __init__(self, path: Path) -> None:
         self.is_mapped = zipfile.is_zipfile(path)
         try:
+            if self.is_mapped and any(part.compress_type for part in zipfile.ZipFile(path).infolist()):
+                raise ValueError("its parts are compressed, as torch never writes them")  # mapped, they are no numbers
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=self.is_mapped)
         except pickle.UnpicklingError as error:
             found = UNWANTED.search(str(error))

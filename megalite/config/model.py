@@ -78,8 +78,8 @@ class ModelConfig(Section):
     head_dim: DerivedInt = Field(default_factory=_hidden_size_per_head)
     """Width of one head, even where rotated. Left out or null: `hidden_size / num_attention_heads`."""
 
-    hidden_act: Literal["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"] = "silu"
-    """Activation function of the feed-forward layer; `gelu_new` is GPT-2's name of `gelu_pytorch_tanh`."""
+    hidden_act: Literal["silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu"] = "silu"
+    """Activation function of the feed-forward layer; `gelu_new` and `gelu_fast` are names of `gelu_pytorch_tanh`."""
 
     normalization: Literal["rmsnorm", "zero_centered_rmsnorm", "layernorm"] = "rmsnorm"
     """Kind of every norm in the model; `zero_centered_rmsnorm` multiplies by 1 + weight, as Gemma does."""

@@ -211,6 +211,24 @@ def longrope_has_a_factor_per_pair(model: ModelConfig) -> str | None:
     return None
 
 
+def scaling_divides_by_no_zero(model: ModelConfig) -> str | None:
+    """Where a formula has no value: an exponent dim / (dim - 2), a logarithm of the base or of the first length."""
+    scaling = model.rope_scaling
+    if scaling is None:
+        return None
+    length = scaling.original_max_position_embeddings or model.max_position_embeddings
+    match scaling.rope_type:
+        case "dynamic" if int(model.head_dim * model.partial_rotary_factor) <= 2:
+            return (
+                "model.rope_scaling.rope_type dynamic needs more than 2 rotated features: use a larger model.head_dim"
+            )
+        case "yarn" if model.rope_theta == 1:
+            return "model.rope_theta 1 rotates all features alike, which yarn cannot scale: use one above 1"
+        case "longrope" if length == 1:
+            return "model.rope_scaling.original_max_position_embeddings 1 is no length to scale: use one above 1"
+    return None
+
+
 MODEL_RULES: tuple[Callable[[ModelConfig], str | None], ...] = (
     heads_divide_hidden_size,
     a_whole_head_rotates_pairs,
@@ -228,4 +246,5 @@ MODEL_RULES: tuple[Callable[[ModelConfig], str | None], ...] = (
     rope_scaling_is_complete,
     llama3_frequencies_are_ordered,
     longrope_has_a_factor_per_pair,
+    scaling_divides_by_no_zero,
 )

@@ -80,14 +80,15 @@ GENERATION = (
 KEPT = (
     *GENERATION,
     *("attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "pretraining_tp"),
-    *("problem_type", "transformers_version", "tokenizer_class"),
+    *("problem_type", "transformers_version", "tokenizer_class", "max_sequence_length", "num_labels", "output_past"),
 )
 """Keys of config.json that change no logits; they travel through a checkpoint and come back on export."""
 
 DROPPED = (
     *("_name_or_path", "_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "auto_map"),
-    *("chunk_size_feed_forward", "dtype", "gradient_checkpointing", "output_attentions", "output_hidden_states"),
-    *("return_dict", "torch_dtype", "torchscript", "transformers.js_config", "use_bfloat16"),
+    *("_flash_attn_2_enabled", "_num_labels", "chunk_size_feed_forward", "dtype", "gradient_checkpointing"),
+    *("output_attentions", "output_hidden_states", "return_dict", "torch_dtype", "torchscript"),
+    *("transformers.js_config", "unsloth_fixed", "unsloth_version", "use_bfloat16"),
 )
 """Keys that say nothing about the function a model computes, and are written anew or not at all."""
 

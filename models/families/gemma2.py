@@ -59,5 +59,5 @@ GEMMA2 = Family(
     fixed=GEMMA_FIXED,
     parts=(typed_layers(full_every=2), SCORE_SCALE),
     must_be={"use_bidirectional_attention": False},
-    kept=("hidden_act",),  # older folders have it too, and nothing reads it
+    kept=("hidden_act", "sliding_window_size"),  # folders of the hub have them too, and nothing reads them
 )

@@ -10,6 +10,7 @@ from models.families.rope import two_ropes
 GEMMA3 = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
+    other_architectures=("Gemma3TextModel",),  # without the head
     keys=GEMMA_KEYS,
     defaults={**GEMMA_DEFAULTS, "max_position_embeddings": 131072, "final_logit_softcapping": None},
     fixed={**GEMMA_FIXED, "query_key_norm": "per_head"},

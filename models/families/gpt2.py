@@ -58,6 +58,7 @@ GPT2 = Family(
     kept=(
         *("n_inner", "n_ctx", "resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_type", "summary_use_proj"),
         *("summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
+        *("n_special", "predict_special_tokens"),
     ),
     renamed={
         "model.embed_tokens": "transformer.wte",

@@ -19,7 +19,7 @@ GPT_NEOX = Family(
     derived=("num_key_value_heads", "head_dim"),
     parts=(rope(theta_key="rotary_emb_base", rotated=0.25, rotated_key="rotary_pct"),),
     must_be={"is_decoder": False},
-    kept=("hidden_dropout", "classifier_dropout"),
+    kept=("hidden_dropout", "classifier_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob"),
     renamed={
         "model.embed_tokens": "gpt_neox.embed_in",
         "model.layers": "gpt_neox.layers",

@@ -43,7 +43,7 @@ def typed_layers(full_every: int | None = None, period_key: str | None = None) -
 
     def read(keys: Keys) -> dict[str, Any]:
         period = keys.get(period_key or "", full_every)
-        is_full = [period is not None and (layer + 1) % period == 0 for layer in layers_of(keys)]
+        is_full = [full_every is not None and (layer + 1) % period == 0 for layer in layers_of(keys)]
         if (window := keys.get("sliding_window")) is None:
             raise FamilyError("config.json has no sliding_window, without which transformers does not run such a model")
         return {"sliding_window": window, "layer_types": types_of(keys, window, is_full)}

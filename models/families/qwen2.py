@@ -18,5 +18,5 @@ QWEN2 = Family(
     fixed={"attention_bias": True},
     parts=(switched_window(),),
     must_be={"use_mrope": False},
-    kept=("max_window_layers",),
+    kept=("max_window_layers", "dual_chunk_attention_config"),  # vLLM's, beyond 256k tokens; transformers has no such
 )

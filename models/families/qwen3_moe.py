@@ -47,6 +47,7 @@ QWEN3_MOE = Family(
     },
     fixed={"query_key_norm": "per_head"},
     parts=(one_window("use_sliding_window"), SPARSE_LAYERS),
+    must_be={"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True},  # in Qwen3-Coder's folders
     kept=(*SPARSE_LAYERS.keys, "max_window_layers", "output_router_logits", "router_aux_loss_coef"),
     aliases={"num_experts": "num_local_experts"},
 )

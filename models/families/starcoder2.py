@@ -26,6 +26,10 @@ STARCODER2 = Family(
     fixed={"normalization": "layernorm", "gated_mlp": False},
     parts=(one_window(),),
     must_be={"norm_type": "layer_norm", "mlp_type": "default"},
-    kept=("residual_dropout", "embedding_dropout"),
+    kept=(
+        *("residual_dropout", "embedding_dropout"),
+        # left in folders of the hub from StarCoder 1, and nothing reads them
+        *("attention_softmax_in_fp32", "layer_norm_epsilon", "scale_attention_softmax_in_fp32", "scale_attn_weights"),
+    ),
     renamed={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
 )

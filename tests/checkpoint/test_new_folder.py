@@ -16,13 +16,14 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.new_folder import check_room, new_folder
 
 MARKER = "config.json"
+INNER = "additional_chat_templates"
 
 
 def _fill(folder: Path, text: str = "new", overwrite: bool = False) -> None:
     with new_folder(folder, overwrite=overwrite, marker=MARKER) as new:
         (new / MARKER).write_text(text)
-        (new / "inner").mkdir()
-        (new / "inner" / "file").write_text(text)
+        (new / INNER).mkdir()
+        (new / INNER / "file").write_text(text)
 
 
 def _names(folder: Path) -> list[str]:
@@ -51,8 +52,8 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         assert _names(target.parent) == []
     target.mkdir()  # an empty folder is as good as none
     _fill(target)
-    assert _names(target.parent) == ["hf"] and _names(target) == ["config.json", "inner"]
-    assert (target / "inner" / "file").read_text() == "new"
+    assert _names(target.parent) == ["hf"] and _names(target) == [INNER, "config.json"]
+    assert (target / INNER / "file").read_text() == "new"
 
 
 def test_what_is_there_is_kept_unless_overwriting_is_asked_for_and_safe(tmp_path: Path) -> None:
@@ -74,6 +75,26 @@ def test_what_is_there_is_kept_unless_overwriting_is_asked_for_and_safe(tmp_path
     with pytest.raises(CheckpointError, match="not empty"):
         _fill(home / "thesis.tex")
     assert _names(home) == ["thesis.tex"]
+
+
+def test_what_lies_inside_or_comes_meanwhile_is_not_lost(tmp_path: Path) -> None:
+    """A checkpoint is exported over the folder that it lies in; two make one name one after the other."""
+    target = tmp_path / "hf"
+    _fill(target, "old")
+    (target / "checkpoint").mkdir()
+    with pytest.raises(CheckpointError, match="holds a folder checkpoint, which would be lost"):
+        _fill(target, overwrite=True)
+    assert (target / "checkpoint").is_dir() and (target / MARKER).read_text() == "old"
+
+    other = tmp_path / "other"
+    with (
+        pytest.raises(CheckpointError, match="is there already"),
+        new_folder(other, overwrite=False, marker=MARKER) as new,
+    ):
+        (new / MARKER).write_text("second")
+        other.mkdir()
+        (other / MARKER).write_text("first")
+    assert (other / MARKER).read_text() == "first" and _names(tmp_path) == ["hf", "other"]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -118,7 +139,7 @@ def test_a_kill_while_a_folder_is_replaced_costs_neither_the_old_nor_the_new_one
     _fill(tmp_path / "other")
     assert _names(tmp_path) == ["hf", "other"]
     assert (target / MARKER).read_text() in ("old", "new")
-    assert (target / "inner" / "file").read_text() == (target / MARKER).read_text()
+    assert (target / INNER / "file").read_text() == (target / MARKER).read_text()
 
 
 def test_two_that_want_one_name_do_not_mix(tmp_path: Path) -> None:

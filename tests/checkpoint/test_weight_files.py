@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import pickle
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,15 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path, is_zip: bool)
     assert proof.exists()
 
 
+def save_compressed(path: Path) -> None:
+    torch.save({"a": torch.ones(99)}, path)
+    parts = zipfile.ZipFile(path)
+    whole = {name: parts.read(name) for name in parts.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, data in whole.items():
+            file.writestr(name, data)
+
+
 BAD: list[tuple[str, Callable[[Path], object], str]] = [
     ("bare pickle", lambda p: p.write_bytes(pickle.dumps({"a": 1})), "not a pickle of weights alone"),
     ("text", lambda p: p.write_bytes(b"hello" * 9), "not readable as weights|not a pickle"),
@@ -81,6 +91,7 @@ BAD: list[tuple[str, Callable[[Path], object], str]] = [
     ("a tensor", lambda p: torch.save(torch.ones(2), p), "else than named tensors"),
     ("nested", lambda p: torch.save({"state_dict": {"a": torch.ones(2)}}, p), "else than named tensors"),
     ("no numbers in it", lambda p: torch.save({"a": torch.ones(2, device="meta")}, p), "else than named tensors"),
+    ("compressed", save_compressed, "its parts are compressed, as torch never writes them"),
     ("cut short", lambda p: (torch.save({"a": torch.ones(99)}, p), p.write_bytes(p.read_bytes()[:-200])), "cut short"),
 ]
 

@@ -79,6 +79,21 @@ BROKEN: list[tuple[dict[str, Any], list[str], dict[str, Any]]] = [
         {"rope_scaling": LLAMA3},
     ),
     (
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2}, "partial_rotary_factor": 0.2},
+        ["dynamic", "more than 2 rotated features"],
+        {"partial_rotary_factor": 1.0},
+    ),
+    (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4}, "rope_theta": 1},
+        ["rope_theta 1", "yarn"],
+        {"rope_theta": 1e4},
+    ),
+    (
+        {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 1}},
+        ["original_max_position_embeddings 1", "above 1"],
+        {"rope_scaling": LONGROPE},
+    ),
+    (
         {"rope_scaling": LLAMA3 | {"low_freq_factor": 4}},
         ["high_freq_factor 4", "larger than low_freq_factor 4"],
         {"rope_scaling": LLAMA3},

@@ -113,3 +113,8 @@ def test_one_command_from_folder_to_folder(
     assert "nothing left to train" in capfd.readouterr().out
     second = weights_of(folder)
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+    shutil.rmtree(folder.parent)
+    folder.parent.write_text("no folder can be made in a file")
+    assert start(load_run_config(path, overrides), [str(path), *overrides]) == 0  # the run itself is done
+    assert f"{folder} is NOT made" in capfd.readouterr().err

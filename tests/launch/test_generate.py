@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ import torch
 import transformers
 
 from data_pipeline.tokenizer import train_tokenizer
+from launch import inference
 from launch.cli import main
 from launch.convert import import_hugging_face
 from launch.errors import USER_ERRORS
-from launch.generate import GenerateRequest, generate, generations
+from launch.generate import GenerateRequest, generate, generations, run
 from launch.inference import Place, load
 from launch.stored_model import open_stored
 from launch.text_stream import CUT_CHARACTER, TextStream
@@ -301,6 +303,21 @@ def test_the_command_starts_ranks(
     assert "starting 2 ranks on cpu" in err and err.count("7 made") == 1
 
 
+def test_ranks_are_given_prompts_of_any_length(spoken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An argument of a process is at most 128 KB long, and JSON makes six bytes of a letter's two."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    seen: list[Any] = []
+
+    def listen(ranks: int, environment: dict[str, str], arguments: list[str], module: str) -> int:
+        subprocess.run(["true", *arguments], check=True)
+        seen.append(json.loads(Path(arguments[0]).read_text()))
+        return 0
+
+    monkeypatch.setattr(inference, "start_local_ranks", listen)
+    run(GenerateRequest(Place(str(spoken), tensor_parallel_size=2), ["я" * 25_000]))
+    assert seen[0]["prompts"] == ["я" * 25_000]
+
+
 def without_tokenizer(folder: Path, spoken: Path) -> Path:
     folder.mkdir()
     for path in spoken.iterdir():
@@ -311,8 +328,10 @@ def without_tokenizer(folder: Path, spoken: Path) -> Path:
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "temperature": ({"temperature": -1.0}, "temperature"),
+    "too small a temperature": ({"temperature": 1e-42}, "temperature"),
     "nothing is drawn": ({"top_k": 5}, "set temperature above 0"),
     "top_p": ({"temperature": 1.0, "top_p": 0.0}, "top_p"),
+    "bytes that are no text": ({"prompt": "a\udcff"}, "not UTF-8"),
     "no new tokens": ({"max_new_tokens": 0}, "max_new_tokens"),
 }
 
@@ -321,7 +340,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_mistake_is_one_sentence(spoken: Path, mistake: str) -> None:
     options, says = MISTAKES[mistake]
     with pytest.raises(USER_ERRORS, match=says) as caught:
-        generate(spoken, "x", **options)
+        generate(spoken, **{"prompt": "x", **options})
     assert "\n" not in str(caught.value)
 
 

@@ -20,9 +20,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data_pipeline.tokenizer import train_tokenizer
+from launch import transformers_model
+from launch.convert import import_hugging_face
+from launch.data import open_data
+from launch.errors import LaunchError
 from launch.hub_model import open_hub_model
+from launch.resume import Start, find_start
 from launch.run_config import load_run_config
+from launch.stored_model import open_stored
 from megalite.checkpoint.engine import load_engine
+from megalite.checkpoint.errors import CheckpointError
 from megalite.config import Config, ConfigError, ModelConfig
 from megalite.config.model import DROPOUTS
 from tests.conftest import VOCAB_SIZE, write_config
@@ -193,6 +200,12 @@ def other_tokenizer(folder: Path) -> None:
     train_tokenizer(["abc " * 99], folder, 258)
 
 
+def linked_tokenizer(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    path.rename(folder.parent / "elsewhere.json")
+    path.symlink_to(folder.parent / "elsewhere.json")
+
+
 BROKEN: dict[str, tuple[Change, list[str]]] = {
     "a file is missing": (lambda f: weight_file(f).unlink(), ["model-00002-of-", "missing"]),
     "a tensor is missing": (drop_tensor, ["model-00002-of-", "holds no"]),
@@ -202,6 +215,8 @@ BROKEN: dict[str, tuple[Change, list[str]]] = {
     "a key that nothing reads": (change_config(logit_scale=2.0), ["logit_scale"]),
     "no config": (lambda f: (f / "config.json").unlink(), ["not a complete checkpoint"]),
     "another tokenizer": (other_tokenizer, ["text was prepared with another tokenizer", "prepare it again"]),
+    "a tokenizer elsewhere": (linked_tokenizer, ["tokenizer.json", "leads out of its folder"]),
+    "a size of no model": (change_config(hidden_size=10**18, head_dim=12), ["more numbers than any model has"]),
     "fewer rows than the data has ids": (
         lambda f: HubModel("", "llama", {"vocab_size": 131}).save(f),
         ["vocabulary of 320", "131"],
@@ -231,8 +246,6 @@ def test_a_broken_folder_is_one_sentence_before_any_rank_starts(
 
 
 def test_a_tokenizer_that_was_only_saved_anew_is_the_same(tuned: dict[str, Any], hub: Path, tmp_path: Path) -> None:
-    from launch.data import open_data
-
     folder = Path(shutil.copytree(hub, tmp_path / "copy"))
     path = folder / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text())))  # other spaces, other bytes
@@ -241,6 +254,29 @@ def test_a_tokenizer_that_was_only_saved_anew_is_the_same(tuned: dict[str, Any],
     data, model = open_data(config), open_hub_model(folder)
     assert model.tokenizer_sha256 != data.tokenizer_sha256
     model.check_tokenizer(Path(config.data.path[0]), data.tokenizer, data.tokenizer_sha256)
+    import_hugging_face(folder, tmp_path / "imported", validate=False)
+    open_stored(tmp_path / "imported").check_prepared(Path(config.data.path[0]))  # `megalite evaluate` of it
+
+
+def test_an_imported_checkpoint_is_looked_at_as_its_folder_would_be(
+    tuned: dict[str, Any], hub: Path, tmp_path: Path
+) -> None:
+    """Its tokenizer, and the length that its angles depend on: both would change what is trained, without a word."""
+    folder = Path(shutil.copytree(hub, tmp_path / "copy"))
+    change_config(rope_scaling={"rope_type": "dynamic", "factor": 2.0}, rope_parameters=None, rope_theta=1e4)(folder)
+    import_hugging_face(folder, tmp_path / "same words", validate=False)
+    other_tokenizer(folder)
+    import_hugging_face(folder, tmp_path / "other words", validate=False)
+
+    def start(checkpoint: str, *overrides: str) -> Start:
+        config = load(tuned, tmp_path, f"training.initialize_from={tmp_path / checkpoint}", *overrides)
+        return find_start(config, open_data(config), None, [])
+
+    assert start("same words").checkpoint == tmp_path / "same words"
+    with pytest.raises(LaunchError, match="was prepared with another tokenizer"):
+        start("other words")
+    with pytest.raises(CheckpointError, match=r"model.max_position_embeddings is 64, this config's is 128"):
+        start("same words", "model.max_position_embeddings=128")
 
 
 def test_a_model_of_the_hub_is_found_in_its_cache(
@@ -257,7 +293,18 @@ def test_a_model_of_the_hub_is_found_in_its_cache(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     tuned["training"]["initialize_from"] = "some/model"
+    fetched: list[list[str]] = []
+    download = transformers_model._download
+
+    def recorded(hub_id: str, patterns: list[str]) -> Path:
+        fetched.append(patterns)
+        return download(hub_id, patterns)
+
+    monkeypatch.setattr(transformers_model, "_download", recorded)
     assert load(tuned, tmp_path).model.hidden_size == 48
+    assert fetched and transformers_model.WEIGHTS not in fetched  # a dry run needs none
+    assert open_hub_model(Path("some/model")).model.hidden_size == 48
+    assert transformers_model.WEIGHTS in fetched
     tuned["training"]["initialize_from"] = "some/other"
     with pytest.raises(ValueError, match="some/other: no folder here, and the hub did not give it"):
         load(tuned, tmp_path)

@@ -10,6 +10,7 @@ import pytest
 
 from launch.data import open_data
 from launch.resume import checkpoints_of, find_start
+from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import find_latest
 from megalite.config import Config
 from tests.launch.test_mistakes import own_checkpoint
@@ -28,3 +29,19 @@ def test_a_run_goes_on_with_another_dropout(saved: dict[str, float], tiny: dict[
     own, skipped = find_latest(checkpoints_of(config))
     start = find_start(config, open_data(config), own, skipped)
     assert start.is_resume and start.step == 2
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"sliding_window": 3}, {"scale_embeddings": True}, {"rope_scaling": {"rope_type": "linear", "factor": 2}}],
+)
+def test_an_older_checkpoint_without_an_option_is_of_a_model_without_it(
+    option: dict[str, Any], tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    """Shapes are equal, so nothing later would notice that the run goes on as another function."""
+    own_checkpoint()(copy.deepcopy(tiny), tmp_path)
+    tiny["model"] |= option
+    config = Config.model_validate(tiny)
+    own, skipped = find_latest(checkpoints_of(config))
+    with pytest.raises(CheckpointError, match=f"of another model: its model.({next(iter(option))}|layer_types) is"):
+        find_start(config, open_data(config), own, skipped)

@@ -432,6 +432,7 @@ STARCODER2_3B: dict[str, Any] = {
     "_name_or_path": "bigcode/starcoder2-3b",
     "architectures": ["Starcoder2ForCausalLM"],
     "attention_dropout": 0.1,
+    "attention_softmax_in_fp32": True,
     "bos_token_id": 0,
     "embedding_dropout": 0.1,
     "eos_token_id": 0,
@@ -439,6 +440,7 @@ STARCODER2_3B: dict[str, Any] = {
     "hidden_size": 3072,
     "initializer_range": 0.018042,
     "intermediate_size": 12288,
+    "layer_norm_epsilon": 1e-05,
     "max_position_embeddings": 16384,
     "mlp_type": "default",
     "model_type": "starcoder2",
@@ -449,6 +451,8 @@ STARCODER2_3B: dict[str, Any] = {
     "num_key_value_heads": 2,
     "residual_dropout": 0.1,
     "rope_theta": 999999.4420358813,
+    "scale_attention_softmax_in_fp32": True,
+    "scale_attn_weights": True,
     "sliding_window": 4096,
     "torch_dtype": "bfloat16",
     "transformers_version": "4.39.0.dev0",
@@ -457,7 +461,38 @@ STARCODER2_3B: dict[str, Any] = {
     "vocab_size": 49152,
 }
 
+# keys that folders of the same family have besides
+SIBLINGS: list[dict[str, Any]] = [
+    LLAMA_3_2_1B | {"_name_or_path": "unsloth/Llama-3.2-1B", "unsloth_fixed": True, "unsloth_version": "2024.9"},
+    SMOLLM2_135M | {"_name_or_path": "huggyllama/llama-7b", "max_sequence_length": 2048},
+    QWEN2_5_0_5B
+    | {
+        "_name_or_path": "Qwen/Qwen2.5-7B-Instruct-1M",
+        "dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192},
+    },
+    GEMMA_2_2B | {"_name_or_path": "google/gemma-2-9b", "sliding_window_size": 4096},
+    GEMMA_3_1B | {"_name_or_path": "gemma-3-without-its-head", "architectures": ["Gemma3TextModel"]},
+    PYTHIA_70M
+    | {
+        "_name_or_path": "EleutherAI/gpt-neox-20b",
+        "attention_probs_dropout_prob": 0,
+        "hidden_act": "gelu_fast",
+        "hidden_dropout_prob": 0,
+    },
+    GPT2 | {"_name_or_path": "openai-community/gpt2-medium", "n_special": 0, "predict_special_tokens": True},
+    GPT2 | {"_name_or_path": "openai-community/gpt2-xl", "output_past": True},
+    GPT2 | {"_name_or_path": "distilbert/distilgpt2", "_num_labels": 1, "n_layer": 6},
+    QWEN3_30B_A3B
+    | {
+        "_name_or_path": "Qwen/Qwen3-Coder-30B-A3B-Instruct",
+        "qkv_bias": False,
+        "shared_expert_intermediate_size": 0,
+        "use_qk_norm": True,
+    },
+]
+
 HUB_CONFIGS = [
     *(LLAMA_3_2_1B, SMOLLM2_135M, MISTRAL_7B, QWEN2_5_0_5B, QWEN3_0_6B, GEMMA_2_2B, GEMMA_3_1B, PHI_3_MINI_4K),
     *(PHI_4_MINI, OLMO_2_1B, PYTHIA_70M, GPT2, SMOLLM3_3B, MIXTRAL_8X7B, QWEN3_30B_A3B, STARCODER2_3B),
+    *SIBLINGS,
 ]

@@ -236,7 +236,11 @@ SWITCHES: dict[str, dict[str, list[Any]]] = {
     },
     "gpt_neox": {
         **{"tie_word_embeddings": _BOTH, "intermediate_size": [37, 101], "vocab_size": [65, 131]},
-        **{"hidden_act": ["gelu", "gelu_new", "relu"], "attention_bias": _BOTH, "use_parallel_residual": _BOTH},
+        **{
+            "hidden_act": ["gelu", "gelu_new", "gelu_fast", "relu"],
+            "attention_bias": _BOTH,
+            "use_parallel_residual": _BOTH,
+        },
         **{"rotary_pct": [0.25, 0.5, 1.0], "rotary_emb_base": [300.0, 5e3], "rope_scaling": _SCALINGS},
     },
     "gpt2": {

@@ -198,6 +198,8 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "qwen3_moe", "num_experts": 3, "num_local_experts": 4}, "num_local_experts 4"),
     ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ({"model_type": "gemma3_text", "sliding_window_pattern": None}, "sliding_window_pattern None"),
+    ({"model_type": "qwen3_moe", "shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size 512"),
     ({"model_type": "gemma3_text", "rope_parameters": {"rope_theta": 1e6}}, "rope_theta in rope_parameters"),
     ({"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": LINEAR}}, "plain RoPE"),
     (

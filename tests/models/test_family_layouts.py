@@ -8,6 +8,7 @@ each gradient within 1e-5 of its largest entry.
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -120,7 +121,13 @@ def test_every_layout_computes_what_transformers_computes(layout: Layout, name: 
     assert_passes(verdicts(layout, EVERY_NAME)[name])
 
 
-one_of_each_family = st.tuples(*(hub_models(family) for family in FAMILIES))
+def _with_gradients(model: HubModel) -> HubModel:
+    """In a window of one token queries and keys have no gradient but rounding, of which nothing can be asked."""
+    switches = model.switches | ({"sliding_window": 2} if model.switches.get("sliding_window") == 1 else {})
+    return dataclasses.replace(model, switches=switches)
+
+
+one_of_each_family = st.tuples(*(hub_models(family).map(_with_gradients) for family in FAMILIES))
 
 
 def check_drawn(models: tuple[HubModel, ...], layout: Layout) -> None:
