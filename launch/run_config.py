@@ -1,4 +1,5 @@
-"""The config of a run as commands load it: options that `model` leaves out are those of what the run starts from.
+"""The config of a run as commands load it: options that `model` leaves out are those of what the run starts from, or
+what `model.model_type` fixes.
 
 So a config for a Hugging Face model has no sizes to copy, and the run's own config.yaml has them all: a resume needs
 the folder no more.
@@ -6,7 +7,7 @@ the folder no more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import find_latest, read_manifest
 from megalite.config import Config, ModelConfig, load_config
 from megalite.config.model import DROPOUTS
+from models.families import FAMILIES
 
 Options = dict[str, Any]
 READING_THE_LENGTH = ("dynamic", "yarn", "longrope")  # types of rope_scaling
@@ -30,11 +32,15 @@ def load_run_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 def _with_model(values: dict[str, Any]) -> dict[str, Any]:
     training, given = values.get("training"), values.get("model") or {}
-    source = training.get("initialize_from") if isinstance(training, dict) else None
-    if not isinstance(source, str) or not isinstance(given, dict):
+    if not isinstance(given, dict):
         return values
-    known = _model_of_the_run(values.get("run_dir")) or _model_of(Path(source), given)
-    return values if known is None else values | {"model": known | given}
+    source = training.get("initialize_from") if isinstance(training, dict) else None
+    known: Mapping[str, Any] | None = None
+    if isinstance(source, str):
+        known = _model_of_the_run(values.get("run_dir")) or _model_of(Path(source), given)
+    if known is None and str(given.get("model_type")) in FAMILIES:
+        known = FAMILIES[given["model_type"]].all_fixed
+    return values if known is None else values | {"model": {**known, **given}}
 
 
 def _model_of_the_run(run_dir: object) -> dict[str, Any] | None:

@@ -46,9 +46,7 @@ def start(config: Config, arguments: Sequence[str]) -> int:
     """Checks config, data and checkpoint, then runs the local ranks; returns their exit code."""
     layout, device = resolve(config)
     lock_run_folder(config).close()  # rank 0 takes it for the run
-    data = open_data(config)
-    root = checkpoints_of(config)
-    begin = find_start(config, data, *(find_latest(root) if step_folders(root) else (None, [])))
+    begin = _beginning(config)
     if begin.step >= config.total_steps and _is_intact(begin):
         print(f"megalite: {begin.checkpoint} is at step {begin.step} of {config.total_steps}: nothing left to train")
         _export_what_is_missing(config, begin)
@@ -57,6 +55,11 @@ def start(config: Config, arguments: Sequence[str]) -> int:
     ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
     print(f"megalite: starting {ranks} on {device} ({said})", flush=True)
     return start_local_ranks(layout.world_size, environment, arguments)
+
+
+def _beginning(config: Config) -> Start:
+    root = checkpoints_of(config)
+    return find_start(config, open_data(config), *(find_latest(root) if step_folders(root) else (None, [])))
 
 
 def _export_what_is_missing(config: Config, begin: Start) -> None:
@@ -94,6 +97,9 @@ def describe(config: Config, *, as_json: bool) -> None:
     layout, device = resolve(config)
     from launch.layout_table import layout_rows, layout_table
 
+    source = config.training.initialize_from
+    begin = _beginning(config) if source is not None and source.exists() else Start()  # a hub id is not downloaded
+
     rows = layout_rows(config, layout)
     if as_json:
         facts = {"device": device, "config": config.model_dump(mode="json"), "layout": asdict(layout)}
@@ -103,6 +109,6 @@ def describe(config: Config, *, as_json: bool) -> None:
 
     print(config.to_yaml())
     Console().print(layout_table(rows, layout))
-    for notice in layout.notices:
+    for notice in (*layout.notices, *begin.notices):
         print(f"megalite: {notice}")
     print(f"dry run on {device}: nothing was started")

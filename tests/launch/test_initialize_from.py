@@ -32,6 +32,7 @@ from megalite.checkpoint.engine import load_engine
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config import Config, ConfigError, ModelConfig
 from megalite.config.model import DROPOUTS
+from models.families import FamilyError, family
 from tests.conftest import VOCAB_SIZE, write_config
 from tests.engine.cases import Case, assemble, engine_of, global_batches, local_weights, micro_batches_of
 from tests.launch.test_mistakes import command
@@ -164,6 +165,21 @@ def test_another_option_is_refused(override: str, tuned: dict[str, Any], tmp_pat
     assert "\n" not in said and all(fragment in said for fragment in OTHER_OPTIONS[override]), said
 
 
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_neox", "olmo2", "qwen3"])
+def test_a_model_type_sets_what_its_family_fixes(model_type: str, tiny: dict[str, Any], tmp_path: Path) -> None:
+    """A fresh model of a family needs its sizes only; an option that contradicts the family is still refused."""
+    tiny["model"] |= {"model_type": model_type, "query_pre_attn_scalar": 8} | (
+        {} if model_type == "gemma3_text" else {"query_pre_attn_scalar": None}
+    )
+    tiny["model"].pop("num_key_value_heads", None)
+    model = load(tiny, tmp_path).model
+    fixed = family(model_type).all_fixed
+    assert fixed and all(getattr(model, option) == value for option, value in fixed.items())
+    other = load(tiny, tmp_path, f"model.gated_mlp={'true' if model_type == 'gpt_neox' else 'false'}").model
+    with pytest.raises(FamilyError, match=f"is no {model_type} model, whose gated_mlp is"):
+        family(model_type).check(other)
+
+
 def test_without_a_folder_a_model_is_still_required(tuned: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="section model is required"):
         load(tuned, tmp_path, "training.initialize_from=null")
@@ -239,10 +255,11 @@ def test_a_broken_folder_is_one_sentence_before_any_rank_starts(
     tuned["training"]["initialize_from"] = str(folder)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     words = ["train", str(write_config(tmp_path / "config.yaml", tuned))]
-    code, out, err = command(words, monkeypatch, capfd)
-    assert code == 2 and "starting" not in out
-    assert err.startswith("megalite: error: ") and err.count("\n") == 1, err
-    assert all(fragment in err for fragment in fragments), err
+    for dry in ([], ["--dry-run"]):
+        code, out, err = command(words + dry, monkeypatch, capfd)
+        assert code == 2 and "starting" not in out
+        assert err.startswith("megalite: error: ") and err.count("\n") == 1, err
+        assert all(fragment in err for fragment in fragments), err
 
 
 def test_a_tokenizer_that_was_only_saved_anew_is_the_same(tuned: dict[str, Any], hub: Path, tmp_path: Path) -> None:
