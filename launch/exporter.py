@@ -114,7 +114,7 @@ class Exporter:
         written = 0
         with suppress(OSError):  # it gets its name at this moment
             written = sum(path.stat().st_size for path in temporary_folder(folder).glob("*.safetensors"))
-        self._voice.say(f"waiting for {folder}: {written / 1e9:.2f} GB so far")
+        self._voice.say(f"waiting for {folder}: {written / 1e6:,.1f} MB so far")
 
     def _work(self) -> None:
         while (checkpoint := self._next()) is not None:

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.tokenizer import load_tokenizer
-from launch.convert.model_folder import model_of, open_model_folder
+from launch.convert.model_folder import model_of_config, open_model_folder
 from launch.errors import LaunchError
 from launch.transformers_model import HUB_ID, local_folder
 from megalite.checkpoint.files import digest
 from megalite.checkpoint.hub_reader import HubReader
 from megalite.checkpoint.hugging_face import CONFIG, read_json, tokenizer_files
 from megalite.config import ModelConfig
-from models.families import model_config
 
 TOKENIZER = "tokenizer.json"
 
@@ -57,7 +56,7 @@ class HubModel:
 def hub_config(place: Path) -> tuple[Path, ModelConfig]:
     """The folder and what its config.json says; of a hub id no weights are downloaded. Raises as `open_hub_model`."""
     folder = local_folder(place, weights=False)
-    return folder, model_of(model_config(read_json(folder / CONFIG)), str(folder / CONFIG))
+    return folder, model_of_config(read_json(folder / CONFIG), folder)
 
 
 def open_hub_model(place: Path) -> HubModel:

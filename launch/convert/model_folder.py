@@ -19,7 +19,7 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.hugging_face import CONFIG, HuggingFaceFolder
 from megalite.checkpoint.manifest import Slices
 from megalite.config import ModelConfig, describe_validation_error
-from models.families import HubLayout, family, model_config
+from models.families import FamilyError, HubLayout, family, model_config
 from models.families.base import TRANSFORMERS_DTYPES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -71,9 +71,8 @@ def open_model_folder(folder: Path) -> ModelFolder:
     """Raises CheckpointError or FamilyError, one sentence, where the folder is none or not one that we compute."""
     files = HuggingFaceFolder(folder)
     _check_counts(files)
-    model = model_of(model_config(files.config), str(folder / CONFIG))
+    model = model_of_config(files.config, folder)
     described = family(model.model_type)
-    described.check(model)
     try:
         shapes = global_shapes(model)
     except (RuntimeError, TypeError):  # torch counts bytes in 64 bits
@@ -100,6 +99,16 @@ def _check_counts(files: HuggingFaceFolder) -> None:
                 f"{files.folder}: holds {len(files.shapes)} tensors, but its config.json has "
                 f"{keys.get(option, option)} {asked}"
             )
+
+
+def model_of_config(hf_config: Mapping[str, Any], folder: Path) -> ModelConfig:
+    """The model that the config.json in `folder` describes. Raises CheckpointError or FamilyError that name it."""
+    try:
+        model = model_of(model_config(hf_config), str(folder / CONFIG))
+        family(model.model_type).check(model)
+    except FamilyError as error:
+        raise FamilyError(f"{folder}: {error}") from None
+    return model
 
 
 def model_of(options: Any, where: str) -> ModelConfig:

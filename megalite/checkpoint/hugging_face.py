@@ -49,7 +49,8 @@ class HuggingFaceFolder:
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
-            raise CheckpointError(f"{folder}: there is no such folder")
+            why = "is a file, not a folder" if folder.exists() else "there is no such folder"
+            raise CheckpointError(f"{folder}: {why}")
         self.folder = folder
         self.config = read_json(folder / CONFIG)
         has_generation = (folder / GENERATION_CONFIG).is_file()

@@ -66,7 +66,7 @@ def check_room(folder: Path, size: int) -> None:
     free = room_at(folder)
     if free < size:
         raise CheckpointError(
-            f"{folder}: takes {size / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB are free: free some space, or choose "
+            f"{folder}: takes {size / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free: free some space, or choose "
             "another disk"
         )
 

@@ -177,7 +177,7 @@ def test_a_write_that_fails_is_one_sentence_and_leaves_nothing(tmp_path: Path) -
 
     assert in_a_child(limited) == 0
     assert _names(tmp_path) == []
-    with pytest.raises(CheckpointError, match=r"takes 10,000,000,000.00 GB, and .* GB are free: free some space"):
+    with pytest.raises(CheckpointError, match=r"takes 10,000,000,000,000.0 MB, and .* MB are free: free some space"):
         check_room(tmp_path / "deep" / "hf", 10**19)
     started = time.monotonic()
     check_room(tmp_path / "hf", 1000)

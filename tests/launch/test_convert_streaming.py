@@ -174,6 +174,6 @@ def test_a_disk_that_is_too_small_is_noticed_before_a_byte_is_written(
 ) -> None:
     monkeypatch.setattr("megalite.checkpoint.new_folder.room_at", lambda folder: 1000)
     monkeypatch.setattr(Stream, "blocks", None)
-    with pytest.raises(USER_ERRORS, match=r"target: takes 0\.00 GB, and 0\.00 GB are free: free some space"):
+    with pytest.raises(USER_ERRORS, match=r"target: takes 0\.\d MB, and 0\.\d MB are free: free some space"):
         _convert(way, sources, _after(0, lambda: None))
     assert sorted(path.name for path in sources.iterdir()) == ["hf", "source"]
