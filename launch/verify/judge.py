@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from launch.verify.observations import Observations, Quantity
+from launch.verify.observations import OF_REFERENCES, TOKEN_LOSS, Observations, Quantity
 
 TOLERANCES = {
     "loss": 2e-5,
@@ -37,6 +37,7 @@ SCALARS = ("loss", "evaluation loss", "gradient norm")
 SQUARED = ("exp_avg_sq",)
 OF_PARAMETERS = ("gradient", "weight", "exp_avg", "exp_avg_sq")
 ADAMW = Quantity("adamw", "weight")
+NOTHING = 1e-9  # of the largest first moment: less is rounding of float64, of a gradient that is zero
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,10 @@ class Answer:
 
 def judge(seen: Observations, answer: Answer) -> list[Finding]:
     """One finding per array of the truth, in the order of the computation."""
-    pooled, noise = _pooled_errors(answer), _noise(answer)
+    pooled, noise, still = _pooled_errors(answer), _noise(answer), _without_gradient(answer)
     findings = []
     for quantity, arrays in answer.truth.items():
-        if quantity.kind == "token loss":  # what the bound of the loss is made of
+        if quantity.kind in OF_REFERENCES:
             continue
         largest = max(_size(_measured(quantity, name, value, answer), answer) for name, value in arrays.items())
         floor = largest * (FLOOR**2 if quantity.kind in SQUARED else FLOOR)
@@ -90,7 +91,7 @@ def judge(seen: Observations, answer: Answer) -> list[Finding]:
                 continue
             mine = _measured(quantity, name, mine, answer)
             theirs = _measured(quantity, name, answer.theirs[quantity][name], answer)
-            scale = max(_size(truth, answer), floor) or 1.0
+            scale = max(_size(truth, answer), largest if quantity == ADAMW and name in still else floor) or 1.0
             if quantity.kind in SCALARS:
                 error, their_error = _relative(mine, truth), pooled[quantity]
             else:
@@ -151,7 +152,7 @@ def _pooled_errors(answer: Answer) -> dict[Quantity, float]:
     for training, kind in answer.truth:
         quantity = Quantity(training, kind)
         truth, theirs = answer.truth[quantity], answer.theirs[quantity]
-        if kind == "token loss":
+        if kind == TOKEN_LOSS:
             error = max(float(np.abs(theirs[n] - v).mean() / np.abs(v.mean())) for n, v in truth.items())
             pooled |= {Quantity(training, "loss"): error, Quantity(training, "evaluation loss"): error}
         elif kind == "gradient":
@@ -181,6 +182,13 @@ def _noise(answer: Answer) -> set[tuple[str, str]]:
                 if is_small or _relative_size(answer.theirs[quantity][name] - gradient, gradient) > UNKNOWN:
                     noise.add((quantity.training, name))
     return noise
+
+
+def _without_gradient(answer: Answer) -> set[str]:
+    """Parameters that AdamW moves by decay and rounding alone: a key's bias, queries and keys of a window of one."""
+    moments = answer.truth.get(Quantity(ADAMW.training, "exp_avg"), {})
+    largest = max((float(np.abs(moment).max(initial=0.0)) for moment in moments.values()), default=0.0)
+    return {name for name, moment in moments.items() if np.abs(moment).max(initial=0.0) < NOTHING * largest}
 
 
 def _relative_size(difference: np.ndarray, value: np.ndarray) -> float:

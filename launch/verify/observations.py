@@ -27,6 +27,9 @@ Observations = dict[Quantity, dict[str, np.ndarray]]  # quantity -> name -> glob
 
 FIRST_STEP = "step 1"
 COPIES = "copies"  # a quantity by the sentences about copies that differ
+TOKEN_LOSS = "token loss"
+NEAR_CHOICES = "near choices"  # tokens that rounding might send to another expert
+OF_REFERENCES = (TOKEN_LOSS, NEAR_CHOICES)  # what only they observe
 BEFORE, AFTER = "before training", "after training"
 
 

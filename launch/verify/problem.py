@@ -19,18 +19,16 @@ import numpy as np
 
 from launch.errors import LaunchError
 from launch.verify.layout import Layout
+from launch.verify.small_model import small_model
 from megalite.config import Config, ModelConfig
 from megalite.config.model import DROPOUTS
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 FP16_SCALE_POWER = 12  # of the loss, to the base 2: so small that nothing overflows and no step is skipped
-MOST_LAYERS, MOST_VOCABULARY, MOST_SEQUENCE = 5, 2048, 64
-MOST_WIDTH, LEAST_WIDTH, MOST_HEAD_DIM = 256, 32, 32
-MOST_ROWS = 256
-PRIME_VOCABULARY = 2039  # a vocabulary that is cut down is no multiple of anything, so every rank pads
+MOST_SEQUENCE, MOST_ROWS = 64, 256
 ROWS = 12  # sequences in a global batch, about
 DENSE, SPARSE = 0.75, 0.05  # fraction of tokens with a loss; fewer mean a noisier gradient, and so a larger norm
-SMALLEST_EPSILON = 1e-6
+SMALLEST_EPSILON = 1e-5
 LEARNING_RATES = 1e-4, 3e-3  # below, a step is lost in rounding; above, twenty are chaos
 RATE_FACTORS = 1.0, 0.5, 0.75  # of the learning rate, step after step, as a schedule would
 SGD_DECAY = 0.01  # of a matrix, per step
@@ -72,6 +70,7 @@ class Problem:
     seed: int
     steps: int
     changes: tuple[str, ...] = ()  # how it differs from the user's config, a phrase each
+    draw: int = 0  # of the batches, where the first was not good enough
     scales: Mapping[str, float] = field(default_factory=dict)  # end of a weight's name -> factor on its initial value
 
     def training(self) -> Training:
@@ -87,7 +86,7 @@ class Problem:
         return Training("sgd-under-clip", Config.model_validate(values), self._batches("whole"), True)
 
     def _batches(self, kind: str) -> tuple[Batch, ...]:
-        draw = np.random.default_rng([self.seed, *kind.encode()])
+        draw = np.random.default_rng([self.seed, *f"{kind}{self.draw or ''}".encode()])
         return tuple(self._batch(draw, kind, step) for step in range(self.steps))
 
     def _batch(self, draw: np.random.Generator, kind: str, step: int) -> Batch:
@@ -131,7 +130,8 @@ def make_problem(
     Raises LaunchError where no batch of reasonable size can be cut by all of them, or where there is nothing to learn.
     """
     changes: list[str] = []
-    model = config.model if full else _small_model(config.model, layouts, changes)
+    sequence_length = _sequence_length(config, layouts, changes, full)
+    model = config.model if full else small_model(config.model, layouts, sequence_length, changes)
     if not keep_dropout:
         model = _without_dropout(model, changes)
     if model.vocab_size == 1:
@@ -154,7 +154,7 @@ def make_problem(
     values["training"] |= {
         "global_batch_size": rows,
         "micro_batch_size": rows,
-        "sequence_length": _sequence_length(config, layouts, changes, full),
+        "sequence_length": sequence_length,
         "seed": seed,
         "steps": steps,
         "tokens": None,
@@ -182,42 +182,6 @@ def _optimizer(config: Config, changes: list[str]) -> dict[str, Any]:
     epsilon = max(options.eps, SMALLEST_EPSILON)
     _told(changes, "optimizer.eps", options.eps, epsilon)
     return {"learning_rate": rate, "eps": epsilon}
-
-
-def _small_model(model: ModelConfig, layouts: Sequence[Layout], changes: list[str]) -> ModelConfig:
-    """Fewer layers and smaller widths, the same switches and proportions, and still cut as the layouts cut it."""
-    small: dict[str, int] = {}
-    width = model.num_attention_heads * model.head_dim
-    if max(width, model.hidden_size) > MOST_WIDTH:
-        group = model.num_attention_heads // model.num_key_value_heads
-        kv_heads = _fewer_kv_heads(model, {layout.tp for layout in layouts})
-        heads = group * kv_heads
-        head_dim = max(4, min(model.head_dim, MOST_HEAD_DIM, MOST_WIDTH // heads) // 2 * 2)
-        hidden = 2 * round(model.hidden_size * heads * head_dim / width / 2)
-        hidden = min(model.hidden_size, MOST_WIDTH, max(LEAST_WIDTH, hidden))
-        small |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
-        small["hidden_size"] = hidden
-        small["intermediate_size"] = max(8, round(model.intermediate_size * hidden / model.hidden_size))
-    most_layers = max(MOST_LAYERS, *(layout.pp for layout in layouts))
-    small["num_hidden_layers"] = min(model.num_hidden_layers, most_layers)
-    small["vocab_size"] = model.vocab_size if model.vocab_size <= MOST_VOCABULARY else PRIME_VOCABULARY
-    for name, value in small.items():
-        _told(changes, f"model.{name}", getattr(model, name), value)
-    return model.model_copy(update=small)
-
-
-def _fewer_kv_heads(model: ModelConfig, tensor_parallel_sizes: set[int]) -> int:
-    """The fewest that every tensor-parallel size cuts, or shares, as it does the model's own."""
-    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-    group = heads // kv_heads
-    for fewer in range(min(2, kv_heads), kv_heads):
-        alike = (
-            (heads % tp == 0) == (group * fewer % tp == 0) and (kv_heads % tp == 0) == (fewer % tp == 0)
-            for tp in tensor_parallel_sizes
-        )
-        if all(alike):
-            return fewer
-    return kv_heads
 
 
 def _without_dropout(model: ModelConfig, changes: list[str]) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""What a problem's answer is, on one process: transformers' model, or our own serial one, with torch's optimizers.
+"""What a problem's answer is, on one process: a model of `reference_models.py`, trained by torch's optimizers.
 
 In: a `Problem`. Out: `Observations` in float64 (the truth), float32, or a half precision over float32 master weights.
 Nothing of DeepSpeed and nothing parallel is involved.
@@ -6,181 +6,21 @@ Nothing of DeepSpeed and nothing parallel is involved.
 
 from __future__ import annotations
 
-import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from launch.errors import LaunchError
-from launch.verify.observations import Observations, Quantity, around, by_step
+from launch.verify.observations import NEAR_CHOICES, TOKEN_LOSS, Observations, Quantity, around, by_step
 from launch.verify.problem import FP16_SCALE_POWER, Batch, Dtype, Problem, Training
+from launch.verify.reference_models import Model, as_numpy
 from megalite.engine.optimizer import MOMENTS
-from megalite.parallel.collectives import TensorParallel
-from megalite.parallel.layers import SerialModel, make_layer, named_shards
-from megalite.parallel.loss import head_logits
-from models.decoder import decoder_layers
-from models.families import family, hf_config
 
 TORCH_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NEAR = 1e-5  # of the spread of a router's logits, of which float32 gets 1e-6 wrong, and hardly ever more than this
 SGD_MOVEMENT = 0.02  # of the norm of all weights, per clipped step: far above rounding, far below divergence
-
-Part = tuple[nn.Parameter, tuple[slice, ...]]
-
-
-class Model(ABC):
-    """One process's model in one number format."""
-
-    module: nn.Module  # in evaluation mode
-    parts: dict[str, Part]  # canonical name -> the parameter that holds it, and where
-    drops = False  # has dropout, with the masks that layouts have
-
-    @abstractmethod
-    def __init__(self, problem: Problem, dtype: torch.dtype, device: str) -> None: ...
-
-    @abstractmethod
-    def logits(self, batch: Batch) -> Tensor:
-        """`[rows, seq, vocab]`."""
-
-    @abstractmethod
-    def layers(self) -> dict[str, nn.Module]:
-        """The modules that put out hidden states, by the name of their layer."""
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.module.parameters()).device
-
-    def named(self, value_of: Callable[[nn.Parameter], Tensor]) -> dict[str, np.ndarray]:
-        """`value_of` every parameter, cut into global arrays by canonical name."""
-        return {name: _numpy(value_of(parameter)[where]) for name, (parameter, where) in self.parts.items()}
-
-
-class TransformersModel(Model):
-    """transformers' own class, its weights under our names."""
-
-    def __init__(self, problem: Problem, dtype: torch.dtype, device: str) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        model = problem.config.model
-        values = hf_config(model, "fp32")
-        try:
-            config = AutoConfig.for_model(values.pop("model_type"), **values)
-            module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-        except Exception as error:  # whatever it raises is about the options it was given
-            reason = " ".join(str(error).split())
-            raise LaunchError(f"transformers does not build this model, {reason}: try --reference self") from None
-        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        self.module = module.to(device=device, dtype=dtype).eval()
-        for name, buffer in buffers.items():  # rotary angles are float32 in every format, transformers' and ours
-            parent, leaf = name.rsplit(".", 1)
-            setattr(module.get_submodule(parent), leaf, buffer.to(device))
-        initial = initial_weights(problem)
-        hub, theirs = family(model.model_type).hub_names(initial), dict(module.named_parameters())
-        self.parts = {name: (theirs[hub[name]], (slice(None),)) for name in initial}
-        with torch.no_grad():
-            for name, value in initial.items():
-                self.parts[name][0].copy_(torch.from_numpy(value))
-
-    def logits(self, batch: Batch) -> Tensor:
-        tokens = torch.from_numpy(batch.tokens).to(self.device)
-        is_double = next(self.module.parameters()).dtype == torch.float64
-        with _ReallyFloat64(self.module) if is_double else contextlib.nullcontext():
-            if batch.positions is None:
-                return self.module(tokens).logits
-            positions = torch.from_numpy(batch.positions).to(self.device)
-            document = (positions == 0).cumsum(1)
-            allowed = (document.unsqueeze(2) == document.unsqueeze(1)).tril().unsqueeze(1)
-            return self.module(tokens, attention_mask=allowed, position_ids=positions).logits
-
-    def layers(self) -> dict[str, nn.Module]:
-        layers = {_layer_of(name) for name in self.parts if not name.startswith("lm_head")}
-        return {name: module for name, module in self.module.named_modules() if name in layers}
-
-
-def _layer_of(name: str) -> str:
-    """`model.layers.3.mlp.up_proj.weight` -> `model.layers.3`; `model.norm.weight` -> `model.norm`."""
-    words = name.split(".")
-    return ".".join(words[:3]) if words[1] == "layers" else ".".join(words[:-1])
-
-
-class SerialReference(Model):
-    """Our own layers in order: for what transformers does not compute, such as our dropout."""
-
-    def __init__(self, problem: Problem, dtype: torch.dtype, device: str) -> None:
-        self._vocabulary, self.drops = problem.config.model.vocab_size, problem.config.model.has_dropout
-        self.module = _serial(problem).to(device=device, dtype=dtype).eval()
-        self.parts = {piece.name: (p, piece.target) for _, p in named_shards(self.module) for piece in p.shard.pieces()}  # type: ignore[attr-defined]
-
-    def logits(self, batch: Batch) -> Tensor:
-        riders = [batch.positions] if batch.positions is not None else []
-        riders += [batch.samples] if self.drops else []
-        tokens, *others = (torch.from_numpy(array).to(self.device) for array in (batch.tokens, *riders))
-        hidden, head_weight = self.module((tokens, *others) if others else tokens)
-        return head_logits(hidden, head_weight, self._vocabulary, TensorParallel())
-
-    def layers(self) -> dict[str, nn.Module]:
-        modules = (module for module in self.module.modules() if hasattr(module, "layer_name"))
-        return {str(module.layer_name): module for module in modules if module.layer_name != "lm_head"}
-
-
-class _ReallyFloat64(TorchFunctionMode):
-    """transformers casts to float32 where half precision would lose too much (norms, softmax); here to float64.
-
-    Rotary angles stay float32: both sides compute them so, whatever the format of the weights.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self._paused = False
-        rotary = [part for part in module.modules() if hasattr(part, "inv_freq")]
-        self._hooks = [part.register_forward_pre_hook(lambda *_: self._pause(True)) for part in rotary]
-        self._hooks += [part.register_forward_hook(lambda *_: self._pause(False)) for part in rotary]
-
-    def _pause(self, paused: bool) -> None:
-        self._paused = paused
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if self._paused:
-            return func(*args, **kwargs)
-        if func is Tensor.float:
-            return args[0].double()
-        return func(*map(_wider, args), **{name: _wider(value) for name, value in kwargs.items()})
-
-    def __exit__(self, *error: Any) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        super().__exit__(*error)
-
-
-def _wider(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
-
-
-def _serial(problem: Problem) -> SerialModel:
-    config = problem.config
-    spread = config.model.initializer_range
-
-    def make(spec: Any, tp: TensorParallel) -> nn.Module:
-        return make_layer(spec, tp, seed=config.training.seed, initializer_range=spread)
-
-    module = SerialModel(decoder_layers(config.model), TensorParallel(), make)
-    with torch.no_grad():
-        for _, parameter in named_shards(module):
-            for piece in parameter.shard.pieces():  # type: ignore[attr-defined]
-                value = parameter[piece.target].numpy()
-                start = problem.initial_value(piece.name, value, piece.source, piece.shape)
-                parameter[piece.target] = torch.from_numpy(start)
-    return module
-
-
-def initial_weights(problem: Problem) -> dict[str, np.ndarray]:
-    """The global weights that every layout and reference starts from."""
-    return SerialReference(problem, torch.float32, "cpu").named(lambda parameter: parameter.detach())
 
 
 def sgd_settings(kind: type[Model], problem: Problem, device: str) -> tuple[float, float]:
@@ -214,11 +54,15 @@ def solve(
     def see(kind: str, values: Mapping[str, Any]) -> None:
         seen[Quantity(training.name, kind)] = {name: np.asarray(value) for name, value in values.items()}
 
+    near_choices: list[int] = []
+    handles = [
+        router.register_forward_hook(_counting(near_choices, problem.config.model.num_experts_per_tok))
+        for router in model.routers()
+    ]
     first = training.batches[0]
-    activations: dict[str, Tensor] = {}
-    with torch.no_grad(), _capturing(model, activations):
-        see("logits", {"logits": _numpy(model.logits(first))})
-    see("activation", {name: _numpy(hidden) for name, hidden in activations.items()})
+    activations, logits = _hidden_states(model, first)
+    see("logits", {"logits": logits})
+    see("activation", activations)
     before, tokens, norms = _evaluate(model, first), [], []
     for step, batch in enumerate(training.batches):
         tokens.append(_backward(model, exact, batch, training, accumulation))
@@ -234,14 +78,29 @@ def solve(
         with torch.no_grad():
             for parameter, copy in pairs:
                 copy.copy_(parameter)
-    see("token loss", {f"step {step}": losses for step, losses in enumerate(tokens, start=1)})
+    see(TOKEN_LOSS, {f"step {step}": losses for step, losses in enumerate(tokens, start=1)})
     see("loss", by_step([float(losses.mean(dtype=np.float64)) for losses in tokens]))
     see("gradient norm", by_step(norms))
     see("evaluation loss", around(before, _evaluate(model, first)))
     see("weight", exact.named(lambda parameter: parameter.detach()))
     for moment in MOMENTS[training.config.optimizer.name]:
         see(moment, exact.named(lambda parameter: optimizer.state[parameter][moment]))  # noqa: B023
+    for handle in handles:
+        handle.remove()
+    if handles:
+        see(NEAR_CHOICES, {"all": np.array([sum(near_choices)])})
     return seen
+
+
+def _counting(near_choices: list[int], top_k: int) -> Callable[[nn.Module, tuple[Tensor, ...], Any], None]:
+    def count(router: nn.Module, inputs: tuple[Tensor, ...], _: Any) -> None:
+        with torch.no_grad():
+            logits = nn.functional.linear(inputs[0].flatten(0, -2), router.get_parameter("weight"))
+            if top_k < logits.shape[1]:
+                best = logits.topk(top_k + 1, dim=1).values
+                near_choices.append(int((best[:, -2] - best[:, -1] < NEAR * logits.std()).sum()))
+
+    return count
 
 
 def _optimizer(training: Training, model: Model) -> torch.optim.Optimizer:
@@ -268,7 +127,7 @@ def _backward(model: Model, exact: Model, batch: Batch, training: Training, accu
         part = batch.rows(slice(index * rows, (index + 1) * rows))
         of_tokens = _loss(model.logits(part), part, reduction="none")
         (of_tokens.sum() / valid * scale).backward()
-        losses.append(_numpy(of_tokens)[part.targets.flatten() != -100])
+        losses.append(as_numpy(of_tokens)[part.targets.flatten() != -100])
         if not sums_in_fp32 and index < accumulation - 1:
             continue  # torch sums in the format of the weights
         for parameter, copy in zip(exact.module.parameters(), model.module.parameters(), strict=True):
@@ -294,25 +153,21 @@ def _loss(logits: Tensor, batch: Batch, reduction: str = "mean") -> Tensor:
     return nn.functional.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction=reduction)
 
 
-@contextlib.contextmanager
-def _capturing(model: Model, outputs: dict[str, Tensor]) -> Iterator[None]:
-    def keep(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            outputs[name] = (output[0] if isinstance(output, tuple) else output).detach()
+def _hidden_states(model: Model, batch: Batch) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """What every layer puts out `[rows, seq, hidden]`, by its name, and the logits."""
+    outputs: dict[str, np.ndarray] = {}
 
-        return hook
+    def keep(name: str, hidden: Tensor) -> None:
+        outputs[name] = as_numpy(hidden)
 
-    hooks = [module.register_forward_hook(keep(name)) for name, module in model.layers().items()]
-    yield
-    for handle in hooks:
+    handles = model.watch(keep)
+    with torch.no_grad():
+        logits = as_numpy(model.logits(batch))
+    for handle in handles:
         handle.remove()
+    return outputs, logits
 
 
 def _norm(tensors: list[Any]) -> float:
     """In float64, so that the reference's norm carries no rounding of its own."""
     return float(torch.stack([tensor.double().square().sum() for tensor in tensors]).sum().sqrt())
-
-
-def _numpy(value: Tensor) -> np.ndarray:
-    value = value.detach().cpu()
-    return (value if value.dtype == torch.float64 else value.float()).numpy().copy()

@@ -50,7 +50,8 @@ def row(verdict: Verdict) -> list[str]:
     if verdict.crash:
         return [*cells, *[""] * len(COLUMNS), verdict.crash, "", "", outcome]
     for kinds in COLUMNS.values():
-        cells.append(f"{np.max([f.error for f in verdict.findings if f.quantity.kind in kinds]):.1e}")  # keeps NaN
+        errors = [finding.error for finding in verdict.findings if finding.quantity.kind in kinds]
+        cells.append(f"{np.max(errors):.1e}" if errors else "")  # keeps NaN; in half precision all may be too noisy
     if verdict.disagreements and all(finding.passed for finding in verdict.findings):
         return [*cells, verdict.disagreements[0], "", "", outcome]
     top = worst(verdict.findings)

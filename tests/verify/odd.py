@@ -100,13 +100,14 @@ def problem(
     model: dict[str, Any] | None = None,
     sequence: int = 33,
     keep_dropout: bool = False,
+    steps: int = 3,
     **sections: dict[str, Any],
 ) -> Problem:
     """What the layouts are asked to compute."""
     config = config_of(sequence, model=model or {}, **sections)
     # sequences are as long as asked, also where a layout among `layouts` could not cut them
     whole = [Layout(dp=layout.dp, accumulation=layout.accumulation) for layout in layouts]
-    return make_problem(config, whole, seed=SEED, steps=3, full=True, keep_dropout=keep_dropout)
+    return make_problem(config, whole, seed=SEED, steps=steps, full=True, keep_dropout=keep_dropout)
 
 
 def references_of(problem: Problem, dtype: Dtype = "fp32", reference: str = "transformers") -> References:

@@ -8,8 +8,8 @@ import pytest
 from launch.verify.judge import ADAMW_WEIGHT, OF_TRANSFORMERS, TOLERANCES, Answer, judge, worst
 from launch.verify.observations import Block, Observations, Quantity, assemble, by_step
 
-GRADIENT, LOSS, NORM, TOKENS, WEIGHT = (
-    Quantity("adamw", kind) for kind in ("gradient", "loss", "gradient norm", "token loss", "weight")
+GRADIENT, LOSS, NORM, TOKENS, WEIGHT, MOMENT = (
+    Quantity("adamw", kind) for kind in ("gradient", "loss", "gradient norm", "token loss", "weight", "exp_avg")
 )
 NAMES = ("model.layers.0.mlp.weight", "model.norm.weight")
 
@@ -130,6 +130,19 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_measured_by_the_others() ->
     assert all(found.passed for found in judge(seen, asked))
     seen[GRADIENT]["k_proj.bias"] = np.full(7, 1e-5)
     assert not worst(judge(seen, asked), "gradient").passed
+
+
+@pytest.mark.parametrize(("moment", "passes"), [(0.0, True), (1e-5, False)])
+def test_a_weight_without_a_gradient_that_adamw_moves_by_rounding_fails_nobody(moment: float, passes: bool) -> None:
+    """Queries and keys of a window of one: AdamW divides rounding by itself. Of a weight that learns it is an error."""
+    truth, seen = observations(), observations()
+    for observed, moved in ((truth, 1e-4), (seen, 3e-3)):
+        observed[WEIGHT]["q_proj.weight"] = np.full(7, moved)
+        observed[MOMENT] = {NAMES[0]: np.full(7, 1.0), "q_proj.weight": np.full(7, moment)}
+    asked = Answer("fp32", truth, truth, answer().start | {"q_proj.weight": np.zeros(7)})
+    assert worst(judge(seen, asked), "weight").passed == passes
+    seen[WEIGHT]["q_proj.weight"] = np.full(7, 0.1)  # a decay that should not be
+    assert not worst(judge(seen, asked), "weight").passed
 
 
 def block(value: float, where: slice) -> Block:
