@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +25,10 @@ from tests.e2e.warm_runs import train
 from tests.models.hub_models import HubModel
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SOURCES = "def f(x): return x\nimport this\n" * 40 + "naïve 漢字 🙂\n" * 5 + "".join(map(chr, range(32, 127)))
 LENGTH = 16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small only wait for a second one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def speaking(folder: Path, model_type: str, **switches: Any) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,17 +31,10 @@ from models.sampling import Sampling
 from tests.models.hub_models import HUB_MODELS, HubModel
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPT, NEW = 11, 14  # tokens: more than any window, and so many that they pass the length of the first training
 FIRST_OF_FAMILY = {model.model_type: model.name for model in reversed(HUB_MODELS)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small only wait for a second one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def prompt_of(model: HubModel) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,16 +21,9 @@ from megalite.parallel.loss import head_logits, head_loss
 from models.families import FAMILIES, HubLayout, family, model_config
 from tests.models.hub_models import HUB_MODELS, LLAMA3, YARN, HubModel, disk_tensors, hub_models, longrope
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WORST_ROUNDING = 5e-5  # of any draw, e.g. where a norm divides by small numbers
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Matrices are tiny: a second thread only spins."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("hub_model", HUB_MODELS, ids=str)

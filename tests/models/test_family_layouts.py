@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import pytest
-import torch
 from hypothesis import Phase, given, note, settings
 from hypothesis import strategies as st
 
@@ -36,16 +35,10 @@ SEQUENCE = 36  # longer than every window and original length, and cut by two ra
 TIMEOUT_S = 800.0  # one launch runs all models; a busy machine takes minutes
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """References have tiny matrices, and a second thread only spins on a core that ranks want."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-pytestmark = pytest.mark.timeout(900)  # the first test of a launch waits for all of it
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.timeout(900),  # the first test of a launch waits for all of it
+]
 
 Task = tuple[Problem, tuple[Training, ...]]
 
