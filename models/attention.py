@@ -6,6 +6,8 @@ masked, and sample numbers `[batch]` where dropout is on. In generation a cache 
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,9 +17,9 @@ from megalite.parallel.collectives import TensorParallel, gather_heads
 from megalite.parallel.dropout import Dropout
 from megalite.parallel.layers import Recompute, recomputed
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear, lacks_fast_gemm
+from megalite.parallel.norm import NORMS, FullWidthRMSNorm
 from models.cache import KeyValueCache
 from models.functional import rotated, rotated_heads
-from models.head_norm import FullWidthRMSNorm, norm_of_each_head
 from models.masks import added_to_scores, causal_mask, document_mask
 from models.rope import Rope, fixed_rotation, rope_of_layer, rotation
 
@@ -159,6 +161,16 @@ class Attention(nn.Module):
         if not self.dropout.is_active:
             return probabilities @ v
         return self.dropout.probabilities(probabilities, samples) @ (v * self.dropout.scale)
+
+
+def norm_of_each_head(model: ModelConfig, tp: TensorParallel) -> nn.Module:
+    """A norm over head_dim, its weight replicated.
+
+    A rank sees its own heads only, as of a cut sequence it sees its own tokens only: the weight's gradient is summed
+    over the ranks alike.
+    """
+    cut = dataclasses.replace(tp, sequence_parallel=True)
+    return NORMS[model.normalization](model.head_dim, model.rms_norm_eps, cut)
 
 
 def _multipliable(x: Tensor) -> Tensor:

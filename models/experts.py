@@ -7,6 +7,7 @@ MixtralSparseMoeBlock and Qwen3MoeSparseMoeBlock. T: tokens of the micro-batch, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ from megalite.parallel.collectives import (
 from megalite.parallel.linear import LocalLinear, linear, sharded_parameter
 from megalite.parallel.shard import Shard, replicated
 from models.feed_forward import gated
+
+Move = Callable[[Tensor], Tensor]
 
 
 class SparseMLP(nn.Module):
@@ -44,10 +47,10 @@ class SparseMLP(nn.Module):
         x = enter_parallel_region(hidden, self.tp)
         probabilities, chosen = self.gate(x)  # [batch, seq, k]
         routes = Routes.of(chosen, len(self.experts))
-        given = _ToExperts.apply(x, routes).split(routes.counts)
+        given = _Moved.apply(x, routes.to_experts, routes.to_tokens).split(routes.counts)
         taken = torch.cat([expert(rows) for expert, rows in zip(self.experts, given, strict=True)])  # [T * k, hidden]
         weighted = (taken * probabilities.flatten()[routes.order].unsqueeze(1)).to(x.dtype)
-        return leave_parallel_region(_ToTokens.apply(weighted, routes), self.tp)
+        return leave_parallel_region(_Moved.apply(weighted, routes.to_tokens, routes.to_experts), self.tp)
 
 
 class Router(nn.Module):
@@ -116,25 +119,17 @@ class Routes:
         return rows[self.inverse].view(*self.shape, -1).sum(dim=2)
 
 
-class _ToExperts(torch.autograd.Function):
-    """Hand-written because torch's own gradient of indexing adds row by row, on a GPU in any order."""
+class _Moved(torch.autograd.Function):
+    """`move(x)`, and its transpose for the gradient.
+
+    Hand-written because torch's own gradient of indexing adds row by row, on a GPU in any order.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, routes: Routes) -> Tensor:
-        ctx.routes = routes
-        return routes.to_experts(tokens)
+    def forward(ctx: Any, x: Tensor, move: Move, transpose: Move) -> Tensor:
+        ctx.transpose = transpose
+        return move(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.routes.to_tokens(grad), None
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, routes: Routes) -> Tensor:
-        ctx.routes = routes
-        return routes.to_tokens(rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.routes.to_experts(grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.transpose(grad), None, None

@@ -1,7 +1,8 @@
 """RMSNorm, Gemma's zero-centred RMSNorm and LayerNorm over hidden states, whole or cut along the sequence.
 
 In and out: `[batch, seq(/tp), hidden]`. The weights are replicated; on a cut sequence each rank sees only its
-positions, so their gradients are summed over the tensor-parallel ranks here, where the cut is known.
+positions, so their gradients are summed over the tensor-parallel ranks here, where the cut is known. Or, of features
+that are cut themselves, this rank's: `[batch, seq, features/tp]`, with its part of the weight.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.parallel.collectives import TensorParallel, replicated_parameter
-from megalite.parallel.linear import replicated_weight
+from megalite.parallel.collectives import TensorParallel, all_reduce, replicated_parameter
+from megalite.parallel.linear import replicated_weight, sharded_parameter
+from megalite.parallel.shard import Shard
 
 
 class RMSNorm(nn.Module):
@@ -27,7 +29,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight = replicated_parameter(self.weight, self.tp)
         if x.device.type == "cpu":  # torch has no fused kernel there: eleven passes over the hidden states, we take six
-            return _RMSNorm.apply(x, weight, self.eps, 0.0)
+            return _RMSNorm.apply(x, weight, self.eps, 0.0, x.shape[-1])
         return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
 
 
@@ -43,33 +45,54 @@ class ZeroCenteredRMSNorm(nn.Module):
         self.weight = replicated_weight(hidden_size, tp, "zeros")
 
     def forward(self, x: Tensor) -> Tensor:
-        return _RMSNorm.apply(x, replicated_parameter(self.weight, self.tp), self.eps, 1.0)
+        return _RMSNorm.apply(x, replicated_parameter(self.weight, self.tp), self.eps, 1.0, x.shape[-1])
+
+
+class FullWidthRMSNorm(nn.Module):
+    """`x / rms(x) * weight` of features that are cut over the ranks, with the root mean square of all of them (OLMo-2
+    norms all query heads together). Ranks exchange one number per token."""
+
+    def __init__(self, features: int, eps: float, tp: TensorParallel) -> None:
+        super().__init__()
+        self.features, self.eps, self.tp = features, eps, tp
+        self.weight = sharded_parameter(Shard((features,), 0, (("", features),), tp.size, tp.rank, "ones"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[batch, seq, features/tp]` -> the same."""
+        return _RMSNorm.apply(x, self.weight, self.eps, 0.0, self.features, self.tp)
+
+
+WHOLE = TensorParallel()
 
 
 class _RMSNorm(torch.autograd.Function):
-    """`x / rms(x) * (center + weight)` in fp32 at least; keeps its input and one number per token."""
+    """`x / rms(x) * (center + weight)` in fp32 at least; keeps its input and one number per token.
+
+    `size` features, which may be cut over the ranks of `cut`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, center: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, center: float, size: int, cut: TensorParallel = WHOLE
+    ) -> Tensor:
         wide = _widened(x)
-        square_sum = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-        inverse_rms = square_sum.div_(x.shape[-1]).add_(eps).rsqrt_()  # [batch, seq(/tp), 1]
+        square_sum = all_reduce(torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_(), cut)
+        inverse_rms = square_sum.div_(size).add_(eps).rsqrt_()  # [batch, seq(/tp), 1]
         ctx.save_for_backward(x, weight, inverse_rms)
-        ctx.center = center
+        ctx.center, ctx.size, ctx.cut = center, size, cut
         return (wide * inverse_rms).mul_(_factor(weight, center)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse_rms = ctx.saved_tensors
-        size = x.shape[-1]
-        wide_x, wide_grad = _widened(x).reshape(-1, size), _widened(grad).reshape(-1, size)
+        wide_x, wide_grad = (_widened(tensor).reshape(-1, x.shape[-1]) for tensor in (x, grad))
         factor, inverse_rms = _factor(weight, ctx.center), inverse_rms.reshape(-1, 1)
         product = wide_grad * wide_x
-        weight_grad = (inverse_rms.t() @ product).view(size)
+        weight_grad = (inverse_rms.t() @ product).view_as(weight)
         # d/dx of x r(x) w, with r = 1 / rms(x):  r (g w - x r^2 <g w, x> / size)
-        along_x = (product @ factor).unsqueeze(1).mul_(inverse_rms.square()).div_(-size)
+        along_x = all_reduce((product @ factor).unsqueeze(1), ctx.cut).mul_(inverse_rms.square()).div_(-ctx.size)
         x_grad = torch.mul(wide_grad, factor, out=product).addcmul_(wide_x, along_x).mul_(inverse_rms)
-        return x_grad.view_as(x).to(x.dtype), weight_grad.to(weight.dtype), None, None
+        return x_grad.view_as(x).to(x.dtype), weight_grad.to(weight.dtype), None, None, None, None
 
 
 def _factor(weight: Tensor, center: float) -> Tensor:

@@ -16,7 +16,6 @@ import megalite.parallel.norm as norm
 import models.attention as attention
 import models.decoder as decoder
 import models.experts as experts
-import models.head_norm as head_norm
 import models.rope as rope
 from megalite.parallel.collectives import TensorParallel
 
@@ -28,13 +27,13 @@ def norm_of_heads_keeps_the_gradient_of_its_own() -> None:
 
 
 def norm_over_all_heads_sees_its_own() -> None:
-    forward = head_norm.FullWidthRMSNorm.forward
+    forward = norm.FullWidthRMSNorm.forward
 
     def local(self: Any, x: Tensor) -> Tensor:
         self.tp, self.features = TensorParallel(), x.shape[-1]
         return forward(self, x)
 
-    head_norm.FullWidthRMSNorm.forward = local  # type: ignore[method-assign]
+    norm.FullWidthRMSNorm.forward = local  # type: ignore[method-assign]
 
 
 def router_keeps_the_gradient_of_its_own_part() -> None:
@@ -131,7 +130,7 @@ def norm_is_not_centered() -> None:
     """Gemma's weights taken for factors, though 1 is to be added."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        return norm._RMSNorm.apply(x, norm.replicated_parameter(self.weight, self.tp), self.eps, 0.0)
+        return norm._RMSNorm.apply(x, norm.replicated_parameter(self.weight, self.tp), self.eps, 0.0, x.shape[-1])
 
     norm.ZeroCenteredRMSNorm.forward = forward  # type: ignore[method-assign]
 
