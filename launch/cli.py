@@ -1,6 +1,6 @@
 """The `megalite` command. Its contract: --help with an example, one sentence on stderr for a mistake, exit codes
-0 (done), 1 (verify found a difference), 2 (the user's mistake), 3 (a guard stopped the run), 4 (asked to end, saved),
-5 (it hung), --json where a program reads the result. No torch here.
+0 (done), 1 (verify found a difference), 2 (the user's mistake), 3 (a guard stopped the run), 75 (asked to end, saved),
+86 (it hung), --json where a program reads the result. No torch here.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def supervise(
 ) -> None:
     """Run COMMAND, and again when it fails; the run resumes from its newest complete checkpoint.
 
-    Not after exit codes 0, 2 (a mistake), 3 (a guard), 4 (asked to end, saved) and 130 (Ctrl-C), nor when the run fails
+    Not after exit codes 0, 2 (a mistake), 3 (a guard), 75 (asked to end, saved) and 130 (Ctrl-C), nor when the run fails
     twice at the same step. SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed on to the ranks, which save and end; Ctrl-C,
     and any of SIGTERM and SIGHUP a second time, ends all at once. Nothing that COMMAND starts outlives it.
 

@@ -47,7 +47,7 @@ class TrainingConfig(Section):
     """Loss on held-out documents while training."""
 
     max_minutes: PositiveFloat | None = None
-    """Wall-clock limit: the run saves and ends with exit code 4 at the first step that ends after it."""
+    """Wall-clock limit: the run saves and ends with exit code 75 at the first step that ends after it."""
 
     self_check_every: NonNegativeInt = 0
     """Steps between checks that all ranks' copies of a weight are equal to the bit; before every save too. 0 = off."""

@@ -1,4 +1,4 @@
-"""A run that is asked to end finishes its step, saves, and ends with exit code 4; starting it again goes on."""
+"""A run that is asked to end finishes its step, saves, and ends with exit code 75; starting it again goes on."""
 
 from __future__ import annotations
 

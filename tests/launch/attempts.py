@@ -4,7 +4,7 @@ run would. `python attempts.py RUN_DIR`, with RUN_DIR/plan.json a list of attemp
 events: what it writes to events.jsonl, in this order, `started` with `resumed`, the step where it begins; without, it
 writes none, as a command that is no run of megalite's; steps: last step it logs; save: step it saves; spoil: nobody can
 read its metrics any more; daemons: it starts so many helpers that leave it and end; code: how it ends; signal: it ends
-itself so; wait: "signal", until it gets one, ending with 4 as a rank that has saved, or "for ever";
+itself so; wait: "signal", until it gets one, ending with 75 as a rank that has saved, or "for ever";
 stubborn: before that it starts a process that outlives
 SIGTERM, and notes it, which starts another in a session of its own.
 """
@@ -50,7 +50,7 @@ def main(run_dir: Path) -> None:
     while "wait" in attempt:
         time.sleep(0.02)
         if GOT and attempt["wait"] == "signal":
-            sys.exit(4)
+            sys.exit(75)
     if "signal" in attempt:
         os.kill(os.getpid(), getattr(signal, attempt["signal"]))
     sys.exit(attempt["code"])

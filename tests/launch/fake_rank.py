@@ -1,6 +1,6 @@
 """A rank for tests of the local launcher, without torch: `python -m tests.launch.fake_rank FOLDER BEHAVIOUR`.
 
-It "trains" until it gets a signal, notes which, and ends with 4, as a rank that has saved. BEHAVIOUR: `save`, or
+It "trains" until it gets a signal, notes which, and ends with 75, as a rank that has saved. BEHAVIOUR: `save`, or
 `crash`: rank 1 kills itself.
 """
 
@@ -29,7 +29,7 @@ def main(folder: Path, behaviour: str) -> None:
         if behaviour == "crash" and rank == "1" and (folder / "pid_0").exists():
             os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.5 + 0.5 * int(rank))  # it finishes its step and saves; the others wait for the slowest
-    sys.exit(4)
+    sys.exit(75)
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def test_a_run_that_fails_is_restarted_until_it_is_done(supervise: Callable[...,
     plan = [
         {"steps": 3, "save": 2, "code": 1},
         {"steps": 5, "save": 4, "signal": "SIGKILL"},
-        {"steps": 5, "save": 5, "code": 5},
+        {"steps": 5, "save": 5, "code": 86},
         {"steps": 9, "code": 0},
     ]
     run = supervise(plan)
@@ -115,7 +115,7 @@ def test_a_run_that_fails_is_restarted_until_it_is_done(supervise: Callable[...,
     expected = [
         "restart 1 of 5 in 0.05 s: exit code 1 after step 3; newest checkpoint: step 2",
         "restart 2 of 5 in 0.05 s: exit code 137 (SIGKILL) after step 5; newest checkpoint: step 4",
-        "restart 3 of 5 in 0.05 s: exit code 5 (the watchdog ended a run that hung) after step 5; "
+        "restart 3 of 5 in 0.05 s: exit code 86 (the watchdog ended a run that hung) after step 5; "
         "newest checkpoint: step 5",
     ]
     assert (code, said) == (0, expected)
@@ -177,7 +177,7 @@ def test_a_folder_that_cannot_be_read_says_nothing(supervise: Callable[..., Supe
     ("events", "command_code", "code"),
     [
         (["started", "ended"], 1, 0),
-        (["started", "preempted"], 1, 4),
+        (["started", "preempted"], 1, 75),
         (["started", "stopped"], 1, 3),
         (["started", "ended", "mirrored"], 0, 0),
     ],
@@ -192,7 +192,7 @@ def test_what_the_run_says_counts_and_not_its_launcher_s_code(
 
 def test_a_run_that_hung_is_restarted_and_its_code_is_told(supervise: Callable[..., Supervised]) -> None:
     code, said = supervise([{"events": ["started", "hung"], "steps": 3, "code": 1}], "--restarts", "0").end()
-    assert (code, said) == (5, [f"gave up: no restart is allowed: {describe(5)}"])
+    assert (code, said) == (86, [f"gave up: no restart is allowed: {describe(86)}"])
 
 
 def test_a_launcher_s_0_is_not_believed_where_the_run_did_not_end(supervise: Callable[..., Supervised]) -> None:
@@ -226,7 +226,7 @@ def test_nothing_left_to_train_is_seen_by_the_checkpoint(tmp_path: Path, total_s
 
 def test_of_a_killed_rank_the_signal_is_told_and_not_that_the_others_waited() -> None:
     hung = RunFolder(sessions=1, verdict="hung")
-    assert [code_of_run(RunFolder(), hung, code, None) for code in (0, 1, 5, 137)] == [5, 5, 5, 137]
+    assert [code_of_run(RunFolder(), hung, code, None) for code in (0, 1, 86, 137)] == [86, 86, 86, 137]
 
 
 def test_it_gives_up_when_the_restarts_are_used(supervise: Callable[..., Supervised]) -> None:
@@ -234,7 +234,7 @@ def test_it_gives_up_when_the_restarts_are_used(supervise: Callable[..., Supervi
     assert (code, said[-1]) == (9, "gave up: all 2 restarts are used: exit code 9")
 
 
-@pytest.mark.parametrize("code", [2, 3, 4, 130])
+@pytest.mark.parametrize("code", [2, 3, 75, 130])
 def test_what_starting_again_does_not_mend_is_not_started_again(
     supervise: Callable[..., Supervised], code: int
 ) -> None:
@@ -252,7 +252,7 @@ def test_a_signal_reaches_the_run_which_saves_and_is_not_restarted(
     pid = run.wait_for_start()
     run.process.send_signal(getattr(signal, name))
     code, said = run.end()
-    assert (code, said) == (4, [f"asked to end by {name}: exit code 4 (asked to end, and saved)"])
+    assert (code, said) == (75, [f"asked to end by {name}: exit code 75 (asked to end, and saved)"])
     assert (tmp_path / "got").read_text() == f"{pid} {name}\n", "once, and the same one"
 
 
@@ -307,7 +307,7 @@ def test_helpers_that_end_do_not_pile_up(supervise: Callable[..., Supervised]) -
     (keeper,) = psutil.Process(run.process.pid).children()
     wait_until(lambda: len(keeper.children()) == 1)
     run.process.terminate()
-    assert run.end()[0] == 4
+    assert run.end()[0] == 75
 
 
 BYSTANDER = """
@@ -333,7 +333,7 @@ def test_an_adopted_process_that_is_not_the_run_s_lives_on(tmp_path: Path) -> No
         left = [one for one in psutil.Process(process.pid).children(recursive=True) if one.pid != bystander.pid]
         assert len(left) == 4, "keeper, command, and two that the command started"
         process.terminate()
-        assert process.wait(timeout=30) == 4
+        assert process.wait(timeout=30) == 75
         assert bystander.is_running() and not psutil.wait_procs(left, timeout=5)[1]
     finally:
         bystander.kill()
@@ -351,7 +351,7 @@ def test_what_a_dead_command_leaves_behind_is_ended_before_the_next_start(
     assert len(others) == 3 and {pid, run.process.pid} < others, "only supervisor, keeper and the new command"
     assert (tmp_path / "stubborn").read_text().split() == ["SIGTERM"] * 2, "they could have ended by themselves"
     run.process.terminate()
-    assert run.end()[0] == 4
+    assert run.end()[0] == 75
 
 
 @pytest.mark.parametrize("victim", ["supervisor", "keeper"])
@@ -399,7 +399,7 @@ def test_signals_are_for_ranks_and_not_for_their_launcher(
     run = supervise([{"wait": "signal"}] * 2, command=command)
     run.wait_for_start(2)
     run.process.send_signal(getattr(signal, name))
-    assert run.end()[0] == 4
+    assert run.end()[0] == 75
     assert sorted((tmp_path / "got").read_text().splitlines()) == sorted(f"{pid} {arrives}" for _, pid in run.starts())
 
 
@@ -414,7 +414,7 @@ def test_nohup_is_respected(supervise: Callable[..., Supervised], tmp_path: Path
     time.sleep(0.3)
     assert run.process.poll() is None and not (tmp_path / "got").exists()
     run.process.terminate()
-    assert run.end()[0] == 4
+    assert run.end()[0] == 75
 
 
 def test_a_log_that_cannot_be_written_is_no_reason_to_stop(
@@ -475,7 +475,7 @@ def test_a_training_run_survives_a_killed_rank_and_ends_saved_when_it_is_asked_t
         resumed = read_events(events)[-1]
         wait_until(lambda: len(read_events(events)) > read_events(events).index(resumed) + 1, timeout_s=150)
         process.terminate()
-        assert process.wait(timeout=150) == 4
+        assert process.wait(timeout=150) == 75
         assert marked(mark) == []
     finally:
         for one in marked(mark):
@@ -484,4 +484,4 @@ def test_a_training_run_survives_a_killed_rank_and_ends_saved_when_it_is_asked_t
     assert read_events(events)[-1]["event"] == "preempted"
     last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])["step"]
     assert (run_dir / "checkpoints" / "latest").read_text() == f"step_{last:08d}"
-    assert "asked to end by SIGTERM: exit code 4 (asked to end, and saved)" in (tmp_path / "said").read_text()
+    assert "asked to end by SIGTERM: exit code 75 (asked to end, and saved)" in (tmp_path / "said").read_text()
