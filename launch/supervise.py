@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,23 +76,35 @@ def supervise_run(command: Sequence[str], policy: Policy, run_dir: Path | None =
     if not command or shutil.which(command[0]) is None:
         raise LaunchError(f"the command {command[0] if command else ''!r} is not there: name a program after --")
     if run_dir is not None:
-        return _Supervisor(command, policy, run_dir, total_steps=None).run()
+        return CommandSupervisor(command, policy, run_dir, total_steps=None).run()
     config = config_of(command)
+    check_resumes(config)
+    return CommandSupervisor(command, policy, config.run_dir, config.total_steps).run()
+
+
+def check_resumes(config: Config) -> None:
+    """Raises LaunchError where a run that is started again would begin anew."""
     if not config.checkpoint.resume:
         raise LaunchError("checkpoint.resume is false, so a run that is started again could not go on: set it true")
-    return _Supervisor(command, policy, config.run_dir, config.total_steps).run()
 
 
-class _Supervisor:
-    def __init__(self, command: Sequence[str], policy: Policy, run_dir: Path, total_steps: int | None) -> None:
-        self._command, self._policy, self._run_dir, self._total_steps = command, policy, run_dir, total_steps
+class Supervisor(ABC):
+    """Makes attempts until one ends well, or another is of no use."""
+
+    def __init__(self, policy: Policy, run_dir: Path, total_steps: int | None) -> None:
+        self._policy, self._run_dir, self._total_steps = policy, run_dir, total_steps
         self._nonfatal = Nonfatal(lambda sentence: print(f"megalite: {sentence}", file=sys.stderr, flush=True))
         self._folder = RunFolder.read(run_dir) or RunFolder()  # as it was when it could last be read
         self._trained: RunFolder | None = None  # after the last attempt that trained and failed
         self._restarts = self._startup_failures = 0
         self._wait_s = policy.first_wait_s
 
+    @abstractmethod
+    def _attempt(self, signals: StopSignals) -> int:
+        """Runs it once; the exit code of what was started. Nothing of it is left then."""
+
     def run(self) -> int:
+        """The run's last exit code."""
         with StopSignals() as signals:
             while True:
                 code = self._attempt(signals)
@@ -122,18 +135,6 @@ class _Supervisor:
                     return 128 + (signals.last or signal.SIGTERM)
                 self._wait_s = min(2 * self._wait_s, self._policy.longest_wait_s)
 
-    def _attempt(self, signals: StopSignals) -> int:
-        grace_s = self._policy.grace_s
-        keeper = [sys.executable, "-m", "launch.keep", str(grace_s), *self._command]
-        with ProcessTree(keeper, os.environ) as tree:
-            code = wait_for(
-                tree, signals, ranks=lambda: (), otherwise=tree.signal_group, grace_s=2 * grace_s + KEEPER_S
-            )
-            left = tree.end(grace_s)
-        if left:
-            self._say(f"ended {left} process{'es' * (left > 1)} that the run had left behind")
-        return code
-
     def _reason_to_give_up(self, before: RunFolder, after: RunFolder | None) -> str | None:
         """A step that fails again is no bad luck; a start that fails may be, for a while."""
         if after is not None and after.has_trained(before):
@@ -156,6 +157,26 @@ class _Supervisor:
         if self._run_dir.is_dir():
             with self._nonfatal(str(self._run_dir / LOG)), (self._run_dir / LOG).open("a") as log:
                 log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {sentence}\n")
+
+
+class CommandSupervisor(Supervisor):
+    """Of any command on this host."""
+
+    def __init__(self, command: Sequence[str], policy: Policy, run_dir: Path, total_steps: int | None) -> None:
+        super().__init__(policy, run_dir, total_steps)
+        self._command = command
+
+    def _attempt(self, signals: StopSignals) -> int:
+        grace_s = self._policy.grace_s
+        keeper = [sys.executable, "-m", "launch.keep", str(grace_s), *self._command]
+        with ProcessTree(keeper, os.environ) as tree:
+            code = wait_for(
+                tree, signals, ranks=lambda: (), otherwise=tree.signal_group, grace_s=2 * grace_s + KEEPER_S
+            )
+            left = tree.end(grace_s)
+        if left:
+            self._say(f"ended {left} process{'es' * (left > 1)} that the run had left behind")
+        return code
 
 
 def describe(code: int) -> str:

@@ -1,0 +1,183 @@
+"""Connections to hosts: one ssh process each, which stays open, with the agent (launch/hosts/agent.py) at its end.
+
+The agent and the doctor's questions are sent as text through ssh, so nothing has to be installed for them but Python
+at the path where it is here. What hosts print at login is passed over. When this process dies, stdin of each ssh is
+closed, and with it that of its agent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import queue
+import shlex
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from launch.errors import LaunchError
+
+FOLDER = Path(__file__).resolve().parent
+PROGRAM = (FOLDER.parent / "doctor" / "facts.py", FOLDER / "agent.py")
+LOADER = "import json, sys; own = dict(__name__='agent'); [exec(text, own) for text in json.loads(sys.stdin.buffer.read({}))]"
+CONNECT_S = 5  # for the network; ssh's own exchange of keys comes on top
+AT_ONCE = 64  # connections being made at the same time
+PREFIX = "megalite "
+Result = TypeVar("Result")
+REMEDIES = {  # what ssh says, and what helps
+    "permission denied": "set up a key that works without a password (ssh-copy-id {name})",
+    "host key verification failed": "connect once by hand (ssh {name}), so that its key becomes known",
+    "could not resolve": "correct its name in the hostfile, or add it to DNS, /etc/hosts or ~/.ssh/config",
+    "connection refused": "start sshd there, or name its port with --ssh-port",
+    "timed out": "look whether it is up and the network reaches it",
+    "no route to host": "look whether it is up and the network reaches it",
+    "no such file": "install megalite there at the same path as here, or put both on shared storage",
+}
+
+
+class HostError(LaunchError):
+    """One sentence about one host that cannot be reached, or does not do as asked."""
+
+
+class HostConnection:
+    """An agent on a host. Threads may share it."""
+
+    def __init__(self, name: str, *, ssh_port: int | None = None, timeout_s: float = 10.0) -> None:
+        """Raises HostError where the host, or Python on it, cannot be reached."""
+        self.name = name
+        self.heard = time.monotonic()  # when it last answered
+        program = json.dumps([*(path.read_text() for path in PROGRAM), "main(ACTIONS)"]).encode()
+        loader = LOADER.format(len(program))
+        remote = f"exec {shlex.quote(sys.executable)} -I -u -c {shlex.quote(loader)}"
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - by ssh, and by Python there
+        self._process = subprocess.Popen(
+            ["ssh", *ssh_options(ssh_port), name, remote],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            start_new_session=True,  # Ctrl-C is for the run to answer
+        )
+        self._numbers = itertools.count()
+        self._waiting: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}
+        self._lock = threading.Lock()
+        self._is_open = True
+        threading.Thread(target=self._read, name=f"answers of {name}", daemon=True).start()
+        try:
+            self._send(program)
+            self.ask("ping", timeout_s=timeout_s)
+        except HostError:
+            self.close()
+            raise
+
+    def ask(self, action: str, *, timeout_s: float = 10.0, **arguments: object) -> dict[str, Any]:
+        """What the host answers. Raises HostError where it does not within `timeout_s`, or cannot."""
+        number, answers = next(self._numbers), queue.SimpleQueue[dict[str, Any] | None]()
+        with self._lock:
+            if not self._is_open:
+                raise self._lost()
+            self._waiting[number] = answers
+        try:
+            self._send(json.dumps({"id": number, "action": action, "arguments": arguments}).encode() + b"\n")
+            answer = answers.get(timeout=timeout_s)
+        except queue.Empty:
+            raise HostError(
+                f"host {self.name} has not answered for {timeout_s:g} s: look whether the network still reaches it"
+            ) from None
+        finally:
+            with self._lock:
+                self._waiting.pop(number, None)
+        if answer is None:
+            raise self._lost()
+        if "error" in answer:
+            raise HostError(f"host {self.name} cannot do what it was asked ({action}): {answer['error']}")
+        reply: dict[str, Any] = answer["reply"]
+        return reply
+
+    @property
+    def is_open(self) -> bool:
+        """False once ssh, or the agent, has ended."""
+        return self._is_open
+
+    def close(self) -> None:
+        """Ends the connection; the agent ends the ranks that it still guards, and itself."""
+        with contextlib.suppress(OSError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+        try:
+            self._process.wait(0.5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _send(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            with self._lock:
+                self._process.stdin.write(data)
+                self._process.stdin.flush()
+        except (OSError, ValueError):  # ValueError: it is closed
+            raise self._lost() from None
+
+    def _read(self) -> None:
+        """The thread that hands answers to whom asked."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            text = line.decode(errors="replace")
+            if text.startswith(PREFIX):
+                answer = json.loads(text.removeprefix(PREFIX))
+                self.heard = time.monotonic()
+                with self._lock:
+                    waiting = self._waiting.get(answer["id"])
+                if waiting is not None:
+                    waiting.put(answer)
+        with self._lock:
+            self._is_open = False
+            for waiting in self._waiting.values():
+                waiting.put(None)
+
+    def _lost(self) -> HostError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.5)
+        self._said.seek(0)
+        lines = [line.strip() for line in self._said.read().splitlines() if line.strip()]
+        said = lines[-1] if lines else "the connection was closed"
+        found = (remedy for words, remedy in REMEDIES.items() if words in said.lower())
+        remedy = next(found, "try `ssh {name}` by hand").format(name=self.name)
+        return HostError(f"host {self.name} cannot be reached ({said}): {remedy}")
+
+
+def ssh_options(port: int | None) -> list[str]:
+    """Never asks for anything, and notices a host that is gone."""
+    options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_S}", "ServerAliveInterval=5", "ServerAliveCountMax=6"]
+    words = [word for option in options for word in ("-o", option)]
+    return [*words, "-T", *(["-p", str(port)] if port is not None else [])]
+
+
+def connect_all(
+    names: Sequence[str], *, ssh_port: int | None = None, timeout_s: float = 10.0
+) -> tuple[dict[str, HostConnection], dict[str, HostError]]:
+    """Connections to those that can be reached, and why the others cannot; all at once."""
+    return in_parallel(names, lambda name: HostConnection(name, ssh_port=ssh_port, timeout_s=timeout_s))
+
+
+def in_parallel(names: Iterable[str], work: Callable[[str], Result]) -> tuple[dict[str, Result], dict[str, HostError]]:
+    """`work(name)` for all names at once: its results, and the HostErrors where there are none."""
+    done: dict[str, Result] = {}
+    failed: dict[str, HostError] = {}
+
+    def one(name: str) -> None:
+        try:
+            done[name] = work(name)
+        except HostError as error:
+            failed[name] = error
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(one, names))
+    return done, failed
