@@ -1,11 +1,13 @@
 """What runs on each host of a run, sent there through ssh: answers questions, watches over the ranks, ends them.
 
 Standard library only, and nothing of ours is imported: the host may have another version of megalite, or none.
-In: one JSON object a line on stdin, `{"id", "action", "arguments"}`. Out: `megalite {"id", "reply"}`, or `"error"`.
+In: one JSON object a line on stdin, `{"id", "confirmed", "action", "arguments"}`, where `confirmed` is the newest
+answer that has arrived there. Out: `megalite {"id", "reply"}`, or `"error"`.
 
 Ranks are known by a variable of their environment that no other run has. While it guards them, silence is an order: if
-stdin is closed, whoever started them is dead, and they are asked to save and end; if nothing comes for longer than a
-lease, this host is cut off, others may take its place, and they are killed before that.
+stdin is closed, whoever started them is dead, and they are asked to save and end. If no answer is confirmed for longer
+than a lease, this host is cut off, and they are killed: the lease counts from when that answer was sent, so it is over
+here before whoever got it may take this host for dead and start others in its place.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ MARK = "MEGALITE_ATTEMPT"
 LOOK_S = 0.05  # between looks whether killed processes are gone
 TICK_S = 0.2  # between looks whether the lease is over
 KILL_S = 20.0  # then a killed process is one that the kernel cannot end
+RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")  # of torchrun and deepspeed, and of MPI and srun
 DEAD = "ZX"  # states of a process: not yet collected, and none
 
 
@@ -60,8 +63,12 @@ def processes_of(attempt: str) -> dict[int, dict[str, str]]:
 
 def ranks_of(processes: dict[int, dict[str, str]]) -> dict[int, int]:
     """Process -> rank of those that a launcher made ranks; not what ranks start themselves."""
-    inside = {process for process, variables in processes.items() if {"RANK", "LOCAL_RANK"} <= variables.keys()}
-    return {process: int(processes[process]["RANK"]) for process in inside if status_of(process)[1] not in inside}
+    found: dict[int, int] = {}
+    for process, variables in processes.items():
+        numbers = [variables[name] for name in RANKS if variables.get(name, "").isdecimal()]
+        if numbers:
+            found[process] = int(numbers[0])
+    return {process: rank for process, rank in found.items() if status_of(process)[1] not in found}
 
 
 def send(processes: Iterable[int], number: int) -> None:
@@ -77,7 +84,8 @@ class Agent:
     def __init__(self, actions: dict[str, Action]) -> None:
         self._writing = threading.Lock()
         self._attempt, self._lease_s, self._grace_s = "", float("inf"), 0.0
-        self._heard, self._private = time.monotonic(), Path()
+        self._renewed, self._private = time.monotonic(), Path()
+        self._sent: dict[int, float] = {}  # answer -> when
         own: dict[str, Action] = {
             "ping": dict,
             "guard": self.guard,
@@ -91,9 +99,9 @@ class Agent:
     def guard(self, attempt: str, lease_s: float, grace_s: float, private: dict[str, str]) -> dict[str, Any]:
         """From now on watches over an attempt's processes. `private`: variables that its ranks read from a file which
         only this user can read, so that they are on no command line; the reply names it."""
+        self._renewed = time.monotonic()
         self._attempt, self._lease_s, self._grace_s = attempt, lease_s, grace_s
-        memory = Path("/dev/shm")
-        self._private = (memory if memory.is_dir() else Path("/tmp")) / f"megalite_{attempt}.json"
+        self._private = Path(f"/dev/shm/megalite_{attempt}.json")
         with os.fdopen(os.open(self._private, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(private, file)
         return {"private_environment": str(self._private)}
@@ -131,8 +139,8 @@ class Agent:
         return {}
 
     def watch(self) -> None:
-        """The thread that notices that nothing comes any more."""
-        while time.monotonic() - self._heard < self._lease_s:
+        """The thread that notices that nobody gets the answers any more."""
+        while time.monotonic() - self._renewed < self._lease_s:
             time.sleep(TICK_S)
         self.kill()
         self._leave()
@@ -140,8 +148,11 @@ class Agent:
     def hear(self) -> None:
         """Until stdin is closed, and then until no rank is left."""
         for line in sys.stdin:
-            self._heard = time.monotonic()
-            threading.Thread(target=self._answer, args=(json.loads(line),), daemon=True).start()
+            order = json.loads(line)
+            with self._writing:
+                self._renewed = max(self._renewed, self._sent.get(order["confirmed"], 0.0))
+                self._sent = {number: sent for number, sent in self._sent.items() if sent > self._renewed}
+            threading.Thread(target=self._answer, args=(order,), daemon=True).start()
         if self._attempt:
             self._lease_s, deadline = float("inf"), time.monotonic() + self._grace_s
             send(ranks_of(processes_of(self._attempt)), signal.SIGTERM)
@@ -157,6 +168,7 @@ class Agent:
             answer = {"id": order["id"], "error": f"{type(error).__name__}: {error}"}
         # who asked may be gone, and stdin is closed then as well
         with self._writing, contextlib.suppress(OSError):
+            self._sent[order["id"]] = time.monotonic()
             print(f"megalite {json.dumps(answer)}", flush=True)
 
     def _leave(self) -> None:

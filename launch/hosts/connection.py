@@ -26,7 +26,10 @@ from launch.errors import LaunchError
 
 FOLDER = Path(__file__).resolve().parent
 PROGRAM = (FOLDER.parent / "doctor" / "facts.py", FOLDER / "agent.py")
-LOADER = "import json, sys; own = dict(__name__='agent'); [exec(text, own) for text in json.loads(sys.stdin.buffer.read({}))]"
+LOADER = (  # all texts in one namespace
+    "import json, sys; own = dict(__name__='agent'); "
+    "[exec(text, own) for text in json.loads(sys.stdin.buffer.read({}))]"
+)
 CONNECT_S = 5  # for the network; ssh's own exchange of keys comes on top
 AT_ONCE = 64  # connections being made at the same time
 PREFIX = "megalite "
@@ -64,7 +67,7 @@ class HostConnection:
             stderr=self._said,
             start_new_session=True,  # Ctrl-C is for the run to answer
         )
-        self._numbers = itertools.count()
+        self._numbers, self._confirmed = itertools.count(), -1
         self._waiting: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}
         self._lock = threading.Lock()
         self._is_open = True
@@ -84,7 +87,8 @@ class HostConnection:
                 raise self._lost()
             self._waiting[number] = answers
         try:
-            self._send(json.dumps({"id": number, "action": action, "arguments": arguments}).encode() + b"\n")
+            order = {"id": number, "confirmed": self._confirmed, "action": action, "arguments": arguments}
+            self._send(json.dumps(order).encode() + b"\n")
             answer = answers.get(timeout=timeout_s)
         except queue.Empty:
             raise HostError(
@@ -132,7 +136,7 @@ class HostConnection:
             text = line.decode(errors="replace")
             if text.startswith(PREFIX):
                 answer = json.loads(text.removeprefix(PREFIX))
-                self.heard = time.monotonic()
+                self.heard, self._confirmed = time.monotonic(), answer["id"]
                 with self._lock:
                     waiting = self._waiting.get(answer["id"])
                 if waiting is not None:

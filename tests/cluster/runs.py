@@ -1,0 +1,128 @@
+"""Runs on hosts for tests: started by `megalite launch` on the head, hurt, and looked at from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megalite.monitor.events import EVENTS, read_events
+from tests.cluster.hosts import Cluster, HostedProcess
+from tests.conftest import write_config
+from tests.e2e.audit import steps_done
+from tests.e2e.commands import ROOT
+
+PATIENCE_S = 150.0
+MARK = "MEGALITE_ATTEMPT"
+
+
+class Launched:
+    """`megalite launch` on the head of a cluster."""
+
+    def __init__(self, cluster: Cluster, folder: Path, config: dict[str, Any], hosts: str, *options: str) -> None:
+        self.cluster, self.folder, self.run_dir = cluster, folder, Path(config["run_dir"])
+        folder.mkdir(exist_ok=True)
+        (folder / "hosts").write_text(hosts)
+        path = write_config(folder / "config.yaml", config)
+        command = [sys.executable, "-m", "launch", "launch", "--hostfile", str(folder / "hosts"), *options, str(path)]
+        self._said = folder / "said"
+        with self._said.open("w") as said:
+            self.process = cluster.hosts["head"].popen(
+                command,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+            )
+
+    def said(self) -> str:
+        return self._said.read_text()
+
+    def step(self) -> int:
+        """The last one on record."""
+        with contextlib.suppress(OSError, ValueError):
+            return steps_done(self.run_dir)
+        return 0
+
+    def sessions(self) -> int:
+        """How often its ranks have started."""
+        if not (self.run_dir / EVENTS).exists():
+            return 0
+        return sum(event["event"] == "started" for event in read_events(self.run_dir / EVENTS))
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, f"ended with {self.process.returncode}\n{self.said()}"
+            assert time.monotonic() < deadline, f"takes too long\n{self.said()}"
+            time.sleep(0.05)
+
+    def wait_for_steps(self, more: int = 5) -> None:
+        """Until it trains, and has done so many more."""
+        before = self.step()
+        self.wait_until(lambda: self.step() >= before + more)
+
+    def recovered(self, since: float, sessions: int) -> float:
+        """Seconds from a fault until its ranks, started again, have ended a step."""
+        self.wait_until(lambda: self.sessions() > sessions)
+        newest = self.newest_record()
+        self.wait_until(lambda: self.newest_record() not in (newest, ""))
+        return time.monotonic() - since
+
+    def newest_record(self) -> str:
+        lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()
+        return lines[-1] if lines else ""
+
+    def rank_processes(self) -> dict[int, HostedProcess]:
+        """Rank -> its process."""
+        found = {}
+        for process in self.cluster.processes_with(MARK):
+            with contextlib.suppress(OSError):
+                variables = dict(
+                    entry.partition("=")[::2]
+                    for entry in Path(f"/proc/{process.pid}/environ").read_text().split("\0")
+                )
+                if variables.get("RANK", "").isdecimal() and "launch/train.py" in process.command:
+                    found[int(variables["RANK"])] = process
+        return found
+
+    def send(self, number: int, rank: int) -> float:
+        """A signal to a rank; when, by `time.monotonic`."""
+        now = time.monotonic()
+        os.kill(self.rank_processes()[rank].pid, number)
+        return now
+
+    def end(self, timeout_s: float = PATIENCE_S) -> int:
+        """Its exit code; nothing of it may be left anywhere."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"has not ended\n{self.said()}") from None
+        self.cluster.assert_no_orphans(MARK, within_s=2)
+        return code
+
+    def attempts(self) -> list[dict[str, Any]]:
+        """The log of them."""
+        return [json.loads(line) for line in (self.run_dir / "attempts.jsonl").read_text().splitlines()]
+
+
+def is_running(cluster: Cluster, host: str, name: str) -> list[int]:
+    """Processes of that name on a host."""
+    return [pid for pid in cluster.hosts[host].pids() if _name(pid) == name]
+
+
+def _name(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
+STOP, KILL = signal.SIGSTOP, signal.SIGKILL
