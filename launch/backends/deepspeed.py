@@ -141,7 +141,13 @@ def command_of(
         "--launcher",
         launcher.value,
     ]
-    words += ["--force_multi", "--no_ssh_check", "--no_local_rank"]  # one host that is left is not this machine
+    words += [
+        "--force_multi",
+        "--no_ssh_check",
+        "--no_local_rank",
+        "--log_level",
+        "warning",
+    ]  # one host that is left is not this machine
     words += ["--master_addr", meeting.address, "--master_port", str(meeting.port)]
     if ssh_port is not None:
         words += ["--ssh_port", str(ssh_port)]

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from launch.hosts.watch import Watch
 from launch.processes import INTERRUPT_S, REPEAT_S, TICK_S, ProcessTree, StopSignals
@@ -18,6 +19,7 @@ from launch.supervise import Ended
 
 KILLED_CODE = 128 + signal.SIGKILL
 PASSED_ON = {signal.SIGHUP: signal.SIGTERM}  # of a terminal that is closed, ranks know nothing
+LEAVE_S = 5.0  # what ranks have to leave by themselves after their launcher has
 TELL_S = 2.0  # between two times that ranks are told, for those which have just been started
 
 
@@ -45,8 +47,8 @@ class HostsAttempt:
             ended = self._wait(tree, signals)
             if ended.reason is None and ended.code not in (128 + signal.SIGINT, KILLED_CODE):
                 ended = self._see_off(ended)
-            self._watch.kill()
-        return ended
+            stuck = self._watch.kill()
+        return replace(ended, facts={**ended.facts, "stuck": stuck}) if stuck else ended
 
     def _wait(self, tree: ProcessTree, signals: StopSignals) -> Ended:
         """Until the command ends by itself, or there is a reason to end it."""
@@ -100,6 +102,3 @@ class HostsAttempt:
             time.sleep(TICK_S)
         reason = f"{left} rank{'s' * (left > 1)} were left behind by their launcher, which ended with {ended.code}"
         return Ended(KILLED_CODE, reason)
-
-
-LEAVE_S = 5.0  # what ranks have to leave by themselves after their launcher has

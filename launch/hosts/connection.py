@@ -176,12 +176,10 @@ def in_parallel(names: Iterable[str], work: Callable[[str], Result]) -> tuple[di
     done: dict[str, Result] = {}
     failed: dict[str, HostError] = {}
 
-    def one(name: str) -> None:
-        try:
-            done[name] = work(name)
-        except HostError as error:
-            failed[name] = error
-
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(one, names))
+        for name, future in [(name, pool.submit(work, name)) for name in names]:
+            try:
+                done[name] = future.result()
+            except HostError as error:
+                failed[name] = error
     return done, failed

@@ -31,7 +31,7 @@ def describe(config: Config, hosts: Sequence[Host], options: Options, *, as_json
     device: Device = "cpu" if os.environ.get("DS_ACCELERATOR") == "cpu" else "cuda"
     main = hosts[: len(hosts) - options.spares]
     layout = config.check_world(wanted_ranks(config, hosts, options.spares), device)
-    placed = place_hosts(config, layout, main, options.topology)
+    placed, notices = place_hosts(config, layout, main, options.topology)
     used = {host.name for host in placed}
     spares = [host.name for host in hosts if host.name not in used]
     folder = (config.run_dir / FOLDER).absolute()
@@ -48,6 +48,7 @@ def describe(config: Config, hosts: Sequence[Host], options: Options, *, as_json
         facts = {
             "hosts": {host.name: list(host.devices) for host in placed},
             "spares": spares,
+            "notices": notices,
             "ranks": layout.world_size,
             "command": command,
         }
@@ -57,6 +58,8 @@ def describe(config: Config, hosts: Sequence[Host], options: Options, *, as_json
     for host in placed:
         print(f"{host.name}: ranks {first} to {first + host.slots - 1} on devices {', '.join(map(str, host.devices))}")
         first += host.slots
+    for notice in notices:
+        print(f"megalite: {notice}")
     print(f"spare: {', '.join(spares) or 'none'}")
     print(" ".join(command))
     print("dry run: nothing was started")

@@ -7,10 +7,12 @@ The first attempt must have what was asked for. A later one takes spare hosts fo
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from launch.backends.deepspeed import (
     PLAIN,
@@ -34,7 +36,7 @@ from launch.hosts.watch import Watch
 from launch.local import rank_environment
 from launch.placement import place_hosts
 from launch.processes import StopSignals
-from launch.silence import Silence
+from launch.silence import Watcher
 from launch.supervise import Ended, Policy, Supervisor
 from launch.topology import Topology
 from megalite.config import Config, ConfigError
@@ -52,7 +54,6 @@ class Options:
     spares: int = 0  # of the hosts, the last so many are not used unless others are lost
     ssh_port: int | None = None
     host_timeout_s: float = 20.0  # without a sign of a host until it counts as lost
-    silence_s: float = 60.0
     topology: Topology | None = None
 
 
@@ -86,7 +87,9 @@ class HostsSupervisor(Supervisor):
         self._world_size = wanted_ranks(config, hosts, options.spares)
         self._connections: dict[str, HostConnection] = {}
         self._attempts = 0
+        self._began = time.monotonic()  # the last attempt
         self._last_team: tuple[str, ...] = ()
+        self._stuck: set[str] = set()  # hosts with a process that cannot be ended, which may hold their GPUs
         check_launcher(options.launcher, hosts)
         if not PLAIN.fullmatch(str(config.run_dir.absolute())):
             raise LaunchError(
@@ -115,13 +118,17 @@ class HostsSupervisor(Supervisor):
     def _gather(self) -> Team:
         """The hosts of the next attempt. Raises LaunchError where there are not enough that are fit."""
         settings = Settings.of(self._config)
-        report = preflight(self._connections, self._connect(), self._hosts, settings)
+        errors = self._connect()
+        report = preflight(self._connections, errors, self._hosts, settings)
+        if self._remove_own_locks(report):
+            report = preflight(self._connections, errors, self._hosts, settings)
         if self._attempts == 1 or report.failures:
             self._show(report)
         for finding in report.failures:
             if not finding.hosts:
                 raise LaunchError(f"the hosts cannot train together: {finding}")
-        fit = [host for host in self._hosts if host.name not in report.failed_hosts]
+        unfit = report.failed_hosts.keys() | self._stuck
+        fit = [host for host in self._hosts if host.name not in unfit]
         has_gpus = not settings.on_cpu and any(report.facts[host.name]["gpus"] for host in fit)
         device: Device = "cuda" if has_gpus else "cpu"
         hosts = self._choose(fit, report.failures, device)
@@ -133,6 +140,22 @@ class HostsSupervisor(Supervisor):
             self._say(f"hosts of this attempt, in rank order: {', '.join(names)}")
         self._last_team = names
         return team
+
+    def _remove_own_locks(self, report: Report) -> bool:
+        """Of torch's extension builder, that ranks of the attempt before left behind when they were killed."""
+        if self._attempts == 1:
+            return False
+        seconds = time.monotonic() - self._began
+        locks = [
+            (name, Path(lock["path"]))
+            for name, facts in report.facts.items()
+            for lock in facts["locks"]
+            if lock["holder"] is None and lock["age_s"] < seconds
+        ]
+        for name, path in locks:
+            self._connections[name].ask("remove_token", folder=str(path.parent), name=path.name, made=[])
+            self._say(f"removed {path} on {name}, which a killed compiler had left")
+        return bool(locks)
 
     def _connect(self) -> dict[str, HostError]:
         """Tries all hosts that are not connected: one that was lost may be back."""
@@ -160,18 +183,19 @@ class HostsSupervisor(Supervisor):
                 continue
             if world_size < self._world_size:
                 self._say(f"going on with {world_size} ranks instead of {self._world_size}: data parallelism is auto")
-            return place_hosts(
-                self._config, layout, _without_spares(fit, world_size, self._options.spares), self._options.topology
-            )
-        more = f", and {len(failures) - 1} more" if len(failures) > 1 else ""
+            candidates = _without_spares(fit, world_size, self._options.spares)
+            hosts, notices = place_hosts(self._config, layout, candidates, self._options.topology)
+            for notice in notices if self._attempts == 1 else ():
+                self._say(notice)
+            return hosts
+        told = f" ({_first_of(failures)})" if failures else ""
         raise LaunchError(
-            f"{self._world_size} ranks are needed, and hosts that are fit have {there} slots ({failures[0]}{more})"
-            if failures
-            else f"{self._world_size} ranks are needed, and the hosts have {there} slots: name more of them"
+            f"{self._world_size} ranks are needed, and hosts that are fit have {there} slots{told}: mend them, or name "
+            "others in the hostfile"
         )
 
     def _run(self, team: Team, signals: StopSignals) -> Ended:
-        attempt = uuid.uuid4().hex
+        attempt, self._began = uuid.uuid4().hex, time.monotonic()
         connections = {host.name: self._connections[host.name] for host in team.hosts}
         environment, private = self._environment(team, attempt)
         guard = {
@@ -187,17 +211,18 @@ class HostsSupervisor(Supervisor):
             raise error
         environment["MEGALITE_PRIVATE_ENVIRONMENT"] = next(iter(answers.values()))["private_environment"]
         command, own = self._command(team, environment)
-        silence = Silence(self._run_dir, attempt, self._options.silence_s)
-        watch = Watch(
-            connections, guard, partial(HostConnection, ssh_port=self._options.ssh_port), self._options.host_timeout_s
-        )
-        with watch:
-            ended = HostsAttempt(command, own, watch, self._policy.grace_s, silence.reason).run(signals)
+        reconnect = partial(HostConnection, ssh_port=self._options.ssh_port)
+        with (
+            Watch(connections, guard, reconnect, self._options.host_timeout_s) as watch,
+            Watcher(self._run_dir, attempt, self._policy.silence_s) as watcher,
+        ):
+            ended = HostsAttempt(command, own, watch, self._policy.grace_s, watcher.reason).run(signals)
             lost = watch.lost()
         self._connections |= connections  # some may be new
         in_parallel([name for name in connections if name not in lost], lambda name: connections[name].ask("release"))
         for name in lost:
             self._connections.pop(name).close()
+        self._stuck |= set(ended.facts.get("stuck", []))
         facts = {"id": attempt, "hosts": {host.name: host.slots for host in team.hosts}, "lost": lost}
         return replace(ended, facts=facts | ended.facts)
 
@@ -249,6 +274,14 @@ def wanted_ranks(config: Config, hosts: Sequence[Host], spares: int) -> int:
             "smaller parallel layout"
         )
     return wanted
+
+
+def _first_of(failures: Sequence[Finding]) -> str:
+    """One of them in words, and how many there are besides."""
+    first = failures[0]
+    named = any(f"host {name} " in first.sentence for name in first.hosts)
+    text = f"{first.sentence}: {first.remedy}".rstrip(": ") if named else str(first)
+    return f"{text}; and {len(failures) - 1} more" if len(failures) > 1 else text
 
 
 def _without_spares(fit: Sequence[Host], world_size: int, spares: int) -> Sequence[Host]:

@@ -86,9 +86,14 @@ class Watch:
         """How many ranks there are at this moment on the hosts that answer."""
         return sum(len(answer["ranks"]) for answer in self.ask_all("ranks", self._lease_s).values())
 
-    def kill(self) -> dict[str, dict[str, Any]]:
-        """Ends every process of the attempt on the hosts that answer; what each says about it."""
-        return self.ask_all("kill", KILL_S)
+    def kill(self) -> list[str]:
+        """Ends every process of the attempt: here, or, on hosts that do not answer, by waiting until their agents must
+        have done it. The hosts where the kernel could not end one."""
+        answers = self.ask_all("kill", KILL_S)
+        for name in self._connections.keys() - answers.keys():
+            while name not in self.lost():
+                time.sleep(0.1)
+        return [name for name, answer in answers.items() if answer["left"]]
 
     def _look(self, name: str) -> None:
         while not self._is_over.wait(LOOK_S):

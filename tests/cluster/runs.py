@@ -31,7 +31,15 @@ class Launched:
         folder.mkdir(exist_ok=True)
         (folder / "hosts").write_text(hosts)
         path = write_config(folder / "config.yaml", config)
-        command = [sys.executable, "-m", "launch", "launch", "--hostfile", str(folder / "hosts"), *options, str(path)]
+        command = [
+            sys.executable,
+            "/tmp/dev_launch.py",
+            "launch",
+            "--hostfile",
+            str(folder / "hosts"),
+            *options,
+            str(path),
+        ]
         self._said = folder / "said"
         with self._said.open("w") as said:
             self.process = cluster.hosts["head"].popen(
@@ -65,21 +73,24 @@ class Launched:
             assert time.monotonic() < deadline, f"takes too long\n{self.said()}"
             time.sleep(0.05)
 
-    def wait_for_steps(self, more: int = 5) -> None:
+    def wait_for_steps(self, more: int) -> None:
         """Until it trains, and has done so many more."""
         before = self.step()
         self.wait_until(lambda: self.step() >= before + more)
 
-    def recovered(self, since: float, sessions: int) -> float:
-        """Seconds from a fault until its ranks, started again, have ended a step."""
+    def recovered(self, since: float) -> float:
+        """Seconds from a fault (`time.time`) until its ranks, started again, have ended a step."""
+        sessions = self.sessions()
         self.wait_until(lambda: self.sessions() > sessions)
-        newest = self.newest_record()
-        self.wait_until(lambda: self.newest_record() not in (newest, ""))
-        return time.monotonic() - since
+        started = time.time()
+        self.wait_until(lambda: any(record["time"] > started for record in self.newest()))
+        return time.time() - since
 
-    def newest_record(self) -> str:
-        lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()
-        return lines[-1] if lines else ""
+    def newest(self) -> list[dict[str, Any]]:
+        """The last record, where there is one."""
+        with contextlib.suppress(OSError, ValueError):
+            return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()[-1:]]
+        return []
 
     def rank_processes(self) -> dict[int, HostedProcess]:
         """Rank -> its process."""
@@ -87,16 +98,15 @@ class Launched:
         for process in self.cluster.processes_with(MARK):
             with contextlib.suppress(OSError):
                 variables = dict(
-                    entry.partition("=")[::2]
-                    for entry in Path(f"/proc/{process.pid}/environ").read_text().split("\0")
+                    entry.partition("=")[::2] for entry in Path(f"/proc/{process.pid}/environ").read_text().split("\0")
                 )
                 if variables.get("RANK", "").isdecimal() and "launch/train.py" in process.command:
                     found[int(variables["RANK"])] = process
         return found
 
     def send(self, number: int, rank: int) -> float:
-        """A signal to a rank; when, by `time.monotonic`."""
-        now = time.monotonic()
+        """A signal to a rank; when, by `time.time`."""
+        now = time.time()
         os.kill(self.rank_processes()[rank].pid, number)
         return now
 

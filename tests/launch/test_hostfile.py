@@ -206,3 +206,8 @@ def test_commands_of_the_other_launchers() -> None:
     slurm = command_of(Launcher.SLURM, [Host("a", (0, 1)), Host("b", (0, 1))], meeting, *files)
     assert "--launcher_args=--ntasks-per-node=2 --nodelist=a,b" in slurm
     assert all("--force_multi" in words for words in (openmpi, slurm))
+
+
+def test_the_example_is_one() -> None:
+    hosts = read_hostfile(Path(__file__).parents[2] / "configs" / "hostfile.example")
+    assert [host.slots for host in hosts] == [8] * 4

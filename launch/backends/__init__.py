@@ -1,0 +1,1 @@
+"""How ranks are started on clusters: one file, or package, per scheduler or launcher."""

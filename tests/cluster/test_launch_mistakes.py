@@ -1,0 +1,138 @@
+"""What can be wrong with hosts is said in a sentence, before a rank starts; and every launcher starts the same run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cluster.hosts import Cluster
+from tests.cluster.runs import MARK, Launched
+from tests.conftest import write_config
+from tests.e2e.audit import audit
+from tests.e2e.commands import ROOT
+from tests.e2e.conftest import References
+
+TWO = "node1 slots=2\nnode2 slots=2\n"
+
+
+@pytest.fixture
+def config(tiny: dict[str, Any]) -> dict[str, Any]:
+    tiny["parallel"] = {"pipeline_parallel_size": 2}
+    return tiny
+
+
+def refused(cluster: Cluster, folder: Path, config: dict[str, Any], hosts: str, *options: str) -> str:
+    """The sentence with which a launch is refused; nothing may have been started, and no run folder made."""
+    (folder / "hosts").write_text(hosts)
+    path = write_config(folder / "config.yaml", config)
+    command = [sys.executable, "-m", "launch", "launch", "--hostfile", folder / "hosts", *options, path]
+    began = time.monotonic()
+    done = cluster.hosts["head"].run(command, cwd=ROOT, env=os.environ | {"DS_ACCELERATOR": "cpu"})
+    print(f"{time.monotonic() - began:.1f} s", *options)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert not (Path(config["run_dir"]) / "events.jsonl").exists()
+    cluster.assert_no_orphans(MARK)
+    (sentence,) = (line for line in done.stderr.splitlines() if line.startswith("megalite: error: "))
+    return sentence.removeprefix("megalite: error: ")
+
+
+def test_mistakes_that_need_no_host(two_hosts: Cluster, config: dict[str, Any], tmp_path: Path) -> None:
+    def say(hosts: str, *options: str) -> str:
+        return refused(two_hosts, tmp_path, config, hosts, *options)
+
+    assert say("node1 slots=two\n").endswith("hosts:1:7: 'slots=two' is not slots=NUMBER: correct the hostfile")
+    assert "--exclude node1@node2 leaves no host" in say(TWO, "--exclude", "node1@node2")
+    assert "--spares 2 leaves none of the 2 hosts" in say(TWO, "--spares", "2")
+    assert "--launcher slurm works inside an allocation" in say(TWO, "--launcher", "slurm")
+    config["parallel"]["data_parallel_size"], config["training"]["global_batch_size"] = 3, 12
+    assert "the layout needs 6 ranks and the 2 hosts have 4 slots" in say(TWO)
+    config["parallel"]["data_parallel_size"] = "auto"
+    assert "the layout needs 2 ranks and the 1 hosts have 1 slots" in say("node1 slots=1\n")
+    config["checkpoint"] = {"resume": False}
+    assert "checkpoint.resume is false" in say(TWO)
+
+
+def test_hosts_that_are_not_fit(cluster_of: Callable[..., Cluster], config: dict[str, Any], tmp_path: Path) -> None:
+    cluster = cluster_of(3, off=["node3"])
+
+    def say(hosts: str, *options: str) -> str:
+        return refused(cluster, tmp_path, config, hosts, *options)
+
+    assert "host nowhere cannot be reached (ssh: Could not resolve hostname" in say(TWO + "nowhere slots=2\n")
+    assert "host node1 cannot be reached" in say(TWO, "--ssh-port", "2222")
+    asleep = say("node3 slots=2\nnode1 slots=2\n")
+    assert "host node3 cannot be reached" in asleep and "look whether it is up" in asleep
+    run_dir = tmp_path / "run"
+    run_dir.mkdir(exist_ok=True)
+    cluster.private_directory("node2", run_dir)
+    assert "(node2: does not see in" in say(TWO)
+
+
+@pytest.fixture
+def mpich(tmp_path: Path) -> Iterator[str]:
+    """A PATH on which mpirun is MPICH's; Debian's default is Open MPI's."""
+    folder = tmp_path / "mpich"
+    folder.mkdir()
+    (folder / "mpirun").symlink_to("/usr/bin/mpirun.mpich")
+    (folder / "hydra_pmi_proxy").symlink_to("/usr/bin/hydra_pmi_proxy")
+    yield f"{folder}:{os.environ['PATH']}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
+def test_other_launchers_start_the_same_run(
+    launcher: str,
+    mpich: str,
+    two_hosts: Cluster,
+    config: dict[str, Any],
+    references: References,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config["training"] |= {"global_batch_size": 8}
+    if launcher == "mpich":
+        monkeypatch.setenv("PATH", mpich)
+    run = Launched(two_hosts, tmp_path / "launch", config, TWO, "--launcher", launcher)
+    assert run.end() == 0, run.said()
+    records, wanted = audit(run.run_dir, 4, 8), audit(references.of(config, world_size=4).run_dir, 4, 8)
+    assert [record["loss"] for record in records] == [record["loss"] for record in wanted]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_filter_that_leaves_one_host_runs_there_and_names_that_lead_to_loopback_do_not_matter(
+    cluster_of: Callable[..., Cluster], config: dict[str, Any], tmp_path: Path
+) -> None:
+    """Where `deepspeed` runs here instead, and hangs; and secrets reach ranks without a trace on command lines."""
+    cluster = cluster_of(2, debian_hosts=True)
+    config["training"] |= {"global_batch_size": 8, "steps": 3}
+    run = Launched(cluster, tmp_path / "one", config, TWO, "--include", "node2")
+    assert run.end() == 0, run.said()
+    assert list(run.attempts()[0]["hosts"]) == ["node2"]
+
+    config["training"]["steps"] = 6
+    run = Launched(cluster, tmp_path / "two", config, TWO)
+    assert run.end() == 0, run.said()
+    assert run.attempts()[-1]["hosts"] == {"node1": 2, "node2": 2}
+    audit(run.run_dir, 6, 8)
+
+
+def test_a_dry_run_connects_to_nobody(config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("nowhere slots=2\nnobody slots=2\nspare slots=2\n")
+    path = write_config(tmp_path / "config.yaml", config)
+    words = [sys.executable, "-m", "launch", "launch", "--hostfile", tmp_path / "hosts", "--spares", "1", "--dry-run"]
+    done = subprocess.run([*words, path], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "nowhere: ranks 0 to 1 on devices 0, 1" in done.stdout and "spare: spare" in done.stdout
+    told = yaml.safe_load(
+        subprocess.run([*words, "--json", path], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    )
+    assert told["hosts"] == {"nowhere": [0, 1], "nobody": [0, 1]} and told["ranks"] == 4
