@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 VENV := .venv
 
-.PHONY: quickstart test check install
+.PHONY: quickstart test test-cluster cluster-packages check install
 
 install: $(VENV)/installed
 
@@ -27,3 +27,10 @@ check: $(VENV)/installed
 
 test: check
 	$(VENV)/bin/python -m pytest
+
+# Several hosts on this machine, made of namespaces: Linux, root, and programs that Debian has.
+test-cluster: cluster-packages
+	$(VENV)/bin/python -m pytest tests/cluster
+
+cluster-packages: $(VENV)/installed
+	$(VENV)/bin/python -m tests.cluster.machine
