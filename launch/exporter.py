@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.ranks import VARIABLES
+from launch.rank_environment import VARIABLES
 from megalite.checkpoint.files import remove
 from megalite.checkpoint.manifest import step_folder
 from megalite.config import Config

@@ -23,7 +23,8 @@ from launch.devices import gpu_count
 from launch.errors import INTERRUPTED_CODE, USER_ERROR_CODE, USER_ERRORS, LaunchError
 from launch.local import rank_environment, start_local_ranks
 from launch.processes import end_with_parent
-from launch.ranks import tell_once, this_rank
+from launch.rank_environment import this_rank
+from launch.ranks import tell_once
 from launch.stored_model import StoredModel, open_stored
 from megalite.config import LaunchConfig
 from megalite.config.remedies import tensor_parallel_fits, tensor_parallel_near

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -54,10 +53,10 @@ def launch(
 ) -> None:
     """Train on the hosts of a hostfile, or go on training there.
 
-    Looks at all hosts first (`megalite doctor`), starts the ranks through `deepspeed`, watches hosts and ranks, and when
-    the run fails ends all of it everywhere and starts it again from its newest checkpoint: on a spare host instead of a
-    lost one, or, where parallel.data_parallel_size is auto, on fewer. SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 go to the
-    ranks, which save and end (exit code 75); Ctrl-C ends all at once.
+    Looks at all hosts first (`megalite doctor`), starts the ranks through `deepspeed`, watches hosts and ranks, and
+    when the run fails ends all of it everywhere and starts it again from its newest checkpoint: on a spare host instead
+    of a lost one, or, where parallel.data_parallel_size is auto, on fewer. SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 go to
+    the ranks, which save and end (exit code 75); Ctrl-C ends all at once.
 
     Example: `megalite launch --hostfile hosts --restarts 20 --spares 1 configs/quickstart.yaml`
     """
@@ -79,7 +78,6 @@ def launch(
         spares=spares,
         ssh_port=ssh_port,
         host_timeout_s=host_timeout,
-        silence_s=silence,
         topology=read_topology(topology) if topology is not None else None,
     )
     if dry_run:
@@ -89,5 +87,7 @@ def launch(
         raise LaunchError("--json belongs to --dry-run: a run's results are in metrics.jsonl and receipt.json")
     if is_done(config):
         return
-    with HostsSupervisor(config, hosts, Policy(restarts, first_wait, longest_wait, grace), options, show) as supervisor:
+    with HostsSupervisor(
+        config, hosts, Policy(restarts, first_wait, longest_wait, grace, silence), options, show
+    ) as supervisor:
         raise typer.Exit(supervisor.run())

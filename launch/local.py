@@ -22,13 +22,18 @@ MALLOC_TUNABLES = (
 LEFT_RANKS_S = 30.0  # for ranks whose launcher was killed; as long as it gives them itself
 
 
-def rank_environment(options: LaunchConfig, ranks: int, on_gpu: bool) -> tuple[dict[str, str], str]:
-    """Variables set for each rank unless the user has set them, and a sentence that says which and why."""
+def rank_environment(
+    options: LaunchConfig, ranks: int, on_gpu: bool, cores: int | None = None
+) -> tuple[dict[str, str], str]:
+    """Variables set for each rank unless the user has set them, and a sentence that says which and why.
+
+    `ranks` share the `cores` of one host; without, this one's.
+    """
     wanted: dict[str, str] = {}
     said = []
     if not on_gpu:
         wanted["DS_ACCELERATOR"] = "cpu"
-    cores = cpu_count()
+    cores = cores or cpu_count()
     threads = max(1, cores // ranks) if options.threads_per_rank == "auto" else options.threads_per_rank
     wanted["OMP_NUM_THREADS"] = str(threads)
     said.append(f"{threads} thread{'s' * (threads > 1)} each")

@@ -218,12 +218,14 @@ def wait_for(
     ranks: Callable[[], Iterable[psutil.Process]],
     otherwise: Callable[[int], None],
     grace_s: float | None,
+    until: Callable[[], object] = lambda: None,
 ) -> int:
     """Waits for the command's own process; its exit code, 128 + n where signal n ended it.
 
     SIGTERM, SIGUSR1, SIGUSR2 and SIGHUP go to `ranks()`, or, while there are none, to `otherwise`; `grace_s` after a
     SIGTERM or SIGHUP all that lives is killed. SIGINT goes to the command's group, with INTERRUPT_S until all is
-    killed. A SIGTERM, SIGINT or SIGHUP that is repeated kills all now.
+    killed. A SIGTERM, SIGINT or SIGHUP that is repeated kills all now, and so does the first thing that `until` has to
+    tell.
     """
     stop = _Stop(tree, ranks, otherwise, grace_s)
     while True:
@@ -236,7 +238,7 @@ def wait_for(
                 tree.kill()
                 return 128 + noted[0]
         stop.tell()
-        if stop.deadline is not None and time.monotonic() > stop.deadline:
+        if until() or (stop.deadline is not None and time.monotonic() > stop.deadline):
             tree.kill()
             return 128 + (signal.SIGINT if stop.was_interrupted else signal.SIGKILL)
     if stop.was_interrupted:

@@ -1,35 +1,14 @@
-"""Which rank this process is, from the launcher's environment, and what it must be before it touches a device."""
+"""What a rank says for its host or for the run, and what it must be before it touches a device."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from dataclasses import dataclass
 
-from launch.errors import LaunchError
+from launch.rank_environment import Rank
 
-VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 GRACE_S = 5.0
-
-
-@dataclass(frozen=True)
-class Rank:
-    """This process among those of the job."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-
-
-def this_rank() -> Rank | None:
-    """The rank that deepspeed's or torchrun's environment gives this process; None outside a launcher."""
-    if not all(name in os.environ for name in VARIABLES):
-        return None
-    for name in VARIABLES:
-        if not os.environ[name].isdecimal():
-            raise LaunchError(f"environment variable {name} is {os.environ[name]!r}, not a whole number: unset it")
-    return Rank(*(int(os.environ[name]) for name in VARIABLES))
 
 
 def tell_once(sentence: str, rank: Rank | None) -> None:
@@ -40,6 +19,12 @@ def tell_once(sentence: str, rank: Rank | None) -> None:
         time.sleep(GRACE_S)
         where = f"rank {rank.rank}: "
     print(f"megalite: error: {where}{sentence}", file=sys.stderr, flush=True)
+
+
+def is_left_alone(rank: Rank) -> bool:
+    """Whether ranks on several hosts have nobody but `deepspeed` to look after them."""
+    watched = ("MEGALITE_ATTEMPT", "SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST")
+    return rank.launcher == "deepspeed" and bool(rank.has_several_hosts) and not any(map(os.environ.get, watched))
 
 
 def be_deterministic() -> None:

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from launch.data import RunData
-from launch.ranks import Rank
+from launch.rank_environment import Rank
 from launch.resume import Start
 from launch.run_folder import write_receipt, write_settings
 from launch.run_tokenizer import keep_tokenizer

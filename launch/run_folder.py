@@ -19,15 +19,24 @@ from megalite.config import Config, ResolvedLayout
 PACKAGES = ("megalite", "torch", "deepspeed", "transformers", "tokenizers", "numpy")
 
 
-def lock_run_folder(config: Config) -> IO[str]:
+def lock_run_folder(config: Config, patience_s: float = 0.0) -> IO[str]:
     """Creates `run_dir` and takes it for one run, until the returned file is closed.
 
-    Raises LaunchError where that cannot be: two runs in one folder would overwrite each other's files.
+    Raises LaunchError where that cannot be for longer than `patience_s`: two runs in one folder would overwrite each
+    other's files.
     """
+    deadline = time.monotonic() + patience_s
     try:
         config.run_dir.mkdir(parents=True, exist_ok=True)
         lock = (config.run_dir / ".lock").open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
     except BlockingIOError:
         raise LaunchError(
             f"another run is using run_dir {config.run_dir}: wait for it, or choose another run_dir"

@@ -26,7 +26,7 @@ def resolve(config: Config) -> tuple[ResolvedLayout, Device]:
     """The layout on this machine. Raises ConfigError or LaunchError where it cannot be."""
     gpus = gpu_count()
     device: Device = "cuda" if gpus else "cpu"
-    family(config.model.model_type).check(config.model)
+    check_run(config)
     world_size = config.world_size_wanted(gpus or None)
     if gpus and world_size > gpus:
         raise LaunchError(
@@ -35,26 +35,38 @@ def resolve(config: Config) -> tuple[ResolvedLayout, Device]:
         )
     layout = config.check_world(world_size, device)
     check_known_bad(config, layout, installed_versions(), device)
+    return layout, device
+
+
+def check_run(config: Config) -> None:
+    """What can be said wherever it runs. Raises FamilyError or StorageError."""
+    family(config.model.model_type).check(config.model)
     if config.checkpoint.mirror is not None:
         from megalite.checkpoint.storage import check_url  # pulls in fsspec
 
         check_url(config.checkpoint.mirror)
-    return layout, device
 
 
 def start(config: Config, arguments: Sequence[str]) -> int:
     """Checks config, data and checkpoint, then runs the local ranks; returns their exit code."""
     layout, device = resolve(config)
-    lock_run_folder(config).close()  # rank 0 takes it for the run
-    begin = _beginning(config)
-    if begin.step >= config.total_steps and _is_intact(begin):
-        print(f"megalite: {begin.checkpoint} is at step {begin.step} of {config.total_steps}: nothing left to train")
-        _export_what_is_missing(config, begin)
+    if is_done(config):
         return 0
     environment, said = rank_environment(config.launch, layout.world_size, device == "cuda")
     ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
     print(f"megalite: starting {ranks} on {device} ({said})", flush=True)
     return start_local_ranks(layout.world_size, environment, arguments)
+
+
+def is_done(config: Config) -> bool:
+    """Looks at folder, data and checkpoint; where nothing is left to train, says so and exports what is missing."""
+    lock_run_folder(config).close()  # rank 0 takes it for the run
+    begin = _beginning(config)
+    if begin.step < config.total_steps or not _is_intact(begin):
+        return False
+    print(f"megalite: {begin.checkpoint} is at step {begin.step} of {config.total_steps}: nothing left to train")
+    _export_what_is_missing(config, begin)
+    return True
 
 
 def _beginning(config: Config) -> Start:

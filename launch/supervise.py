@@ -7,15 +7,18 @@ supervisor is killed.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import sys
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from launch.errors import (
     HUNG_CODE,
@@ -28,10 +31,12 @@ from launch.errors import (
 from launch.outcome import RunFolder, code_of_run
 from launch.processes import ProcessTree, StopSignals, wait_for
 from launch.run_config import load_run_config
+from launch.silence import ATTEMPT, Watcher
 from megalite.config import Config
 from megalite.resilience.nonfatal import Nonfatal
 
 LOG = "supervisor.log"
+ATTEMPTS = "attempts.jsonl"
 STARTUP_FAILURES = 5  # in a row: what passes by itself, such as a lock or storage that is not there yet, has passed
 KEEPER_S = 20.0  # what its keeper has to end an attempt after the grace period, before it is killed itself
 FINAL = {  # starting again would not help, or is not wanted
@@ -44,6 +49,15 @@ FINAL = {  # starting again would not help, or is not wanted
 
 
 @dataclass(frozen=True)
+class Ended:
+    """How an attempt ended."""
+
+    code: int  # of the command; 128 + n for signal n
+    reason: str | None = None  # why the supervisor ended it, a sentence without its full stop; None: it ended by itself
+    facts: dict[str, Any] = field(default_factory=dict)  # for the log of attempts
+
+
+@dataclass(frozen=True)
 class Policy:
     """When a failed run is started again."""
 
@@ -51,6 +65,7 @@ class Policy:
     first_wait_s: float = 1.0  # before the first restart; doubled for each further one without a new checkpoint
     longest_wait_s: float = 300.0
     grace_s: float = 120.0  # from SIGTERM or SIGHUP until what still lives is killed; SIGUSR1 and SIGUSR2 set no limit
+    silence_s: float = 60.0  # that a rank which was heard may say nothing; 0: nobody listens
 
 
 def config_of(command: Sequence[str]) -> Config:
@@ -100,17 +115,22 @@ class Supervisor(ABC):
         self._wait_s = policy.first_wait_s
 
     @abstractmethod
-    def _attempt(self, signals: StopSignals) -> int:
-        """Runs it once; the exit code of what was started. Nothing of it is left then."""
+    def _attempt(self, signals: StopSignals) -> Ended:
+        """Runs it once. Nothing of it is left then."""
 
     def run(self) -> int:
         """The run's last exit code."""
         with StopSignals() as signals:
             while True:
-                code = self._attempt(signals)
+                began = time.time()
+                ended = self._attempt(signals)
                 before, after = self._folder, RunFolder.read(self._run_dir)
                 self._folder = after or before
-                code = code_of_run(before, after, code, self._total_steps)
+                code = code_of_run(before, after, ended.code, self._total_steps)
+                if ended.reason is not None and code:  # ranks may have taken it for somebody's wish
+                    self._say(ended.reason)
+                    code = ended.code
+                self._log(began, ended, code)
                 if signals.last is not None:
                     self._say(f"asked to end by {signal.Signals(signals.last).name}: {describe(code)}")
                     return code
@@ -118,7 +138,7 @@ class Supervisor(ABC):
                     if code:
                         self._say(f"not started again: {describe(code)}")
                     return code
-                reason = self._reason_to_give_up(before, after)
+                reason = self._reason_to_give_up(before, after, ended)
                 if reason:
                     self._say(f"gave up: {reason}: {describe(code)}")
                     return code
@@ -135,11 +155,12 @@ class Supervisor(ABC):
                     return 128 + (signals.last or signal.SIGTERM)
                 self._wait_s = min(2 * self._wait_s, self._policy.longest_wait_s)
 
-    def _reason_to_give_up(self, before: RunFolder, after: RunFolder | None) -> str | None:
-        """A step that fails again is no bad luck; a start that fails may be, for a while."""
+    def _reason_to_give_up(self, before: RunFolder, after: RunFolder | None, ended: Ended) -> str | None:
+        """A step that fails again is no bad luck, but a host that is lost again is; a start that fails may be, for a
+        while."""
         if after is not None and after.has_trained(before):
             self._startup_failures = 0
-            if after.is_where(self._trained):
+            if ended.reason is None and after.is_where(self._trained):
                 return f"it failed twice in a row {after}, without progress"
             self._trained = after
         else:
@@ -150,6 +171,23 @@ class Supervisor(ABC):
         if self._restarts >= self._policy.restarts:
             return f"all {self._restarts} restarts are used" if self._restarts else "no restart is allowed"
         return None
+
+    def _log(self, began: float, ended: Ended, code: int) -> None:
+        """One line in the log of attempts."""
+        if not self._run_dir.is_dir():
+            return
+        record = {
+            "attempt": self._restarts + 1,
+            "began": began,
+            "ended": time.time(),
+            "exit_code": code,
+            "reason": ended.reason or describe(code),
+            "step": self._folder.step,
+            "checkpoint": self._folder.checkpoint,
+            **ended.facts,
+        }
+        with self._nonfatal(str(self._run_dir / ATTEMPTS)), (self._run_dir / ATTEMPTS).open("a") as log:
+            log.write(json.dumps(record) + "\n")
 
     def _say(self, sentence: str) -> None:
         with self._nonfatal("the console"):
@@ -166,17 +204,26 @@ class CommandSupervisor(Supervisor):
         super().__init__(policy, run_dir, total_steps)
         self._command = command
 
-    def _attempt(self, signals: StopSignals) -> int:
+    def _attempt(self, signals: StopSignals) -> Ended:
         grace_s = self._policy.grace_s
         keeper = [sys.executable, "-m", "launch.keep", str(grace_s), *self._command]
-        with ProcessTree(keeper, os.environ) as tree:
+        attempt = uuid.uuid4().hex
+        with (
+            ProcessTree(keeper, os.environ | {ATTEMPT: attempt}) as tree,
+            Watcher(self._run_dir, attempt, self._policy.silence_s, tree.ranks) as watcher,
+        ):
             code = wait_for(
-                tree, signals, ranks=lambda: (), otherwise=tree.signal_group, grace_s=2 * grace_s + KEEPER_S
+                tree,
+                signals,
+                ranks=lambda: (),
+                otherwise=tree.signal_group,
+                grace_s=2 * grace_s + KEEPER_S,
+                until=watcher.reason,
             )
             left = tree.end(grace_s)
         if left:
             self._say(f"ended {left} process{'es' * (left > 1)} that the run had left behind")
-        return code
+        return Ended(code, watcher.reason())
 
 
 def describe(code: int) -> str:

@@ -11,7 +11,9 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__" and sys.path[0] == str(Path(__file__).resolve().parent):
     del sys.path[0]  # started as a script: this folder's modules must not shadow top-level ones
 
+from launch.console import Console, outlive_readers
 from launch.data import RunData, open_data
 from launch.devices import Device
 from launch.errors import (
@@ -34,17 +37,21 @@ from launch.errors import (
 from launch.exporter import clear_exports
 from launch.followers import Followers
 from launch.job import open_job
+from launch.network import choose_interface
 from launch.processes import end_with_parent
-from launch.ranks import Rank, be_deterministic, tell_once, this_rank
+from launch.rank_environment import Rank, take_private_environment, this_rank
+from launch.ranks import be_deterministic, is_left_alone, tell_once
 from launch.reporter import Reporter
 from launch.resume import Start, checkpoints_of, clear_checkpoints, fetch_from_mirror, find_start
 from launch.run_config import load_run_config
 from launch.run_folder import lock_run_folder
+from launch.silence import ATTEMPT
 from megalite.checkpoint.files import NO_ROOM
 from megalite.checkpoint.storage_errors import StorageError
 from megalite.config import Config
 from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.monitor.events import EVENTS, EventLog
+from megalite.resilience.heartbeat import Heartbeat
 from megalite.resilience.signals import PREEMPTION
 from megalite.training.errors import SaveFailed, TrainingPreempted, TrainingStopped
 
@@ -54,8 +61,13 @@ if TYPE_CHECKING:
     from megalite.training.state import TrainState
 
 BORN = time.monotonic()
+LOCK_S = 100.0  # a file server keeps the lock of a host that has died for its lease; NFS: 90 s
 PREEMPTED_S = 60.0  # for the mirror, where somebody waits for the machine
-LONGEST_BARRIER_S = 25 * 60.0  # below the timeout of the process group
+PATIENCE = 5 / 6  # of the process group's timeout, which must not pass while others wait for one rank
+LEFT_ALONE = (
+    "megalite: with `deepspeed` alone on several hosts nobody checks the hosts before, ends ranks that one left behind "
+    "when it failed, or starts the run again: `megalite launch --hostfile HOSTFILE CONFIG.yaml` does"
+)
 ENDINGS: dict[type[Exception], tuple[int, str]] = {
     TrainingStopped: (STOPPED_CODE, "stopped"),
     TrainingPreempted: (PREEMPTED_CODE, "preempted"),
@@ -63,8 +75,10 @@ ENDINGS: dict[type[Exception], tuple[int, str]] = {
 }
 
 
-def run(config: Config, rank: Rank) -> None:
-    """Mesh, data, model, engine, loop."""
+def run(config: Config, rank: Rank, leaving: ExitStack) -> None:
+    """Mesh, data, model, engine, loop. `leaving` is closed when the rank leaves as it should."""
+    lock = lock_run_folder(config, LOCK_S if ATTEMPT in os.environ else 0.0) if rank.rank == 0 else None
+    heart = _start_heart(config, rank, leaving)
     import torch
 
     from megalite.engine.activity import Activity
@@ -75,15 +89,16 @@ def run(config: Config, rank: Rank) -> None:
     from megalite.training.loop import train
     from models.decoder import decoder_layers
 
-    lock = lock_run_folder(config) if rank.rank == 0 else None
     torch.set_float32_matmul_precision(config.precision.float32_matmul_precision)
     if config.training.deterministic:
         be_deterministic()
-    device = start_distributed(rank.local_rank)
+    device = start_distributed(rank.local_rank, timedelta(minutes=config.watchdog.timeout_minutes))
     kind: Device = "cuda" if device.type == "cuda" else "cpu"
     layout = config.check_world(rank.world_size, kind)
     check_known_bad(config, layout, installed_versions(), kind)
     activity = Activity(Mesh.of(layout), rank.rank)
+    if heart is not None:
+        heart.step = lambda: activity.stretch.step
     tell = partial(_tell_hung, config)
     with Watchdog(
         activity, config.watchdog, config.run_dir, agree_on_launch(), HUNG_CODE, tell, tuple(ENDINGS)
@@ -100,7 +115,7 @@ def run(config: Config, rank: Rank) -> None:
             except tuple(ENDINGS) as error:
                 watchdog.stop()
                 # launchers end rank 0 soon after another rank has left with such a code: all wait with it
-                longest_s = PREEMPTED_S if isinstance(error, TrainingPreempted) else LONGEST_BARRIER_S
+                longest_s = PREEMPTED_S if isinstance(error, TrainingPreempted) else _longest_wait_s()
                 followers.close(config, reporter, is_done=False, at_most_s=longest_s)
                 raise
             reporter.outcome = {"finished": True, **state.model_dump(exclude={"guard"})}
@@ -108,6 +123,24 @@ def run(config: Config, rank: Rank) -> None:
             _leave_together()
             followers.close(config, reporter, is_done=True)
     del lock  # held until here
+
+
+def _start_heart(config: Config, rank: Rank, leaving: ExitStack) -> Heartbeat | None:
+    """Signs of life for whoever listens: from before the long imports, until this rank has left the others."""
+    attempt = os.environ.get(ATTEMPT, "").strip()
+    if not attempt:
+        return None
+    heart = Heartbeat(config.run_dir, rank.rank, rank.world_size, attempt)
+    heart.start()
+
+    def stop() -> None:
+        heart.stop()
+        if heart.failures:
+            times = f"{heart.failures} time{'s' * (heart.failures > 1)}"
+            print(f"megalite: rank {rank.rank} could not write its sign of life {times}", file=sys.stderr, flush=True)
+
+    leaving.callback(stop)
+    return heart
 
 
 def _tell_hung(config: Config, facts: dict[str, Any]) -> None:
@@ -160,20 +193,32 @@ def _load(engine: Engine, start: Start, data: RunData, config: Config) -> TrainS
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code. What a user can mend is one sentence on stderr, said once per host."""
+    console = outlive_readers()
     end_with_parent()  # a launcher that is killed takes its ranks along; they save first
     for number in PREEMPTION:  # until training begins there is nothing to save
         signal.signal(number, lambda *_: os._exit(PREEMPTED_CODE))
     words = list(sys.argv[1:] if arguments is None else arguments)
     # DeepSpeed's launcher hands the local rank over a second time, as an argument
     words = [word for word in words if not word.startswith("--local_rank")]
+    leaving = ExitStack()
+    code = _train(words, console, leaving)  # what it raises leaves the signs of life standing still
+    leaving.close()
+    return code
+
+
+def _train(words: Sequence[str], console: Console, leaving: ExitStack) -> int:
+    """The exit code of a run that ends with one."""
     rank = None
     try:
+        take_private_environment(os.environ)
         rank = this_rank()
         if rank is None:
             raise LaunchError("launch.train is one rank of a run: start it with deepspeed or torchrun, or use megalite")
         if not words:
             raise LaunchError("no config is given: name a YAML file, as in launch/train.py configs/quickstart.yaml")
-        run(load_run_config(Path(words[0]), words[1:]), rank)
+        config = load_run_config(Path(words[0]), words[1:])
+        _look_around(config, rank, console)
+        run(config, rank, leaving)
     except USER_ERRORS as error:
         tell_once(str(error), rank)
         may_pass = isinstance(error, StorageError) and not error.is_lasting
@@ -194,11 +239,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _look_around(config: Config, rank: Rank, console: Console) -> None:
+    """What depends on where this rank is, and on who has started it."""
+    choose_interface(os.environ, rank)
+    kept = config.run_dir / f"console_rank_{rank.rank}.log"
+    if not is_left_alone(rank):
+        console.keep_in(kept)
+        return
+    # who read this was ssh: nobody is left who would end ranks on this host
+    console.keep_in(kept, when_alone=partial(os.kill, os.getpid(), signal.SIGTERM))
+    if rank.rank == 0:
+        print(LEFT_ALONE, flush=True)
+
+
+def _longest_wait_s() -> float:
+    """How long the other ranks may wait for this one in a barrier."""
+    from megalite.engine.distributed import group_timeout
+
+    return PATIENCE * group_timeout().total_seconds()
+
+
 def _leave_together() -> None:
     from megalite.engine.distributed import stop_distributed
     from megalite.resilience.watchdog import leave_within
 
-    with leave_within(LONGEST_BARRIER_S + 60, HUNG_CODE):
+    with leave_within(_longest_wait_s() + 60, HUNG_CODE):
         stop_distributed()
 
 

@@ -41,6 +41,7 @@ REMEDIES = {  # what ssh says, and what helps
     "connection refused": "start sshd there, or name its port with --ssh-port",
     "timed out": "look whether it is up and the network reaches it",
     "no route to host": "look whether it is up and the network reaches it",
+    "not found": "install megalite there at the same path as here, or put both on shared storage",
     "no such file": "install megalite there at the same path as here, or put both on shared storage",
 }
 

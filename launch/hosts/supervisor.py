@@ -129,12 +129,10 @@ class HostsSupervisor(Supervisor):
                 raise LaunchError(f"the hosts cannot train together: {finding}")
         unfit = report.failed_hosts.keys() | self._stuck
         fit = [host for host in self._hosts if host.name not in unfit]
-        has_gpus = not settings.on_cpu and any(report.facts[host.name]["gpus"] for host in fit)
-        device: Device = "cuda" if has_gpus else "cpu"
-        hosts = self._choose(fit, report.failures, device)
+        hosts = self._choose(fit, report.failures, report.device)
         first = hosts[0].name
         meeting = Meeting(report.addresses[first], self._connections[first].ask("free_port")["port"])
-        team = Team(hosts, device, min(report.facts[host.name]["cores"] for host in hosts), meeting)
+        team = Team(hosts, report.device, min(report.facts[host.name]["cores"] for host in hosts), meeting)
         names = tuple(host.name for host in team.hosts)
         if names != self._last_team:
             self._say(f"hosts of this attempt, in rank order: {', '.join(names)}")

@@ -323,6 +323,17 @@ def rollbacks_have_checkpoints(config: Config, _: Situation) -> str | None:
     return None
 
 
+def the_watchdog_comes_first(config: Config, _: Situation) -> str | None:
+    watchdog = config.watchdog
+    if not watchdog.enabled or watchdog.startup_minutes <= watchdog.timeout_minutes:
+        return None
+    return (
+        f"watchdog.startup_minutes {watchdog.startup_minutes:g} is longer than watchdog.timeout_minutes "
+        f"{watchdog.timeout_minutes:g}, after which ranks that wait for each other fail: set watchdog.timeout_minutes "
+        f"to {watchdog.startup_minutes:g} or more"
+    )
+
+
 RULES: tuple[Callable[[Config, Situation], str | None], ...] = (
     one_length,
     model_goes_together,
@@ -352,4 +363,5 @@ RULES: tuple[Callable[[Config, Situation], str | None], ...] = (
     mirror_is_a_place,
     mirror_outlives_the_run_folder,
     rollbacks_have_checkpoints,
+    the_watchdog_comes_first,
 )

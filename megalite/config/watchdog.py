@@ -19,3 +19,6 @@ class WatchdogConfig(Section):
 
     startup_minutes: PositiveFloat = 30.0
     """Until the first step (evaluation, save) has ended, while nothing is known about its length."""
+
+    timeout_minutes: PositiveFloat = 30.0
+    """A rank that waits so long for others in one collective, of any process group, fails; the watchdog comes first."""

@@ -9,7 +9,14 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from megalite.engine.seams import keep_collective_uncompiled, keep_muon_uncompiled, quiet_logging
+from megalite.engine.seams import (
+    keep_collective_uncompiled,
+    keep_muon_uncompiled,
+    process_groups,
+    quiet_logging,
+    set_timeout,
+    timeout_of,
+)
 
 
 def start_distributed(local_rank: int, timeout: timedelta = timedelta(minutes=30)) -> torch.device:
@@ -24,6 +31,21 @@ def start_distributed(local_rank: int, timeout: timedelta = timedelta(minutes=30
     accelerator.set_device(local_rank)
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
     return torch.device(accelerator.device_name(local_rank))
+
+
+def group_timeout() -> timedelta:
+    """How long a rank waits for others in one collective: what the job's process group was started with."""
+    return timeout_of(dist.group.WORLD)
+
+
+def share_timeout() -> None:
+    """Gives every process group that there is the timeout of the job's own.
+
+    DeepSpeed makes its groups without one, so they would have torch's: 30 minutes on gloo, 10 on NCCL.
+    """
+    timeout = group_timeout()
+    for group in process_groups():
+        set_timeout(group, timeout)
 
 
 def is_same_on_all_ranks(value: object) -> bool:

@@ -24,6 +24,7 @@ from torch import Tensor
 from megalite.config import Config, ResolvedLayout
 from megalite.engine.activity import Activity, Operation
 from megalite.engine.deepspeed_config import deepspeed_config
+from megalite.engine.distributed import share_timeout
 from megalite.engine.optimizer import build_optimizer
 from megalite.engine.pipeline import Pipeline, note_schedule
 from megalite.engine.plain import PlainModel
@@ -301,7 +302,9 @@ def build_engine(
     """
     mesh = Mesh.of(layout)
     kind = PipelinedEngine if mesh.pipeline_parallel_size > 1 else PlainEngine
-    return kind(specs, config, layout, mesh, activity or Activity(mesh, dist.get_rank()))
+    engine = kind(specs, config, layout, mesh, activity or Activity(mesh, dist.get_rank()))
+    share_timeout()
+    return engine
 
 
 def _layer_maker(config: Config) -> Any:

@@ -1,4 +1,4 @@
-"""The places where we lean on DeepSpeed's insides, each naming the file (DeepSpeed 0.19.8) it leans on.
+"""The places where we lean on DeepSpeed's insides, each naming the file (DeepSpeed 0.19.8) it leans on, and on torch's.
 
 tests/engine/test_seams.py fails when one of them moves or the defect behind it is gone. Nothing else in the project
 touches a private name of DeepSpeed.
@@ -13,6 +13,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -348,3 +349,20 @@ def watch_schedules(
     methods = engine._INSTRUCTION_MAP
     engine._INSTRUCTION_MAP = {kind: watched(kind.__name__, method) for kind, method in methods.items()}
     engine._exec_schedule = execute_schedule
+
+
+def process_groups() -> list[Any]:
+    """Those that this rank belongs to, whoever made them: the keys of torch's `_world.pg_map`
+    (torch/distributed/distributed_c10d.py, torch 2.13)."""
+    return list(torch.distributed.distributed_c10d._world.pg_map)
+
+
+def timeout_of(group: Any) -> timedelta:
+    """The shortest of its backends': a group of a job on GPUs may have one for the CPU too."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    return min(backend.options._timeout for backend in backends)
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """For what begins from now on. torch knows it for gloo and NCCL, and warns of others."""
+    torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)

@@ -15,6 +15,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
+from megalite.engine.distributed import group_timeout
 from megalite.resilience.signals import PREEMPTION
 
 
@@ -38,7 +39,8 @@ class Requests:
         self._deadline = None if max_minutes is None else started + 60 * max_minutes
         self._limit = f"training.max_minutes ({max_minutes:g}) is over" if max_minutes else ""
         self._signal = 0
-        self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        several = dist.get_world_size() > 1
+        self._group = dist.new_group(backend="gloo", timeout=group_timeout()) if several else None
         self._previous: dict[int, signal._HANDLER] = {}
 
     def __enter__(self) -> Self:

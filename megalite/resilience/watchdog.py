@@ -46,6 +46,7 @@ LOST_S = 3.0  # to wait for answers when a peer is known to be gone: a launcher 
 FORCED_S = 30.0  # and four times the time for answers: by then the process has left, explained or not
 PAUSE_TICKS = 5  # a watchdog that did not run for so long was stopped, and the whole process with it
 EXPLANATION = "explanation.txt"
+LOST_MARK = "lost"  # a file beside it: a peer is gone, so one answer will never come
 LOST = re.compile(  # what gloo, NCCL, and torch's store say when a peer is gone, or does not come
     r"connection (was )?(reset|closed|refused|aborted|lost|timed out)|broken pipe|socket (closed|timeout|error)"
     r"|(read|write) error|no route to host|network is unreachable|timed out (waiting|after)|wait timeout"
@@ -238,6 +239,8 @@ class Watchdog:
             if self._rank_file is not None:
                 self._rank_file.disarm()
             self._answer(reason, error)
+            if (self._folder / LOST_MARK).exists():
+                wait_s = min(wait_s, LOST_S + self._look_s)
             if self._rank_file is not None:
                 self._rank_file.remove()
             is_explained = (self._folder / EXPLANATION).exists
@@ -264,6 +267,8 @@ class Watchdog:
             ),
         )
         self._folder.mkdir(parents=True, exist_ok=True)
+        if error is not None:
+            (self._folder / LOST_MARK).touch()
         name = f"rank_{state.rank:04d}"
         with (self._folder / f"{name}.txt").open("w") as file:
             for thread in threading.enumerate():

@@ -40,6 +40,10 @@ BAD_OVERRIDES = [
     ("launch.spin_threads=3", ["launch.spin_threads must be auto or true or false, got 3"]),
     ("training=3", ["training must be a section with options of its own, got 3"]),
     ("model=null", ["model.vocab_size is required (number of token ids) (and 4 more)"]),
+    (
+        "watchdog.startup_minutes=45",
+        ["watchdog.startup_minutes 45", "watchdog.timeout_minutes 30", "set watchdog.timeout_minutes to 45 or more"],
+    ),
     # the form of an override
     ("training.steps", ['"training.steps" is not of the form section.option=value']),
     (".steps=3", ['".steps=3" is not of the form section.option=value']),

@@ -480,3 +480,17 @@ def test_every_pipeline_instruction_is_seen_before_it_runs() -> None:
         for number in (1, 2):
             of_micro_batch = [name for name, each in stage["evaluation"] if each == number]
             assert sorted(of_micro_batch) == sorted(["load", "forward", exchange])
+
+
+def _timeouts_without_ours(rank: int) -> set[float]:
+    import megalite.engine.engine as module
+
+    module.share_timeout = lambda: None
+    engine_of(Case(pp=2, dp=1))
+    return {seams.timeout_of(group).total_seconds() for group in seams.process_groups()}
+
+
+def test_deepspeed_s_groups_have_not_the_timeout_of_the_job() -> None:
+    """tests/engine/test_timeouts.py holds that they have it after all."""
+    for seen in run_ranks(_timeouts_without_ours, 2, timeout_s=90):
+        assert seen == {90.0, 1800.0}, "fixed in DeepSpeed, or torch: share_timeout has nothing to do"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
 import launch.train
-from launch.ranks import Rank
+from launch.rank_environment import Rank
 from megalite.config import Config
 from megalite.engine import distributed
 
@@ -34,7 +36,7 @@ def test_a_rank_is_deterministic_before_it_joins_the_others(
     """On a CPU runs are equal without it too, so the test of two runs would not miss it."""
     seen: list[Any] = []
 
-    def join(local_rank: int) -> None:
+    def join(local_rank: int, timeout: timedelta) -> None:
         seen.append((torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
         raise _JoiningError
 
@@ -43,6 +45,6 @@ def test_a_rank_is_deterministic_before_it_joins_the_others(
     monkeypatch.setattr(distributed, "start_distributed", join)
     tiny["training"]["deterministic"] = is_on
     with pytest.raises(_JoiningError):
-        launch.train.run(Config.model_validate(tiny), Rank(rank=1, local_rank=1, world_size=2))
+        launch.train.run(Config.model_validate(tiny), Rank(1, 1, 2), ExitStack())
     assert seen == [(True, ":4096:8") if is_on else (False, None)]
     assert torch.utils.deterministic.fill_uninitialized_memory is not is_on

@@ -1,4 +1,4 @@
-"""What a run believes about its machine and its launcher."""
+"""What a run believes about its machine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from launch.devices import gpu_count
-from launch.errors import LaunchError
-from launch.ranks import Rank, this_rank
 
 LISTING = "GPU 0: NVIDIA H200 (UUID: GPU-1a2b)\nGPU 1: NVIDIA H200 (UUID: GPU-3c4d)\n"
 
@@ -41,14 +39,3 @@ def test_gpus_are_those_that_are_both_there_and_visible(
     assert gpu_count() == count
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert gpu_count() == 0
-
-
-def test_a_rank_that_is_no_number_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("RANK", "3"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "4")):
-        monkeypatch.setenv(name, value)
-    assert this_rank() == Rank(3, 1, 4)
-    monkeypatch.setenv("LOCAL_RANK", "one")
-    with pytest.raises(LaunchError, match="LOCAL_RANK is 'one', not a whole number"):
-        this_rank()
-    monkeypatch.delenv("RANK")
-    assert this_rank() is None
