@@ -64,7 +64,7 @@ def launch(
 
     config = load_run_config(config_path, overrides or [])
     hosts = select_hosts(read_hostfile(hostfile), include, exclude)
-    from launch.hosts.description import describe, show
+    from launch.hosts.description import describe, expected_layout, show
     from launch.hosts.supervisor import HostsSupervisor, Options
     from launch.start import check_run, is_done
     from launch.supervise import Policy, check_resumes
@@ -85,6 +85,7 @@ def launch(
         return
     if as_json:
         raise LaunchError("--json belongs to --dry-run: a run's results are in metrics.jsonl and receipt.json")
+    expected_layout(config, hosts, spares)
     if is_done(config):
         return
     with HostsSupervisor(

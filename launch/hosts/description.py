@@ -13,9 +13,10 @@ from launch.doctor.findings import Verdict
 from launch.doctor.preflight import Report
 from launch.doctor.report import conclusion
 from launch.hostfile import Host
-from launch.hosts.supervisor import FOLDER, Options, wanted_ranks
+from launch.hosts.choice import wanted_ranks
+from launch.hosts.supervisor import FOLDER, Options
 from launch.placement import place_hosts
-from megalite.config import Config
+from megalite.config import Config, ResolvedLayout
 
 
 def show(report: Report) -> None:
@@ -26,11 +27,16 @@ def show(report: Report) -> None:
             print(f"megalite: {finding.verdict.lower()}: {finding.check}: {finding}", file=sys.stderr, flush=True)
 
 
+def expected_layout(config: Config, hosts: Sequence[Host], spares: int) -> ResolvedLayout:
+    """What can be told of the layout before a host is asked. Raises LaunchError or ConfigError where it cannot be."""
+    device: Device = "cpu" if os.environ.get("DS_ACCELERATOR") == "cpu" else "cuda"
+    return config.check_world(wanted_ranks(config, hosts, spares), device)
+
+
 def describe(config: Config, hosts: Sequence[Host], options: Options, *, as_json: bool) -> None:
     """The dry run: which hosts, in rank order, and the command; no host is asked anything."""
-    device: Device = "cpu" if os.environ.get("DS_ACCELERATOR") == "cpu" else "cuda"
     main = hosts[: len(hosts) - options.spares]
-    layout = config.check_world(wanted_ranks(config, hosts, options.spares), device)
+    layout = expected_layout(config, hosts, options.spares)
     placed, notices = place_hosts(config, layout, main, options.topology)
     used = {host.name for host in placed}
     spares = [host.name for host in hosts if host.name not in used]

@@ -26,20 +26,20 @@ from launch.backends.deepspeed import (
     write_files,
 )
 from launch.devices import Device
-from launch.doctor.findings import Finding, Settings
+from launch.doctor.findings import Settings
 from launch.doctor.preflight import Report, preflight
 from launch.errors import FAILED_CODE, LaunchError
 from launch.hostfile import Host
 from launch.hosts.attempt import HostsAttempt
+from launch.hosts.choice import choose_hosts, wanted_ranks
 from launch.hosts.connection import HostConnection, HostError, connect_all, in_parallel
 from launch.hosts.watch import Watch
 from launch.local import rank_environment
-from launch.placement import place_hosts
 from launch.processes import StopSignals
 from launch.silence import Watcher
 from launch.supervise import Ended, Policy, Supervisor
 from launch.topology import Topology
-from megalite.config import Config, ConfigError
+from megalite.config import Config
 
 FOLDER = ".launch"  # in the run's folder: what the launcher of the last attempt was given
 GUARD_S = 10.0
@@ -89,6 +89,7 @@ class HostsSupervisor(Supervisor):
         self._attempts = 0
         self._began = time.monotonic()  # the last attempt
         self._last_team: tuple[str, ...] = ()
+        self._notices: tuple[str, ...] = ()
         self._stuck: set[str] = set()  # hosts with a process that cannot be ended, which may hold their GPUs
         check_launcher(options.launcher, hosts)
         if not PLAIN.fullmatch(str(config.run_dir.absolute())):
@@ -129,7 +130,19 @@ class HostsSupervisor(Supervisor):
                 raise LaunchError(f"the hosts cannot train together: {finding}")
         unfit = report.failed_hosts.keys() | self._stuck
         fit = [host for host in self._hosts if host.name not in unfit]
-        hosts = self._choose(fit, report.failures, report.device)
+        choice = choose_hosts(
+            self._config,
+            fit,
+            report.device,
+            wanted=self._world_size,
+            may_shrink=self._attempts > 1,
+            keep_spares=self._options.spares > 0,
+            topology=self._options.topology,
+            why_not=report.failures,
+        )
+        for notice in choice.notices if choice.notices != self._notices else ():
+            self._say(notice)
+        hosts, self._notices = choice.hosts, choice.notices
         first = hosts[0].name
         meeting = Meeting(report.addresses[first], self._connections[first].ask("free_port")["port"])
         team = Team(hosts, report.device, min(report.facts[host.name]["cores"] for host in hosts), meeting)
@@ -163,34 +176,6 @@ class HostsSupervisor(Supervisor):
         made, errors = connect_all(missing, ssh_port=self._options.ssh_port)
         self._connections |= made
         return errors
-
-    def _choose(self, fit: Sequence[Host], failures: Sequence[Finding], device: Device) -> tuple[Host, ...]:
-        """In rank order, as many as are wanted; on a later attempt perhaps fewer."""
-        there = sum(host.slots for host in fit)
-        replica = self._config.parallel.tensor_parallel_size * self._config.parallel.pipeline_parallel_size
-        can_shrink = self._config.parallel.data_parallel_size == "auto" and self._attempts > 1
-        worlds = [self._world_size, *(range(self._world_size - replica, 0, -replica) if can_shrink else ())]
-        for world_size in worlds:
-            if world_size > there:
-                continue
-            try:
-                layout = self._config.check_world(world_size, device)
-            except ConfigError:
-                if world_size == self._world_size:
-                    raise
-                continue
-            if world_size < self._world_size:
-                self._say(f"going on with {world_size} ranks instead of {self._world_size}: data parallelism is auto")
-            candidates = _without_spares(fit, world_size, self._options.spares)
-            hosts, notices = place_hosts(self._config, layout, candidates, self._options.topology)
-            for notice in notices if self._attempts == 1 else ():
-                self._say(notice)
-            return hosts
-        told = f" ({_first_of(failures)})" if failures else ""
-        raise LaunchError(
-            f"{self._world_size} ranks are needed, and hosts that are fit have {there} slots{told}: mend them, or name "
-            "others in the hostfile"
-        )
 
     def _run(self, team: Team, signals: StopSignals) -> Ended:
         attempt, self._began = uuid.uuid4().hex, time.monotonic()
@@ -251,42 +236,3 @@ class HostsSupervisor(Supervisor):
             launcher_args=self._options.launcher_args,
         )
         return command, launcher_environment(environment_file)
-
-
-def wanted_ranks(config: Config, hosts: Sequence[Host], spares: int) -> int:
-    """Ranks of a run on these hosts: all slots but those of `spares` hosts, as far as the layout can use them.
-
-    Raises LaunchError where they are too few.
-    """
-    if spares >= len(hosts):
-        raise LaunchError(f"--spares {spares} leaves none of the {len(hosts)} hosts: keep at least one")
-    slots = sum(host.slots for host in hosts[: len(hosts) - spares])
-    parallel = config.parallel
-    replica = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    data = parallel.data_parallel_size
-    wanted = slots // replica * replica if data == "auto" else replica * data
-    if wanted > slots or not wanted:
-        of = f"the {len(hosts) - spares} hosts that are not spare" if spares else f"the {len(hosts)} hosts"
-        raise LaunchError(
-            f"the layout needs {wanted or replica} ranks and {of} have {slots} slots: name more hosts, or use a "
-            "smaller parallel layout"
-        )
-    return wanted
-
-
-def _first_of(failures: Sequence[Finding]) -> str:
-    """One of them in words, and how many there are besides."""
-    first = failures[0]
-    named = any(f"host {name} " in first.sentence for name in first.hosts)
-    text = f"{first.sentence}: {first.remedy}".rstrip(": ") if named else str(first)
-    return f"{text}; and {len(failures) - 1} more" if len(failures) > 1 else text
-
-
-def _without_spares(fit: Sequence[Host], world_size: int, spares: int) -> Sequence[Host]:
-    """Of hosts that are fit, in the hostfile's order, those to choose among: reserves only where others are lacking."""
-    if not spares:
-        return fit
-    for count in range(1, len(fit)):
-        if sum(host.slots for host in fit[:count]) >= world_size:
-            return fit[:count]
-    return fit

@@ -1,0 +1,108 @@
+"""Which hosts an attempt takes. Pure, but for the placement's look at the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launch.devices import Device
+from launch.doctor.findings import Finding
+from launch.errors import LaunchError
+from launch.hostfile import Host
+from launch.placement import place_hosts
+from launch.topology import Topology
+from megalite.config import Config, ConfigError, ResolvedLayout
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Hosts in rank order, each with the devices that get a rank, and what is to be told about them."""
+
+    hosts: tuple[Host, ...]
+    notices: tuple[str, ...]
+
+
+def wanted_ranks(config: Config, hosts: Sequence[Host], spares: int) -> int:
+    """Ranks of a run on these hosts: all slots but those of `spares` hosts, as far as the layout can use them.
+
+    Raises LaunchError where they are too few.
+    """
+    if spares >= len(hosts):
+        raise LaunchError(f"--spares {spares} leaves none of the {len(hosts)} hosts: keep at least one")
+    slots = sum(host.slots for host in hosts[: len(hosts) - spares])
+    replica, data = _replica(config), config.parallel.data_parallel_size
+    wanted = slots // replica * replica if data == "auto" else replica * data
+    if wanted > slots or not wanted:
+        of = f"the {len(hosts) - spares} hosts that are not spare" if spares else f"the {len(hosts)} hosts"
+        raise LaunchError(
+            f"the layout needs {wanted or replica} ranks and {of} have {slots} slots: name more hosts, or use a "
+            "smaller parallel layout"
+        )
+    return wanted
+
+
+def choose_hosts(
+    config: Config,
+    fit: Sequence[Host],
+    device: Device,
+    *,
+    wanted: int,
+    may_shrink: bool,
+    keep_spares: bool,
+    topology: Topology | None,
+    why_not: Sequence[Finding],
+) -> Choice:
+    """Of the hosts that are `fit`, in the hostfile's order, as many as `wanted` ranks need.
+
+    Where they are too few and it `may_shrink`, the largest layout that they hold, if data parallelism is auto.
+    `keep_spares`: the last ones are taken only where others are lacking. `why_not`: what keeps the others out. Raises
+    LaunchError where there is no layout for them, ConfigError where there never was.
+    """
+    there = sum(host.slots for host in fit)
+    layout = config.check_world(wanted, device)
+    if there < wanted:
+        smaller = _smaller(config, device, there) if may_shrink else None
+        if smaller is None:
+            told = f" ({_first_of(why_not)})" if why_not else ""
+            raise LaunchError(
+                f"{wanted} ranks are needed, and hosts that are fit have {there} slots{told}: mend them, or name "
+                "others in the hostfile"
+            )
+        layout = smaller
+    hosts, notices = place_hosts(config, layout, _candidates(fit, layout.world_size, keep_spares), topology)
+    if layout.world_size < wanted:
+        fewer = f"going on with {layout.world_size} ranks instead of {wanted}: data parallelism is auto"
+        notices = (fewer, *notices)
+    return Choice(hosts, notices)
+
+
+def _smaller(config: Config, device: Device, slots: int) -> ResolvedLayout | None:
+    """The largest layout on so many slots, with which the batch can be cut evenly."""
+    if config.parallel.data_parallel_size != "auto":
+        return None
+    replica = _replica(config)
+    for replicas in range(slots // replica, 0, -1):
+        try:
+            return config.check_world(replicas * replica, device)
+        except ConfigError:
+            continue
+    return None
+
+
+def _candidates(fit: Sequence[Host], world_size: int, keep_spares: bool) -> Sequence[Host]:
+    for count in range(1, len(fit)) if keep_spares else ():
+        if sum(host.slots for host in fit[:count]) >= world_size:
+            return fit[:count]
+    return fit
+
+
+def _replica(config: Config) -> int:
+    return config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+
+
+def _first_of(failures: Sequence[Finding]) -> str:
+    """One of them in words, and how many there are besides."""
+    first = failures[0]
+    named = any(f"host {name} " in first.sentence for name in first.hosts)
+    text = f"{first.sentence}: {first.remedy}".rstrip(": ") if named else str(first)
+    return f"{text}; and {len(failures) - 1} more" if len(failures) > 1 else text
