@@ -16,9 +16,15 @@ import typer
 
 from launch.checkpoint_command import checkpoint_app
 from launch.convert_command import export, import_
+from launch.doctor_command import doctor
 from launch.errors import INTERRUPTED_CODE, USER_ERROR_CODE, USER_ERRORS, VERIFY_FAILED_CODE, LaunchError
 from launch.inference_command import evaluate, generate
+from launch.k8s_command import k8s
+from launch.launch_command import launch
+from launch.place_command import place
+from launch.ray_command import ray
 from launch.run_config import load_run_config
+from launch.slurm_command import slurm
 from megalite.config import Config
 
 app = typer.Typer(
@@ -36,6 +42,12 @@ app.command("import")(import_)
 app.command()(export)
 app.command()(generate)
 app.command()(evaluate)
+app.command()(k8s)
+app.command()(launch)
+app.command()(doctor)
+app.command()(slurm)
+app.command()(place)
+app.command()(ray)
 
 ConfigPath = Annotated[Path, typer.Argument(help="YAML file", metavar="CONFIG.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.option=value ...", metavar="[OVERRIDES]...")]
@@ -61,11 +73,11 @@ def train(
 ) -> None:
     """Train, or go on training from the newest checkpoint in the run's folder.
 
-    Starts tensor x pipeline x data local ranks; under `deepspeed` or `torchrun` this process is one of them.
+    Starts tensor x pipeline x data local ranks; under `deepspeed`, `torchrun`, `srun` or `mpirun` it is one of them.
 
     Example: `megalite train configs/quickstart.yaml parallel.tensor_parallel_size=1 training.steps=20`
     """
-    from launch.ranks import this_rank
+    from launch.rank_environment import is_rank
     from launch.start import describe, start
 
     words = [str(config_path), *(overrides or [])]
@@ -73,7 +85,7 @@ def train(
         describe(load_run_config(config_path, overrides or []), as_json=as_json)
     elif as_json:
         raise LaunchError("--json belongs to --dry-run: a run's results are in metrics.jsonl and receipt.json")
-    elif this_rank() is not None:
+    elif is_rank():
         from launch.train import main as rank_main
 
         if restart:
@@ -103,18 +115,21 @@ def supervise(
     run_dir: Annotated[
         Path | None, typer.Option(help="The run's folder; default: that of the config which COMMAND names.")
     ] = None,
+    silence: Annotated[
+        float, typer.Option(min=0, help="Seconds without a sign of life from a rank until all start again; 0: never.")
+    ] = 60.0,
 ) -> None:
     """Run COMMAND, and again when it fails; the run resumes from its newest complete checkpoint.
 
-    Not after exit codes 0, 2 (a mistake), 3 (a guard), 75 (asked to end, saved) and 130 (Ctrl-C), nor when the run fails
+    Not after exit codes 0, 2 (a mistake), 3 (a guard), 75 (asked to end, saved) and 130 (Ctrl-C), nor when it fails
     twice at the same step. SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed on to the ranks, which save and end; Ctrl-C,
     and any of SIGTERM and SIGHUP a second time, ends all at once. Nothing that COMMAND starts outlives it.
 
-    Example: `megalite supervise --restarts 20 -- deepspeed --hostfile hosts launch/train.py configs/quickstart.yaml`
+    Example: `megalite supervise --restarts 20 -- torchrun --nproc-per-node 8 -m launch.train configs/quickstart.yaml`
     """
     from launch.supervise import Policy, supervise_run
 
-    policy = Policy(restarts, first_wait, longest_wait, grace)
+    policy = Policy(restarts, first_wait, longest_wait, grace, silence)
     raise typer.Exit(supervise_run(command, policy, run_dir))
 
 

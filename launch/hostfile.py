@@ -102,7 +102,7 @@ def _read_line(path: Path, number: int, line: str) -> Host | None:
     if not rest:
         raise _mistake(path, number, len(text), f"slots=NUMBER is missing after {name}")
     slots, column = rest[0]
-    match = re.fullmatch(r"slots=([0-9]+)", slots)
+    match = re.fullmatch(r"slots=([0-9]{1,6})", slots)
     if match is None:
         raise _mistake(path, number, column, f"{slots!r} is not slots=NUMBER")
     count = int(match.group(1))

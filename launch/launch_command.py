@@ -34,6 +34,10 @@ def launch(
         typer.Option(help="Which switch each host is at, in topology.conf's words; hosts are placed by it."),
     ] = None,
     ssh_port: SshPort = None,
+    wait_for_hosts: Annotated[
+        float,
+        typer.Option(min=0, metavar="MINUTES", help="That a restart waits for hosts it lacks, as while they boot."),
+    ] = 10.0,
     host_timeout: Annotated[
         float, typer.Option(min=5, help="Seconds without a sign of a host until its ranks are given up.")
     ] = 20.0,
@@ -64,7 +68,7 @@ def launch(
 
     config = load_run_config(config_path, overrides or [])
     hosts = select_hosts(read_hostfile(hostfile), include, exclude)
-    from launch.hosts.description import describe, expected_layout, show
+    from launch.hosts.description import check_words, describe, expected_layout, show
     from launch.hosts.supervisor import HostsSupervisor, Options
     from launch.start import check_run, is_done
     from launch.supervise import Policy, check_resumes
@@ -78,8 +82,10 @@ def launch(
         spares=spares,
         ssh_port=ssh_port,
         host_timeout_s=host_timeout,
+        wait_for_hosts_s=60 * wait_for_hosts,
         topology=read_topology(topology) if topology is not None else None,
     )
+    check_words(config, hosts, options)
     if dry_run:
         describe(config, hosts, options, as_json=as_json)
         return

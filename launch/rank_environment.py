@@ -86,15 +86,14 @@ def read_rank(environment: Environment) -> Rank | None:
 
 
 def take_private_environment(environment: MutableMapping[str, str]) -> None:
-    """Adds the variables of the file that MEGALITE_PRIVATE_ENVIRONMENT names, where they are not set."""
+    """Sets the variables of the file that MEGALITE_PRIVATE_ENVIRONMENT names: they count more than the host's own."""
     if not (name := environment.get(PRIVATE)):
         return
     try:
         found = json.loads(Path(name).read_text())
         if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
             raise ValueError("no JSON object of strings")
-        for variable, value in found.items():
-            environment.setdefault(variable, value)
+        environment.update(found)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise LaunchError(

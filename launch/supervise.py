@@ -150,7 +150,7 @@ class Supervisor(ABC):
                     after or f"({self._run_dir} is unreadable)",
                 )
                 self._say(f"restart {number} in {self._wait_s:.3g} s: {describe(code)} {where}")
-                if not _sleep(self._wait_s, signals):
+                if not sleep(self._wait_s, signals):
                     self._say(f"asked to end before restart {self._restarts}")
                     return 128 + (signals.last or signal.SIGTERM)
                 self._wait_s = min(2 * self._wait_s, self._policy.longest_wait_s)
@@ -240,8 +240,8 @@ def describe(code: int) -> str:
     return f"exit code {code}"
 
 
-def _sleep(seconds: float, signals: StopSignals) -> bool:
-    """Whether nobody asked to end meanwhile."""
+def sleep(seconds: float, signals: StopSignals) -> bool:
+    """Less where somebody asks to end. Whether nobody did."""
     deadline = time.monotonic() + seconds
     while signals.last is None and (left := deadline - time.monotonic()) > 0:
         time.sleep(min(left, 0.1))

@@ -17,12 +17,11 @@ from pathlib import Path
 
 from launch.errors import LaunchError
 from launch.hostfile import Host, hostfile_text, include_words
+from launch.hosts.connection import keep_alive
 
 SCRIPT = Path(__file__).resolve().parent.parent / "train.py"
-# pdsh's ssh would wait for ever for a host that has lost its power; a link may be cut for less than 30 s
-KEEP_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=6 -o BatchMode=yes"
 TRAVELS = re.compile(  # variables of this shell that ranks on other hosts need as well; DeepSpeed hands on few of them
-    r"(NCCL|GLOO|TORCH|UCX|OMP|MKL|KMP|HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|WANDB|AWS|S3|GOOGLE|GCS|AZURE|FSSPEC|DS|DEEPSPEED"
+    r"(NCCL|GLOO|TORCH|UCX|OMP|MKL|KMP|HF|HUGGINGFACE|MLFLOW|TRANSFORMERS|TOKENIZERS|WANDB|AWS|S3|GOOGLE|GCS|AZURE|FSSPEC|DS|DEEPSPEED"
     r"|CUDA|PYTORCH|MEGALITE|GLIBC)_.*|(HTTPS?|NO|ALL)_PROXY|https?_proxy|no_proxy|SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE"
 )
 STAYS = {
@@ -31,7 +30,8 @@ STAYS = {
     "MEGALITE_ATTEMPT",
     "DS_ENV_FILE",
 }  # true of this host, or of this process
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|AUTH|SAS(_|$)", re.IGNORECASE)
+IN_ADDRESS = re.compile(r"://[^/]*@")  # https://user:password@host
 PLAIN = re.compile(r"[\w@%+=:./-]+")  # what no shell changes, and no srun
 NEEDS = {"pdsh": "pdsh", "openmpi": "ompi_info", "mpich": "mpirun", "slurm": "srun"}  # launcher -> program
 
@@ -61,7 +61,7 @@ class Environment:
     private: dict[str, str]  # secrets, and what a shell would change
 
 
-def check_launcher(launcher: Launcher, hosts: Sequence[Host]) -> None:
+def check_launcher(launcher: Launcher, hosts: Sequence[Host], ssh_port: int | None = None) -> None:
     """Raises LaunchError where it is not installed, or cannot do what the hosts ask of it."""
     program = NEEDS[launcher]
     if shutil.which(program) is None:
@@ -76,6 +76,8 @@ def check_launcher(launcher: Launcher, hosts: Sequence[Host]) -> None:
                 f"--launcher {launcher} starts the first slots of a host, but of {host.name} {list(host.devices)} are "
                 "asked for: use --launcher pdsh, or whole hosts"
             )
+    if launcher is Launcher.MPICH and ssh_port is not None:
+        raise LaunchError("--launcher mpich cannot be told an --ssh-port: name the port in ~/.ssh/config")
     if launcher in (Launcher.MPICH, Launcher.SLURM) and len({host.slots for host in hosts}) > 1:
         raise LaunchError(f"--launcher {launcher} needs equally many slots on all hosts: use --launcher pdsh")
 
@@ -90,8 +92,12 @@ def environment_of(variables: Mapping[str, str], kept_files: Sequence[Path]) -> 
     for path in kept_files:
         if path.is_file():
             wanted |= _read_environment_file(path)
-    shown = {name: value for name, value in wanted.items() if not SECRET.search(name) and PLAIN.fullmatch(value)}
+    shown = {name: value for name, value in wanted.items() if _may_be_seen(name, value)}
     return Environment(shown, {name: value for name, value in wanted.items() if name not in shown})
+
+
+def _may_be_seen(name: str, value: str) -> bool:
+    return bool(PLAIN.fullmatch(value) and not SECRET.search(name) and not IN_ADDRESS.search(value))
 
 
 def user_environment_files(variables: Mapping[str, str]) -> list[Path]:
@@ -109,7 +115,9 @@ def _read_environment_file(path: Path) -> dict[str, str]:
         name, equals, value = text.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise LaunchError(f"{path}:{number}: {text!r} is not NAME=VALUE: correct it")
-        found[name] = value
+        if "$" in value:
+            raise LaunchError(f"{path}:{number}: {name} has a $, which ranks take as it is: write its value out")
+        found[name] = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
     return found
 
 
@@ -117,7 +125,7 @@ def write_files(folder: Path, hosts: Sequence[Host], shown: Mapping[str, str]) -
     """`hostfile` and `environment` of an attempt, written to `folder`."""
     hostfile, environment = folder / "hostfile", folder / "environment"
     hostfile.write_text(hostfile_text(hosts))
-    environment.write_text("".join(f"{name}={value}\n" for name, value in shown.items()))
+    environment.write_text("".join(f"{name}={value}\n" for name, value in shown.items()))  # nothing secret
     return hostfile, environment
 
 
@@ -159,10 +167,14 @@ def command_of(
     return [*words, str(SCRIPT), str(config_path)]
 
 
-def launcher_environment(environment_file: Path) -> dict[str, str]:
-    """Variables of the launcher's own process."""
-    given = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
-    return {"DS_ENV_FILE": str(environment_file), "PDSH_SSH_ARGS_APPEND": f"{given} {KEEP_ALIVE}".strip()}
+def launcher_environment(environment_file: Path, hosts: Sequence[Host], patience_s: float) -> dict[str, str]:
+    """All variables of the launcher's own process; it would show some of them on command lines."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW")}
+    words = [*shlex.split(kept.get("PDSH_SSH_ARGS_APPEND", "")), *(f"-o{word}" for word in keep_alive(patience_s))]
+    tasks = environment_file.with_name("tasks")
+    tasks.write_text("".join(f"{host.name}\n" * host.slots for host in hosts))
+    own = {"DS_ENV_FILE": str(environment_file), "PDSH_SSH_ARGS_APPEND": " ".join(words), "SLURM_HOSTFILE": str(tasks)}
+    return kept | own
 
 
 def _own_arguments(launcher: Launcher, hosts: Sequence[Host], ssh_port: int | None) -> list[str]:
@@ -171,5 +183,5 @@ def _own_arguments(launcher: Launcher, hosts: Sequence[Host], ssh_port: int | No
         words = ["--bind-to", "none", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
         return [*words, "--mca", "plm_rsh_args", f"-p {ssh_port}"] if ssh_port is not None else words
     if launcher is Launcher.SLURM:
-        return [f"--ntasks-per-node={hosts[0].slots}", f"--nodelist={','.join(host.name for host in hosts)}"]
+        return ["--distribution=arbitrary"]  # in the order of SLURM_HOSTFILE; a node list it would sort
     return []

@@ -4,10 +4,11 @@ Standard library only, and nothing of ours is imported: the host may have anothe
 In: one JSON object a line on stdin, `{"id", "confirmed", "action", "arguments"}`, where `confirmed` is the newest
 answer that has arrived there. Out: `megalite {"id", "reply"}`, or `"error"`.
 
-Ranks are known by a variable of their environment that no other run has. While it guards them, silence is an order: if
-stdin is closed, whoever started them is dead, and they are asked to save and end. If no answer is confirmed for longer
-than a lease, this host is cut off, and they are killed: the lease counts from when that answer was sent, so it is over
-here before whoever got it may take this host for dead and start others in its place.
+Ranks are known by a variable of their environment that no other run has. While it guards them, silence is an order. If
+no answer is confirmed for longer than a lease, this host is cut off, and they are killed: the lease counts from when
+that answer was sent, so it is over here before whoever got it may take this host for dead and start others in its
+place. If stdin is closed and no other agent takes over, whoever started them is dead: they are asked to save and end
+before the lease is over.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from typing import Any
 
 Action = Callable[..., "dict[str, Any]"]
 MARK = "MEGALITE_ATTEMPT"
+AGENT = "MEGALITE_AGENT"  # among the private variables: the process that guards their ranks
 LOOK_S = 0.05  # between looks whether killed processes are gone
 TICK_S = 0.2  # between looks whether the lease is over
+SUCCESSOR_S = 5.0  # for another agent to take over where only the connection has ended
 KILL_S = 20.0  # then a killed process is one that the kernel cannot end
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")  # of torchrun and deepspeed, and of MPI and srun
 DEAD = "ZX"  # states of a process: not yet collected, and none
@@ -83,7 +86,7 @@ class Agent:
 
     def __init__(self, actions: dict[str, Action]) -> None:
         self._writing = threading.Lock()
-        self._attempt, self._lease_s, self._grace_s = "", float("inf"), 0.0
+        self._attempt, self._lease_s = "", float("inf")
         self._renewed, self._private = time.monotonic(), Path()
         self._sent: dict[int, float] = {}  # answer -> when
         own: dict[str, Action] = {
@@ -96,14 +99,17 @@ class Agent:
         }
         self._actions = {**actions, **own}
 
-    def guard(self, attempt: str, lease_s: float, grace_s: float, private: dict[str, str]) -> dict[str, Any]:
+    def guard(self, attempt: str, lease_s: float, private: dict[str, str]) -> dict[str, Any]:
         """From now on watches over an attempt's processes. `private`: variables that its ranks read from a file which
         only this user can read, so that they are on no command line; the reply names it."""
+        self.release()
         self._renewed = time.monotonic()
-        self._attempt, self._lease_s, self._grace_s = attempt, lease_s, grace_s
+        self._attempt, self._lease_s = attempt, lease_s
         self._private = Path(f"/dev/shm/megalite_{attempt}.json")
-        with os.fdopen(os.open(self._private, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(private, file)
+        self._private.unlink(missing_ok=True)
+        new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with os.fdopen(os.open(self._private, new, 0o600), "w") as file:
+            json.dump({**private, AGENT: str(os.getpid())}, file)
         return {"private_environment": str(self._private)}
 
     def ranks(self) -> dict[str, Any]:
@@ -133,7 +139,7 @@ class Agent:
 
     def release(self) -> dict[str, Any]:
         """Nothing is guarded any more."""
-        if self._attempt:
+        if self._is_guard():
             self._private.unlink(missing_ok=True)
         self._attempt, self._lease_s = "", float("inf")
         return {}
@@ -142,24 +148,38 @@ class Agent:
         """The thread that notices that nobody gets the answers any more."""
         while time.monotonic() - self._renewed < self._lease_s:
             time.sleep(TICK_S)
-        self.kill()
+        if self._is_guard():
+            self.kill()
         self._leave()
 
     def hear(self) -> None:
         """Until stdin is closed, and then until no rank is left."""
-        for line in sys.stdin:
-            order = json.loads(line)
-            with self._writing:
-                self._renewed = max(self._renewed, self._sent.get(order["confirmed"], 0.0))
-                self._sent = {number: sent for number, sent in self._sent.items() if sent > self._renewed}
-            threading.Thread(target=self._answer, args=(order,), daemon=True).start()
+        with contextlib.suppress(Exception):  # half an order, no thread for it: as if nothing came any more
+            for line in sys.stdin:
+                order = json.loads(line)
+                with self._writing:
+                    self._renewed = max(self._renewed, self._sent.get(order["confirmed"], 0.0))
+                    self._sent = {number: sent for number, sent in self._sent.items() if sent > self._renewed}
+                threading.Thread(target=self._answer, args=(order,), daemon=True).start()
         if self._attempt:
-            self._lease_s, deadline = float("inf"), time.monotonic() + self._grace_s
-            send(ranks_of(processes_of(self._attempt)), signal.SIGTERM)
-            while processes_of(self._attempt) and time.monotonic() < deadline:
-                time.sleep(TICK_S)
-            self.kill()
+            self._take_leave()
         self._leave()
+
+    def _take_leave(self) -> None:
+        """Of the ranks, unless another agent guards them. The thread that watches ends it with the lease."""
+        deadline = time.monotonic() + SUCCESSOR_S
+        while time.monotonic() < deadline and self._is_guard():
+            time.sleep(TICK_S)
+        if self._is_guard():
+            send(ranks_of(processes_of(self._attempt)), signal.SIGTERM)
+            while processes_of(self._attempt):
+                time.sleep(TICK_S)
+
+    def _is_guard(self) -> bool:
+        """False where none guards, or another agent."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return bool(self._attempt and json.loads(self._private.read_bytes())[AGENT] == str(os.getpid()))
+        return False
 
     def _answer(self, order: dict[str, Any]) -> None:
         try:

@@ -6,7 +6,6 @@ nothing of it is left on any host that answers, and on the others nothing beyond
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -18,6 +17,7 @@ from launch.processes import INTERRUPT_S, REPEAT_S, TICK_S, ProcessTree, StopSig
 from launch.supervise import Ended
 
 KILLED_CODE = 128 + signal.SIGKILL
+SSH_FAILED = 255
 PASSED_ON = {signal.SIGHUP: signal.SIGTERM}  # of a terminal that is closed, ranks know nothing
 LEAVE_S = 5.0  # what ranks have to leave by themselves after their launcher has
 TELL_S = 2.0  # between two times that ranks are told, for those which have just been started
@@ -43,16 +43,16 @@ class HostsAttempt:
 
     def run(self, signals: StopSignals) -> Ended:
         """To its end, whatever that is."""
-        with ProcessTree(self._command, os.environ | self._environment) as tree:
+        with ProcessTree(self._command, self._environment) as tree:
             ended = self._wait(tree, signals)
-            if ended.reason is None and ended.code not in (128 + signal.SIGINT, KILLED_CODE):
-                ended = self._see_off(ended)
+            if ended is None:
+                ended = self._see_off(exit_code(tree.process.wait()), signals)
             stuck = self._watch.kill()
         return replace(ended, facts={**ended.facts, "stuck": stuck}) if stuck else ended
 
-    def _wait(self, tree: ProcessTree, signals: StopSignals) -> Ended:
-        """Until the command ends by itself, or there is a reason to end it."""
-        while (code := tree.process.poll()) is None:
+    def _wait(self, tree: ProcessTree, signals: StopSignals) -> Ended | None:
+        """Until there is a reason to end the command; None: it has ended by itself."""
+        while tree.process.poll() is None:
             time.sleep(TICK_S)
             tree.bury()
             while (noted := signals.take()) is not None:
@@ -63,10 +63,11 @@ class HostsAttempt:
             if time.monotonic() > self._deadline:
                 return Ended(KILLED_CODE)
             found = self._watch.problem()
-            reason, facts = (found[1], {"fault_on": found[0]}) if found else (self._is_silent(), {})
-            if reason is not None:
-                return Ended(KILLED_CODE, reason, facts)
-        return Ended(128 - code if code < 0 else code)
+            if found is not None:
+                return Ended(KILLED_CODE, found[1], {"fault_on": found[0]})
+            if (reason := self._is_silent()) is not None:
+                return Ended(KILLED_CODE, reason)
+        return None
 
     def _must_end_now(self, number: int, at: float) -> bool:
         """Takes a signal: Ctrl-C, and a SIGTERM or SIGHUP that is repeated, do not wait for a save."""
@@ -89,16 +90,30 @@ class HostsAttempt:
         answers = self._watch.ask_all("signal", INTERRUPT_S, number=int(self._asked or signal.SIGTERM))
         return not is_first or any(answer["ranks"] for answer in answers.values())
 
-    def _see_off(self, ended: Ended) -> Ended:
-        """The command has ended. Ranks that have not are asked to save: somebody has killed their launcher."""
-        deadline = time.monotonic() + LEAVE_S
-        while (left := self._watch.look_now()) and time.monotonic() < deadline:
-            time.sleep(TICK_S)
-        if not left:
-            return ended
+    def _see_off(self, code: int, signals: StopSignals) -> Ended:
+        """The command has ended. Where that was not the ranks' doing, they are asked to save: somebody has killed their
+        launcher, which says 0 then, or the number of a signal."""
+        if 0 < code < 128 or not self._remain(LEAVE_S, signals):
+            return Ended(code)
+        left = self._watch.look_now()
         self._watch.ask_all("signal", INTERRUPT_S, number=int(signal.SIGTERM))
-        deadline = time.monotonic() + self._grace_s
-        while self._watch.look_now() and time.monotonic() < deadline:
+        self._remain(self._grace_s, signals)
+        ranks = f"{left} rank{'s were' if left != 1 else ' was'}"
+        return Ended(KILLED_CODE, f"{ranks} left behind by their launcher, which ended with {code}")
+
+    def _remain(self, seconds: float, signals: StopSignals) -> bool:
+        """Whether ranks are still there after so long; who asks to end now is not kept waiting."""
+        deadline = time.monotonic() + seconds
+        while self._watch.look_now():
+            noted = signals.take()
+            if time.monotonic() > deadline or (noted is not None and self._must_end_now(*noted)):
+                return True
             time.sleep(TICK_S)
-        reason = f"{left} rank{'s' * (left > 1)} were left behind by their launcher, which ended with {ended.code}"
-        return Ended(KILLED_CODE, reason)
+        return False
+
+
+def exit_code(code: int) -> int:
+    """128 + n for a command that signal n ended, and for one that says so of a rank: -n, which wraps to 256 - n."""
+    if code < 0:
+        return 128 - code
+    return 384 - code if 256 - signal.NSIG < code < SSH_FAILED else code

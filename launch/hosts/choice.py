@@ -14,11 +14,16 @@ from launch.topology import Topology
 from megalite.config import Config, ConfigError, ResolvedLayout
 
 
+class NotEnoughHosts(LaunchError):
+    """One sentence; it may pass, as when a host boots."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """Hosts in rank order, each with the devices that get a rank, and what is to be told about them."""
 
     hosts: tuple[Host, ...]
+    layout: ResolvedLayout
     notices: tuple[str, ...]
 
 
@@ -33,10 +38,11 @@ def wanted_ranks(config: Config, hosts: Sequence[Host], spares: int) -> int:
     replica, data = _replica(config), config.parallel.data_parallel_size
     wanted = slots // replica * replica if data == "auto" else replica * data
     if wanted > slots or not wanted:
-        of = f"the {len(hosts) - spares} hosts that are not spare" if spares else f"the {len(hosts)} hosts"
+        count = len(hosts) - spares
+        of = f"{count} host{'s' * (count > 1)}{' that are not spare' if spares else ''}"
         raise LaunchError(
-            f"the layout needs {wanted or replica} ranks and {of} have {slots} slots: name more hosts, or use a "
-            "smaller parallel layout"
+            f"the layout needs {wanted or replica} ranks, and there are {slots} slots on {of}: name more hosts, or use "
+            "a smaller parallel layout"
         )
     return wanted
 
@@ -48,15 +54,15 @@ def choose_hosts(
     *,
     wanted: int,
     may_shrink: bool,
-    keep_spares: bool,
+    spares: int,
     topology: Topology | None,
     why_not: Sequence[Finding],
 ) -> Choice:
     """Of the hosts that are `fit`, in the hostfile's order, as many as `wanted` ranks need.
 
     Where they are too few and it `may_shrink`, the largest layout that they hold, if data parallelism is auto.
-    `keep_spares`: the last ones are taken only where others are lacking. `why_not`: what keeps the others out. Raises
-    LaunchError where there is no layout for them, ConfigError where there never was.
+    The last `spares` are taken only where others are lacking. `why_not`: what keeps the others out. Raises
+    NotEnoughHosts where there is no layout for them, ConfigError where there never was.
     """
     there = sum(host.slots for host in fit)
     layout = config.check_world(wanted, device)
@@ -64,16 +70,16 @@ def choose_hosts(
         smaller = _smaller(config, device, there) if may_shrink else None
         if smaller is None:
             told = f" ({_first_of(why_not)})" if why_not else ""
-            raise LaunchError(
+            raise NotEnoughHosts(
                 f"{wanted} ranks are needed, and hosts that are fit have {there} slots{told}: mend them, or name "
                 "others in the hostfile"
             )
         layout = smaller
-    hosts, notices = place_hosts(config, layout, _candidates(fit, layout.world_size, keep_spares), topology)
+    hosts, notices = place_hosts(config, layout, _candidates(fit, layout.world_size, spares), topology)
     if layout.world_size < wanted:
         fewer = f"going on with {layout.world_size} ranks instead of {wanted}: data parallelism is auto"
         notices = (fewer, *notices)
-    return Choice(hosts, notices)
+    return Choice(hosts, layout, notices)
 
 
 def _smaller(config: Config, device: Device, slots: int) -> ResolvedLayout | None:
@@ -89,8 +95,8 @@ def _smaller(config: Config, device: Device, slots: int) -> ResolvedLayout | Non
     return None
 
 
-def _candidates(fit: Sequence[Host], world_size: int, keep_spares: bool) -> Sequence[Host]:
-    for count in range(1, len(fit)) if keep_spares else ():
+def _candidates(fit: Sequence[Host], world_size: int, spares: int) -> Sequence[Host]:
+    for count in range(max(1, len(fit) - spares), len(fit)):
         if sum(host.slots for host in fit[:count]) >= world_size:
             return fit[:count]
     return fit

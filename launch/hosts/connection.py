@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import queue
+import resource
 import shlex
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +32,7 @@ LOADER = (  # all texts in one namespace
     "import json, sys; own = dict(__name__='agent'); "
     "[exec(text, own) for text in json.loads(sys.stdin.buffer.read({}))]"
 )
+PATIENCE_S = 30.0
 CONNECT_S = 5  # for the network; ssh's own exchange of keys comes on top
 AT_ONCE = 64  # connections being made at the same time
 PREFIX = "megalite "
@@ -53,21 +56,26 @@ class HostError(LaunchError):
 class HostConnection:
     """An agent on a host. Threads may share it."""
 
-    def __init__(self, name: str, *, ssh_port: int | None = None, timeout_s: float = 10.0) -> None:
-        """Raises HostError where the host, or Python on it, cannot be reached."""
+    def __init__(
+        self, name: str, *, ssh_port: int | None = None, timeout_s: float = 10.0, patience_s: float = PATIENCE_S
+    ) -> None:
+        """`patience_s`: what a cut link may last. Raises HostError where the host, or Python on it, is not reached."""
         self.name = name
         self.heard = time.monotonic()  # when it last answered
         program = json.dumps([*(path.read_text() for path in PROGRAM), "main(ACTIONS)"]).encode()
         loader = LOADER.format(len(program))
         remote = f"exec {shlex.quote(sys.executable)} -I -u -c {shlex.quote(loader)}"
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - by ssh, and by Python there
-        self._process = subprocess.Popen(
-            ["ssh", *ssh_options(ssh_port), name, remote],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._said,
-            start_new_session=True,  # Ctrl-C is for the run to answer
-        )
+        try:
+            self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - by ssh, and by Python there
+            self._process = subprocess.Popen(
+                ["ssh", *ssh_options(ssh_port, patience_s), name, remote],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said,
+                start_new_session=True,  # Ctrl-C is for the run to answer
+            )
+        except OSError as error:  # no ssh, too many open files
+            raise HostError(f"host {name} cannot be reached: {error.filename or 'ssh'}: {error.strerror}") from None
         self._numbers, self._confirmed = itertools.count(), -1
         self._waiting: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}
         self._lock = threading.Lock()
@@ -134,18 +142,21 @@ class HostConnection:
         """The thread that hands answers to whom asked."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            text = line.decode(errors="replace")
-            if text.startswith(PREFIX):
-                answer = json.loads(text.removeprefix(PREFIX))
-                self.heard, self._confirmed = time.monotonic(), answer["id"]
-                with self._lock:
-                    waiting = self._waiting.get(answer["id"])
-                if waiting is not None:
-                    waiting.put(answer)
+            with contextlib.suppress(ValueError):  # a greeting that begins like an answer
+                self._hear(line.decode(errors="replace"))
         with self._lock:
             self._is_open = False
             for waiting in self._waiting.values():
                 waiting.put(None)
+
+    def _hear(self, text: str) -> None:
+        if text.startswith(PREFIX):
+            answer = json.loads(text.removeprefix(PREFIX))
+            self.heard, self._confirmed = time.monotonic(), answer["id"]
+            with self._lock:
+                waiting = self._waiting.get(answer["id"])
+            if waiting is not None:
+                waiting.put(answer)
 
     def _lost(self) -> HostError:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -158,18 +169,26 @@ class HostConnection:
         return HostError(f"host {self.name} cannot be reached ({said}): {remedy}")
 
 
-def ssh_options(port: int | None) -> list[str]:
-    """Never asks for anything, and notices a host that is gone."""
-    options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_S}", "ServerAliveInterval=5", "ServerAliveCountMax=6"]
+def keep_alive(patience_s: float) -> list[str]:
+    """Words for ssh, which never asks for anything and gives a host up that is silent for longer than `patience_s`."""
+    return ["BatchMode=yes", "ServerAliveInterval=5", f"ServerAliveCountMax={int(patience_s / 5) + 2}"]
+
+
+def ssh_options(port: int | None, patience_s: float) -> list[str]:
+    """All words for ssh but the host and what it is to do."""
+    options = [*keep_alive(patience_s), f"ConnectTimeout={CONNECT_S}"]
     words = [word for option in options for word in ("-o", option)]
     return [*words, "-T", *(["-p", str(port)] if port is not None else [])]
 
 
 def connect_all(
-    names: Sequence[str], *, ssh_port: int | None = None, timeout_s: float = 10.0
+    names: Sequence[str], *, ssh_port: int | None = None, timeout_s: float = 10.0, patience_s: float = PATIENCE_S
 ) -> tuple[dict[str, HostConnection], dict[str, HostError]]:
     """Connections to those that can be reached, and why the others cannot; all at once."""
-    return in_parallel(names, lambda name: HostConnection(name, ssh_port=ssh_port, timeout_s=timeout_s))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # three files per host
+    made = partial(HostConnection, ssh_port=ssh_port, timeout_s=timeout_s, patience_s=patience_s)
+    return in_parallel(names, made)
 
 
 def in_parallel(names: Iterable[str], work: Callable[[str], Result]) -> tuple[dict[str, Result], dict[str, HostError]]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from launch.backends.deepspeed import Meeting, command_of
+from launch.backends.deepspeed import PLAIN, SCRIPT, Meeting, check_launcher, command_of
 from launch.devices import Device
 from launch.doctor.findings import Verdict
 from launch.doctor.preflight import Report
 from launch.doctor.report import conclusion
+from launch.errors import LaunchError
 from launch.hostfile import Host
 from launch.hosts.choice import wanted_ranks
 from launch.hosts.supervisor import FOLDER, Options
@@ -33,14 +36,32 @@ def expected_layout(config: Config, hosts: Sequence[Host], spares: int) -> Resol
     return config.check_world(wanted_ranks(config, hosts, spares), device)
 
 
+def check_words(config: Config, hosts: Sequence[Host], options: Options) -> None:
+    """Raises LaunchError where the launcher cannot do it, or where a path is none that shells on hosts leave alone."""
+    check_launcher(options.launcher, hosts, options.ssh_port)
+    paths = {
+        "run_dir": config.run_dir.absolute(),
+        "this folder": Path.cwd(),
+        "Python": Path(sys.executable),
+        "megalite": SCRIPT,
+    }
+    for what, path in paths.items():
+        if not PLAIN.fullmatch(str(path)):
+            raise LaunchError(
+                f"{what}, {path}, has characters that shells on the hosts would change: choose a path of letters, "
+                "digits and _ - . / alone"
+            )
+
+
 def describe(config: Config, hosts: Sequence[Host], options: Options, *, as_json: bool) -> None:
     """The dry run: which hosts, in rank order, and the command; no host is asked anything."""
     main = hosts[: len(hosts) - options.spares]
     layout = expected_layout(config, hosts, options.spares)
     placed, notices = place_hosts(config, layout, main, options.topology)
+    check_launcher(options.launcher, placed, options.ssh_port)
     used = {host.name for host in placed}
     spares = [host.name for host in hosts if host.name not in used]
-    folder = (config.run_dir / FOLDER).absolute()
+    folder = (config.run_dir / FOLDER / "ATTEMPT").absolute()
     command = command_of(
         options.launcher,
         placed,
@@ -67,5 +88,5 @@ def describe(config: Config, hosts: Sequence[Host], options: Options, *, as_json
     for notice in notices:
         print(f"megalite: {notice}")
     print(f"spare: {', '.join(spares) or 'none'}")
-    print(" ".join(command))
+    print(shlex.join(command))
     print("dry run: nothing was started")

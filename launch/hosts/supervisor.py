@@ -7,6 +7,8 @@ The first attempt must have what was asked for. A later one takes spare hosts fo
 from __future__ import annotations
 
 import os
+import shutil
+import socket
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -15,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 from launch.backends.deepspeed import (
-    PLAIN,
     Launcher,
     Meeting,
     check_launcher,
@@ -26,22 +27,24 @@ from launch.backends.deepspeed import (
     write_files,
 )
 from launch.devices import Device
-from launch.doctor.findings import Settings
+from launch.doctor.findings import Finding, Settings
 from launch.doctor.preflight import Report, preflight
 from launch.errors import FAILED_CODE, LaunchError
 from launch.hostfile import Host
 from launch.hosts.attempt import HostsAttempt
-from launch.hosts.choice import choose_hosts, wanted_ranks
+from launch.hosts.choice import NotEnoughHosts, choose_hosts, wanted_ranks
 from launch.hosts.connection import HostConnection, HostError, connect_all, in_parallel
 from launch.hosts.watch import Watch
 from launch.local import rank_environment
 from launch.processes import StopSignals
 from launch.silence import Watcher
-from launch.supervise import Ended, Policy, Supervisor
+from launch.supervise import Ended, Policy, Supervisor, sleep
 from launch.topology import Topology
 from megalite.config import Config
+from megalite.config.known_bad import check_known_bad, installed_versions
 
-FOLDER = ".launch"  # in the run's folder: what the launcher of the last attempt was given
+FOLDER = ".launch"  # in the run's folder: what the launcher of an attempt is given, while it lasts
+LOOK_AGAIN_S = 10.0  # for hosts that boot
 GUARD_S = 10.0
 
 
@@ -54,6 +57,7 @@ class Options:
     spares: int = 0  # of the hosts, the last so many are not used unless others are lost
     ssh_port: int | None = None
     host_timeout_s: float = 20.0  # without a sign of a host until it counts as lost
+    wait_for_hosts_s: float = 600.0  # that a later attempt lacks
     topology: Topology | None = None
 
 
@@ -90,13 +94,8 @@ class HostsSupervisor(Supervisor):
         self._began = time.monotonic()  # the last attempt
         self._last_team: tuple[str, ...] = ()
         self._notices: tuple[str, ...] = ()
+        self._shown: tuple[Finding, ...] = ()
         self._stuck: set[str] = set()  # hosts with a process that cannot be ended, which may hold their GPUs
-        check_launcher(options.launcher, hosts)
-        if not PLAIN.fullmatch(str(config.run_dir.absolute())):
-            raise LaunchError(
-                f"run_dir {config.run_dir.absolute()} has characters that shells on the hosts would change: name it "
-                "with letters, digits and _ - . / alone"
-            )
 
     def __enter__(self) -> HostsSupervisor:
         return self
@@ -107,24 +106,42 @@ class HostsSupervisor(Supervisor):
     def _attempt(self, signals: StopSignals) -> Ended:
         self._attempts += 1
         try:
-            team = self._gather()
+            team = self._wait_for_team(signals)
             if signals.last is not None:
                 return Ended(128 + signals.last)
             return self._run(team, signals)
         except LaunchError as error:
+            if signals.last is not None:
+                return Ended(128 + signals.last)
             if self._attempts == 1:
                 raise
             return Ended(FAILED_CODE, str(error))
 
+    def _wait_for_team(self, signals: StopSignals) -> Team:
+        """The hosts of the next attempt; a later one waits for hosts that boot. Raises LaunchError."""
+        patience_s = self._options.wait_for_hosts_s if self._attempts > 1 else 0.0
+        deadline, said = time.monotonic() + patience_s, ""
+        while True:
+            try:
+                return self._gather()
+            except NotEnoughHosts as error:
+                if time.monotonic() > deadline or signals.last is not None:
+                    raise
+                if str(error) != said:
+                    said = str(error)
+                    self._say(f"waiting for hosts: {said}")
+                sleep(LOOK_AGAIN_S, signals)
+
     def _gather(self) -> Team:
-        """The hosts of the next attempt. Raises LaunchError where there are not enough that are fit."""
+        """Raises LaunchError, or NotEnoughHosts, which may pass."""
         settings = Settings.of(self._config)
         errors = self._connect()
         report = preflight(self._connections, errors, self._hosts, settings)
         if self._remove_own_locks(report):
             report = preflight(self._connections, errors, self._hosts, settings)
-        if self._attempts == 1 or report.failures:
+        if report.findings != self._shown and (self._attempts == 1 or report.failures):
             self._show(report)
+        self._shown = report.findings
         for finding in report.failures:
             if not finding.hosts:
                 raise LaunchError(f"the hosts cannot train together: {finding}")
@@ -136,13 +153,16 @@ class HostsSupervisor(Supervisor):
             report.device,
             wanted=self._world_size,
             may_shrink=self._attempts > 1,
-            keep_spares=self._options.spares > 0,
+            spares=self._options.spares,
             topology=self._options.topology,
             why_not=report.failures,
         )
         for notice in choice.notices if choice.notices != self._notices else ():
             self._say(notice)
-        hosts, self._notices = choice.hosts, choice.notices
+        self._notices = choice.notices
+        check_launcher(self._options.launcher, choice.hosts, self._options.ssh_port)
+        check_known_bad(self._config, choice.layout, installed_versions(), report.device)
+        hosts = self._in_rank_order(choice.hosts, report)
         first = hosts[0].name
         meeting = Meeting(report.addresses[first], self._connections[first].ask("free_port")["port"])
         team = Team(hosts, report.device, min(report.facts[host.name]["cores"] for host in hosts), meeting)
@@ -157,24 +177,30 @@ class HostsSupervisor(Supervisor):
         if self._attempts == 1:
             return False
         seconds = time.monotonic() - self._began
-        locks = [
-            (name, Path(lock["path"]))
-            for name, facts in report.facts.items()
-            for lock in facts["locks"]
-            if lock["holder"] is None and lock["age_s"] < seconds
-        ]
-        for name, path in locks:
+        locks = [(name, lock) for name, facts in report.facts.items() for lock in facts["locks"]]
+        held = {lock["path"] for _, lock in locks if lock["holder"] is not None}  # on shared storage all hosts see it
+        left = {lock["path"]: name for name, lock in locks if lock["path"] not in held and lock["age_s"] < seconds}
+        for text, name in left.items():
+            path = Path(text)
             self._connections[name].ask("remove_token", folder=str(path.parent), name=path.name, made=[])
             self._say(f"removed {path} on {name}, which a killed compiler had left")
-        return bool(locks)
+        return bool(left)
+
+    def _in_rank_order(self, hosts: tuple[Host, ...], report: Report) -> tuple[Host, ...]:
+        """Open MPI puts this machine's ranks first, wherever the hostfile has it."""
+        if self._options.launcher is Launcher.OPENMPI:
+            here = [host for host in hosts if report.facts[host.name]["hostname"] == socket.gethostname()]
+            return (*here, *(host for host in hosts if host not in here))
+        return hosts
 
     def _connect(self) -> dict[str, HostError]:
         """Tries all hosts that are not connected: one that was lost may be back."""
         for name in [name for name, connection in self._connections.items() if not connection.is_open]:
             self._connections.pop(name).close()
         missing = [host.name for host in self._hosts if host.name not in self._connections]
-        made, errors = connect_all(missing, ssh_port=self._options.ssh_port)
+        made, errors = connect_all(missing, ssh_port=self._options.ssh_port, patience_s=self._options.host_timeout_s)
         self._connections |= made
+        self._stuck -= made.keys()  # it has booted
         return errors
 
     def _run(self, team: Team, signals: StopSignals) -> Ended:
@@ -184,23 +210,25 @@ class HostsSupervisor(Supervisor):
         guard = {
             "attempt": attempt,
             "lease_s": self._options.host_timeout_s,
-            "grace_s": self._policy.grace_s,
             "private": private,
         }
         answers, errors = in_parallel(
             list(connections), lambda name: connections[name].ask("guard", timeout_s=GUARD_S, **guard)
         )
         for error in errors.values():
+            in_parallel(list(answers), lambda name: connections[name].ask("release"))
             raise error
         environment["MEGALITE_PRIVATE_ENVIRONMENT"] = next(iter(answers.values()))["private_environment"]
-        command, own = self._command(team, environment)
-        reconnect = partial(HostConnection, ssh_port=self._options.ssh_port)
+        folder = (self._run_dir / FOLDER / attempt).absolute()
+        command, own = self._command(team, environment, folder)
+        reconnect = partial(HostConnection, ssh_port=self._options.ssh_port, patience_s=self._options.host_timeout_s)
         with (
             Watch(connections, guard, reconnect, self._options.host_timeout_s) as watch,
             Watcher(self._run_dir, attempt, self._policy.silence_s) as watcher,
         ):
             ended = HostsAttempt(command, own, watch, self._policy.grace_s, watcher.reason).run(signals)
             lost = watch.lost()
+        shutil.rmtree(folder, ignore_errors=True)
         self._connections |= connections  # some may be new
         in_parallel([name for name in connections if name not in lost], lambda name: connections[name].ask("release"))
         for name in lost:
@@ -217,10 +245,9 @@ class HostsSupervisor(Supervisor):
         shown = own | given.shown | {"MEGALITE_ATTEMPT": attempt}
         return shown, given.private
 
-    def _command(self, team: Team, environment: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+    def _command(self, team: Team, environment: dict[str, str], folder: Path) -> tuple[list[str], dict[str, str]]:
         """What starts the ranks, and what its own environment must have; writes the files it reads."""
-        folder = (self._run_dir / FOLDER).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True)
         config_path = folder / "config.yaml"
         config_path.write_text(self._config.to_yaml())
         if self._options.launcher is not Launcher.PDSH:  # MPI and srun set numbers alone
@@ -235,4 +262,4 @@ class HostsSupervisor(Supervisor):
             ssh_port=self._options.ssh_port,
             launcher_args=self._options.launcher_args,
         )
-        return command, launcher_environment(environment_file)
+        return command, launcher_environment(environment_file, team.hosts, self._options.host_timeout_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,9 +74,11 @@ class Watch:
         now = time.monotonic()
         return [name for name, connection in self._connections.items() if now - connection.heard > self._lease_s]
 
-    def ask_all(self, action: str, timeout_s: float, **arguments: object) -> dict[str, dict[str, Any]]:
-        """Answers of the hosts that are there."""
-        there = [name for name in self._connections if name not in self.lost()]
+    def ask_all(
+        self, action: str, timeout_s: float, names: Iterable[str] = (), **arguments: object
+    ) -> dict[str, dict[str, Any]]:
+        """Answers of the hosts that are there, or of those named."""
+        there = list(names) or [name for name in self._connections if name not in self.lost()]
         answers, _ = in_parallel(
             there, lambda name: self._connections[name].ask(action, timeout_s=timeout_s, **arguments)
         )
@@ -89,10 +91,10 @@ class Watch:
     def kill(self) -> list[str]:
         """Ends every process of the attempt: here, or, on hosts that do not answer, by waiting until their agents must
         have done it. The hosts where the kernel could not end one."""
-        answers = self.ask_all("kill", KILL_S)
-        for name in self._connections.keys() - answers.keys():
-            while name not in self.lost():
-                time.sleep(0.1)
+        answers: dict[str, dict[str, Any]] = {}
+        while waiting := self._connections.keys() - answers.keys() - set(self.lost()):
+            answers |= self.ask_all("kill", KILL_S, waiting)  # again where a connection has just been made anew
+            time.sleep(0.1)
         return [name for name, answer in answers.items() if answer["left"]]
 
     def _look(self, name: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -33,7 +32,8 @@ class Launched:
         path = write_config(folder / "config.yaml", config)
         command = [
             sys.executable,
-            "/tmp/dev_launch.py",
+            "-m",
+            "launch",
             "launch",
             "--hostfile",
             str(folder / "hosts"),
@@ -133,6 +133,3 @@ def _name(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip()
     return ""
-
-
-STOP, KILL = signal.SIGSTOP, signal.SIGKILL

@@ -31,7 +31,7 @@ time.sleep(120)
 PROGRAM = """
 import subprocess, sys, time
 from launch.hosts.connection import HostConnection, HostError, connect_all
-guard = dict(attempt={attempt!r}, lease_s={lease_s}, grace_s={grace_s}, private={{"WANDB_API_KEY": "a $secret"}})
+guard = dict(attempt={attempt!r}, lease_s={lease_s}, private={{"WANDB_API_KEY": "a $secret"}})
 """
 
 
@@ -49,9 +49,9 @@ class Job:
         wait_until(lambda: path.exists() and path.read_text() != "")
         return path
 
-    def head(self, body: str, lease_s: float = 60, grace_s: float = 20) -> list[str]:
+    def head(self, body: str, lease_s: float = 60) -> list[str]:
         """A program for the head."""
-        text = PROGRAM.format(attempt=self.attempt, lease_s=lease_s, grace_s=grace_s) + textwrap.dedent(body)
+        text = PROGRAM.format(attempt=self.attempt, lease_s=lease_s) + textwrap.dedent(body)
         return [sys.executable, "-u", "-c", text]
 
     def on_head(self, body: str, **limits: float) -> subprocess.Popen[str]:
@@ -133,12 +133,34 @@ def test_when_the_one_who_started_them_is_killed_ranks_save_and_none_is_left(job
         print("on")
         time.sleep(60)
         """,
-        grace_s=3,
+        lease_s=9,
     )
     assert head.stdout is not None and head.stdout.readline() == "on\n"
     head.send_signal(signal.SIGKILL)
     wait_until(lambda: not job.left())
     assert paths[0].with_suffix(".saved").exists() and not paths[1].with_suffix(".saved").exists()
+
+
+def test_a_connection_that_breaks_is_made_anew_and_the_ranks_hear_nothing_of_it(job: Job) -> None:
+    """Nor does an order to end them get lost that comes just then."""
+    path = job.start_rank(0, "saves")
+    head = job.on_head(
+        """
+        from launch.hosts.watch import Watch
+        connections = {"node2": HostConnection("node2")}
+        connections["node2"].ask("guard", **guard)
+        with Watch(connections, guard, HostConnection, guard["lease_s"]) as watch:
+            for _ in range(2):
+                connections["node2"]._process.kill()
+                time.sleep(9)
+                assert connections["node2"].is_open and watch.ranks() == 1 and watch.problem() is None
+            connections["node2"]._process.kill()
+            print(watch.kill())
+        """,
+        lease_s=20,
+    )
+    assert head.stdout is not None and head.stdout.read() == "[]\n"
+    assert not job.left() and not path.with_suffix(".saved").exists()
 
 
 def test_a_host_that_is_cut_off_ends_its_ranks_before_it_may_be_taken_for_dead(job: Job) -> None:

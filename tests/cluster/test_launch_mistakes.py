@@ -53,9 +53,9 @@ def test_mistakes_that_need_no_host(two_hosts: Cluster, config: dict[str, Any], 
     assert "--spares 2 leaves none of the 2 hosts" in say(TWO, "--spares", "2")
     assert "--launcher slurm works inside an allocation" in say(TWO, "--launcher", "slurm")
     config["parallel"]["data_parallel_size"], config["training"]["global_batch_size"] = 3, 12
-    assert "the layout needs 6 ranks and the 2 hosts have 4 slots" in say(TWO)
+    assert "the layout needs 6 ranks, and there are 4 slots on 2 hosts" in say(TWO)
     config["parallel"]["data_parallel_size"] = "auto"
-    assert "the layout needs 2 ranks and the 1 hosts have 1 slots" in say("node1 slots=1\n")
+    assert "the layout needs 2 ranks, and there are 1 slots on 1 host:" in say("node1 slots=1\n")
     config["checkpoint"] = {"resume": False}
     assert "checkpoint.resume is false" in say(TWO)
 

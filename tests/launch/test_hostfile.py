@@ -143,7 +143,7 @@ def test_deepspeed_itself_reads_them_so(tmp_path: Path) -> None:
 
 
 def test_what_ranks_need_travels_and_secrets_do_so_in_private(tmp_path: Path) -> None:
-    (tmp_path / ".deepspeed_env").write_text("# ours\n\nNCCL_DEBUG=INFO\nMY_VARIABLE=1\nGREETING=hello $USER\n")
+    (tmp_path / ".deepspeed_env").write_text('# ours\n\nNCCL_DEBUG=INFO\nMY_VARIABLE=1\nGREETING="hello you"\n')
     variables = {
         "NCCL_DEBUG": "WARN",
         "GLOO_SOCKET_IFNAME": "eth0",
@@ -155,6 +155,9 @@ def test_what_ranks_need_travels_and_secrets_do_so_in_private(tmp_path: Path) ->
         "MEGALITE_TREES": ":1",
         "HOME": "/root",
         "NO_PROXY": "a,b",
+        "HTTPS_PROXY": "http://me:word@proxy:3128",
+        "MLFLOW_TRACKING_PASSWORD": "word",
+        "AZURE_STORAGE_SAS": "sig",
     }
     found = environment_of(variables, [tmp_path / ".deepspeed_env", tmp_path / "nothing"])
     assert found.shown == {
@@ -168,8 +171,14 @@ def test_what_ranks_need_travels_and_secrets_do_so_in_private(tmp_path: Path) ->
         "AWS_SECRET_ACCESS_KEY": "k",
         "HF_TOKEN": "t",
         "NO_PROXY": "a,b",
-        "GREETING": "hello $USER",
+        "GREETING": "hello you",
+        "HTTPS_PROXY": "http://me:word@proxy:3128",
+        "MLFLOW_TRACKING_PASSWORD": "word",
+        "AZURE_STORAGE_SAS": "sig",
     }
+    (tmp_path / ".deepspeed_env").write_text("PATH=/opt:$PATH\n")
+    with pytest.raises(LaunchError, match=r"deepspeed_env:1: PATH has a \$, which ranks take as it is"):
+        environment_of({}, [tmp_path / ".deepspeed_env"])
     (tmp_path / ".deepspeed_env").write_text("NCCL_DEBUG\n")
     with pytest.raises(LaunchError, match=r"\.deepspeed_env:1: 'NCCL_DEBUG' is not NAME=VALUE"):
         environment_of({}, [tmp_path / ".deepspeed_env"])
@@ -204,7 +213,7 @@ def test_commands_of_the_other_launchers() -> None:
     (given,) = (word.partition("=")[2] for word in openmpi if word.startswith("--launcher_args="))
     assert shlex.split(given)[-4:] == ["--mca", "plm_rsh_args", "-p 2222", "--verbose"]
     slurm = command_of(Launcher.SLURM, [Host("a", (0, 1)), Host("b", (0, 1))], meeting, *files)
-    assert "--launcher_args=--ntasks-per-node=2 --nodelist=a,b" in slurm
+    assert "--launcher_args=--distribution=arbitrary" in slurm
     assert all("--force_multi" in words for words in (openmpi, slurm))
 
 

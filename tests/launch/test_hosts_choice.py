@@ -25,7 +25,7 @@ def config_of(tiny: dict[str, Any], data: int | str, batch: int = 24) -> Config:
 
 
 def choose(config: Config, fit: tuple[Host, ...], wanted: int, **changes: Any) -> Choice:
-    options: dict[str, Any] = {"may_shrink": True, "keep_spares": False, "topology": None, "why_not": [DEAD]}
+    options: dict[str, Any] = {"may_shrink": True, "spares": 0, "topology": None, "why_not": [DEAD]}
     return choose_hosts(config, fit, "cpu", wanted=wanted, **options | changes)
 
 
@@ -51,19 +51,19 @@ def test_how_many_ranks(
 
 
 def test_too_few_slots(tiny: dict[str, Any]) -> None:
-    with pytest.raises(LaunchError, match="needs 10 ranks and the 4 hosts have 8 slots"):
+    with pytest.raises(LaunchError, match="needs 10 ranks, and there are 8 slots on 4 hosts"):
         wanted_ranks(config_of(tiny, 5), FOUR, 0)
-    with pytest.raises(LaunchError, match="needs 8 ranks and the 3 hosts that are not spare have 6 slots"):
+    with pytest.raises(LaunchError, match="needs 8 ranks, and there are 6 slots on 3 hosts that are not spare"):
         wanted_ranks(config_of(tiny, 4), FOUR, 1)
-    with pytest.raises(LaunchError, match="needs 2 ranks and the 1 hosts have 1 slots"):
+    with pytest.raises(LaunchError, match="needs 2 ranks, and there are 1 slots on 1 host:"):
         wanted_ranks(config_of(tiny, "auto"), [Host("a", (0,))], 0)
 
 
 def test_a_spare_is_taken_only_for_a_host_that_is_lost(tiny: dict[str, Any]) -> None:
     config = config_of(tiny, "auto")
-    assert names(choose(config, FOUR, 6, keep_spares=True)) == [("node1", 2), ("node2", 2), ("node3", 2)]
+    assert names(choose(config, FOUR, 6, spares=1)) == [("node1", 2), ("node2", 2), ("node3", 2)]
     left = FOUR[:1] + FOUR[2:]
-    assert names(choose(config, left, 6, keep_spares=True)) == [("node1", 2), ("node3", 2), ("node4", 2)]
+    assert names(choose(config, left, 6, spares=1)) == [("node1", 2), ("node3", 2), ("node4", 2)]
 
 
 def test_fewer_replicas_where_no_spare_is_left(tiny: dict[str, Any]) -> None:
@@ -82,8 +82,8 @@ def test_what_may_not_shrink_says_what_is_missing(tiny: dict[str, Any], data: in
     with pytest.raises(LaunchError) as error:
         choose(config_of(tiny, data), FOUR[:3], 8, may_shrink=may_shrink)
     assert str(error.value) == (
-        "8 ranks are needed, and hosts that are fit have 6 slots (host node2 cannot be reached (timed out): look whether "
-        "it is up): mend them, or name others in the hostfile"
+        "8 ranks are needed, and hosts that are fit have 6 slots (host node2 cannot be reached (timed out): look "
+        "whether it is up): mend them, or name others in the hostfile"
     )
     with pytest.raises(LaunchError, match="fit have 1 slots"):
         choose(config_of(tiny, "auto"), (Host("node1", (0,)),), 8)

@@ -259,12 +259,12 @@ def test_what_is_no_list_is_one_sentence(nodelist: str) -> None:
         first_host(nodelist)
 
 
-def test_private_variables_come_from_a_file_and_override_nothing(tmp_path: Path) -> None:
+def test_private_variables_come_from_a_file_and_override_the_host_s(tmp_path: Path) -> None:
     path = tmp_path / "private.json"
     path.write_text(json.dumps({"WANDB_API_KEY": "secret", "AWS_REGION": "there"}))
     environment = {PRIVATE: str(path), "AWS_REGION": "here"}
     take_private_environment(environment)
-    assert environment == {PRIVATE: str(path), "AWS_REGION": "here", "WANDB_API_KEY": "secret"}
+    assert environment == {PRIVATE: str(path), "AWS_REGION": "there", "WANDB_API_KEY": "secret"}
     untouched = {"A": "b"}
     take_private_environment(untouched)
     assert untouched == {"A": "b"}

@@ -1,0 +1,240 @@
+"""The batch script of a run for Slurm, as text.
+
+In: the run and what it asks of Slurm, as one `SlurmJob`. Out: a script for sbatch that runs the job's steps under
+`megalite supervise` and hands the job back to the queue when the run was asked to end and is saved.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launch.errors import INTERRUPTED_CODE, PREEMPTED_CODE
+from launch.rank_environment import FIRST_PORT, PORTS, VARIABLES
+
+LOG = "slurm-%j.log"
+PLAIN = re.compile(r"[\w@%+=:,./-]+")  # what sbatch takes without quotes
+OF_GPUS = {"gpus-per-node", "gpus", "gres", "gpus-per-task", "gpus-per-socket"}  # sites differ in their word for them
+OF_THE_SUBMITTING_SHELL = (*VARIABLES, "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+BEFORE = """\
+# Slurm itself sends these to the ranks, which save and leave; this script and the supervisor wait for them
+trap '' TERM USR1 USR2 HUP
+
+newest() {{ cat "$run_dir/checkpoints/latest" 2> /dev/null; }}
+before=$(newest)
+
+rank() {{
+    trap '' TERM USR1 USR2 HUP
+    {rank}
+    local code=$?
+    [ "$code" -eq 0 ] || (set -o noclobber; echo "$code" > "$first_code") 2> /dev/null
+    exit "$code"
+}}
+"""
+SRUN = """\
+start_ranks() {{
+    {srun}
+}}
+export -f rank
+"""
+TORCHRUN = """\
+ranks_of_host() {{
+    trap '' TERM USR1 USR2 HUP
+    exec {torchrun}
+}}
+start_ranks() {{
+    {srun}
+}}
+export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export -f rank ranks_of_host
+"""
+ATTEMPT = """\
+about_job() {{ scontrol show job "$SLURM_JOB_ID"; }}
+state_in() {{ sed -n 's/^ *JobState=\\([^ ]*\\) Reason=\\([^ ]*\\).*/\\1 \\2/p' <<< "$1"; }}
+
+attempt() {{
+    local state step code
+    state=$(state_in "$(about_job)")
+    if [[ -n $state && $state != "RUNNING "* ]]; then
+        exit {interrupted}  # Slurm is about to end the job
+    fi
+    # a step whose srun was killed lives on, and holds its devices
+    for step in $(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep '[.][0-9][0-9]*$'); do
+        scancel --quiet --signal=KILL "$step"
+    done
+    rm -f "$first_code"
+    start_ranks
+    code=$?
+    # when a rank fails srun ends the others, and tells the highest of all codes: what counts is the first
+    [ -s "$first_code" ] && code=$(< "$first_code")
+    exit "$code"
+}}
+export run_dir first_code
+export -f about_job state_in start_ranks attempt
+"""
+AFTER = """\
+say() {{ echo "megalite: job $SLURM_JOB_ID $*"; }}
+
+requeue() {{
+    local try
+    for try in 1 2 3 4 5; do
+        if scontrol requeue "$SLURM_JOB_ID" || [[ $(state_in "$(about_job)") == "PENDING "* ]]; then
+            say "goes back to the queue: $1"
+            return
+        fi
+        sleep 5
+    done
+    say "could NOT be put back into the queue ($1): submit it again, the run goes on where it is saved"
+}}
+
+say "on $SLURM_JOB_NODELIST, start $((${{SLURM_RESTART_COUNT:-0}} + 1))"
+{supervise}
+code=$?
+
+if [ "$code" -eq {preempted} ]; then
+    job=$(about_job)
+    state=$(state_in "$job")
+    if [[ $state != "RUNNING "* && $state != *" TimeLimit" ]]; then
+        say "was cancelled, or goes back to the queue without our help: ${{state:-its state is not known}}"
+    elif grep -q ' Requeue=0 ' <<< "$job"; then
+        say "ends here, saved: its Requeue is 0"
+    elif [ "$(newest)" = "$before" ] && ! grep -q ' PreemptTime=[0-9]' <<< "$job"; then
+        say "is NOT put back into the queue: it was asked to end before one step was done; give it more --time"
+    else
+        requeue "asked to end, and saved"
+    fi
+fi
+exit "$code"
+"""
+
+
+class Spawner(enum.StrEnum):
+    """What starts the ranks of a node."""
+
+    SRUN = "srun"
+    TORCHRUN = "torchrun"
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """A run, and what it asks of Slurm."""
+
+    name: str
+    nodes: int
+    ranks_per_node: int
+    gpus_per_node: str | None  # as Slurm takes it, "8" or "a100:8"; None: ranks on the CPU
+    run_dir: Path
+    directory: Path  # that words are relative to
+    words: tuple[str, ...]  # config and overrides
+    heading: str  # a comment
+    python: str
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    cpus_per_task: int | None = None
+    signal_before_s: int = 120
+    spawner: Spawner = Spawner.SRUN
+    restarts: int = 5
+    options: tuple[tuple[str, str | None], ...] = ()  # more of sbatch's, without their dashes; they come before ours
+    environment: dict[str, str] = field(default_factory=dict)  # of the ranks, unless the job's has them
+
+    @property
+    def log(self) -> Path:
+        """Of script, supervisor and ranks; %j is the job's id."""
+        return self.run_dir / LOG
+
+
+def batch_script(job: SlurmJob) -> str:
+    """For sbatch. Slurm makes no folder: `job.run_dir` must be there when the job starts, or it ends without a word."""
+    unset = [*OF_THE_SUBMITTING_SHELL, *([] if job.gpus_per_node is None else ["DS_ACCELERATOR"])]
+    exports = [f'export {name}="${{{name}:-{value}}}"' for name, value in job.environment.items()]
+    names = [
+        f"run_dir={shlex.quote(str(job.run_dir))}",
+        'first_code="$run_dir/.first_code"  # of the ranks of an attempt',
+        f"unset {' '.join(unset)}",
+    ]
+    blocks = [
+        "\n".join(["#!/bin/bash", *_directives(job)]),
+        f"# {job.heading}",
+        "\n".join([*names, *exports]),
+        BEFORE.format(rank=shlex.join([job.python, "-m", "launch.train", *job.words])).rstrip(),
+        _start(job).rstrip(),
+        ATTEMPT.format(interrupted=INTERRUPTED_CODE).rstrip(),
+        AFTER.format(supervise=_lines(_supervise(job)), preempted=PREEMPTED_CODE),
+    ]
+    return "\n\n".join(blocks)
+
+
+def _directives(job: SlurmJob) -> list[str]:
+    given = {name for name, _ in job.options}
+    ours: dict[str, str | None] = {
+        "job-name": job.name,
+        "nodes": str(job.nodes),
+        "ntasks-per-node": str(job.ranks_per_node),
+        "gpus-per-node": None if given & OF_GPUS else job.gpus_per_node,
+        "cpus-per-task": None if job.cpus_per_task is None else str(job.cpus_per_task),
+        "time": job.time,
+        "partition": job.partition,
+        "account": job.account,
+        "qos": job.qos,
+        "chdir": _escaped(job.directory),
+        "output": f"{_escaped(job.run_dir)}/{LOG}",
+        "open-mode": "append",
+        "signal": f"USR1@{job.signal_before_s}",
+    }
+    lines = [_directive(name, value) for name, value in ours.items() if value is not None and name not in given]
+    return [*lines, _directive("requeue", None), *(_directive(name, value) for name, value in job.options)]
+
+
+def _directive(name: str, value: str | None) -> str:
+    if value is None:
+        return f"#SBATCH --{name}"
+    if not PLAIN.fullmatch(value):
+        value = '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
+    return f"#SBATCH --{name}={value}"
+
+
+def _escaped(path: Path) -> str:
+    """For names in which Slurm replaces %j and the like."""
+    return str(path).replace("%", "%%")
+
+
+def _supervise(job: SlurmJob) -> list[str]:
+    return [
+        shlex.join([job.python, "-m", "launch", "supervise", "--restarts", str(job.restarts)]),
+        '--run-dir "$run_dir" -- bash -c attempt',
+    ]
+
+
+def _start(job: SlurmJob) -> str:
+    """The shell functions that start the ranks once."""
+    if job.spawner is Spawner.SRUN:
+        return SRUN.format(srun=_lines([*_srun(job, job.ranks_per_node), "bash -c rank"], depth=2))
+    torchrun = [
+        f"{shlex.quote(job.python)} -m torch.distributed.run --max-restarts=0 --nproc-per-node={job.ranks_per_node}",
+        f'--nnodes={job.nodes} --node-rank="$SLURM_NODEID" --master-addr="$MASTER_ADDR"',
+        f"--master-port=$(({FIRST_PORT} + (16 * SLURM_JOB_ID + SLURM_STEP_ID) % {PORTS}))",
+        "--signals-to-handle=SIGINT --no-python bash -c rank",  # else it ends ranks that save for over 30 s
+    ]
+    srun = [*_srun(job, 1), "bash -c ranks_of_host"]
+    return TORCHRUN.format(torchrun=_lines(torchrun, depth=2), srun=_lines(srun, depth=2))
+
+
+def _srun(job: SlurmJob, tasks_per_node: int) -> list[str]:
+    """Slurm's own defaults, and a site's, may place ranks elsewhere, or bind and end them otherwise."""
+    share = f"--nodes={job.nodes} --ntasks={job.nodes * tasks_per_node} --ntasks-per-node={tasks_per_node}"
+    if job.cpus_per_task is not None:  # srun does not take it from sbatch
+        share += f" --cpus-per-task={job.cpus_per_task * job.ranks_per_node // tasks_per_node}"
+    if job.spawner is Spawner.TORCHRUN:
+        share += " --cpu-bind=none"
+    return [f"srun {share}", "--distribution=block --mpi=none --export=ALL --kill-on-bad-exit=1 --wait=0"]
+
+
+def _lines(parts: list[str], depth: int = 1) -> str:
+    """One command over several lines."""
+    return (" \\\n" + "    " * depth).join(parts)
