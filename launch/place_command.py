@@ -4,6 +4,7 @@ here."""
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,6 +47,9 @@ def place(
     topology: Annotated[
         Path | None, typer.Option(help="Slurm's topology.conf, or what `scontrol show topology` printed.")
     ] = None,
+    names: Annotated[
+        bool, typer.Option("--names", help="Print a line per rank, its host, as SLURM_HOSTFILE has.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Choose hosts and their order for a layout, so that few bytes of a step cross hosts and switches; start nothing.
@@ -57,10 +61,18 @@ def place(
     """
     from launch.placement import place_run
 
+    if names and as_json:
+        raise LaunchError("--names and --json are two ways to print the result: give one of them")
     config = load_run_config(config_path, overrides or [])
     there = _nodes(hostfile, nodes, read_topology(topology) if topology is not None else None)
     layout = _layout(config, sum(node.gpus for node in there))
     best, first_fit = place_run(config, layout, there)
+    if names:
+        for notice in best.notices:
+            print(f"megalite: {notice}", file=sys.stderr)
+        for name, count in best.hosts:
+            print(*[name] * count, sep="\n")
+        return
     rows = host_rows(best, Mesh.of(layout))
     if as_json:
         print(json.dumps(_as_json(layout, rows, best, first_fit), indent=2))

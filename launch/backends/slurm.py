@@ -18,7 +18,7 @@ from launch.rank_environment import FIRST_PORT, PORTS, VARIABLES
 LOG = "slurm-%j.log"
 PLAIN = re.compile(r"[\w@%+=:,./-]+")  # what sbatch takes without quotes
 OF_GPUS = {"gpus-per-node", "gpus", "gres", "gpus-per-task", "gpus-per-socket"}  # sites differ in their word for them
-OF_THE_SUBMITTING_SHELL = (*VARIABLES, "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OF_THE_SUBMITTING_SHELL = (*VARIABLES, "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_HOSTFILE")
 
 BEFORE = """\
 # Slurm itself sends these to the ranks, which save and leave; this script and the supervisor wait for them
@@ -73,8 +73,24 @@ attempt() {{
     [ -s "$first_code" ] && code=$(< "$first_code")
     exit "$code"
 }}
-export run_dir first_code
+export run_dir first_code distribution
 export -f about_job state_in start_ranks attempt
+"""
+PLACE = """\
+# ranks that talk much go to hosts that are near each other; each start of the job has hosts of its own
+place() {{
+    {place}
+}}
+if ! topology=$(scontrol show topology | grep -E '^(Switch|Block)Name='); then
+    say "ranks in Slurm's order of hosts, which tells no topology"
+elif ! names=$(place <<< "$topology") || [ "$(wc -l <<< "$names")" -ne {ranks} ] \\
+    || ! {per_task} <<< "$names" > "$run_dir/.task_hosts"; then
+    say "ranks in Slurm's order of hosts: none could be found by its topology"
+else
+    export SLURM_HOSTFILE="$run_dir/.task_hosts" MASTER_ADDR="${{names%%$'\\n'*}}"
+    distribution=arbitrary
+    say "ranks, by Slurm's topology, in this order of hosts:" $(uniq <<< "$names")
+fi
 """
 AFTER = """\
 say() {{ echo "megalite: job $SLURM_JOB_ID $*"; }}
@@ -92,7 +108,7 @@ requeue() {{
 }}
 
 say "on $SLURM_JOB_NODELIST, start $((${{SLURM_RESTART_COUNT:-0}} + 1))"
-{supervise}
+{place}{supervise}
 code=$?
 
 if [ "$code" -eq {preempted} ]; then
@@ -156,6 +172,7 @@ def batch_script(job: SlurmJob) -> str:
     names = [
         f"run_dir={shlex.quote(str(job.run_dir))}",
         'first_code="$run_dir/.first_code"  # of the ranks of an attempt',
+        "distribution=block  # of srun's tasks over hosts",
         f"unset {' '.join(unset)}",
     ]
     blocks = [
@@ -165,7 +182,7 @@ def batch_script(job: SlurmJob) -> str:
         BEFORE.format(rank=shlex.join([job.python, "-m", "launch.train", *job.words])).rstrip(),
         _start(job).rstrip(),
         ATTEMPT.format(interrupted=INTERRUPTED_CODE).rstrip(),
-        AFTER.format(supervise=_lines(_supervise(job)), preempted=PREEMPTED_CODE),
+        AFTER.format(place=_place(job), supervise=_lines(_supervise(job)), preempted=PREEMPTED_CODE),
     ]
     return "\n\n".join(blocks)
 
@@ -211,13 +228,25 @@ def _supervise(job: SlurmJob) -> list[str]:
     ]
 
 
+def _place(job: SlurmJob) -> str:
+    """What finds the order of hosts; nothing where there is but one."""
+    if job.nodes == 1:
+        return ""
+    place = [
+        shlex.join([job.python, "-m", "launch", "place", *job.words]),
+        f'--names --nodes "$SLURM_JOB_NODELIST:{job.ranks_per_node}" --topology /dev/stdin',
+    ]
+    per_task = "cat" if job.spawner is Spawner.SRUN else "uniq"
+    return PLACE.format(place=_lines(place, depth=2), ranks=job.nodes * job.ranks_per_node, per_task=per_task)
+
+
 def _start(job: SlurmJob) -> str:
     """The shell functions that start the ranks once."""
     if job.spawner is Spawner.SRUN:
         return SRUN.format(srun=_lines([*_srun(job, job.ranks_per_node), "bash -c rank"], depth=2))
     torchrun = [
         f"{shlex.quote(job.python)} -m torch.distributed.run --max-restarts=0 --nproc-per-node={job.ranks_per_node}",
-        f'--nnodes={job.nodes} --node-rank="$SLURM_NODEID" --master-addr="$MASTER_ADDR"',
+        f'--nnodes={job.nodes} --node-rank="$SLURM_PROCID" --master-addr="$MASTER_ADDR"',
         f"--master-port=$(({FIRST_PORT} + (16 * SLURM_JOB_ID + SLURM_STEP_ID) % {PORTS}))",
         "--signals-to-handle=SIGINT --no-python bash -c rank",  # else it ends ranks that save for over 30 s
     ]
@@ -232,7 +261,7 @@ def _srun(job: SlurmJob, tasks_per_node: int) -> list[str]:
         share += f" --cpus-per-task={job.cpus_per_task * job.ranks_per_node // tasks_per_node}"
     if job.spawner is Spawner.TORCHRUN:
         share += " --cpu-bind=none"
-    return [f"srun {share}", "--distribution=block --mpi=none --export=ALL --kill-on-bad-exit=1 --wait=0"]
+    return [f"srun {share}", '--distribution="$distribution"', "--mpi=none --export=ALL --kill-on-bad-exit=1 --wait=0"]
 
 
 def _lines(parts: list[str], depth: int = 1) -> str:

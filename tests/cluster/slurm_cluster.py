@@ -50,6 +50,7 @@ KillWait={kill_wait_s}
 ReturnToService=2
 AccountingStorageType=accounting_storage/none
 JobCompType=jobcomp/none
+{topology_plugin}
 NodeName={nodes} CPUs={cores} RealMemory={memory_mib} Gres=gpu:{gpus}
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=60
 PartitionName=high Nodes=ALL PriorityTier=2 PreemptMode=OFF
@@ -60,14 +61,22 @@ class SlurmCluster:
     """`node1` to `nodeN` under Slurm, up inside `with`. Partition `high` preempts `low`, which is the default.
 
     Slurm's usual times are minutes: that until a host which does not answer is given up is `node_timeout_s`, and that
-    until a requeued job may start `requeue_delay_s` (of which Slurm makes the life of its credentials).
+    until a requeued job may start `requeue_delay_s` (of which Slurm makes the life of its credentials). `topology` are
+    the lines of its topology.conf.
     """
 
     def __init__(
-        self, n: int = 2, *, node_timeout_s: int = 15, kill_wait_s: int = 30, requeue_delay_s: int = 5
+        self,
+        n: int = 2,
+        *,
+        node_timeout_s: int = 15,
+        kill_wait_s: int = 30,
+        requeue_delay_s: int = 5,
+        topology: str = "",
     ) -> None:
         self.cluster = Cluster(n)
         self._n = n
+        self._topology = topology
         self._times = {
             "node_timeout_s": node_timeout_s,
             "kill_wait_s": kill_wait_s,
@@ -141,9 +150,11 @@ class SlurmCluster:
             "cores": CORES,
             "memory_mib": MEMORY_MIB,
             "gpus": GPUS,
+            "topology_plugin": "TopologyPlugin=topology/tree" if self._topology else "",
         }
         (self._folder / "state").mkdir()
         (self._folder / "slurm.conf").write_text(CONFIGURATION.format(**values, **self._times))
+        (self._folder / "topology.conf").write_text(self._topology)
         (self._folder / "cgroup.conf").write_text("CgroupAutomount=no\n")
         for number in range(GPUS):
             (self._folder / f"gpu{number}").touch()

@@ -54,10 +54,12 @@ def config(tiny: dict[str, Any]) -> dict[str, Any]:
 class Submitted:
     """A run that `megalite slurm --submit` has handed in."""
 
-    def __init__(self, slurm: SlurmCluster, folder: Path, config: dict[str, Any], *options: str) -> None:
+    def __init__(
+        self, slurm: SlurmCluster, folder: Path, config: dict[str, Any], *options: str, nodes: int = 2
+    ) -> None:
         self.slurm, self.run_dir = slurm, Path(config["run_dir"])
         path = write_config(folder / "config.yaml", config)
-        words = ["slurm", path, "--nodes", "2", "--gpus-per-node", "0", "--submit", "--json", *options]
+        words = ["slurm", path, "--nodes", str(nodes), "--gpus-per-node", "0", "--submit", "--json", *options]
         answer = json.loads(slurm.run(BIN / "megalite", *words, OMP_NUM_THREADS="1"))
         self.number = answer["job"]
         self._log = Path(answer["log"].replace("%j", self.number))
@@ -149,6 +151,7 @@ def test_a_run_survives_killed_ranks_a_killed_srun_and_preemption(
     codes = run.codes()
     assert codes[0] == 137 and codes[-2:] == [PREEMPTED_CODE, 0] and len(codes) == 4, codes
     assert "goes back to the queue: asked to end, and saved" in run.said()
+    assert run.said().count("ranks in Slurm's order of hosts, which tells no topology\n") == 2, "once per start"
     audit_against(references.of(config).run_dir, run.run_dir, BATCH)
 
 
@@ -190,6 +193,22 @@ def test_a_host_without_power_is_replaced(config: dict[str, Any], references: Re
         assert run.facts()["NodeList"] == "node[1,3]"
         assert run.end() == "COMPLETED", run.said()
     audit_against(references.of(config).run_dir, run.run_dir, BATCH)
+
+
+@pytest.mark.parametrize("spawner", ["srun", "torchrun"])
+def test_ranks_go_where_the_topology_has_them_near(config: dict[str, Any], spawner: str, tmp_path: Path) -> None:
+    """The first and the last of three stages share weights: they are to be on one switch."""
+    config["parallel"] = {"pipeline_parallel_size": 3}
+    config["model"] |= {"tie_word_embeddings": True}
+    topology = "SwitchName=a Nodes=node[2-3]\nSwitchName=b Nodes=node1\nSwitchName=top Switches=a,b\n"
+    with SlurmCluster(3, topology=topology) as slurm:
+        run = Submitted(slurm, tmp_path, config, "--spawner", spawner, nodes=3)
+        run.trains(session=1)
+        beats = [json.loads(path.read_text()) for path in sorted((run.run_dir / ".ranks").glob("beat_*.json"))]
+        assert [(beat["rank"], beat["host"]) for beat in beats] == [(0, "node2"), (1, "node1"), (2, "node3")]
+        slurm.run("scancel", run.number)
+        assert run.end() == "CANCELLED"
+    assert "in this order of hosts: node2 node1 node3\n" in run.said()
 
 
 def test_what_nobody_wants_is_not_done_again(slurm: SlurmCluster, config: dict[str, Any], tmp_path: Path) -> None:

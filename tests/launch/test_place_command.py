@@ -43,6 +43,20 @@ def test_json_says_who_sits_where_and_what_it_costs(config: Path, tmp_path: Path
     assert answer["notices"] == []
 
 
+def test_names_are_a_hostfile_of_ranks(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "topology.conf").write_text(
+        "SwitchName=a Nodes=n[1,3]\nSwitchName=b Nodes=n2\nSwitchName=t Switches=a,b"
+    )
+    done = megalite("place", str(config), "--nodes", "n[1-4]:2", "--topology", "topology.conf", "--names", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    names = done.stdout.splitlines()
+    assert sorted(names) == sorted(["n1", "n2", "n3", "n4"] * 2) and names[::2] == names[1::2]
+    assert (
+        names != sorted(names)
+        and done.stderr == "megalite: the topology does not name n4: taken to be far from all others\n"
+    )
+
+
 def test_people_get_a_table_and_what_the_hosts_do_not_allow(config: Path) -> None:
     done = megalite("place", str(config), "--nodes", "a[1-3]:1;b[1-3]:2", env={"COLUMNS": "100"})
     assert done.returncode == 0, done.stderr
@@ -60,6 +74,7 @@ def test_replicas_fill_the_hosts_where_they_are_auto(config: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        (["--nodes", "n:8", "--names", "--json"], "give one of them"),
         ([], "say which hosts there are: give either --hostfile or --nodes"),
         (["--nodes", "n:1", "--hostfile", "h"], "give either --hostfile or --nodes"),
         (["--nodes", "n"], "'n' is not NAMES:GPUS or NAMES:GPUS:GIB"),

@@ -73,7 +73,7 @@ def test_a_script_says_all_that_slurm_must_know(slurm: Slurm, tmp_path: Path) ->
     }
     assert "--nodes=4 --ntasks=32 --ntasks-per-node=8 --cpus-per-task=12 " in script
     assert script.count("trap '' TERM USR1 USR2 HUP") == 2, "shells that die of them take saves along"
-    assert "--kill-on-bad-exit=1" in script and "--distribution=block" in script
+    assert "--kill-on-bad-exit=1" in script and '--distribution="$distribution"' in script
     assert "-m launch.train config.yaml training.seed=7\n" in script
     assert "tensor 1 x pipeline 2 x data 16" in script
     assert 'OMP_NUM_THREADS="${OMP_NUM_THREADS:-12}"' in script
@@ -95,6 +95,52 @@ def test_torchrun_starts_once_per_host_and_gets_the_cores_of_all_its_ranks(slurm
     assert "--nproc-per-node=8" in script and "--max-restarts=0" in script
     assert script.count("trap '' TERM USR1 USR2 HUP") == 3
     assert "--signals-to-handle=SIGINT " in script, "SIGTERM would leave its ranks 30 s for their save"
+
+
+@pytest.mark.parametrize("spawner", ["srun", "torchrun"])
+def test_hosts_are_placed_anew_at_each_start(slurm: Slurm, spawner: str) -> None:
+    script = slurm(*ON_GPUS, "--spawner", spawner, "training.seed=7")
+    assert "-m launch place config.yaml training.seed=7 " in script
+    assert '--names --nodes "$SLURM_JOB_NODELIST:8" --topology /dev/stdin\n' in script
+    assert script.index("trap ''") < script.index("scontrol show topology") < script.index(" supervise ")
+    assert "SLURM_HOSTFILE" in script.partition("unset ")[2].splitlines()[0], "it would count more than --distribution"
+    assert " place " not in slurm("-N", "1", "--gpus-per-node", "8", "--spawner", spawner), "one host has no order"
+
+
+TREE = "SwitchName=a Level=0 Nodes=node[2-3]\nSwitchName=b Nodes=node1\nSwitchName=top Level=1 Switches=a,b\n"
+ORDERS = {  # what Slurm and `megalite place` say, and what follows
+    "placed": (
+        TREE,
+        "node3 node3 node1 node1 node2 node2",
+        "node3 arbitrary",
+        "in this order of hosts: node3 node1 node2",
+    ),
+    "no topology": ("No topology information available", "never asked", "unset block", "which tells no topology"),
+    "place fails": (TREE, "", "unset block", "none could be found"),
+    "a config of another size": (TREE, "node3 node1", "unset block", "none could be found"),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_order_of_hosts_is_taken_whole_or_not_at_all(order: str, slurm: Slurm, tmp_path: Path) -> None:
+    """The script's own lines between its first word and the supervisor, with answers as Slurm and `place` give them."""
+    topology, names, result, said = ORDERS[order]
+    for spawner, lines in (("srun", names.split()), ("torchrun", list(dict.fromkeys(names.split())))):
+        words = ["-N", "3", "--gpus-per-node", "2", "parallel.pipeline_parallel_size=3", "--spawner", spawner]
+        script = slurm(*words, "training.global_batch_size=8")
+        place = script[script.index("place() {") : script.index(" -m launch supervise ")].rpartition("\n")[0]
+        answers = f"""
+            say() {{ echo "$*"; }}
+            scontrol() {{ echo {shlex.quote(topology)}; }}
+            run_dir={tmp_path} distribution=block
+            {place.replace("place() {", "asked() {", 1)}
+            echo "${{MASTER_ADDR:-unset}} $distribution"
+        """
+        answer = f"place() {{ [ -n '{names}' ] && printf '%s\\n' {names}; }}\n"
+        done = subprocess.run(["bash", "-c", answer + answers], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == result and said in done.stdout, done
+        if order == "placed":
+            assert (tmp_path / ".task_hosts").read_text().split() == lines
 
 
 def test_sites_may_have_their_own_words_for_gpus(slurm: Slurm) -> None:
