@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.processes import REPEAT_S
 from tests.cluster.hosts import Cluster
 
 # a rank that notes SIGTERM and ends half a second later, as one that saves; or one that does not listen
@@ -161,6 +162,32 @@ def test_a_connection_that_breaks_is_made_anew_and_the_ranks_hear_nothing_of_it(
     )
     assert head.stdout is not None and head.stdout.read() == "[]\n"
     assert not job.left() and not path.with_suffix(".saved").exists()
+
+
+def test_asked_a_second_time_a_launch_waits_for_no_save(job: Job) -> None:
+    job.start_rank(0, "deaf")
+    head = job.on_head(
+        """
+        import os
+        from launch.hosts.attempt import HostsAttempt
+        from launch.hosts.watch import Watch
+        from launch.processes import StopSignals
+        connections = {"node2": HostConnection("node2")}
+        connections["node2"].ask("guard", **guard)
+        with Watch(connections, guard, HostConnection, guard["lease_s"]) as watch, StopSignals() as signals:
+            print("on")
+            ended = HostsAttempt(["sleep", "100"], os.environ, watch, 90, lambda: None).run(signals)
+            print(ended.code, ended.reason)
+        """
+    )
+    assert head.stdout is not None and head.stdout.readline() == "on\n"
+    head.send_signal(signal.SIGTERM)
+    time.sleep(REPEAT_S + 1)
+    assert job.left(), "it has 90 s to save"
+    head.send_signal(signal.SIGTERM)
+    asked = time.monotonic()
+    assert head.stdout.read() == "143 None\n" and time.monotonic() - asked < 10
+    assert not job.left()
 
 
 def test_a_host_that_is_cut_off_ends_its_ranks_before_it_may_be_taken_for_dead(job: Job) -> None:

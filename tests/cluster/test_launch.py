@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from launch.errors import PREEMPTED_CODE
+from launch.errors import INTERRUPTED_CODE, PREEMPTED_CODE
 from tests.cluster.hosts import Cluster
 from tests.cluster.runs import MARK, Launched, is_running
 from tests.e2e.audit import audit, audit_against, events
@@ -78,13 +78,19 @@ def test_a_run_survives_what_happens_to_ranks_hosts_and_links(
     report("power off of a host, spare taken", run.recovered(time.time()))
     assert {process.host for process in run.rank_processes().values()} == {"node1", "node3"}
 
+    cluster.kill_host("node3")
+    killed = time.time()
+    run.wait_until(lambda: "waiting for hosts: 4 ranks are needed" in run.said())
+    cluster.start_host("node2")
+    report("a host that dies, no spare, another boots", run.recovered(killed))
+
     assert run.end() == 0, run.said()
     attempts = run.attempts()
-    assert [attempt["exit_code"] for attempt in attempts][-1] == 0 and len(attempts) == 5, attempts
+    assert [attempt["exit_code"] for attempt in attempts][-1] == 0 and len(attempts) == 6, attempts
     assert "has been stopped" in attempts[1]["reason"] and "(process " in attempts[1]["reason"]
     assert "left behind by their launcher" in attempts[2]["reason"], attempts[2]
     assert attempts[3]["lost"] == ["node2"] and "node2 has not answered" in attempts[3]["reason"]
-    assert list(attempts[4]["hosts"]) == ["node1", "node3"]
+    assert [list(attempt["hosts"]) for attempt in attempts[4:]] == [["node1", "node3"], ["node1", "node2"]]
     audit_against(references.of(config, world_size=4).run_dir, run.run_dir, BATCH)
 
 
@@ -119,6 +125,11 @@ def test_a_run_survives_what_happens_to_its_launcher(
         time.sleep(0.1)
     saved = run.step()
     assert saved % 100 and (run.run_dir / "checkpoints" / f"step_{saved:08d}").is_dir(), "ranks saved by themselves"
+
+    run = Launched(cluster, tmp_path / "interrupted", config, hosts)
+    run.wait_until(lambda: len(run.rank_processes()) == 4)
+    run.process.send_signal(signal.SIGINT)
+    assert run.end(30) == INTERRUPTED_CODE, run.said()
 
     run = Launched(cluster, tmp_path / "third", config, hosts)
     run.wait_for_steps(5)

@@ -20,6 +20,7 @@ from tests.e2e.audit import audit
 from tests.e2e.commands import ROOT
 from tests.e2e.conftest import References
 
+SECRET = "not-for-everybody"
 TWO = "node1 slots=2\nnode2 slots=2\n"
 
 
@@ -30,7 +31,7 @@ def config(tiny: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused(cluster: Cluster, folder: Path, config: dict[str, Any], hosts: str, *options: str) -> str:
-    """The sentence with which a launch is refused; nothing may have been started, and no run folder made."""
+    """The sentence with which a launch is refused; nothing may have been started."""
     (folder / "hosts").write_text(hosts)
     path = write_config(folder / "config.yaml", config)
     command = [sys.executable, "-m", "launch", "launch", "--hostfile", folder / "hosts", *options, path]
@@ -110,9 +111,9 @@ def test_other_launchers_start_the_same_run(
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_filter_that_leaves_one_host_runs_there_and_names_that_lead_to_loopback_do_not_matter(
-    cluster_of: Callable[..., Cluster], config: dict[str, Any], tmp_path: Path
+    cluster_of: Callable[..., Cluster], config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where `deepspeed` runs here instead, and hangs; and secrets reach ranks without a trace on command lines."""
+    """Where `deepspeed` runs here instead, and hangs. No secret is on a command line or on shared storage."""
     cluster = cluster_of(2, debian_hosts=True)
     config["training"] |= {"global_batch_size": 8, "steps": 3}
     run = Launched(cluster, tmp_path / "one", config, TWO, "--include", "node2")
@@ -120,7 +121,14 @@ def test_a_filter_that_leaves_one_host_runs_there_and_names_that_lead_to_loopbac
     assert list(run.attempts()[0]["hosts"]) == ["node2"]
 
     config["training"]["steps"] = 6
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
     run = Launched(cluster, tmp_path / "two", config, TWO)
+    run.wait_until(lambda: len(run.rank_processes()) == 4)
+    pids = [pid for host in cluster.hosts.values() for pid in host.pids()]
+    assert not any(SECRET in Path(f"/proc/{pid}/cmdline").read_text() for pid in pids if Path(f"/proc/{pid}").exists())
+    files = [path for path in run.run_dir.rglob("*") if path.is_file()]
+    assert any(path.name == "environment" for path in files)
+    assert not any(SECRET.encode() in path.read_bytes() for path in files)
     assert run.end() == 0, run.said()
     assert run.attempts()[-1]["hosts"] == {"node1": 2, "node2": 2}
     audit(run.run_dir, 6, 8)
