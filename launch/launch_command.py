@@ -43,7 +43,7 @@ def launch(
     ] = 20.0,
     silence: Annotated[
         float,
-        typer.Option(min=0, help="Seconds without a sign of life of a rank until the run is started again; 0: ever."),
+        typer.Option(min=0, help="Seconds without a sign of life of a rank until the run is started again; 0: never."),
     ] = 60.0,
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds that ranks have to save after SIGTERM or SIGHUP.")
@@ -68,6 +68,7 @@ def launch(
 
     config = load_run_config(config_path, overrides or [])
     hosts = select_hosts(read_hostfile(hostfile), include, exclude)
+    from launch.data import open_data
     from launch.hosts.description import check_words, describe, expected_layout, show
     from launch.hosts.supervisor import HostsSupervisor, Options
     from launch.start import check_run, is_done
@@ -87,6 +88,7 @@ def launch(
     )
     check_words(config, hosts, options)
     if dry_run:
+        open_data(config)
         describe(config, hosts, options, as_json=as_json)
         return
     if as_json:

@@ -55,6 +55,7 @@ class Ended:
     code: int  # of the command; 128 + n for signal n
     reason: str | None = None  # why the supervisor ended it, a sentence without its full stop; None: it ended by itself
     facts: dict[str, Any] = field(default_factory=dict)  # for the log of attempts
+    is_final: bool = False  # another attempt would not do better
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,8 @@ class Supervisor(ABC):
     def _reason_to_give_up(self, before: RunFolder, after: RunFolder | None, ended: Ended) -> str | None:
         """A step that fails again is no bad luck, but a host that is lost again is; a start that fails may be, for a
         while."""
+        if ended.is_final:
+            return "there is nothing to start it on"
         if after is not None and after.has_trained(before):
             self._startup_failures = 0
             if ended.reason is None and after.is_where(self._trained):

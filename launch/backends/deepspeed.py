@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ STAYS = {
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|AUTH|SAS(_|$)", re.IGNORECASE)
 IN_ADDRESS = re.compile(r"://[^/]*@")  # https://user:password@host
 PLAIN = re.compile(r"[\w@%+=:./-]+")  # what no shell changes, and no srun
-NEEDS = {"pdsh": "pdsh", "openmpi": "ompi_info", "mpich": "mpirun", "slurm": "srun"}  # launcher -> program
+NEEDS = {"pdsh": "pdsh", "openmpi": "mpirun", "mpich": "mpirun", "slurm": "srun"}  # launcher -> program
 
 
 class Launcher(enum.StrEnum):
@@ -70,6 +71,13 @@ def check_launcher(launcher: Launcher, hosts: Sequence[Host], ssh_port: int | No
         raise LaunchError("--launcher slurm works inside an allocation: run it under salloc, or use `megalite slurm`")
     if launcher is Launcher.PDSH:
         return
+    if launcher in (Launcher.OPENMPI, Launcher.MPICH):
+        said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=30, check=False).stdout
+        if ("Open MPI" in said or "OpenRTE" in said) != (launcher is Launcher.OPENMPI):
+            raise LaunchError(
+                f"--launcher {launcher} needs its own mpirun, but {shutil.which('mpirun')} is another's: put it first "
+                "on PATH"
+            )
     for host in hosts:
         if host.devices != tuple(range(host.slots)):
             raise LaunchError(

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from launch.errors import INTERRUPTED_CODE, PREEMPTED_CODE
 from launch.hosts.watch import Watch
 from launch.processes import INTERRUPT_S, REPEAT_S, TICK_S, ProcessTree, StopSignals
 from launch.supervise import Ended
@@ -59,7 +60,7 @@ class HostsAttempt:
                 if self._must_end_now(*noted):
                     return Ended(128 + noted[0])
             if self._asked is not None and not self._tell():
-                return Ended(128 + self._asked)
+                return Ended(asked_code(self._asked))
             if time.monotonic() > self._deadline:
                 return Ended(KILLED_CODE)
             found = self._watch.problem()
@@ -110,6 +111,11 @@ class HostsAttempt:
                 return True
             time.sleep(TICK_S)
         return False
+
+
+def asked_code(number: int) -> int:
+    """Of an attempt that was asked to end by a signal when it had nothing to save."""
+    return INTERRUPTED_CODE if number == signal.SIGINT else PREEMPTED_CODE
 
 
 def exit_code(code: int) -> int:

@@ -71,8 +71,8 @@ def choose_hosts(
         if smaller is None:
             told = f" ({_first_of(why_not)})" if why_not else ""
             raise NotEnoughHosts(
-                f"{wanted} ranks are needed, and hosts that are fit have {there} slots{told}: mend them, or name "
-                "others in the hostfile"
+                f"{wanted} ranks are needed, and hosts that are fit have {there} slots{told}: mend them, leave them "
+                "out with --exclude, or name others in the hostfile"
             )
         layout = smaller
     hosts, notices = place_hosts(config, layout, _candidates(fit, layout.world_size, spares), topology)

@@ -31,7 +31,7 @@ from launch.doctor.findings import Finding, Settings
 from launch.doctor.preflight import Report, preflight
 from launch.errors import FAILED_CODE, LaunchError
 from launch.hostfile import Host
-from launch.hosts.attempt import HostsAttempt
+from launch.hosts.attempt import HostsAttempt, asked_code
 from launch.hosts.choice import NotEnoughHosts, choose_hosts, wanted_ranks
 from launch.hosts.connection import HostConnection, HostError, connect_all, in_parallel
 from launch.hosts.watch import Watch
@@ -108,14 +108,14 @@ class HostsSupervisor(Supervisor):
         try:
             team = self._wait_for_team(signals)
             if signals.last is not None:
-                return Ended(128 + signals.last)
+                return Ended(asked_code(signals.last))
             return self._run(team, signals)
         except LaunchError as error:
             if signals.last is not None:
-                return Ended(128 + signals.last)
+                return Ended(asked_code(signals.last))
             if self._attempts == 1:
                 raise
-            return Ended(FAILED_CODE, str(error))
+            return Ended(FAILED_CODE, str(error), is_final=isinstance(error, NotEnoughHosts))
 
     def _wait_for_team(self, signals: StopSignals) -> Team:
         """The hosts of the next attempt; a later one waits for hosts that boot. Raises LaunchError."""
@@ -250,8 +250,9 @@ class HostsSupervisor(Supervisor):
         folder.mkdir(parents=True)
         config_path = folder / "config.yaml"
         config_path.write_text(self._config.to_yaml())
-        if self._options.launcher is not Launcher.PDSH:  # MPI and srun set numbers alone
+        if self._options.launcher is not Launcher.PDSH:  # MPI and srun set numbers alone, and mpirun makes a terminal
             environment |= {"MASTER_ADDR": team.meeting.address, "MASTER_PORT": str(team.meeting.port)}
+            environment["TTY_COMPATIBLE"] = "0"
         hostfile, environment_file = write_files(folder, team.hosts, environment)
         command = command_of(
             self._options.launcher,

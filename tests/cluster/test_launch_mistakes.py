@@ -27,6 +27,7 @@ TWO = "node1 slots=2\nnode2 slots=2\n"
 @pytest.fixture
 def config(tiny: dict[str, Any]) -> dict[str, Any]:
     tiny["parallel"] = {"pipeline_parallel_size": 2}
+    tiny["training"]["global_batch_size"] = 12
     return tiny
 
 
@@ -53,7 +54,7 @@ def test_mistakes_that_need_no_host(two_hosts: Cluster, config: dict[str, Any], 
     assert "--exclude node1@node2 leaves no host" in say(TWO, "--exclude", "node1@node2")
     assert "--spares 2 leaves none of the 2 hosts" in say(TWO, "--spares", "2")
     assert "--launcher slurm works inside an allocation" in say(TWO, "--launcher", "slurm")
-    config["parallel"]["data_parallel_size"], config["training"]["global_batch_size"] = 3, 12
+    config["parallel"]["data_parallel_size"] = 3
     assert "the layout needs 6 ranks, and there are 4 slots on 2 hosts" in say(TWO)
     config["parallel"]["data_parallel_size"] = "auto"
     assert "the layout needs 2 ranks, and there are 1 slots on 1 host:" in say("node1 slots=1\n")

@@ -187,18 +187,26 @@ def test_what_ranks_need_travels_and_secrets_do_so_in_private(tmp_path: Path) ->
 
 def test_launchers_that_cannot_do_it_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for program in ("pdsh", "ompi_info", "mpirun", "srun"):
-        (tmp_path / program).write_text("#!/bin/sh\n")
+        (tmp_path / program).write_text("#!/bin/sh\necho $MPI\n")
         (tmp_path / program).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     part, alike, different = [Host("a", (1,))], [Host("a", (0,)), Host("b", (0,))], list(NODES)
     check_launcher(Launcher.PDSH, part)
-    check_launcher(Launcher.OPENMPI, different)
+    monkeypatch.setenv("MPI", "HYDRA build details")
     check_launcher(Launcher.MPICH, alike)
-    with pytest.raises(LaunchError, match="starts the first slots of a host"):
-        check_launcher(Launcher.OPENMPI, part)
+    with pytest.raises(LaunchError, match="--launcher mpich cannot be told an --ssh-port"):
+        check_launcher(Launcher.MPICH, alike, 2222)
     with pytest.raises(LaunchError, match="equally many slots"):
         check_launcher(Launcher.MPICH, different)
+    with pytest.raises(LaunchError, match=r"--launcher openmpi needs its own mpirun, but .*/mpirun is another's"):
+        check_launcher(Launcher.OPENMPI, different)
+    monkeypatch.setenv("MPI", "mpirun (Open MPI) 4.1.4")
+    check_launcher(Launcher.OPENMPI, different)
+    with pytest.raises(LaunchError, match="--launcher mpich needs its own mpirun"):
+        check_launcher(Launcher.MPICH, alike)
+    with pytest.raises(LaunchError, match="starts the first slots of a host"):
+        check_launcher(Launcher.OPENMPI, part)
     with pytest.raises(LaunchError, match="inside an allocation"):
         check_launcher(Launcher.SLURM, alike)
     (tmp_path / "pdsh").unlink()

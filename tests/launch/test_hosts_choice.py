@@ -83,7 +83,7 @@ def test_what_may_not_shrink_says_what_is_missing(tiny: dict[str, Any], data: in
         choose(config_of(tiny, data), FOUR[:3], 8, may_shrink=may_shrink)
     assert str(error.value) == (
         "8 ranks are needed, and hosts that are fit have 6 slots (host node2 cannot be reached (timed out): look "
-        "whether it is up): mend them, or name others in the hostfile"
+        "whether it is up): mend them, leave them out with --exclude, or name others in the hostfile"
     )
     with pytest.raises(LaunchError, match="fit have 1 slots"):
         choose(config_of(tiny, "auto"), (Host("node1", (0,)),), 8)
