@@ -106,10 +106,10 @@ class Agent:
         self._renewed = time.monotonic()
         self._attempt, self._lease_s = attempt, lease_s
         self._private = Path(f"/dev/shm/megalite_{attempt}.json")
-        self._private.unlink(missing_ok=True)
-        new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        with os.fdopen(os.open(self._private, new, 0o600), "w") as file:
+        new = self._private.with_suffix(f".{os.getpid()}")
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
             json.dump({**private, AGENT: str(os.getpid())}, file)
+        new.replace(self._private)
         return {"private_environment": str(self._private)}
 
     def ranks(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Agent:
 
     def release(self) -> dict[str, Any]:
         """Nothing is guarded any more."""
-        if self._is_guard():
+        if self._attempt and not self._is_relieved():
             self._private.unlink(missing_ok=True)
         self._attempt, self._lease_s = "", float("inf")
         return {}
@@ -148,7 +148,7 @@ class Agent:
         """The thread that notices that nobody gets the answers any more."""
         while time.monotonic() - self._renewed < self._lease_s:
             time.sleep(TICK_S)
-        if self._is_guard():
+        if not self._is_relieved():
             self.kill()
         self._leave()
 
@@ -168,17 +168,17 @@ class Agent:
     def _take_leave(self) -> None:
         """Of the ranks, unless another agent guards them. The thread that watches ends it with the lease."""
         deadline = time.monotonic() + SUCCESSOR_S
-        while time.monotonic() < deadline and self._is_guard():
+        while time.monotonic() < deadline and not self._is_relieved():
             time.sleep(TICK_S)
-        if self._is_guard():
+        if not self._is_relieved():
             send(ranks_of(processes_of(self._attempt)), signal.SIGTERM)
             while processes_of(self._attempt):
                 time.sleep(TICK_S)
 
-    def _is_guard(self) -> bool:
-        """False where none guards, or another agent."""
+    def _is_relieved(self) -> bool:
+        """Whether another agent guards the attempt; not where nothing can be known."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return bool(self._attempt and json.loads(self._private.read_bytes())[AGENT] == str(os.getpid()))
+            return bool(json.loads(self._private.read_bytes())[AGENT] != str(os.getpid()))
         return False
 
     def _answer(self, order: dict[str, Any]) -> None:
