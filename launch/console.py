@@ -11,11 +11,14 @@ import io
 import os
 import select
 import signal
+import stat
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+PAUSE_S = 0.02
 PATIENCE_S = 10.0  # for a reader that has not read for a moment
 AT_ONCE = select.PIPE_BUF  # bytes that a pipe takes whole, once it says that it takes any
 
@@ -48,8 +51,9 @@ class _Stream(io.RawIOBase):
     def __init__(self, descriptor: int, lose: Callable[[bytes, OSError | None], None]) -> None:
         self._descriptor, self._lose = descriptor, lose
         self._patience_s = PATIENCE_S
+        self._own = _not_blocking(descriptor)
         self._ready = select.poll()
-        self._ready.register(descriptor, select.POLLOUT)
+        self._ready.register(self._own, select.POLLOUT)
 
     def writable(self) -> bool:
         return True
@@ -62,21 +66,38 @@ class _Stream(io.RawIOBase):
 
     def write(self, data: Any, /) -> int:
         left = whole = bytes(data)
-        error = None
+        error, deadline = None, time.monotonic() + self._patience_s
         try:
-            while left and self._takes_more():
-                left = left[os.write(self._descriptor, left[:AT_ONCE]) :]
+            while left and self._takes_more(deadline):
+                try:
+                    left = left[os.write(self._own, left[:AT_ONCE]) :]
+                    self._patience_s = PATIENCE_S
+                    deadline = time.monotonic() + PATIENCE_S
+                except BlockingIOError:  # a terminal that takes something takes less than this
+                    if time.monotonic() >= deadline:
+                        self._patience_s = 0.0
+                        break
+                    time.sleep(PAUSE_S)
         except OSError as caught:
             error = caught
         if left:
             self._lose(left, error)
         return len(whole)
 
-    def _takes_more(self) -> bool:
+    def _takes_more(self, deadline: float) -> bool:
         """Waits once for a reader that does not read; from then on it has to come back by itself."""
-        is_ready = bool(self._ready.poll(1000 * self._patience_s))  # an error is for the write
-        self._patience_s = PATIENCE_S if is_ready else 0.0
+        is_ready = bool(self._ready.poll(1000 * max(0.0, deadline - time.monotonic())))  # an error is for the write
+        if not is_ready:
+            self._patience_s = 0.0
         return is_ready
+
+
+def _not_blocking(descriptor: int) -> int:
+    """A pipe or a terminal opened once more, for us alone, so that no write to it waits; others stay as they are."""
+    if stat.S_ISFIFO(os.fstat(descriptor).st_mode) or os.isatty(descriptor):
+        with contextlib.suppress(OSError):
+            return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    return descriptor
 
 
 def outlive_readers() -> Console:

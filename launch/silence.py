@@ -65,8 +65,9 @@ class Watcher:
         silence.close()
 
     def _silent(self, silence: Silence) -> str | None:
-        found = silence.silent()
-        if not found:
+        here = socket.gethostname()
+        found = [beat for beat in silence.silent() if beat.host != here or psutil.pid_exists(beat.process)]
+        if not found:  # who is dead has ended, and its launcher sees to the others
             return None
         others = f", nor have {len(found) - 1} others" if len(found) > 1 else ""
         return f"{found[0]} has given no sign of life for {self._limit_s:g} s{others}"

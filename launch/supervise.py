@@ -128,7 +128,9 @@ class Supervisor(ABC):
                 before, after = self._folder, RunFolder.read(self._run_dir)
                 self._folder = after or before
                 code = code_of_run(before, after, ended.code, self._total_steps)
-                if ended.reason is not None and code:  # ranks may have taken it for somebody's wish
+                if (
+                    ended.reason is not None and code and signals.last is None
+                ):  # ranks may have taken it for somebody's wish
                     self._say(ended.reason)
                     code = ended.code
                 self._log(began, ended, code)
@@ -223,10 +225,11 @@ class CommandSupervisor(Supervisor):
                 grace_s=2 * grace_s + KEEPER_S,
                 until=watcher.reason,
             )
+            reason = watcher.reason()  # what is left now is silent because it is being ended
             left = tree.end(grace_s)
         if left:
             self._say(f"ended {left} process{'es' * (left > 1)} that the run had left behind")
-        return Ended(code, watcher.reason())
+        return Ended(code, reason)
 
 
 def describe(code: int) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from launch.errors import LaunchError
 from launch.hostfile import Host, hostfile_text, include_words
 from launch.hosts.connection import keep_alive
+from launch.secret_names import is_secret
 
 SCRIPT = Path(__file__).resolve().parent.parent / "train.py"
 TRAVELS = re.compile(  # variables of this shell that ranks on other hosts need as well; DeepSpeed hands on few of them
@@ -31,8 +32,6 @@ STAYS = {
     "MEGALITE_ATTEMPT",
     "DS_ENV_FILE",
 }  # true of this host, or of this process
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|AUTH|SAS(_|$)", re.IGNORECASE)
-IN_ADDRESS = re.compile(r"://[^/]*@")  # https://user:password@host
 PLAIN = re.compile(r"[\w@%+=:./-]+")  # what no shell changes, and no srun
 NEEDS = {"pdsh": "pdsh", "openmpi": "mpirun", "mpich": "mpirun", "slurm": "srun"}  # launcher -> program
 
@@ -105,7 +104,7 @@ def environment_of(variables: Mapping[str, str], kept_files: Sequence[Path]) -> 
 
 
 def _may_be_seen(name: str, value: str) -> bool:
-    return bool(PLAIN.fullmatch(value) and not SECRET.search(name) and not IN_ADDRESS.search(value))
+    return bool(PLAIN.fullmatch(value)) and not is_secret(name, value)
 
 
 def user_environment_files(variables: Mapping[str, str]) -> list[Path]:

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,9 @@ class Job:
     logs: str  # where what they say goes
     gpus: int  # of each worker
     grace_s: float  # from SIGTERM until what still lives is killed
-    environment: dict[str, str]  # of whoever started the run, as far as ranks need it
+    environment: dict[str, str] = field(
+        repr=False
+    )  # Ray shows the rest; of whoever started the run, as far as ranks need it
 
 
 class RankEnded(RuntimeError):

@@ -233,6 +233,8 @@ class HostsSupervisor(Supervisor):
         in_parallel([name for name in connections if name not in lost], lambda name: connections[name].ask("release"))
         for name in lost:
             self._connections.pop(name).close()
+        if lost and ended.reason is None and ended.code:
+            ended = replace(ended, reason=f"{', '.join(lost)} could not be reached any more")
         self._stuck |= set(ended.facts.get("stuck", []))
         facts = {"id": attempt, "hosts": {host.name: host.slots for host in team.hosts}, "lost": lost}
         return replace(ended, facts=facts | ended.facts)

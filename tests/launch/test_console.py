@@ -116,6 +116,17 @@ sys.exit(75)
     assert seen + ("\n".join(lost[:-1]) + "\n").encode() == b"first\n" * 50_000, "each line is in one place"
 
 
+@pytest.mark.timeout(60)
+def test_a_terminal_that_nobody_reads(tmp_path: Path) -> None:
+    """It takes less at once than it says, and a write to it would wait for ever."""
+    ours, theirs = os.openpty()
+    process = start(tmp_path, "for number in range(2000): print(f'line {number}')\nsys.exit(75)", stdout=theirs)
+    assert go_on(process) == PREEMPTED_CODE
+    os.close(ours)
+    os.close(theirs)
+    assert kept(tmp_path)[-1] == "line 1999"
+
+
 def test_a_full_disk(tmp_path: Path) -> None:
     with Path("/dev/full").open("wb") as full:
         assert go_on(start(tmp_path, SAYS, stdout=full, stderr=full)) == PREEMPTED_CODE

@@ -114,7 +114,7 @@ FOUND = {
     ),
     "mpirun of Open MPI on one host": (
         OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
-        Rank(3, 1, 4, "Open MPI", False, ("127.0.0.1", 26_736)),
+        Rank(3, 1, 4, "Open MPI", False, ("127.0.0.1", 11_930)),
     ),
     "mpirun of Open MPI": (OMPI | MEETING, Rank(3, 1, 4, "Open MPI", True, ("node1", 4000))),
     "mpirun in a batch script": (OMPI | MEETING | BATCH, Rank(3, 1, 4, "Open MPI", True, ("node1", 4000))),

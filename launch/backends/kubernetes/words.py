@@ -9,6 +9,7 @@ from decimal import Decimal
 from pathlib import PurePosixPath
 
 from launch.errors import LaunchError
+from launch.secret_names import is_secret
 
 LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"  # RFC 1035, as names that become a host's name must be
 LABEL_1123 = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
@@ -24,7 +25,6 @@ DECIMAL, BINARY = "kMGTPE", ("Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
 LEAST_BYTES = 2**20
 
 RESERVED = re.compile(r"PET_.*|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT")
-SECRET = re.compile(r".*(_KEY|_TOKEN|_SECRET|_PASSWORD)", re.IGNORECASE)
 TAKEN_PATHS = ("/etc/megalite", "/dev/shm")
 
 
@@ -188,9 +188,9 @@ def extended_resource(word: str) -> tuple[str, int]:
 def variables(words: Sequence[str]) -> dict[str, str]:
     """`--env NAME=VALUE`. Refuses what launchers set, and what looks like a secret."""
     found = pairs(words, "--env")
-    for name in found:
+    for name, value in found.items():
         _check_variable(name, "--env")
-        if SECRET.fullmatch(name):
+        if is_secret(name, value):
             raise LaunchError(
                 f"--env {name} would stand in the manifest for all to read: put it into a Secret and give "
                 f"--secret-env {name}=SECRET:KEY"
