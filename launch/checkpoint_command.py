@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from launch.arguments import AsJson
 from launch.errors import VERIFY_FAILED_CODE, LaunchError
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ Place = Annotated[
     str, typer.Argument(help="Run folder, folder of checkpoints, or one checkpoint; a path or a URL.", metavar="DIR")
 ]
 LocalPlace = Annotated[str, typer.Argument(help="Run folder, folder of checkpoints, or one checkpoint.", metavar="DIR")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 @checkpoint_app.command("ls")

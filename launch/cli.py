@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from launch.arguments import AsJson, ConfigPath, Overrides
 from launch.checkpoint_command import checkpoint_app
 from launch.convert_command import export, import_
 from launch.doctor_command import doctor
@@ -48,10 +49,6 @@ app.command()(doctor)
 app.command()(slurm)
 app.command()(place)
 app.command()(ray)
-
-ConfigPath = Annotated[Path, typer.Argument(help="YAML file", metavar="CONFIG.yaml")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="section.option=value ...", metavar="[OVERRIDES]...")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 class ReferenceName(enum.StrEnum):

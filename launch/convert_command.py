@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from launch.arguments import AsJson
 from launch.errors import INTERRUPTED_CODE, LaunchError
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ class StoredDtype(enum.StrEnum):
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there, if it is of the same kind.")]
 Validate = Annotated[bool, typer.Option(help="Compare logits with transformers.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be converted; write nothing.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 def import_(

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from launch.arguments import Exclude, Hostfile, Include, Overrides, SshPort
 from launch.errors import FAILED_CODE, INTERRUPTED_CODE, LaunchError
-from launch.launch_command import Exclude, Hostfile, Include, Overrides, SshPort
 from launch.run_config import load_run_config
 
 if TYPE_CHECKING:

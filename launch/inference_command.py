@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from launch.arguments import AsJson
 from launch.errors import INTERRUPTED_CODE
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ ModelPath = Annotated[
 TensorParallelSize = Annotated[int, typer.Option(min=1, help="Processes on this machine that share the model.")]
 DeviceOption = Annotated[DeviceName, typer.Option(help="auto: GPUs, if there are any.")]
 DtypeOption = Annotated[DtypeName, typer.Option(help="auto: as stored on GPUs, fp32 on a CPU.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 def generate(

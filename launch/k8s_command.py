@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from launch.arguments import ConfigPath, Overrides
 from launch.backends.kubernetes import words
 from launch.backends.kubernetes.checks import check_config, image_of, layout_on, name_of, resources_of
 from launch.backends.kubernetes.job import Manifest, PodJob
@@ -64,10 +65,8 @@ class Delivery:
 
 
 def k8s(
-    config_path: Annotated[Path, typer.Argument(help="YAML file", metavar="CONFIG.yaml")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.option=value ...", metavar="[OVERRIDES]...")
-    ] = None,
+    config_path: ConfigPath,
+    overrides: Overrides = None,
     *,
     image: Annotated[str, typer.Option(help="Image with megalite in it.")],
     nodes: Annotated[int, typer.Option(min=1, help="Pods, one per node.")],

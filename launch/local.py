@@ -5,13 +5,12 @@ from __future__ import annotations
 import base64
 import json
 import os
-import signal
 import socket
 import sys
 from collections.abc import Sequence
 
 from launch.devices import cpu_count
-from launch.processes import ProcessTree, StopSignals, wait_for
+from launch.processes import ProcessTree, StopSignals, told_by_launcher, wait_for
 from megalite.config import LaunchConfig
 
 # glibc: no mmap for large blocks and no trimming, so that tensors reuse memory whose pages are mapped already; huge
@@ -71,7 +70,7 @@ def start_local_ranks(
             tree, signals, ranks=tree.children, otherwise=lambda number: tree.process.terminate(), grace_s=None
         )
         tree.end(LEFT_RANKS_S)
-    return 384 - code if code > 256 - signal.NSIG else code  # it ends with -n for signal n, which wraps to 256 - n
+    return told_by_launcher(code)
 
 
 def free_port() -> int:

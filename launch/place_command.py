@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from launch.arguments import ConfigPath, Overrides
 from launch.errors import LaunchError
 from launch.run_config import load_run_config
 from launch.topology import Topology, expand_hosts, read_topology
@@ -36,10 +37,8 @@ class HostRow:
 
 
 def place(
-    config_path: Annotated[Path, typer.Argument(help="YAML file", metavar="CONFIG.yaml")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.option=value ...", metavar="[OVERRIDES]...")
-    ] = None,
+    config_path: ConfigPath,
+    overrides: Overrides = None,
     hostfile: Annotated[Path | None, typer.Option(help="Hosts with their slots, as for deepspeed.")] = None,
     nodes: Annotated[
         str | None, typer.Option(help='Instead: "NAMES:GPUS" or "NAMES:GPUS:GIB", such as "node[1-8]:8:80;old[1-4]:4".')

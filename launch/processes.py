@@ -246,6 +246,11 @@ def wait_for(
     return 128 - code if code < 0 else code
 
 
+def told_by_launcher(code: int) -> int:
+    """128 + n where DeepSpeed's launcher says that signal n ended a rank: it ends with -n, which wraps to 256 - n."""
+    return 384 - code if code > 256 - signal.NSIG else code
+
+
 def _send(processes: Iterable[psutil.Process], number: int) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -5,21 +5,19 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from launch.arguments import ConfigPath, Overrides
 from launch.errors import LaunchError
 from launch.run_config import load_run_config
 from megalite.config import Config
 
 
 def ray(
-    config_path: Annotated[Path, typer.Argument(help="YAML file", metavar="CONFIG.yaml")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.option=value ...", metavar="[OVERRIDES]...")
-    ] = None,
+    config_path: ConfigPath,
+    overrides: Overrides = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Ranks; default: as many as the layout needs.")] = None,
     gpus_per_worker: Annotated[
         int | None, typer.Option(min=0, max=1, help="Default: 1 where this machine has GPUs.")

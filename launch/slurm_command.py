@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 
+from launch.arguments import ConfigPath, Overrides
 from launch.backends.slurm import SlurmJob, Spawner, batch_script
 from launch.errors import LaunchError
 from launch.run_config import load_run_config
@@ -56,10 +57,8 @@ class Delivery:
 
 
 def slurm(
-    config_path: Annotated[Path, typer.Argument(help="YAML file", metavar="CONFIG.yaml")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.option=value ...", metavar="[OVERRIDES]...")
-    ] = None,
+    config_path: ConfigPath,
+    overrides: Overrides = None,
     *,
     nodes: Annotated[int, typer.Option("--nodes", "-N", min=1, help="Hosts of the job.")],
     gpus_per_node: Annotated[

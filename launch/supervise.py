@@ -33,6 +33,7 @@ from launch.processes import ProcessTree, StopSignals, wait_for
 from launch.run_config import load_run_config
 from launch.silence import ATTEMPT, Watcher
 from megalite.config import Config
+from megalite.monitor.json_lines import append_line
 from megalite.resilience.nonfatal import Nonfatal
 
 LOG = "supervisor.log"
@@ -191,8 +192,8 @@ class Supervisor(ABC):
             "checkpoint": self._folder.checkpoint,
             **ended.facts,
         }
-        with self._nonfatal(str(self._run_dir / ATTEMPTS)), (self._run_dir / ATTEMPTS).open("a") as log:
-            log.write(json.dumps(record) + "\n")
+        with self._nonfatal(str(self._run_dir / ATTEMPTS)):
+            append_line(self._run_dir / ATTEMPTS, json.dumps(record) + "\n")
 
     def _say(self, sentence: str) -> None:
         with self._nonfatal("the console"):

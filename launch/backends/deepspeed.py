@@ -26,13 +26,10 @@ TRAVELS = re.compile(  # variables of this shell that ranks on other hosts need 
     r"(NCCL|GLOO|TORCH|UCX|OMP|MKL|KMP|HF|HUGGINGFACE|MLFLOW|TRANSFORMERS|TOKENIZERS|WANDB|AWS|S3|GOOGLE|GCS|AZURE|FSSPEC|DS|DEEPSPEED"
     r"|CUDA|PYTORCH|MEGALITE|GLIBC)_.*|(HTTPS?|NO|ALL)_PROXY|https?_proxy|no_proxy|SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE"
 )
-STAYS = {
-    "CUDA_VISIBLE_DEVICES",
-    "MEGALITE_TREES",
-    "MEGALITE_ATTEMPT",
-    "DS_ENV_FILE",
-}  # true of this host, or of this process
+# true of this host, or of this process
+STAYS = {"CUDA_VISIBLE_DEVICES", "MEGALITE_TREES", "MEGALITE_ATTEMPT", "DS_ENV_FILE"}
 PLAIN = re.compile(r"[\w@%+=:./-]+")  # what no shell changes, and no srun
+TASKS = "tasks"
 NEEDS = {"pdsh": "pdsh", "openmpi": "mpirun", "mpich": "mpirun", "slurm": "srun"}  # launcher -> program
 
 
@@ -129,10 +126,11 @@ def _read_environment_file(path: Path) -> dict[str, str]:
 
 
 def write_files(folder: Path, hosts: Sequence[Host], shown: Mapping[str, str]) -> tuple[Path, Path]:
-    """`hostfile` and `environment` of an attempt, written to `folder`."""
+    """`hostfile` and `environment` of an attempt, and a host per rank for srun, written to `folder`."""
     hostfile, environment = folder / "hostfile", folder / "environment"
     hostfile.write_text(hostfile_text(hosts))
     environment.write_text("".join(f"{name}={value}\n" for name, value in shown.items()))  # nothing secret
+    (folder / TASKS).write_text("".join(f"{host.name}\n" * host.slots for host in hosts))
     return hostfile, environment
 
 
@@ -147,22 +145,9 @@ def command_of(
     launcher_args: str = "",
 ) -> list[str]:
     """The command line that starts the ranks."""
-    words = [
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.runner",
-        "--hostfile",
-        str(hostfile),
-        "--launcher",
-        launcher.value,
-    ]
-    words += [
-        "--force_multi",
-        "--no_ssh_check",
-        "--no_local_rank",
-        "--log_level",
-        "warning",
-    ]  # one host that is left is not this machine
+    words = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile)]
+    words += ["--launcher", launcher.value, "--no_ssh_check", "--no_local_rank", "--log_level", "warning"]
+    words += ["--force_multi"]  # one host that is left is not this machine
     words += ["--master_addr", meeting.address, "--master_port", str(meeting.port)]
     if ssh_port is not None:
         words += ["--ssh_port", str(ssh_port)]
@@ -174,14 +159,12 @@ def command_of(
     return [*words, str(SCRIPT), str(config_path)]
 
 
-def launcher_environment(environment_file: Path, hosts: Sequence[Host], patience_s: float) -> dict[str, str]:
+def launcher_environment(environment_file: Path, patience_s: float) -> dict[str, str]:
     """All variables of the launcher's own process; it would show some of them on command lines."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW")}
     words = [*shlex.split(kept.get("PDSH_SSH_ARGS_APPEND", "")), *(f"-o{word}" for word in keep_alive(patience_s))]
-    tasks = environment_file.with_name("tasks")
-    tasks.write_text("".join(f"{host.name}\n" * host.slots for host in hosts))
-    own = {"DS_ENV_FILE": str(environment_file), "PDSH_SSH_ARGS_APPEND": " ".join(words), "SLURM_HOSTFILE": str(tasks)}
-    return kept | own
+    own = {"DS_ENV_FILE": str(environment_file), "PDSH_SSH_ARGS_APPEND": " ".join(words)}
+    return kept | own | {"SLURM_HOSTFILE": str(environment_file.with_name(TASKS))}
 
 
 def _own_arguments(launcher: Launcher, hosts: Sequence[Host], ssh_port: int | None) -> list[str]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from launch.errors import INTERRUPTED_CODE, PREEMPTED_CODE
 from launch.hosts.watch import Watch
-from launch.processes import INTERRUPT_S, REPEAT_S, TICK_S, ProcessTree, StopSignals
+from launch.processes import INTERRUPT_S, REPEAT_S, TICK_S, ProcessTree, StopSignals, told_by_launcher
 from launch.supervise import Ended
 
 KILLED_CODE = 128 + signal.SIGKILL
@@ -119,7 +119,7 @@ def asked_code(number: int) -> int:
 
 
 def exit_code(code: int) -> int:
-    """128 + n for a command that signal n ended, and for one that says so of a rank: -n, which wraps to 256 - n."""
+    """128 + n for a command that signal n ended, and for one that says so of a rank; ssh's own code stays."""
     if code < 0:
         return 128 - code
-    return 384 - code if 256 - signal.NSIG < code < SSH_FAILED else code
+    return code if code == SSH_FAILED else told_by_launcher(code)

@@ -265,4 +265,4 @@ class HostsSupervisor(Supervisor):
             ssh_port=self._options.ssh_port,
             launcher_args=self._options.launcher_args,
         )
-        return command, launcher_environment(environment_file, team.hosts, self._options.host_timeout_s)
+        return command, launcher_environment(environment_file, self._options.host_timeout_s)

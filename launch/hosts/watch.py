@@ -21,7 +21,6 @@ class _Seen:
     """What is known of one host."""
 
     ranks: dict[int, dict[str, Any]] = field(default_factory=dict)  # process -> rank, state
-    processes: int = 0
     stopped_since: dict[int, float] = field(default_factory=dict)  # process -> time.monotonic
 
 
@@ -114,6 +113,5 @@ class Watch:
     def _note(seen: _Seen, answer: dict[str, Any]) -> None:
         now = time.monotonic()
         seen.ranks = {one["process"]: one for one in answer["ranks"]}
-        seen.processes = answer["processes"]
         stopped = [process for process, one in seen.ranks.items() if one["state"] == "T"]
         seen.stopped_since = {process: seen.stopped_since.get(process, now) for process in stopped}

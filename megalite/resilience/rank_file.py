@@ -16,9 +16,9 @@ from pathlib import Path
 
 import psutil
 
+from megalite.resilience.heartbeat import FOLDER
 from megalite.resilience.who_waits import Silence
 
-FOLDER = ".ranks"
 CLOCK_S = 2.0  # how exactly the kernel tells when a process began, if the clock is set meanwhile
 
 

@@ -2,7 +2,7 @@
 
 In: how many, and which of them are special. Out: a `Cluster`, usable as soon as it is entered, with a host `head` to
 start commands from. Its hosts reach one another by name, through a switch that nothing else is plugged into. They
-share all files, as over a network file system, but for /run, /dev/shm, /etc/hosts, /etc/ssh, /root/.ssh, /root/.bashrc
+share all files, as over a network file system, but for /run, /dev/shm, /etc/hosts, /etc/ssh, root's .ssh and .bashrc
 and what `private_directory` takes out. The machine itself is not changed, not even by a file, and nothing outlives the
 process that made a cluster.
 Linux and root only: tests/cluster/machine.py says what is missing.
@@ -42,8 +42,8 @@ hostname "$NAME"
 mount --bind /run/ssh /etc/ssh
 mount --bind "/run/hosts.$NAME" /etc/hosts
 mount --bind /run/shadow /etc/shadow
-if test -d /root/.ssh; then mount -t tmpfs -o mode=700 tmpfs /root/.ssh; fi
-if test -f /root/.bashrc; then mount --bind /dev/null /root/.bashrc; fi
+if test -d ~root/.ssh; then mount -t tmpfs -o mode=700 tmpfs ~root/.ssh; fi
+if test -f ~root/.bashrc; then mount --bind /dev/null ~root/.bashrc; fi
 mount -t tmpfs -o size=1g tmpfs /dev/shm
 mount -t tmpfs -o mode=755 tmpfs /run
 mkdir -p /run/sshd /run/lock /run/cgroup

@@ -14,6 +14,7 @@ from typing import Any
 
 from megalite.monitor.events import EVENTS, read_events
 from tests.cluster.hosts import Cluster, HostedProcess
+from tests.cluster.process_table import environment
 from tests.conftest import write_config
 from tests.e2e.audit import steps_done
 from tests.e2e.commands import ROOT
@@ -96,12 +97,9 @@ class Launched:
         """Rank -> its process."""
         found = {}
         for process in self.cluster.processes_with(MARK):
-            with contextlib.suppress(OSError):
-                variables = dict(
-                    entry.partition("=")[::2] for entry in Path(f"/proc/{process.pid}/environ").read_text().split("\0")
-                )
-                if variables.get("RANK", "").isdecimal() and "launch/train.py" in process.command:
-                    found[int(variables["RANK"])] = process
+            rank = environment(process.pid).get("RANK", "")
+            if rank.isdecimal() and "launch/train.py" in process.command:
+                found[int(rank)] = process
         return found
 
     def send(self, number: int, rank: int) -> float:

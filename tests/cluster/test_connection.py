@@ -9,13 +9,14 @@ import sys
 import textwrap
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from launch.processes import REPEAT_S
 from tests.cluster.hosts import Cluster
+from tests.cluster.process_table import wait_until
 
 # a rank that notes SIGTERM and ends half a second later, as one that saves; or one that does not listen
 RANK = """
@@ -47,7 +48,7 @@ class Job:
         path = self.folder / f"rank_{rank}"
         marks = [f"MEGALITE_ATTEMPT={self.attempt}", f"RANK={rank}", "LOCAL_RANK=0"]
         self.cluster.hosts["node2"].popen(["env", *marks, sys.executable, "-c", RANK, str(path), behaviour])
-        wait_until(lambda: path.exists() and path.read_text() != "")
+        wait_until(lambda: path.exists() and path.read_text() != "", 30)
         return path
 
     def head(self, body: str, lease_s: float = 60) -> list[str]:
@@ -61,13 +62,6 @@ class Job:
 
     def left(self) -> list[str]:
         return [process.command for process in self.cluster.processes_with("MEGALITE_ATTEMPT", self.attempt)]
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -138,7 +132,7 @@ def test_when_the_one_who_started_them_is_killed_ranks_save_and_none_is_left(job
     )
     assert head.stdout is not None and head.stdout.readline() == "on\n"
     head.send_signal(signal.SIGKILL)
-    wait_until(lambda: not job.left())
+    wait_until(lambda: not job.left(), 30)
     assert paths[0].with_suffix(".saved").exists() and not paths[1].with_suffix(".saved").exists()
 
 

@@ -57,7 +57,7 @@ def answer(echo: HostCommand, line: str) -> str:
 
 def machine_state() -> dict[str, str | list[str]]:
     """What a cluster must leave as it is."""
-    ssh = Path("/root/.ssh")
+    ssh = Path("~root/.ssh").expanduser()
     return {
         "mounts": Path("/proc/self/mounts").read_text(),
         "interfaces": sorted(str(path) for path in Path("/sys/class/net").iterdir()),
