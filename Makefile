@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 VENV := .venv
 
-.PHONY: quickstart test test-cluster cluster-packages check install
+.PHONY: quickstart test test-cluster test-packages cluster-packages check install
 
 install: $(VENV)/installed
 
@@ -29,8 +29,11 @@ test: check
 	$(VENV)/bin/python -m pytest
 
 # Several hosts on this machine, made of namespaces: Linux, root, and programs that Debian has.
-test-cluster: cluster-packages
+test-cluster: test-packages
 	$(VENV)/bin/python -m pytest tests/cluster
 
-cluster-packages: $(VENV)/installed
+# Debian's programs that tests use: of clusters and networks, and a browser. Without root or Debian it says what is
+# missing, and tests that need it are skipped. `cluster-packages` is its older name.
+test-packages cluster-packages: $(VENV)/installed
 	$(VENV)/bin/python -m tests.cluster.machine
+	$(VENV)/bin/python -m tests.browser

@@ -23,6 +23,7 @@ from launch.inference_command import evaluate, generate
 from launch.k8s_command import k8s
 from launch.launch_command import launch
 from launch.place_command import place
+from launch.plan.app import plan_app
 from launch.ray_command import ray
 from launch.run_config import load_run_config
 from launch.slurm_command import slurm
@@ -39,6 +40,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="Show a config as it is resolved, or the schema of all options.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(plan_app, name="plan")
 app.command("import")(import_)
 app.command()(export)
 app.command()(generate)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from launch.data import RunData, evaluation_batches, training_batches
 from launch.followers import Followers
+from launch.plan.own_run import memory_of_ranks
 from launch.reporter import Reporter
 from launch.resume import Start, checkpoints_of
 from launch.run_tokenizer import KnownTokenizer, tokenizer_of
@@ -78,12 +79,20 @@ def open_job(
         try:
             yield job
         except (TrainingStopped, TrainingPreempted) as error:
-            reporter.ends("stopped" if isinstance(error, TrainingStopped) else "preempted", checkpoints.settle())
+            ending = "stopped" if isinstance(error, TrainingStopped) else "preempted"
+            _end(engine, reporter, ending, checkpoints.settle())
             raise
         except KeyboardInterrupt:
             reporter.ends("interrupted", 0.0)
+            reporter.compares(())
             raise
-        reporter.ends("ended", checkpoints.settle())
+        _end(engine, reporter, "ended", checkpoints.settle())
+
+
+def _end(engine: Engine, reporter: Reporter, ending: str, untold_s: float) -> None:
+    """Written down first: a rank may be gone when all are asked for their memory."""
+    reporter.ends(ending, untold_s)
+    reporter.compares(memory_of_ranks(engine, reporter.own_run.memory()))
 
 
 def _manifest(

@@ -115,6 +115,8 @@ def k8s(
     Example: `megalite k8s configs/quickstart.yaml --image registry/megalite:1 --nodes 2 --gpus-per-node 4
     --output-claim runs -o quickstart.k8s.yaml`
     """
+    from launch.plan.automatic import sizes_in_words
+
     config = load_run_config(config_path, overrides or [])
     check_config(config)
     if output_claim is None:
@@ -154,10 +156,7 @@ def k8s(
         Kind.JOBSET: job_set_objects,
     }
     ranks = f"{nodes} node{'s' * (nodes > 1)} x {ranks_per_node} rank{'s' * (ranks_per_node > 1)}"
-    heading = (
-        f"megalite {version('megalite')}, {config_path}: {ranks}; tensor {layout.tensor_parallel_size} x "
-        f"pipeline {layout.pipeline_parallel_size} x data {layout.data_parallel_size}"
-    )
+    heading = f"megalite {version('megalite')}, {config_path}: {ranks}; {sizes_in_words(config, layout)}"
     delivery = Delivery(output, overwrite, submit, context, dry_run, as_json)
     _deliver(job, makers[kind], heading, [*notices, *more_notices, *image_notices], delivery)
 

@@ -18,7 +18,10 @@ from launch.placement_search import first_fit, search
 from launch.topology import Topology
 from megalite.config import Config, ResolvedLayout
 from megalite.parallel.mesh import Mesh
-from megalite.planner.volumes import Traffic
+from megalite.planner.job import Job
+from megalite.planner.shapes import stages_of
+from megalite.planner.states import state_bytes
+from megalite.planner.volumes import Traffic, traffic, volumes
 
 __all__ = ["Node", "Placement", "nodes_of", "place", "place_hosts", "place_run"]
 
@@ -47,15 +50,11 @@ def place(nodes: Sequence[Node], mesh: Mesh, traffic: Traffic, needs_gib: float 
 
 
 def place_run(config: Config, layout: ResolvedLayout, nodes: Sequence[Node]) -> tuple[Placement, Placement]:
-    """`place` with the traffic and memory of a run. Imports torch, to count what the layers hold."""
-    _with_room(nodes, Mesh.of(layout), 0.0)  # said before torch is there
-    from launch.stage_shapes import stage_shapes
-    from megalite.planner.states import state_bytes
-    from megalite.planner.volumes import traffic, volumes
-
-    stages = stage_shapes(config, layout)
+    """`place` with the traffic and memory of a run."""
+    stages = stages_of(config, layout)
     needs_gib = max(state_bytes(config, layout, stage) for stage in stages) / 2**30
-    return place(nodes, Mesh.of(layout), traffic(volumes(config, layout, stages), layout), needs_gib)
+    job = Job.of(config, layout)
+    return place(nodes, Mesh.of(layout), traffic(volumes(job, stages), job), needs_gib)
 
 
 def nodes_of(hosts: Sequence[Host], topology: Topology | None) -> list[Node]:

@@ -42,8 +42,10 @@ def ray(
     """
     from launch.backends.ray import RaySupervisor, check_address
     from launch.devices import gpu_count
+    from launch.plan.automatic import layout_or_likely, sizes_in_words
     from launch.start import check_run, is_done
     from launch.supervise import Policy, check_resumes
+    from megalite.planner.search import Ranks
 
     config = load_run_config(config_path, overrides or [])
     gpus = (1 if gpu_count() else 0) if gpus_per_worker is None else gpus_per_worker
@@ -51,15 +53,14 @@ def ray(
     check_run(config)
     check_resumes(config)
     count = _workers(config, workers, gpus, where)
-    layout = config.check_world(count, "cuda" if gpus else "cpu")
+    _, layout, notices = layout_or_likely(config, Ranks(count, count, "cuda" if gpus else "cpu"))
     if importlib.util.find_spec("ray") is None:
         raise LaunchError("Ray is not installed: pip install 'megalite[ray]', or train without it (megalite train)")
-    sizes = (
-        f"tensor {layout.tensor_parallel_size} x pipeline {layout.pipeline_parallel_size} x data "
-        f"{layout.data_parallel_size}"
-    )
+    sizes = sizes_in_words(config, layout)
     cluster = f"the Ray cluster at {where}" if where else "a Ray cluster of this machine"
     print(f"megalite: {count} workers ({sizes}), {gpus} GPUs each, on {cluster}", flush=True)
+    for notice in notices:
+        print(f"megalite: {notice}", flush=True)
     if dry_run:
         print("dry run: nothing was started")
         return

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from launch.data import RunData
+from launch.plan.own_run import OwnRun, RankMemory
 from launch.rank_environment import Rank
 from launch.resume import Start
 from launch.run_folder import write_receipt, write_settings
@@ -23,8 +25,11 @@ if TYPE_CHECKING:
 class Reporter:
     """Open while the run trains. What fails in it is counted and told, and ends nothing."""
 
-    def __init__(self, config: Config, layout: ResolvedLayout, rank: Rank, start: Start, data: RunData) -> None:
+    def __init__(
+        self, config: Config, layout: ResolvedLayout, rank: Rank, start: Start, data: RunData, own_run: OwnRun
+    ) -> None:
         self._config, self._layout, self._start, self._data = config, layout, start, data
+        self.own_run = own_run
         self._speaks = rank.rank == 0
         self._sinks: list[Sink] = []
         self._nonfatal = Nonfatal(self.say)
@@ -39,6 +44,8 @@ class Reporter:
             write_settings(self._config, deepspeed_config(self._config, self._layout))
             if self._start.hub is not None:
                 keep_tokenizer(self._config, self._start.hub.folder)
+            with self._nonfatal("the prediction"):
+                self.own_run.predict()
             self._write_receipt()
             self._events = EventLog(self._config.run_dir / EVENTS)
             self._goodput = Goodput(
@@ -47,6 +54,9 @@ class Reporter:
             self._open_sinks()
             for notice in (*self._layout.notices, *self._data.notices, *self._start.notices):
                 self.say(notice)
+            with self._nonfatal("the prediction"):
+                for sentence in self.own_run.predicted():
+                    self.say(sentence)
         return self
 
     def _open_sinks(self) -> None:
@@ -69,6 +79,8 @@ class Reporter:
             return
         with self._nonfatal("goodput"):
             record["goodput"] = round(self._goodput.step(record), 4)
+        with self._nonfatal("the prediction"):
+            self.own_run.step(record)
         for sink in self._sinks:
             with self._nonfatal(type(sink).__name__):
                 sink.log(record)
@@ -112,6 +124,13 @@ class Reporter:
                 self._goodput.end(event, save_blocked_s=untold_s)
                 self.say(self._goodput.sentence())
 
+    def compares(self, memory: Sequence[RankMemory | None]) -> None:
+        """What was predicted with what was needed; `memory` is each rank's."""
+        if self._speaks:
+            with self._nonfatal("the prediction"):
+                for sentence in self.own_run.ended(memory):
+                    self.say(sentence)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -137,5 +156,7 @@ class Reporter:
         self.say(f"drew {picture}")
 
     def _write_receipt(self, **more: Any) -> None:
+        with self._nonfatal("the prediction"):
+            more |= self.own_run.facts()
         facts = {"data_fingerprint": self._data.training.fingerprint, "resumed_from_step": self._start.step}
         write_receipt(self._config, self._layout, facts | {"outcome": self.outcome} | more)

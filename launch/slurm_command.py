@@ -18,6 +18,7 @@ import typer
 
 from launch.arguments import ConfigPath, Overrides
 from launch.backends.slurm import SlurmJob, Spawner, batch_script
+from launch.devices import Device
 from launch.errors import LaunchError
 from launch.run_config import load_run_config
 from megalite.config import Config, ResolvedLayout
@@ -99,6 +100,7 @@ def slurm(
     Example: `megalite slurm configs/quickstart.yaml -N 4 --gpus-per-node 8 --time 24:00:00 --submit`
     """
     from launch.local import rank_environment
+    from launch.plan.automatic import sizes_in_words
     from launch.start import check_run
     from launch.supervise import check_resumes
 
@@ -125,7 +127,7 @@ def slurm(
         run_dir=_line(config.run_dir.absolute(), "run_dir"),
         directory=_line(Path.cwd(), "the working directory"),
         words=(str(config_path), *(overrides or [])),
-        heading=f"megalite {version('megalite')}: {nodes} hosts x {ranks} ranks; {_sizes(layout)}",
+        heading=f"megalite {version('megalite')}: {nodes} hosts x {ranks} ranks; {sizes_in_words(config, layout)}",
         python=sys.executable,
         time=time,
         partition=None if partition is None else _word(partition, "--partition"),
@@ -192,11 +194,17 @@ def _line(path: Path, what: str) -> Path:
 
 def _layout(config: Config, nodes: int, gpus: int, tasks: int | None) -> tuple[ResolvedLayout, int, list[str]]:
     """The layout, ranks per host, and what to tell. Raises ConfigError or LaunchError where they do not fit."""
+    from launch.plan.automatic import layout_or_likely
     from megalite.config.known_bad import check_known_bad, installed_versions
+    from megalite.planner.search import PIPELINE, TENSOR, Ranks
 
     if gpus and tasks not in (None, gpus):
         raise LaunchError(
             f"--ntasks-per-node {tasks} and --gpus-per-node {gpus} differ, but a rank has one GPU: leave the first out"
+        )
+    if not gpus and tasks is None and {TENSOR, PIPELINE} & config.open:
+        raise LaunchError(
+            "parallel is auto, so nothing says how many ranks a host has on the CPU: give --ntasks-per-node"
         )
     world_size = nodes * gpus if gpus else nodes * tasks if tasks else config.world_size_wanted(None)
     ranks, left_over = divmod(world_size, nodes)
@@ -205,22 +213,16 @@ def _layout(config: Config, nodes: int, gpus: int, tasks: int | None) -> tuple[R
             f"the layout has {world_size} rank{'s' * (world_size > 1)} on the CPU, which {nodes} hosts cannot share "
             "equally: choose -N so that they can, or give --ntasks-per-node"
         )
-    layout = config.check_world(world_size, "cuda" if gpus else "cpu")
-    check_known_bad(config, layout, installed_versions(), "cuda" if gpus else "cpu")
-    notices = list(layout.notices)
+    device: Device = "cuda" if gpus else "cpu"
+    likely, layout, later = layout_or_likely(config, Ranks(world_size, ranks, device))
+    check_known_bad(likely, layout, installed_versions(), device)
+    notices = [*layout.notices, *later]
     if ranks % layout.tensor_parallel_size:
         notices.append(
             f"tensor parallelism over {layout.tensor_parallel_size} ranks crosses hosts of {ranks}: every layer will "
             "wait for the network; use a parallel.tensor_parallel_size that divides the ranks of a host"
         )
     return layout, ranks, notices
-
-
-def _sizes(layout: ResolvedLayout) -> str:
-    return (
-        f"tensor {layout.tensor_parallel_size} x pipeline {layout.pipeline_parallel_size} x data "
-        f"{layout.data_parallel_size}"
-    )
 
 
 def _check_start(config: Config) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 
 from launch.data import open_data
@@ -20,6 +21,8 @@ from megalite.checkpoint.manifest import find_latest, step_folders
 from megalite.config import Config, ResolvedLayout
 from megalite.config.known_bad import check_known_bad, installed_versions
 from models.families import family
+
+QUIET_S = 15.0  # before the ranks of a run start, once on a machine
 
 
 def resolve(config: Config) -> tuple[ResolvedLayout, Device]:
@@ -49,13 +52,40 @@ def check_run(config: Config) -> None:
 
 def start(config: Config, arguments: Sequence[str]) -> int:
     """Checks config, data and checkpoint, then runs the local ranks; returns their exit code."""
+    config, words, chosen = settle(config)
     layout, device = resolve(config)
     if is_done(config):
         return 0
+    if device == "cpu":
+        _measure_cpu()
     environment, said = rank_environment(config.launch, layout.world_size, device == "cuda")
     ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
+    for sentence in chosen:
+        print(f"megalite: {sentence}", flush=True)
     print(f"megalite: starting {ranks} on {device} ({said})", flush=True)
-    return start_local_ranks(layout.world_size, environment, arguments)
+    return start_local_ranks(layout.world_size, environment, [*arguments, *words])
+
+
+def _measure_cpu() -> None:
+    """For the run's prediction, while nothing else computes here: ranks would measure it beside their work."""
+    from launch.plan.this_machine import Care, describe_machine
+
+    with suppress(Exception):  # the run does not need it
+        describe_machine(on_cpu=True, care=Care(at_most_s=QUIET_S))
+
+
+def settle(config: Config) -> tuple[Config, list[str], list[str]]:
+    """A config that says `auto` with a layout for this machine, as overrides too, and what was chosen and why.
+
+    Raises LaunchError or ConfigError where nothing fits.
+    """
+    if not config.open:
+        return config, [], []
+    from launch.plan.automatic import choose_here
+
+    check_run(config)
+    chosen = choose_here(config, "cuda" if gpu_count() else "cpu")
+    return config.settled(chosen.options), chosen.overrides, [chosen.sentence]
 
 
 def is_done(config: Config) -> bool:
@@ -106,6 +136,7 @@ def _is_intact(begin: Start) -> bool:
 
 def describe(config: Config, *, as_json: bool) -> None:
     """The dry run: resolved config, who holds what, parameters per rank."""
+    config, _, chosen = settle(config)
     layout, device = resolve(config)
     from launch.layout_table import layout_rows, layout_table
 
@@ -121,6 +152,6 @@ def describe(config: Config, *, as_json: bool) -> None:
 
     print(config.to_yaml())
     Console().print(layout_table(rows, layout))
-    for notice in (*layout.notices, *begin.notices):
+    for notice in (*chosen, *layout.notices, *begin.notices):
         print(f"megalite: {notice}")
     print(f"dry run on {device}: nothing was started")

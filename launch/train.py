@@ -38,6 +38,7 @@ from launch.exporter import clear_exports
 from launch.followers import Followers
 from launch.job import open_job
 from launch.network import choose_interface
+from launch.plan.own_run import OwnRun, Surroundings
 from launch.processes import end_with_parent
 from launch.rank_environment import Rank, take_private_environment, this_rank
 from launch.ranks import be_deterministic, is_left_alone, tell_once
@@ -94,6 +95,8 @@ def run(config: Config, rank: Rank, leaving: ExitStack) -> None:
         be_deterministic()
     device = start_distributed(rank.local_rank, timedelta(minutes=config.watchdog.timeout_minutes))
     kind: Device = "cuda" if device.type == "cuda" else "cpu"
+    if config.open:
+        config = _with_layout(config, rank, kind)
     layout = config.check_world(rank.world_size, kind)
     check_known_bad(config, layout, installed_versions(), kind)
     activity = Activity(Mesh.of(layout), rank.rank)
@@ -104,10 +107,11 @@ def run(config: Config, rank: Rank, leaving: ExitStack) -> None:
         activity, config.watchdog, config.run_dir, agree_on_launch(), HUNG_CODE, tell, tuple(ENDINGS)
     ) as watchdog:
         data = open_data(config)
+        own_run = OwnRun(config, layout, Surroundings.of(rank, kind))
         start = _start(config, rank, data, activity)
         engine = build_engine(decoder_layers(config.model, config.recompute.mode), config, layout, activity)
         state = _load(engine, start, data, config)
-        with Reporter(config, layout, rank, start, data) as reporter:
+        with Reporter(config, layout, rank, start, data, own_run) as reporter:
             followers = Followers.open(config, start, reporter) if rank.rank == 0 else Followers()
             try:
                 with open_job(engine, config, layout, data, start, state, reporter, followers, BORN) as job:
@@ -123,6 +127,19 @@ def run(config: Config, rank: Rank, leaving: ExitStack) -> None:
             _leave_together()
             followers.close(config, reporter, is_done=True)
     del lock  # held until here
+
+
+def _with_layout(config: Config, rank: Rank, kind: Device) -> Config:
+    """Of a config that says `auto`: rank 0 chooses, so that all have the same."""
+    import torch
+
+    from launch.plan.automatic import choose_together
+
+    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if kind == "cuda" else None
+    chosen = choose_together(config, kind, memory)
+    if rank.rank == 0:
+        print(f"megalite: {chosen.sentence}", flush=True)
+    return config.settled(chosen.options)
 
 
 def _start_heart(config: Config, rank: Rank, leaving: ExitStack) -> Heartbeat | None:

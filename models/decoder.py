@@ -22,6 +22,7 @@ from megalite.parallel.dropout import Dropout
 from megalite.parallel.layers import LayerSpec, Payload, Recompute, recomputed
 from megalite.parallel.linear import VocabParallelEmbedding, sharded_parameter
 from megalite.parallel.norm import NORMS
+from megalite.parallel.partition import block_cost, head_cost
 from megalite.parallel.shard import Shard, replicated
 from models.attention import Attention
 from models.experts import SparseMLP
@@ -40,29 +41,17 @@ def decoder_layers(model: ModelConfig, recompute: Recompute = "none") -> list[La
         LayerSpec(
             name=f"model.layers.{index}",
             build=partial(DecoderBlock, model, recompute, index),
-            cost=_block_cost(model, index),
+            cost=block_cost(model, index),
             is_block=True,
         )
         for index in range(model.num_hidden_layers)
     ]
     norm = LayerSpec("model.norm", partial(_norm, model), cost=0.0)
-    head_cost = float(model.hidden_size * model.vocab_size)
     if model.tie_word_embeddings:
-        head = LayerSpec(embedding.name, embedding.build, head_cost, tied_to=tie, forward=_tied_head)
+        head = LayerSpec(embedding.name, embedding.build, head_cost(model), tied_to=tie, forward=_tied_head)
     else:
-        head = LayerSpec("lm_head", lambda tp: OutputHead(model.vocab_size, model.hidden_size, tp), head_cost)
+        head = LayerSpec("lm_head", lambda tp: OutputHead(model.vocab_size, model.hidden_size, tp), head_cost(model))
     return [embedding, *([positions] if model.position_embedding == "learned" else []), *blocks, norm, head]
-
-
-def _block_cost(model: ModelConfig, layer: int) -> float:
-    """Multiply-adds per token, the common factor of forward and backward; attention scores left out."""
-    hidden = model.hidden_size
-    attention = hidden * model.head_dim * 2 * (model.num_attention_heads + model.num_key_value_heads)
-    if not model.has_experts(layer):
-        return float(attention + hidden * model.intermediate_size * (3 if model.gated_mlp else 2))
-    assert model.num_experts is not None
-    active = 3 * model.num_experts_per_tok * model.moe_intermediate_size
-    return float(attention + hidden * (model.num_experts + active))
 
 
 def _norm(model: ModelConfig, tp: TensorParallel) -> nn.Module:

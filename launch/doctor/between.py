@@ -5,12 +5,16 @@ Pure: answers in, findings out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
+from launch.devices import Device
 from launch.doctor.checks import on_gpus
 from launch.doctor.findings import HERE, Answers, Facts, Finding, Judgement, Verdict, fold, gather, usual
+from launch.plan.automatic import layout_or_likely
 from megalite.config import ConfigError
+from megalite.planner.search import Ranks
 
 OK, WARN, FAIL = Verdict
 SKEW_S = 2.0
@@ -39,9 +43,13 @@ def check_layout(answers: Answers) -> list[Finding]:
         return []
     ranks = sum(host.slots for host in answers.hosts)
     try:
-        layout = config.check_world(ranks, "cuda" if on_gpus(answers) else "cpu")
+        slots = math.gcd(*(host.slots for host in answers.hosts))
+        device: Device = "cuda" if on_gpus(answers) else "cpu"
+        _, layout, later = layout_or_likely(config, Ranks(ranks, slots, device))
     except ConfigError as error:
         return [Finding("layout", FAIL, (), str(error))]
+    if later:
+        return [Finding("layout", OK, (), f"{later[0]}; {ranks} slots")]
     sizes = f"tensor {layout.tensor_parallel_size} x pipeline {layout.pipeline_parallel_size}"
     return [Finding("layout", OK, (), f"{sizes} x data {layout.data_parallel_size} on {ranks} slots")]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +12,7 @@ from launch.doctor.findings import Finding
 from launch.errors import LaunchError
 from launch.hostfile import Host
 from launch.placement import place_hosts
+from launch.plan.automatic import most_ranks, why_fewer
 from launch.topology import Topology
 from megalite.config import Config, ConfigError, ResolvedLayout
 
@@ -27,14 +30,21 @@ class Choice:
     notices: tuple[str, ...]
 
 
-def wanted_ranks(config: Config, hosts: Sequence[Host], spares: int) -> int:
+def expected_device() -> Device:
+    """Of ranks on hosts that were not asked yet."""
+    return "cpu" if os.environ.get("DS_ACCELERATOR") == "cpu" else "cuda"
+
+
+def wanted_ranks(config: Config, hosts: Sequence[Host], spares: int, device: Device) -> int:
     """Ranks of a run on these hosts: all slots but those of `spares` hosts, as far as the layout can use them.
 
     Raises LaunchError where they are too few.
     """
     if spares >= len(hosts):
         raise LaunchError(f"--spares {spares} leaves none of the {len(hosts)} hosts: keep at least one")
-    slots = sum(host.slots for host in hosts[: len(hosts) - spares])
+    slots = _slots(hosts, spares)
+    if config.open:
+        return most_ranks(config, slots, per_node(hosts), device)
     replica, data = _replica(config), config.parallel.data_parallel_size
     wanted = slots // replica * replica if data == "auto" else replica * data
     if wanted > slots or not wanted:
@@ -45,6 +55,16 @@ def wanted_ranks(config: Config, hosts: Sequence[Host], spares: int) -> int:
             "a smaller parallel layout"
         )
     return wanted
+
+
+def unused_slots(config: Config, hosts: Sequence[Host], spares: int, ranks: int, device: Device) -> list[str]:
+    """What to tell where a layout that is `auto` can use fewer slots than there are."""
+    return why_fewer(config, ranks, _slots(hosts, spares), per_node(hosts), device)
+
+
+def per_node(hosts: Sequence[Host]) -> int:
+    """Ranks that every one of them holds a multiple of."""
+    return math.gcd(*(host.slots for host in hosts))
 
 
 def choose_hosts(
@@ -100,6 +120,10 @@ def _candidates(fit: Sequence[Host], world_size: int, spares: int) -> Sequence[H
         if sum(host.slots for host in fit[:count]) >= world_size:
             return fit[:count]
     return fit
+
+
+def _slots(hosts: Sequence[Host], spares: int) -> int:
+    return sum(host.slots for host in hosts[: len(hosts) - spares])
 
 
 def _replica(config: Config) -> int:

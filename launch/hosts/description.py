@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from launch.backends.deepspeed import PLAIN, SCRIPT, Meeting, check_launcher, command_of
-from launch.devices import Device
 from launch.doctor.findings import Verdict
 from launch.doctor.preflight import Report
 from launch.doctor.report import conclusion
 from launch.errors import LaunchError
 from launch.hostfile import Host
-from launch.hosts.choice import wanted_ranks
+from launch.hosts.choice import expected_device, per_node, unused_slots, wanted_ranks
 from launch.hosts.supervisor import FOLDER, Options
 from launch.placement import place_hosts
+from launch.plan.automatic import layout_or_likely
 from megalite.config import Config, ResolvedLayout
+from megalite.planner.search import Ranks
 
 
 def show(report: Report) -> None:
@@ -32,8 +32,14 @@ def show(report: Report) -> None:
 
 def expected_layout(config: Config, hosts: Sequence[Host], spares: int) -> ResolvedLayout:
     """What can be told of the layout before a host is asked. Raises LaunchError or ConfigError where it cannot be."""
-    device: Device = "cpu" if os.environ.get("DS_ACCELERATOR") == "cpu" else "cuda"
-    return config.check_world(wanted_ranks(config, hosts, spares), device)
+    return _likely(config, hosts, spares)[1]
+
+
+def _likely(config: Config, hosts: Sequence[Host], spares: int) -> tuple[Config, ResolvedLayout, list[str]]:
+    device = expected_device()
+    count = wanted_ranks(config, hosts, spares, device)
+    likely, layout, later = layout_or_likely(config, Ranks(count, per_node(hosts), device))
+    return likely, layout, [*later, *unused_slots(config, hosts, spares, count, device)]
 
 
 def check_words(config: Config, hosts: Sequence[Host], options: Options) -> None:
@@ -56,8 +62,9 @@ def check_words(config: Config, hosts: Sequence[Host], options: Options) -> None
 def describe(config: Config, hosts: Sequence[Host], options: Options, *, as_json: bool) -> None:
     """The dry run: which hosts, in rank order, and the command; no host is asked anything."""
     main = hosts[: len(hosts) - options.spares]
-    layout = expected_layout(config, hosts, options.spares)
-    placed, notices = place_hosts(config, layout, main, options.topology)
+    likely, layout, later = _likely(config, hosts, options.spares)
+    placed, notices = place_hosts(likely, layout, main, options.topology)
+    notices = (*later, *notices)
     check_launcher(options.launcher, placed, options.ssh_port)
     used = {host.name for host in placed}
     spares = [host.name for host in hosts if host.name not in used]

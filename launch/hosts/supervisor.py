@@ -1,7 +1,8 @@
 """The supervisor of a run on several hosts: before each attempt it finds out which are fit, and chooses among them.
 
 The first attempt must have what was asked for. A later one takes spare hosts for those that are lost, and with
-`parallel.data_parallel_size: auto` goes on with fewer: the checkpoint fits any layout.
+`parallel.data_parallel_size: auto` goes on with fewer: the checkpoint fits any layout. A layout that is `auto` is
+chosen for the hosts of each attempt.
 """
 
 from __future__ import annotations
@@ -32,16 +33,25 @@ from launch.doctor.preflight import Report, preflight
 from launch.errors import FAILED_CODE, LaunchError
 from launch.hostfile import Host
 from launch.hosts.attempt import HostsAttempt, asked_code
-from launch.hosts.choice import NotEnoughHosts, choose_hosts, wanted_ranks
+from launch.hosts.choice import (
+    NotEnoughHosts,
+    choose_hosts,
+    expected_device,
+    per_node,
+    unused_slots,
+    wanted_ranks,
+)
 from launch.hosts.connection import HostConnection, HostError, connect_all, in_parallel
 from launch.hosts.watch import Watch
 from launch.local import rank_environment
+from launch.plan.automatic import choose_on, hosts_cluster, most_ranks
 from launch.processes import StopSignals
 from launch.silence import Watcher
 from launch.supervise import Ended, Policy, Supervisor, sleep
 from launch.topology import Topology
-from megalite.config import Config
+from megalite.config import Config, ConfigError
 from megalite.config.known_bad import check_known_bad, installed_versions
+from megalite.planner.search import Ranks, first_legal
 
 FOLDER = ".launch"  # in the run's folder: what the launcher of an attempt is given, while it lasts
 LOOK_AGAIN_S = 10.0  # for hosts that boot
@@ -66,6 +76,7 @@ class Team:
     """The hosts of one attempt, in rank order, and what they are."""
 
     hosts: tuple[Host, ...]
+    config: Config  # with a layout
     device: Device
     cores: int  # of the host that has the fewest
     meeting: Meeting
@@ -88,12 +99,13 @@ class HostsSupervisor(Supervisor):
         """
         super().__init__(policy, config.run_dir, config.total_steps)
         self._config, self._hosts, self._options, self._show = config, tuple(hosts), options, show
-        self._world_size = wanted_ranks(config, hosts, options.spares)
+        self._world_size = wanted_ranks(config, hosts, options.spares, expected_device())
         self._connections: dict[str, HostConnection] = {}
         self._attempts = 0
         self._began = time.monotonic()  # the last attempt
         self._last_team: tuple[str, ...] = ()
         self._notices: tuple[str, ...] = ()
+        self._chosen: tuple[str, ...] = ()  # what was told about the last layout that was
         self._shown: tuple[Finding, ...] = ()
         self._stuck: set[str] = set()  # hosts with a process that cannot be ended, which may hold their GPUs
 
@@ -147,11 +159,12 @@ class HostsSupervisor(Supervisor):
                 raise LaunchError(f"the hosts cannot train together: {finding}")
         unfit = report.failed_hosts.keys() | self._stuck
         fit = [host for host in self._hosts if host.name not in unfit]
+        config, wanted = self._with_layout(fit, report)
         choice = choose_hosts(
-            self._config,
+            config,
             fit,
             report.device,
-            wanted=self._world_size,
+            wanted=wanted,
             may_shrink=self._attempts > 1,
             spares=self._options.spares,
             topology=self._options.topology,
@@ -161,16 +174,45 @@ class HostsSupervisor(Supervisor):
             self._say(notice)
         self._notices = choice.notices
         check_launcher(self._options.launcher, choice.hosts, self._options.ssh_port)
-        check_known_bad(self._config, choice.layout, installed_versions(), report.device)
+        check_known_bad(config, choice.layout, installed_versions(), report.device)
         hosts = self._in_rank_order(choice.hosts, report)
         first = hosts[0].name
         meeting = Meeting(report.addresses[first], self._connections[first].ask("free_port")["port"])
-        team = Team(hosts, report.device, min(report.facts[host.name]["cores"] for host in hosts), meeting)
+        team = Team(hosts, config, report.device, min(report.facts[host.name]["cores"] for host in hosts), meeting)
         names = tuple(host.name for host in team.hosts)
         if names != self._last_team:
             self._say(f"hosts of this attempt, in rank order: {', '.join(names)}")
         self._last_team = names
         return team
+
+    def _with_layout(self, fit: Sequence[Host], report: Report) -> tuple[Config, int]:
+        """The config of an attempt, and its ranks. A layout that is auto is chosen for the hosts that are fit."""
+        if not self._config.open:
+            return self._config, self._world_size
+        there, spares = sum(host.slots for host in fit), self._options.spares
+        wanted = wanted_ranks(self._config, self._hosts, spares, report.device)
+        if there < wanted and (self._attempts == 1 or not there):  # which `choose_hosts` tells, whatever the layout
+            return first_legal(self._config, Ranks(wanted, per_node(self._hosts), report.device))[0], wanted
+        try:
+            if there >= wanted:
+                said = unused_slots(self._config, self._hosts, spares, wanted, report.device)
+            else:
+                wanted = most_ranks(self._config, there, per_node(fit), report.device)
+                said = unused_slots(self._config, fit, 0, wanted, report.device)
+            gpus = [name for host in fit for name in report.facts[host.name]["gpus"]]
+            chosen = choose_on(self._config, hosts_cluster([host.slots for host in fit], wanted, report.device, gpus))
+        except (ConfigError, LaunchError) as error:
+            if self._attempts == 1:
+                raise
+            raise NotEnoughHosts(f"there is no layout for the hosts that are fit: {error}") from None
+        self._tell_chosen(*said, chosen.sentence)
+        return self._config.settled(chosen.options), wanted
+
+    def _tell_chosen(self, *sentences: str) -> None:
+        """Once, while it stays the same."""
+        for sentence in sentences if sentences != self._chosen else ():
+            self._say(sentence)
+        self._chosen = sentences
 
     def _remove_own_locks(self, report: Report) -> bool:
         """Of torch's extension builder, that ranks of the attempt before left behind when they were killed."""
@@ -251,7 +293,7 @@ class HostsSupervisor(Supervisor):
         """What starts the ranks, and what its own environment must have; writes the files it reads."""
         folder.mkdir(parents=True)
         config_path = folder / "config.yaml"
-        config_path.write_text(self._config.to_yaml())
+        config_path.write_text(team.config.to_yaml())
         if self._options.launcher is not Launcher.PDSH:  # MPI and srun set numbers alone, and mpirun makes a terminal
             environment |= {"MASTER_ADDR": team.meeting.address, "MASTER_PORT": str(team.meeting.port)}
             environment["TTY_COMPATIBLE"] = "0"

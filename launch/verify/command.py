@@ -22,6 +22,7 @@ from launch.verify.observations import COPIES, FIRST_STEP, NEAR_CHOICES, Block, 
 from launch.verify.problem import FP16_SCALE_POWER, Dtype, Problem, Training, make_problem
 from launch.warm_ranks import RankFailure, run_ranks, warm_up
 from megalite.config import Config, ConfigError
+from megalite.config.auto import PLACEHOLDERS
 from megalite.config.known_bad import installed_versions, matching
 from models.families import family
 
@@ -69,6 +70,7 @@ def make_plan(
     """Checks everything that can be checked before a process is started. Raises ConfigError or LaunchError."""
     if reference == "transformers":
         family(config.model.model_type).check(config.model)
+    config = config.settled({path: PLACEHOLDERS[path] for path in config.open})  # any layout of it must be right
     gpus = gpu_count()
     device: Device = "cuda" if gpus else "cpu"
     most = gpus or MOST_CPU_RANKS

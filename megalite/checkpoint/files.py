@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,11 +37,28 @@ def remove(path: Path) -> None:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Replaces `path` in one step: a reader sees the old bytes or the new ones, never a part."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(data)
-    sync(temporary)
-    temporary.replace(path)
+    descriptor, temporary = _temporary_of(path)
+    with os.fdopen(descriptor, "wb") as file:
+        file.truncate()
+        file.write(data)
+        file.flush()
+        sync(temporary)
+        temporary.replace(path)  # while it is held: nobody else writes into what becomes `path`
     sync(path.parent)
+
+
+def _temporary_of(path: Path) -> tuple[int, Path]:
+    """A file that nobody else writes: `.NAME.tmp`, which killed processes leave behind, or, while another process has
+    that one, a file of its own."""
+    usual = path.with_name(f".{path.name}.tmp")
+    descriptor = os.open(usual, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), usual.stat()):  # or it has just been renamed
+            return descriptor, usual
+    os.close(descriptor)
+    own = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    return os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), own
 
 
 def digest(path: Path) -> FileEntry:

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from megalite.config.auto import AUTO, CHOOSABLE
 from megalite.config.base import Section
 from megalite.config.nearest import OptionPath, dotted, nearest_option
 
@@ -160,6 +161,8 @@ def _wrong_values(details: Iterable[ErrorDetails], model: type[BaseModel]) -> li
         elif kind not in ("extra_forbidden", "missing", "default_factory_not_called"):
             expected.setdefault(path, []).append(_expectation(detail))
             got[path] = detail["input"]
+    for path in expected.keys() & CHOOSABLE:
+        expected[path] = [*(text.replace(" or ", ", ") for text in expected[path]), AUTO]
     wrong = [
         Problem(path, f"{dotted(path)} must be {' or '.join(dict.fromkeys(texts))}, got {shown(got[path])}")
         for path, texts in expected.items()

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megalite.config.auto import AUTO, SECTIONS, spell_out
 from megalite.config.errors import ConfigError, one_line, problems_of
 from megalite.config.nearest import OptionPath, dotted
 from megalite.config.root import Config
@@ -29,12 +30,7 @@ def load_config(
     An override is `section.option=value`, its value written as in YAML: `optimizer.learning_rate=1e-3`,
     `data.path=[a, b]`, `training.tokens=null`, `deepspeed.zero_optimization.overlap_comm=true`.
     """
-    values, lines = _read(path)
-    sources: dict[OptionPath, str] = {}
-    for override in overrides:
-        option, value = _parse_override(override)
-        _set(values, option, value, override)
-        sources[option] = override
+    values, lines, sources = _overridden(path, overrides)
     try:
         config = Config.model_validate(complete(values))
     except ValidationError as error:
@@ -47,6 +43,23 @@ def load_config(
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     return config
+
+
+def stated_values(path: Path, overrides: Sequence[str] = ()) -> tuple[Values, frozenset[OptionPath]]:
+    """What file and overrides say, nothing filled in and nothing checked, and which options the overrides set."""
+    values, _, sources = _overridden(path, overrides)
+    return values, frozenset(sources)
+
+
+def _overridden(path: Path, overrides: Sequence[str]) -> tuple[Values, dict[LinePath, int], dict[OptionPath, str]]:
+    """The file's values with the overrides applied, its lines, and the override behind each option that one set."""
+    values, lines = _read(path)
+    sources: dict[OptionPath, str] = {}
+    for override in overrides:
+        option, value = _parse_override(override)
+        _set(values, option, value, override)
+        sources[option] = override
+    return values, lines, sources
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[LinePath, int]]:
@@ -87,6 +100,8 @@ def _set(values: dict[str, Any], option: OptionPath, value: Any, override: str) 
     for depth, name in enumerate(option[:-1], start=1):
         if here.get(name) is None:
             here[name] = {}
+        if here[name] == AUTO and option[:depth] in {(section,) for section in SECTIONS}:
+            here[name] = spell_out(name)  # `parallel: auto`, but for one option
         here = here[name]
         if not isinstance(here, dict):
             above = dotted(option[:depth])

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import (
+    AfterValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
+from megalite.config import auto
 from megalite.config.base import Section
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.data import DataConfig
 from megalite.config.deepspeed import check_pass_through
+from megalite.config.errors import ConfigError
 from megalite.config.guards import GuardsConfig
 from megalite.config.launch import LaunchConfig
 from megalite.config.layout import ResolvedLayout, resolve_layout, wanted_world_size
 from megalite.config.model import ModelConfig
 from megalite.config.monitor import MonitorConfig
+from megalite.config.nearest import OptionPath
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.precision import PrecisionConfig
@@ -40,7 +52,7 @@ class Config(Section):
     """Which prepared token shards the run reads."""
 
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
-    """How the model and the batch are cut over processes."""
+    """How the model and the batch are cut over processes; `auto`: chosen when the run starts."""
 
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     """Number formats."""
@@ -55,7 +67,7 @@ class Config(Section):
     """Batch, length and guards of the run."""
 
     recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)
-    """Activations computed again instead of kept."""
+    """Activations computed again instead of kept; `auto`: chosen with the layout."""
 
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """When the run's state is saved, and what is kept."""
@@ -75,6 +87,38 @@ class Config(Section):
     deepspeed: Annotated[dict[str, Any], AfterValidator(check_pass_through)] = Field(default_factory=dict)
     """Merged into the DeepSpeed config; refused where it contradicts a setting of ours."""
 
+    _open: frozenset[OptionPath] = PrivateAttr(default=frozenset())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _take_out_what_is_auto(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(values, dict):
+            return handler(values)
+        stated, left_open = auto.take_out(values)
+        config = handler(stated)
+        config._open = left_open
+        return config
+
+    @model_serializer(mode="wrap")
+    def _show_what_is_auto(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return auto.put_back(handler(self), self._open)
+
+    @property
+    def open(self) -> frozenset[OptionPath]:
+        """Options that say `auto`: they hold placeholders until a layout is chosen, and no run trains with those."""
+        return self._open
+
+    def settled(self, chosen: Mapping[OptionPath, Any]) -> Config:
+        """With these options of the layout as chosen; what is right about them is for `check_world` to say."""
+        sections: dict[str, dict[str, Any]] = {}
+        for (section, option), value in chosen.items():
+            sections.setdefault(section, {})[option] = value
+        made = self.model_copy(
+            update={name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        )
+        made._open = self._open - chosen.keys()
+        return made
+
     @property
     def total_steps(self) -> int:
         """Length of the run in optimizer steps."""
@@ -85,7 +129,12 @@ class Config(Section):
         return -(-training.tokens // (training.global_batch_size * training.sequence_length))
 
     def check_world(self, world_size: int, device: Literal["cpu", "cuda"]) -> ResolvedLayout:
-        """The layout on `world_size` processes; ConfigError where it cannot work there."""
+        """The layout on `world_size` processes; ConfigError where it cannot work there, or is not chosen yet."""
+        if self._open:
+            raise ConfigError(
+                f"the layout is not chosen yet ({auto.listed(self._open)}: auto): `megalite plan CONFIG.yaml --write "
+                "FILE.yaml` chooses one and writes a config with it"
+            )
         layout = resolve_layout(self, world_size)
         check_rules(self, Situation(layout.data_parallel_size, device))
         return layout
@@ -102,6 +151,7 @@ class Config(Section):
     def json_schema(cls) -> dict[str, Any]:
         """JSON schema for editors, with every option's meaning."""
         schema = cls.model_json_schema()
+        auto.allow_in(schema)
         return {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
             "title": "megalite config",

@@ -26,7 +26,7 @@ class TrainingConfig(Section):
     """Sequences per optimizer step, over all replicas and micro-batches."""
 
     micro_batch_size: PositiveInt
-    """Sequences per forward pass on one replica; decides memory, not results."""
+    """Sequences per forward pass on one replica; decides memory, not results; `auto`: chosen with the layout."""
 
     sequence_length: PositiveInt
     """Tokens per sequence."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any, TypeVar, cast
 
 import deepspeed
 import torch
@@ -17,6 +20,8 @@ from megalite.engine.seams import (
     set_timeout,
     timeout_of,
 )
+
+Value = TypeVar("Value")
 
 
 def start_distributed(local_rank: int, timeout: timedelta = timedelta(minutes=30)) -> torch.device:
@@ -48,11 +53,42 @@ def share_timeout() -> None:
         set_timeout(group, timeout)
 
 
+def from_all_ranks(value: Value) -> list[Value]:
+    """What each rank holds, in order; collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def is_same_on_all_ranks(value: object) -> bool:
     """True where every rank holds an equal value; collective."""
-    values: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return all(other == value for other in values)
+    return all(other == value for other in from_all_ranks(value))
+
+
+def from_rank_0(
+    find: Callable[[], Value], errors: tuple[type[Exception], ...], otherwise: Callable[[str], Exception]
+) -> Value:
+    """What rank 0 finds, on every rank; collective. One of `errors` that it meets is raised by all, and of any other
+    exception what `otherwise` makes of a sentence about it: nobody is left waiting."""
+    told: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            told = [(_portable(find()), None)]
+        except errors as error:
+            told = [(None, error)]
+        except Exception as error:
+            told = [(None, otherwise(f"rank 0 could not decide for all ranks ({type(error).__name__}: {error})"))]
+    dist.broadcast_object_list(told)
+    found, problem = told[0]
+    if problem is not None:
+        raise problem
+    return cast(Value, found)
+
+
+def _portable(value: Value) -> Value:
+    """Raises where other processes could not be told it."""
+    pickle.loads(pickle.dumps(value))
+    return value
 
 
 def stop_distributed() -> None:

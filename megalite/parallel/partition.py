@@ -7,6 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megalite.config import ModelConfig
+
+
+def block_cost(model: ModelConfig, layer: int) -> float:
+    """Multiply-adds per token, the common factor of forward and backward; attention scores left out."""
+    hidden = model.hidden_size
+    attention = hidden * model.head_dim * 2 * (model.num_attention_heads + model.num_key_value_heads)
+    if not model.has_experts(layer):
+        return float(attention + hidden * model.intermediate_size * (3 if model.gated_mlp else 2))
+    assert model.num_experts is not None
+    active = 3 * model.num_experts_per_tok * model.moe_intermediate_size
+    return float(attention + hidden * (model.num_experts + active))
+
+
+def head_cost(model: ModelConfig) -> float:
+    """The same of the output head."""
+    return float(model.hidden_size * model.vocab_size)
+
 
 def stage_boundaries(costs: Sequence[float], is_block: Sequence[bool], stages: int) -> tuple[int, ...]:
     """Boundaries `b` with stage `s` holding layers `b[s]:b[s+1]`, minimising the largest stage cost.

@@ -1,7 +1,7 @@
 """Bytes that each kind of parallelism moves in one optimizer step. Pure arithmetic, no torch.
 
-In: a config, its layout, and what each pipeline stage holds (derived from the layer specs by whoever calls). Out: per
-stage what one rank hands to the collectives of its groups, and from that what travels over each link.
+In: a job and what each of its pipeline stages holds. Out: per stage what one rank hands to the collectives of its
+groups, and from that what travels over each link.
 
 Left out, because they vanish beside the rest in any model worth cutting: collectives of single numbers (losses, norms,
 counts of tokens), of single weight vectors (norms under sequence parallelism) and of one number per token. What is here
@@ -13,22 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megalite.config import Config, ResolvedLayout
-from megalite.config.precision import Dtype
+from megalite.planner.job import BYTES, Job
+from megalite.planner.shapes import StageShape, embedding_parameters
 
-BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 INTEGER_BYTES = 8  # positions and sample numbers travel as int64
 KEPT_BY_ZERO_3 = 1_000_000_000  # parameters; DeepSpeed's default of stage3_max_reuse_distance
-
-
-@dataclass(frozen=True)
-class StageShape:
-    """What one tensor-parallel rank of a pipeline stage holds."""
-
-    parameters: int  # numbers, before ZeRO cuts them, padding included
-    blocks: int
-    has_embedding: bool
-    has_head: bool
 
 
 @dataclass(frozen=True)
@@ -40,10 +29,23 @@ class Moved:
     all_gather: int = 0  # of what comes out
     broadcast: int = 0  # of the tensor
 
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(
+            self.all_reduce + other.all_reduce,
+            self.reduce_scatter + other.reduce_scatter,
+            self.all_gather + other.all_gather,
+            self.broadcast + other.broadcast,
+        )
+
+    def times(self, count: int) -> Moved:
+        return Moved(
+            count * self.all_reduce, count * self.reduce_scatter, count * self.all_gather, count * self.broadcast
+        )
+
     def per_link(self, ranks: int) -> int:
         """Bytes that travel from each rank to the next one around a ring of `ranks`.
 
-        Patarasuk & Yuan 2009 (JPDC 69), section 3: n bytes are reduce-scattered, or gathered, by (p-1)/p n from each
+        Patarasuk & Yuan 2009 (JPDC 69): n bytes are reduce-scattered, or gathered, by (p-1)/p n from each
         rank, and no algorithm sends less; an all-reduce is the one and then the other. A broadcast passes all n on.
         """
         if ranks == 1:
@@ -73,22 +75,31 @@ class Traffic:
     tied: int  # between the first and the last stage's rank, both ways together
 
 
-def volumes(config: Config, layout: ResolvedLayout, stages: Sequence[StageShape]) -> Volumes:
+@dataclass(frozen=True)
+class TensorMoved:
+    """What one micro-batch moves within a tensor-parallel group."""
+
+    forward: Moved
+    backward: Moved
+    again: Moved  # by recomputation
+
+
+def volumes(job: Job, stages: Sequence[StageShape]) -> Volumes:
     """What one rank of each stage moves in one optimizer step, evaluations and checkpoints left out."""
-    activations, gradients = _pipeline(config, layout)
-    boundaries = len(stages) - 1
+    activations, gradients = _pipeline(job)
+    boundaries, count = len(stages) - 1, job.micro_batches
     return Volumes(
-        tensor=tuple(_tensor(config, layout, stage) for stage in stages),
-        data=tuple(_data(config, layout, stage) for stage in stages),
+        tensor=tuple(_sum(tensor_moved(job, stage)).times(count) for stage in stages),
+        data=tuple(data_moved(job, stage) for stage in stages),
         activations=(activations,) * boundaries,
         gradients=(gradients,) * boundaries,
-        tied=_tied(config, layout),
+        tied=tied_moved(job),
     )
 
 
-def traffic(volumes: Volumes, layout: ResolvedLayout) -> Traffic:
+def traffic(volumes: Volumes, job: Job) -> Traffic:
     """The same per link."""
-    tp, dp = layout.tensor_parallel_size, layout.data_parallel_size
+    tp, dp = job.layout.tensor_parallel_size, job.layout.data_parallel_size
     return Traffic(
         tensor=tuple(moved.per_link(tp) for moved in volumes.tensor),
         data=tuple(moved.per_link(dp) for moved in volumes.data),
@@ -97,92 +108,108 @@ def traffic(volumes: Volumes, layout: ResolvedLayout) -> Traffic:
     )
 
 
-def _hidden_states(config: Config) -> int:
-    """Bytes of one micro-batch's hidden states, whole."""
-    return _tokens(config) * config.model.hidden_size * BYTES[config.precision.dtype]
+def hidden_state_bytes(job: Job) -> int:
+    """Of one micro-batch, whole."""
+    return _tokens(job) * job.model.hidden_size * BYTES[job.dtype]
 
 
-def _tokens(config: Config) -> int:
-    return config.training.micro_batch_size * config.training.sequence_length
+def _tokens(job: Job) -> int:
+    return job.layout.micro_batch_size * job.sequence_length
 
 
-def _tensor(config: Config, layout: ResolvedLayout, stage: StageShape) -> Moved:
+def tensor_moved(job: Job, stage: StageShape) -> TensorMoved:
     """Shoeybi 2019 (Megatron-LM), section 3: a block all-reduces its hidden states twice forward (behind attention and
     behind the feed-forward layer) and twice backward, the embedding once forward, the head once backward.
 
     Under sequence parallelism each all-reduce is a reduce-scatter and an all-gather of the same bytes (Korthikanti
-    2022, section 4.2.2). With full recomputation a block computes its forward once more, up to the last number that
-    backward needs: the sum at its end is done again only if a norm or dropout follows.
+    2022, section 4.2.2). With full recomputation a block computes its forward once more, where that stops early up to
+    the last number that backward needs: the sum at its end is done again only if a norm or dropout follows.
 
     Two things are ours. Key/value heads fewer than ranks are gathered as activations (docs/design.md). The loss
     exchanges two fp32 numbers per token instead of logits.
     """
-    tp, model = layout.tensor_parallel_size, config.model
+    layout, model = job.layout, job.model
+    tp = layout.tensor_parallel_size
     if tp == 1:
-        return Moved()
-    recomputes = int(config.recompute.mode == "full")
-    is_needed_at_end = model.norm_placement != "pre" or model.residual_dropout > 0
-    sums_again = recomputes * stage.blocks * (2 if is_needed_at_end else 1)
-    gathered = 0  # key/value features: an all-gather forward, a reduce-scatter backward
+        return TensorMoved(Moved(), Moved(), Moved())
+    size, blocks = hidden_state_bytes(job), stage.blocks
+    kept = 0  # key/value features: an all-gather forward, a reduce-scatter backward
     if model.num_key_value_heads < tp:
         features = 2 * model.num_key_value_heads * model.head_dim
-        gathered = stage.blocks * _tokens(config) * features * BYTES[config.precision.dtype]
-    loss = 2 * 4 * _tokens(config) * tp if stage.has_head else 0
+        kept = blocks * _tokens(job) * features * BYTES[job.dtype]
+    loss = 2 * 4 * _tokens(job) * tp if stage.has_head else 0
+    is_again = layout.recompute == "full"
+    again = is_again * blocks * (2 if job.recomputes_the_end else 1) * size
     # into a parallel region nothing forward and a sum backward, out of it a sum forward and nothing backward
-    into, out_of = 2 * stage.blocks + stage.has_head, 2 * stage.blocks + stage.has_embedding
-    size, count = _hidden_states(config), layout.gradient_accumulation_steps
-    sums = (into + out_of + sums_again) * size
-    gathers = (1 + recomputes) * gathered + loss
-    if config.parallel.sequence_parallel:  # the nothings are all-gathers, and each sum leaves its result cut
-        again = recomputes * 2 * stage.blocks
-        return Moved(
-            reduce_scatter=count * (sums + gathered), all_gather=count * ((into + out_of + again) * size + gathers)
+    into, out_of = (2 * blocks + stage.has_head) * size, (2 * blocks + stage.has_embedding) * size
+    kept_again = is_again * kept
+    if layout.sequence_parallel:  # the nothings are all-gathers, and each sum leaves its result cut
+        return TensorMoved(
+            forward=Moved(reduce_scatter=out_of, all_gather=into + kept + loss),
+            backward=Moved(reduce_scatter=into + kept, all_gather=out_of),
+            again=Moved(reduce_scatter=again, all_gather=is_again * 2 * blocks * size + kept_again),
         )
-    return Moved(all_reduce=count * sums, reduce_scatter=count * gathered, all_gather=count * gathers)
+    return TensorMoved(
+        forward=Moved(all_reduce=out_of, all_gather=kept + loss),
+        backward=Moved(all_reduce=into, reduce_scatter=kept),
+        again=Moved(all_reduce=again, all_gather=kept_again),
+    )
 
 
-def _data(config: Config, layout: ResolvedLayout, stage: StageShape) -> Moved:
+def _sum(moved: TensorMoved) -> Moved:
+    return moved.forward + moved.backward + moved.again
+
+
+def data_moved(job: Job, stage: StageShape) -> Moved:
     """Rajbhandari 2020 (ZeRO), section 7: gradients are reduce-scattered and weights gathered once each, and under
     stage 3 weights are gathered before every use. DeepSpeed 0.19 differs, and this is what it does:
 
     stages 1 and 2 all-reduce gradients, which is twice a reduce-scatter (`use_multi_rank_bucket_allreduce`,
     runtime/zero/stage_1_and_2.py); stage 2 does so for every micro-batch; stage 3 reduce-scatters for every
     micro-batch, and keeps the weights from forward to backward of a model that has fewer numbers than
-    `stage3_max_reuse_distance`.
+    `stage3_max_reuse_distance`. PyTorch's FSDP (Zhao 2023) gathers them for both, or once, where gradients and
+    optimizer alone are sharded.
     """
+    layout, stack = job.layout, job.stack
     if layout.data_parallel_size == 1:
         return Moved()
-    size, count = stage.parameters * BYTES[config.precision.dtype], layout.gradient_accumulation_steps
+    weights, count = stage.parameters * BYTES[job.dtype], job.micro_batches
+    gradients = stage.parameters * BYTES[stack.gradient_dtype or job.dtype]
+    if stack.replicas == "all_reduce":
+        return Moved(all_reduce=gradients)
+    if stack.replicas == "sharded_optimizer":
+        return Moved(reduce_scatter=gradients, all_gather=weights)
+    if stack.replicas == "fully_sharded" and layout.zero_stage < 3:
+        return Moved(reduce_scatter=count * gradients, all_gather=count * weights)
     if layout.zero_stage == 3:
-        uses = 1 if stage.parameters <= KEPT_BY_ZERO_3 else 2
-        return Moved(reduce_scatter=count * size, all_gather=count * uses * size)
-    return Moved(all_reduce=(count if layout.zero_stage == 2 else 1) * size, all_gather=size)
+        uses = 1 if stage.parameters <= KEPT_BY_ZERO_3 and stack.replicas == "deepspeed" else 2
+        return Moved(reduce_scatter=count * gradients, all_gather=count * uses * weights)
+    return Moved(all_reduce=(count if layout.zero_stage == 2 else 1) * gradients, all_gather=weights)
 
 
-def _pipeline(config: Config, layout: ResolvedLayout) -> tuple[int, int]:
+def _pipeline(job: Job) -> tuple[int, int]:
     """Narayanan 2021 (SC21), section 3.2: hidden states of every micro-batch forward and their gradients backward.
-    Without sequence parallelism every tensor-parallel rank sends all of them (no scatter/gather optimisation, section
-    4.1).
+    Without sequence parallelism every tensor-parallel rank sends all of them, unless the stack cuts them.
 
     Positions ride along where documents are masked, sample numbers where dropout is on.
     """
+    layout = job.layout
     if layout.pipeline_parallel_size == 1:
         return 0, 0
-    hidden, count = _hidden_states(config), layout.gradient_accumulation_steps
-    if config.parallel.sequence_parallel:
+    hidden, count = hidden_state_bytes(job), job.micro_batches
+    if layout.sequence_parallel or job.stack.cuts_boundary_tensors:
         hidden //= layout.tensor_parallel_size
-    riders = INTEGER_BYTES * _tokens(config) if config.data.document_mask else 0
-    riders += INTEGER_BYTES * config.training.micro_batch_size if config.model.has_dropout else 0
+    riders = INTEGER_BYTES * _tokens(job) if job.document_mask else 0
+    riders += INTEGER_BYTES * layout.micro_batch_size if job.model.has_dropout else 0
     return count * (hidden + riders), count * hidden
 
 
-def _tied(config: Config, layout: ResolvedLayout) -> Moved:
+def tied_moved(job: Job) -> Moved:
     """The gradients of both copies are summed, then the first stage's weight is everybody's (megalite/engine)."""
-    if layout.pipeline_parallel_size == 1 or not config.model.tie_word_embeddings:
+    if job.layout.pipeline_parallel_size == 1 or not job.model.tie_word_embeddings:
         return Moved()
-    tp, model, precision = layout.tensor_parallel_size, config.model, config.precision
-    numbers = -(-model.vocab_size // tp) * model.hidden_size
+    numbers = embedding_parameters(job.model, job.layout.tensor_parallel_size)
     return Moved(
-        all_reduce=numbers * BYTES[precision.gradient_accumulation_dtype],
-        broadcast=numbers * BYTES[precision.dtype],
+        all_reduce=numbers * BYTES[job.gradient_accumulation_dtype],
+        broadcast=numbers * BYTES[job.dtype],
     )

@@ -1,13 +1,13 @@
 """`checkpoint.interval: auto`: how often to save, so that saves and work lost in failures together cost least.
 
 A short interval pays for saves, a long one for what a failure throws away. The best lies where Young (1974) and Daly
-(2006) found it; it needs what a save costs, which is measured, and the mean time between failures, which is configured,
-observed in the run folder, or assumed - and said. All durations are in seconds.
+(2006) found it (megalite/planner/reliability_interval.py); it needs what a save costs, which is measured, and the mean
+time between failures, which is configured, observed in the run folder, or assumed - and said. All durations are in
+seconds.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from megalite.monitor.goodput import ENDS
+from megalite.planner.reliability_interval import best_interval_s
 
 # Where nothing is known. Llama 3 lost a job of 16,384 GPUs every 3 hours (arXiv:2407.21783, section 3.3.4), one machine
 # may run for months. A guess wrong by a factor of 4 makes saves and lost work together cost 25% more.
@@ -23,23 +24,6 @@ ASSUMED_HOURS = 24.0
 FIRST_SAVE_STEPS = 10  # the first save is early: it is the measurement
 NOTICEABLE = 0.2  # of an interval: smaller changes are not told
 RECENT_SAVES = 5
-
-
-def best_interval_s(save_cost_s: float, mean_time_between_failures_s: float, save_duration_s: float = 0.0) -> float:
-    """Seconds of training between two saves that lose least time.
-
-    To first order sqrt(2 x cost x MTBF): J. W. Young, Communications of the ACM 17 (9), 1974. This is the higher-order
-    estimate of J. T. Daly, Future Generation Computer Systems 22, 2006, eq. 37, which stays near the optimum where a
-    save is not short against the MTBF. `save_cost_s` is how long training stands still for one save; what is written in
-    the background takes `save_duration_s` in all, which no interval falls below: one save at a time is in flight.
-    """
-    if mean_time_between_failures_s <= 0 or save_cost_s < 0 or save_duration_s < 0:
-        raise ValueError(f"{save_cost_s}, {mean_time_between_failures_s}, {save_duration_s}")
-    ratio = save_cost_s / (2 * mean_time_between_failures_s)
-    if ratio >= 1:
-        return max(mean_time_between_failures_s, save_duration_s)
-    first_order = math.sqrt(2 * save_cost_s * mean_time_between_failures_s)
-    return max(first_order * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_cost_s, save_duration_s)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What this machine lacks to make hosts of namespaces, and `make cluster-packages`, which installs it.
+"""What this machine lacks to make hosts of namespaces, and what of it `make test-packages` installs.
 
 In: nothing but the machine. Out: `why_no_hosts`, one sentence or None; as a program, Debian's packages.
 """
@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
-from pathlib import Path
 
-PATH = f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
+from tests.debian import PATH, install_packages, missing_programs
+
 HOSTS = ("unshare", "nsenter", "setpriv", "mount", "ip", "hostname", "sshd", "ssh", "ssh-keygen", "pdsh", "pkill")
 PACKAGE_OF = {  # in Debian and Ubuntu
     "unshare": "util-linux",
@@ -35,12 +33,10 @@ PACKAGE_OF = {  # in Debian and Ubuntu
     "munged": "munge",
 }
 FURTHER = ("slurm-wlm-basic-plugins",)  # packages without a program
-APT_S = 240  # 20 where the network is good
 PROBE = "mount -t tmpfs tmpfs /run && hostname probe"
 SWITCH_PROBE = (
     "ip link add switch type bridge && ip link add port1 type veth peer name eth0 && ip link set port1 master switch"
 )
-NO_DAEMONS = Path("/usr/sbin/policy-rc.d")  # asked by Debian's packages whether they may start what they bring
 
 
 def why_no_hosts(*programs: str) -> str | None:
@@ -50,11 +46,6 @@ def why_no_hosts(*programs: str) -> str | None:
         missing = missing_programs((*HOSTS, *programs))
         reason = f"{', '.join(missing)} not installed" if missing else None
     return reason and f"NO HOSTS HERE: {reason}. `make test-cluster` as root on Debian installs what is missing"
-
-
-def missing_programs(programs: Iterable[str]) -> list[str]:
-    """Those of them that are not on this machine."""
-    return [program for program in programs if shutil.which(program, path=PATH) is None]
 
 
 @functools.cache
@@ -82,37 +73,9 @@ def install() -> str | None:
     missing = missing_programs(PACKAGE_OF)
     if not missing:
         return None
-    reason = why_no_namespaces()
-    if reason is None and missing_programs(["apt-get"]):
-        reason = "there is no apt-get"
-    if reason is not None:
+    if reason := why_no_namespaces():
         return f"packages for tests/cluster are not installed: {reason}"
-    packages = sorted({*(PACKAGE_OF[program] for program in missing), *FURTHER})
-    print(f"installing {' '.join(packages)}", flush=True)
-    is_ours = not NO_DAEMONS.exists()
-    if is_ours:
-        NO_DAEMONS.write_text("#!/bin/sh\nexit 101\n")
-        NO_DAEMONS.chmod(0o755)
-    try:
-        return _apt("update") or _apt("install", "-y", "--no-install-recommends", *packages)
-    finally:
-        if is_ours:
-            NO_DAEMONS.unlink()
-
-
-def _apt(*words: str) -> str | None:
-    """What went wrong, if anything did."""
-    command = ["apt-get", "-q", "-o", "Acquire::http::Timeout=20", "-o", "DPkg::Lock::Timeout=60", *words]
-    done = subprocess.run(
-        ["timeout", str(APT_S), *command],
-        env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode == 0:
-        return None
-    return f"{' '.join(command)} failed: {(done.stderr or done.stdout).strip()[-500:]}"
+    return install_packages([*(PACKAGE_OF[program] for program in missing), *FURTHER])
 
 
 if __name__ == "__main__":

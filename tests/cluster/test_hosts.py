@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import debian
 from tests.cluster import machine
 from tests.cluster.hosts import Cluster, HostCommand
 from tests.cluster.process_table import lives, wait_until
@@ -251,7 +252,7 @@ def test_a_cluster_is_there_in_a_second(can_make_hosts: None) -> None:
 
 def test_what_a_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "why_no_namespaces", lambda: None)
-    monkeypatch.setattr(machine, "PATH", str(tmp_path))
+    monkeypatch.setattr(debian, "PATH", str(tmp_path))
     reason = machine.why_no_hosts("slurmd")
     assert reason is not None and "sshd" in reason and "slurmd" in reason and "make test-cluster" in reason
 

@@ -23,7 +23,7 @@ BAD_OVERRIDES = [
     ("zebra=1", ['unknown option "zebra": the config has run_dir, model, data']),
     # values
     ("precision.dtype=bf61", ["precision.dtype must be fp32, bf16 or fp16, got 'bf61'"]),
-    ("parallel.zero_stage=4", ["parallel.zero_stage must be 0, 1, 2 or 3, got 4"]),
+    ("parallel.zero_stage=4", ["parallel.zero_stage must be 0, 1, 2, 3 or auto, got 4"]),
     (
         "parallel.data_parallel_size=x",
         ["parallel.data_parallel_size must be a whole number or auto, got 'x'"],

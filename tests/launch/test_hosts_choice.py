@@ -47,16 +47,16 @@ def test_how_many_ranks(
     tiny: dict[str, Any], data: int | str, spares: int, slots: tuple[int, ...], wanted: int
 ) -> None:
     hosts = [Host(f"node{number}", tuple(range(count))) for number, count in enumerate(slots)]
-    assert wanted_ranks(config_of(tiny, data), hosts, spares) == wanted
+    assert wanted_ranks(config_of(tiny, data), hosts, spares, "cpu") == wanted
 
 
 def test_too_few_slots(tiny: dict[str, Any]) -> None:
     with pytest.raises(LaunchError, match="needs 10 ranks, and there are 8 slots on 4 hosts"):
-        wanted_ranks(config_of(tiny, 5), FOUR, 0)
+        wanted_ranks(config_of(tiny, 5), FOUR, 0, "cpu")
     with pytest.raises(LaunchError, match="needs 8 ranks, and there are 6 slots on 3 hosts that are not spare"):
-        wanted_ranks(config_of(tiny, 4), FOUR, 1)
+        wanted_ranks(config_of(tiny, 4), FOUR, 1, "cpu")
     with pytest.raises(LaunchError, match="needs 2 ranks, and there are 1 slots on 1 host:"):
-        wanted_ranks(config_of(tiny, "auto"), [Host("a", (0,))], 0)
+        wanted_ranks(config_of(tiny, "auto"), [Host("a", (0,))], 0, "cpu")
 
 
 def test_a_spare_is_taken_only_for_a_host_that_is_lost(tiny: dict[str, Any]) -> None:

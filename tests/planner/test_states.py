@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launch.stage_shapes import stage_shapes
 from megalite.engine.seams import flat_partitions, resident_weights
 from megalite.parallel.mesh import Mesh
+from megalite.planner.shapes import stages_of
 from megalite.planner.states import state_bytes
 from tests.engine.cases import Case, engine_of, global_batches, micro_batches_of
 from tests.ranks import run_ranks
@@ -37,7 +37,7 @@ def test_bytes_are_those_of_real_ranks(case: Case) -> None:
     """ZeRO pads what it cuts to its alignment: less than 1 % of this model."""
     config, mesh = case.config(), Mesh(case.tp, case.pp, case.dp)
     layout = config.check_world(case.world_size, "cpu")
-    stages = stage_shapes(config, layout)
+    stages = stages_of(config, layout)
     for rank, held in enumerate(run_ranks(_held, case.world_size, case)):
         predicted = state_bytes(config, layout, stages[mesh.coordinate(rank).pipeline_rank])
         assert abs(held - predicted) < 0.01 * held, f"rank {rank}: {held} bytes held, {predicted} predicted"
@@ -46,6 +46,6 @@ def test_bytes_are_those_of_real_ranks(case: Case) -> None:
 def test_what_is_offloaded_is_on_no_device() -> None:
     whole, offloaded = Case(dp=2), Case(dp=2, zero_options={"offload_optimizer": {"device": "cpu"}})
     layout = whole.config().check_world(2, "cuda")
-    (stage,) = stage_shapes(whole.config(), layout)
+    (stage,) = stages_of(whole.config(), layout)
     assert state_bytes(whole.config(), layout, stage) == 4 * stage.parameters + 8 * stage.parameters // 2
     assert state_bytes(offloaded.config(), layout, stage) == 4 * stage.parameters

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from launch.stage_shapes import stage_shapes
 from megalite.config import Config
 from megalite.parallel.mesh import Mesh
-from megalite.planner.volumes import Moved, StageShape, Traffic, Volumes, traffic, volumes
+from megalite.planner.job import Job
+from megalite.planner.shapes import StageShape, stages_of
+from megalite.planner.volumes import Moved, Traffic, Volumes, traffic, volumes
 from tests.engine.cases import Case, engine_of, global_batches, micro_batches_of
 from tests.ranks import run_ranks
 
@@ -106,7 +107,7 @@ def _config(case: Case) -> Config:
 def _predicted(case: Case) -> Volumes:
     config = _config(case)
     layout = config.check_world(case.world_size, "cpu")
-    return volumes(config, layout, stage_shapes(config, layout))
+    return volumes(Job.of(config, layout), stages_of(config, layout))
 
 
 @pytest.mark.slow
@@ -166,7 +167,7 @@ def test_a_ring_passes_on_what_patarasuk_and_yuan_say() -> None:
 def test_one_rank_moves_nothing() -> None:
     case = Case(model={"tie_word_embeddings": True})
     layout = case.config().check_world(1, "cpu")
-    assert traffic(_predicted(case), layout) == Traffic((0,), (0,), (), 0)
+    assert traffic(_predicted(case), Job.of(_config(case), layout)) == Traffic((0,), (0,), (), 0)
 
 
 def test_a_published_model_moves_what_its_paper_says() -> None:
@@ -181,5 +182,6 @@ def test_a_published_model_moves_what_its_paper_says() -> None:
         config = case.config()
         layout = config.check_world(8, "cuda")
         inner = StageShape(parameters=1, blocks=96, has_embedding=False, has_head=False)
-        links |= set(traffic(volumes(config, layout, [inner]), layout).tensor)
+        job = Job.of(config, layout)
+        links |= set(traffic(volumes(job, [inner]), job).tensor)
     assert links == {96 * 4 * size * 2 * 7 // 8}

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.resilience.interval import ASSUMED_HOURS, FailureHistory, IntervalPlanner, best_interval_s
+from megalite.planner.reliability_interval import best_interval_s
+from megalite.resilience.interval import ASSUMED_HOURS, FailureHistory, IntervalPlanner
 
 
 def lost_share(interval_s: float, cost_s: float, duration_s: float, gaps_s: np.ndarray) -> float:

@@ -28,17 +28,25 @@ def check_config(config: Config) -> None:
 
 def layout_on(config: Config, nodes: int, gpus_per_node: int) -> tuple[ResolvedLayout, int, list[str]]:
     """The layout, ranks per node, and what to tell. Raises ConfigError or LaunchError where they do not fit."""
+    from launch.plan.automatic import layout_or_likely
+    from megalite.planner.search import PIPELINE, TENSOR, Ranks
+
     device: Device = "cuda" if gpus_per_node else "cpu"
+    if not gpus_per_node and {TENSOR, PIPELINE} & config.open:
+        raise LaunchError(
+            "parallel is auto, so nothing says how many ranks a node has on the CPU: state "
+            "parallel.tensor_parallel_size, pipeline_parallel_size and data_parallel_size"
+        )
     world_size = nodes * gpus_per_node if gpus_per_node else config.world_size_wanted(None)
-    layout = config.check_world(world_size, device)
     ranks, left_over = divmod(world_size, nodes)
     if left_over or not ranks:
         raise LaunchError(
             f"the layout has {world_size} rank{'s' * (world_size > 1)} on the CPU, which {nodes} nodes cannot share "
             "equally: choose --nodes, or parallel.data_parallel_size, so that they can"
         )
+    _, layout, later = layout_or_likely(config, Ranks(world_size, ranks, device))
     tensor = layout.tensor_parallel_size
-    notices = list(layout.notices)
+    notices = [*layout.notices, *later]
     if ranks % tensor:
         notices.append(
             f"tensor parallelism over {tensor} ranks crosses nodes of {ranks}: every layer will wait for the network; "

@@ -1,0 +1,211 @@
+"""What a run is predicted to need, and what it needed: sentences for its console, facts for its receipt. No torch.
+
+In: config, layout, what it computes on. Out: `Prediction`, made before the first step, and `Measurement`, which takes
+each step's record and at the end every rank's peak of memory.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launch.plan.this_machine import Machine
+from megalite.config import Config, ResolvedLayout
+from megalite.parallel.mesh import Mesh
+from megalite.planner.hardware import as_values
+from megalite.planner.job import Job
+from megalite.planner.memory import TENSORS, Device, StageMemory, memory_of
+from megalite.planner.shapes import stages_of
+from megalite.planner.states import MOMENTS
+from megalite.planner.step_time import StepTime, step_time
+
+WARM_UP_STEPS = 3  # of a session: threads, caches, memory that is mapped
+KEPT_STEPS = 10_000
+LEAST_WAIT = 0.01  # part of a step that waiting for data takes before it is worth telling
+BUBBLE = "pipeline bubble"
+PROCESS, COPY = "process", "checkpoint copy"
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one session of a run."""
+
+    job: Job
+    machine: Machine | None  # None: `problem` says why
+    problem: str
+    memory: tuple[StageMemory, ...]  # of a process on the CPU, of its tensors on a GPU
+    step: StepTime | None
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        layout: ResolvedLayout,
+        machine: Machine | None,
+        problem: str = "",
+        process_bytes: int = 0,
+        device: Device = TENSORS,
+    ) -> Prediction:
+        """`process_bytes` is what a rank's process had before its model was built, or 0 where only tensors count, as
+        they do on a GPU: `torch.cuda.max_memory_allocated` is what is measured there."""
+        job = Job.of(config, layout)
+        step = None
+        if machine is not None:
+            try:
+                step = step_time(job, machine.cluster)
+            except Exception as error:  # whatever it is: the memory may still be known
+                problem = str(error)
+        memory = memory_of(job, device)
+        if process_bytes:
+            memory = tuple(_of_process(stage, config, layout, process_bytes) for stage in memory)
+        return cls(job, machine, problem, memory, step)
+
+    def sentences(self) -> list[str]:
+        """For the console, before the first step."""
+        peaks = ", ".join(f"{_stages(stages)}{size(most)}" for stages, most in _alike(self.memory))
+        said = [f"predicted: peak memory {peaks}"]
+        if self.machine is not None and self.machine.cluster.memory_bytes < (most := self._most_bytes()):
+            said.append(
+                f"predicted: {size(most)} is more than the {size(self.machine.cluster.memory_bytes)} that a rank has"
+            )
+        if self.step is None or self.machine is None:
+            return [*said, f"predicted: no step time, because {self.problem}"]
+        parts = sorted(self.step.parts.items(), key=lambda part: -part[1])
+        shares = ", ".join(f"{name} {s / self.step.seconds:.0%}" for name, s in parts if s > 0.01 * self.step.seconds)
+        kind = self.machine.whole
+        constant = f"efficiency {kind.efficiency:.2f}, {kind.calibrated_on}"
+        utilization = "" if self.machine.is_cpu else f", MFU {self.step.model_flops_utilization:.0%}"
+        took = f"{seconds(self.step.seconds)} a step{utilization}"
+        return [*said, f"predicted: {took} on {self.machine.name} ({constant}): {shares}"]
+
+    def facts(self) -> Facts:
+        """For receipt.json; `calibrate_command.py` reads them."""
+        facts: Facts = {
+            "problem": self.problem or None,
+            "memory": [
+                {
+                    "stage": one.stage,
+                    "peak_mib": _mib(one.total),
+                    "parts_mib": {k: _mib(v) for k, v in one.parts.items()},
+                }
+                for one in self.memory
+            ],
+        }
+        if self.machine is not None:
+            facts |= {
+                "accelerator": self.machine.name,
+                "efficiency": self.machine.whole.efficiency,
+                "calibrated_on": self.machine.whole.calibrated_on,
+                "whole_accelerator": self.machine.whole.model_dump(mode="json"),
+                "link": self.machine.link.model_dump(mode="json"),
+                "cluster": as_values(self.machine.cluster),
+            }
+        if self.step is not None:
+            facts["step_time_s"] = self.step.seconds
+            facts["parts_s"] = dict(self.step.parts)
+            facts["model_flops_utilization"] = self.step.model_flops_utilization
+        return facts
+
+    def _most_bytes(self) -> float:
+        return max(stage.total for stage in self.memory)
+
+
+class Measurement:
+    """What a session has needed so far; costs a step two numbers."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, float]] = deque(maxlen=KEPT_STEPS)  # seconds without, and of, waiting for data
+        self._left_out = 0
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """A step's record."""
+        if self._left_out < WARM_UP_STEPS:
+            self._left_out += 1
+            return
+        self._steps.append((record["step_time_s"] - record["data_wait_s"], record["data_wait_s"]))
+
+    def facts(self, memory: Sequence[Mapping[str, Any] | None]) -> Facts:
+        """For receipt.json. `memory` is each rank's, as `memory_facts` tells it; empty where not all could be asked."""
+        computing, waiting = [step[0] for step in self._steps], [step[1] for step in self._steps]
+        return {
+            "steps": len(self._steps),
+            "warm_up_steps": self._left_out,
+            "step_time_s": statistics.median(computing) if computing else None,
+            "data_wait_s": statistics.median(waiting) if waiting else None,
+            "ranks": [dict(one) if one is not None else None for one in memory],
+        }
+
+
+def comparison(prediction: Prediction, measured: Facts, mesh: Mesh) -> list[str]:
+    """Sentences for the console, after training. The memory of a stage is that of its fullest rank."""
+    said = []
+    if (took := measured["step_time_s"]) is not None and prediction.step is not None:
+        expected, wait = prediction.step.seconds, measured["data_wait_s"]
+        waited = f", and waited {seconds(wait)} for data" if wait > LEAST_WAIT * took else ""
+        said.append(
+            f"a step: predicted {seconds(expected)}, measured {seconds(took)} ({error_of(expected, took)}; median of "
+            f"{measured['steps']}{waited})"
+        )
+    fullest: dict[int, float] = {}
+    for rank, one in enumerate(measured["ranks"]):
+        if one is not None:
+            stage = mesh.coordinate(rank).pipeline_rank
+            fullest[stage] = max(fullest.get(stage, 0.0), one["peak_mib"] * 2**20)
+    pairs = [
+        f"{f'stage {one.stage} ' * (len(prediction.memory) > 1)}predicted {size(one.total)}, measured {size(peak)} "
+        f"({error_of(one.total, peak)})"
+        for one in prediction.memory
+        if (peak := fullest.get(one.stage)) is not None
+    ]
+    return [*said, f"peak memory: {'; '.join(pairs)}"] if pairs else said
+
+
+def error_of(predicted: float, measured: float) -> str:
+    """`+3.1 %`: by how much the prediction is larger."""
+    return f"{predicted / measured - 1:+.1%}".replace("%", " %")
+
+
+def size(count: float) -> str:
+    """Bytes for people, three digits: `1.23 GiB`, `456 MiB`."""
+    mib = count / 2**20
+    value, unit = (mib, "MiB") if mib < 1000 else (mib / 1024, "GiB")
+    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+
+
+def seconds(value: float) -> str:
+    """Three digits: `1.23 s`, `45.6 ms`."""
+    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
+
+
+def _of_process(one: StageMemory, config: Config, layout: ResolvedLayout, process_bytes: int) -> StageMemory:
+    """On a CPU all that the process has counts, and where checkpoints are written in the background the room that
+    megalite/checkpoint/saver.py keeps for them: this rank's share of fp32 weights and moments."""
+    shape = stages_of(config, layout)[one.stage]
+    numbers = (1 + MOMENTS[config.optimizer.name]) * shape.parameters / layout.data_parallel_size
+    copy = {COPY: 4.0 * numbers} if config.checkpoint.background else {}
+    return StageMemory(one.stage, {PROCESS: float(process_bytes), **one.parts, **copy})
+
+
+def _alike(memory: Sequence[StageMemory]) -> list[tuple[list[int], float]]:
+    """Neighbouring stages that a person would read the same number of."""
+    groups: list[tuple[list[int], float]] = []
+    for one in memory:
+        if groups and size(groups[-1][1]) == size(one.total):
+            groups[-1][0].append(one.stage)
+        else:
+            groups.append(([one.stage], one.total))
+    return groups if len(groups) > 1 else [([], most) for _, most in groups]
+
+
+def _stages(stages: Sequence[int]) -> str:
+    if not stages:
+        return ""
+    return f"stage {stages[0]} " if len(stages) == 1 else f"stages {stages[0]}-{stages[-1]} "
+
+
+def _mib(count: float) -> float:
+    return round(count / 2**20, 3)

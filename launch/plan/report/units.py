@@ -1,0 +1,53 @@
+"""Numbers as people read them, with their unit."""
+
+from __future__ import annotations
+
+MIB, GIB = 2**20, 2**30
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
+
+
+def gib(size_bytes: float) -> str:
+    """`61.2 GiB`, or MiB where that says more."""
+    if 0 < abs(size_bytes) < GIB / 10:
+        return f"{size_bytes / MIB:.3g} MiB"
+    return f"{size_bytes / GIB:.1f} GiB"
+
+
+def digits(value: float) -> str:
+    """Three, and more before a decimal point: `0.0456`, `75.0`, `1,234`."""
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:#.3g}".rstrip(".")
+
+
+def seconds(value_s: float) -> str:
+    """Three digits, in the unit that fits: `12.3 s`, `45.6 ms`."""
+    factor, unit = (1.0, "s") if value_s >= 1 or not value_s else (1e3, "ms") if value_s >= 1e-3 else (1e6, "µs")
+    scaled = value_s * factor
+    return f"{digits(scaled)} {unit}"
+
+
+def duration(value_s: float) -> str:
+    """Of long things: `3.2 days`, `5.1 h`, `12 min`."""
+    for size, unit in ((2 * 86400.0, "days"), (3600.0, "h"), (60.0, "min")):
+        if value_s >= size:
+            return f"{value_s / (86400.0 if unit == 'days' else size):.3g} {unit}"
+    return seconds(value_s)
+
+
+def percent(part: float) -> str:
+    """Of one: `56.7 %`."""
+    return f"{part * 100:.1f} %" if part > 0.00095 else ("0 %" if part == 0 else "< 0.1 %")
+
+
+def count(value: float) -> str:
+    """`123,456`, or `1.23 M` where digits would be noise."""
+    if value < 999_999.5:
+        return f"{value:,.0f}"
+    power = 0
+    while value >= 1000 and power < len(_PREFIXES) - 1:
+        value, power = value / 1000, power + 1
+    return f"{value:.3g} {_PREFIXES[power]}"
+
+
+def plural(number: int, noun: str) -> str:
+    """`1 stage`, `4 stages`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

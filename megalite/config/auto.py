@@ -1,0 +1,100 @@
+"""Options that a config leaves to the planner: they say `auto`, and a layout is chosen when the run starts.
+
+In: the values of a file. Out: values that a `Config` can be made of, placeholders where something is still to be
+chosen, and which options those are. The placeholders are the simplest that there are, legal wherever anything is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megalite.config.nearest import OptionPath, dotted
+
+AUTO = "auto"
+
+PLACEHOLDERS: dict[OptionPath, Any] = {
+    ("parallel", "tensor_parallel_size"): 1,
+    ("parallel", "pipeline_parallel_size"): 1,
+    ("parallel", "sequence_parallel"): False,
+    ("parallel", "zero_stage"): 1,
+    ("training", "micro_batch_size"): 1,
+    ("recompute", "mode"): "none",
+}
+"""Every option that may be `auto`, and what stands there until it is chosen. `parallel.data_parallel_size` is not among
+them: its `auto` is a number as soon as the processes are counted."""
+
+CHOOSABLE = frozenset(PLACEHOLDERS)
+SECTIONS = ("parallel", "recompute")
+"""Sections that may be `auto` as a whole."""
+
+ALONG = (("training", "micro_batch_size"), ("recompute", "mode"))
+"""Chosen too where an option of `parallel` is and these are left out."""
+
+
+def spell_out(section: str) -> dict[str, Any]:
+    """What `section: auto` stands for."""
+    return {option: AUTO for home, option in PLACEHOLDERS if home == section}
+
+
+def take_out(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[OptionPath]]:
+    """The values with placeholders for what says `auto`, and those options."""
+    result = dict(values)
+    for section in SECTIONS:
+        if result.get(section) == AUTO:
+            result[section] = spell_out(section)
+    found = {path for path in PLACEHOLDERS if _at(result, path) == AUTO}
+    if any(section == "parallel" for section, _ in found):
+        found |= {path for path in ALONG if _is_left_out(result, path)}
+    for section, option in found:
+        result[section] = {**(result.get(section) or {}), option: PLACEHOLDERS[section, option]}
+    return result, frozenset(found)
+
+
+def put_back(values: dict[str, Any], options: Iterable[OptionPath]) -> dict[str, Any]:
+    """The reverse, for a dump."""
+    for section, option in options:
+        if isinstance(values.get(section), dict):
+            values[section] = {**values[section], option: AUTO}
+    return values
+
+
+def allow_in(schema: dict[str, Any]) -> None:
+    """Lets a JSON schema of configs take `auto` wherever a config does."""
+    for section, option in PLACEHOLDERS:
+        options = _definition(schema, section)["properties"]
+        options[option] = _or_auto(options[option])
+    for section, option in ALONG:
+        required = _definition(schema, section).get("required", [])
+        if option in required:  # it may be left out where `parallel` is auto
+            required.remove(option)
+    for section in SECTIONS:
+        schema["properties"][section] = _or_auto(schema["properties"][section])
+
+
+def _definition(schema: dict[str, Any], section: str) -> dict[str, Any]:
+    name = schema["properties"][section]["$ref"].rpartition("/")[2]
+    definition: dict[str, Any] = schema["$defs"][name]
+    return definition
+
+
+def _or_auto(described: dict[str, Any]) -> dict[str, Any]:
+    about: dict[str, Any] = {key: described[key] for key in ("title", "description", "default") if key in described}
+    kind = {key: value for key, value in described.items() if key not in about}
+    return {"anyOf": [kind, {"const": AUTO}], **about}
+
+
+def listed(options: Iterable[OptionPath]) -> str:
+    """For a sentence, in the order of the files."""
+    wanted = set(options)
+    return ", ".join(dotted(path) for path in PLACEHOLDERS if path in wanted)
+
+
+def _at(values: Mapping[str, Any], path: OptionPath) -> Any:
+    section = values.get(path[0])
+    return section.get(path[1]) if isinstance(section, dict) else None
+
+
+def _is_left_out(values: Mapping[str, Any], path: OptionPath) -> bool:
+    section = values.get(path[0])
+    return section is None or (isinstance(section, dict) and path[1] not in section)

@@ -1,0 +1,136 @@
+"""Why a search ended as it did, in three lines for people, and what would help where nothing fits. No torch."""
+
+from __future__ import annotations
+
+from megalite.config import Config
+from megalite.config.auto import CHOOSABLE
+from megalite.config.nearest import OptionPath, dotted
+from megalite.planner.search import ALIKE, ROOMY, Candidate, Dropped, SearchResult, gib, search, smallest_that_fits
+
+NOTICEABLE = 1e-3  # of a step
+NODE_COUNTS = sorted({*range(1, 17), *(2**n for n in range(4, 15)), *(3 * 2**n for n in range(2, 13))})
+
+
+def explain(result: SearchResult) -> tuple[str, str, str]:
+    """What bounds the winner, what the next best loses by, and what was dropped."""
+    if result.best is None:
+        return "nothing fits", "", _dropped(result)
+    return _winner(result.best, result), _next_best(result), _dropped(result)
+
+
+def caveats(result: SearchResult) -> list[str]:
+    """What the numbers of the winner rest on."""
+    best, kind = result.best, result.cluster.accelerator
+    said = [f"efficiency {kind.efficiency:g} of {result.cluster.accelerator_name}: {kind.calibrated_on}"]
+    if best is not None and best.time.hidden_s > 0.02 * best.time.seconds:
+        others = [one for one in result.candidates if one.layout.zero_stage < 3]
+        instead = (
+            f"; the best without it: {others[0].layout}, {seconds(others[0].time.seconds)} a step" if others else ""
+        )
+        said.append(
+            f"ZeRO-3 is taken to hide {seconds(best.time.hidden_s)} of exchanges behind computing; where it does not, "
+            f"a step takes so much longer{instead}"
+        )
+    if kind.device == "cpu":
+        said.append("memory is what training adds; before it, a rank's process takes some 300 MiB")
+    if best is not None and best.fullest.total > ROOMY * result.cluster.memory_bytes:
+        said.append("memory is nearly full, and predictions of it are good to some 6 %: try it before you rely on it")
+    return said
+
+
+def why_nothing_fits(config: Config, result: SearchResult, free: frozenset[OptionPath]) -> str:
+    """One sentence: by how much, and the nearest thing that works."""
+    cluster = result.cluster
+    here = f"{cluster.accelerators} x {cluster.accelerator_name}"
+    if not result.too_large:
+        return f"no layout works on {here}: {result.dropped[0].reason}" if result.dropped else f"no layout for {here}"
+    nearest = result.too_large[0]
+    lacks = f"the model fits in no layout on {here}: the nearest, {nearest.layout}, lacks {_missing(nearest)}"
+    return f"{lacks}: {_remedy(config, result, free)}"
+
+
+def _remedy(config: Config, result: SearchResult, free: frozenset[OptionPath]) -> str:
+    cluster = result.cluster
+    if stated := sorted(CHOOSABLE - free):
+        freed = search(config, cluster)
+        if freed.best is not None:
+            values = freed.best.options
+            differing = [path for path in stated if getattr(getattr(config, path[0]), path[1]) != values[path]]
+            changes = ", ".join(f"{dotted(path)} {_shown(values[path])}" for path in differing)
+            return f"it fits with {changes}"
+    counts = [count for count in NODE_COUNTS if count > cluster.nodes]
+    is_one_machine = cluster.accelerator.device == "cpu"  # more ranks bring no memory
+    larger = None if is_one_machine else smallest_that_fits(config, cluster, counts, free=free)
+    if larger is not None:
+        return f"it fits on {larger[0].accelerators} of them ({larger[1]})"
+    nearest = result.too_large[0].memory
+    assert nearest is not None
+    name, size = max(nearest.parts.items(), key=lambda part: part[1])
+    what = "a machine" if is_one_machine else "accelerators"
+    numbers = "ranks" if is_one_machine else f"of them up to {NODE_COUNTS[-1] * cluster.accelerators_per_node}"
+    return (
+        f"no number {numbers} helps ({name} take {gib(size)}): use {what} with more memory, a smaller model, or a "
+        "training.sequence_length below "
+        f"{config.training.sequence_length}"
+    )
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def main_parts(candidate: Candidate) -> str:
+    """What most of its step goes into, with shares."""
+    time = candidate.time
+    parts = sorted(time.parts.items(), key=lambda part: -part[1])[:3]
+    return ", ".join(f"{name} {size / time.seconds:.0%}" for name, size in parts if size > 0.005 * time.seconds)
+
+
+def _winner(best: Candidate, result: SearchResult) -> str:
+    fullest = best.fullest
+    where = f" (stage {fullest.stage})" if len(best.memory) > 1 else ""
+    return (
+        f"{best.layout}: bound by {main_parts(best)} of {seconds(best.time.seconds)} a step; memory "
+        f"{fullest.total / result.cluster.memory_bytes:.0%} full{where}"
+    )
+
+
+def _next_best(result: SearchResult) -> str:
+    if len(result.candidates) == 1:
+        return "no other layout fits"
+    best, other = result.candidates[:2]
+    slower = other.time.seconds / best.time.seconds - 1
+    losses = {
+        name: other.time.parts.get(name, 0.0) - best.time.parts.get(name, 0.0)
+        for name in best.time.parts.keys() | other.time.parts.keys()
+    }
+    name, loss = max(sorted(losses.items()), key=lambda item: item[1])
+    gained, gain = min(sorted(losses.items()), key=lambda item: item[1])
+    if slower < ALIKE:
+        return f"next best, {other.layout}: as fast, within {ALIKE:.0%}"
+    saved = f", saves {seconds(-gain)} of {gained}" if gain < -NOTICEABLE * best.time.seconds else ""
+    return f"next best, {other.layout}: {slower:.1%} slower; it loses {seconds(loss)} to {name}{saved}"
+
+
+def _dropped(result: SearchResult) -> str:
+    if not result.too_large:
+        return "dropped: nothing, every legal layout fits"
+    nearest = result.too_large[0]
+    count = len(result.too_large)
+    return (
+        f"dropped: {count} that do{'es' * (count == 1)} not fit; the nearest, {nearest.layout}, lacks "
+        f"{_missing(nearest)}"
+    )
+
+
+def _missing(dropped: Dropped) -> str:
+    assert dropped.missing_bytes is not None and dropped.memory is not None
+    where = f" on stage {dropped.memory.stage}" if dropped.layout.pipeline_parallel_size > 1 else " per accelerator"
+    return f"{gib(dropped.missing_bytes)}{where} (it needs {gib(dropped.memory.total)})"
+
+
+def seconds(time: float) -> str:
+    """With three digits: 12.3 s, 45 ms; large ones whole."""
+    if time >= 1000:
+        return f"{time:,.0f} s"
+    return f"{time:.3g} s" if time >= 1 else f"{time * 1e3:.3g} ms"

@@ -1,0 +1,255 @@
+"""What a cluster is made of: accelerators, the links between them, and how many. Pure data, from YAML; no torch.
+
+`catalogue.yaml` beside this file holds what is known; a cluster file names entries of it or describes its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+from pydantic import Field, ValidationError, model_validator
+
+from megalite.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from megalite.config.errors import ConfigError, problems_of, shown
+from megalite.config.nearest import nearest_name
+from megalite.config.precision import Dtype
+from megalite.config.text import parse_yaml
+
+CATALOGUE = Path(__file__).with_name("catalogue.yaml")
+
+
+class Link(Section):
+    """One way for bytes between accelerators."""
+
+    gb_per_s: PositiveFloat
+    """Bandwidth in each direction: per accelerator inside a node, per adapter between nodes. 1 GB = 1e9 bytes."""
+
+    latency_us: NonNegativeFloat = 5.0
+    """Of one message."""
+
+    source: str = ""
+    """Where the figures are from."""
+
+
+class FlashAttention(Section):
+    """Part of the peak that its versions reach. Dao 2023 (FlashAttention-2), abstract: 25-40 % and 50-73 % on the A100;
+    here the middle of each."""
+
+    flash_1: PositiveFloat = 0.325
+    flash_2: PositiveFloat = 0.615
+
+
+class Accelerator(Section):
+    """One kind of GPU, or of whatever a rank computes on."""
+
+    memory_gib: PositiveFloat
+    """What a process may allocate at most, in GiB."""
+
+    peak_tflops: dict[Dtype, PositiveFloat]
+    """Dense matrix products, per number format."""
+
+    memory_gb_per_s: PositiveFloat
+    """Bandwidth of the memory."""
+
+    efficiency: PositiveFloat = 0.6
+    """The one calibrated constant: part of the peak that large matrix products reach."""
+
+    calibrated_on: str = "a guess, from other accelerators: no published table to fit it on"
+    """What the constant was fitted on."""
+
+    device: Literal["cuda", "cpu"] = "cuda"
+    """Where torch runs it."""
+
+    flash_attention: FlashAttention = Field(default_factory=FlashAttention)
+    """Part of the peak that fused attention reaches."""
+
+    launch_us: NonNegativeFloat = 300.0
+    """What the host needs to launch one transformer block's forward pass; a block is never faster."""
+
+    intra_node: str
+    """Name of the link between accelerators of a node."""
+
+    inter_node: str
+    """Name of the link that an adapter of a node usually has."""
+
+    source: str = ""
+    """Where the figures are from."""
+
+    @model_validator(mode="after")
+    def _is_a_part_of_the_peak(self) -> Self:
+        if self.device == "cuda" and self.efficiency > 1:  # a CPU's peak is measured, and may be surpassed
+            raise ValueError(f"efficiency {self.efficiency:g} is more than all of the peak: use a part, such as 0.6")
+        return self
+
+
+class Catalogue(Section):
+    """Everything known by name."""
+
+    accelerators: dict[str, Accelerator] = Field(default_factory=dict)
+    links: dict[str, Link] = Field(default_factory=dict)
+
+
+class ClusterFile(Section):
+    """What a cluster file says."""
+
+    accelerator: str | Accelerator
+    """A name in the catalogue, or figures of one's own."""
+
+    nodes: PositiveInt
+    accelerators_per_node: PositiveInt = 8
+    adapters_per_node: PositiveInt | None = None
+    """Network adapters of a node; left out: one for each accelerator."""
+
+    intra_node: str | Link | None = None
+    """Left out: what the accelerator usually has."""
+
+    inter_node: str | Link | None = None
+    """Left out: what the accelerator usually has."""
+
+
+class Cluster(Section):
+    """What a run has: all links resolved."""
+
+    name: str
+    accelerator_name: str
+    accelerator: Accelerator
+    nodes: PositiveInt
+    accelerators_per_node: PositiveInt
+    adapters_per_node: PositiveInt
+    intra_node: Link
+    inter_node: Link
+    ranks_per_core: NonNegativeFloat = 0.0
+    """Of a CPU whose cores are shared by ranks; an accelerator of one's own: 0."""
+
+    @property
+    def accelerators(self) -> int:
+        """How many there are in all."""
+        return self.nodes * self.accelerators_per_node
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of one accelerator."""
+        return int(self.accelerator.memory_gib * 2**30)
+
+    def peak_flops(self, dtype: Dtype) -> float:
+        """Floating-point operations per second of one accelerator, dense."""
+        peaks = self.accelerator.peak_tflops
+        if dtype not in peaks:
+            others = f"use {' or '.join(peaks)}, or " if peaks else ""
+            raise ConfigError(
+                f"{self.accelerator_name} has no peak_tflops for precision.dtype {dtype}: {others}add it to the "
+                "cluster file"
+            )
+        return peaks[dtype] * 1e12
+
+
+@cache
+def catalogue() -> Catalogue:
+    """What the package knows."""
+    values, _ = parse_yaml(CATALOGUE.read_text())
+    return Catalogue.model_validate(values)
+
+
+def extended(known: Catalogue, values: Any) -> Catalogue:
+    """`known` with what a user's catalogue file says: entries of one's own, and for known names the fields that differ,
+    such as `efficiency` alone. Raises ValidationError."""
+    merged = known.model_dump(mode="json", exclude_unset=True)
+    for section, entries in (values or {}).items() if isinstance(values, dict) else ():
+        old = merged.setdefault(section, {})
+        if not isinstance(entries, dict):
+            merged[section] = entries
+            continue
+        names = {key.lower(): key for key in old}
+        for name, entry in entries.items():
+            name = names.get(str(name).lower(), name)
+            old[name] = _merged(old.get(name), entry)
+    return Catalogue.model_validate(merged if isinstance(values, dict | None) else values)
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """What is said of fields replaces what was, inside sections of fields too."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return new
+    return old | {key: _merged(old.get(key), value) for key, value in new.items()}
+
+
+def find_accelerator(name: str, known: Catalogue | None = None) -> Accelerator:
+    """By its name in the catalogue, whatever its case. Raises ConfigError with the nearest name."""
+    return _find("accelerator", name, (known or catalogue()).accelerators)
+
+
+def cluster_of(described: ClusterFile, name: str, known: Catalogue | None = None) -> Cluster:
+    """With all names looked up. Raises ConfigError for those that are unknown."""
+    known = known or catalogue()
+    kind = described.accelerator
+    accelerator = find_accelerator(kind, known) if isinstance(kind, str) else kind
+    return Cluster(
+        name=name,
+        accelerator_name=_known_as(kind, known) if isinstance(kind, str) else "accelerator",
+        accelerator=accelerator,
+        nodes=described.nodes,
+        accelerators_per_node=described.accelerators_per_node,
+        adapters_per_node=described.adapters_per_node or described.accelerators_per_node,
+        intra_node=find_link(described.intra_node or accelerator.intra_node, known),
+        inter_node=find_link(described.inter_node or accelerator.inter_node, known),
+    )
+
+
+def read_cluster(path: Path, known: Catalogue | None = None) -> Cluster:
+    """The cluster in a YAML file. Raises ConfigError, one sentence with file and line."""
+    try:
+        values, lines = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"cluster {path} cannot be read: {reason}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: a cluster file has {', '.join(ClusterFile.model_fields)}, got {shown(values)}")
+    try:
+        return cluster_of(ClusterFile.model_validate(values), path.stem, known)
+    except ValidationError as error:
+        problem = problems_of(error, ClusterFile)[0]
+        line = lines.get(tuple(problem.path))
+        raise ConfigError(f"{path}{f', line {line}' if line else ''}: {problem.sentence}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+Entry = TypeVar("Entry", Accelerator, Link)
+
+
+def _find(kind: str, name: str, known: dict[str, Entry]) -> Entry:
+    by_lower = {key.lower(): entry for key, entry in known.items()}
+    if name.lower() in by_lower:
+        return by_lower[name.lower()]
+    near = _names_near(name, known) if name else []
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ConfigError(f'unknown {kind} "{name}": {meant}The catalogue has {", ".join(known)}; or describe it yourself')
+
+
+def _names_near(name: str, known: Iterable[str]) -> list[str]:
+    """Those that were perhaps meant: "A100" is the beginning of two."""
+    written = {key.lower().replace("-", "_"): key for key in known}
+    typed = name.lower().replace("-", "_")
+    if same := [key for word, key in written.items() if word.startswith(typed) or typed.startswith(word)]:
+        return same
+    near = nearest_name(typed, written)
+    return [written[near]] if near else []
+
+
+def _known_as(name: str, known: Catalogue) -> str:
+    return next((key for key in known.accelerators if key.lower() == name.lower()), name)
+
+
+def find_link(value: str | Link, known: Catalogue | None = None) -> Link:
+    """By its name in the catalogue, or as described. Raises ConfigError with the nearest name."""
+    return _find("link", value, (known or catalogue()).links) if isinstance(value, str) else value
+
+
+def as_values(cluster: Cluster) -> dict[str, Any]:
+    """For JSON."""
+    return cluster.model_dump(mode="json")

@@ -1,0 +1,336 @@
+"""Which layouts a model can be trained in on a cluster, and how they rank. Pure arithmetic, no torch.
+
+In: a config, a cluster, and which options of the layout are free. Out: the layouts that fit, fastest first, and what
+was dropped and why. What is legal is asked of the config itself (`Config.check_world`): no rule stands here twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
+
+from megalite.config import Config, ConfigError, ResolvedLayout
+from megalite.config.auto import CHOOSABLE
+from megalite.config.nearest import OptionPath
+from megalite.planner.hardware import Cluster
+from megalite.planner.job import Job, Layout
+from megalite.planner.memory import CPU, CUDA, StageMemory, memory_of
+from megalite.planner.step_time import StepTime, step_time
+
+TENSOR, PIPELINE = ("parallel", "tensor_parallel_size"), ("parallel", "pipeline_parallel_size")
+DATA, ZERO = ("parallel", "data_parallel_size"), ("parallel", "zero_stage")
+SEQUENCE = ("parallel", "sequence_parallel")
+MICRO_BATCH, RECOMPUTE = ("training", "micro_batch_size"), ("recompute", "mode")
+
+ALIKE = 0.01  # of a step: predictions are no better than that
+ROOMY = 0.94  # of an accelerator's memory: predictions of memory are good to some 6 %
+RECOMPUTE_MODES = ("none", "selective", "full")
+ZERO_STAGES = (1, 2, 3)  # stage 0 is served by 1
+
+Check = Callable[[Config, ResolvedLayout], None]
+"""Raises ConfigError for a legal layout that must not be chosen all the same."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a run, as far as rules ask."""
+
+    count: int
+    per_node: int
+    device: Literal["cpu", "cuda"]
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> Self:
+        """One for each accelerator."""
+        return cls(cluster.accelerators, cluster.accelerators_per_node, cluster.accelerator.device)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits, and what it would be like."""
+
+    job: Job
+    memory: tuple[StageMemory, ...]
+    time: StepTime
+
+    @property
+    def layout(self) -> Layout:
+        return self.job.layout
+
+    @property
+    def fullest(self) -> StageMemory:
+        """The stage whose ranks need most."""
+        return max(self.memory, key=lambda stage: stage.total)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the whole cluster."""
+        return self.job.tokens_per_step / self.time.seconds
+
+    @property
+    def options(self) -> dict[OptionPath, Any]:
+        """Of a config that trains so, the number of replicas among them."""
+        return options_of(self.layout)
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A layout that was not ranked."""
+
+    layout: Layout
+    reason: str
+    missing_bytes: float | None = None  # per accelerator; None: a rule of the config refuses it
+    memory: StageMemory | None = None  # the stage that lacks it
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found."""
+
+    cluster: Cluster
+    candidates: tuple[Candidate, ...]  # the one to take, then fastest first
+    dropped: tuple[Dropped, ...]  # the nearest to fitting first, then those that a rule refuses
+
+    @property
+    def best(self) -> Candidate | None:
+        return self.candidates[0] if self.candidates else None
+
+    @property
+    def too_large(self) -> tuple[Dropped, ...]:
+        """Those that do not fit, the nearest to fitting first."""
+        return tuple(one for one in self.dropped if one.missing_bytes is not None)
+
+
+def search(
+    config: Config,
+    cluster: Cluster,
+    *,
+    free: frozenset[OptionPath] = CHOOSABLE,
+    check: Check | None = None,
+) -> SearchResult:
+    """Every layout on all accelerators of `cluster`; options that are not `free` stay as the config has them.
+
+    Left out is what recomputes more than it must, which only costs time. Tensor parallelism crosses nodes only where
+    nothing else fits.
+    """
+    if cluster.accelerator.device == "cuda":  # a CPU's number formats are the business of the config's rules
+        cluster.peak_flops(config.precision.dtype)
+    found: list[Candidate] = []
+    dropped: list[Dropped] = []
+    ranks = Ranks.of(cluster)
+    for crosses in (False, True):
+        for tp, pp in sizes(config, ranks, free, crosses=crosses):
+            try:
+                for chain in chains(config, tp, pp, ranks, free, check):
+                    _try(chain, cluster, found, dropped)
+            except ConfigError as error:
+                dropped.append(Dropped(_layout(config, tp, pp, ranks.count), str(error)))
+        if found:
+            break
+    found.sort(key=_rank)
+    if found:
+        chosen = _choice(found, cluster)
+        found.remove(chosen)
+        found.insert(0, chosen)
+    dropped.sort(key=lambda one: (one.missing_bytes is None, one.missing_bytes or 0.0, _simplicity(one.layout)))
+    return SearchResult(cluster, tuple(found), tuple(dropped))
+
+
+def judged(config: Config, layout: ResolvedLayout, cluster: Cluster) -> Candidate:
+    """One layout, whether it fits or not."""
+    job = Job.of(config, layout)
+    return Candidate(job, needs(job, cluster), step_time(job, cluster))
+
+
+def needs(job: Job, cluster: Cluster) -> tuple[StageMemory, ...]:
+    """Memory on what the cluster is made of."""
+    if cluster.accelerator.device == "cuda":
+        return memory_of(job, CUDA)
+    peak = cluster.accelerator.peak_tflops  # bf16 units would make bf16 faster
+    return memory_of(job, replace(CPU, widens_bf16=peak.get("bf16", 0.0) <= peak.get("fp32", 0.0)))
+
+
+def options_of(layout: Layout) -> dict[OptionPath, Any]:
+    """A layout in the config's words."""
+    return {
+        TENSOR: layout.tensor_parallel_size,
+        PIPELINE: layout.pipeline_parallel_size,
+        DATA: layout.data_parallel_size,
+        SEQUENCE: layout.sequence_parallel,
+        ZERO: layout.zero_stage,
+        MICRO_BATCH: layout.micro_batch_size,
+        RECOMPUTE: layout.recompute,
+    }
+
+
+def sizes(config: Config, ranks: Ranks, free: frozenset[OptionPath], *, crosses: bool) -> Iterator[tuple[int, int]]:
+    """Sizes of tensor and pipeline parallelism that use all accelerators, the first inside nodes or across them."""
+    world, parallel = ranks.count, config.parallel
+    for tp in divisors(world) if TENSOR in free else (parallel.tensor_parallel_size,):
+        is_inside = ranks.per_node % tp == 0
+        if is_inside == crosses:
+            continue
+        stages = divisors(world // tp) if world % tp == 0 else (1,)
+        for pp in stages if PIPELINE in free else (parallel.pipeline_parallel_size,):
+            if parallel.data_parallel_size in ("auto", world // (tp * pp)) or not {TENSOR, PIPELINE} & free:
+                yield tp, pp
+
+
+def chains(
+    config: Config,
+    tp: int,
+    pp: int,
+    ranks: Ranks,
+    free: frozenset[OptionPath],
+    check: Check | None = None,
+) -> Iterator[list[Job]]:
+    """The jobs of a tensor- and pipeline-parallel size, in lists along which only the micro-batch grows.
+
+    Raises ConfigError where the simplest of them breaks a rule.
+    """
+    simplest = _simplest(config, tp, pp, free)
+    layout = _checked(simplest, ranks, check)
+    replicas = layout.data_parallel_size
+    stages = ZERO_STAGES if ZERO in free and replicas > 1 else (simplest.parallel.zero_stage,)
+    cuts = (False, True) if SEQUENCE in free and tp > 1 else (simplest.parallel.sequence_parallel,)
+    modes = RECOMPUTE_MODES if RECOMPUTE in free else (simplest.recompute.mode,)
+    size = simplest.training.micro_batch_size
+    batches = divisors(simplest.training.global_batch_size // replicas) if MICRO_BATCH in free else (size,)
+    for stage in stages:
+        for cut in cuts:
+            tried = simplest.settled({ZERO: stage, SEQUENCE: cut})
+            try:
+                _checked(tried, ranks, check)
+            except ConfigError:
+                continue
+            legal = list(_micro_batches(tried, batches, ranks, check))
+            for mode in modes:
+                yield [Job.of(one.settled({RECOMPUTE: mode}), resolved) for one, resolved in legal]
+
+
+def first_legal(config: Config, ranks: Ranks, check: Check | None = None) -> tuple[Config, ResolvedLayout]:
+    """The simplest layout that no rule refuses, whatever it needs; the config with it. Raises ConfigError."""
+    problem = None
+    for crosses in (False, True):
+        for tp, pp in sizes(config, ranks, config.open, crosses=crosses):
+            simplest = _simplest(config, tp, pp, config.open)
+            try:
+                return simplest, _checked(simplest, ranks, check)
+            except ConfigError as error:
+                problem = problem or error
+    raise problem or ConfigError(
+        f"no layout with parallel.data_parallel_size {config.parallel.data_parallel_size} has "
+        f"{ranks.count} processes: set it to auto"
+    )
+
+
+def smallest_that_fits(
+    config: Config, cluster: Cluster, node_counts: Iterable[int], *, free: frozenset[OptionPath]
+) -> tuple[Cluster, Layout] | None:
+    """The first number of nodes on which something fits, and what does."""
+    for nodes in node_counts:
+        larger = cluster.model_copy(update={"nodes": nodes})
+        ranks = Ranks.of(larger)
+        for crosses in (False, True):
+            for tp, pp in sizes(config, ranks, free, crosses=crosses):
+                with suppress(ConfigError):
+                    *_, most_sparing = chains(config, tp, pp, ranks, free)
+                    job = most_sparing[0]
+                    if max(stage.total for stage in needs(job, larger)) <= larger.memory_bytes:
+                        return larger, job.layout
+    return None
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """In ascending order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return (*small, *(number // n for n in reversed(small) if n * n != number))
+
+
+def _simplest(config: Config, tp: int, pp: int, free: frozenset[OptionPath]) -> Config:
+    """With these sizes, and for what else is free the values that rules refuse last."""
+    values: dict[OptionPath, Any] = {SEQUENCE: False, ZERO: 1, MICRO_BATCH: 1, RECOMPUTE: "none"}
+    return config.settled({path: value for path, value in values.items() if path in free} | {TENSOR: tp, PIPELINE: pp})
+
+
+def _micro_batches(
+    config: Config, batches: Sequence[int], ranks: Ranks, check: Check | None
+) -> Iterator[tuple[Config, ResolvedLayout]]:
+    for size in batches:
+        one = config.settled({MICRO_BATCH: size})
+        with suppress(ConfigError):
+            yield one, _checked(one, ranks, check)
+
+
+def _checked(config: Config, ranks: Ranks, check: Check | None) -> ResolvedLayout:
+    layout = config.check_world(ranks.count, ranks.device)
+    if check is not None:
+        check(config, layout)
+    return layout
+
+
+def _try(chain: Sequence[Job], cluster: Cluster, found: list[Candidate], dropped: list[Dropped]) -> None:
+    """All that fit; of those that do not, the nearest is kept. A larger micro-batch may need less: the last gradients
+    are added to none."""
+    already = {replace(one.layout, recompute="none") for one in found}
+    too_large: list[Dropped] = []
+    for job in chain:
+        if replace(job.layout, recompute="none") in already:
+            continue
+        memory = needs(job, cluster)
+        fullest = max(memory, key=lambda stage: stage.total)
+        missing = fullest.total - cluster.memory_bytes
+        if missing > 0:
+            too_large.append(Dropped(job.layout, _lacks(job, fullest, missing, cluster), missing, fullest))
+        else:
+            found.append(Candidate(job, memory, step_time(job, cluster)))
+    dropped += sorted(too_large, key=lambda one: one.missing_bytes or 0.0)[:1]
+
+
+def _lacks(job: Job, fullest: StageMemory, missing: float, cluster: Cluster) -> str:
+    where = f"stage {fullest.stage}" if job.layout.pipeline_parallel_size > 1 else "each rank"
+    name, size = max(fullest.parts.items(), key=lambda part: part[1])
+    return (
+        f"{where} needs {gib(fullest.total)} and an accelerator has {gib(cluster.memory_bytes)}: {gib(missing)} are "
+        f"missing ({name} take {gib(size)})"
+    )
+
+
+def _layout(config: Config, tp: int, pp: int, world_size: int) -> Layout:
+    """Of what breaks a rule, as far as it has one."""
+    return Layout(
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        data_parallel_size=max(1, world_size // (tp * pp)),
+        micro_batch_size=config.training.micro_batch_size,
+    )
+
+
+def _rank(candidate: Candidate) -> tuple[Any, ...]:
+    """By time; of two that are equal to six digits the simpler one."""
+    return (float(f"{candidate.time.seconds:.6g}"), *_simplicity(candidate.layout))
+
+
+def _choice(found: Sequence[Candidate], cluster: Cluster) -> Candidate:
+    """Of those that are as fast as predictions can tell, one with memory to spare, and the simplest."""
+    alike = [one for one in found if one.time.seconds <= (1 + ALIKE) * found[0].time.seconds]
+    return min(alike, key=lambda one: (one.fullest.total > ROOMY * cluster.memory_bytes, *_simplicity(one.layout)))
+
+
+def _simplicity(layout: Layout) -> tuple[Any, ...]:
+    return (
+        layout.tensor_parallel_size,
+        layout.pipeline_parallel_size,
+        RECOMPUTE_MODES.index(layout.recompute),
+        layout.zero_stage,
+        layout.sequence_parallel,
+        layout.micro_batch_size,
+    )
+
+
+def gib(size: float) -> str:
+    """For a sentence: 1,234.5 GiB, and 12 MiB where it is little."""
+    return f"{size / 2**30:,.1f} GiB" if size >= 0.1 * 2**30 else f"{size / 2**20:,.3g} MiB"
