@@ -21,6 +21,7 @@ import torch
 from launch.errors import LaunchError
 from launch.inference import Loaded, Place, load, rank_main
 from launch.inference import run as run_anywhere
+from launch.ranks import leave
 from launch.stored_model import StoredModel
 from launch.text_stream import TextStream
 from models.generation import generate as generate_tokens
@@ -220,4 +221,4 @@ def _sentence(generation: Generation) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(rank_main(sys.argv[1:], GenerateRequest, show))
+    leave(rank_main(sys.argv[1:], GenerateRequest, show))

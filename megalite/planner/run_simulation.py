@@ -84,9 +84,9 @@ class Run:
         """
         train_s = self.cycle_s - self.save.blocked_s
         cycles, rest_s = divmod(elapsed_s, self.cycle_s)
-        trained_s = cycles * train_s + min(rest_s, train_s)
+        trained_s = min(elapsed_s, cycles * train_s + min(rest_s, train_s))  # rounding may make a sum of parts more
         usable = max(0, math.floor((elapsed_s - train_s - self.save.duration_s) / self.cycle_s) + 1)
-        return trained_s, usable * train_s
+        return trained_s, min(trained_s, usable * train_s)
 
 
 @dataclass(frozen=True, slots=True)
