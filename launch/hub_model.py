@@ -13,20 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.tokenizer import load_tokenizer
-from launch.convert.model_folder import model_of_config, open_model_folder
+from launch.convert.model_folder import open_model_folder
 from launch.errors import LaunchError
-from launch.transformers_model import HUB_ID, local_folder
+from launch.hub_folder import local_folder
 from megalite.checkpoint.files import digest
 from megalite.checkpoint.hub_reader import HubReader
-from megalite.checkpoint.hugging_face import CONFIG, read_json, tokenizer_files
+from megalite.checkpoint.hugging_face import tokenizer_files
 from megalite.config import ModelConfig
 
 TOKENIZER = "tokenizer.json"
-
-
-def is_hub_model(place: Path) -> bool:
-    """Whether `place` is a Hugging Face folder, or, where there is nothing, reads like a hub id."""
-    return (place / CONFIG).is_file() or (not place.exists() and HUB_ID.fullmatch(str(place)) is not None)
 
 
 @dataclass(frozen=True)
@@ -51,12 +46,6 @@ class HubModel:
             f"other text to this model: prepare it again with --tokenizer {self.folder}, or, if the model is meant to "
             "learn those ids, put that tokenizer's files into the model's folder"
         )
-
-
-def hub_config(place: Path) -> tuple[Path, ModelConfig]:
-    """The folder and what its config.json says; of a hub id no weights are downloaded. Raises as `open_hub_model`."""
-    folder = local_folder(place, weights=False)
-    return folder, model_of_config(read_json(folder / CONFIG), folder)
 
 
 def open_hub_model(place: Path) -> HubModel:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from launch.data import RunData
 from launch.errors import LaunchError
+from launch.hub_folder import is_hub_model
 from launch.run_config import checkpoint_at, reads_the_length, refuse_other_model
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import Manifest, read_manifest
@@ -114,7 +115,7 @@ def find_start(config: Config, data: RunData, own: Path | None, skipped: Sequenc
 
 
 def _start_from(source: Path, config: Config, data: RunData) -> Start:
-    from launch.hub_model import is_hub_model, open_hub_model  # pulls in torch
+    from launch.hub_model import open_hub_model  # pulls in torch
     from megalite.checkpoint.hugging_face import check_tokenizer_links, tokenizer_files
 
     if is_hub_model(source):

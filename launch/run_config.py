@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from launch.errors import LaunchError
+from launch.hub_folder import hub_config, is_hub_model
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import find_latest, read_manifest
 from megalite.config import Config, ModelConfig, load_config
@@ -51,8 +52,6 @@ def _model_of_the_run(run_dir: object) -> dict[str, Any] | None:
 
 
 def _model_of(source: Path, given: Options) -> dict[str, Any] | None:
-    from launch.hub_model import hub_config, is_hub_model
-
     if not is_hub_model(source):
         return read_manifest(checkpoint_at(source)).config.get("model")
     folder, theirs = hub_config(source)

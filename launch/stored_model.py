@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.meta import read_meta
-from launch.convert import model_of, open_newest, tokenizer_of
+from launch.convert import open_newest, tokenizer_of
 from launch.errors import LaunchError
+from launch.hub_folder import local_folder, model_of
 from launch.hub_model import TOKENIZER, HubModel, is_same_tokenizer, open_hub_model
 from launch.resume import IMPORTED
-from launch.transformers_model import load_tokenizer, local_folder
-from megalite.checkpoint.hugging_face import CONFIG
+from launch.transformers_model import load_tokenizer
+from megalite.checkpoint.hub_json import CONFIG
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.reader import WeightReader
 from megalite.config import ModelConfig

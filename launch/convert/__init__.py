@@ -5,7 +5,7 @@ Weights are renamed and copied block by block; no layout, rank or launcher is in
 
 from launch.convert.exporting import export_hugging_face, open_newest, plan_export, tokenizer_of
 from launch.convert.importing import import_hugging_face, plan_import
-from launch.convert.model_folder import DTYPES, ModelFolder, model_of, open_model_folder
+from launch.convert.model_folder import DTYPES, ModelFolder, open_model_folder
 from launch.convert.serial import Read, global_shapes, named_layer, serial_model
 from launch.convert.summary import ConversionPlan, ConvertSummary
 
@@ -18,7 +18,6 @@ __all__ = [
     "export_hugging_face",
     "global_shapes",
     "import_hugging_face",
-    "model_of",
     "named_layer",
     "open_model_folder",
     "open_newest",

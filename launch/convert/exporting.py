@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.tokenizer import inspect_tokenizer
-from launch.convert.model_folder import DTYPES, model_of
+from launch.convert.model_folder import DTYPES
 from launch.convert.progress import PeakMemory, Stopwatch, Tell, one_thread, quiet
 from launch.convert.serial import Read, global_shapes
 from launch.convert.streaming import CheckpointBlocks, Stream
 from launch.convert.summary import ConversionPlan, ConvertSummary
 from launch.convert.validation import Validation, validate_logits
 from launch.errors import LaunchError
+from launch.hub_folder import model_of
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.files import digest
+from megalite.checkpoint.hub_json import CONFIG
 from megalite.checkpoint.hugging_face import (
-    CONFIG,
     SHARD_BYTES,
     copy_tokenizer,
     shard_names,

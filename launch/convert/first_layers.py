@@ -14,10 +14,12 @@ from typing import Any
 
 from torch import Tensor
 
-from launch.convert.model_folder import model_of, open_model_folder
+from launch.convert.model_folder import open_model_folder
 from launch.convert.serial import global_shapes
+from launch.hub_folder import model_of
 from megalite.checkpoint.files import remove
-from megalite.checkpoint.hugging_face import CONFIG, row_blocks, write_configs, write_weights
+from megalite.checkpoint.hub_json import CONFIG
+from megalite.checkpoint.hugging_face import row_blocks, write_configs, write_weights
 from megalite.checkpoint.safetensors_file import Entry
 from megalite.config import ModelConfig
 from models.families import family, model_config

@@ -11,16 +11,17 @@ from pathlib import Path
 
 import torch
 
-from launch.convert.model_folder import DTYPES, ModelFolder, model_of, open_model_folder
+from launch.convert.model_folder import DTYPES, ModelFolder, open_model_folder
 from launch.convert.progress import PeakMemory, Stopwatch, Tell, one_thread, quiet
 from launch.convert.serial import global_shapes
 from launch.convert.streaming import Stream
 from launch.convert.summary import ConversionPlan, ConvertSummary
 from launch.convert.validation import Validation, validate_logits
 from launch.errors import LaunchError
-from launch.transformers_model import is_hub_id, local_folder
+from launch.hub_folder import is_hub_id, local_folder, model_of
 from megalite.checkpoint.files import digest
-from megalite.checkpoint.hugging_face import CONFIG, INDEX, WEIGHTS, read_json, tokenizer_files
+from megalite.checkpoint.hub_json import CONFIG, read_json
+from megalite.checkpoint.hugging_face import INDEX, WEIGHTS, tokenizer_files
 from megalite.checkpoint.manifest import MANIFEST, STEP, Manifest, step_folder
 from megalite.checkpoint.new_folder import check_replaceable, check_room, new_folder, room_at
 from megalite.checkpoint.reader import CheckpointReader

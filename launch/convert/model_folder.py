@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from launch.convert.serial import global_shapes
+from launch.hub_folder import model_of_config
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.hugging_face import CONFIG, HuggingFaceFolder
+from megalite.checkpoint.hub_json import CONFIG
+from megalite.checkpoint.hugging_face import HuggingFaceFolder
 from megalite.checkpoint.manifest import Slices
-from megalite.config import ModelConfig, describe_validation_error
-from models.families import FamilyError, HubLayout, family, model_config
+from megalite.config import ModelConfig
+from models.families import HubLayout, family
 from models.families.base import TRANSFORMERS_DTYPES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -99,21 +100,3 @@ def _check_counts(files: HuggingFaceFolder) -> None:
                 f"{files.folder}: holds {len(files.shapes)} tensors, but its config.json has "
                 f"{keys.get(option, option)} {asked}"
             )
-
-
-def model_of_config(hf_config: Mapping[str, Any], folder: Path) -> ModelConfig:
-    """The model that the config.json in `folder` describes. Raises CheckpointError or FamilyError that name it."""
-    try:
-        model = model_of(model_config(hf_config), str(folder / CONFIG))
-        family(model.model_type).check(model)
-    except FamilyError as error:
-        raise FamilyError(f"{folder}: {error}") from None
-    return model
-
-
-def model_of(options: Any, where: str) -> ModelConfig:
-    """The model that `options` describe. Raises CheckpointError, one sentence, that says where they are from."""
-    try:
-        return ModelConfig.model_validate(options)
-    except ValidationError as error:
-        raise CheckpointError(f"{where}: {describe_validation_error(error, ModelConfig)}") from None

@@ -21,9 +21,10 @@ from launch.plan.user_hardware import known_hardware
 from megalite.config import Config, ConfigError, ResolvedLayout
 from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.config.nearest import OptionPath, dotted
-from megalite.planner.explanation import main_parts, seconds, why_nothing_fits
+from megalite.planner.explanation import main_parts, why_nothing_fits
 from megalite.planner.hardware import Cluster
 from megalite.planner.search import PIPELINE, TENSOR, Check, Ranks, SearchResult, divisors, first_legal, search
+from megalite.planner.units import seconds
 
 DECIDED_LATER = "the layout is auto: rank 0 chooses it when the run starts, by the accelerators it finds"
 

@@ -13,6 +13,7 @@ import typer
 from launch.arguments import AsJson
 from launch.errors import LaunchError
 from launch.plan.output import print_csv, print_json, show_table
+from megalite.planner.units import seconds
 
 if TYPE_CHECKING:
     from launch.plan.calibration import Fit
@@ -144,8 +145,6 @@ def _print(fitted: Sequence[dict[str, Any]]) -> None:
 
 
 def _show(facts: dict[str, Any]) -> None:
-    from launch.plan.prediction import seconds
-
     show_table(
         f"{facts['accelerator']}: efficiency {facts['efficiency_before']:.4g} -> {facts['efficiency']:.4g}",
         ("run", "layout", "measured", "before", "now"),

@@ -21,6 +21,7 @@ from megalite.planner.memory import TENSORS, Device, StageMemory, memory_of
 from megalite.planner.shapes import stages_of
 from megalite.planner.states import MOMENTS
 from megalite.planner.step_time import StepTime, step_time
+from megalite.planner.units import gib, seconds
 
 WARM_UP_STEPS = 3  # of a session: threads, caches, memory that is mapped
 KEPT_STEPS = 10_000
@@ -66,11 +67,11 @@ class Prediction:
 
     def sentences(self) -> list[str]:
         """For the console, before the first step."""
-        peaks = ", ".join(f"{_stages(stages)}{size(most)}" for stages, most in _alike(self.memory))
+        peaks = ", ".join(f"{_stages(stages)}{gib(most)}" for stages, most in _alike(self.memory))
         said = [f"predicted: peak memory {peaks}"]
         if self.machine is not None and self.machine.cluster.memory_bytes < (most := self._most_bytes()):
             said.append(
-                f"predicted: {size(most)} is more than the {size(self.machine.cluster.memory_bytes)} that a rank has"
+                f"predicted: {gib(most)} is more than the {gib(self.machine.cluster.memory_bytes)} that a rank has"
             )
         if self.step is None or self.machine is None:
             return [*said, f"predicted: no step time, because {self.problem}"]
@@ -156,7 +157,7 @@ def comparison(prediction: Prediction, measured: Facts, mesh: Mesh) -> list[str]
             stage = mesh.coordinate(rank).pipeline_rank
             fullest[stage] = max(fullest.get(stage, 0.0), one["peak_mib"] * 2**20)
     pairs = [
-        f"{f'stage {one.stage} ' * (len(prediction.memory) > 1)}predicted {size(one.total)}, measured {size(peak)} "
+        f"{f'stage {one.stage} ' * (len(prediction.memory) > 1)}predicted {gib(one.total)}, measured {gib(peak)} "
         f"({error_of(one.total, peak)})"
         for one in prediction.memory
         if (peak := fullest.get(one.stage)) is not None
@@ -167,18 +168,6 @@ def comparison(prediction: Prediction, measured: Facts, mesh: Mesh) -> list[str]
 def error_of(predicted: float, measured: float) -> str:
     """`+3.1 %`: by how much the prediction is larger."""
     return f"{predicted / measured - 1:+.1%}".replace("%", " %")
-
-
-def size(count: float) -> str:
-    """Bytes for people, three digits: `1.23 GiB`, `456 MiB`."""
-    mib = count / 2**20
-    value, unit = (mib, "MiB") if mib < 1000 else (mib / 1024, "GiB")
-    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
-
-
-def seconds(value: float) -> str:
-    """Three digits: `1.23 s`, `45.6 ms`."""
-    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
 
 
 def _of_process(one: StageMemory, config: Config, layout: ResolvedLayout, process_bytes: int) -> StageMemory:
@@ -194,7 +183,7 @@ def _alike(memory: Sequence[StageMemory]) -> list[tuple[list[int], float]]:
     """Neighbouring stages that a person would read the same number of."""
     groups: list[tuple[list[int], float]] = []
     for one in memory:
-        if groups and size(groups[-1][1]) == size(one.total):
+        if groups and gib(groups[-1][1]) == gib(one.total):
             groups[-1][0].append(one.stage)
         else:
             groups.append(([one.stage], one.total))

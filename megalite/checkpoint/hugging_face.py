@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.hub_json import CONFIG, read_json
 from megalite.checkpoint.manifest import Slices, printable
 from megalite.checkpoint.safetensors_file import DTYPES, Entry, into_files, write_safetensors
 from megalite.checkpoint.weight_files import PickleFile, SafetensorsFile, Shape, WeightFile
 
-CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 TOKENIZER_FILES = (
@@ -155,19 +156,6 @@ class HuggingFaceFolder:
 
 def _first_of(names: list[str]) -> str:
     return printable(names[0]) if len(names) == 1 else f"{printable(names[0])} (and {len(names) - 1} more)"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a folder's file. Raises CheckpointError where it is none."""
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.parent}: not a Hugging Face folder: it has no {path.name}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON: {printable(str(error))}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return value
 
 
 def _weight_files(folder: Path) -> Mapping[str, set[str] | None]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from megalite.config import Config
 from megalite.config.auto import CHOOSABLE
 from megalite.config.nearest import OptionPath, dotted
-from megalite.planner.search import ALIKE, ROOMY, Candidate, Dropped, SearchResult, gib, search, smallest_that_fits
+from megalite.planner.search import ALIKE, ROOMY, Candidate, Dropped, SearchResult, search, smallest_that_fits
+from megalite.planner.units import gib, seconds
 
 NOTICEABLE = 1e-3  # of a step
 NODE_COUNTS = sorted({*range(1, 17), *(2**n for n in range(4, 15)), *(3 * 2**n for n in range(2, 13))})
@@ -127,10 +128,3 @@ def _missing(dropped: Dropped) -> str:
     assert dropped.missing_bytes is not None and dropped.memory is not None
     where = f" on stage {dropped.memory.stage}" if dropped.layout.pipeline_parallel_size > 1 else " per accelerator"
     return f"{gib(dropped.missing_bytes)}{where} (it needs {gib(dropped.memory.total)})"
-
-
-def seconds(time: float) -> str:
-    """With three digits: 12.3 s, 45 ms; large ones whole."""
-    if time >= 1000:
-        return f"{time:,.0f} s"
-    return f"{time:.3g} s" if time >= 1 else f"{time * 1e3:.3g} ms"

@@ -19,6 +19,7 @@ from megalite.planner.hardware import Cluster
 from megalite.planner.job import Job, Layout
 from megalite.planner.memory import CPU, CUDA, StageMemory, memory_of
 from megalite.planner.step_time import StepTime, step_time
+from megalite.planner.units import gib
 
 TENSOR, PIPELINE = ("parallel", "tensor_parallel_size"), ("parallel", "pipeline_parallel_size")
 DATA, ZERO = ("parallel", "data_parallel_size"), ("parallel", "zero_stage")
@@ -329,8 +330,3 @@ def _simplicity(layout: Layout) -> tuple[Any, ...]:
         layout.sequence_parallel,
         layout.micro_batch_size,
     )
-
-
-def gib(size: float) -> str:
-    """For a sentence: 1,234.5 GiB, and 12 MiB where it is little."""
-    return f"{size / 2**30:,.1f} GiB" if size >= 0.1 * 2**30 else f"{size / 2**20:,.3g} MiB"

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data_pipeline.tokenizer import train_tokenizer
-from launch import transformers_model
+from launch import hub_folder
 from launch.convert import import_hugging_face
 from launch.data import open_data
 from launch.errors import LaunchError
@@ -311,17 +311,17 @@ def test_a_model_of_the_hub_is_found_in_its_cache(
     monkeypatch.chdir(tmp_path)
     tuned["training"]["initialize_from"] = "some/model"
     fetched: list[list[str]] = []
-    download = transformers_model._download
+    download = hub_folder._download
 
     def recorded(hub_id: str, patterns: list[str]) -> Path:
         fetched.append(patterns)
         return download(hub_id, patterns)
 
-    monkeypatch.setattr(transformers_model, "_download", recorded)
+    monkeypatch.setattr(hub_folder, "_download", recorded)
     assert load(tuned, tmp_path).model.hidden_size == 48
-    assert fetched and transformers_model.WEIGHTS not in fetched  # a dry run needs none
+    assert fetched and hub_folder.WEIGHTS not in fetched  # a dry run needs none
     assert open_hub_model(Path("some/model")).model.hidden_size == 48
-    assert transformers_model.WEIGHTS in fetched
+    assert hub_folder.WEIGHTS in fetched
     tuned["training"]["initialize_from"] = "some/other"
     with pytest.raises(ValueError, match="some/other: no folder here, and the hub did not give it"):
         load(tuned, tmp_path)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,21 @@ def test_people_see_the_cluster_the_layouts_and_why(plan: Plan, files: tuple[str
     assert len(rows) == 3 and "as written" in rows[0] and "tp 1 pp 1 dp 4 micro-batch 2" in rows[0]
     assert all(unit in out for unit in ("GiB", "s/step", "tokens/s", "MFU", "bubble"))
     assert "bound by" in out and "next best" in out and "dropped" in out
+
+
+def test_a_model_of_hugging_face_is_planned_without_torch(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """Its config.json is all that is read; importing torch takes longer than a plan."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **tiny.pop("model")}))
+    tiny["training"]["initialize_from"] = str(folder)
+    (tmp_path / "four.yaml").write_text(CLUSTER)
+    words = ["megalite", "plan", str(write_config(tmp_path / "c.yaml", tiny)), "--cluster", str(tmp_path / "four.yaml")]
+    code = f"import sys, atexit; sys.argv = {words}; from launch.cli import main\n"
+    code += "atexit.register(lambda: print('torch' in sys.modules)); main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "layouts that fit" in done.stdout and done.stdout.splitlines()[-1] == "False"
 
 
 def test_json_and_csv_say_the_same(plan: Plan, files: tuple[str, str]) -> None:

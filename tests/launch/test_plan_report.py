@@ -13,7 +13,6 @@ from launch.errors import LaunchError
 from launch.plan.report import facts_of, write_report
 from launch.plan.report.memory_figure import memory_figure
 from launch.plan.report.timeline_figure import box_id, sample_of
-from launch.plan.report.units import count, duration, gib, percent, seconds
 from launch.plan.report.waterfall_figure import REMEDIES, USEFUL
 from megalite.config import ModelConfig
 from megalite.planner.hardware import Cluster, ClusterFile, cluster_of
@@ -21,6 +20,7 @@ from megalite.planner.job import Job, Layout
 from megalite.planner.memory import CUDA, StageMemory, memory_of
 from megalite.planner.search import Candidate, SearchResult
 from megalite.planner.step_time import step_time
+from megalite.planner.units import gib, percent, seconds
 from tests.browser import Box, Seen, look_at, photograph, why_no_browser
 
 MODEL = ModelConfig(
@@ -326,18 +326,3 @@ def test_a_folder_that_is_not_there_is_one_sentence(llama: SearchResult, tmp_pat
     cluster: Cluster = llama.cluster
     with pytest.raises(LaunchError, match=r"nowhere/plan.html cannot be written: No such file or directory; give"):
         write_report(tmp_path / "nowhere" / "plan.html", llama, cluster, "plan")
-
-
-def test_numbers_have_three_digits_and_a_unit() -> None:
-    assert [seconds(value) for value in (12.0, 6.3, 0.0456, 2e-5, 1234.5, 999.7)] == [
-        "12.0 s",
-        "6.30 s",
-        "45.6 ms",
-        "20.0 µs",
-        "1,234 s",
-        "1,000 s",
-    ]
-    assert [duration(value) for value in (45.0, 90.0, 5400.0, 3 * 86400.0)] == ["45.0 s", "1.5 min", "1.5 h", "3 days"]
-    assert [gib(value) for value in (0, 2**20, 2**30)] == ["0.0 GiB", "1 MiB", "1.0 GiB"]
-    assert [percent(value) for value in (0.0, 1e-5, 0.5674, 1.0)] == ["0 %", "< 0.1 %", "56.7 %", "100.0 %"]
-    assert [count(value) for value in (123_456.0, 1.234e6, 847e9)] == ["123,456", "1.23 M", "847 G"]

@@ -21,7 +21,7 @@ from launch.errors import LaunchError
 from launch.plan import measure_cpu, own_run
 from launch.plan import this_machine as machine_module
 from launch.plan.own_run import Look, OwnRun, Surroundings, ranks_of_a_host
-from launch.plan.prediction import COPY, Prediction, comparison, size
+from launch.plan.prediction import COPY, Prediction, comparison
 from launch.plan.this_machine import Care, Machine, describe_machine, gpu_in_catalogue, start_patience_s
 from launch.rank_environment import Rank
 from megalite.config import Config
@@ -389,7 +389,7 @@ def test_what_a_run_says(four_cores: list[int], config: Config) -> None:
     ranks = [{"peak_mib": 400.0, "process_mib": 300.0}, {"peak_mib": 410.0, "process_mib": 300.0}]
     measured = {"steps": 7, "step_time_s": 2 * facts["step_time_s"], "data_wait_s": 1.0, "ranks": ranks}
     step, memory = comparison(prediction, measured, Mesh.of(layout))
-    assert "(-50.0 %; median of 7, and waited 1 s for data)" in step
+    assert "(-50.0 %; median of 7, and waited 1.00 s for data)" in step
     assert "stage 0 predicted" in memory and "measured 400 MiB" in memory and "measured 410 MiB" in memory
     unknown = comparison(prediction, measured | {"ranks": [None, ranks[1]], "step_time_s": None}, Mesh.of(layout))
     assert len(unknown) == 1 and "stage 0" not in unknown[0] and "stage 1" in unknown[0]
@@ -477,8 +477,3 @@ def test_a_format_without_a_peak_leaves_the_memory(four_cores: list[int], config
     prediction = Prediction.of(fp16, fp16.check_world(2, "cuda"), machine, "", 0)
     assert prediction.step is None and "no peak_tflops for precision.dtype fp16" in prediction.problem
     assert "no step time, because" in prediction.sentences()[-1] and prediction.memory
-
-
-def test_sizes_are_for_people() -> None:
-    shown = [size(count) for count in (3.3 * 2**20, 456 * 2**20, 1010 * 2**20, 12.3 * 2**30, 150 * 2**30)]
-    assert shown == ["3.3 MiB", "456 MiB", "0.986 GiB", "12.3 GiB", "150 GiB"]

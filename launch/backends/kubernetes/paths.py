@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import posixpath
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from launch.backends.kubernetes.words import Claim
 from launch.errors import LaunchError
+from launch.hub_folder import is_hub_id
 from megalite.config import Config
 
 
@@ -39,7 +40,7 @@ def config_in_pods(config: Config, output: Claim, data: Claim | None) -> tuple[C
     values["run_dir"] = str(run_dir)
     values["data"]["path"] = [placed(path, "data.path", data or output) for path in config.data.path]
     source = config.training.initialize_from
-    if source is not None and not _is_hub_id(source):
+    if source is not None and not is_hub_id(source):
         values["training"]["initialize_from"] = placed(str(source), "training.initialize_from", output)
     return Config.model_validate(values), notices
 
@@ -49,9 +50,3 @@ def _placed(path: str, option: str, home: Claim) -> PurePosixPath:
     if not PurePosixPath(path).is_absolute() and not place.is_relative_to(home.path):
         raise LaunchError(f"{option} {path} leads out of the claim {home.name}: write it without ..")
     return place
-
-
-def _is_hub_id(source: Path) -> bool:
-    from launch.hub_model import is_hub_model  # pulls in torch
-
-    return not source.exists() and is_hub_model(source)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launch.plan.report.units import count, duration, gib, percent, plural
 from megalite.planner.hardware import Cluster
 from megalite.planner.memory import CUDA, StageMemory
 from megalite.planner.reliability import Reliability, Scale
 from megalite.planner.reliability_checkpoint import PER_NODE
 from megalite.planner.reliability_rates import DEFAULT_RATE, PUBLISHED_BAND
 from megalite.planner.search import Candidate
+from megalite.planner.units import count, duration, gib, percent, plural
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from launch.plan.report.assumptions import Assumption, assumptions_of
 from launch.plan.report.goodput_figure import Curve, Marked, Point
-from launch.plan.report.units import duration, percent, plural
 from megalite.planner.hardware import Cluster
 from megalite.planner.job import Job
 from megalite.planner.reliability import (
@@ -23,6 +22,7 @@ from megalite.planner.schedules import PipelineTimes, Schedule, Timeline, simula
 from megalite.planner.search import Candidate, SearchResult
 from megalite.planner.shapes import parameters
 from megalite.planner.step_time import StepTime
+from megalite.planner.units import duration, percent, plural
 
 LARGEST_SIZE = 16_384  # accelerators, in the curve over cluster sizes; or four times the plan's own
 

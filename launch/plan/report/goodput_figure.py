@@ -9,7 +9,7 @@ from xml.etree.ElementTree import Element
 
 from launch.plan.report.axes import Scale, horizontal_axis, vertical_axis
 from launch.plan.report.elements import bar, drawing, element, extend, label, line, titled, written
-from launch.plan.report.units import percent
+from megalite.planner.units import percent
 
 WIDTH, HEIGHT = 470, 320
 LEFT, RIGHT, TOP, BOTTOM = 52, 444, 42, 262

@@ -7,9 +7,9 @@ from xml.etree.ElementTree import Element
 
 from launch.plan.report.axes import Scale, vertical_axis
 from launch.plan.report.elements import bar, drawing, extend, label, line, slug
-from launch.plan.report.units import GIB, MIB, gib, percent
 from megalite.planner.job import Layout
 from megalite.planner.memory import StageMemory
+from megalite.planner.units import GIB, MIB, gib, percent
 
 WIDTH, HEIGHT = 960, 380
 LEFT, RIGHT, TOP, BOTTOM = 56, 600, 44, 330

@@ -14,11 +14,11 @@ from launch.plan.report.goodput_figure import goodput_figure
 from launch.plan.report.memory_figure import memory_figure, memory_words
 from launch.plan.report.ranking_table import ranking_table, ranking_words
 from launch.plan.report.timeline_figure import timeline_figure, timeline_words
-from launch.plan.report.units import count, duration, gib, percent, plural, seconds
 from launch.plan.report.waterfall_figure import waterfall_figure, waterfall_words
 from megalite.planner.explanation import explain
 from megalite.planner.job import Job
 from megalite.planner.shapes import parameters
+from megalite.planner.units import count, duration, gib, percent, plural, seconds
 
 STYLE = Path(__file__).with_name("style.css")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from xml.etree.ElementTree import Element
 
 from launch.plan.report.elements import Child, bar, element, extend, line
-from launch.plan.report.units import GIB, digits, gib, percent, plural, seconds
 from megalite.planner.search import Candidate, SearchResult
+from megalite.planner.units import GIB, digits, gib, percent, plural, seconds
 
 MOST_ROWS = 15
 TIME_WIDTH, MEMORY_WIDTH, BAR_HEIGHT = 84.0, 48.0, 14.0

@@ -11,9 +11,9 @@ from xml.etree.ElementTree import Element
 
 from launch.plan.report.axes import Scale
 from launch.plan.report.elements import bar, drawing, element, extend, label, line, slug
-from launch.plan.report.units import percent, seconds
 from megalite.planner.schedules import Kind, Schedule, Timeline, Work
 from megalite.planner.step_time import StepTime
+from megalite.planner.units import percent, seconds
 
 WIDTH, LEFT, RIGHT, TOP = 960.0, 62.0, 880.0, 34.0
 GAP = 18.0  # between windows

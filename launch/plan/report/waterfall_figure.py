@@ -7,8 +7,8 @@ from xml.etree.ElementTree import Element
 
 from launch.plan.report.axes import Scale, horizontal_axis
 from launch.plan.report.elements import bar, drawing, extend, label, line, slug
-from launch.plan.report.units import percent, seconds
 from megalite.planner.step_time import StepTime
+from megalite.planner.units import percent, seconds
 
 WIDTH, ROW = 960, 28
 LEFT, RIGHT, TOP = 230, 770, 16

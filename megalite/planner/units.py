@@ -7,10 +7,10 @@ _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 
 def gib(size_bytes: float) -> str:
-    """`61.2 GiB`, or MiB where that says more."""
-    if 0 < abs(size_bytes) < GIB / 10:
+    """`1,234.5 GiB`, `9.87 GiB`, or `456 MiB`: three digits, and tenths of what is compared with limits."""
+    if 0 < abs(size_bytes) < 1000 * MIB:
         return f"{size_bytes / MIB:.3g} MiB"
-    return f"{size_bytes / GIB:.1f} GiB"
+    return f"{size_bytes / GIB:,.1f} GiB" if abs(size_bytes) >= 10 * GIB else f"{size_bytes / GIB:.3g} GiB"
 
 
 def digits(value: float) -> str:
