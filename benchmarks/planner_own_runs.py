@@ -1,12 +1,14 @@
 """What runs predict of themselves on this machine, held against what they then need.
 
-    python -m benchmarks.planner_own_runs              # some minutes; writes benchmarks/results/planner_own_runs.md
+    python -m benchmarks.planner_own_runs              # a quarter of an hour; writes results/planner_own_runs.md
+    python -m benchmarks.planner_own_runs --rounds 1   # each layout once
     python -m benchmarks.planner_own_runs --only tp=2  # layouts with these words, printed and not written
 
 Trains a small Llama for some steps in several layouts, as a user would, in an empty cache and without calibration;
 calibrates the machine's one constant on the first layout; then predicts the steps of the others with it. Memory is
-predicted before each run and measured of every rank. On a GPU the same command takes layouts of as many GPUs as there
-are, and a larger model.
+predicted before each run and measured of every rank. All layouts are run several times, round by round, and the run
+of each that took the median time counts: machines in a cloud differ from minute to minute. On a GPU the same command
+takes layouts of as many GPUs as there are, and a larger model.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -57,6 +60,17 @@ class Outcome:
     name: str
     folder: Path
     receipt: dict[str, Any]
+    range_s: tuple[float, float] = (0.0, 0.0)  # of a step, over the rounds
+
+    @property
+    def step_s(self) -> float:
+        return float(self.receipt["measured"]["step_time_s"])
+
+    @classmethod
+    def median_of(cls, rounds: Sequence[Outcome]) -> Outcome:
+        """The one of several runs of a layout that took the median time; the slower of two."""
+        by_time = sorted(rounds, key=lambda outcome: outcome.step_s)
+        return replace(by_time[len(by_time) // 2], range_s=(by_time[0].step_s, by_time[-1].step_s))
 
     def memory(self) -> list[tuple[int, float, float]]:
         """(rank, predicted, measured), MiB."""
@@ -115,17 +129,18 @@ def megalite(*words: str | Path, home: Path) -> str:
     return done.stdout
 
 
-def run_all(folder: Path, layouts: list[tuple[str, int, list[str]]], on_gpu: bool) -> list[Outcome]:
-    """Trains each layout."""
+def run_all(folder: Path, layouts: list[tuple[str, int, list[str]]], rounds: int, on_gpu: bool) -> list[Outcome]:
+    """Trains each layout, several times."""
     config = config_of(folder, prepare_data(folder), on_gpu)
-    outcomes = []
-    for number, (name, _, overrides) in enumerate(layouts):
-        run_dir = folder / f"{number}"
-        print(f"{name} ...", flush=True)
-        said = megalite("train", config, f"run_dir={run_dir}", *overrides, home=folder)
-        print("".join(f"  {line}\n" for line in said.splitlines() if "predicted" in line), end="", flush=True)
-        outcomes.append(Outcome(name, run_dir, json.loads((run_dir / "receipt.json").read_text())))
-    return outcomes
+    outcomes: list[list[Outcome]] = [[] for _ in layouts]
+    for turn in range(rounds):
+        for number, (name, _, overrides) in enumerate(layouts):
+            run_dir = folder / f"{number}_{turn}"
+            print(f"{name}, {turn + 1} of {rounds} ...", flush=True)
+            said = megalite("train", config, f"run_dir={run_dir}", *overrides, home=folder)
+            print("".join(f"  {line}\n" for line in said.splitlines() if "predicted" in line), end="", flush=True)
+            outcomes[number].append(Outcome(name, run_dir, json.loads((run_dir / "receipt.json").read_text())))
+    return [Outcome.median_of(each) for each in outcomes]
 
 
 def step_rows(outcomes: list[Outcome], folder: Path) -> tuple[list[str], float, list[float]]:
@@ -142,7 +157,8 @@ def step_rows(outcomes: list[Outcome], folder: Path) -> tuple[list[str], float, 
         before, after = (run.predicted_s(value) / run.measured_s - 1 for value in (run.whole.efficiency, constant))
         note = "calibrated on" if outcome is outcomes[0] else f"{after:+.1%}"
         rows.append(
-            f"| {outcome.name} | {1000 * run.measured_s:.0f} | {before:+.1%} | "
+            f"| {outcome.name} | {1000 * run.measured_s:.0f} | "
+            f"{1000 * outcome.range_s[0]:.0f}-{1000 * outcome.range_s[1]:.0f} | {before:+.1%} | "
             f"{1000 * run.predicted_s(constant):.0f} | {note} |"
         )
         errors += [] if outcome is outcomes[0] else [abs(after)]
@@ -161,7 +177,7 @@ def memory_rows(outcomes: list[Outcome]) -> tuple[list[str], list[float]]:
     return rows, errors
 
 
-def report(outcomes: list[Outcome], folder: Path) -> str:
+def report(outcomes: list[Outcome], rounds: int, folder: Path) -> str:
     """The results file."""
     steps, constant, step_errors = step_rows(outcomes, folder)
     memory, memory_errors = memory_rows(outcomes)
@@ -171,12 +187,12 @@ def report(outcomes: list[Outcome], folder: Path) -> str:
         "# What runs predict of themselves, and what they need",
         "",
         f"`python -m benchmarks.planner_own_runs`, {date.today()}: {accelerator}, {packages}, Python "
-        f"{platform.python_version()}. What is run and how: the script's docstring.",
+        f"{platform.python_version()}; the median of {rounds} runs each. What is run and how: the script's docstring.",
         "",
         f"## Step time, ms: efficiency {constant:.3g}, fitted on the first run alone",
         "",
-        "| layout | measured | error before calibration | predicted after | error after |",
-        "|---|---:|---:|---:|---:|",
+        "| layout | measured | over the rounds | error before calibration | predicted after | error after |",
+        "|---|---:|---:|---:|---:|---:|",
         *steps,
         "",
     ]
@@ -199,6 +215,7 @@ def report(outcomes: list[Outcome], folder: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="layouts with these words, beside the first; the results file stays")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each layout is run; default: 3")
     parser.add_argument("--keep", type=Path, help="an empty folder for the runs, kept")
     options = parser.parse_args()
     gpus = gpu_count()
@@ -207,7 +224,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        text = report(run_all(folder, layouts, bool(gpus)), folder)
+        text = report(run_all(folder, layouts, options.rounds, bool(gpus)), options.rounds, folder)
     print(text)
     if options.only is None:
         RESULTS.write_text(text)
