@@ -63,16 +63,21 @@ class Speed:
     attention_flops: float  # of fused attention
     memory_bytes: float
     launch_s: float  # of one block's forward pass by the host
+    number_bytes: int  # as which a number counts outside products with weights
 
     @classmethod
     def of(cls, job: Job, cluster: Cluster) -> Speed:
+        """On a CPU only products with weights gain from 16 bits: attention and what goes number by number are widened
+        to fp32 and computed there, which takes as long as fp32 does, or longer."""
         accelerator, peak = cluster.accelerator, cluster.peak_flops(job.dtype)
         fused = {"materialized": 0.0, **dict(accelerator.flash_attention)}[job.stack.attention]
+        widens = accelerator.device == "cpu"
         return cls(
             flops=peak * accelerator.efficiency,
-            attention_flops=peak * fused,
+            attention_flops=fused * (min(accelerator.peak_tflops.values()) * 1e12 if widens else peak),
             memory_bytes=accelerator.memory_gb_per_s * 1e9 * MEMORY_EFFICIENCY,
             launch_s=accelerator.launch_us * 1e-6,
+            number_bytes=BYTES["fp32" if widens else job.dtype],
         )
 
     def product(self, rows: float, columns: int, inner: int, size: int, count: float = 1.0) -> Work:
@@ -165,10 +170,11 @@ def _attention(job: Job, layer: int, speed: Speed) -> Work:
     """Scores and what they weigh. In memory: two batched products, softmax (a read and a write) and dropout (the same,
     and a mask of bytes). Fused: only scores below the diagonal."""
     model, size, t = job.model, BYTES[job.dtype], job.layout.tensor_parallel_size
+    number = speed.number_bytes
     heads, s = model.num_attention_heads / t * job.layout.micro_batch_size, job.sequence_length
     if job.stack.attention == "materialized" or _scores_exist(model):
         products = speed.product(s, s, model.head_dim, size, heads) + speed.product(s, model.head_dim, s, size, heads)
-        passes = 2 * size + ((2 * size + 1) if model.attention_dropout > 0 else 0)
+        passes = 2 * number + ((2 * number + 1) if model.attention_dropout > 0 else 0)
         moved = speed.moving(passes * s * s * heads)
         return Work(attention_s=products.seconds, memory_s=moved.memory_s)
     # torch has no kernel for a window or for documents: their masks are added, and all scores are computed
@@ -195,7 +201,7 @@ def _elementwise(job: Job, layer: int, speed: Speed) -> Work:
 
     Without fused kernels more would move; ours are fused or in place (models/functional.py).
     """
-    model, t, size = job.model, job.layout.tensor_parallel_size, BYTES[job.dtype]
+    model, t, size = job.model, job.layout.tensor_parallel_size, speed.number_bytes
     whole_t = t if job.layout.sequence_parallel else 1
     norms = {"pre": 2, "post": 2, "pre_and_post": 4}[model.norm_placement] * 2 * size * model.hidden_size
     sums = 2 * (3 * size + (1 if model.residual_dropout > 0 else 0)) * model.hidden_size

@@ -211,6 +211,8 @@ def _replicas_s(job: Job, cluster: Cluster, shapes: Sequence[StageShape], stages
     ring = data_ring(job.layout, cluster)
     if ring.ranks == 1:
         return 0.0
+    if cluster.accelerator.device == "cpu":  # gloo's threads take the cores that compute: nothing is hidden
+        return _exchanges_s(job, cluster, shapes)
     largest = max(shapes, key=lambda shape: shape.parameters)
     stage, moved = stages[shapes.index(largest)], data_moved(job, largest)
     if job.layout.zero_stage == 3 or job.stack.replicas == "fully_sharded":

@@ -25,9 +25,10 @@ from megalite.planner.communication_time import boundary_s, data_ring, tensor_ri
 from megalite.planner.hardware import Cluster, catalogue
 from megalite.planner.job import MEGALITE, Job, Layout
 from megalite.planner.layer_time import Speed, block_work, dense_flops, score_flops
-from megalite.planner.shapes import parameters
+from megalite.planner.shapes import parameters, stage_shapes
 from megalite.planner.step_time import roofline_s, step_time
-from megalite.planner.volumes import Moved, hidden_state_bytes
+from megalite.planner.volumes import Moved, data_moved, hidden_state_bytes
+from tests.planner.machines import cpus
 
 SMALL = llama(1024, 6, 2816, 16, 4, 32003, 2048)
 
@@ -156,7 +157,7 @@ FREE = 1e30  # bytes per second: nothing takes time but products
 
 def speed(**given: float) -> Speed:
     values = {"flops": FREE, "attention_flops": FREE, "memory_bytes": FREE, "launch_s": 0.0} | given
-    return Speed(**values)
+    return Speed(**values, number_bytes=2)
 
 
 def swiglu(**options: Any) -> ModelConfig:
@@ -192,6 +193,27 @@ def test_recomputation_stops_before_the_last_product_where_nothing_needs_it() ->
         job = Job(swiglu(residual_dropout=dropout), Layout(recompute="full"), 128, 1)
         passes = block_work(job, 0, speed(flops=1.0))
         assert passes.forward.matrix_s - passes.again.matrix_s == pytest.approx(skipped)
+
+
+def test_a_cpu_gains_from_16_bits_in_products_with_weights_alone() -> None:
+    """Measured on an AMD EPYC with AVX-512 BF16: products 2.1 times as fast, attention 0.9, norms and activations 0.5
+    to 0.8 times."""
+    cluster = cpus(1)
+    faster = cluster.accelerator.model_copy(update={"peak_tflops": {"fp32": 0.05, "bf16": 0.1}})
+    cluster = cluster.model_copy(update={"accelerator": faster})
+    wide, narrow = (Job(SMALL, Layout(), 128, 8, dtype) for dtype in ("fp32", "bf16"))
+    in_fp32, in_bf16 = (block_work(job, 0, Speed.of(job, cluster)).forward for job in (wide, narrow))
+    assert in_bf16.matrix_s == pytest.approx(in_fp32.matrix_s / 2)  # operands too are half as large
+    assert (in_bf16.attention_s, in_bf16.memory_s) == pytest.approx((in_fp32.attention_s, in_fp32.memory_s))
+
+
+def test_ranks_on_a_cpu_hide_nothing() -> None:
+    job = Job(SMALL, Layout(1, 1, 4, zero_stage=3, micro_batch_size=2), 128, 8)
+    time = step_time(job, cpus(4))
+    ring = data_ring(job.layout, cpus(4))
+    (shape,) = stage_shapes(job.model, 1, 1)
+    assert time.parts["replicas"] == pytest.approx(ring.seconds(data_moved(job, shape))) and time.hidden_s == 0
+    assert step_time(job, nodes_of(8, "H100")).hidden_s > 0
 
 
 def test_masks_double_fused_attention_and_windows_bound_what_counts() -> None:
