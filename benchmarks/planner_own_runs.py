@@ -1,7 +1,7 @@
 """What runs predict of themselves on this machine, held against what they then need.
 
     python -m benchmarks.planner_own_runs              # a quarter of an hour; writes results/planner_own_runs.md
-    python -m benchmarks.planner_own_runs --rounds 1   # each layout once
+    python -m benchmarks.planner_own_runs --rounds 1   # each layout once, printed and not written
     python -m benchmarks.planner_own_runs --only tp=2  # layouts with these words, printed and not written
 
 Trains a small Llama for some steps in several layouts, as a user would, in an empty cache and without calibration;
@@ -36,6 +36,7 @@ RESULTS = Path(__file__).parent / "results" / "planner_own_runs.md"
 MEGALITE = Path(sys.executable).parent / "megalite"
 VOCABULARY = 1024  # of the data; the model's is larger
 STEPS = 11
+ROUNDS = 3
 SMALL = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "vocab_size": 8192}
 LARGE = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "vocab_size": 32768}
 # name, ranks, overrides; the first is calibrated on
@@ -60,11 +61,8 @@ class Outcome:
     name: str
     folder: Path
     receipt: dict[str, Any]
-    range_s: tuple[float, float] = (0.0, 0.0)  # of a step, over the rounds
-
-    @property
-    def step_s(self) -> float:
-        return float(self.receipt["measured"]["step_time_s"])
+    step_s: float
+    range_s: tuple[float, float]  # of a step, over the rounds
 
     @classmethod
     def median_of(cls, rounds: Sequence[Outcome]) -> Outcome:
@@ -139,7 +137,9 @@ def run_all(folder: Path, layouts: list[tuple[str, int, list[str]]], rounds: int
             print(f"{name}, {turn + 1} of {rounds} ...", flush=True)
             said = megalite("train", config, f"run_dir={run_dir}", *overrides, home=folder)
             print("".join(f"  {line}\n" for line in said.splitlines() if "predicted" in line), end="", flush=True)
-            outcomes[number].append(Outcome(name, run_dir, json.loads((run_dir / "receipt.json").read_text())))
+            receipt = json.loads((run_dir / "receipt.json").read_text())
+            step_s = float(receipt["measured"]["step_time_s"])
+            outcomes[number].append(Outcome(name, run_dir, receipt, step_s, (step_s, step_s)))
     return [Outcome.median_of(each) for each in outcomes]
 
 
@@ -215,7 +215,14 @@ def report(outcomes: list[Outcome], rounds: int, folder: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="layouts with these words, beside the first; the results file stays")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each layout is run; default: 3")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        choices=range(1, 10),
+        default=ROUNDS,
+        metavar="N",
+        help=f"of all layouts; default: {ROUNDS}",
+    )
     parser.add_argument("--keep", type=Path, help="an empty folder for the runs, kept")
     options = parser.parse_args()
     gpus = gpu_count()
@@ -226,7 +233,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         text = report(run_all(folder, layouts, options.rounds, bool(gpus)), options.rounds, folder)
     print(text)
-    if options.only is None:
+    if options.only is None and options.rounds >= ROUNDS:
         RESULTS.write_text(text)
 
 

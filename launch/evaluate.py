@@ -27,7 +27,7 @@ from launch.errors import LaunchError
 from launch.evaluation_data import EvaluateRequest, Prepared, Texts, scored_data
 from launch.inference import Loaded, rank_main
 from launch.inference import run as run_anywhere
-from launch.ranks import leave
+from launch.ranks import run_to_the_end
 from megalite.parallel.loss import head_loss
 
 BATCH_TOKENS = 8192  # read at once, unless one row is longer
@@ -193,4 +193,4 @@ def _sentence(evaluation: Evaluation) -> str:
 
 
 if __name__ == "__main__":
-    leave(rank_main(sys.argv[1:], EvaluateRequest, show))
+    run_to_the_end(lambda: rank_main(sys.argv[1:], EvaluateRequest, show))

@@ -21,7 +21,7 @@ import torch
 from launch.errors import LaunchError
 from launch.inference import Loaded, Place, load, rank_main
 from launch.inference import run as run_anywhere
-from launch.ranks import leave
+from launch.ranks import run_to_the_end
 from launch.stored_model import StoredModel
 from launch.text_stream import TextStream
 from models.generation import generate as generate_tokens
@@ -221,4 +221,4 @@ def _sentence(generation: Generation) -> str:
 
 
 if __name__ == "__main__":
-    leave(rank_main(sys.argv[1:], GenerateRequest, show))
+    run_to_the_end(lambda: rank_main(sys.argv[1:], GenerateRequest, show))

@@ -7,11 +7,13 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
 from launch.rank_environment import Rank
 
 GRACE_S = 5.0
+LOST_OUTPUT_CODE = 120  # as Python ends where what was printed cannot be written
 
 
 def tell_once(sentence: str, rank: Rank | None) -> None:
@@ -24,18 +26,32 @@ def tell_once(sentence: str, rank: Rank | None) -> None:
     print(f"megalite: error: {where}{sentence}", file=sys.stderr, flush=True)
 
 
-def leave(code: int) -> NoReturn:
-    """Ends this process as `sys.exit` does, but for taking the interpreter apart under the threads of gloo.
+def run_to_the_end(main: Callable[[], int]) -> NoReturn:
+    """Runs what a rank does and ends this process with its code, or with 1 where it raises, as `sys.exit` would, but
+    for taking the interpreter apart under the threads of gloo.
 
     Of a group that something still holds (DeepSpeed's globals; default arguments of torch.distributed.nn.functional,
     read after joining) they outlive `destroy_process_group`. One that then asks for the interpreter's lock aborts the
     process, "terminate called without an active exception", and a run that is finished ends with code 134.
     """
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    code = 1
+    try:
+        code = main()
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+    for step in (threading._shutdown, atexit._run_exitfuncs, _flush):  # type: ignore[attr-defined]
+        try:
+            step()
+        except (Exception, KeyboardInterrupt):
+            sys.excepthook(*sys.exc_info())
+            code = code or (LOST_OUTPUT_CODE if step is _flush else 0)
     os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # closed from the start
+            stream.flush()
 
 
 def is_left_alone(rank: Rank) -> bool:

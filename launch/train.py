@@ -41,7 +41,7 @@ from launch.network import choose_interface
 from launch.plan.own_run import OwnRun, Surroundings
 from launch.processes import end_with_parent
 from launch.rank_environment import Rank, take_private_environment, this_rank
-from launch.ranks import be_deterministic, is_left_alone, leave, tell_once
+from launch.ranks import be_deterministic, is_left_alone, run_to_the_end, tell_once
 from launch.reporter import Reporter
 from launch.resume import Start, checkpoints_of, clear_checkpoints, fetch_from_mirror, find_start
 from launch.run_config import load_run_config
@@ -285,4 +285,4 @@ def _leave_together() -> None:
 
 
 if __name__ == "__main__":
-    leave(main())
+    run_to_the_end(main)

@@ -63,18 +63,18 @@ class Speed:
     attention_flops: float  # of fused attention
     memory_bytes: float
     launch_s: float  # of one block's forward pass by the host
-    number_bytes: int  # as which a number counts outside products with weights
+    number_bytes: int  # as which a number counts outside matrix products
 
     @classmethod
     def of(cls, job: Job, cluster: Cluster) -> Speed:
-        """On a CPU only products with weights gain from 16 bits: attention and what goes number by number are widened
+        """On a CPU only matrix products gain from 16 bits: fused attention and what goes number by number are widened
         to fp32 and computed there, which takes as long as fp32 does, or longer."""
         accelerator, peak = cluster.accelerator, cluster.peak_flops(job.dtype)
         fused = {"materialized": 0.0, **dict(accelerator.flash_attention)}[job.stack.attention]
         widens = accelerator.device == "cpu"
         return cls(
             flops=peak * accelerator.efficiency,
-            attention_flops=fused * (min(accelerator.peak_tflops.values()) * 1e12 if widens else peak),
+            attention_flops=fused * (accelerator.peak_tflops.get("fp32", peak / 1e12) * 1e12 if widens else peak),
             memory_bytes=accelerator.memory_gb_per_s * 1e9 * MEMORY_EFFICIENCY,
             launch_s=accelerator.launch_us * 1e-6,
             number_bytes=BYTES["fp32" if widens else job.dtype],

@@ -211,8 +211,6 @@ def _replicas_s(job: Job, cluster: Cluster, shapes: Sequence[StageShape], stages
     ring = data_ring(job.layout, cluster)
     if ring.ranks == 1:
         return 0.0
-    if cluster.accelerator.device == "cpu":  # gloo's threads take the cores that compute: nothing is hidden
-        return _exchanges_s(job, cluster, shapes)
     largest = max(shapes, key=lambda shape: shape.parameters)
     stage, moved = stages[shapes.index(largest)], data_moved(job, largest)
     if job.layout.zero_stage == 3 or job.stack.replicas == "fully_sharded":
@@ -244,6 +242,8 @@ def _exposed_when_sharded_s(job: Job, moved: Moved, shape: StageShape, stage: _S
     ring, count = data_ring(job.layout, cluster), job.micro_batches
     gathered = ring.seconds(Moved(all_gather=moved.all_gather // count), shape.blocks)
     scattered = ring.seconds(Moved(reduce_scatter=moved.reduce_scatter // count), shape.blocks)
+    if cluster.accelerator.device == "cpu":  # gloo's threads take the cores that compute: nothing is hidden
+        return gathered + scattered
     uses = round(moved.all_gather / count / (shape.parameters * BYTES[job.dtype]))
     forward, again = gathered / uses, gathered / 2 if uses == 2 else 0.0
     waited = 0.0 if job.stack.prefetches_backward else again

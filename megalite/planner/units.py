@@ -8,7 +8,7 @@ _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 def gib(size_bytes: float) -> str:
     """`1,234.5 GiB`, `9.87 GiB`, or `456 MiB`: three digits, and tenths of what is compared with limits."""
-    if 0 < abs(size_bytes) < 1000 * MIB:
+    if 0 < abs(size_bytes) < 999.5 * MIB:
         return f"{size_bytes / MIB:.3g} MiB"
     return f"{size_bytes / GIB:,.1f} GiB" if abs(size_bytes) >= 10 * GIB else f"{size_bytes / GIB:.3g} GiB"
 
@@ -29,7 +29,7 @@ def duration(value_s: float) -> str:
     """Of long things: `3.2 days`, `5.1 h`, `12 min`."""
     for size, unit in ((2 * 86400.0, "days"), (3600.0, "h"), (60.0, "min")):
         if value_s >= size:
-            return f"{value_s / (86400.0 if unit == 'days' else size):.3g} {unit}"
+            return f"{_short(value_s / (86400.0 if unit == 'days' else size))} {unit}"
     return seconds(value_s)
 
 
@@ -45,7 +45,12 @@ def count(value: float) -> str:
     power = 0
     while value >= 1000 and power < len(_PREFIXES) - 1:
         value, power = value / 1000, power + 1
-    return f"{value:.3g} {_PREFIXES[power]}"
+    return f"{_short(value)} {_PREFIXES[power]}"
+
+
+def _short(value: float) -> str:
+    """Three digits at most, but whole numbers whole: `12`, `5.1`, `1,234`."""
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def plural(number: int, noun: str) -> str:

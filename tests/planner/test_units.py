@@ -15,6 +15,7 @@ from megalite.planner.units import count, digits, duration, gib, percent, plural
         (gib, 0, "0 GiB"),
         (gib, 3.3 * 2**20, "3.3 MiB"),
         (gib, 456 * 2**20, "456 MiB"),
+        (gib, 999.6 * 2**20, "0.976 GiB"),
         (gib, 1010 * 2**20, "0.986 GiB"),
         (gib, 9.87 * 2**30, "9.87 GiB"),
         (gib, 79.64 * 2**30, "79.6 GiB"),
@@ -35,12 +36,14 @@ from megalite.planner.units import count, digits, duration, gib, percent, plural
         (duration, 720, "12 min"),
         (duration, 5.1 * 3600, "5.1 h"),
         (duration, 3.2 * 86400, "3.2 days"),
+        (duration, 2000 * 86400, "2,000 days"),
         (percent, 0, "0 %"),
         (percent, 0.0001, "< 0.1 %"),
         (percent, 0.5668, "56.7 %"),
         (count, 123456, "123,456"),
         (count, 1.234e6, "1.23 M"),
         (count, 4.05e11, "405 G"),
+        (count, 999.6e6, "1,000 M"),
     ],
 )
 def test_numbers_are_for_people(words: Callable[[float], str], value: float, text: str) -> None:
