@@ -2,31 +2,79 @@
 PYTHON ?= python3.11
 VENV := .venv
 
-.PHONY: quickstart test test-cluster test-packages cluster-packages check install
+# The versions that are tested together: `make quickstart` installs core.txt, `make test` adds dev.txt to it, which holds the
+# same versions and more. `make constraints` writes both.
+CORE_CONSTRAINTS := requirements/core.txt
+DEV_CONSTRAINTS := requirements/dev.txt
+CORE_INSTALLED := $(VENV)/installed-core
+DEV_INSTALLED := $(VENV)/installed-dev
 
-install: $(VENV)/installed
+# uv installs faster than pip and is used where it is on the PATH; `make UV= quickstart` installs with pip all the same.
+UV := $(shell command -v uv 2>/dev/null)
+# Where torch comes from if not from pip's own index: `make quickstart TORCH_INDEX=https://download.pytorch.org/whl/cpu`.
+TORCH_INDEX ?=
 
-$(VENV)/installed: pyproject.toml
-	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off -q -e '.[dev]'
+PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check
+TORCH := $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
+
+# Installs $(1) under the constraints of the file $(2), which may be empty. Nothing is quiet: a newer pip also shows what it
+# is unpacking, which an older one does for a minute without a word. torch comes first and from pip where anything but pip
+# alone has a say in it: uv reads no pip configuration, so it would take another build of torch than pip does, and PyTorch's
+# own index has only some versions of what torch needs. What is installed then satisfies the last command. uv has to be told
+# to compile modules, or eight ranks do it at once before the first step.
+define install
+test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+$(if $(UV),,$(PIP) 'pip>=25.1')
+$(if $(UV)$(TORCH_INDEX),$(PIP) --no-deps $(addprefix -c ,$(2)) '$(TORCH)' $(addprefix --index-url ,$(TORCH_INDEX)))
+$(if $(UV),$(UV) pip install --compile-bytecode --python $(VENV)/bin/python,$(PIP)) $(addprefix -c ,$(2)) -e '$(1)'
+endef
+
+# One environment is made by one installation at a time.
+.NOTPARALLEL:
+.PHONY: quickstart test test-unit test-all test-cluster test-packages cluster-packages check install install-dev constraints newest gpu gpu-wheels
+
+install: $(CORE_INSTALLED)
+
+install-dev: $(DEV_INSTALLED)
+
+$(CORE_INSTALLED): pyproject.toml $(CORE_CONSTRAINTS)
+	@echo "Installing megalite into $(VENV): about 0.4 GB to download and 1.6 GB on disk with a CPU build of torch, about 3 GB and 6 GB with a CUDA build."
+	$(call install,.,$(CORE_CONSTRAINTS))
 	touch $@
+
+# All that the core needs is in here, so its stamp is set as well.
+$(DEV_INSTALLED): pyproject.toml $(CORE_CONSTRAINTS) $(DEV_CONSTRAINTS)
+	@echo "Installing megalite and what its tests need into $(VENV): about 0.5 GB to download and 2.3 GB on disk with a CPU build of torch, about 3 GB and 7 GB with a CUDA build."
+	$(call install,.[dev],$(DEV_CONSTRAINTS))
+	touch $(CORE_INSTALLED) $@
 
 # text -> tokens -> eight ranks (tensor 2 x pipeline 2 x data 2) -> checkpoint -> Hugging Face folder -> a sample
 QUICK := runs/quickstart
-quickstart: $(VENV)/installed
+quickstart: $(CORE_INSTALLED)
 	$(VENV)/bin/megalite prepare python-stdlib --train-vocab-size 2048 -t $(QUICK)/tokenizer -o $(QUICK)/data/python_stdlib
 	DS_ACCELERATOR=cpu $(VENV)/bin/megalite train configs/quickstart.yaml
 	$(VENV)/bin/megalite export $(QUICK) $(QUICK)/hf --overwrite
 	$(VENV)/bin/megalite generate $(QUICK)/hf --prompt "def __init__(self" --temperature 0.8 --seed 1
 
-check: $(VENV)/installed
+check: $(DEV_INSTALLED)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
 
+# Tests of one file stay on one of the workers.
+WORKERS ?= 2
+PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+
 test: check
-	$(VENV)/bin/python -m pytest
+	$(PYTEST) tests/unit tests/ranks tests/e2e
+
+test-unit: $(DEV_INSTALLED)
+	$(PYTEST) tests/unit
+
+# Every matrix in full, all documented commands and the cluster tier: hours on two cores, before a release.
+test-all: check test-packages
+	$(PYTEST) --exhaustive tests
 
 # Several hosts on this machine, made of namespaces: Linux, root, and programs that Debian has.
 test-cluster: test-packages
@@ -34,6 +82,41 @@ test-cluster: test-packages
 
 # Debian's programs that tests use: of clusters and networks, and a browser. Without root or Debian it says what is
 # missing, and tests that need it are skipped. `cluster-packages` is its older name.
-test-packages cluster-packages: $(VENV)/installed
-	$(VENV)/bin/python -m tests.cluster.machine
-	$(VENV)/bin/python -m tests.browser
+test-packages cluster-packages: $(DEV_INSTALLED)
+	$(VENV)/bin/python -m tests.helpers.cluster_machine
+	$(VENV)/bin/python -m tests.helpers.browser
+
+# Writes the constraints files, with the versions that they already hold where these still fit;
+# `make constraints UPGRADE=--upgrade` takes the newest of everything. All extras are resolved together, then the core under
+# what came out, so that the core's file is a part of the other. The build of torch and what only CUDA builds need are left
+# to pip: each build names the versions that it needs itself.
+UPGRADE ?=
+COMPILE = $(UV) pip compile --quiet pyproject.toml --python-version 3.11 --python-platform linux --no-header --no-annotate
+PLAIN := sed -e '/^nvidia-/d' -e '/^cuda-/d' -e '/^triton=/d' -e 's/^\(torch==[^+ ]*\)+.*/\1/'
+constraints:
+	@test -n "$(UV)" || { echo "make constraints needs uv on the PATH: pip install uv, or https://docs.astral.sh/uv/" >&2; exit 2; }
+	$(COMPILE) $(UPGRADE) --all-extras --output-file $(DEV_CONSTRAINTS) >/dev/null
+	$(COMPILE) --upgrade -c $(DEV_CONSTRAINTS) --output-file $(CORE_CONSTRAINTS) >/dev/null
+	for file in $(CORE_CONSTRAINTS) $(DEV_CONSTRAINTS); do $(PLAIN) $$file >$$file.tmp && mv $$file.tmp $$file || exit; done
+
+# What a newcomer without our constraints would get: the newest versions that pyproject.toml allows, in an environment of
+# their own, and whether the checks and the quick tests pass with them.
+NEWEST := .venv-newest
+newest:
+	rm -rf $(NEWEST)
+	$(MAKE) VENV=$(NEWEST) CORE_CONSTRAINTS= DEV_CONSTRAINTS= install-dev
+	@echo "Newer or other versions than $(DEV_CONSTRAINTS) holds:"
+	@$(NEWEST)/bin/python -m pip freeze --exclude-editable | sed 's/_/-/g; s/+.*//' | grep -vixFf $(DEV_CONSTRAINTS) || echo none
+	$(MAKE) VENV=$(NEWEST) CORE_CONSTRAINTS= DEV_CONSTRAINTS= check
+	$(NEWEST)/bin/python -m pytest -m "not slow"
+
+# What a machine with a GPU can tell, in parts of at most eight minutes; the same command goes on where it stopped. It
+# takes the Python that is there, because a GPU machine may have no other with torch: docs/gpu_day.md.
+GPU_PYTHON ?= $(firstword $(wildcard $(VENV)/bin/python) python3)
+GPU_OPTIONS ?=
+gpu:
+	$(GPU_PYTHON) -m benchmarks.gpu_day $(GPU_OPTIONS)
+
+# Packages for a GPU machine without internet that has torch, into .wheels/; PYTHON_VERSION=3.12 for another Python
+gpu-wheels: $(DEV_INSTALLED)
+	$(VENV)/bin/python -m benchmarks.gpu_day.wheels $(if $(PYTHON_VERSION),--python $(PYTHON_VERSION))

@@ -55,8 +55,9 @@ def child(way: str, source: str, target: str, validate: str) -> None:
     """Says what memory it holds before, converts, and prints the summary."""
     from dataclasses import asdict
 
-    from launch.convert import export_hugging_face, import_hugging_face
-    from launch.convert.progress import own_memory
+    from launch.huggingface.exporting import export_hugging_face
+    from launch.huggingface.importing import import_hugging_face
+    from launch.huggingface.progress import own_memory
 
     print(own_memory(), flush=True)
     convert: Callable[..., Any] = import_hugging_face if way == "import" else export_hugging_face
@@ -65,7 +66,7 @@ def child(way: str, source: str, target: str, validate: str) -> None:
 
 @dataclass(frozen=True)
 class Conversion:
-    """How one went."""
+    """Measurement of one conversion."""
 
     summary: dict[str, Any]
     wall_s: float  # with the start of the interpreter
@@ -126,9 +127,9 @@ def make_model(folder: Path, layers: int) -> int:
     """A Hugging Face folder, tensor by tensor; returns its parameters."""
     import torch
 
-    from launch.convert import global_shapes
-    from megalite.checkpoint.hugging_face import row_blocks, write_configs, write_weights
-    from megalite.checkpoint.safetensors_file import Entry
+    from launch.huggingface.serial_model import global_shapes
+    from megalite.checkpoint.huggingface.folder import row_blocks, write_configs, write_weights
+    from megalite.checkpoint.huggingface.safetensors_writer import Entry
     from megalite.config import ModelConfig
     from models.families import family, hf_config
 

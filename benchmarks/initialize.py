@@ -1,4 +1,4 @@
-"""What `training.initialize_from: HF_DIR` costs: ranks reading their slices against a plain read of the same bytes.
+"""Cost of `training.initialize_from: HF_DIR`: ranks reading their slices against a plain read of the same bytes.
 
     python -m benchmarks.initialize                                # writes benchmarks/results/initialize.md
     python -m benchmarks.initialize --repetitions 1 --layers 2     # a quick look, printed only
@@ -36,14 +36,14 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.checkpoint_memory import peak
-from benchmarks.checkpoint_ranks import Turn, header, ranks_turns, spread, together
-from launch.local import rank_environment
-from launch.warm_ranks import warm_up
-from megalite.config import Config, LaunchConfig
+from benchmarks.checkpoint.memory import peak
+from benchmarks.checkpoint.ranks import Turn, header, ranks_turns, spread, together
+from launch.parity.forked_ranks import warm_up
+from launch.runtime.local_ranks import rank_environment
+from megalite.config import Config, LaunchConfig, resolve_layout
 
 if TYPE_CHECKING:
-    from launch.hub_model import HubModel
+    from launch.huggingface.hub_model import HubModel
     from megalite.engine.engine import Engine
 
 RESULTS = Path(__file__).parent / "results" / "initialize.md"
@@ -70,9 +70,10 @@ def make_folder(folder: Path, layers: int, dtype: str) -> None:
     """A Hugging Face folder with random weights in `dtype`, fp32 or bf16."""
     import torch
 
-    from launch.convert import DTYPES, global_shapes
-    from megalite.checkpoint.hugging_face import row_blocks, write_configs, write_weights
-    from megalite.checkpoint.safetensors_file import Entry
+    from launch.huggingface.model_folder import DTYPES
+    from launch.huggingface.serial_model import global_shapes
+    from megalite.checkpoint.huggingface.folder import row_blocks, write_configs, write_weights
+    from megalite.checkpoint.huggingface.safetensors_writer import Entry
     from megalite.config import ModelConfig
     from models.families import family, hf_config
 
@@ -94,9 +95,9 @@ def load_rank(rank: int, folder: Path, parallel: dict[str, int], ranks: int, rep
     """Turns of plain reads and of reading slices, and the memory of a load."""
     import torch
 
-    from launch.hub_model import open_hub_model
-    from megalite.checkpoint.engine import load_engine
-    from megalite.engine.state import refresh
+    from launch.huggingface.hub_model import open_hub_model
+    from megalite.checkpoint.engine_state import load_engine
+    from megalite.engine.parameter_state import refresh
 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
     engine = _engine(open_hub_model(folder), parallel, ranks)
@@ -136,7 +137,7 @@ def _pair(rank: int, engine: Engine, folder: Path, ranges: list[Range], memory: 
 
 
 def _engine(hub: HubModel, parallel: dict[str, int], ranks: int) -> Engine:
-    from megalite.engine.engine import build_engine
+    from megalite.engine.build import build_engine
     from models.decoder import decoder_layers
 
     config = Config.model_validate(
@@ -154,13 +155,13 @@ def _engine(hub: HubModel, parallel: dict[str, int], ranks: int) -> Engine:
             },
         }
     )
-    return build_engine(decoder_layers(config.model), config, config.check_world(ranks, "cpu"))
+    return build_engine(decoder_layers(config.model), config, resolve_layout(config, ranks, "cpu"))
 
 
 def _slices(engine: Engine, folder: Path) -> None:
     """`load_engine`, as a run calls it, up to the point where no file is read any more."""
-    from launch.hub_model import open_hub_model
-    from megalite.checkpoint import engine as loading
+    from launch.huggingface.hub_model import open_hub_model
+    from megalite.checkpoint import engine_state as loading
 
     refresh = loading.refresh
     loading.refresh = lambda engine: None
@@ -171,8 +172,8 @@ def _slices(engine: Engine, folder: Path) -> None:
 
 
 def _ranges(engine: Engine, hub: HubModel, folder: Path) -> tuple[list[Range], int]:
-    """Where in the files this rank's slices lie, and how many bytes of that are its own."""
-    from megalite.checkpoint.hub_reader import HubReader
+    """Returns the ranges of the files that hold this rank's slices, and how many of their bytes are its own."""
+    from megalite.checkpoint.huggingface.reader import HubReader
     from megalite.checkpoint.manifest import Slices
 
     places: dict[str, tuple[str, int, list[int]]] = {}
@@ -202,7 +203,7 @@ def _ranges(engine: Engine, hub: HubModel, folder: Path) -> tuple[list[Range], i
 
             super().__init__(folder, noted, reader._layout, reader.shapes)
 
-    from megalite.checkpoint.engine import load_engine
+    from megalite.checkpoint.engine_state import load_engine
 
     load_engine(engine, Watching(hub.reader), weights_only=True)
     return list(_joined(ranges)), needed

@@ -16,13 +16,13 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from launch.devices import cpu_count
-from launch.verify.command import Session
-from launch.verify.diagnosis import Verdict
-from launch.verify.judge import worst
-from launch.verify.layout import Layout
+from launch.parity.comparison import worst
+from launch.parity.diagnosis import LayoutResult
+from launch.parity.layout import ParityLayout
+from launch.parity.verify import Session
+from launch.runtime.devices import cpu_count
 from megalite.config.known_bad import installed_versions
-from tests.verify.odd import LAYOUTS, TIMEOUT_S, Family, references_of
+from tests.helpers.odd_sizes import LAYOUTS, TIMEOUT_S, Family, references_of
 
 RESULTS = Path(__file__).parent / "results" / "parity.md"
 KINDS = {
@@ -33,7 +33,7 @@ KINDS = {
 }
 
 
-def run(cases: list[tuple[Layout, bool]]) -> list[tuple[Layout, bool, Verdict]]:
+def run(cases: list[tuple[ParityLayout, bool]]) -> list[tuple[ParityLayout, bool, LayoutResult]]:
     """The verdict on every case; cases of one problem follow each other and share its reference."""
     sessions: dict[Family, Session] = {}
     results = []
@@ -54,9 +54,9 @@ def run(cases: list[tuple[Layout, bool]]) -> list[tuple[Layout, bool, Verdict]]:
     return results
 
 
-def report(results: list[tuple[Layout, bool, Verdict]]) -> str:
+def report(results: list[tuple[ParityLayout, bool, LayoutResult]]) -> str:
     """A row per (tp, pp, dp, zero, sequence parallel), over recomputation, accumulation and tied heads."""
-    rows: dict[tuple[int, int, int, int, bool], list[Verdict]] = defaultdict(list)
+    rows: dict[tuple[int, int, int, int, bool], list[LayoutResult]] = defaultdict(list)
     for layout, _, verdict in results:
         rows[layout.tp, layout.pp, layout.dp, layout.zero, layout.sequence_parallel].append(verdict)
     passed = sum(verdict.passed for *_, verdict in results)

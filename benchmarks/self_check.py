@@ -1,4 +1,4 @@
-"""What `training.self_check_every` costs: the check beside the step that it is part of, in the same processes.
+"""Cost of `training.self_check_every`: the check beside the step that it is part of, in the same processes.
 
     python benchmarks/self_check.py                          # writes benchmarks/results/self_check.md
     python benchmarks/self_check.py --dtype bf16 --rounds 3  # a look, printed only
@@ -57,10 +57,10 @@ def train_rank(dtype: str, rounds: int) -> list[Round]:
 
     import numpy as np
 
-    from megalite.config import Config
+    from megalite.config import Config, resolve_layout
+    from megalite.engine.build import build_engine
     from megalite.engine.distributed import start_distributed
-    from megalite.engine.engine import build_engine
-    from megalite.resilience.replicas import SelfCheck
+    from megalite.resilience.replica_check import SelfCheck
     from models.decoder import decoder_layers
 
     config = Config.model_validate(
@@ -78,7 +78,7 @@ def train_rank(dtype: str, rounds: int) -> list[Round]:
         }
     )
     start_distributed(local_rank=0)
-    engine = build_engine(decoder_layers(config.model), config, config.check_world(RANKS, "cpu"))
+    engine = build_engine(decoder_layers(config.model), config, resolve_layout(config, RANKS, "cpu"))
     check = SelfCheck(engine)
     draw = np.random.default_rng(engine.coordinate.data_rank)
 
@@ -104,7 +104,7 @@ def train_rank(dtype: str, rounds: int) -> list[Round]:
 
 def measure(dtype: str, rounds: int) -> list[Round]:
     """Rank 0's rounds of a run of two ranks, in the environment that `megalite train` gives them."""
-    from launch.local import rank_environment
+    from launch.runtime.local_ranks import rank_environment
     from megalite.config import LaunchConfig
 
     with socket.socket() as probe:

@@ -54,7 +54,7 @@ WARM_UP_STEPS = 3
 
 @dataclass(frozen=True)
 class Turn:
-    """What one side did in one turn, per step."""
+    """Measurements of one side in one turn, per step."""
 
     wall_s: float
     cpu_s: float
@@ -98,8 +98,8 @@ class Side:
 
 
 def launcher_environment() -> dict[str, str]:
-    """What `megalite train` sets for one CPU rank."""
-    from launch.local import rank_environment
+    """Returns the environment that `megalite train` sets for one CPU rank."""
+    from launch.runtime.local_ranks import rank_environment
     from megalite.config import LaunchConfig
 
     return rank_environment(LaunchConfig(), ranks=1, on_gpu=False)[0]
@@ -173,9 +173,9 @@ def megalite_engine(dtype: str) -> tuple[Callable[[], float], int]:
     """One rank of a run, as launch/train.py builds it; the imports' memory beside it."""
     from types import SimpleNamespace
 
-    from megalite.config import Config
+    from megalite.config import Config, resolve_layout
+    from megalite.engine.build import build_engine
     from megalite.engine.distributed import start_distributed
-    from megalite.engine.engine import build_engine
     from models.decoder import decoder_layers
 
     imports_kib = peak_kib()
@@ -197,7 +197,7 @@ def megalite_engine(dtype: str) -> tuple[Callable[[], float], int]:
         }
     )
     start_distributed(local_rank=0)
-    engine = build_engine(decoder_layers(config.model), config, config.check_world(1, "cpu"))
+    engine = build_engine(decoder_layers(config.model), config, resolve_layout(config, 1, "cpu"))
     next_batch = batches()
 
     def step() -> float:

@@ -1,15 +1,15 @@
-"""Text in, training batches out: the room that knows integers, numpy and files, and nothing else of megalite.
+"""Turns text into training batches. This package uses integers, numpy and files, and nothing else of megalite.
 
-The way through it, one file per step:
+One file per step:
 
     sources/     files, folders, globs, JSONL, `datasets`    -> pieces of documents, read as a stream
     tokenizer    train or inspect a tokenizer.json           -> vocabulary, end-of-document id
-    prepare      pieces -> token ids on all cores            -> PREFIX.bin, PREFIX.idx, PREFIX.meta.json
+    prepare/     pieces -> token ids on all cores            -> PREFIX.bin, PREFIX.idx, PREFIX.meta.json
     indexed      Megatron's .bin/.idx pair, bit for bit      -> memory-mapped documents
-    samples      documents -> packed blocks                  -> sample(k), pure in (fingerprint, seed, k)
-    order        the permutation of an epoch, computed       -> integers
-    batches      samples -> the micro-batches of one rank    -> numpy arrays, prefetched by a thread
+    dataset      documents -> packed blocks                  -> sample(k), pure in (fingerprint, seed, k)
+    loader       samples -> the micro-batches of one rank    -> numpy arrays, prefetched by a thread
+    windows      one document -> overlapping windows         -> each token scored once in evaluation
 
 Nothing here imports torch; `tokenizers`, `datasets` and `transformers` are imported inside the functions that
-use them, so that importing a module of this room costs only numpy.
+use them, so that importing a module of this package costs only numpy.
 """

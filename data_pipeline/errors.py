@@ -1,5 +1,5 @@
-"""The one error of this room: what a user can put right."""
+"""The one error of this package, for what a user can correct."""
 
 
 class DataError(ValueError):
-    """Bad input, in one sentence: what is wrong, where, and what to do."""
+    """Bad input. The message is one sentence: what is wrong, where, and what to do."""

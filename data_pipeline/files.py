@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 def with_ending(prefix: Path, ending: str) -> Path:
-    """PREFIX + ending; unlike Path.with_suffix it keeps dots inside the prefix."""
+    """Returns PREFIX + ending; unlike Path.with_suffix it keeps dots inside the prefix."""
     return prefix.parent / (prefix.name + ending)
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Move a completely written and fsynced file to its final name, durably."""
+    """Moves a completely written and fsynced file to its final name, durably."""
     temporary.replace(final)
     folder = os.open(final.parent, os.O_RDONLY)
     try:
@@ -21,6 +21,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
+    """Writes the file so that readers see its old content or the new one, never a part."""
     temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     with temporary.open("wb") as stream:
         stream.write(content)

@@ -42,12 +42,12 @@ _BLOCK = 1 << 20  # documents per block while the pointers are written
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Megatron's rule (`DType.optimal_dtype`): uint16 below 65500 entries, int32 from there on."""
+    """Applies Megatron's rule (`DType.optimal_dtype`): uint16 below 65500 entries, int32 from there on."""
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
 class IndexedTokens:
-    """The documents of one `.bin/.idx` pair, memory-mapped; opening it reads the index once to check it."""
+    """The documents of one `.bin/.idx` pair, memory-mapped. Opening it reads and checks the index once."""
 
     prefix: Path
     dtype: np.dtype[Any]
@@ -61,9 +61,8 @@ class IndexedTokens:
         for path in (self._bin, self._idx):
             if not path.is_file():
                 raise DataError(
-                    f"token file {path} does not exist: give the prefix of a .bin/.idx pair (without the "
-                    "ending), "
-                    "or write one with `megalite prepare`"
+                    f"token file {path} does not exist: give the prefix of a .bin/.idx pair (without the ending), or "
+                    "write one with `megalite prepare`"
                 )
         self.dtype, sequences, boundaries = self._read_header()
         lengths, pointers, document_indices = self._map_index(sequences, boundaries)
@@ -84,12 +83,12 @@ class IndexedTokens:
         return len(self.document_lengths)
 
     def document(self, i: int) -> NDArray[Any]:
-        """The token ids of document i, a view into the file."""
+        """Returns the token ids of document i, a view into the file."""
         start = int(self.document_offsets[i]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.document_lengths[i])]
 
     def index_digest(self) -> str:
-        """Digest of `.idx`; it fixes dtype, document boundaries and, with them, the size of `.bin`."""
+        """Returns the SHA-256 of `.idx`, which determines dtype, document boundaries and so the size of `.bin`."""
         with self._idx.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -123,8 +122,7 @@ class IndexedTokens:
         expected, found = _HEADER.size + 12 * sequences + 8 * boundaries, self._idx.stat().st_size
         if found != expected:
             raise DataError(
-                f"{self._idx} has {found} bytes, but {sequences} sequences and {boundaries} document "
-                "boundaries take "
+                f"{self._idx} has {found} bytes, but {sequences} sequences and {boundaries} document boundaries take "
                 f"{expected}: it is truncated or damaged, write it again"
             )
         raw = np.asarray(np.memmap(self._idx, mode="r", dtype=np.uint8))[_HEADER.size :]
@@ -138,12 +136,11 @@ class IndexedTokens:
     def _check_against_bin(
         self, lengths: NDArray[np.int32], pointers: NDArray[np.int64], document_indices: NDArray[np.int64]
     ) -> int:
-        """The number of tokens, after making sure that both files tell the same story."""
+        """Returns the number of tokens. Raises DataError if the two files contradict each other."""
         total, found = int(lengths.sum(dtype=np.int64)), self._bin.stat().st_size
         if found != total * self.dtype.itemsize:
             raise DataError(
-                f"{self._bin} has {found} bytes, but its index counts {total} tokens of "
-                f"{self.dtype.itemsize} bytes: "
+                f"{self._bin} has {found} bytes, but its index counts {total} tokens of {self.dtype.itemsize} bytes: "
                 "one of the two files is truncated or from another corpus, write them again"
             )
         ordered = len(lengths) == 0 or (
@@ -166,7 +163,7 @@ class IndexedWriter:
     """Streams documents into a `.bin/.idx` pair; 4 bytes per document stay in memory.
 
     Both files are written under temporary names and renamed by `finish`, the index last: a reader finds a
-    complete pair or none, and the next writer overwrites what a killed one left. As a context manager it
+    complete pair or none, and the next writer overwrites the files that a killed one left. As a context manager it
     finishes on success and removes its temporary files on an exception.
     """
 
@@ -195,14 +192,11 @@ class IndexedWriter:
 
     @property
     def idx_sha256(self) -> str:
-        """Digest of the index; meaningful after `finish`."""
+        """SHA-256 of the index; valid after `finish`."""
         return self._index_digest.hexdigest()
 
-    def add_document(self, tokens: NDArray[Any]) -> None:
-        self.append(tokens, np.array([len(tokens)]))
-
     def append(self, tokens: NDArray[Any], document_ends: NDArray[Any]) -> None:
-        """Write `tokens`; `document_ends` [ends] says where documents end in them (exclusive, rising).
+        """Writes `tokens`; `document_ends` [ends] are the ends of documents in them (exclusive, rising).
 
         Tokens after the last end belong to a document that a later call ends.
         """
@@ -212,8 +206,7 @@ class IndexedWriter:
             if low < limits.min or high > limits.max:
                 wrong = low if low < limits.min else high
                 raise DataError(
-                    f"token id {wrong} does not fit the {self.dtype} of {self.prefix}.bin: choose the dtype "
-                    "from the "
+                    f"token id {wrong} does not fit the {self.dtype} of {self.prefix}.bin: choose the dtype from the "
                     "vocabulary that made the ids (token_dtype)"
                 )
         content = np.ascontiguousarray(tokens, dtype=self.dtype).tobytes()

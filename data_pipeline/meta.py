@@ -1,5 +1,4 @@
-"""`PREFIX.meta.json`: what a prepared corpus is made of. A corpus from elsewhere has none, and is read all
-the same."""
+"""`PREFIX.meta.json` records what a prepared corpus is made of. A corpus from elsewhere may have none."""
 
 import dataclasses
 import json
@@ -15,6 +14,8 @@ WRITER_VERSION = 1  # raise it when the same sources and tokenizer would give ot
 
 @dataclass(frozen=True)
 class CorpusMeta:
+    """Contents of `PREFIX.meta.json`."""
+
     tokenizer_sha256: str  # of tokenizer.json
     tokenizer: str  # the path as given
     vocab_size: int
@@ -39,7 +40,7 @@ def meta_path(prefix: Path) -> Path:
 
 
 def read_meta(prefix: Path) -> CorpusMeta | None:
-    """The meta data beside a corpus, or None where there is none."""
+    """Returns the metadata beside a corpus, or None if there is none."""
     path = meta_path(prefix)
     if not path.is_file():
         return None
@@ -48,7 +49,7 @@ def read_meta(prefix: Path) -> CorpusMeta | None:
         meta = CorpusMeta(**fields)
     except (ValueError, TypeError) as error:
         raise DataError(
-            f"{path} is not readable as meta data of a corpus ({error}): delete it or prepare again"
+            f"{path} is not readable as metadata of a corpus ({error}): delete it or prepare again"
         ) from error
     if meta.format != FORMAT:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Tokenizers: train a small byte-level BPE here, or look into one from elsewhere.
+"""Trains a small byte-level BPE tokenizer, or inspects an existing one.
 
 A tokenizer is a folder with `tokenizer.json` (as `transformers` writes it) or that file itself. Training is
 deterministic, and its result is reused when nothing it was made from has changed.
@@ -36,7 +36,7 @@ _TRANSFORMERS_CONFIG = {
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """What a corpus has to know about the tokenizer that makes it."""
+    """The facts about a tokenizer that a corpus depends on."""
 
     given: str  # the path as the user wrote it
     path: Path  # tokenizer.json
@@ -46,11 +46,11 @@ class TokenizerFile:
 
 
 def inspect_tokenizer(tokenizer: Path) -> TokenizerFile:
+    """Reads the tokenizer of a folder or `tokenizer.json`. Raises DataError if it is missing, broken or empty."""
     path = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
     if not path.is_file():
         raise DataError(
-            f"tokenizer {tokenizer} has no tokenizer.json: give a folder written by `save_pretrained`, or "
-            "train one "
+            f"tokenizer {tokenizer} has no tokenizer.json: give a folder written by `save_pretrained`, or train one "
             "with data_pipeline.tokenizer.train_tokenizer"
         )
     vocabulary = load_tokenizer(path).get_vocab(with_added_tokens=True)
@@ -69,7 +69,7 @@ def inspect_tokenizer(tokenizer: Path) -> TokenizerFile:
 
 
 def load_tokenizer(path: Path) -> "tokenizers.Tokenizer":
-    """The tokenizer, without the truncation and padding that its file may switch on."""
+    """Loads a tokenizer without the truncation and padding that its file may switch on."""
     import tokenizers
 
     try:
@@ -82,11 +82,11 @@ def load_tokenizer(path: Path) -> "tokenizers.Tokenizer":
 
 
 def train_tokenizer(files: Iterable[Path | str], output: Path, vocab_size: int) -> Path:
-    """Train a byte-level BPE of exactly `vocab_size` entries and write it as a folder; returns the folder.
+    """Trains a byte-level BPE of exactly `vocab_size` entries and writes it as a folder; returns the folder.
 
     A Path is a UTF-8 file to read, a str is text itself. The folder loads in `transformers.AutoTokenizer`.
-    `<|endoftext|>` has id 0. An identical earlier result (same text, size and library) is left as it is, and so,
-    with a DataError, is a tokenizer that was not trained here.
+    `<|endoftext|>` has id 0. An identical earlier result (same text, size and library) is reused. Raises
+    DataError if the folder holds a tokenizer that was not trained here.
     """
     if vocab_size < _SMALLEST_VOCABULARY:
         raise DataError(
@@ -106,13 +106,12 @@ def train_tokenizer(files: Iterable[Path | str], output: Path, vocab_size: int) 
     found = trained.get_vocab_size()
     if found != vocab_size:
         raise DataError(
-            f"the text is too small for a vocabulary of {vocab_size}: only {found} entries can be made from "
-            "it; give "
+            f"the text is too small for a vocabulary of {vocab_size}: only {found} entries can be made from it; give "
             "more text or ask for fewer entries"
         )
     output.mkdir(parents=True, exist_ok=True)
     content = trained.to_str(pretty=True).encode()
-    # the record first: what an interrupted training leaves is known as ours, and made again
+    # The record comes first: it marks what an interrupted training leaves as ours, to be made again.
     write_atomically(record_path, _as_json({**origin, "sha256": hashlib.sha256(content).hexdigest()}))
     write_atomically(output / "tokenizer_config.json", _as_json(_TRANSFORMERS_CONFIG))
     write_atomically(tokenizer_path, content)
@@ -120,12 +119,12 @@ def train_tokenizer(files: Iterable[Path | str], output: Path, vocab_size: int) 
 
 
 def python_stdlib_sources() -> list[Path]:
-    """The running Python's standard library, sorted: a text that every machine with this program has."""
+    """Returns the files of Python's standard library, sorted: text that every machine has."""
     root = Path(sysconfig.get_path("stdlib"))
     sources = [
         path
         for path in sorted(root.rglob("*.py"))
-        if not _NOT_TRAINING_TEXT.intersection(path.relative_to(root).parts) and _is_text(path)
+        if not _NOT_TRAINING_TEXT.intersection(path.relative_to(root).parts) and _is_utf8(path)
     ]
     if not sources:
         raise DataError(f"the Python standard library at {root} has no .py sources: give text files of your own")
@@ -196,7 +195,7 @@ def _as_json(content: object) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()
 
 
-def _is_text(path: Path) -> bool:
+def _is_utf8(path: Path) -> bool:
     try:
         path.read_bytes().decode("utf-8")
     except UnicodeDecodeError:

@@ -1,9 +1,9 @@
-"""Documents of any length as windows that a model can read, so that each token is predicted once.
+"""Cuts documents of any length into windows that a model can read, so that each token is predicted once.
 
 A document t[0] ... t[T-1] has T - 1 tokens to predict: the first one has no context. A window reads up to `length`
-tokens and predicts what follows each; windows begin `stride` tokens apart, and a token that two of them could predict
-counts in the earlier one. So behind the first window every prediction sees at least `length - stride` + 1 tokens: the
-sliding window of transformers' guide to perplexity, whose `max_length` counts the last target too.
+tokens and predicts the token after each; windows begin `stride` tokens apart, and a token that two of them could
+predict counts in the earlier one. So after the first window every prediction sees at least `length - stride` + 1
+tokens. This is the sliding window of transformers' guide to perplexity, whose `max_length` counts the last target too.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.batches import IGNORED_TARGET
+from data_pipeline.loader import IGNORED_TARGET
 
 
 @dataclass(frozen=True)
 class Window:
-    """A row or, batched, rows."""
+    """One window, or a batch of windows of equal length."""
 
-    tokens: NDArray[np.int64]  # [..., n] what the model reads, n <= length
-    targets: NDArray[np.int64]  # [..., n] what follows each; IGNORED_TARGET where an earlier window has counted it
+    tokens: NDArray[np.int64]  # [..., n] input of the model, n <= length
+    targets: NDArray[np.int64]  # [..., n] the next tokens; IGNORED_TARGET if an earlier window has counted them
 
 
 def document_windows(tokens: NDArray[np.int64], length: int, stride: int) -> Iterator[Window]:
-    """The windows of one document `[T]`; none where T < 2. 1 <= stride <= length."""
+    """Yields the windows of one document `[T]`, none if T < 2; 1 <= stride <= length."""
     last, counted = len(tokens) - 1, 0
     for begin in range(0, last, stride):
         end = min(begin + length, last)
@@ -37,20 +37,20 @@ def document_windows(tokens: NDArray[np.int64], length: int, stride: int) -> Ite
 
 
 def equally_long_batches(windows: Iterable[Window], most_tokens: int) -> Iterator[Window]:
-    """The windows in rows `[batch, n]` of up to `most_tokens` tokens, but at least one row.
+    """Groups windows into batches `[batch, n]` of at most `most_tokens` tokens, or of a single window.
 
-    Only windows of the same length share a batch: there is no padding that could change a number. Order is lost.
+    Only windows of the same length share a batch, so that no padding can change a number. The order is not kept.
     """
-    waiting: dict[int, list[Window]] = {}
+    by_length: dict[int, list[Window]] = {}
     for window in windows:
-        alike = waiting.setdefault(len(window.tokens), [])
-        alike.append(window)
-        if (len(alike) + 1) * len(window.tokens) > most_tokens:
-            yield _stacked(alike)
-            alike.clear()
-    for alike in waiting.values():
-        if alike:
-            yield _stacked(alike)
+        group = by_length.setdefault(len(window.tokens), [])
+        group.append(window)
+        if (len(group) + 1) * len(window.tokens) > most_tokens:
+            yield _stacked(group)
+            group.clear()
+    for group in by_length.values():
+        if group:
+            yield _stacked(group)
 
 
 def _stacked(windows: list[Window]) -> Window:

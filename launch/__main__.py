@@ -1,6 +1,6 @@
 """`python -m launch` is `megalite`."""
 
-from launch.cli import main
+from launch.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""What a user can do wrong, and how it is told: one sentence on stderr and exit code 2."""
+"""Errors that a user can mend: one sentence on stderr and exit code 2."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 """Causal self-attention of one block, its heads cut over the tensor-parallel ranks.
 
-In and out: hidden states `[batch, seq(/tp), hidden]`; beside them positions `[batch, seq]` where documents are
-masked, and sample numbers `[batch]` where dropout is on. In generation a cache holds what came before.
+In and out: hidden states `[batch, seq(/tp), hidden]`, with positions `[batch, seq]` where documents are masked and
+sample ids `[batch]` where dropout is on. In generation a cache holds the keys and values of earlier tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +19,57 @@ from megalite.parallel.dropout import Dropout
 from megalite.parallel.layers import Recompute, recomputed
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear, lacks_fast_gemm
 from megalite.parallel.norm import NORMS, FullWidthRMSNorm
-from models.cache import KeyValueCache
-from models.functional import rotated, rotated_heads
-from models.masks import added_to_scores, causal_mask, document_mask
+from models.fused_ops import rotated, rotated_heads
 from models.rope import Rope, fixed_rotation, rope_of_layer, rotation
+
+
+def document_mask(positions: Tensor, window: int | None = None) -> Tensor:
+    """Returns the causal mask within documents, `[batch, 1, seq, seq]`; positions `[batch, seq]`, 0 at a start."""
+    seq = positions.shape[1]
+    document = (positions == 0).cumsum(dim=1)
+    same = document.unsqueeze(2) == document.unsqueeze(1)
+    return (same & causal_mask(seq, seq, window, positions.device)).unsqueeze(1)
+
+
+@lru_cache(maxsize=4)
+@torch.inference_mode(False)  # training may reuse a mask that generation has cached
+def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Returns `[queries, keys]` for the last `queries` of `keys` tokens, made once for all layers and steps."""
+    newest = keys - queries
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(newest)
+    return seen if window is None else seen.triu_(newest - window + 1)
+
+
+@lru_cache(maxsize=2)  # keyed by the identity of the tensor
+@torch.inference_mode(False)
+def added_to_scores(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Converts a `causal_mask` to 0 or -inf: from a bool mask torch's attention makes these anew in every layer, and
+    each layer keeps its own for backward."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+
+
+class KeyValueCache:
+    """Keys and values of earlier tokens, for one attention layer of one rank; all sequences are equally long."""
+
+    def __init__(
+        self, batch: int, kv_heads: int, capacity: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self._keys = torch.empty(batch, kv_heads, capacity, head_dim, dtype=dtype, device=device)
+        self._values = torch.empty_like(self._keys)
+        self.capacity = capacity
+        self.length = 0  # tokens so far
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds keys and values `[batch, kv_heads, new, head_dim]` and returns those of all tokens so far.
+
+        The results `[batch, kv_heads, length, head_dim]` are views that later calls do not change.
+        """
+        start, self.length = self.length, self.length + keys.shape[2]
+        assert self.length <= self.capacity, f"{self.length} tokens in a cache for {self.capacity}"
+        self._keys[:, :, start : self.length] = keys
+        self._values[:, :, start : self.length] = values
+        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
+
 
 Heads = tuple[Tensor, Tensor, Tensor]  # q, k, v
 
@@ -33,7 +81,7 @@ class Attention(nn.Module):
     of a head, and the slices are gathered: activations are replicated, weights never are, so no replica can go stale
     and every parameter counts exactly once in the gradient norm.
 
-    While `cache` is set the tokens that come in follow those in it, and are added to it; nothing gets a gradient.
+    While `cache` is set, the input tokens follow the cached ones and are added to them; there are no gradients.
     """
 
     def __init__(self, model: ModelConfig, layer: int, tp: TensorParallel, recompute: Recompute) -> None:
@@ -59,29 +107,26 @@ class Attention(nn.Module):
             self.k_norm = FullWidthRMSNorm(kv_size, model.rms_norm_eps, tp)
         self.dropout = Dropout(model.attention_dropout, tp)
 
-    def forward(self, hidden: Tensor, positions: Tensor | None, samples: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, positions: Tensor | None, sample_ids: Tensor | None) -> Tensor:
         """`[batch, seq(/tp), hidden]` -> the same."""
         qkv = self.qkv_proj(hidden)  # [batch, seq, (heads + 2 kv_heads) * head_dim / tp]
         if self.norms == "full_width":
-            q, k, v = self._split(qkv)
+            # [batch, seq, features/tp] each; a rank's k and v may be a slice of a head
+            q_size = self.local_heads * self.head_dim
+            kv_size = (qkv.shape[-1] - q_size) // 2
+            q, k, v = qkv.split((q_size, kv_size, kv_size), dim=-1)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
         if self.kv_is_gathered:
             qkv = self._whole_kv_head(qkv)
         if self.recompute == "selective" and torch.is_grad_enabled():
-            # Korthikanti 2022, section 5: attention's insides are large and cheap to compute again
-            context = recomputed(self._attend, qkv, positions, samples)
+            # Korthikanti 2022, section 5: the activations inside attention are large and cheap to recompute
+            context = recomputed(self._attend, qkv, positions, sample_ids)
         else:
-            context = self._attend(qkv, positions, samples)
+            context = self._attend(qkv, positions, sample_ids)
         return self.o_proj(context)
 
-    def _split(self, qkv: Tensor) -> Heads:
-        """Features `[batch, seq, features/tp]` of q, of k and of v; a rank's k and v may be a slice of a head."""
-        q_size = self.local_heads * self.head_dim
-        kv_size = (qkv.shape[-1] - q_size) // 2
-        return qkv.split((q_size, kv_size, kv_size), dim=-1)
-
     def _whole_kv_head(self, qkv: Tensor) -> Tensor:
-        """Slices of key/value heads -> the one whole head that this rank's queries attend to."""
+        """Gathers slices of key/value heads into the one whole head that this rank's queries attend to."""
         q, kv = qkv.split((self.local_heads * self.head_dim, qkv.shape[-1] - self.local_heads * self.head_dim), -1)
         # [batch, seq, 2, kv_heads * head_dim / tp] -> [batch, seq, 2, kv_heads * head_dim]
         kv = gather_heads(kv.unflatten(-1, (2, -1)), self.tp, dim=-1)
@@ -89,14 +134,16 @@ class Attention(nn.Module):
         kv = kv[..., mine * self.head_dim : (mine + 1) * self.head_dim]
         return torch.cat((q, kv.flatten(2)), dim=-1)
 
-    def _attend(self, qkv: Tensor, positions: Tensor | None, samples: Tensor | None) -> Tensor:
+    def _attend(self, qkv: Tensor, positions: Tensor | None, sample_ids: Tensor | None) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in self._heads(qkv, positions))  # [batch, heads/tp, seq, head_dim]
         if self.cache is not None:
             assert positions is None and not torch.is_grad_enabled(), "a cache is for one document, without gradients"
-            k, v = (self._in_reach(x, q.shape[2]).to(q.dtype) for x in self.cache.append(k, v))
+            # keys that the window of the first query still contains; 0: all
+            reach = 0 if self.window is None else self.window + q.shape[2] - 1
+            k, v = (x[:, :, -reach:].to(q.dtype) for x in self.cache.append(k, v))
         mask = self._mask(q.shape[2], k.shape[2], positions, q.device)
         if self.dropout.is_active or self.softcap is not None:
-            context = self._attend_explicitly(q, k, v, mask, samples)
+            context = self._attend_explicitly(q, k, v, mask, sample_ids)
         else:
             shared = mask is not None and positions is None
             context = F.scaled_dot_product_attention(
@@ -111,7 +158,7 @@ class Attention(nn.Module):
         return context.transpose(1, 2).flatten(2).to(qkv.dtype)  # [batch, seq, heads * head_dim / tp]
 
     def _heads(self, qkv: Tensor, positions: Tensor | None) -> Heads:
-        """q, k, v `[batch, seq, heads/tp, head_dim]`, normed and rotated."""
+        """Returns q, k, v `[batch, seq, heads/tp, head_dim]`, normalized and rotated."""
         sizes = self.local_heads, self.local_kv_heads, self.local_kv_heads
         heads = qkv.unflatten(-1, (sum(sizes), self.head_dim))
         if self.norms == "per_head":
@@ -132,12 +179,8 @@ class Attention(nn.Module):
         start = 0 if self.cache is None else self.cache.length
         return fixed_rotation(heads.shape[1], rope, heads.device, heads.dtype, start)
 
-    def _in_reach(self, cached: Tensor, queries: int) -> Tensor:
-        """Of cached keys or values `[batch, heads, keys, head_dim]` those that one of the last tokens sees."""
-        return cached if self.window is None else cached[:, :, -(self.window + queries - 1) :]
-
     def _mask(self, queries: int, keys: int, positions: Tensor | None, device: torch.device) -> Tensor | None:
-        """What the last `queries` of `keys` tokens see, `[(batch, 1,) queries, keys]`; None: all up to themselves."""
+        """Returns the mask of the last `queries` of `keys` tokens, `[(batch, 1,) queries, keys]`; None: causal."""
         window = self.window if self.window is not None and self.window < keys else None
         if positions is not None:
             return document_mask(positions, window)
@@ -146,10 +189,10 @@ class Attention(nn.Module):
         return causal_mask(queries, keys, window, device)
 
     def _attend_explicitly(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, samples: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sample_ids: Tensor | None
     ) -> Tensor:
-        """SDPA takes no dropout mask and no cap of ours, so all scores exist: `[batch, heads/tp, seq, seq]`, several
-        times."""
+        """Attends with our dropout or softcap, which SDPA does not take: holds `[batch, heads/tp, seq, seq]` scores
+        several times."""
         k, v = (x.repeat_interleave(self.local_heads // self.local_kv_heads, dim=1) for x in (k, v))
         if self.softcap is None:
             scores = q * self.scale @ k.transpose(2, 3)
@@ -160,19 +203,19 @@ class Attention(nn.Module):
         probabilities = scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
         if not self.dropout.is_active:
             return probabilities @ v
-        return self.dropout.probabilities(probabilities, samples) @ (v * self.dropout.scale)
+        return self.dropout.probabilities(probabilities, sample_ids) @ (v * self.dropout.scale)
 
 
 def norm_of_each_head(model: ModelConfig, tp: TensorParallel) -> nn.Module:
-    """A norm over head_dim, its weight replicated.
+    """Builds a norm over head_dim with a replicated weight.
 
-    A rank sees its own heads only, as of a cut sequence it sees its own tokens only: the weight's gradient is summed
-    over the ranks alike.
+    A rank sees only its own heads, as it sees only its own tokens of a cut sequence, so the weight's gradient is summed
+    over the ranks in the same way.
     """
     cut = dataclasses.replace(tp, sequence_parallel=True)
     return NORMS[model.normalization](model.head_dim, model.rms_norm_eps, cut)
 
 
 def _multipliable(x: Tensor) -> Tensor:
-    """bf16 as fp32 on a CPU that lacks bf16 units."""
+    """Widens bf16 to fp32 on a CPU without bf16 units."""
     return x.float() if lacks_fast_gemm(x) else x

@@ -1,10 +1,10 @@
 """One configurable decoder, as a list of layers: embedding, learned positions if any, blocks, final norm, output head.
 
-In: token ids `[batch, seq]`, beside them positions `[batch, seq]` where documents are masked, and sample numbers
-`[batch]` where dropout is on. Between layers: hidden states `[batch, seq, hidden]` (`[batch, seq/tp, hidden]` under
-sequence parallelism), both riding along.
-Out of the last layer: hidden states and the head's local weight, which `megalite.parallel.loss` turns into a loss
-without ever holding all logits. Math follows transformers' models; ranks, files and optimizers are unknown here.
+In: token ids `[batch, seq]`, with positions where documents are masked and sample ids where dropout is on
+(`BlockInput`). Between layers: the same with hidden states `[batch, seq, hidden]` (`[batch, seq/tp, hidden]` under
+sequence parallelism) in place of the ids; only hidden states from the last block on.
+Out: hidden states and the head's local weight, which `megalite.parallel.loss` turns into a loss without ever holding
+all logits. The math follows transformers' models. This module knows no ranks, files or optimizers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel, replicated_parameter
 from megalite.parallel.dropout import Dropout
-from megalite.parallel.layers import LayerSpec, Payload, Recompute, recomputed
+from megalite.parallel.layers import BlockInput, LayerSpec, Recompute, recomputed
 from megalite.parallel.linear import VocabParallelEmbedding, sharded_parameter
 from megalite.parallel.norm import NORMS
 from megalite.parallel.partition import block_cost, head_cost
@@ -32,7 +32,7 @@ HeadOutput = tuple[Tensor, Tensor]  # hidden states, the head's local weight [vo
 
 
 def decoder_layers(model: ModelConfig, recompute: Recompute = "none") -> list[LayerSpec]:
-    """The decoder of `model` as layer specs, in order; the single definition every engine builds from."""
+    """Returns the layers of `model` in order: the single definition that every engine builds from."""
     tie = "model.embed_tokens" if model.tie_word_embeddings else None
     embedding = LayerSpec("model.embed_tokens", partial(TokenEmbedding, model), cost=0.0, tied_to=tie)
     # a layer of its own, because a tied embedding also stands on the last stage
@@ -63,32 +63,21 @@ def _tied_head(embedding: nn.Module, hidden: Tensor) -> HeadOutput:
     return hidden, embedding.weight
 
 
-def _parts(payload: Payload) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What is computed on, positions `[batch, seq]`, sample numbers `[batch]`; None for what does not ride along."""
-    first, *riders = (payload,) if isinstance(payload, Tensor) else payload
-    by_dims = {rider.ndim: rider for rider in riders}
-    return first, by_dims.get(2), by_dims.get(1)
-
-
-def _with_riders(hidden: Tensor, payload: Payload) -> Payload:
-    return hidden if isinstance(payload, Tensor) else (hidden, *payload[1:])
-
-
 class TokenEmbedding(VocabParallelEmbedding):
-    """The first layer: embeds the tokens and passes on what rides along."""
+    """The first layer: embeds the tokens."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         super().__init__(model.vocab_size, model.hidden_size, tp)
         self.scale = model.hidden_size**0.5 if model.scale_embeddings else None
-        # dropout is of the sum of all embeddings: after the positions, where they are learned
+        # dropout applies to the sum of all embeddings: after the positions, where they are learned
         self.dropout = Dropout(0.0 if model.position_embedding == "learned" else model.embedding_dropout, tp)
 
-    def forward(self, payload: Payload) -> Payload:  # type: ignore[override]  # a tuple goes in and out
-        tokens, _, samples = _parts(payload)
-        hidden = super().forward(tokens)
-        if self.scale is not None:  # rounded as Gemma's was in its training: to the dtype that is computed in
+    def forward(self, x: BlockInput) -> BlockInput:  # type: ignore[override]
+        """Token ids `[batch, seq]` -> `[batch, seq(/tp), hidden]`."""
+        hidden = super().forward(x.hidden)
+        if self.scale is not None:  # rounded to the compute dtype, as in Gemma's training
             hidden = hidden.mul_(torch.tensor(self.scale, dtype=hidden.dtype).item())
-        return _with_riders(self.dropout(hidden, samples), payload)
+        return x._replace(hidden=self.dropout(hidden, x.sample_ids))
 
 
 class PositionEmbedding(nn.Module):
@@ -100,25 +89,24 @@ class PositionEmbedding(nn.Module):
         shape = (model.max_position_embeddings, model.hidden_size)
         self.weight = sharded_parameter(replicated(shape, tp.size, tp.rank, "normal"))
         self.dropout = Dropout(model.embedding_dropout, tp)
-        self.offset = 0  # position of the first token, where none are in the payload: generation goes on from a cache
+        self.offset = 0  # position of the first token if the input has no positions; generation continues a cache
 
-    def forward(self, payload: Payload) -> Payload:
+    def forward(self, x: BlockInput) -> BlockInput:
         """`[batch, seq(/tp), hidden]` -> the same."""
-        hidden, positions, samples = _parts(payload)
-        rows = hidden.shape[1]
+        rows = x.hidden.shape[1]
         first = self.tp.rank * rows if self.tp.sequence_is_cut else 0
         weight = replicated_parameter(self.weight, self.tp)
-        if positions is None:
+        if x.positions is None:
             stop = self.offset + first + rows
             assert stop <= len(weight), f"a sequence of {stop} tokens, but there are {len(weight)} learned positions"
             vectors = weight[stop - rows : stop]
         else:
-            vectors = F.embedding(positions[:, first : first + rows], weight)
-        return _with_riders(self.dropout(hidden + vectors, samples), payload)
+            vectors = F.embedding(x.positions[:, first : first + rows], weight)
+        return x._replace(hidden=self.dropout(x.hidden + vectors, x.sample_ids))
 
 
 class OutputHead(nn.Module):
-    """The untied head: owns its rows of the vocabulary; the GEMM happens inside the loss."""
+    """The untied output head: holds its rows of the vocabulary; the GEMM happens inside the loss."""
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel) -> None:
         super().__init__()
@@ -129,7 +117,7 @@ class OutputHead(nn.Module):
 
 
 class BlockNorms(NamedTuple):
-    """Which norms a block has, by their names; None: nothing is normalized there."""
+    """Names of the norms of a block; None: nothing is normalized at that place."""
 
     attention_input: str | None
     attention_output: str | None
@@ -148,12 +136,13 @@ BLOCK_NORMS = {
 
 
 class DecoderBlock(nn.Module):
-    """Attention and feed-forward part, one after the other or side by side, each added to the residual stream."""
+    """Attention and feed-forward part, in sequence or in parallel, each added to the residual stream."""
 
     def __init__(self, model: ModelConfig, recompute: Recompute, layer: int, tp: TensorParallel) -> None:
         super().__init__()
         self.recompute, self.is_last = recompute, layer == model.num_hidden_layers - 1
         self.is_parallel, self.norms = model.use_parallel_residual, BLOCK_NORMS[model.norm_placement]
+        # submodules in order of computation, which is also that of the parameters
         self._add_norm(self.norms.attention_input, model, tp)
         self.self_attn = Attention(model, layer, tp, recompute)
         self._add_norm(self.norms.attention_output, model, tp)
@@ -167,30 +156,23 @@ class DecoderBlock(nn.Module):
         if name is not None:
             self.add_module(name, _norm(model, tp))
 
-    def forward(self, payload: Payload) -> Payload:
-        """`[batch, seq(/tp), hidden]` -> the same; what rides along is passed on to the next block."""
-        parts = _parts(payload)
+    def forward(self, x: BlockInput) -> BlockInput | Tensor:
+        """`[batch, seq(/tp), hidden]` -> the same; the last block returns the hidden states alone."""
         if self.recompute == "full" and torch.is_grad_enabled():
-            hidden = recomputed(self._block, *parts)
+            hidden = recomputed(self._block, *x)
         else:
-            hidden = self._block(*parts)
-        return hidden if self.is_last else _with_riders(hidden, payload)
+            hidden = self._block(*x)
+        return hidden if self.is_last else x._replace(hidden=hidden)
 
-    def _block(self, hidden: Tensor, positions: Tensor | None, samples: Tensor | None) -> Tensor:
-        # residuals are added in place, to results of GEMMs and norms that nobody else reads
-        attended = self._attended(hidden, positions, samples)
-        if self.is_parallel:
-            return self._fed_forward(hidden, samples).add_(attended).add_(hidden)
-        hidden = attended.add_(hidden)
-        return self._fed_forward(hidden, samples).add_(hidden)
-
-    def _attended(self, hidden: Tensor, positions: Tensor | None, samples: Tensor | None) -> Tensor:
-        attended = self.self_attn(self._normed(self.norms.attention_input, hidden), positions, samples)
-        return self.attention_output_dropout(self._normed(self.norms.attention_output, attended), samples)
-
-    def _fed_forward(self, hidden: Tensor, samples: Tensor | None) -> Tensor:
+    def _block(self, hidden: Tensor, positions: Tensor | None, sample_ids: Tensor | None) -> Tensor:
+        attended = self.self_attn(self._normed(self.norms.attention_input, hidden), positions, sample_ids)
+        attended = self.attention_output_dropout(self._normed(self.norms.attention_output, attended), sample_ids)
+        # residuals are added in place, to results of GEMMs and norms that nothing else reads
+        if not self.is_parallel:
+            hidden = attended.add_(hidden)
         fed_forward = self.mlp(self._normed(self.norms.mlp_input, hidden))
-        return self.mlp_output_dropout(self._normed(self.norms.mlp_output, fed_forward), samples)
+        fed_forward = self.mlp_output_dropout(self._normed(self.norms.mlp_output, fed_forward), sample_ids)
+        return fed_forward.add_(attended).add_(hidden) if self.is_parallel else fed_forward.add_(hidden)
 
     def _normed(self, norm: str | None, x: Tensor) -> Tensor:
         return x if norm is None else getattr(self, norm)(x)

@@ -1,7 +1,7 @@
-"""The feed-forward part of a block with experts: a router picks some for each token (Shazeer 2017; Mixtral).
+"""The feed-forward part of a block with experts: a router selects some for each token (Shazeer 2017; Mixtral).
 
 In and out: hidden states `[batch, seq(/tp), hidden]`. The features of every expert are cut over the tensor-parallel
-ranks, so every rank has its part of every expert and all of them agree on who goes where. Math follows transformers'
+ranks, so every rank has its part of every expert and all ranks route alike. The math follows transformers'
 MixtralSparseMoeBlock and Qwen3MoeSparseMoeBlock. T: tokens of the micro-batch, k: experts per token.
 """
 
@@ -29,7 +29,7 @@ Move = Callable[[Tensor], Tensor]
 
 
 class SparseMLP(nn.Module):
-    """Router and experts. All experts enter and leave the parallel region together: two collectives, however many."""
+    """Router and experts. All experts enter and leave the parallel region together, in two collectives."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -41,20 +41,20 @@ class SparseMLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """`[batch, seq(/tp), hidden]` -> the same.
 
-        Every expert runs, also on no token: DeepSpeed waits for a gradient of every parameter on every rank, and ZeRO-3
-        gathers weights in the same order on all.
+        Every expert runs, even without tokens: DeepSpeed waits for a gradient of every parameter on every rank, and
+        ZeRO-3 gathers weights in the same order on all.
         """
         x = enter_parallel_region(hidden, self.tp)
         probabilities, chosen = self.gate(x)  # [batch, seq, k]
         routes = Routes.of(chosen, len(self.experts))
-        given = _Moved.apply(x, routes.to_experts, routes.to_tokens).split(routes.counts)
-        taken = torch.cat([expert(rows) for expert, rows in zip(self.experts, given, strict=True)])  # [T * k, hidden]
-        weighted = (taken * probabilities.flatten()[routes.order].unsqueeze(1)).to(x.dtype)
-        return leave_parallel_region(_Moved.apply(weighted, routes.to_tokens, routes.to_experts), self.tp)
+        inputs = _Permute.apply(x, routes.to_experts, routes.to_tokens).split(routes.counts)
+        outputs = torch.cat([expert(rows) for expert, rows in zip(self.experts, inputs, strict=True)])  # [T*k, hidden]
+        weighted = (outputs * probabilities.flatten()[routes.order].unsqueeze(1)).to(x.dtype)
+        return leave_parallel_region(_Permute.apply(weighted, routes.to_tokens, routes.to_experts), self.tp)
 
 
 class Router(nn.Module):
-    """Which experts a token goes through, and how much each one's answer counts."""
+    """Selects the experts of each token, and the weights of their outputs."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -63,10 +63,10 @@ class Router(nn.Module):
         self.weight = sharded_parameter(replicated((model.num_experts, model.hidden_size), tp.size, tp.rank, "normal"))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`[batch, seq, hidden]` -> probabilities `[batch, seq, k]` in fp32 at least, experts `[batch, seq, k]` int64.
+        """`[batch, seq, hidden]` -> probabilities `[batch, seq, k]` in at least fp32, experts `[batch, seq, k]` int64.
 
-        Inside the parallel region: all ranks see the same bits, and so choose alike; each knows only its part of an
-        expert's answer, and so of the router's gradient.
+        Runs inside the parallel region: inputs are bitwise equal on all ranks, so all choose the same experts; each has
+        only its part of an expert's output, and so of the router's gradient.
         """
         logits = linear(x, parameter_in_parallel_region(self.weight, self.tp), None)  # [batch, seq, experts]
         dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -77,7 +77,7 @@ class Router(nn.Module):
 
 
 class Expert(nn.Module):
-    """One gated feed-forward layer, this rank's features of it, on the tokens that chose it."""
+    """This rank's features of one gated feed-forward layer, applied to the tokens that chose it."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -88,22 +88,22 @@ class Expert(nn.Module):
         self.down_proj = LocalLinear(Shard((hidden, size), 1, (("", size),), tp.size, tp.rank))
 
     def forward(self, rows: Tensor) -> Tensor:
-        """`[rows, hidden]` -> the same: under tensor parallelism a part of the sum over the ranks."""
+        """`[rows, hidden]` -> the same; under tensor parallelism one term of the sum over ranks."""
         return self.down_proj(self.activation(self.up_projections(rows)))
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Who goes where: a token is a row for each of its experts, and rows of one expert stand together."""
+    """Permutation between tokens and experts: a token has a row for each of its experts, grouped by expert."""
 
-    order: Tensor  # [T * k] int64: row -> token * k + which of the token's choices
-    inverse: Tensor  # [T * k] int64: the other way round
+    order: Tensor  # [T * k] int64: row -> token * k + index of the choice
+    inverse: Tensor  # [T * k] int64: the inverse permutation
     shape: torch.Size  # batch, seq, k
     counts: list[int]  # rows of each expert
 
     @classmethod
     def of(cls, chosen: Tensor, experts: int) -> Routes:
-        """Of the experts `[batch, seq, k]` that the tokens chose. Waits for the device, once, for the counts."""
+        """Builds the routes for the chosen experts `[batch, seq, k]`. Synchronizes with the device for the counts."""
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         inverse = torch.empty_like(order)
@@ -115,14 +115,14 @@ class Routes:
         return tokens.flatten(0, 1)[self.order // self.shape[-1]]
 
     def to_tokens(self, rows: Tensor) -> Tensor:
-        """The transpose: `[T * k, hidden]` -> for each token the sum of its rows, `[batch, seq, hidden]`."""
+        """Transposes `to_experts`: `[T * k, hidden]` -> the sum of each token's rows, `[batch, seq, hidden]`."""
         return rows[self.inverse].view(*self.shape, -1).sum(dim=2)
 
 
-class _Moved(torch.autograd.Function):
-    """`move(x)`, and its transpose for the gradient.
+class _Permute(torch.autograd.Function):
+    """Computes `move(x)`, and its transpose for the gradient.
 
-    Hand-written because torch's own gradient of indexing adds row by row, on a GPU in any order.
+    Hand-written because torch's own gradient of indexing adds row by row, on a GPU in arbitrary order.
     """
 
     @staticmethod

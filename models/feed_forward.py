@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from models.functional import swiglu
+from models.fused_ops import swiglu
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -30,7 +30,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 class MLP(nn.Module):
-    """Feed-forward part, gated (two fused projections) or plain; features are cut over the ranks."""
+    """Feed-forward layer, gated (two fused projections) or plain; features are cut over the ranks."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -47,10 +47,11 @@ class MLP(nn.Module):
 
 
 def gated(hidden_act: str) -> Activation:
-    """`activation(gate) * up` of `[..., 2 * features]`, gate before up."""
-    return swiglu if hidden_act == "silu" else partial(_gated, ACTIVATIONS[hidden_act])
+    """Returns the function `activation(gate) * up` of `[..., 2 * features]`, gate before up."""
+    activation = ACTIVATIONS[hidden_act]
 
+    def apply(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return activation(gate) * up
 
-def _gated(activation: Activation, gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return activation(gate) * up
+    return swiglu if hidden_act == "silu" else apply

@@ -1,13 +1,14 @@
-"""Generating tokens one after another with a serial model: what was computed for a token is kept, not computed again.
+"""Generates tokens one after another with a serial model and a cache of keys and values.
 
-In: one prompt's token ids, and a model of one rank (all tensor-parallel ranks run this together). Out: new token ids,
-equal on all of them. Text, files and ranks are unknown here.
+In: one prompt's token ids, and the model of one rank (all tensor-parallel ranks run this together). Out: new token ids,
+equal on all ranks. This module knows no text, files or processes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,9 +17,37 @@ from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import SerialModel
 from megalite.parallel.loss import head_logits
-from models.attention import Attention
-from models.cache import KeyValueCache
+from models.attention import Attention, KeyValueCache
 from models.decoder import PositionEmbedding
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Options for choosing tokens, with the names, meaning and order of transformers'."""
+
+    temperature: float = 0.0  # 0: always the most likely token
+    top_k: int | None = None  # sample from this many most likely tokens, and those as likely as the last of them
+    top_p: float = 1.0  # sample from the smallest set of most likely tokens with this total probability
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Converts logits `[..., vocab]` to probabilities of being sampled, fp32; temperature must not be 0."""
+        scores = logits.float() / self.temperature
+        if self.top_k is not None and self.top_k < scores.shape[-1]:
+            last = scores.topk(self.top_k).values[..., -1:]
+            scores = scores.masked_fill(scores < last, float("-inf"))
+        if self.top_p < 1.0:  # Holtzman 2019
+            ascending, order = scores.sort(descending=False)
+            unlikely = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - self.top_p
+            unlikely[..., -1:] = False  # the most likely token always stays
+            scores = scores.masked_fill(unlikely.scatter(-1, order, unlikely), float("-inf"))
+        return scores.softmax(dim=-1)
+
+    def choose(self, logits: Tensor, generator: torch.Generator) -> int:
+        """Returns the next token for logits `[vocab]`; `generator` is on the CPU."""
+        if self.temperature == 0:
+            return int(logits.float().argmax())
+        return int(torch.multinomial(self.probabilities(logits).cpu(), 1, generator=generator))
+
 
 Choose = Callable[[Tensor], int]
 
@@ -27,19 +56,19 @@ Choose = Callable[[Tensor], int]
 def generate(
     model: SerialModel, config: ModelConfig, tp: TensorParallel, prompt: Sequence[int], choose: Choose, most: int
 ) -> Iterator[int]:
-    """At most `most` tokens that go on from `prompt`, each as soon as it is chosen; the caller may stop sooner.
+    """Yields at most `most` tokens that continue `prompt`, each as soon as it is chosen; the caller may stop earlier.
 
     `choose` takes the logits `[vocab]` of the next token and returns its id. The first step reads the whole prompt,
     every other one a single token. With learned positions the model reads at most `max_position_embeddings` tokens;
-    it never reads the last one that is generated.
+    it never reads the last generated one.
     """
     device = next(model.parameters()).device
     tokens, read, changes_after = list(prompt), 0, _length_where_angles_change(config)
-    with _remembering(model, capacity=len(prompt) + most - 1) as remember:
+    with _caching(model, capacity=len(prompt) + most - 1) as truncate:
         for _ in range(most):
             if read <= changes_after < len(tokens):
                 read = 0
-            remember(read)
+            truncate(read)
             hidden, head = model(torch.tensor([tokens[read:]], device=device))
             read = len(tokens)
             logits = head_logits(hidden[:, -1:], head, config.vocab_size, tp, config.final_logit_softcapping)
@@ -48,8 +77,8 @@ def generate(
 
 
 def _length_where_angles_change(config: ModelConfig) -> int:
-    """Sequences longer than this have other angles for all their tokens, so what was computed before is worthless;
-    transformers' Phi-3 computes it again as well. -1: there is no such length."""
+    """Returns the length beyond which all tokens have other angles, so that the cache becomes invalid, or -1;
+    transformers' Phi-3 recomputes it as well."""
     scaling = config.rope_scaling
     if scaling is None or scaling.rope_type != "longrope":
         return -1
@@ -57,12 +86,12 @@ def _length_where_angles_change(config: ModelConfig) -> int:
 
 
 @contextmanager
-def _remembering(model: SerialModel, capacity: int) -> Iterator[Callable[[int], None]]:
-    """While open, the layers remember the tokens that they read, at most `capacity`. Gives a function that makes them
-    forget all but the first so many.
+def _caching(model: SerialModel, capacity: int) -> Iterator[Callable[[int], None]]:
+    """Makes the layers cache the tokens that they read, at most `capacity`. Yields a function that truncates the caches
+    to a number of tokens.
 
-    That takes 2 x kv_heads/tp x head_dim numbers a layer and token, in layers with a sliding window too: what a window
-    has left behind is masked and not freed, which keeps one simple cache for all layers.
+    A layer caches 2 x kv_heads/tp x head_dim elements per token, even with a sliding window: tokens outside of it are
+    masked and not freed, which allows one simple cache for all layers.
     """
     weight = next(model.parameters())
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
@@ -72,7 +101,7 @@ def _remembering(model: SerialModel, capacity: int) -> Iterator[Callable[[int], 
         for attention in attentions
     ]
 
-    def remember(length: int) -> None:
+    def truncate(length: int) -> None:
         for cache in caches:
             cache.length = length
         for position in positions:
@@ -81,8 +110,8 @@ def _remembering(model: SerialModel, capacity: int) -> Iterator[Callable[[int], 
     for attention, cache in zip(attentions, caches, strict=True):
         attention.cache = cache
     try:
-        yield remember
+        yield truncate
     finally:
-        remember(0)
+        truncate(0)
         for attention in attentions:
             attention.cache = None

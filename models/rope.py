@@ -1,9 +1,9 @@
 """Rotary position embedding (Su 2021), plain and scaled: cos and sin of every position's angles.
 
-In: what the angles of a layer depend on (`Rope`), and positions `[batch, seq]`. Out: cos and sin
-`[batch|1, seq, 1, pairs]` for `models.functional.rotated_heads`. Formulas, and the order of their roundings, are
-transformers' (`modeling_rope_utils.py`): angles are fp32 whatever the dtype, so a frequency that differs in its last
-bit moves the angle of a far position by as much as the position is far.
+In: the parameters of a layer's angles (`Rope`), and positions `[batch, seq]`. Out: cos and sin
+`[batch|1, seq, 1, pairs]` for `models.fused_ops.rotated_heads`. Formulas, and the order of their roundings, are
+transformers' (`modeling_rope_utils.py`): angles are fp32 whatever the dtype, so an error in the last bit of a frequency
+is multiplied by the position.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ import torch
 from torch import Tensor
 
 from megalite.config import ModelConfig
-from megalite.config.rope import RopeScaling
+from megalite.config.model import RopeScaling
 
 
 @dataclass(frozen=True)
 class Rope:
-    """All that the angles of a layer depend on, but for positions; layers that rotate alike have equal ones."""
+    """Parameters of the angles of a layer, besides positions; layers with the same rotation have equal ones."""
 
-    dim: int  # features of a head that are rotated; an odd number is rounded up, as transformers does
+    dim: int  # rotated features of a head; an odd number is rounded up, as in transformers
     base: float
     max_positions: int  # max_position_embeddings
     scaling: RopeScaling | None
 
     @property
     def depends_on_length(self) -> bool:
-        """True where a token's angle depends on how long its sequence is, not on its position alone."""
+        """True if a token's angle depends on the length of its sequence, not only on its position."""
         return self.scaling is not None and self.scaling.rope_type in ("dynamic", "longrope")
 
     @property
     def original_length(self) -> int:
-        """Tokens in the sequences of the first training."""
+        """Sequence length of the original training, in tokens."""
         assert self.scaling is not None
         return self.scaling.original_max_position_embeddings or self.max_positions
 
     @property
-    def stretch(self) -> float:
-        """How many times longer than in the first training sequences get."""
+    def factor(self) -> float:
+        """Ratio of the extended to the original sequence length."""
         assert self.scaling is not None
         return self.scaling.factor or self.max_positions / self.original_length
 
 
 def rope_of_layer(model: ModelConfig, layer: int) -> Rope | None:
-    """None: attention of block `layer` rotates nothing."""
+    """Returns the rotary embedding of block `layer`, or None without one."""
     dim = model.rotary_dim(layer)
     if dim == 0:
         return None
@@ -57,10 +57,10 @@ def rope_of_layer(model: ModelConfig, layer: int) -> Rope | None:
 
 
 def rotation(positions: Tensor, rope: Rope, dtype: torch.dtype, length: int | None = None) -> tuple[Tensor, Tensor]:
-    """cos and sin `[batch, seq, 1, pairs]` in `dtype`, of angles in fp32, for positions `[batch, seq]`.
+    """Returns cos and sin `[batch, seq, 1, pairs]` in `dtype`, of fp32 angles, for positions `[batch, seq]`.
 
-    Where angles depend on the length it is `length`, or, where that is None, that of each token's own document, so
-    that a document is rotated alike whatever it is packed with.
+    If angles depend on the length, it is `length`, or by default that of each token's own document, so that a document
+    is rotated in the same way whatever it is packed with.
     """
     if rope.depends_on_length:
         lengths = document_lengths(positions) if length is None else torch.full_like(positions[:1, :1], length)
@@ -73,48 +73,48 @@ def rotation(positions: Tensor, rope: Rope, dtype: torch.dtype, length: int | No
 
 
 @lru_cache(maxsize=8)
-@torch.inference_mode(False)  # a later step in training may find what generation left here
+@torch.inference_mode(False)  # training may reuse what generation has cached
 def fixed_rotation(
     seq: int, rope: Rope, device: torch.device, dtype: torch.dtype, start: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """`rotation` of positions start, start + 1 ... of sequences `start + seq` long, once for all layers and steps."""
+    """Caches `rotation` of positions start, start + 1 ... in sequences of `start + seq` tokens, for all layers."""
     positions = torch.arange(start, start + seq, device=device).unsqueeze(0)
     return rotation(positions, rope, dtype, start + seq)
 
 
 def document_lengths(positions: Tensor) -> Tensor:
-    """Tokens in each token's document, `[batch, seq]`; positions `[batch, seq]`, 0 at a document's start."""
+    """Returns the length of each token's document, `[batch, seq]`; positions `[batch, seq]`, 0 at a start."""
     document = (positions == 0).cumsum(dim=1)
     longest = positions.new_zeros(positions.shape[0], positions.shape[1] + 1)
     return longest.scatter_reduce_(1, document, positions + 1, "amax").gather(1, document)
 
 
 def attention_factor(rope: Rope) -> float:
-    """What cos and sin are multiplied by, and attention scores with its square."""
+    """Returns the factor of cos and sin; attention scores are multiplied by its square."""
     scaling = rope.scaling
     if scaling is None or scaling.rope_type not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.rope_type == "longrope":  # Ding 2024
-        return 1.0 if rope.stretch <= 1 else math.sqrt(1 + math.log(rope.stretch) / math.log(rope.original_length))
+        return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_length))
     if scaling.mscale and scaling.mscale_all_dim:
-        return _yarn_scale(rope.stretch, scaling.mscale) / _yarn_scale(rope.stretch, scaling.mscale_all_dim)
-    return _yarn_scale(rope.stretch, 1.0)
+        return _yarn_scale(rope.factor, scaling.mscale) / _yarn_scale(rope.factor, scaling.mscale_all_dim)
+    return _yarn_scale(rope.factor, 1.0)
 
 
-def _yarn_scale(stretch: float, mscale: float) -> float:
-    """Peng 2023, section 3.4: the square root of 1/t."""
-    return 1.0 if stretch <= 1 else 0.1 * mscale * math.log(stretch) + 1.0
+def _yarn_scale(factor: float, mscale: float) -> float:
+    """The square root of 1/t in Peng 2023, section 3.4."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def _fixed_frequencies(rope: Rope, device: torch.device) -> Tensor:
-    """Radians per position `[pairs]`, fp32; computed on the CPU, as transformers does."""
+    """Returns radians per position `[pairs]`, fp32; computed on the CPU, as in transformers."""
     kind = None if rope.scaling is None else rope.scaling.rope_type
     if kind == "linear":
-        frequencies = _powers(rope.base, rope.dim) / rope.stretch
+        frequencies = _powers(rope.base, rope.dim) / rope.factor
     elif kind == "llama3":
         frequencies = _llama3(rope)
     elif kind == "yarn":
@@ -125,30 +125,30 @@ def _fixed_frequencies(rope: Rope, device: torch.device) -> Tensor:
 
 
 def _powers(base: float | Tensor, dim: int) -> Tensor:
-    """Plain frequencies `[..., pairs]`, of one base or of bases `[..., 1]`."""
+    """Returns plain frequencies `[..., pairs]` for one base or bases `[..., 1]`."""
     device = base.device if isinstance(base, Tensor) else None
     return 1.0 / base ** (torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
 
 
 def _llama3(rope: Rope) -> Tensor:
-    """Llama 3.1: long waves are stretched, short ones stay, and those between are blended."""
+    """Frequencies of Llama 3.1: low ones are divided by the factor, high ones stay, those between are interpolated."""
     scaling, plain, length = rope.scaling, _powers(rope.base, rope.dim), rope.original_length
     assert scaling is not None and scaling.low_freq_factor is not None and scaling.high_freq_factor is not None
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     wavelength = 2 * math.pi / plain  # in tokens
     smooth = (length / wavelength - low) / (high - low)
-    blended = (1 - smooth) * plain / rope.stretch + smooth * plain
-    stretched = torch.where(wavelength > length / low, plain / rope.stretch, plain)
+    blended = (1 - smooth) * plain / rope.factor + smooth * plain
+    divided = torch.where(wavelength > length / low, plain / rope.factor, plain)
     is_between = (wavelength >= length / high) & (wavelength <= length / low)
-    return torch.where(is_between, blended, stretched)
+    return torch.where(is_between, blended, divided)
 
 
 def _yarn(rope: Rope) -> Tensor:
-    """Peng 2023, section 3.2: a ramp over the dimensions from plain to stretched frequencies."""
+    """Frequencies of YaRN (Peng 2023, section 3.2): a linear ramp over the dimensions from plain to divided ones."""
     scaling, dim = rope.scaling, rope.dim
     assert scaling is not None
-    low = _dimension_turning(scaling.beta_fast or 32, rope)
-    high = _dimension_turning(scaling.beta_slow or 1, rope)
+    low = _dimension_of_turns(scaling.beta_fast or 32, rope)
+    high = _dimension_of_turns(scaling.beta_slow or 1, rope)
     if scaling.truncate is not False:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
@@ -157,22 +157,22 @@ def _yarn(rope: Rope) -> Tensor:
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     wave = rope.base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     kept = 1 - ramp
-    return 1.0 / (rope.stretch * wave) * (1 - kept) + 1.0 / wave * kept
+    return 1.0 / (rope.factor * wave) * (1 - kept) + 1.0 / wave * kept
 
 
-def _dimension_turning(times: float, rope: Rope) -> float:
-    """The dimension, counted in pairs, whose wave turns that many times within the original length."""
+def _dimension_of_turns(times: float, rope: Rope) -> float:
+    """Returns the dimension, counted in pairs, whose wave turns that many times within the original length."""
     return rope.dim * math.log(rope.original_length / (times * 2 * math.pi)) / (2 * math.log(rope.base))
 
 
 def _frequencies_at(lengths: Tensor, rope: Rope) -> Tensor:
-    """Radians per position `[batch|1, seq|1, pairs]` in sequences of so many tokens `[batch|1, seq|1]`."""
+    """Returns radians per position `[batch|1, seq|1, pairs]` in sequences of `lengths` tokens, `[batch|1, seq|1]`."""
     assert rope.scaling is not None
     lengths = lengths.unsqueeze(-1)
     if rope.scaling.rope_type == "longrope":
         short, long = _longrope(rope, lengths.device)
         return torch.where(lengths > rope.original_length, long, short)
-    # dynamic NTK: the base grows with the length, beyond what the model is meant for
+    # dynamic NTK: beyond max_positions the base grows with the length
     factor, dim, longest = rope.scaling.factor, rope.dim, rope.max_positions
     assert factor is not None
     growth = ((factor * lengths / longest) - (factor - 1)) ** (dim / (dim - 2))
@@ -182,7 +182,7 @@ def _frequencies_at(lengths: Tensor, rope: Rope) -> Tensor:
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def _longrope(rope: Rope, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Frequencies `[pairs]` up to the original length, and beyond it."""
+    """Returns frequencies `[pairs]` up to the original length, and beyond it."""
     scaling = rope.scaling
     assert scaling is not None and scaling.short_factor is not None and scaling.long_factor is not None
     wave = rope.base ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim)

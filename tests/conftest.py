@@ -1,7 +1,15 @@
-"""What many tests need: a small prepared corpus and a config that trains on it in seconds."""
+"""Tiers of tests by folder, their time budgets, and what many tests need: a small corpus, a config that trains on it.
+
+`tests/unit` mirrors the sources and starts no ranks; `tests/ranks` runs functions on ranks; `tests/e2e` runs whole
+commands; `tests/cluster` needs several hosts. A test marked `exhaustive` belongs to a full matrix: `make test` runs a
+part of that matrix that covers every pair of its axes' values, `make test-all` runs all of it.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,19 +18,90 @@ import pytest
 import yaml
 from hypothesis import settings
 
-settings.register_profile("busy machine", deadline=None)  # an example may wait for a core that ranks have
-settings.load_profile("busy machine")
+# before numpy and torch are imported: tests, workers and ranks share few cores, where a second thread only spins
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# no deadline: an example may wait for a core that ranks have
+settings.register_profile("default", deadline=None, max_examples=25)
+settings.register_profile("exhaustive", deadline=None, max_examples=200)
+
+TIMEOUT_S = {"unit": 120, "ranks": 300, "e2e": 300, "cluster": 300}
+"""Longest time of one test by tier, on a machine that other work keeps busy."""
+
+BUDGET_S = {"unit": 1200, "ranks": 2400, "e2e": 3000, "cluster": 3000}
+"""Sum of the times of a tier's tests, over all workers, beyond which a run fails: more than twice what it takes."""
+
+DURATIONS = Path("build") / "test_durations"
 VOCAB_SIZE = 320
 
+_seconds: Counter[str] = Counter()  # by test; set up, call and tear down
 
+
+def tier_of(nodeid: str) -> str:
+    """The tier of a test by its folder; files beside the tiers are unit tests."""
+    folder = nodeid.split("/")[1]
+    return folder if folder in TIMEOUT_S else "unit"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="run full matrices and long property tests as well")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("exhaustive" if config.getoption("--exhaustive") else "default")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`exhaustive` tests run only when asked for by name."""
-    if "exhaustive" in config.getoption("markexpr"):
+    """Marks tests with their tier, keeps a file's tests and the cluster's on one worker, and begins with slow tiers."""
+    if not config.getoption("--exhaustive") and "exhaustive" not in config.getoption("markexpr"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("exhaustive")])
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+    for item in items:
+        tier = tier_of(item.nodeid)
+        item.add_marker(tier)
+        item.add_marker(pytest.mark.xdist_group(tier if tier == "cluster" else item.nodeid.partition("::")[0]))
+        if not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S[tier]))
+    slowest_first = ["cluster", "e2e", "ranks", "unit"]
+    items.sort(key=lambda item: slowest_first.index(tier_of(item.nodeid)))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _seconds[report.nodeid.partition("@")[0]] += report.duration
+
+
+def _seconds_by_tier() -> Counter[str]:
+    tiers: Counter[str] = Counter()
+    for nodeid, seconds in _seconds.items():
+        tiers[tier_of(nodeid)] += seconds
+    return tiers
+
+
+def _is_over_budget(config: pytest.Config, tier: str, seconds: float) -> bool:
+    return seconds > BUDGET_S[tier] and not config.getoption("--exhaustive")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Keeps every test's time, a file for each tier, and fails a run whose tiers take much longer than they should."""
+    if hasattr(session.config, "workerinput"):
         return
-    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
-    items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
-    config.hook.pytest_deselected(items=left_out)
+    for tier, total in _seconds_by_tier().items():
+        DURATIONS.mkdir(parents=True, exist_ok=True)
+        slowest_first = [(nodeid, seconds) for nodeid, seconds in _seconds.most_common() if tier_of(nodeid) == tier]
+        (DURATIONS / f"{tier}.json").write_text(json.dumps({"total": total, "tests": dict(slowest_first)}, indent=1))
+        if _is_over_budget(session.config, tier, total):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for tier, seconds in sorted(_seconds_by_tier().items()):
+        is_over = _is_over_budget(config, tier, seconds)
+        verdict = f": OVER BUDGET, see {DURATIONS / tier}.json" if is_over else ""
+        terminalreporter.write_line(
+            f"{tier}: {seconds:.0f} s of tests, budget {BUDGET_S[tier]} s{verdict}", red=is_over
+        )
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +118,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prefix of a prepared corpus: some of the Python standard library's own sources."""
-    from data_pipeline.prepare import prepare
+    from data_pipeline.prepare.prepare import prepare
     from data_pipeline.tokenizer import python_stdlib_sources, train_tokenizer
 
     folder = tmp_path_factory.mktemp("corpus")

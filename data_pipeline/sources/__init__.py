@@ -1,5 +1,4 @@
-"""Where text comes from. A source yields its documents as a stream of pieces, so that one huge file never
-lies in memory.
+"""Sources of text. A source yields its documents as a stream of pieces, so that a large file is never in memory whole.
 
     "notes.txt", "corpus/", "**/*.md"       text: one file is one document           (text.py)
     "dump.jsonl", "dump.jsonl.gz"           JSON lines: one line is one document     (jsonl.py)
@@ -16,26 +15,27 @@ from typing import Protocol
 
 from data_pipeline.errors import DataError
 from data_pipeline.sources.hf_dataset import DATASET_PREFIX, HfDataset
-from data_pipeline.sources.jsonl import JsonLines
-from data_pipeline.sources.pieces import Piece
+from data_pipeline.sources.jsonl import JsonLinesSource
+from data_pipeline.sources.pieces import TextPiece
 from data_pipeline.sources.text import TextFile
 
 
 class Source(Protocol):
+    """A text file, a file of JSON lines or a data set."""
+
     @property
     def size_bytes(self) -> int | None:
-        """Size of the input where it is known before reading."""
+        """Size of the input, or None if it is not known before reading."""
 
     def identity(self) -> list[str]:
-        """Strings that change when the content may have changed."""
+        """Returns strings that change when the content may have changed."""
 
-    def pieces(self) -> Iterator[Piece]:
-        """The documents in a fixed order, each cut into one or more pieces; empty documents are left out."""
+    def pieces(self) -> Iterator[TextPiece]:
+        """Yields the documents in a fixed order, each cut into one or more pieces; empty documents are left out."""
 
 
 def open_sources(specs: Sequence[str], text_field: str) -> list[Source]:
-    """One source per file or data set named by `specs`, in the order given; files of a folder or glob are "
-    "sorted."""
+    """Opens one source per file or data set in `specs`, in the order given; files of a folder or glob are sorted."""
     if not specs:
         raise DataError("no source is given: name at least one text file, folder, glob, .jsonl file or dataset:NAME")
     sources: list[Source] = []
@@ -49,7 +49,7 @@ def open_sources(specs: Sequence[str], text_field: str) -> list[Source]:
 
 def _open_file(path: Path, text_field: str) -> Source:
     if path.name.endswith((".jsonl", ".jsonl.gz")):
-        return JsonLines(path, text_field)
+        return JsonLinesSource(path, text_field)
     if path.suffix == ".parquet":
         return HfDataset(f"{DATASET_PREFIX}{path}", text_field)
     return TextFile(path)
@@ -60,7 +60,11 @@ def _expand(spec: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        files = [file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path))]
+        files = [
+            file
+            for file in path.rglob("*")
+            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        ]
         if not files:
             raise DataError(f"source folder {spec} holds no files: give a folder with text or .jsonl files")
         return sorted(files)
@@ -70,7 +74,3 @@ def _expand(spec: str) -> list[Path]:
             raise DataError(f"no file matches the source pattern {spec!r}: check it, and quote it for the shell")
         return sorted(files)
     raise DataError(f"source {spec} does not exist: give a file, a folder, a glob, or dataset:NAME for a data set")
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)

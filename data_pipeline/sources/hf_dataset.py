@@ -1,8 +1,7 @@
 """A `datasets` dataset: `dataset:NAME_OR_PATH[:split]`, the split being "train" unless named.
 
 NAME_OR_PATH is a folder written by `save_to_disk`, a parquet, arrow, csv or json file, a folder of such
-files, or a name on the hub. It is read as a stream in its own order: nothing is mapped, shuffled or copied
-into a cache.
+files, or a name on the hub. It is streamed in its own order: nothing is mapped, shuffled or copied into a cache.
 """
 
 import re
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError
-from data_pipeline.sources.pieces import Piece, cut_document, file_identity
+from data_pipeline.sources.pieces import TextPiece, cut_document, file_identity
 
 DATASET_PREFIX = "dataset:"
 _SPEC = re.compile(r"dataset:(?P<name>[^:]+)(?::(?P<split>.+))?")
@@ -21,6 +20,8 @@ _ROWS_PER_READ = 1000
 
 
 class HfDataset:
+    """The rows of one split; the text is in one column."""
+
     def __init__(self, spec: str, text_field: str) -> None:
         match = _SPEC.fullmatch(spec)
         if match is None:
@@ -42,12 +43,11 @@ class HfDataset:
         rows = info.splits[self.split].num_examples if info.splits and self.split in info.splits else None
         return [self.spec, str(info.version), str(info.download_size), str(rows)]
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TextPiece]:
         rows = self._rows
         if rows.column_names is not None and self.text_field not in rows.column_names:
             raise DataError(
-                f"{self.spec} has no column {self.text_field!r} (it has "
-                f"{', '.join(map(repr, rows.column_names))}): "
+                f"{self.spec} has no column {self.text_field!r} (it has {', '.join(map(repr, rows.column_names))}): "
                 "name the column that holds the text (text_field)"
             )
         number = 0
@@ -55,8 +55,7 @@ class HfDataset:
             for text in batch[self.text_field]:
                 if not isinstance(text, str):
                     raise DataError(
-                        f"{self.spec}, row {number} has {type(text).__name__} in column {self.text_field!r}: "
-                        "it must "
+                        f"{self.spec}, row {number} has {type(text).__name__} in column {self.text_field!r}: it must "
                         "hold a string"
                     )
                 yield from cut_document([text])

@@ -1,5 +1,4 @@
-"""JSON lines, plain or gzip: one object per line, the text of a document in one field; blank lines are
-skipped."""
+"""JSON lines, plain or gzip: one object per line with a document's text in one field; blank lines are skipped."""
 
 import gzip
 import json
@@ -9,11 +8,13 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from data_pipeline.errors import DataError
-from data_pipeline.sources.pieces import Piece, cut_document, file_identity
+from data_pipeline.sources.pieces import TextPiece, cut_document, file_identity
 
 
 @dataclass(frozen=True)
-class JsonLines:
+class JsonLinesSource:
+    """A `.jsonl` or `.jsonl.gz` file: every line is a document."""
+
     path: Path
     text_field: str
 
@@ -24,7 +25,7 @@ class JsonLines:
     def identity(self) -> list[str]:
         return file_identity(self.path)
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TextPiece]:
         with self._open() as stream:
             try:
                 for number, line in enumerate(stream, start=1):

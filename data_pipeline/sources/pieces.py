@@ -1,4 +1,4 @@
-"""Documents as streams of bounded pieces.
+"""Cuts documents into streams of bounded pieces.
 
 A document longer than PIECE_CHARACTERS is cut, so that encoding it takes bounded memory. The cut is where
 byte-level BPE splits anyway: after a single line break, else before a single space, between two characters
@@ -11,31 +11,31 @@ from pathlib import Path
 from typing import NamedTuple
 
 PIECE_CHARACTERS = 1 << 20
-_CUT_WINDOW = 1 << 16  # how far back from the limit a good place is looked for
+_CUT_WINDOW = 1 << 16  # characters before the limit in which a break is searched
 _LINE_BREAK = re.compile(r"(?<=\S)\n(?=\S)")
 _SPACE = re.compile(r"(?<=\S) (?=\S)")
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     text: str  # never empty
     ends_document: bool
 
 
-def cut_document(blocks: Iterable[str]) -> Iterator[Piece]:
-    """One document, given as consecutive blocks of text, as pieces; nothing for an empty document."""
+def cut_document(blocks: Iterable[str]) -> Iterator[TextPiece]:
+    """Yields the pieces of one document given as consecutive blocks of text; none for an empty document."""
     pending = ""
     for block in blocks:
         pending += block
         while len(pending) > PIECE_CHARACTERS:
             cut = _cut_position(pending)
-            yield Piece(pending[:cut], ends_document=False)
+            yield TextPiece(pending[:cut], ends_document=False)
             pending = pending[cut:]
     if pending:
-        yield Piece(pending, ends_document=True)
+        yield TextPiece(pending, ends_document=True)
 
 
 def _cut_position(text: str) -> int:
-    """A position in [1, PIECE_CHARACTERS], below len(text)."""
+    """Returns a position in [1, PIECE_CHARACTERS], below len(text)."""
     window_start = PIECE_CHARACTERS - _CUT_WINDOW
     for pattern, keep in ((_LINE_BREAK, 1), (_SPACE, 0)):
         places = [match.start() for match in pattern.finditer(text, window_start, PIECE_CHARACTERS)]
@@ -45,5 +45,6 @@ def _cut_position(text: str) -> int:
 
 
 def file_identity(path: Path) -> list[str]:
+    """Returns path, size and modification time of a file."""
     status = path.stat()
     return [str(path.absolute()), str(status.st_size), str(status.st_mtime_ns)]

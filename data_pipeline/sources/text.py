@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.errors import DataError
-from data_pipeline.sources.pieces import Piece, cut_document, file_identity
+from data_pipeline.sources.pieces import TextPiece, cut_document, file_identity
 
 _BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class TextFile:
+    """A text file, which is one document."""
+
     path: Path
 
     @property
@@ -22,7 +24,7 @@ class TextFile:
     def identity(self) -> list[str]:
         return file_identity(self.path)
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TextPiece]:
         return cut_document(self._blocks())
 
     def _blocks(self) -> Iterator[str]:
@@ -36,8 +38,7 @@ class TextFile:
                     text = decoder.decode(block, final=not block)
                 except UnicodeDecodeError as error:
                     raise DataError(
-                        f"{self.path} is not UTF-8 text (byte {position - held_back + error.start}): convert "
-                        "it to "
+                        f"{self.path} is not UTF-8 text (byte {position - held_back + error.start}): convert it to "
                         "UTF-8, or leave it out of the sources"
                     ) from error
                 if not block:

@@ -1,1 +1,1 @@
-"""How ranks are started on clusters: one file, or package, per scheduler or launcher."""
+"""Back ends that start ranks on clusters: one file or package per scheduler or launcher."""

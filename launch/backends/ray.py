@@ -1,8 +1,8 @@
-"""A run as a Ray Train job: each of Ray's workers starts a rank, `launch.train` as always, and waits for its end.
+"""Runs a training job on Ray Train: each Ray worker starts a rank (`launch.train`) and waits for its end.
 
-A rank is a process of its own, because Ray calls functions in a thread, where no signal can be handled; a keeper ends
-it when its worker is gone. `FailureConfig(max_failures=0)`: Ray would start again after a mistake as well, so this is
-left to our supervisor, which sees from the run folder whether it is of use. One attempt is a process:
+A rank is a process of its own, because Ray calls functions in a thread, where signals cannot be handled; a reaper ends
+it when its worker is gone. `FailureConfig(max_failures=0)`: Ray would also restart after a mistake, so restarts are
+left to our supervisor, which sees from the run folder whether they help. One attempt is a process:
 `python -m launch.backends.ray WORKERS GPUS_PER_WORKER ADDRESS GRACE_S CONFIG.yaml [OVERRIDES]...`
 """
 
@@ -23,94 +23,96 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launch.backends.deepspeed import environment_of
 from launch.errors import FAILED_CODE, USER_ERROR_CODE, LaunchError
-from launch.local import free_port, rank_environment
-from launch.processes import STOP_SIGNALS, ProcessTree, StopSignals
-from launch.run_config import load_run_config
-from launch.run_folder import lock_run_folder
-from launch.silence import ATTEMPT
-from launch.supervise import KEEPER_S, CommandSupervisor, Ended, Policy
+from launch.runtime.forwarded_environment import forwarded_environment
+from launch.runtime.local_ranks import free_port, rank_environment
+from launch.runtime.logs import get_logger
+from launch.runtime.modules import RANK, REAPER
+from launch.runtime.processes import STOP_SIGNALS, ProcessTree, StopSignals
+from launch.runtime.rank_environment import ATTEMPT
+from launch.supervision.supervisor import REAPER_S, AttemptEnd, CommandSupervisor, Policy
+from launch.trainer.run_config import load_run_config
+from launch.trainer.run_folder import lock_run_folder
 from megalite.config import Config
 
-FOLDER = "ray"  # in the run's folder: what ranks say, and what Ray Train keeps for itself
+log = get_logger("launch.backends.ray")  # this module also runs as __main__
+
+FOLDER = "ray"  # in the run's folder: logs of the ranks, and files of Ray Train
 MISTAKE = "megalite: error: "
-LOST_CODE = 4  # of the attempt's process alone: Ray lost a worker, so that ranks have been asked to end
+LOST_CODE = 4  # only of the attempt's process: Ray lost a worker, so ranks have been asked to end
 ENDED = re.compile(r"rank \d+ ended with exit code (\d+)")
 CONNECT_S = 3.0
-LOOK_S = 0.5  # between looks at what rank 0 says, and whether it has left
-WORKER_SETTINGS = {"RAY_kill_child_processes_on_worker_exit": "false"}  # keepers are to outlive workers, and end ranks
-LOCAL_SETTINGS = {"RAY_prestart_worker_first_driver": "false"}  # nobody would use them, at seconds of CPU each
+POLL_S = 0.5  # between two reads of rank 0's log, and two checks whether it has ended
+WORKER_SETTINGS = {"RAY_kill_child_processes_on_worker_exit": "false"}  # reapers must outlive workers, to end ranks
+LOCAL_SETTINGS = {"RAY_prestart_worker_first_driver": "false"}  # they would be unused, and take seconds of CPU each
 OWN_SETTINGS = {
-    "RAY_TRAIN_V2_ENABLED": "1",  # ours is written for it
-    "RAY_USAGE_STATS_ENABLED": "0",  # tells nobody
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # an actor that is not needed: ranks save when they are asked to end
+    "RAY_TRAIN_V2_ENABLED": "1",  # the API used here
+    "RAY_USAGE_STATS_ENABLED": "0",  # no telemetry
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # not needed: ranks save on SIGTERM
     "RAY_TRAIN_METRICS_ENABLED": "0",
 }
 
 
 @dataclass(frozen=True)
-class Job:
-    """What each worker is told; the same on all hosts."""
+class RayJob:
+    """Settings of the ranks, the same for all workers."""
 
-    words: tuple[str, ...]  # config and overrides
-    folder: str  # where ranks start
-    logs: str  # where what they say goes
-    gpus: int  # of each worker
-    grace_s: float  # from SIGTERM until what still lives is killed
-    environment: dict[str, str] = field(
-        repr=False
-    )  # Ray shows the rest; of whoever started the run, as far as ranks need it
+    arguments: tuple[str, ...]  # config and overrides
+    folder: str  # working directory of the ranks
+    logs: str  # folder for their logs
+    gpus: int  # per worker
+    grace_s: float  # from SIGTERM until what still runs is killed
+    environment: dict[str, str] = field(repr=False)  # may hold secrets, and Ray prints the job
 
 
 class RankEnded(RuntimeError):
-    """A rank ended with another code than 0: Ray ends the others."""
+    """A rank ended with a code other than 0, so Ray ends the others."""
 
 
 class RaySupervisor(CommandSupervisor):
-    """Knows what this host alone does not show: that Ray lost a worker, and when ranks on a cluster have ended."""
+    """Also handles a worker that Ray lost, and ranks on other hosts that have not ended yet."""
 
     def __init__(self, config: Config, command: Sequence[str], policy: Policy, *, is_local: bool) -> None:
         super().__init__(command, policy, config.run_dir, config.total_steps)
         self._config, self._is_local = config, is_local
 
-    def _attempt(self, signals: StopSignals) -> Ended:
+    def _attempt(self, signals: StopSignals) -> AttemptEnd:
         ended = super()._attempt(signals)
         if not self._is_local:
             self._wait_for_rank_0(signals)
         if ended.code != LOST_CODE or signals.last is not None:
             return ended
-        # other ranks have been asked to end, but not for good
+        # the other ranks were asked to end, but the run shall go on
         return replace(ended, code=FAILED_CODE, reason=ended.reason or "Ray lost a worker")
 
     def _wait_for_rank_0(self, signals: StopSignals) -> None:
-        """Until it has left the run's folder: it saves when its worker is gone, and its keeper ends it in time."""
-        deadline = time.monotonic() + self._policy.grace_s + KEEPER_S
+        """Waits until rank 0 has unlocked the run's folder: without its worker it saves, and its reaper ends it."""
+        deadline = time.monotonic() + self._policy.grace_s + REAPER_S
         while time.monotonic() < deadline and signals.take() is None:
             with contextlib.suppress(LaunchError):
                 return lock_run_folder(self._config).close()
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code of the attempt."""
-    count, gpus, address, grace_s, *words = arguments
-    config = load_run_config(Path(words[0]), words[1:])
+    """Runs one attempt; returns its exit code."""
+    count, gpus, address, grace_s, *run = arguments
+    config = load_run_config(Path(run[0]), run[1:])
     logs = config.run_dir.resolve() / FOLDER
     logs.mkdir(parents=True, exist_ok=True)
     os.environ |= OWN_SETTINGS
     _connect(address, int(count))
-    for number in STOP_SIGNALS:  # Ray's own handlers print stacks; its workers end with this process
+    for number in STOP_SIGNALS:  # Ray's own handlers print stack traces; its workers end with this process
         signal.signal(number, lambda number, _: os._exit(128 + number))
-    environment = environment_of(os.environ, [])
-    travelling = environment.shown | environment.private | {ATTEMPT: os.environ.get(ATTEMPT, "")}
-    job = Job(tuple(words), str(Path.cwd()), str(logs), int(gpus), float(grace_s), travelling)
-    with _shown(logs / "rank_0.log"):
+    environment = forwarded_environment(os.environ, [])
+    variables = environment.shown | environment.private | {ATTEMPT: os.environ.get(ATTEMPT, "")}
+    job = RayJob(tuple(run), str(Path.cwd()), str(logs), int(gpus), float(grace_s), variables)
+    with _echoed(logs / "rank_0.log"):
         return _fit(job, int(count))
 
 
 def check_address(address: str) -> None:
-    """Raises LaunchError where no Ray cluster can be: Ray itself would try for a quarter of an hour."""
+    """Raises LaunchError if nothing listens at an address; Ray itself would retry for 15 minutes."""
     if address in ("", "auto"):
         return
     host, _, port = address.rpartition(":")
@@ -145,10 +147,10 @@ def _connect(address: str, workers: int) -> None:
         ) from None
     free = ray.cluster_resources()
     if free.get("CPU", 0) < workers:
-        print(f"megalite: the Ray cluster has {free.get('CPU', 0):g} CPUs; waiting until it has {workers}", flush=True)
+        log.info(f"the Ray cluster has {free.get('CPU', 0):g} CPUs; waiting until it has {workers}")
 
 
-def _fit(job: Job, workers: int) -> int:
+def _fit(job: RayJob, workers: int) -> int:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
     from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
@@ -168,71 +170,73 @@ def _fit(job: Job, workers: int) -> int:
     except WorkerGroupError as error:
         return code_of({rank: str(failure) for rank, failure in error.worker_failures.items()}, Path(job.logs))
     except TrainingFailedError as error:
-        print(f"megalite: Ray: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        log.error(f"Ray: {' '.join(str(error).split())}")
         return FAILED_CODE
     return 0
 
 
-def run_rank(told: dict[str, Any]) -> None:
-    """In a worker of Ray's: this worker's rank, from its start to its end."""
+def run_rank(settings: dict[str, Any]) -> None:
+    """Runs the rank of a Ray worker, in that worker, from start to end."""
     import ray
     from ray.train import get_context
     from ray.train.collective import broadcast_from_rank_zero
 
-    job, context = told["job"], get_context()
+    job, context = settings["job"], get_context()
     rank, local_size = context.get_world_rank(), context.get_local_world_size()
-    meeting = broadcast_from_rank_zero((ray.util.get_node_ip_address(), free_port()) if rank == 0 else None)
-    # given a GPU of its own, a rank sees no other
+    rendezvous = broadcast_from_rank_zero((ray.util.get_node_ip_address(), free_port()) if rank == 0 else None)
+    # a rank with a GPU of its own sees only that
     sees_one = job.gpus and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ",")
     os.chdir(job.folder)
-    config = load_run_config(Path(job.words[0]), job.words[1:])
-    settings, _ = rank_environment(config.launch, local_size, bool(job.gpus))
+    config = load_run_config(Path(job.arguments[0]), job.arguments[1:])
+    defaults, _ = rank_environment(config.launch, local_size, bool(job.gpus))
     environment = {
         **os.environ,
-        **settings,
+        **defaults,
         **job.environment,
         "RANK": str(rank),
         "LOCAL_RANK": str(0 if sees_one else context.get_local_rank()),
         "WORLD_SIZE": str(context.get_world_size()),
         "LOCAL_WORLD_SIZE": str(local_size),
-        "MASTER_ADDR": meeting[0],
-        "MASTER_PORT": str(meeting[1]),
+        "MASTER_ADDR": rendezvous[0],
+        "MASTER_PORT": str(rendezvous[1]),
     }
-    keeper = [sys.executable, "-m", "launch.keep", str(job.grace_s), sys.executable, "-m", "launch.train", *job.words]
-    log = Path(job.logs) / f"rank_{rank}.log"
-    with ProcessTree(["sh", "-c", f"exec {shlex.join(keeper)} >>{shlex.quote(str(log))} 2>&1"], environment) as tree:
+    command = [sys.executable, "-m", REAPER, str(job.grace_s), sys.executable, "-m", RANK, *job.arguments]
+    file = shlex.quote(str(Path(job.logs) / f"rank_{rank}.log"))
+    with ProcessTree(["sh", "-c", f"exec {shlex.join(command)} >>{file} 2>&1"], environment) as tree:
         code = tree.process.wait()
     if code:
         raise RankEnded(f"rank {rank} ended with exit code {code}")
 
 
 def code_of(failures: dict[int, str], logs: Path) -> int:
-    """Of an attempt whose workers failed so, by their ranks; what rank 0 has not told is told here."""
-    codes = {rank: int(said[1]) for rank, text in failures.items() if (said := ENDED.search(text)) is not None}
+    """Returns the exit code of an attempt from the failures of its ranks; prints the error unless rank 0 did."""
+    codes = {rank: int(match[1]) for rank, text in failures.items() if (match := ENDED.search(text)) is not None}
     if lost := sorted(failures.keys() - codes.keys()):
-        print(f"megalite: Ray lost the worker of rank {lost[0]}", file=sys.stderr, flush=True)
+        log.error(f"Ray lost the worker of rank {lost[0]}")
         return LOST_CODE
-    rank = min(codes, key=lambda rank: (codes[rank] == FAILED_CODE, rank))  # who lost a peer fails with that code
+    rank = min(
+        codes, key=lambda rank: (codes[rank] == FAILED_CODE, rank)
+    )  # a rank that lost a peer fails with that code
     if rank and codes[rank] == USER_ERROR_CODE:
         lines = (logs / f"rank_{rank}.log").read_text(errors="replace").splitlines()
-        print(next((line for line in reversed(lines) if line.startswith(MISTAKE)), ""), file=sys.stderr, flush=True)
+        print(next((line for line in reversed(lines) if MISTAKE in line), ""), file=sys.stderr, flush=True)
     return codes[rank]
 
 
 @contextlib.contextmanager
-def _shown(log: Path) -> Iterator[None]:
-    """What is added to `log`, on stdout, while it is open."""
-    is_over, begin = threading.Event(), log.stat().st_size if log.exists() else 0
+def _echoed(path: Path) -> Iterator[None]:
+    """Context that copies what is appended to a log to stdout."""
+    is_over, begin = threading.Event(), path.stat().st_size if path.exists() else 0
 
     def show() -> None:
         position, is_last = begin, False
         while not is_last:
-            is_last = is_over.wait(LOOK_S)
-            with contextlib.suppress(OSError), log.open("rb") as file:
+            is_last = is_over.wait(POLL_S)
+            with contextlib.suppress(OSError), path.open("rb") as file:
                 file.seek(position)
-                said = file.read()
-                position += len(said)
-                sys.stdout.buffer.write(said)
+                added = file.read()
+                position += len(added)
+                sys.stdout.buffer.write(added)
                 sys.stdout.flush()
 
     thread = threading.Thread(target=show, daemon=True)
@@ -248,5 +252,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except LaunchError as error:
-        print(f"{MISTAKE}{error}", file=sys.stderr, flush=True)
+        log.error(error)
         sys.exit(USER_ERROR_CODE)

@@ -1,7 +1,7 @@
-"""The batch script of a run for Slurm, as text.
+"""Generates the Slurm batch script of a run.
 
-In: the run and what it asks of Slurm, as one `SlurmJob`. Out: a script for sbatch that runs the job's steps under
-`megalite supervise` and hands the job back to the queue when the run was asked to end and is saved.
+Input: the run and its requests, as a `SlurmJob`. Output: a script for sbatch that runs the job's steps under
+`megalite supervise` and requeues the job when the run was asked to end and has saved.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launch.errors import INTERRUPTED_CODE, PREEMPTED_CODE
-from launch.rank_environment import FIRST_PORT, PORTS, VARIABLES
+from launch.runtime.modules import COMMAND_LINE, RANK
+from launch.runtime.rank_environment import FIRST_PORT, PORTS, VARIABLES
 
 LOG = "slurm-%j.log"
-PLAIN = re.compile(r"[\w@%+=:,./-]+")  # what sbatch takes without quotes
-OF_GPUS = {"gpus-per-node", "gpus", "gres", "gpus-per-task", "gpus-per-socket"}  # sites differ in their word for them
-OF_THE_SUBMITTING_SHELL = (*VARIABLES, "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_HOSTFILE")
+PLAIN = re.compile(r"[\w@%+=:,./-]+")  # sbatch takes this without quotes
+GPU_OPTIONS = {"gpus-per-node", "gpus", "gres", "gpus-per-task", "gpus-per-socket"}  # sites use different ones
+SUBMITTING_SHELL_VARIABLES = (*VARIABLES, "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_HOSTFILE")
 
 BEFORE = """\
-# Slurm itself sends these to the ranks, which save and leave; this script and the supervisor wait for them
+# Slurm sends these to the ranks too, which save and end; this script and the supervisor wait for them
 trap '' TERM USR1 USR2 HUP
 
 newest() {{ cat "$run_dir/checkpoints/latest" 2> /dev/null; }}
@@ -62,14 +63,14 @@ attempt() {{
     if [[ -n $state && $state != "RUNNING "* ]]; then
         exit {interrupted}  # Slurm is about to end the job
     fi
-    # a step whose srun was killed lives on, and holds its devices
+    # a step whose srun was killed keeps running, and holds its devices
     for step in $(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep '[.][0-9][0-9]*$'); do
         scancel --quiet --signal=KILL "$step"
     done
     rm -f "$first_code"
     start_ranks
     code=$?
-    # when a rank fails srun ends the others, and tells the highest of all codes: what counts is the first
+    # when a rank fails, srun ends the others and returns the highest of all codes; the first one counts
     [ -s "$first_code" ] && code=$(< "$first_code")
     exit "$code"
 }}
@@ -77,7 +78,7 @@ export run_dir first_code distribution
 export -f about_job state_in start_ranks attempt
 """
 PLACE = """\
-# ranks that talk much go to hosts that are near each other; each start of the job has hosts of its own
+# place ranks with much traffic on neighbouring hosts; each start of the job has other hosts
 place() {{
     {place}
 }}
@@ -129,7 +130,7 @@ exit "$code"
 
 
 class Spawner(enum.StrEnum):
-    """What starts the ranks of a node."""
+    """Program that starts the ranks of a node."""
 
     SRUN = "srun"
     TORCHRUN = "torchrun"
@@ -137,52 +138,53 @@ class Spawner(enum.StrEnum):
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A run, and what it asks of Slurm."""
+    """A run and its requests to Slurm."""
 
     name: str
     nodes: int
     ranks_per_node: int
-    gpus_per_node: str | None  # as Slurm takes it, "8" or "a100:8"; None: ranks on the CPU
+    gpus_per_node: str | None  # "8" or "a100:8"; None: ranks on the CPU
     run_dir: Path
-    directory: Path  # that words are relative to
-    words: tuple[str, ...]  # config and overrides
-    heading: str  # a comment
+    directory: Path  # working directory, to which arguments are relative
+    arguments: tuple[str, ...]  # config and overrides
+    heading: str  # comment at the top
     python: str
-    time: str | None = None
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
+    requests: dict[str, str] = field(default_factory=dict)  # time, partition, account and qos, as far as given
     cpus_per_task: int | None = None
     signal_before_s: int = 120
     spawner: Spawner = Spawner.SRUN
     restarts: int = 5
-    options: tuple[tuple[str, str | None], ...] = ()  # more of sbatch's, without their dashes; they come before ours
-    environment: dict[str, str] = field(default_factory=dict)  # of the ranks, unless the job's has them
+    options: tuple[tuple[str, str | None], ...] = ()  # extra sbatch options without their dashes; they override ours
+    environment: dict[str, str] = field(default_factory=dict)  # defaults for the environment of the ranks
 
     @property
     def log(self) -> Path:
-        """Of script, supervisor and ranks; %j is the job's id."""
+        """Path of the log of script, supervisor and ranks; %j is the job's id."""
         return self.run_dir / LOG
 
 
 def batch_script(job: SlurmJob) -> str:
-    """For sbatch. Slurm makes no folder: `job.run_dir` must be there when the job starts, or it ends without a word."""
-    unset = [*OF_THE_SUBMITTING_SHELL, *([] if job.gpus_per_node is None else ["DS_ACCELERATOR"])]
+    """Returns the script. `job.run_dir` must exist when the job starts; Slurm creates no folder and fails silently."""
+    unset = [*SUBMITTING_SHELL_VARIABLES, *([] if job.gpus_per_node is None else ["DS_ACCELERATOR"])]
     exports = [f'export {name}="${{{name}:-{value}}}"' for name, value in job.environment.items()]
     names = [
         f"run_dir={shlex.quote(str(job.run_dir))}",
-        'first_code="$run_dir/.first_code"  # of the ranks of an attempt',
+        'first_code="$run_dir/.first_code"  # exit code of the first rank that failed',
         "distribution=block  # of srun's tasks over hosts",
         f"unset {' '.join(unset)}",
+    ]
+    supervise = [
+        shlex.join([job.python, "-m", COMMAND_LINE, "supervise", "--restarts", str(job.restarts)]),
+        '--run-dir "$run_dir" -- bash -c attempt',
     ]
     blocks = [
         "\n".join(["#!/bin/bash", *_directives(job)]),
         f"# {job.heading}",
         "\n".join([*names, *exports]),
-        BEFORE.format(rank=shlex.join([job.python, "-m", "launch.train", *job.words])).rstrip(),
+        BEFORE.format(rank=shlex.join([job.python, "-m", RANK, *job.arguments])).rstrip(),
         _start(job).rstrip(),
         ATTEMPT.format(interrupted=INTERRUPTED_CODE).rstrip(),
-        AFTER.format(place=_place(job), supervise=_lines(_supervise(job)), preempted=PREEMPTED_CODE),
+        AFTER.format(place=_place(job), supervise=_lines(supervise), preempted=PREEMPTED_CODE),
     ]
     return "\n\n".join(blocks)
 
@@ -193,12 +195,9 @@ def _directives(job: SlurmJob) -> list[str]:
         "job-name": job.name,
         "nodes": str(job.nodes),
         "ntasks-per-node": str(job.ranks_per_node),
-        "gpus-per-node": None if given & OF_GPUS else job.gpus_per_node,
+        "gpus-per-node": None if given & GPU_OPTIONS else job.gpus_per_node,
         "cpus-per-task": None if job.cpus_per_task is None else str(job.cpus_per_task),
-        "time": job.time,
-        "partition": job.partition,
-        "account": job.account,
-        "qos": job.qos,
+        **job.requests,
         "chdir": _escaped(job.directory),
         "output": f"{_escaped(job.run_dir)}/{LOG}",
         "open-mode": "append",
@@ -217,23 +216,16 @@ def _directive(name: str, value: str | None) -> str:
 
 
 def _escaped(path: Path) -> str:
-    """For names in which Slurm replaces %j and the like."""
+    """Escapes % for file names, in which Slurm replaces %j and the like."""
     return str(path).replace("%", "%%")
 
 
-def _supervise(job: SlurmJob) -> list[str]:
-    return [
-        shlex.join([job.python, "-m", "launch", "supervise", "--restarts", str(job.restarts)]),
-        '--run-dir "$run_dir" -- bash -c attempt',
-    ]
-
-
 def _place(job: SlurmJob) -> str:
-    """What finds the order of hosts; nothing where there is but one."""
+    """Returns the shell code that orders the hosts; empty for a single host."""
     if job.nodes == 1:
         return ""
     place = [
-        shlex.join([job.python, "-m", "launch", "place", *job.words]),
+        shlex.join([job.python, "-m", COMMAND_LINE, "place", *job.arguments]),
         f'--names --nodes "$SLURM_JOB_NODELIST:{job.ranks_per_node}" --topology /dev/stdin',
     ]
     per_task = "cat" if job.spawner is Spawner.SRUN else "uniq"
@@ -241,23 +233,23 @@ def _place(job: SlurmJob) -> str:
 
 
 def _start(job: SlurmJob) -> str:
-    """The shell functions that start the ranks once."""
+    """Returns the shell functions that start the ranks once."""
     if job.spawner is Spawner.SRUN:
         return SRUN.format(srun=_lines([*_srun(job, job.ranks_per_node), "bash -c rank"], depth=2))
     torchrun = [
         f"{shlex.quote(job.python)} -m torch.distributed.run --max-restarts=0 --nproc-per-node={job.ranks_per_node}",
         f'--nnodes={job.nodes} --node-rank="$SLURM_PROCID" --master-addr="$MASTER_ADDR"',
         f"--master-port=$(({FIRST_PORT} + (16 * SLURM_JOB_ID + SLURM_STEP_ID) % {PORTS}))",
-        "--signals-to-handle=SIGINT --no-python bash -c rank",  # else it ends ranks that save for over 30 s
+        "--signals-to-handle=SIGINT --no-python bash -c rank",  # otherwise it kills ranks that take over 30 s to save
     ]
     srun = [*_srun(job, 1), "bash -c ranks_of_host"]
     return TORCHRUN.format(torchrun=_lines(torchrun, depth=2), srun=_lines(srun, depth=2))
 
 
 def _srun(job: SlurmJob, tasks_per_node: int) -> list[str]:
-    """Slurm's own defaults, and a site's, may place ranks elsewhere, or bind and end them otherwise."""
+    """Returns the srun command with every option set whose default a site may have changed."""
     share = f"--nodes={job.nodes} --ntasks={job.nodes * tasks_per_node} --ntasks-per-node={tasks_per_node}"
-    if job.cpus_per_task is not None:  # srun does not take it from sbatch
+    if job.cpus_per_task is not None:  # srun does not inherit it from sbatch
         share += f" --cpus-per-task={job.cpus_per_task * job.ranks_per_node // tasks_per_node}"
     if job.spawner is Spawner.TORCHRUN:
         share += " --cpu-bind=none"
@@ -265,5 +257,5 @@ def _srun(job: SlurmJob, tasks_per_node: int) -> list[str]:
 
 
 def _lines(parts: list[str], depth: int = 1) -> str:
-    """One command over several lines."""
+    """Joins the parts of a command over several lines."""
     return (" \\\n" + "    " * depth).join(parts)

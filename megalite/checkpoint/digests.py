@@ -1,4 +1,4 @@
-"""Choosing a checkpoint on all ranks at once: rank 0 names candidates, each rank looks at its share of the files."""
+"""Chooses a checkpoint on all ranks at once: rank 0 names candidates, each rank checks its share of the files."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.files import verify_digest
+from megalite.checkpoint.durable_files import verify_digest
+from megalite.checkpoint.errors import CheckpointError, StorageError
 from megalite.checkpoint.manifest import read_manifest, step_folders
-from megalite.checkpoint.storage_errors import StorageError
 
 Value = TypeVar("Value")
 WAITS_S = (1.0, 3.0, 0.0)  # after a read that failed
@@ -23,7 +22,7 @@ SEEN_WITHIN_S = 20.0  # a network file system may show a new folder a little lat
 def newest_intact(
     root: Path, at_most_step: int | None = None, looked: Callable[[], None] = lambda: None
 ) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint folder in `root` whose manifest, sizes and digests hold, and why newer ones do not.
+    """Returns the newest checkpoint folder in `root` with valid manifest, sizes and digests, and why newer ones fail.
 
     Collective. `looked` is called after each file. Raises CheckpointError on all ranks where one of them does not see
     what rank 0 sees.
@@ -63,7 +62,7 @@ def _is_seen(folder: Path) -> bool:
 
 
 def _reason_against(folder: Path, looked: Callable[[], None]) -> str | None:
-    """Why this rank would not take it; each rank reads its share of the files.
+    """Returns why this rank rejects a checkpoint, or None; each rank reads its share of the files.
 
     Storage that fails to answer says nothing about a checkpoint: it is asked again, and then the run has to wait.
     """

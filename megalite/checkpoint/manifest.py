@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: written last, so a folder that has one is complete.
+"""The manifest of a checkpoint. It is written last, so a folder that has one is complete.
 
 A checkpoint is layout-free. Its tensors are addressed by canonical name and global slice: the key of each entry of a
 safetensors file says which block of which global tensor it is, so any layout reads what any other wrote.
@@ -29,7 +29,7 @@ Name = Annotated[str, Field(pattern="^[!-~]+$")]  # printed in sentences and tab
 
 
 class FileEntry(BaseModel):
-    """One file as it was written."""
+    """Size and digest of one file as it was written."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     size: Count  # bytes
@@ -37,7 +37,7 @@ class FileEntry(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What a checkpoint holds."""
+    """Contents of a checkpoint."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     digest: str = ""  # SHA-256 of what follows it in the file: only this tells of a bit that flipped in `state`
@@ -58,32 +58,31 @@ class Manifest(BaseModel):
     files: dict[str, FileEntry]
 
     def sealed(self) -> bytes:
-        """The file that holds it, with its digest."""
+        """Returns the bytes of the manifest's file, with its digest."""
         as_read = Manifest.model_validate_json(self.model_dump_json(exclude={"digest"}))
         text = as_read.model_dump_json(indent=1)
         return as_read.model_copy(update={"digest": _digest_of(text.encode())}).model_dump_json(indent=1).encode()
 
 
 def step_folder(step: int) -> str:
-    """Name of a step's checkpoint folder."""
+    """Returns the name of a step's checkpoint folder."""
     return f"step_{step:08d}"
 
 
 def step_folders(root: Path) -> list[Path]:
-    """Checkpoint folders in `root`, complete or not, by step. Copies under other names (`step_00000005_kept`) are not
-    the run's."""
+    """Lists checkpoint folders in `root` by step, complete or not, without copies (`step_00000005_kept`)."""
     return sorted(
         (path for path in root.glob("step_*") if STEP.fullmatch(path.name)), key=lambda path: int(path.name[5:])
     )
 
 
 def entry(kind: str, name: str, source: Slices) -> str:
-    """Key of a block in a file: `weight/layers.0.mlp.weight@128,0`; the entry's shape says how far it goes."""
+    """Returns the key of a block in a file: `weight/layers.0.mlp.weight@128,0`; its extent is the entry's shape."""
     return f"{kind}/{name}@{','.join(str(s.start) for s in source)}"
 
 
 def parse_entry(key: str, shape: Sequence[int]) -> tuple[str, str, Slices]:
-    """Kind, canonical name and block of an entry. Raises ValueError for one that is not ours."""
+    """Returns kind, canonical name and block of an entry. Raises ValueError for a foreign key."""
     kind, _, rest = key.partition("/")
     name, _, corner = rest.rpartition("@")
     starts = [int(start) for start in corner.split(",")]
@@ -93,7 +92,7 @@ def parse_entry(key: str, shape: Sequence[int]) -> tuple[str, str, Slices]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a complete checkpoint folder. Raises CheckpointError with the reason why it is not one.
+    """Reads the manifest of a checkpoint folder. Raises CheckpointError if the folder is not complete.
 
     Nothing of it is trusted: names and numbers may have been made up to harm the reader.
     """
@@ -129,7 +128,7 @@ def _parse(path: Path) -> Manifest:
 
 
 def parse_manifest(data: bytes, path: Path | str) -> Manifest:
-    """The manifest that a file (`path`, for the sentence) holds. Raises CheckpointError."""
+    """Parses a manifest; `path` is for messages. Raises CheckpointError."""
     try:
         manifest = Manifest.model_validate_json(data)
     except ValidationError as error:
@@ -143,7 +142,7 @@ def parse_manifest(data: bytes, path: Path | str) -> Manifest:
 
 
 def _digest_of(text: bytes) -> str:
-    """Of all but the first field, which is the digest itself."""
+    """Returns the digest of all fields but the first, which is the digest itself."""
     return hashlib.sha256(text.partition(b",")[2]).hexdigest()
 
 
@@ -160,13 +159,13 @@ def _check_file(folder: Path, name: str, file: FileEntry) -> None:
 
 
 def printable(text: str) -> str:
-    """`text` from a file, in one line that moves no cursor, not too long for a sentence."""
+    """Returns `text` from a file in one line without control characters, short enough for a message."""
     line = "".join(c if c.isprintable() else "?" for c in text)
     return line if len(line) <= 200 else f"{line[:200]}..."
 
 
 def find_latest(root: Path) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint under `root`, and why newer folders were passed over.
+    """Returns the newest complete checkpoint under `root`, and why newer folders were skipped.
 
     `root` is a checkpoint folder, a folder of checkpoints, or a run folder. `latest` is not trusted: it is moved after
     the folder it names, so a kill in between leaves it one behind.

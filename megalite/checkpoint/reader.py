@@ -1,4 +1,4 @@
-"""Reading a checkpoint: any slice of any global tensor, whichever ranks wrote its blocks."""
+"""Reads a checkpoint: any slice of any global tensor, whichever ranks wrote its blocks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.files import verify_digest
+from megalite.checkpoint.huggingface.weight_files import SafetensorsFile
 from megalite.checkpoint.manifest import WEIGHT, Slices, find_latest, parse_entry, printable, read_manifest
-from megalite.checkpoint.weight_files import SafetensorsFile
 
 MANY_BLOCKS = 1000  # of one tensor, above which they are not compared with one another
 Stored = tuple[Slices, str, str]  # block of the global tensor, file, key in the file
 
 
 class WeightReader(Protocol):
-    """What weights are read from: one of our checkpoints, or a Hugging Face folder (`hub_reader.py`)."""
+    """A source of weights: one of our checkpoints, or a Hugging Face folder (huggingface/reader.py)."""
 
     folder: Path
 
@@ -29,11 +28,11 @@ class WeightReader(Protocol):
         """Global shape of each tensor, by canonical name."""
 
     def fill(self, target: Tensor, name: str, source: Slices, kind: str = WEIGHT) -> None:
-        """A slice of the global tensor `name` into a tensor of its shape, on any device."""
+        """Copies a slice of the global tensor `name` into a tensor of its shape, on any device."""
 
 
 class CheckpointReader:
-    """A complete checkpoint folder. Raises CheckpointError, one sentence, where it is not one."""
+    """A complete checkpoint folder. Raises CheckpointError if it is not one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -74,7 +73,7 @@ class CheckpointReader:
         self._files[path.name] = file
 
     def read(self, name: str, source: Slices | None = None, kind: str = WEIGHT) -> Tensor:
-        """A slice (default: all) of the global tensor `name`, fp32; `kind` is `weight` or one of `manifest.moments`."""
+        """Reads a slice (default: all) of tensor `name` in fp32; `kind` is `weight` or one of `manifest.moments`."""
         shape = self._shape(name)
         wanted = source or tuple(slice(0, n) for n in shape)
         result = torch.empty([s.stop - s.start for s in wanted], dtype=torch.float32)
@@ -82,7 +81,7 @@ class CheckpointReader:
         return result
 
     def fill(self, target: Tensor, name: str, source: Slices, kind: str = WEIGHT) -> None:
-        """The same into a tensor of the slice's shape, on any device."""
+        """Reads a slice into a tensor of its shape, on any device."""
         self._shape(name)
         missing = target.numel()
         for bounds, file, key in self._blocks.get((kind, name), []):
@@ -98,7 +97,7 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder}: {kind} of {name} is not whole: {missing} numbers are missing")
 
     def view(self, name: str, source: Slices) -> Tensor | None:
-        """A slice of the weight `name` as a view of the mapped file, where one stored block holds all of it."""
+        """Returns a slice of the weight `name` as a view of the mapped file, or None if no single block holds it."""
         for bounds, file, key in self._blocks.get((WEIGHT, name), []):
             if all(b.start <= w.start and w.stop <= b.stop for w, b in zip(source, bounds, strict=True)):
                 inside = tuple(slice(w.start - b.start, w.stop - b.start) for w, b in zip(source, bounds, strict=True))
@@ -110,14 +109,9 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder}: holds no tensor {name}: it is of another model")
         return self.manifest.tensors[name]
 
-    def verify_digests(self) -> None:
-        """Reads every file and compares its SHA-256. Raises CheckpointError naming the first that differs."""
-        for name, recorded in self.manifest.files.items():
-            verify_digest(self.folder / name, recorded)
-
 
 def _overlap(blocks: list[Stored]) -> tuple[str, str] | None:
-    """The files of two blocks that share a number, of blocks sorted by their corners."""
+    """Returns the files of two overlapping blocks, if any; `blocks` are sorted by their corners."""
     if len(blocks) > MANY_BLOCKS:
         return _overlap_on_a_grid(blocks)
     for number, (block, file, _) in enumerate(blocks):
@@ -130,7 +124,7 @@ def _overlap(blocks: list[Stored]) -> tuple[str, str] | None:
 
 
 def _overlap_on_a_grid(blocks: list[Stored]) -> tuple[str, str] | None:
-    """The same in time that grows with the blocks' numbers alone, however they are made up."""
+    """Finds an overlap in time linear in the blocks' numbers, however many blocks there are."""
     taken = np.zeros([max(block[axis].stop for block, *_ in blocks) for axis in range(len(blocks[0][0]))], dtype=bool)
     for block, file, _ in blocks:
         if taken[block].any():
@@ -140,7 +134,7 @@ def _overlap_on_a_grid(blocks: list[Stored]) -> tuple[str, str] | None:
 
 
 def open_checkpoint(path: Path) -> CheckpointReader:
-    """The checkpoint at `path`, or the newest complete one under it."""
+    """Opens the checkpoint at `path`, or the newest complete one under it."""
     folder, skipped = find_latest(path)
     if folder is None:
         reason = skipped[0] if skipped else f"{path}: there is no such checkpoint folder"

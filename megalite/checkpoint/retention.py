@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest N, every Mth step, the K of lowest evaluation loss. Pure choice, safe deletion.
+"""Retention: keeps the newest N checkpoints, every Mth step and the K of lowest evaluation loss, and deletes safely.
 
 A checkpoint is renamed to a hidden name before its files go, so a kill in between leaves it whole or gone. The newest
 complete one, and so the only one, always stays. Folders that are not complete are nobody's to judge: they are neither
@@ -13,17 +13,17 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megalite.checkpoint.durable_files import remove, sync
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.files import remove, sync
 from megalite.checkpoint.manifest import Manifest, read_manifest, step_folders
-from megalite.config.checkpoint import CheckpointConfig
+from megalite.config.sections import CheckpointConfig
 
 LEFT_OVER = ("tmp", "deleted", "replaced")
 
 
 @dataclass(frozen=True)
 class Retention:
-    """What stays; the reasons add up."""
+    """Reasons to keep a checkpoint; one is enough."""
 
     keep_last: int  # 0 = all
     keep_every: int = 0  # in steps; 0 = none
@@ -31,28 +31,28 @@ class Retention:
 
     @classmethod
     def of(cls, config: CheckpointConfig) -> Retention:
-        """The policy that a config asks for."""
+        """Returns the policy of a config."""
         return cls(config.keep_last, config.keep_every, config.keep_best)
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A complete checkpoint, as far as the choice depends on it."""
+class RetentionCandidate:
+    """The facts about a complete checkpoint that retention depends on."""
 
     name: str  # of its folder
     step: int
     evaluation_loss: float | None = None
 
     @classmethod
-    def of(cls, name: str, manifest: Manifest) -> Candidate:
-        """What `name` holds."""
+    def of(cls, name: str, manifest: Manifest) -> RetentionCandidate:
+        """Reads the facts from a manifest."""
         return cls(name, manifest.step, manifest.evaluation_loss)
 
 
 def which_to_delete(
-    candidates: Iterable[Candidate], policy: Retention, protect: Collection[str] = ()
-) -> list[Candidate]:
-    """Those of the complete checkpoints that no reason keeps, oldest first; never one named in `protect`."""
+    candidates: Iterable[RetentionCandidate], policy: Retention, protect: Collection[str] = ()
+) -> list[RetentionCandidate]:
+    """Returns the complete checkpoints that no reason keeps, oldest first; never one named in `protect`."""
     newest_first = sorted(candidates, key=lambda one: (one.step, one.name), reverse=True)
     if policy.keep_last == 0:
         return []
@@ -73,7 +73,7 @@ def prune(root: Path, policy: Retention, protect: Iterable[Path] = ()) -> list[P
     candidates = []
     for folder in step_folders(root):
         try:
-            candidates.append(Candidate.of(folder.name, read_manifest(folder)))
+            candidates.append(RetentionCandidate.of(folder.name, read_manifest(folder)))
         except CheckpointError:
             continue
     protected = {path.name for path in protect if path.resolve().parent == root.resolve()}
@@ -102,7 +102,7 @@ def _delete(folder: Path) -> None:
 
 
 def clean_up(root: Path) -> list[Path]:
-    """Removes what interrupted saves and deletions left under hidden names in `root`; returns it.
+    """Removes leftovers of interrupted saves and deletions, which have hidden names in `root`; returns them.
 
     A checkpoint that a kill found between its two names, on its way to be replaced, gets its own back. For the start of
     a run only: a save that is going on has such names. Raises CheckpointError.

@@ -1,4 +1,4 @@
-"""Saving while training goes on: a step waits for the copy to host memory, a thread does the rest.
+"""Saves checkpoints during training: a step waits for the copy to host memory, a thread does the rest.
 
 Every rank has a `Saver`. Their threads meet in collectives of a process group of their own, so that a checkpoint is
 committed when all ranks' files are on disk, and a failure of one rank is known to all. Nothing that goes wrong here
@@ -21,23 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalite.checkpoint.engine import own_blocks, own_size
+from megalite.checkpoint.durable_files import sync
+from megalite.checkpoint.engine_state import own_blocks, own_size
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.files import sync
 from megalite.checkpoint.manifest import WEIGHT, FileEntry, Manifest, step_folder
-from megalite.checkpoint.writer import (
-    Block,
-    check_room,
-    commit,
-    discard,
-    now,
-    start,
-    temporary_folder,
-    write_blocks,
-)
+from megalite.checkpoint.writer import Block, check_room, commit, discard, now, start, temporary_folder, write_blocks
+from megalite.engine.deepspeed_internals import loss_scaler_state
 from megalite.engine.engine import Engine
-from megalite.engine.seams import loss_scaler_state
-from megalite.engine.state import moment_names, optimizer_step_count
+from megalite.engine.parameter_state import moment_names, optimizer_step_count
 
 LONGEST_SAVE = timedelta(hours=6)
 PAGE_NUMBERS = 1024  # fp32 in a page, of the smallest size there is
@@ -45,7 +36,7 @@ PAGE_NUMBERS = 1024  # fp32 in a page, of the smallest size there is
 
 @dataclass(frozen=True)
 class Saved:
-    """How a save went; equal on all ranks but for the seconds."""
+    """Outcome of a save; equal on all ranks except for the seconds."""
 
     step: int
     folder: Path
@@ -56,7 +47,7 @@ class Saved:
 
 
 class Saver:
-    """Writes checkpoints of one engine into `root`; at most one is on its way."""
+    """Writes checkpoints of one engine into `root`, at most one at a time."""
 
     def __init__(
         self, engine: Engine, root: Path, *, background: bool, committed: Callable[[Path], None] | None = None
@@ -70,7 +61,7 @@ class Saver:
         self._outcomes: list[Saved] = []
 
     def prepare(self) -> None:
-        """Maps the memory for saves in the background ahead of the first one, which would wait for it otherwise.
+        """Maps the memory for saves in the background before the first save, which would wait for it otherwise.
 
         Not collective, and done in a thread.
         """
@@ -115,12 +106,12 @@ class Saver:
         )
 
     def finished(self) -> list[Saved]:
-        """The outcomes that are known now and have not been told yet; another rank may know one a step later."""
+        """Returns the outcomes that are new since the last call; another rank may learn of one a step later."""
         told, self._outcomes = self._outcomes, []
         return told
 
     def wait(self) -> None:
-        """Waits until nothing is on its way."""
+        """Waits until no save is in progress."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -192,7 +183,7 @@ class Saver:
 
 @dataclass(frozen=True)
 class _Written:
-    """What one rank has on disk."""
+    """Files that one rank has written."""
 
     files: dict[str, FileEntry]
     shapes: dict[str, tuple[int, ...]]
@@ -213,19 +204,19 @@ def _counts(blocks: Sequence[Block]) -> Counter[str]:
 
 
 class _HostMemory:
-    """Room for the copy of a rank's state, kept from save to save: pages are mapped, and pinned for a GPU, once."""
+    """Host memory for the copy of a rank's state, kept between saves: it is mapped, and pinned for a GPU, once."""
 
     def __init__(self) -> None:
         self._numbers = torch.empty(0)
         self._thread: threading.Thread | None = None
 
     def prepare(self, count: int, device: torch.device) -> None:
-        """Makes room for `count` numbers of `device` while the caller goes on."""
+        """Allocates memory for `count` numbers of `device` in the background."""
         self._thread = threading.Thread(target=self._make_room, args=(count, device), name="host memory", daemon=True)
         self._thread.start()
 
     def copy(self, blocks: Sequence[Block]) -> list[Block]:
-        """The blocks with numbers of their own, all copied when this returns."""
+        """Copies the blocks; all are copied when this returns."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

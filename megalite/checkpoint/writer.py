@@ -1,4 +1,4 @@
-"""Writing a checkpoint: blocks of tensors into files under a temporary name, then a commit.
+"""Writes a checkpoint: blocks of tensors into files under a temporary name, then a commit.
 
 The commit is the only moment at which a checkpoint starts to exist: files synced, manifest written and synced, folder
 renamed, `latest` moved last. A kill at any instant leaves the previous checkpoint whole and at most a hidden
@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.durable_files import NO_ROOM, remove, sync, write_durably
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.files import NO_ROOM, remove, sync, write_durably
+from megalite.checkpoint.huggingface.safetensors_writer import Entry, into_files, write_safetensors
 from megalite.checkpoint.manifest import LATEST, MANIFEST, WEIGHT, FileEntry, Manifest, entry
-from megalite.checkpoint.safetensors_file import Entry, into_files, write_safetensors
 
 FILE_BYTES = 2 << 30  # a file is closed once it holds this much
 SPARE_BYTES = 1 << 20  # for the manifest and the logs
@@ -35,7 +35,7 @@ class Block:
 
 
 def write_blocks(folder: Path, prefix: str, blocks: Iterable[Block]) -> dict[str, FileEntry]:
-    """Writes and syncs files `prefix_NNN.safetensors`; returns what the manifest says of them.
+    """Writes and syncs files `prefix_NNN.safetensors`; returns their entries for the manifest.
 
     Raises CheckpointError where that cannot be.
     """
@@ -65,7 +65,7 @@ def _files(blocks: Iterable[Block]) -> Iterator[list[Block]]:
 
 
 def cannot_write(path: Path, error: OSError) -> str:
-    """One sentence: why `path` cannot be written and what to do."""
+    """Returns the message for a `path` that cannot be written: the reason and a remedy."""
     why = NO_ROOM.get(error.errno or 0)
     if why is not None:
         return f"{path}: {why}: free some space, or keep fewer checkpoints (checkpoint.keep_last)"
@@ -73,7 +73,7 @@ def cannot_write(path: Path, error: OSError) -> str:
 
 
 def check_room(root: Path, size: int) -> None:
-    """Raises CheckpointError where `size` more bytes do not fit under `root`."""
+    """Raises CheckpointError if `size` more bytes do not fit under `root`."""
     free = shutil.disk_usage(root).free
     if free < size + SPARE_BYTES:
         raise CheckpointError(
@@ -83,17 +83,17 @@ def check_room(root: Path, size: int) -> None:
 
 
 def now() -> str:
-    """For `Manifest.written`: ISO 8601 with offset."""
+    """Returns the time for `Manifest.written`: ISO 8601 with offset."""
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def temporary_folder(folder: Path) -> Path:
-    """Where a checkpoint is written before it is committed as `folder`."""
+    """Returns the folder in which a checkpoint is written before it is committed as `folder`."""
     return folder.with_name(f".{folder.name}.tmp")
 
 
 def start(folder: Path) -> Path:
-    """Makes the empty temporary folder of a checkpoint. Raises CheckpointError where that cannot be."""
+    """Creates the empty temporary folder of a checkpoint. Raises CheckpointError if it cannot."""
     temporary = temporary_folder(folder)
     try:
         remove(temporary)
@@ -105,7 +105,7 @@ def start(folder: Path) -> Path:
 
 
 def discard(folder: Path) -> None:
-    """Removes what was written of a checkpoint that is not going to be committed."""
+    """Removes the temporary folder of a checkpoint that will not be committed."""
     remove(temporary_folder(folder))
 
 
@@ -135,7 +135,7 @@ def write_weights_only(
     blocks: Callable[[str], Iterable[Tensor]],
     manifest: Manifest,
 ) -> None:
-    """Makes the empty folder `folder` a weights-only checkpoint, from one process, in memory for a block.
+    """Writes a weights-only checkpoint into the empty folder `folder` from one process, with one block in memory.
 
     `shapes`: canonical name -> global shape. `blocks` gives a tensor's fp32 numbers in row-major order. What is in the
     files is filled into `manifest`, which is written last. Raises OSError.

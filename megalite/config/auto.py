@@ -1,7 +1,7 @@
-"""Options that a config leaves to the planner: they say `auto`, and a layout is chosen when the run starts.
+"""Options that a config leaves to the planner: they are `auto`, and a layout is chosen when the run starts.
 
-In: the values of a file. Out: values that a `Config` can be made of, placeholders where something is still to be
-chosen, and which options those are. The placeholders are the simplest that there are, legal wherever anything is.
+In: the values of a file. Out: values that a `Config` can be built from, with placeholders for the options still to be
+chosen, and the paths of those options. Every placeholder is the simplest value, legal wherever any value is.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megalite.config.nearest import OptionPath, dotted
+from megalite.config.suggestions import OptionPath, dotted
 
 AUTO = "auto"
 
@@ -21,24 +21,24 @@ PLACEHOLDERS: dict[OptionPath, Any] = {
     ("training", "micro_batch_size"): 1,
     ("recompute", "mode"): "none",
 }
-"""Every option that may be `auto`, and what stands there until it is chosen. `parallel.data_parallel_size` is not among
-them: its `auto` is a number as soon as the processes are counted."""
+"""Every option that may be `auto`, and its value until one is chosen. `parallel.data_parallel_size` is not among them:
+its `auto` becomes a number as soon as the number of processes is known."""
 
 CHOOSABLE = frozenset(PLACEHOLDERS)
 SECTIONS = ("parallel", "recompute")
 """Sections that may be `auto` as a whole."""
 
 ALONG = (("training", "micro_batch_size"), ("recompute", "mode"))
-"""Chosen too where an option of `parallel` is and these are left out."""
+"""Options that are chosen too if an option of `parallel` is `auto` and they are left out."""
 
 
 def spell_out(section: str) -> dict[str, Any]:
-    """What `section: auto` stands for."""
+    """Returns the options that `section: auto` stands for."""
     return {option: AUTO for home, option in PLACEHOLDERS if home == section}
 
 
 def take_out(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[OptionPath]]:
-    """The values with placeholders for what says `auto`, and those options."""
+    """Replaces every `auto` by its placeholder; also returns the options that were `auto`."""
     result = dict(values)
     for section in SECTIONS:
         if result.get(section) == AUTO:
@@ -52,7 +52,7 @@ def take_out(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[Optio
 
 
 def put_back(values: dict[str, Any], options: Iterable[OptionPath]) -> dict[str, Any]:
-    """The reverse, for a dump."""
+    """Undoes `take_out` in a dump: sets `options` to `auto`."""
     for section, option in options:
         if isinstance(values.get(section), dict):
             values[section] = {**values[section], option: AUTO}
@@ -60,7 +60,7 @@ def put_back(values: dict[str, Any], options: Iterable[OptionPath]) -> dict[str,
 
 
 def allow_in(schema: dict[str, Any]) -> None:
-    """Lets a JSON schema of configs take `auto` wherever a config does."""
+    """Allows `auto` in a JSON schema of configs wherever a config does."""
     for section, option in PLACEHOLDERS:
         options = _definition(schema, section)["properties"]
         options[option] = _or_auto(options[option])
@@ -85,7 +85,7 @@ def _or_auto(described: dict[str, Any]) -> dict[str, Any]:
 
 
 def listed(options: Iterable[OptionPath]) -> str:
-    """For a sentence, in the order of the files."""
+    """Joins the names of options for a message, in the order of definition."""
     wanted = set(options)
     return ", ".join(dotted(path) for path in PLACEHOLDERS if path in wanted)
 

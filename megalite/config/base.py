@@ -1,4 +1,4 @@
-"""The base of every section: strict, frozen, documented; and the number types the sections are written in."""
+"""The base class of every section (strict, frozen, documented) and the number types of their options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 
 class Section(BaseModel):
-    """A section of the config: unknown options are refused, values never change after loading."""
+    """A section of the config: unknown options are refused, and values never change after loading."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -22,12 +22,12 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _empty_section_means_defaults(cls, values: Any) -> Any:
-        """`monitor:` with nothing below it is YAML's null."""
+        """Accepts YAML's null, which `monitor:` without options is, as an empty section."""
         return {} if values is None else values
 
 
 def _not_a_bool(value: Any) -> Any:
-    """Pydantic reads `true` as the number 1; for us `vocab_size: true` is a mistake."""
+    """Makes pydantic refuse `vocab_size: true`, which it would read as the number 1."""
     return str(value).lower() if isinstance(value, bool) else value
 
 

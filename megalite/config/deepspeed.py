@@ -1,4 +1,4 @@
-"""Section `deepspeed`: merged into the DeepSpeed config, refused where it contradicts a setting of ours.
+"""Section `deepspeed`: merged into the DeepSpeed config, refused if it contradicts another option of the run.
 
 The keys are DeepSpeed 0.19's; a tuple is a path inside the section.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from megalite.config.errors import shown
-from megalite.config.nearest import nearest_name
+from megalite.config.suggestions import nearest_name
 
 OWNED: dict[tuple[str, ...], str] = {
     ("train_batch_size",): "training.global_batch_size",
@@ -33,7 +33,7 @@ OWNED: dict[tuple[str, ...], str] = {
     ("data_parallel_size",): "parallel.data_parallel_size",
     ("wandb",): "monitor.wandb",
 }
-"""DeepSpeed's keys that say again what one of our options says, and that option."""
+"""DeepSpeed's keys that duplicate one of our options, and that option."""
 
 AVERAGING = "gradients are the mean over the global batch, whatever the layout"
 CONTRADICTING = {
@@ -42,7 +42,7 @@ CONTRADICTING = {
     "gradient_predivide_factor": AVERAGING,
     "zero_allow_untested_optimizer": "optimizers are plain torch ones, which DeepSpeed calls untested",
 }
-"""Top-level keys that would break what a run always does, and what that is."""
+"""Top-level keys that would break an invariant of every run, and that invariant."""
 
 PASSED_ON = frozenset(
     {
@@ -55,7 +55,7 @@ PASSED_ON = frozenset(
         "zero_force_ds_cpu_optimizer", "zero_optimization",
     }
 )  # fmt: skip
-"""Top-level keys that DeepSpeed 0.19.8 reads and that may be set there; it ignores any other one silently."""
+"""Top-level keys that DeepSpeed 0.19.8 reads and that may be set; it ignores any other key silently."""
 
 REMOVED = (
     "nebula",
@@ -70,14 +70,14 @@ REMOVED = (
     "curriculum_learning",
     "progressive_layer_drop",
 )
-"""Top-level keys that DeepSpeed 0.19 no longer knows."""
+"""Top-level keys that DeepSpeed 0.19 has removed."""
 
 REORDERING = ("zero_optimization", "round_robin_gradients")
-"""DeepSpeed 0.19.8 permutes ZeRO-1's and ZeRO-2's flat weights for it, but not the map from parameters to them
-(stage_1_and_2.py, `_create_param_mapping`): training is right, what reads or writes a parameter's fp32 state is not."""
+"""DeepSpeed 0.19.8 permutes the flat weights of ZeRO-1 and ZeRO-2 if this is set, but not the map from parameters to
+them (stage_1_and_2.py, `_create_param_mapping`): training is right, reading or writing fp32 state is not."""
 
 REMOVED_FROM_ZERO = ("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param")
-"""Keys of `zero_optimization` that DeepSpeed 0.19 no longer knows."""
+"""Keys of `zero_optimization` that DeepSpeed 0.19 has removed."""
 
 
 def check_pass_through(options: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def check_pass_through(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unknown(key: str) -> str:
-    """The sentence about a key that DeepSpeed would ignore, with what was meant: its key, or our option."""
+    """Returns the message for a key that DeepSpeed would ignore, with the key or option that was probably meant."""
     ours = {path[0]: option for path, option in OWNED.items() if len(path) == 1}
     meant = nearest_name(key, PASSED_ON | ours.keys())
     if meant is None:
@@ -116,7 +116,7 @@ def _unknown(key: str) -> str:
 
 
 def has(options: dict[str, Any], path: tuple[str, ...]) -> bool:
-    """Whether the nested options contain `path`."""
+    """Returns whether the nested options contain `path`."""
     here: Any = options
     for key in path:
         if not isinstance(here, dict) or key not in here:
@@ -126,5 +126,5 @@ def has(options: dict[str, Any], path: tuple[str, ...]) -> bool:
 
 
 def is_on(value: Any) -> bool:
-    """Whether a DeepSpeed feature is switched on: `true`, or a section whose `enabled` is true."""
+    """Returns whether a DeepSpeed feature is on: `true`, or a section whose `enabled` is true."""
     return bool(value.get("enabled", False)) if isinstance(value, dict) else bool(value)

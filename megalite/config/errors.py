@@ -1,7 +1,4 @@
-"""One sentence for everything that can be wrong with a config.
-
-In: an exception of pydantic. Out: `Problem`s, each with the option it is about, or one line for a person.
-"""
+"""Turns pydantic's validation errors into `ConfigProblem`s, one sentence each, or into one line for the user."""
 
 from __future__ import annotations
 
@@ -14,43 +11,29 @@ from pydantic_core import ErrorDetails
 
 from megalite.config.auto import AUTO, CHOOSABLE
 from megalite.config.base import Section
-from megalite.config.nearest import OptionPath, dotted, nearest_option
+from megalite.config.suggestions import OptionPath, dotted, nearest_option
 
 
 class ConfigError(ValueError):
-    """The user's config cannot work; the message is one sentence that says why and what would."""
+    """Raised for a config that cannot work; the message is one sentence with the reason and a remedy."""
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One thing wrong with a config."""
+class ConfigProblem:
+    """One problem of a config."""
 
     path: OptionPath
-    """The option (or section) it is about."""
+    """The option or section it concerns."""
 
     sentence: str
-    """What is wrong and what would work, in one line."""
+    """The problem and its remedy, in one line."""
 
 
 EXPECTATIONS = {
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_parsing_size": "a smaller whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
     "bool_type": "true or false",
     "bool_parsing": "true or false",
-    "string_type": "text",
     "string_too_short": "text that is not empty",
-    "path_type": "a path",
     "none_required": "null",
-    "literal_error": "{expected}",
-    "greater_than": "greater than {gt}",
-    "greater_than_equal": "at least {ge}",
-    "less_than": "less than {lt}",
-    "less_than_equal": "at most {le}",
     "list_type": "a list",
     "tuple_type": "a list",
     "too_short": "a list of at least {min_length}",
@@ -58,16 +41,17 @@ EXPECTATIONS = {
     "dict_type": "a section with options of its own",
     "model_type": "a section with options of its own",
 }
-"""Pydantic's error types as what we expected instead; `{...}` are its own numbers."""
+"""Types of pydantic's errors whose text speaks of Python, and the expectation in YAML's terms; `{...}` are pydantic's
+values."""
 
 
-def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
-    """Everything wrong, unknown options first (a misspelled option is also missing under its right name)."""
+def problems_of(error: ValidationError, model: type[BaseModel]) -> list[ConfigProblem]:
+    """Lists all problems, unknown options first: a misspelled option is also missing under its right name."""
     details = error.errors(include_url=False)
     unknown = [_unknown(detail, model) for detail in details if detail["type"] == "extra_forbidden"]
     meant = {option for _, option in unknown}
     missing = [
-        Problem(path := option_path(detail["loc"], model), _missing(path, model))
+        ConfigProblem(path := option_path(detail["loc"], model), _missing(path, model))
         for detail in details
         if detail["type"] == "missing" and not _is_item(detail["loc"], model)
     ]
@@ -79,18 +63,18 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]
 
 
 def describe_validation_error(error: ValidationError, model: type[BaseModel]) -> str:
-    """Pydantic's report as one line: the first problem in full, then how many more."""
+    """Summarises pydantic's report in one line: the first problem in full and the number of the others."""
     return one_line(problem.sentence for problem in problems_of(error, model))
 
 
 def one_line(sentences: Iterable[str]) -> str:
-    """The first sentence in full, and the number of the others."""
+    """Returns the first sentence in full and the number of the others."""
     first, *others = sentences
     return f"{first} (and {len(others)} more)" if others else first
 
 
 def option_path(loc: Sequence[int | str], model: type[BaseModel]) -> OptionPath:
-    """The option an error is about: `loc` without list positions and without pydantic's union branches."""
+    """Returns the option an error concerns: `loc` without list positions and pydantic's union branches."""
     path: list[str] = []
     section: type[BaseModel] | None = model
     for part in loc:
@@ -103,31 +87,31 @@ def option_path(loc: Sequence[int | str], model: type[BaseModel]) -> OptionPath:
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section class an annotation stands for, if it is one."""
+    """Returns the annotation if it is a section class, else None."""
     return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
 def _is_item(loc: Sequence[int | str], model: type[BaseModel]) -> bool:
-    """Whether `loc` points inside a list, not at an option."""
+    """Returns whether `loc` points inside a list, not at an option."""
     return len(option_path(loc, model)) < len(loc)
 
 
-def _unknown(detail: ErrorDetails, model: type[BaseModel]) -> tuple[Problem, OptionPath]:
-    """The problem of an unknown option, and the option that was probably meant (empty when none is near)."""
+def _unknown(detail: ErrorDetails, model: type[BaseModel]) -> tuple[ConfigProblem, OptionPath]:
+    """Returns the problem of an unknown option and the option that was probably meant (empty if none is similar)."""
     path = option_path(detail["loc"], model)
     value = detail["input"]
     suggestion = nearest_option(path, value, model)
     if suggestion is not None:
         typed, meant = suggestion
-        return Problem(path, f'unknown option "{dotted(typed)}": did you mean "{dotted(meant)}"?'), meant
+        return ConfigProblem(path, f'unknown option "{dotted(typed)}": did you mean "{dotted(meant)}"?'), meant
     section = section_at(path[:-1], model)
     names = ", ".join(section.model_fields)
     where = f"section {dotted(path[:-1])}" if path[:-1] else "the config"
-    return Problem(path, f'unknown option "{dotted(path)}": {where} has {names}'), ()
+    return ConfigProblem(path, f'unknown option "{dotted(path)}": {where} has {names}'), ()
 
 
 def section_at(path: OptionPath, model: type[BaseModel]) -> type[BaseModel]:
-    """The section class at a path of the config."""
+    """Returns the section class at a path of the config."""
     for name in path:
         section = section_of(model.model_fields[name].annotation)
         assert section is not None, f"{dotted(path)} is not a section"
@@ -136,6 +120,7 @@ def section_at(path: OptionPath, model: type[BaseModel]) -> type[BaseModel]:
 
 
 def _missing(path: OptionPath, model: type[BaseModel]) -> str:
+    """Returns the sentence for a required option or section that is missing."""
     field = section_at(path[:-1], model).model_fields[path[-1]]
     section = section_of(field.annotation)
     if section is not None:
@@ -145,16 +130,16 @@ def _missing(path: OptionPath, model: type[BaseModel]) -> str:
     return f"{dotted(path)} is required ({meaning[:1].lower()}{meaning[1:]})"
 
 
-def _wrong_values(details: Iterable[ErrorDetails], model: type[BaseModel]) -> list[Problem]:
-    """Values of the wrong kind, one problem per option: the branches of a union become `a or b`."""
+def _wrong_values(details: Iterable[ErrorDetails], model: type[BaseModel]) -> list[ConfigProblem]:
+    """Lists values of the wrong type, one problem per option; the branches of a union become `a or b`."""
     expected: dict[OptionPath, list[str]] = {}
     got: dict[OptionPath, Any] = {}
-    own: list[Problem] = []
+    own: list[ConfigProblem] = []
     for detail in details:
         path = option_path(detail["loc"], model)
         kind = detail["type"]
         if kind == "value_error":
-            own.append(Problem(path, str(detail["ctx"]["error"])))
+            own.append(ConfigProblem(path, str(detail["ctx"]["error"])))
         elif kind == "missing" and _is_item(detail["loc"], model):
             expected.setdefault(path, []).append("a longer list")
             got[path] = detail["input"]
@@ -164,7 +149,7 @@ def _wrong_values(details: Iterable[ErrorDetails], model: type[BaseModel]) -> li
     for path in expected.keys() & CHOOSABLE:
         expected[path] = [*(text.replace(" or ", ", ") for text in expected[path]), AUTO]
     wrong = [
-        Problem(path, f"{dotted(path)} must be {' or '.join(dict.fromkeys(texts))}, got {shown(got[path])}")
+        ConfigProblem(path, f"{dotted(path)} must be {' or '.join(dict.fromkeys(texts))}, got {shown(got[path])}")
         for path, texts in expected.items()
     ]
     return own + wrong
@@ -172,13 +157,16 @@ def _wrong_values(details: Iterable[ErrorDetails], model: type[BaseModel]) -> li
 
 def _expectation(detail: ErrorDetails) -> str:
     template = EXPECTATIONS.get(detail["type"])
-    if template is None:
-        return detail["msg"].replace("\n", " ").removeprefix("Input should be ")
-    return template.format(**detail.get("ctx", {})).replace("'", "")
+    if template is not None:
+        return template.format(**detail.get("ctx", {}))
+    if detail["type"] == "literal_error":
+        return str(detail["ctx"]["expected"]).replace("'", "")
+    # "Input should be a valid integer, unable to parse string as an integer": only the expectation itself
+    return detail["msg"].removeprefix("Input should be ").partition(",")[0].replace("\n", " ")
 
 
 def shown(value: Any, limit: int = 60) -> str:
-    """A value for a message, on one line."""
+    """Formats a value for a message, on one line of at most `limit` characters."""
     text = repr(value)
     if value is None or isinstance(value, bool):
         text = {None: "null", True: "true", False: "false"}[value]

@@ -1,6 +1,6 @@
-"""Versions of other people's packages that go wrong with settings of ours: a table, checked before a run starts.
+"""Package versions that go wrong with certain settings: a table, checked before a run starts.
 
-Every row names the public thread it was read in; most were seen again by running this project on the versions in
+Every row names the public thread that reports it; most were reproduced by running this project on the versions in
 question. In: a config, its layout and the installed versions. Out: the rows that match, or one sentence.
 """
 
@@ -9,19 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from megalite.config.config import Config
 from megalite.config.errors import ConfigError, one_line
-
-if TYPE_CHECKING:
-    from megalite.config.layout import ResolvedLayout
-    from megalite.config.root import Config
+from megalite.config.layout import ResolvedLayout
 
 Device = Literal["cpu", "cuda"]
-Settings = Callable[["Config", "ResolvedLayout"], "str | None"]
+Settings = Callable[[Config, ResolvedLayout], str | None]
 
 REPOSITORIES = {"DeepSpeed": "deepspeedai/DeepSpeed", "pytorch": "pytorch/pytorch"}
 
@@ -33,37 +31,37 @@ class KnownBad:
     versions: Mapping[str, str]
     """Package -> the versions it happens with, as a version specifier; with several packages, all must match."""
     settings: Settings
-    """The settings it takes, in words and numbers; None where a run does not have them."""
+    """Describes the settings that trigger it, with their values; None if a run does not have them."""
     wrong: str
-    """What goes wrong, in one phrase."""
+    """The effect, in one phrase."""
     thread: str
-    """Where it was reported or mended: `DeepSpeed#8152`."""
+    """The thread that reports or fixes it: `DeepSpeed#8152`."""
     remedy: str
-    """What to do instead."""
+    """The remedy, to end the message with."""
     device: Device | None = None
-    """Where it happens; None = on both."""
+    """The device it happens on; None = both."""
 
     @property
     def url(self) -> str:
-        """The thread's address; GitHub sends a pull request's number on to it."""
+        """Address of the thread; GitHub redirects the number of a pull request."""
         repository, number = self.thread.split("#")
         return f"https://github.com/{REPOSITORIES[repository]}/issues/{number}"
 
     def is_installed(self, versions: Mapping[str, str]) -> bool:
-        """Whether all its packages are installed in versions it happens with."""
+        """Returns whether all its packages are installed in affected versions; `2.13.0+cpu` counts as 2.13.0."""
         return all(
-            package in versions and SpecifierSet(bad).contains(_release(versions[package]), prereleases=True)
+            package in versions and SpecifierSet(bad).contains(Version(versions[package]).public, prereleases=True)
             for package, bad in self.versions.items()
         )
 
     def sentence(self, config: Config, layout: ResolvedLayout, versions: Mapping[str, str]) -> str:
-        """What is wrong, where, who says so and what would work."""
+        """Returns the message: versions, settings, effect, thread and remedy."""
         packages = " and ".join(f"{package} {versions[package]}" for package in self.versions)
         return f"{packages} with {self.settings(config, layout)}: {self.wrong} ({self.thread}): {self.remedy}"
 
 
 def installed_versions() -> dict[str, str]:
-    """The packages that computations lean on, as installed; one that is missing is left out."""
+    """Returns the installed versions of the packages in the table; a missing package is left out."""
     versions = {}
     for package in ("torch", "deepspeed", "transformers"):
         try:
@@ -76,7 +74,7 @@ def installed_versions() -> dict[str, str]:
 def matching(
     config: Config, layout: ResolvedLayout, versions: Mapping[str, str], device: Device | None = None
 ) -> list[KnownBad]:
-    """The rows that a run meets; while the device is unknown, those of both."""
+    """Returns the rows that match a run; while the device is unknown, those of both devices."""
     return [
         row
         for row in KNOWN_BAD
@@ -89,24 +87,19 @@ def matching(
 def check_known_bad(
     config: Config, layout: ResolvedLayout, versions: Mapping[str, str], device: Device | None = None
 ) -> None:
-    """ConfigError with the first row that a run meets in full and the number of the others."""
+    """Raises ConfigError with the first matching row in full and the number of the others."""
     rows = matching(config, layout, versions, device)
     if rows:
         raise ConfigError(one_line(row.sentence(config, layout, versions) for row in rows))
 
 
-def _release(installed: str) -> Version:
-    """The version without what a build adds to it: `2.13.0+cpu` is 2.13.0."""
-    return Version(Version(installed).public)
-
-
 def _zero(config: Config, key: str, default: Any = None) -> Any:
-    """A setting of DeepSpeed's `zero_optimization` section."""
+    """Returns a setting of DeepSpeed's `zero_optimization` section."""
     return config.deepspeed.get("zero_optimization", {}).get(key, default)
 
 
 def _reduces_in_buckets(config: Config, layout: ResolvedLayout) -> bool:
-    """Whether ZeRO-1 or 2 reduces gradients by DeepSpeedZeroOptimizer; BF16_Optimizer has a way of its own."""
+    """Returns whether DeepSpeedZeroOptimizer reduces the gradients (ZeRO-1 or 2, but not BF16_Optimizer)."""
     has_own_way = layout.zero_stage == 1 and config.precision.dtype == "bf16"
     has_own_way &= config.precision.gradient_accumulation_dtype == "fp32"
     return layout.zero_stage < 3 and layout.data_parallel_size > 1 and not has_own_way
@@ -135,7 +128,7 @@ def zero_2_offloaded_with_accumulation(config: Config, layout: ResolvedLayout) -
 
 
 def gradients_not_contiguous(config: Config, layout: ResolvedLayout) -> str | None:
-    # what a run has without a word of the user is decided in megalite/engine/deepspeed_config.py
+    # the default is set in megalite/engine/deepspeed_config.py
     if not _reduces_in_buckets(config, layout) or _zero(config, "contiguous_gradients", layout.zero_stage > 1):
         return None
     return (
@@ -162,7 +155,7 @@ def secondary_partitions(config: Config, layout: ResolvedLayout) -> str | None:
 
 
 def secondary_partitions_of_small_weights(config: Config, layout: ResolvedLayout) -> str | None:
-    """Where the last secondary partition of a norm's weight begins behind the weight's end."""
+    """Matches if the last secondary partition of a norm's weight begins behind the weight's end."""
     named, replicas, width = secondary_partitions(config, layout), layout.data_parallel_size, config.model.hidden_size
     if named is None:
         return None

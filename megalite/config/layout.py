@@ -1,15 +1,15 @@
-"""From config and number of processes to the layout: how many ranks each kind of parallelism gets."""
+"""Resolves the layout of a config on a number of processes: how many ranks each kind of parallelism gets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Literal
 
+from megalite.config import auto
+from megalite.config.config import Config
 from megalite.config.errors import ConfigError
-from megalite.config.parallel import ParallelConfig
-
-if TYPE_CHECKING:
-    from megalite.config.root import Config
+from megalite.config.rules import Situation, check_rules
+from megalite.config.sections import ParallelConfig
 
 ZERO_STAGE_0_NOTICE = (
     "zero_stage 0 is served by stage 1: DeepSpeed's stage 0 clips by a wrong norm under tensor or pipeline "
@@ -28,13 +28,29 @@ class ResolvedLayout:
     gradient_accumulation_steps: int
     """Micro-batches per optimizer step on one replica."""
     zero_stage: int
-    """The stage DeepSpeed is given: 1 to 3."""
+    """The stage that DeepSpeed runs: 1 to 3."""
     notices: tuple[str, ...]
-    """Settings that are served by something else, one sentence each; said once at start."""
+    """Settings that are replaced by others, one sentence each; logged once at start."""
 
 
-def resolve_layout(config: Config, world_size: int) -> ResolvedLayout:
-    """The layout on `world_size` processes; ConfigError where the sizes do not multiply to it."""
+def resolve_layout(config: Config, world_size: int, device: Literal["cpu", "cuda"]) -> ResolvedLayout:
+    """Returns the layout on `world_size` processes.
+
+    Raises ConfigError if the layout is still `auto`, if the sizes do not multiply to `world_size`, or if the config
+    breaks a rule with this many replicas on this device.
+    """
+    if config.unresolved_options:
+        raise ConfigError(
+            f"the layout is not chosen yet ({auto.listed(config.unresolved_options)}: auto): `megalite plan "
+            "CONFIG.yaml --write FILE.yaml` chooses one and writes a config with it"
+        )
+    layout = unchecked_layout(config, world_size)
+    check_rules(config, Situation(layout.data_parallel_size, device))
+    return layout
+
+
+def unchecked_layout(config: Config, world_size: int) -> ResolvedLayout:
+    """Returns the layout on `world_size` processes without checking any rule but that the sizes multiply to it."""
     parallel, training = config.parallel, config.training
     data_parallel_size = _data_parallel_size(parallel, world_size)
     return ResolvedLayout(
@@ -48,8 +64,12 @@ def resolve_layout(config: Config, world_size: int) -> ResolvedLayout:
     )
 
 
-def wanted_world_size(parallel: ParallelConfig, device_count: int | None) -> int:
-    """Processes to start: tp x pp x dp, an `auto` dp fills the machine's GPUs, or is 1 on a CPU (None)."""
+def wanted_world_size(config: Config, device_count: int | None) -> int:
+    """Returns the number of processes to start on a machine with `device_count` GPUs (None: CPU ranks).
+
+    It is tp x pp x dp; a dp of `auto` fills the GPUs and is 1 on a CPU.
+    """
+    parallel = config.parallel
     tp, pp, dp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size
     if dp != "auto":
         return tp * pp * dp
@@ -79,8 +99,7 @@ def _data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
     if replica * dp != world_size:
         instead = "" if left_over else f", or set parallel.data_parallel_size to {fitting} or auto"
         raise ConfigError(
-            f"parallel.tensor_parallel_size {tp} x parallel.pipeline_parallel_size {pp} x "
-            f"parallel.data_parallel_size {dp} makes {replica * dp} processes, but this run has "
-            f"{world_size}: start {replica * dp}{instead}"
+            f"parallel.tensor_parallel_size {tp} x parallel.pipeline_parallel_size {pp} x parallel.data_parallel_size "
+            f"{dp} makes {replica * dp} processes, but this run has {world_size}: start {replica * dp}{instead}"
         )
     return dp

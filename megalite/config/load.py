@@ -1,6 +1,6 @@
-"""From a YAML file and `section.option=value` overrides to a checked `Config`; all errors are one line.
+"""Loads a checked `Config` from a YAML file and `section.option=value` overrides; all errors are one line.
 
-Every message starts with where the value came from: the file and line, or the override.
+Every message starts with the origin of the value: the file and line, or the override.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from megalite.config.auto import AUTO, SECTIONS, spell_out
+from megalite.config.config import Config
 from megalite.config.errors import ConfigError, one_line, problems_of
-from megalite.config.nearest import OptionPath, dotted
-from megalite.config.root import Config
 from megalite.config.rules import Situation, check_rules
-from megalite.config.text import LinePath, parse_yaml
+from megalite.config.suggestions import OptionPath, dotted
+from megalite.config.yaml_text import LinePath, parse_yaml
 
 Values = dict[str, Any]
 
@@ -24,9 +24,9 @@ Values = dict[str, Any]
 def load_config(
     path: Path, overrides: Sequence[str] = (), complete: Callable[[Values], Values] = lambda values: values
 ) -> Config:
-    """The config in `path` with the overrides applied in order; ConfigError where it cannot work.
+    """Loads the config in `path` with the overrides applied in order. Raises ConfigError if it cannot work.
 
-    `complete` may add to the values before they are checked: what stands elsewhere, as a Hugging Face model's options.
+    `complete` may add values from elsewhere before they are checked, as the options of a Hugging Face model.
     An override is `section.option=value`, its value written as in YAML: `optimizer.learning_rate=1e-3`,
     `data.path=[a, b]`, `training.tokens=null`, `deepspeed.zero_optimization.overlap_comm=true`.
     """
@@ -46,13 +46,13 @@ def load_config(
 
 
 def stated_values(path: Path, overrides: Sequence[str] = ()) -> tuple[Values, frozenset[OptionPath]]:
-    """What file and overrides say, nothing filled in and nothing checked, and which options the overrides set."""
+    """Returns the values of file and overrides, without defaults and unchecked, and the options that overrides set."""
     values, _, sources = _overridden(path, overrides)
     return values, frozenset(sources)
 
 
 def _overridden(path: Path, overrides: Sequence[str]) -> tuple[Values, dict[LinePath, int], dict[OptionPath, str]]:
-    """The file's values with the overrides applied, its lines, and the override behind each option that one set."""
+    """Returns the file's values with the overrides applied, its lines, and the override of each overridden option."""
     values, lines = _read(path)
     sources: dict[OptionPath, str] = {}
     for override in overrides:
@@ -95,7 +95,7 @@ def _parse_override(override: str) -> tuple[OptionPath, Any]:
 
 
 def _set(values: dict[str, Any], option: OptionPath, value: Any, override: str) -> None:
-    """Sets one option in nested dicts, making the sections on the way."""
+    """Sets one option in nested dicts and creates the sections on the way."""
     here = values
     for depth, name in enumerate(option[:-1], start=1):
         if here.get(name) is None:
@@ -112,11 +112,11 @@ def _set(values: dict[str, Any], option: OptionPath, value: Any, override: str) 
 
 
 def _where(path: Path, option: OptionPath, lines: dict[LinePath, int], sources: dict[OptionPath, str]) -> str:
-    """The override or the line of the file that a problem with `option` comes from."""
+    """Returns the override or the line of the file that set `option`."""
     for overridden, override in sources.items():
-        inside = option[: len(overridden)] == overridden
-        made_by_it = overridden[: len(option)] == option and option not in lines
-        if inside or made_by_it:
+        is_inside = option[: len(overridden)] == overridden
+        is_created = overridden[: len(option)] == option and option not in lines  # a section without a line
+        if is_inside or is_created:
             return f'override "{override}"'
     while option:
         if option in lines:

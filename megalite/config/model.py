@@ -1,4 +1,4 @@
-"""Section `model`: the architecture, in Hugging Face's spelling. Families are known elsewhere."""
+"""Section `model`: the architecture, with Hugging Face's names. Model families are defined in models/families."""
 
 from __future__ import annotations
 
@@ -6,41 +6,54 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from megalite.config.base import (
-    DerivedInt,
-    NonNegativeInt,
-    NotBool,
-    PositiveFloat,
-    PositiveInt,
-    Probability,
-    Section,
-)
-from megalite.config.rope import RopeScaling
+from megalite.config.base import DerivedInt, NonNegativeInt, NotBool, PositiveFloat, PositiveInt, Probability, Section
+
+
+class RopeScaling(Section):
+    """Scaling of rotary position embedding for longer sequences."""
+
+    rope_type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
+    """The formula: position interpolation, NTK-aware growth of the base with the length, Llama 3.1, YaRN, LongRoPE."""
+
+    factor: PositiveFloat | None = None
+    """Ratio of the new length to the original one; every type but `longrope` needs it."""
+
+    original_max_position_embeddings: PositiveInt | None = None
+    """Length of the first training, in tokens. Left out: `model.max_position_embeddings`."""
+
+    low_freq_factor: PositiveFloat | None = None
+    """`llama3`: wavelengths above original length / this are stretched in full."""
+
+    high_freq_factor: PositiveFloat | None = None
+    """`llama3`: wavelengths below original length / this stay as they are."""
+
+    attention_factor: PositiveFloat | None = None
+    """`yarn`, `longrope`: factor of cos and sin. Left out: derived as in the papers."""
+
+    beta_fast: PositiveFloat | None = None
+    """`yarn`: rotations over the original length above which a dimension stays as it is. Left out: 32."""
+
+    beta_slow: PositiveFloat | None = None
+    """`yarn`: rotations over the original length below which a dimension is stretched in full. Left out: 1."""
+
+    mscale: float | None = None
+    """`yarn` as DeepSeek writes it: a numerator of the attention factor."""
+
+    mscale_all_dim: float | None = None
+    """`yarn` as DeepSeek writes it: a denominator of the attention factor."""
+
+    truncate: bool | None = None
+    """`yarn`: round the dimensions at which stretching begins and ends to whole ones. Left out: true."""
+
+    short_factor: tuple[PositiveFloat, ...] | None = None
+    """`longrope`: a divisor for each pair of dimensions, in sequences up to the original length."""
+
+    long_factor: tuple[PositiveFloat, ...] | None = None
+    """`longrope`: a divisor for each pair of dimensions, in longer sequences."""
+
 
 DERIVED = ("num_key_value_heads", "head_dim", "attention_output_bias", "moe_intermediate_size", "layer_types")
 DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout")
-
-
-def _one_kv_head_per_head(data: dict[str, Any]) -> int:
-    return int(data["num_attention_heads"])
-
-
-def _hidden_size_per_head(data: dict[str, Any]) -> int:
-    """Rounds down; a hidden_size that does not divide is refused in model_rules.py, with numbers."""
-    return int(data["hidden_size"] // data["num_attention_heads"])
-
-
-def _as_the_other_projections(data: dict[str, Any]) -> bool:
-    return bool(data["attention_bias"])
-
-
-def _size_of_dense_layers(data: dict[str, Any]) -> int:
-    return int(data["intermediate_size"])
-
-
-def _all_alike(data: dict[str, Any]) -> tuple[LayerType, ...]:
-    kind: LayerType = "full_attention" if data["sliding_window"] is None else "sliding_attention"
-    return (kind,) * int(data["num_hidden_layers"])
 
 
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -49,6 +62,11 @@ DerivedBool = Annotated[bool, BeforeValidator(lambda value: value, json_schema_i
 DerivedLayerTypes = Annotated[
     tuple[LayerType, ...], BeforeValidator(lambda value: value, json_schema_input_type=tuple[LayerType, ...] | None)
 ]
+
+
+def _same_for_all_layers(data: dict[str, Any]) -> tuple[LayerType, ...]:
+    kind: LayerType = "full_attention" if data["sliding_window"] is None else "sliding_attention"
+    return (kind,) * int(data["num_hidden_layers"])
 
 
 class ModelConfig(Section):
@@ -72,10 +90,11 @@ class ModelConfig(Section):
     num_attention_heads: PositiveInt
     """Number of query heads; a multiple of `parallel.tensor_parallel_size`."""
 
-    num_key_value_heads: DerivedInt = Field(default_factory=_one_kv_head_per_head)
+    num_key_value_heads: DerivedInt = Field(default_factory=lambda data: data["num_attention_heads"])
     """Number of key and value heads (grouped-query attention). Left out or null: `num_attention_heads`."""
 
-    head_dim: DerivedInt = Field(default_factory=_hidden_size_per_head)
+    # rounded down: model_rules.py refuses a hidden_size that does not divide, with numbers
+    head_dim: DerivedInt = Field(default_factory=lambda data: data["hidden_size"] // data["num_attention_heads"])
     """Width of one head, even where rotated. Left out or null: `hidden_size / num_attention_heads`."""
 
     hidden_act: Literal["silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu"] = "silu"
@@ -99,7 +118,7 @@ class ModelConfig(Section):
     attention_bias: bool = False
     """Biases of the query, key and value projections."""
 
-    attention_output_bias: DerivedBool = Field(default_factory=_as_the_other_projections)
+    attention_output_bias: DerivedBool = Field(default_factory=lambda data: data["attention_bias"])
     """Bias of attention's output projection. Left out or null: `attention_bias`."""
 
     mlp_bias: bool = False
@@ -111,7 +130,7 @@ class ModelConfig(Section):
     num_experts_per_tok: PositiveInt = 2
     """Experts that each token goes through; at most `num_experts`."""
 
-    moe_intermediate_size: DerivedInt = Field(default_factory=_size_of_dense_layers)
+    moe_intermediate_size: DerivedInt = Field(default_factory=lambda data: data["intermediate_size"])
     """Width of one expert. Left out or null: `intermediate_size`."""
 
     norm_topk_prob: bool = True
@@ -127,7 +146,7 @@ class ModelConfig(Section):
     """Attention scores x become cap * tanh(x / cap). Null: they stay; the mask of all scores exists where it is set."""
 
     final_logit_softcapping: PositiveFloat | None = None
-    """Logits x become cap * tanh(x / cap). Null: they stay."""
+    """Logits x become cap * tanh(x / cap). Null: no cap."""
 
     scale_embeddings: bool = False
     """Multiply token embeddings by the square root of `hidden_size`, rounded to the computation's dtype (Gemma)."""
@@ -136,7 +155,7 @@ class ModelConfig(Section):
     """Epsilon of every norm, whichever `normalization` is chosen."""
 
     position_embedding: Literal["rope", "learned"] = "rope"
-    """How a token's position is told: rotary embedding in attention, or a learned vector per position (GPT-2)."""
+    """Encoding of a token's position: rotary embedding in attention, or a learned vector per position (GPT-2)."""
 
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary position embedding."""
@@ -151,12 +170,12 @@ class ModelConfig(Section):
     """Base of plain rotary embedding in `sliding_attention` layers (Gemma 3). Null: they are as all others."""
 
     layers_without_rope: tuple[NonNegativeInt, ...] = ()
-    """Blocks, counted from 0, whose attention knows no positions (SmolLM3)."""
+    """Blocks, counted from 0, whose attention has no position embedding (SmolLM3)."""
 
     sliding_window: PositiveInt | None = None
     """Tokens that a token of a `sliding_attention` layer sees, itself included. Null: no layer has a window."""
 
-    layer_types: DerivedLayerTypes = Field(default_factory=_all_alike)
+    layer_types: DerivedLayerTypes = Field(default_factory=_same_for_all_layers)
     """Attention of each block. Left out or null: all sliding where `sliding_window` is set, else all full."""
 
     max_position_embeddings: PositiveInt = 2048
@@ -178,22 +197,22 @@ class ModelConfig(Section):
     """Fraction of the numbers of the token embeddings dropped in training."""
 
     def has_window(self, layer: int) -> bool:
-        """Whether attention of block `layer` sees only `sliding_window` tokens."""
+        """Returns whether attention of block `layer` sees only `sliding_window` tokens."""
         return self.layer_types[layer] == "sliding_attention"
 
     def has_experts(self, layer: int) -> bool:
-        """Whether block `layer` has a router and experts."""
+        """Returns whether block `layer` has a router and experts."""
         return self.num_experts is not None and layer not in self.mlp_only_layers
 
     def rotary_dim(self, layer: int) -> int:
-        """Features of each head that block `layer` rotates, from the first on."""
+        """Returns the number of features of each head that block `layer` rotates, from the first on."""
         if self.position_embedding != "rope" or layer in self.layers_without_rope:
             return 0
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def has_dropout(self) -> bool:
-        """Whether training needs sample numbers. Masks are a function of them, so they are equal on every layout."""
+        """True if training needs sample numbers, from which dropout masks are computed, equal on every layout."""
         return any(getattr(self, name) > 0 for name in DROPOUTS)
 
     @model_validator(mode="before")

@@ -1,6 +1,6 @@
-"""What options of one model must be to one another, whatever it is used for: training, conversion, generation.
+"""Rules about several options of one model, for training, conversion and generation alike.
 
-In: a `ModelConfig`. Out: None, or one sentence with the reason and what works.
+In: a `ModelConfig`. Out: None, or one sentence with the reason and a value that works.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megalite.config.model import ModelConfig
-from megalite.config.remedies import multiples_near, neighbours
+from megalite.config.suggestions import multiples_near, neighbours
 
 # rope_type -> fields that it needs, fields that it may have; as transformers' `RotaryEmbeddingConfigMixin` has it
 ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -32,7 +32,7 @@ ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def problem_with_model(model: ModelConfig) -> str | None:
-    """The first broken rule, None where all hold."""
+    """Returns the sentence of the first broken rule, or None if all hold."""
     return next((sentence for rule in MODEL_RULES if (sentence := rule(model)) is not None), None)
 
 
@@ -58,7 +58,7 @@ def kv_heads_divide_heads(model: ModelConfig) -> str | None:
 
 
 def a_whole_head_rotates_pairs(model: ModelConfig) -> str | None:
-    """A part of a head may be odd: it is rounded up, as transformers does."""
+    """Refuses an odd head_dim that rotates as a whole; an odd part of a head is rounded up, as transformers does."""
     if model.position_embedding != "rope" or model.head_dim % 2 == 0 or model.partial_rotary_factor < 1:
         return None
     return (
@@ -73,7 +73,7 @@ def something_is_rotated(model: ModelConfig) -> str | None:
         return None
     return (
         f"model.partial_rotary_factor {model.partial_rotary_factor:g} of model.head_dim {model.head_dim} is less than "
-        f"one feature, so no position would be told: use at least {2 / model.head_dim:.4g}"
+        f"one feature, so no position would be encoded: use at least {2 / model.head_dim:.4g}"
     )
 
 
@@ -212,7 +212,7 @@ def longrope_has_a_factor_per_pair(model: ModelConfig) -> str | None:
 
 
 def scaling_divides_by_no_zero(model: ModelConfig) -> str | None:
-    """Where a formula has no value: an exponent dim / (dim - 2), a logarithm of the base or of the first length."""
+    """Refuses values without a result: an exponent dim / (dim - 2), a logarithm of the base or of the first length."""
     scaling = model.rope_scaling
     if scaling is None:
         return None

@@ -1,42 +1,40 @@
-"""What options must be to one another: a rule returns None, or one sentence with the reason and what works.
+"""Rules about several options: a rule returns None, or one sentence with the reason and a value that works.
 
-`check_rules` runs them all; rules about replicas or the device are silent while those are unknown.
+`check_rules` runs all of them; rules about replicas or the device pass while those are unknown.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+from urllib.parse import urlsplit
 
-from megalite.config.checkpoint import problem_with_url
+from megalite.config.config import Config
 from megalite.config.deepspeed import is_on
 from megalite.config.errors import ConfigError, one_line
 from megalite.config.model_rules import problem_with_model
-from megalite.config.remedies import multiples_near, tensor_parallel_fits, tensor_parallel_near
-
-if TYPE_CHECKING:
-    from megalite.config.root import Config
+from megalite.config.suggestions import multiples_near, tensor_parallel_fits, tensor_parallel_near
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What is known about the processes of a run; None = not yet."""
+    """The facts about a run's processes that rules depend on; None = not known yet."""
 
     data_parallel_size: int | None
     device: Literal["cpu", "cuda"] | None
 
 
 def check_rules(config: Config, situation: Situation) -> None:
-    """ConfigError with the first broken rule in full and the number of the others."""
+    """Raises ConfigError with the first broken rule in full and the number of the others."""
     broken = [sentence for rule in RULES if (sentence := rule(config, situation)) is not None]
     if broken:
         raise ConfigError(one_line(broken))
 
 
 def one_length(config: Config, _: Situation) -> str | None:
-    """A run's length is said once."""
     training = config.training
     if training.steps is None and training.tokens is None:
         return "a run needs a length: set training.steps or training.tokens"
@@ -91,9 +89,8 @@ def every_stage_has_a_block(config: Config, _: Situation) -> str | None:
     if pp <= layers:
         return None
     return (
-        f"parallel.pipeline_parallel_size {pp} is larger than model.num_hidden_layers {layers}, but every "
-        f"stage needs at least one layer: use a pipeline_parallel_size of at most {layers}, or at least {pp} "
-        "layers"
+        f"parallel.pipeline_parallel_size {pp} is larger than model.num_hidden_layers {layers}, but every stage needs "
+        f"at least one layer: use a pipeline_parallel_size of at most {layers}, or at least {pp} layers"
     )
 
 
@@ -102,9 +99,8 @@ def pipeline_with_zero_1(config: Config, _: Situation) -> str | None:
     if pp == 1 or zero < 2:
         return None
     return (
-        f"parallel.zero_stage {zero} does not work with parallel.pipeline_parallel_size {pp}, whose stages "
-        "sum the gradients of many micro-batches before reducing them: use zero_stage 1, or "
-        "pipeline_parallel_size 1"
+        f"parallel.zero_stage {zero} does not work with parallel.pipeline_parallel_size {pp}, whose stages sum the "
+        "gradients of many micro-batches before reducing them: use zero_stage 1, or pipeline_parallel_size 1"
     )
 
 
@@ -295,8 +291,39 @@ def the_last_step_is_exported(config: Config, _: Situation) -> str | None:
     )
 
 
+BUCKETS = ("s3", "s3a", "gs", "gcs")  # protocols whose URLs name a bucket, which has no user and no port
+
+
+def problem_with_url(url: str) -> str | None:
+    """Returns why `url` cannot hold checkpoints, without repeating a credential in it; None if it can."""
+    never = "credentials come only from the usual providers (environment variables, profiles, the machine's role)"
+    protocol, is_url, rest = url.partition("://")
+    if re.search(r"::[\w+.-]+://", url):
+        return "chains protocols: use one, as in s3://bucket/folder"
+    if not is_url:
+        return "is not a URL: write file:///folder, s3://bucket/folder or gs://bucket/folder"
+    if not rest:
+        return "names no place: write file:///folder, s3://bucket/folder or gs://bucket/folder"
+    if _has_credentials(url, protocol, rest):
+        return f"has credentials in it: remove them, {never}"
+    if "?" in rest or "#" in rest:
+        return f"has a query, where tokens stand: remove it, {never}"
+    return None
+
+
+def _has_credentials(url: str, protocol: str, rest: str) -> bool:
+    if protocol in BUCKETS:
+        is_alias = rest.startswith("arn:")  # of an access point
+        return not is_alias and ("@" in rest or ":" in rest.partition("/")[0])
+    parts = urlsplit(url)
+    try:
+        _ = parts.port
+    except ValueError:  # a port that is no number is the beginning of a password with a slash in it
+        return True
+    return parts.password is not None
+
+
 def mirror_is_a_place(config: Config, _: Situation) -> str | None:
-    """Never repeats a URL that may have a credential in it."""
     mirror = config.checkpoint.mirror
     problem = None if mirror is None else problem_with_url(mirror)
     return None if problem is None else f"checkpoint.mirror {problem}"

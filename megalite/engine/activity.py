@@ -1,8 +1,8 @@
-"""What this rank is doing: a ring of its last notes, for whoever must explain why nothing moves.
+"""A ring buffer of what this rank did last, from which a report explains why a run hangs.
 
-The loop notes phases, the engine what it does inside them. A note is written before the thing it names, so the last
-one is what the rank is at. It costs well under a microsecond and never looks at the device: on an accelerator notes
-tell where the host is, which may be ahead of it.
+The loop records phases, the engine the operations inside them. A record is written before the operation it names, so
+the last one is the current operation. It costs well under a microsecond and never waits for the device: on an
+accelerator records show where the host is, which may be ahead of the device.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from megalite.parallel.mesh import Mesh
 
-RING = 64  # notes: some steps of a plain engine, the last few micro-batches of a pipeline stage
+RING = 64  # records: some steps of a plain engine, the last few micro-batches of a pipeline stage
 NOBODY: tuple[int, ...] = ()
 
 
 class Phase(StrEnum):
-    """Parts of the loop; every rank goes through the same ones in the same order."""
+    """Parts of the loop; every rank goes through the same phases in the same order."""
 
     STARTING = "starting"
     LOADING = "loading"  # a checkpoint, at the start or in a rollback
@@ -29,8 +29,8 @@ class Phase(StrEnum):
     EVALUATION = "evaluation"
     SELF_CHECK = "self_check"
     LOGGING = "logging"
-    WRITING = "writing"  # waits for the files of a save before
-    CHECKPOINT = "checkpoint"  # the part of a save that blocks
+    WRITING = "writing"  # waiting for the files of the previous save
+    CHECKPOINT = "checkpoint"  # the blocking part of a save
 
 
 class Operation(StrEnum):
@@ -38,7 +38,7 @@ class Operation(StrEnum):
 
     BEGIN = "begin"  # of the phase
     COUNT_TOKENS = "count_tokens"
-    MEET = "meet"  # a barrier, or the agreement of all ranks on something
+    MEET = "meet"  # a barrier, or a reduction over all ranks
     LOAD = "load"
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -51,30 +51,30 @@ class Operation(StrEnum):
     OPTIMIZER = "optimizer"
     LOSS = "loss"
     UNITE_TIED_WEIGHTS = "unite_tied_weights"
-    FINISH = "finish"  # everything is handed to the device, whose results are read next
+    FINISH = "finish"  # all work is queued on the device, and its results are read next
 
 
 TOGETHER = frozenset(
     {Phase.STARTING, Phase.LOADING, Phase.EVALUATION, Phase.SELF_CHECK, Phase.WRITING, Phase.CHECKPOINT}
-)  # all ranks need all
-KINDS = {Phase.DATA: Phase.STEP, Phase.LOGGING: Phase.STEP}  # what is not timed on its own
+)  # phases in which each rank waits for all others
+KINDS = {Phase.DATA: Phase.STEP, Phase.LOGGING: Phase.STEP}  # phases that are timed as part of another
 
 
 @dataclass(frozen=True)
 class Peers:
-    """The global ranks that one rank exchanges something with; it is itself among those of a group."""
+    """The global ranks with which one rank communicates; groups contain the rank itself."""
 
     everyone: tuple[int, ...]
     tensor: tuple[int, ...]  # its tensor-parallel group
-    data: tuple[int, ...]  # its data-parallel group: they hold what it holds
+    data: tuple[int, ...]  # its data-parallel group: ranks that hold the same shard
     stage: tuple[int, ...]  # all ranks of its pipeline stage
-    previous: tuple[int, ...]  # where its activations come from; nobody on the first stage
-    next: tuple[int, ...]  # where its activations go; nobody on the last stage
-    loss: tuple[int, ...]  # the last stage averages the loss over its replicas and tells the stages of its own
+    previous: tuple[int, ...]  # the rank that sends it activations; empty on the first stage
+    next: tuple[int, ...]  # the rank that receives its activations; empty on the last stage
+    loss: tuple[int, ...]  # the last stage averages the loss over its replicas and sends it to the other stages
 
     @classmethod
     def of(cls, mesh: Mesh, rank: int) -> Peers:
-        """Those of `rank`."""
+        """Returns the peers of `rank`."""
         stages, replicas, slices = (
             mesh.pipeline_parallel_size,
             range(mesh.data_parallel_size),
@@ -96,66 +96,68 @@ class Peers:
 
 
 class Note(NamedTuple):
-    """One entry of the ring."""
+    """One record of the ring."""
 
-    time: float  # time.monotonic when it began
-    phase_number: int  # how many phases had begun, the same for a phase on all ranks
+    time: float  # time.monotonic at its start
+    phase_number: int  # number of phases begun so far, equal on all ranks for the same phase
     step: int
     phase: Phase
     operation: Operation
     micro_batch: int | None  # of this replica and step, from 1
-    peers: tuple[int, ...]  # the global ranks that it may have to wait for; the rank itself may be among them
+    peers: tuple[int, ...]  # the global ranks that it may wait for; may contain the rank itself
 
 
-class Stretch(NamedTuple):
-    """Work that ends within a learned time or not at all: a step with its data and logging, an evaluation, a save."""
+class Span(NamedTuple):
+    """Work in progress that the watchdog times: a step with its data and logging, an evaluation, a save."""
 
     kind: Phase
     step: int
-    began: float  # time.monotonic; when it last told of progress, if it does
+    began: float  # time.monotonic; of its last progress, if it reports any
 
 
-class Ended(NamedTuple):
-    """A stretch that did end."""
+class FinishedSpan(NamedTuple):
+    """Work that has ended."""
 
     kind: Phase
     began: float  # time.monotonic
-    seconds: float  # since it began, or since it last told of progress
+    seconds: float  # since it began, or since its last progress
 
 
 class Activity:
-    """One rank's notes. Written by the thread that trains, read by any other."""
+    """The records of one rank. Written by the thread that trains, read by any other."""
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
         self.mesh, self.rank, self.peers = mesh, rank, Peers.of(mesh, rank)
-        self.ended: deque[Ended] = deque(maxlen=RING)  # stretches, until somebody takes them out
-        self.stretch = Stretch(Phase.STARTING, 0, monotonic())
+        self.ended: deque[FinishedSpan] = deque(maxlen=RING)  # until a reader removes them
+        self.span = Span(Phase.STARTING, 0, monotonic())
         self._ring: deque[tuple[float, int, int, Phase, Operation, int | None, tuple[int, ...]]] = deque(maxlen=RING)
         self._phase, self._phase_number, self._step = Phase.STARTING, 0, 0
-        self.begin(Phase.STARTING)
+        self.begin_phase(Phase.STARTING)
 
-    def begin(self, phase: Phase, step: int | None = None) -> None:
-        """Notes that `phase` begins, and with it the work for `step` where one is given (from 1).
+    def begin_phase(self, phase: Phase, step: int | None = None) -> None:
+        """Records that `phase` begins, and with it the work for `step` if given (from 1).
 
-        Must be called alike on all ranks: that is how a rank that is behind is told from one that is ahead.
+        Must be called in the same order on all ranks: the count of phases shows which ranks are behind.
         """
         if step is not None:
             self._step = step
         self._phase, self._phase_number = phase, self._phase_number + 1
         kind, now = KINDS.get(phase, phase), monotonic()
-        if (kind, self._step) != self.stretch[:2]:
-            self.ended.append(Ended(self.stretch.kind, self.stretch.began, now - self.stretch.began))
-            self.stretch = Stretch(kind, self._step, now)
-        self.note(Operation.BEGIN, peers=self.peers.everyone if phase in TOGETHER else NOBODY)
+        if (kind, self._step) != self.span[:2]:
+            self.ended.append(FinishedSpan(self.span.kind, self.span.began, now - self.span.began))
+            self.span = Span(kind, self._step, now)
+        self.record_op(Operation.BEGIN, peers=self.peers.everyone if phase in TOGETHER else NOBODY)
 
     def progress(self) -> None:
-        """The stretch is long, but it moves: its clock starts again. For the thread that trains alone."""
-        self.stretch = self.stretch._replace(began=monotonic())
+        """Restarts the clock of the current span, which is long but advances. Only for the thread that trains."""
+        self.span = self.span._replace(began=monotonic())
 
-    def note(self, operation: Operation, micro_batch: int | None = None, peers: tuple[int, ...] = NOBODY) -> None:
-        """Notes what comes next. `peers` should be made before the run: making it costs more than the note."""
+    def record_op(self, operation: Operation, micro_batch: int | None = None, peers: tuple[int, ...] = NOBODY) -> None:
+        """Records the operation that comes next. Build `peers` before the run: that costs more than the record."""
         self._ring.append((monotonic(), self._phase_number, self._step, self._phase, operation, micro_batch, peers))
 
     def notes(self) -> list[Note]:
-        """The last notes, oldest first; there is at least one."""
-        return [Note(*entry) for entry in self._ring.copy()]  # `copy` holds the interpreter: no note falls in between
+        """Returns the last records, oldest first; there is at least one."""
+        return [
+            Note(*entry) for entry in self._ring.copy()
+        ]  # `copy` holds the interpreter lock, so no record is added meanwhile

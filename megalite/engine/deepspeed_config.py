@@ -1,6 +1,6 @@
-"""The exact DeepSpeed configuration of a run, as a pure function of ours.
+"""The DeepSpeed configuration of a run, as a pure function of ours.
 
-Every setting whose default has moved between DeepSpeed versions, or that would be wrong for us, is written out.
+Every setting whose default has changed between DeepSpeed versions, or would be wrong here, is set explicitly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OFFLOADS = ("offload_param", "offload_optimizer")
 
 
 def deepspeed_config(config: Config, layout: ResolvedLayout) -> dict[str, Any]:
-    """What is handed to `deepspeed.initialize`, the user's `deepspeed` section merged in."""
+    """Returns the configuration for `deepspeed.initialize`, with the user's `deepspeed` section merged in."""
     precision, training = config.precision, config.training
     ours: dict[str, Any] = {
         "train_batch_size": training.global_batch_size,
@@ -64,7 +64,7 @@ def deepspeed_config(config: Config, layout: ResolvedLayout) -> dict[str, Any]:
 
 
 def _merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """`theirs` laid over `ours`, section by section; contradictions were refused when the config was loaded."""
+    """Merges `theirs` over `ours`, section by section; contradictions were refused when the config was loaded."""
     result = dict(ours)
     for key, value in theirs.items():
         both_sections = isinstance(value, dict) and isinstance(result.get(key), dict)

@@ -1,4 +1,4 @@
-"""Joining and leaving the job's process group."""
+"""Joining and leaving the run's process group, its topology, and agreement between ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
-from megalite.engine.seams import (
+from megalite.engine.deepspeed_internals import (
     keep_collective_uncompiled,
     keep_muon_uncompiled,
     process_groups,
@@ -20,6 +21,37 @@ from megalite.engine.seams import (
     set_timeout,
     timeout_of,
 )
+from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.mesh import Mesh
+
+
+def topology_of(mesh: Mesh) -> PipeModelDataParallelTopology:
+    """Returns DeepSpeed's description of the mesh: axes pipe, data, model."""
+    return PipeModelDataParallelTopology(
+        num_pp=mesh.pipeline_parallel_size, num_mp=mesh.tensor_parallel_size, num_dp=mesh.data_parallel_size
+    )
+
+
+class Grid(PipelineParallelGrid):  # type: ignore[misc]
+    """DeepSpeed's grid with the one accessor it lacks (runtime/pipe/topology.py has only the rank and size)."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(process_group=dist.new_group(range(mesh.world_size)), topology=topology_of(mesh))
+
+    def get_tensor_model_parallel_group(self) -> Any:
+        """Returns the tensor-parallel group of this rank."""
+        return self.get_slice_parallel_group()
+
+
+def tensor_parallel_of(grid: PipelineParallelGrid, sequence_parallel: bool) -> TensorParallel:
+    """Returns the handle that layers are built with."""
+    return TensorParallel(
+        size=grid.get_slice_parallel_world_size(),
+        rank=grid.get_slice_parallel_rank(),
+        group=grid.get_slice_parallel_group(),
+        sequence_parallel=sequence_parallel,
+    )
+
 
 Value = TypeVar("Value")
 
@@ -39,12 +71,12 @@ def start_distributed(local_rank: int, timeout: timedelta = timedelta(minutes=30
 
 
 def group_timeout() -> timedelta:
-    """How long a rank waits for others in one collective: what the job's process group was started with."""
+    """Returns the timeout of one collective, with which the run's process group was started."""
     return timeout_of(dist.group.WORLD)
 
 
 def share_timeout() -> None:
-    """Gives every process group that there is the timeout of the job's own.
+    """Sets the timeout of every process group to that of the run's own.
 
     DeepSpeed makes its groups without one, so they would have torch's: 30 minutes on gloo, 10 on NCCL.
     """
@@ -54,41 +86,39 @@ def share_timeout() -> None:
 
 
 def from_all_ranks(value: Value) -> list[Value]:
-    """What each rank holds, in order; collective."""
+    """Returns the values of all ranks in rank order; collective."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def is_same_on_all_ranks(value: object) -> bool:
-    """True where every rank holds an equal value; collective."""
+    """Returns whether all ranks hold equal values; collective."""
     return all(other == value for other in from_all_ranks(value))
 
 
 def from_rank_0(
     find: Callable[[], Value], errors: tuple[type[Exception], ...], otherwise: Callable[[str], Exception]
 ) -> Value:
-    """What rank 0 finds, on every rank; collective. One of `errors` that it meets is raised by all, and of any other
-    exception what `otherwise` makes of a sentence about it: nobody is left waiting."""
-    told: list[Any] = [None]
+    """Returns on every rank what `find` returns on rank 0; collective.
+
+    If `find` raises one of `errors`, all ranks raise it. For any other exception all raise what `otherwise` makes of a
+    sentence about it, so that no rank is left waiting.
+    """
+    answer: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            told = [(_portable(find()), None)]
+            answer = [(find(), None)]
+            pickle.loads(pickle.dumps(answer))  # raises here, not while the other ranks wait
         except errors as error:
-            told = [(None, error)]
+            answer = [(None, error)]
         except Exception as error:
-            told = [(None, otherwise(f"rank 0 could not decide for all ranks ({type(error).__name__}: {error})"))]
-    dist.broadcast_object_list(told)
-    found, problem = told[0]
+            answer = [(None, otherwise(f"rank 0 could not decide for all ranks ({type(error).__name__}: {error})"))]
+    dist.broadcast_object_list(answer)
+    found, problem = answer[0]
     if problem is not None:
         raise problem
     return cast(Value, found)
-
-
-def _portable(value: Value) -> Value:
-    """Raises where other processes could not be told it."""
-    pickle.loads(pickle.dumps(value))
-    return value
 
 
 def stop_distributed() -> None:

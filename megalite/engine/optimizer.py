@@ -1,4 +1,4 @@
-"""The torch optimizer handed to DeepSpeed: our own object, so that nothing is compiled at start."""
+"""Builds the torch optimizer for DeepSpeed; DeepSpeed's own would compile kernels at start."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from megalite.config import OptimizerConfig
+from megalite.config.sections import OptimizerConfig
 
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD over two groups: matrices decay, vectors (norms and biases) do not.
+    """Builds AdamW or SGD over two groups: matrices decay, vectors (norms and biases) do not.
 
     Both groups exist on every pipeline stage, since every stage holds a block: DeepSpeed's gradient norm does one
     collective per non-empty group and would wait forever for a stage with fewer (DeepSpeed#1522).

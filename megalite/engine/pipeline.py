@@ -12,15 +12,44 @@ from deepspeed.pipe import LayerSpec as DeepSpeedLayerSpec
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
+from megalite.config import Config, ResolvedLayout
 from megalite.engine.activity import Activity, Operation
-from megalite.engine.seams import tied_weights, watch_schedules
-from megalite.engine.topology import tensor_parallel_of, topology_of
-from megalite.parallel.collectives import TensorParallel
-from megalite.parallel.layers import LayerSpec, MakeLayer
+from megalite.engine.deepspeed_internals import (
+    loss_computed_once,
+    micro_batch_losses,
+    quiet_stdout,
+    tied_weights,
+    watch_schedules,
+)
+from megalite.engine.distributed import tensor_parallel_of, topology_of
+from megalite.engine.engine import Engine, GatedStep, Loss, MicroBatch, layer_maker, logits_of, loss_of
+from megalite.parallel.layers import BlockInput, LayerSpec, MakeLayer, Payload
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.partition import stage_boundaries
 
-Loss = Callable[[Any, Any, TensorParallel], Tensor]  # (last layer's output, labels, group) -> scalar
+
+class _Layer(DeepSpeedLayerSpec):  # type: ignore[misc]
+    """Builds a layer through our own spec (the base class only takes an `nn.Module` subclass)."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__(nn.Module)
+        self.make = make
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self.make()
+
+
+class _TiedLayer(TiedLayerSpec):  # type: ignore[misc]
+    """Builds a layer whose weight several stages hold; DeepSpeed sums its gradients over them."""
+
+    def __init__(
+        self, key: str, make: Callable[[], nn.Module], forward: Callable[[nn.Module, Any], Any] | None
+    ) -> None:
+        super().__init__(key, nn.Module, forward_fn=forward, tied_weight_attr=["weight"])
+        self.make = make
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self.make()
 
 
 class Pipeline(PipelineModule):  # type: ignore[misc]
@@ -39,18 +68,19 @@ class Pipeline(PipelineModule):  # type: ignore[misc]
         sequence_parallel: bool,
         make_layer: MakeLayer,
         loss: Loss,
+        has_dropout: bool,
     ) -> None:
-        self._specs, self._sequence_parallel, self._make_layer, self._loss = (
-            specs,
-            sequence_parallel,
-            make_layer,
-            loss,
-        )
+        self._specs, self._sequence_parallel, self._make_layer = specs, sequence_parallel, make_layer
+        self._loss, self._has_dropout = loss, has_dropout
         super().__init__([None] * len(specs), topology=topology_of(mesh), loss_fn=self._stage_loss)
 
     def _partition_layers(self, method: str = "parameters") -> None:
         self.tensor_parallel = tensor_parallel_of(self._grid, self._sequence_parallel)
-        self._layer_specs = [self._to_deepspeed(spec) for spec in self._specs]
+        self._layer_specs = []
+        for spec in self._specs:
+            make = partial(self._make_layer, spec, self.tensor_parallel)
+            layer = _Layer(make) if spec.tied_to is None else _TiedLayer(spec.module_key, make, spec.forward)
+            self._layer_specs.append(layer)
         self.parts = list(
             stage_boundaries([s.cost for s in self._specs], [s.is_block for s in self._specs], self.num_stages)
         )
@@ -60,57 +90,84 @@ class Pipeline(PipelineModule):  # type: ignore[misc]
         with torch.no_grad():  # DeepSpeed broadcasts leaf parameters with autograd watching, and torch warns
             super()._synchronize_tied_weights()
 
-    def _to_deepspeed(self, spec: LayerSpec) -> DeepSpeedLayerSpec:
-        make = partial(self._make_layer, spec, self.tensor_parallel)
-        if spec.tied_to is None:
-            return _Layer(make)
-        return _TiedLayer(spec.module_key, make, spec.forward)
-
-    def forward(self, forward_input: Any) -> Any:
-        """The stage; a weight among its outputs (the head's) leaves as a view of itself.
+    def forward(self, forward_input: Payload) -> Payload:
+        """Runs the stage. Stages exchange plain tensors; a weight among its outputs (the head's) leaves as a view.
 
         DeepSpeedEngine.forward (runtime/engine.py) starts its backward prologue from hooks on outputs with a
         `grad_fn`, and BF16_Optimizer's prologue clears gradients: a bare parameter has no `grad_fn`, so its gradient
         would be accumulated before the prologue and cleared by it.
         """
-        outputs = super().forward(forward_input)
-        if not isinstance(outputs, tuple):
-            return outputs
+        # every stage holds a block, so each one begins before or at a block
+        outputs = super().forward(BlockInput.from_payload(forward_input, self._has_dropout))
+        if isinstance(outputs, BlockInput):
+            return outputs.to_payload()
         return tuple(output.view_as(output) if isinstance(output, nn.Parameter) else output for output in outputs)
 
     def _stage_loss(self, outputs: Any, labels: Any) -> Any:
         return self._loss(outputs, labels, self.tensor_parallel)
 
 
-class _Layer(DeepSpeedLayerSpec):  # type: ignore[misc]
-    """A DeepSpeed layer spec that builds through ours (the base class only takes an `nn.Module` subclass)."""
-
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        super().__init__(nn.Module)
-        self.make = make
-
-    def build(self, log: bool = False) -> nn.Module:
-        return self.make()
-
-
-class _TiedLayer(TiedLayerSpec):  # type: ignore[misc]
-    """The same for a layer whose weight several stages hold; DeepSpeed sums its gradients over them."""
+class PipelinedEngine(Engine):
+    """Trains on DeepSpeed's pipeline engine."""
 
     def __init__(
-        self, key: str, make: Callable[[], nn.Module], forward: Callable[[nn.Module, Any], Any] | None
+        self, specs: Sequence[LayerSpec], config: Config, layout: ResolvedLayout, mesh: Mesh, activity: Activity
     ) -> None:
-        super().__init__(key, nn.Module, forward_fn=forward, tied_weight_attr=["weight"])
-        self.make = make
+        super().__init__(config, layout, mesh, activity)
+        sequence_parallel = config.parallel.sequence_parallel
+        with quiet_stdout():
+            maker, loss = layer_maker(config), loss_of(config)
+            model = Pipeline(specs, mesh, sequence_parallel, maker, loss, config.model.has_dropout)
+        self._initialize(model, None)
+        record_schedule(self.deepspeed, activity)
 
-    def build(self, log: bool = False) -> nn.Module:
-        return self.make()
+    @property
+    def needs_data(self) -> bool:
+        return self.coordinate.pipeline_rank in (0, self.mesh.pipeline_parallel_size - 1)
+
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        return self.deepspeed.grid.get_data_parallel_group()
+
+    def _train(
+        self, micro_batches: Sequence[MicroBatch], weight: Tensor, step: GatedStep
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        with loss_computed_once(self.deepspeed) as loss_of_step, step.open(loss_of_step):
+            self.deepspeed.train_batch(self._feed(micro_batches, weight))
+        self._unite_tied_weights()
+        return micro_batch_losses(self.deepspeed), loss_of_step()
+
+    @torch.no_grad()
+    def _unite_tied_weights(self) -> None:
+        """Copies the first stage's tied weights to the other stages that hold them.
+
+        Stages sum the same gradients at other places of a buffer, in another order, so that their copies would drift
+        apart by a rounding per step.
+        """
+        for weight, group in tied_weights(self.deepspeed.module):
+            self.activity.record_op(Operation.UNITE_TIED_WEIGHTS, peers=tuple(dist.get_process_group_ranks(group)))
+            dist.broadcast(weight.data, src=dist.get_global_rank(group, 0), group=group)
+
+    def _evaluate(self, micro_batches: Sequence[MicroBatch], count: int, weight: Tensor) -> Tensor:
+        feed = self._feed(micro_batches, weight)
+        self.activity.record_op(Operation.MEET, peers=self.activity.peers.everyone)  # eval_batch begins with a barrier
+        loss: Tensor = self.deepspeed.eval_batch(feed, num_micro_batches=count)
+        return loss.squeeze()
+
+    def logits(self, micro_batch: MicroBatch | None) -> Tensor | None:
+        weight = torch.zeros((), device=self.deepspeed.device)
+        feed = self._feed([] if micro_batch is None else [micro_batch], weight)
+        _, outputs = self.deepspeed.eval_batch(feed, return_logits=True, num_micro_batches=1)
+        if outputs is None:
+            return None
+        with torch.no_grad():
+            return logits_of(self.config)(outputs, self.deepspeed.module.tensor_parallel)
 
 
-def note_schedule(engine: Any, activity: Activity) -> None:
-    """Makes a DeepSpeed `PipelineEngine` note each instruction before it executes it, and the loss after the last.
+def record_schedule(engine: Any, activity: Activity) -> None:
+    """Makes a DeepSpeed `PipelineEngine` record each instruction in `activity` before executing it, then the loss.
 
-    Instructions name a buffer, not a micro-batch; but each kind comes once per micro-batch, in order. Loading is noted
-    by the feed.
+    Instructions name a buffer, not a micro-batch; but each kind comes once per micro-batch, in order. `Engine._feed`
+    records the loading of micro-batches.
     """
     peers = activity.peers
     tied = {rank for _, group in tied_weights(engine.module) for rank in dist.get_process_group_ranks(group)}
@@ -129,12 +186,14 @@ def note_schedule(engine: Any, activity: Activity) -> None:
     }
     numbers: dict[str, int] = {}
 
-    def note_instruction(name: str) -> None:
+    def record_instruction(name: str) -> None:
         if name in per_micro_batch:
             numbers[name] = number = numbers.get(name, 0) + 1
             operation, ranks = per_micro_batch[name]
-            activity.note(operation, number, ranks)
+            activity.record_op(operation, number, ranks)
         elif name in per_step:
-            activity.note(per_step[name][0], peers=per_step[name][1])
+            activity.record_op(per_step[name][0], peers=per_step[name][1])
 
-    watch_schedules(engine, numbers.clear, note_instruction, lambda: activity.note(Operation.LOSS, peers=peers.loss))
+    watch_schedules(
+        engine, numbers.clear, record_instruction, lambda: activity.record_op(Operation.LOSS, peers=peers.loss)
+    )

@@ -1,7 +1,7 @@
-"""`events.jsonl`: what happened to a run besides its steps, one object a line, over all its sessions.
+"""`events.jsonl`: the events of a run besides its steps, one JSON object per line, over all its sessions.
 
-A session is one start of the run's processes. Only rank 0 writes; nothing is ever dropped from this file, so it tells
-of restarts and of work that was lost.
+A session is one start of the run's processes. Only rank 0 writes. Lines are never removed, so the file records
+restarts and lost work.
 """
 
 from __future__ import annotations
@@ -11,22 +11,51 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megalite.monitor.json_lines import append_line, read_lines
+
+def append_line(path: Path, line: str) -> None:
+    """Appends one line. Raises OSError.
+
+    The file is opened each time, so that a full disk damages no other line. If a kill has left half a line, the new one
+    starts on a line of its own. The line is one append of the kernel's, so threads do not mix their lines.
+    """
+    data = line.encode()
+    with path.open("ab+") as file:
+        if file.tell() > 0:
+            file.seek(-1, 2)
+            if file.read(1) != b"\n":
+                data = b"\n" + data
+        file.write(data)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Returns all objects in the order of writing; skips lines that a kill left half-written."""
+    if not path.is_file():
+        return []
+    objects = []
+    for line in path.read_bytes().splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            objects.append(value)
+    return objects
+
 
 EVENTS = "events.jsonl"
 
 
 class EventLog:
-    """Appends to one file."""
+    """Appends events to one file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def write(self, event: str, **facts: Any) -> None:
-        """Appends `event` with the time (unix seconds) and `facts`, which JSON holds; OSError where it cannot."""
+        """Appends `event` with the time (unix seconds) and `facts`, as JSON. Raises OSError."""
         append_line(self._path, json.dumps({"time": time.time(), "event": event, **facts}, default=str) + "\n")
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """All events in the order of their writing. Lines that a kill left half-written are passed over."""
+    """Returns all events in the order of writing; skips lines that a kill left half-written."""
     return [event for event in read_lines(path) if isinstance(event.get("event"), str)]

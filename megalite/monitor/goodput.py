@@ -1,10 +1,10 @@
 """Goodput: the share of a run's wall time that went into steps that count, over all its sessions.
 
-Everything is derived from two files of the run folder, so it survives restarts: metrics.jsonl holds what each step
-took, and the `started` event of each session what the session before it leaves behind, among it the steps that the
-resume drops from metrics.jsonl. Within a session time is monotonic, and each record and end of a session carries it;
-between sessions only the system's clock is known. A clock that jumps makes no share negative or larger than one, and no
-session longer than its own seconds and an hour.
+Everything is derived from two files of the run folder, so it survives restarts: metrics.jsonl holds the time of each
+step, and the `started` event of each session the account of the session before it, including the steps that the resume
+drops from metrics.jsonl. Within a session time is monotonic, and each record and end event carries it; between sessions
+only the system's clock is known. If that clock jumps, no share gets negative or larger than one, and no session longer
+than its own seconds and an hour.
 
 All durations are in seconds (`_s`), all points in time in unix seconds.
 """
@@ -15,17 +15,18 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megalite.monitor.events import EVENTS, read_events
+from megalite.monitor.observer import Observer
 from megalite.monitor.sinks.jsonl import read_records
 
 Event = Mapping[str, Any]
 Record = Mapping[str, Any]
 
-CATEGORIES = {  # in the order in which they are told
+CATEGORIES = {  # in the order of `Goodput.sentence`
     "productive": "steps that count",
     "lost": "lost work",
     "skipped": "skipped steps",
@@ -37,21 +38,22 @@ CATEGORIES = {  # in the order in which they are told
     "other": "other",
 }
 AFTER_THE_STEP = {"evaluation_s": "evaluation", "save_blocked_s": "saves", "self_check_s": "checks"}
-ENDS = ("ended", "preempted", "stopped", "interrupted")  # how a session ends that did not fail
-SILENCE_S = (
-    3600.0  # of a session by the system's clock alone: the watchdog ends a start after 30 min, a step mostly sooner
-)
+ENDS = ("ended", "preempted", "stopped", "interrupted")  # events that end a session without a failure
+# longest time of a session that only the system's clock shows: the watchdog ends a start after 30 min
+UNRECORDED_S = 3600.0
 REMEMBERED_STEPS = 20_000  # a rollback reaches no further back
 LONGEST_S = 1e10  # 300 years: sums of anything a file may say stay finite
 
 
-class Goodput:
-    """The account of one run, kept by rank 0.
+class Goodput(Observer):
+    """Accounts for the wall time of one run; on rank 0.
 
     Make it before metrics.jsonl is opened for writing: it counts the steps beyond `resumed_step` as lost, and writes
     that into the session's `started` event with `write`, which is `EventLog.write` or a wrapper of it. `facts` go there
     too.
     """
+
+    name = "goodput"
 
     def __init__(self, run_dir: Path, resumed_step: int, write: Callable[..., None], **facts: Any) -> None:
         self._began, self._write = time.monotonic(), write
@@ -68,40 +70,39 @@ class Goodput:
                 self._steps.add(record)
         write("started", step=resumed_step, before_s=self._before_s, **restart, **facts)
 
-    def step(self, record: MutableMapping[str, Any]) -> float:
-        """Takes the record of a step that has just ended; the run's goodput so far.
+    def on_step(self, record: dict[str, Any]) -> None:
+        """Takes the record of a step that has just ended; adds `goodput`, the run's so far.
 
-        Of a record count `time` (when the step ended), `step_time_s`, `skipped` and the durations of what came after
-        the step: `evaluation_s`, `save_blocked_s`, `self_check_s`. `session_s` is added to it: how long the process has
-        been there. They must be in metrics.jsonl as well.
+        Reads `time` (when the step ended), `step_time_s`, `skipped` and the durations of what came after the step:
+        `evaluation_s`, `save_blocked_s`, `self_check_s`. Adds `session_s` too: the age of the process in seconds. All
+        of these must be in metrics.jsonl as well.
         """
         record["session_s"] = round(self._session_s(), 3)
         if self._startup_s is None:
             self._startup_s = _seconds(self._session_s() - sum(step_seconds(record).values()))
         lost_s, lost_steps = self._steps.add(record)
-        if lost_steps:  # metrics.jsonl drops them now: the next session hears of them here
+        if lost_steps:  # metrics.jsonl drops them now: the next session reads of them here
             self._write("steps_lost", session_s=record["session_s"], lost_s=lost_s, lost_steps=lost_steps)
-        return self.shares()["productive"]
+        record["goodput"] = round(self.shares()["productive"], 4)
 
-    def end(self, event: str, *, save_blocked_s: float = 0.0, **facts: Any) -> None:
-        """Writes how the session ends: one of ENDS. `save_blocked_s` is what saves took that no
-        record of a step tells of, such as the last one."""
+    def on_end(self, ending: str, *, save_blocked_s: float = 0.0, **facts: Any) -> None:
+        """Writes the event `ending`, one of ENDS, with the account of the session."""
         self._past["saves"] += _seconds(save_blocked_s)
         ours = {"session_s": round(self._session_s(), 3), "goodput": self.shares()["productive"]}
-        self._write(event, save_blocked_s=save_blocked_s, **ours, **facts)
+        self._write(ending, save_blocked_s=save_blocked_s, **ours, **facts)
 
     def seconds(self) -> dict[str, float]:
-        """Wall time of the run so far by category."""
+        """Returns the wall time of the run so far by category."""
         known = {name: self._past[name] + self._steps.seconds.get(name, 0.0) for name in CATEGORIES}
         known["startup"] += self._session_s() if self._startup_s is None else self._startup_s
         return close_account(known, self._past["wall"] + self._session_s())
 
     def shares(self) -> dict[str, float]:
-        """The same as parts of one; they sum to one."""
+        """Returns the parts of the wall time by category; they sum to one."""
         return shares_of(self.seconds())
 
     def summary(self) -> dict[str, Any]:
-        """For receipt.json."""
+        """Returns the account for receipt.json."""
         seconds = self.seconds()
         return {
             "goodput": shares_of(seconds)["productive"],
@@ -112,9 +113,9 @@ class Goodput:
         }
 
     def sentence(self) -> str:
-        """One line for the console; categories below a thousandth are left out."""
+        """Returns one line for the console, without categories below a thousandth."""
         shares, wall_s = self.shares(), sum(self.seconds().values())
-        parts = [f"{words} {shares[name]:.1%}" for name, words in CATEGORIES.items() if shares[name] >= 0.001]
+        parts = [f"{label} {shares[name]:.1%}" for name, label in CATEGORIES.items() if shares[name] >= 0.001]
         sessions = f"{self.sessions} session{'s' * (self.sessions > 1)}"
         return f"goodput {shares['productive']:.1%} of {_duration(wall_s)} in {sessions}: {', '.join(parts)}"
 
@@ -123,7 +124,7 @@ class Goodput:
 
 
 def process_age_s() -> float:
-    """How long this process has been there, by a clock that nobody sets."""
+    """Returns the age of this process, by a clock that cannot be set."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # man 5 proc: starttime
     return _seconds(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
@@ -131,9 +132,9 @@ def process_age_s() -> float:
 def look_back(
     events: Sequence[Event], records: Sequence[Record], resumed_step: int, process_began: float
 ) -> dict[str, float | None]:
-    """What the last session leaves behind when the next one resumes at `resumed_step`: facts for its `started` event.
+    """Returns the account of the last session for the `started` event of the next, which resumes at `resumed_step`.
 
-    `previous_s`: how long it lived, until the last event or step that is known of; `startup_s`: until its first step
+    `previous_s`: how long it lived, until the last recorded event or step; `startup_s`: until its first step
     began; `down_s`: from its end to `process_began`; `lost_s`, `lost_steps`: in steps that are dropped now;
     `last_dropped`: the time of the last of them.
     """
@@ -144,7 +145,7 @@ def look_back(
     resumed_then, last_dropped = _seconds(first.get("step")), first.get("last_dropped")
     own = [record for record in records if _seconds(record.get("step")) > resumed_then]
     if own and last_dropped is not None and own[-1].get("time") == last_dropped:
-        own = []  # that session died before it had dropped what it counted as lost: nothing is lost twice
+        own = []  # that session died before it dropped the steps it counted as lost; they must not be counted twice
     beyond = [record for record in records if _seconds(record.get("step")) > resumed_step]
     lost = [record for record in beyond if _seconds(record.get("step")) <= resumed_then]
     lost += [record for record in own if _seconds(record.get("step")) > resumed_step]
@@ -160,20 +161,22 @@ def look_back(
 
 
 def _life(first: Event, later: Sequence[Event], own: Sequence[Record]) -> tuple[float, float]:
-    """How long a session lived, and when it gave its last sign of life: from its `started` event, those behind it, and
-    the records of its steps."""
+    """Returns how long a session lived and the time of its last record.
+
+    `first` is its `started` event, `later` the events after it, `own` the records of its steps.
+    """
     lived_s, when = _seconds(first.get("before_s")), _seconds(first.get("time"))
     shortest_s = lived_s + _total_s(own)
     signs = [(event, 0.0) for event in later] + [(record, _after_the_step_s(record)) for record in own]
     for sign, after_s in signs:  # a record's time is the end of its step; its seconds are those when all was done
         if "session_s" in sign and "time" in sign and _seconds(sign["session_s"]) >= lived_s:
             lived_s, when = _seconds(sign["session_s"]), _seconds(sign["time"]) + after_s
-    # what bears no seconds of its own: the system's clock tells how much later it was, if it has not been set meanwhile
-    told = [_seconds(event.get("time")) for event in later[-1:] if "session_s" not in event]
-    told += [_seconds(record.get("time")) + _after_the_step_s(record) for record in own if "session_s" not in record]
-    ended = max([when, *told])
+    # records without `session_s`: only the system's clock shows how much later they are, if it has not been set
+    clocked = [_seconds(event.get("time")) for event in later[-1:] if "session_s" not in event]
+    clocked += [_seconds(record.get("time")) + _after_the_step_s(record) for record in own if "session_s" not in record]
+    ended = max([when, *clocked])
     shortest_s = max(shortest_s, lived_s)
-    return min(max(lived_s + ended - when, shortest_s), shortest_s + SILENCE_S), ended
+    return min(max(lived_s + ended - when, shortest_s), shortest_s + UNRECORDED_S), ended
 
 
 def _until_first_step_s(first: Event, own: Sequence[Record]) -> float:
@@ -181,11 +184,11 @@ def _until_first_step_s(first: Event, own: Sequence[Record]) -> float:
     if "session_s" in own[0]:
         return max(_seconds(own[0]["session_s"]) - _total_s(own[:1]), before_s)
     began = _seconds(own[0].get("time")) - _seconds(own[0].get("step_time_s"))
-    return before_s + min(_seconds(began - _seconds(first.get("time"))), SILENCE_S)
+    return before_s + min(_seconds(began - _seconds(first.get("time"))), UNRECORDED_S)
 
 
 def past_seconds(events: Iterable[Event]) -> dict[str, float]:
-    """By category, and `wall`: what the events tell of all sessions before the one that runs."""
+    """Returns the seconds of all earlier sessions by category, and `wall`, from their events."""
     seconds = dict.fromkeys([*CATEGORIES, "wall"], 0.0)
     for event in events:
         for name in ("startup", "down", "lost"):
@@ -197,20 +200,20 @@ def past_seconds(events: Iterable[Event]) -> dict[str, float]:
 
 
 def step_seconds(record: Record) -> dict[str, float]:
-    """What a step's record tells, by category."""
+    """Returns the seconds of a step's record by category."""
     seconds = {"skipped" if record.get("skipped") else "productive": _seconds(record.get("step_time_s"))}
     return seconds | {name: _seconds(record.get(key)) for key, name in AFTER_THE_STEP.items() if key in record}
 
 
 def close_account(known: Mapping[str, float], wall_s: float) -> dict[str, float]:
-    """`known` with what is left of `wall_s` as `other`; all at least 0."""
+    """Returns `known` with the rest of `wall_s` as `other`; all at least 0."""
     seconds = {name: max(0.0, known.get(name, 0.0)) for name in CATEGORIES}
     seconds["other"] = max(0.0, wall_s - sum(value for name, value in seconds.items() if name != "other"))
     return seconds
 
 
 def shares_of(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Each category's part of the sum; all of it is `other` where nothing has taken any time."""
+    """Returns each category's part of the sum; all of it is `other` if no time has passed."""
     total = math.fsum(seconds.values())
     if total <= 0:
         return {name: float(name == "other") for name in seconds}
@@ -218,7 +221,7 @@ def shares_of(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 class _Steps:
-    """Time of the steps that count; a step that is done again, after a rollback, makes what followed it lost."""
+    """Time of the steps that count; repeating a step after a rollback makes its earlier time and what followed lost."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
@@ -226,7 +229,7 @@ class _Steps:
         self._recent: deque[tuple[float, dict[str, float]]] = deque(maxlen=REMEMBERED_STEPS)
 
     def add(self, record: Record) -> tuple[float, int]:
-        """How many seconds and steps are lost by it."""
+        """Adds a record; returns the seconds and the number of steps that are lost by it."""
         step, lost_before = _seconds(record.get("step")), (self.seconds["lost"], self.lost_steps)
         while self._recent and self._recent[-1][0] >= step:
             _, done_again = self._recent.pop()
@@ -242,7 +245,7 @@ class _Steps:
 
 
 def _sessions(events: Sequence[Event]) -> list[list[Event]]:
-    """The events of each session, its `started` first."""
+    """Returns the events of each session, its `started` first."""
     sessions: list[list[Event]] = []
     for event in events:
         if event.get("event") == "started":
@@ -261,7 +264,7 @@ def _after_the_step_s(record: Record) -> float:
 
 
 def _seconds(value: Any) -> float:
-    """A number from a file or a difference of clocks as a number >= 0; 0 for anything else."""
+    """Returns a number from a file, or a difference of clocks, clamped to [0, LONGEST_S]; 0 for anything else."""
     if not isinstance(value, (int, float)) or not value > 0:  # NaN is not > 0 either
         return 0.0
     return float(min(value, LONGEST_S))

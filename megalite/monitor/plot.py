@@ -1,4 +1,4 @@
-"""`loss.png`: the loss of a run over its steps, drawn from its records."""
+"""Draws `loss.png`: the loss of a run over its steps."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The tensor-parallel group that a layer is cut over, handed to every layer that needs it."""
+    """The tensor-parallel group that a layer is cut over."""
 
     size: int = 1
     rank: int = 0
@@ -30,7 +30,7 @@ class TensorParallel:
 
     @property
     def sequence_is_cut(self) -> bool:
-        """True where hidden states between the parallel parts hold only this rank's slice of the sequence."""
+        """True if hidden states between the parallel parts hold only this rank's slice of the sequence."""
         return self.sequence_parallel and self.size > 1
 
 
@@ -76,7 +76,7 @@ class _Copy(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.mark_dirty(x)  # the partial result of a GEMM, which nobody else reads: summed in place
+        ctx.mark_dirty(x)  # the partial result of a GEMM, which nothing else reads: summed in place
         dist.all_reduce(x, group=tp.group)
         return x
 
@@ -111,30 +111,30 @@ SEQUENCE_DIM = 1
 
 
 def enter_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Into a column-cut part: the whole sequence forward, the sum of the ranks' gradients backward."""
+    """Enters a column-cut part: the whole sequence forward, the sum of the ranks' gradients backward."""
     if tp.size == 1:
         return x
     return _Gather.apply(x, tp, SEQUENCE_DIM) if tp.sequence_is_cut else _Copy.apply(x, tp)
 
 
 def leave_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Out of a row-cut part: the sum of the ranks' partial results (of this rank's slice of the sequence)."""
+    """Leaves a row-cut part: sums the ranks' partial results (for this rank's slice of the sequence)."""
     if tp.size == 1:
         return x
     return _ReduceScatter.apply(x, tp, SEQUENCE_DIM) if tp.sequence_is_cut else _Reduce.apply(x, tp)
 
 
 def gather_heads(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
-    """All ranks' slices of key/value features on every rank; backward sums what each rank's queries contributed."""
+    """Gathers all ranks' slices of key/value features; backward sums the contributions of each rank's queries."""
     return x if tp.size == 1 else _Gather.apply(x, tp, dim)
 
 
 def replicated_parameter(parameter: Tensor, tp: TensorParallel) -> Tensor:
-    """A replicated parameter as used on a cut sequence: its gradient is the sum over the ranks' slices."""
+    """Marks a replicated parameter used on a cut sequence: its gradient is summed over the ranks' slices."""
     return _Copy.apply(parameter, tp) if tp.sequence_is_cut else parameter
 
 
 def parameter_in_parallel_region(parameter: Tensor, tp: TensorParallel) -> Tensor:
-    """A replicated parameter as used inside a parallel part, on this rank's heads or features: its gradient is the
-    sum over the ranks' parts, whether the sequence is cut outside or not."""
+    """Marks a replicated parameter used inside a parallel part, on this rank's heads or features: its gradient is
+    summed over the ranks' parts, whether or not the sequence is cut outside."""
     return parameter if tp.size == 1 else _Copy.apply(parameter, tp)

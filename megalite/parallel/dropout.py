@@ -1,8 +1,8 @@
 """Dropout whose mask is a pure function of (seed, site, sample, head, position, feature): the same on every layout.
 
-A site is a `Dropout` module by its canonical path, a sample its number in the order of the data. The mask is hashed
-from them, not drawn from a generator, so a rank computes only the part that it holds, recomputation finds the same
-mask again with no state to restore, a CPU and a GPU agree to the bit, and nothing waits for the device. In and out:
+A site is a `Dropout` module's canonical path, a sample id the sample's position in the data. The mask is hashed from
+them, not drawn from a generator, so a rank computes only the part that it holds, recomputation produces the same mask
+with no state to restore, CPU and GPU agree to the bit, and nothing waits for the device. In and out:
 hidden states `[batch, seq(/tp), hidden]`, or attention probabilities `[batch, heads/tp, seq, seq]`.
 """
 
@@ -19,14 +19,14 @@ from megalite.parallel.collectives import TensorParallel
 INCREMENT = 0x9E3779B97F4A7C15 - (1 << 64)
 MIXER = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
 LAST_SHIFT = 31
-# factors of 32-bit finalizers (Wellons 2018); tests/parallel/test_dropout.py says that three are enough for a mask
+# factors of 32-bit finalizers (Wellons 2018); its test says that three are enough for a mask
 WORD_FACTORS = (0x7FEB352D, 0x846CA68B - (1 << 32), 0x31848BAB)
 
 
 class Dropout(nn.Module):
-    """Sets numbers to zero at `rate` and scales the others by 1/(1-rate), in training mode only.
+    """Zeroes elements at `rate` and scales the others by 1/(1-rate), in training mode only.
 
-    `make_layer` gives it its seed and site, as it gives a parameter its name.
+    `make_layer` sets its seed and site, as it sets a parameter's name.
     """
 
     def __init__(self, rate: float, tp: TensorParallel) -> None:
@@ -34,8 +34,8 @@ class Dropout(nn.Module):
         self.rate, self.scale, self.tp = rate, 1.0 / (1.0 - rate), tp
         self._site: int | None = None
 
-    def place(self, seed: int, path: str) -> None:
-        """Where in the model it is, and the seed of the run."""
+    def set_site(self, seed: int, path: str) -> None:
+        """Sets the run's seed and the module's path in the model; required before the first use in training."""
         digest = hashlib.blake2b(f"dropout/{seed}/{path}".encode(), digest_size=8).digest()
         self._site = int.from_bytes(digest, "little", signed=True)
 
@@ -44,34 +44,33 @@ class Dropout(nn.Module):
         """False where the module is the identity."""
         return self.training and self.rate > 0
 
-    def forward(self, hidden: Tensor, samples: Tensor | None) -> Tensor:
-        """`[batch, seq(/tp), hidden]`, in place: what comes out of a GEMM or a lookup and nobody else reads.
+    def forward(self, hidden: Tensor, sample_ids: Tensor | None) -> Tensor:
+        """Drops in place from `[batch, seq(/tp), hidden]`, the output of a GEMM or a lookup that nothing else reads.
 
-        samples `[batch]` int64; None will do where dropout is not active.
+        sample_ids `[batch]` int64; may be None while dropout is not active.
         """
         if not self.is_active:
             return hidden
         rows = hidden.shape[1]
         first = self.tp.rank * rows if self.tp.sequence_is_cut else 0
-        dropped = self._dropped(samples, (range(first, first + rows),), hidden.shape[2])
+        dropped = self._dropped(sample_ids, (range(first, first + rows),), hidden.shape[2])
         return hidden.masked_fill_(dropped, 0.0).mul_(self.scale)
 
-    def probabilities(self, probabilities: Tensor, samples: Tensor | None) -> Tensor:
-        """`[batch, heads/tp, seq, seq]` with zeros, not scaled: scaling what they weigh is cheaper."""
+    def probabilities(self, probabilities: Tensor, sample_ids: Tensor | None) -> Tensor:
+        """Drops from `[batch, heads/tp, seq, seq]` without scaling: to scale the values they weigh is cheaper."""
         heads, rows, columns = probabilities.shape[1:]
         first = self.tp.rank * heads
-        return probabilities.masked_fill(
-            self._dropped(samples, (range(first, first + heads), range(rows)), columns), 0.0
-        )
+        dropped = self._dropped(sample_ids, (range(first, first + heads), range(rows)), columns)
+        return probabilities.masked_fill(dropped, 0.0)
 
-    def _dropped(self, samples: Tensor | None, places: tuple[range, ...], columns: int) -> Tensor:
-        """`[batch, *places, columns]` bool: what becomes zero."""
-        assert samples is not None, "dropout in training needs the sample numbers in the payload"
-        assert self._site is not None, "dropout that make_layer has not placed"
-        keys = _mixed(samples * INCREMENT + self._site)  # [batch]
-        for place in places:
-            numbers = torch.arange(place.start, place.stop, device=samples.device)
-            keys = _mixed(keys.unsqueeze(-1) + numbers * INCREMENT)  # [batch, *places]
+    def _dropped(self, sample_ids: Tensor | None, indices: tuple[range, ...], columns: int) -> Tensor:
+        """Returns the mask of elements to zero, bool `[batch, *indices, columns]`."""
+        assert sample_ids is not None, "dropout in training needs the sample ids in the input"
+        assert self._site is not None, "make_layer has not set the site of this dropout"
+        keys = _mixed(sample_ids * INCREMENT + self._site)  # [batch]
+        for span in indices:
+            numbers = torch.arange(span.start, span.stop, device=sample_ids.device)
+            keys = _mixed(keys.unsqueeze(-1) + numbers * INCREMENT)  # [batch, *indices]
         threshold = min(round(self.rate * 2**32), 2**32 - 1) - 2**31  # of signed words
         dropped = torch.empty((*keys.shape, columns), dtype=torch.bool, device=keys.device)
         for key, out in zip(keys, dropped, strict=True):  # one at a time: the words are eight times the mask
@@ -80,14 +79,14 @@ class Dropout(nn.Module):
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """splitmix64's finalizer, in place: a bijection of int64 after which every bit depends on every other."""
+    """Applies splitmix64's finalizer in place: a bijection of int64 after which every bit depends on every other."""
     for shift, factor in MIXER:
         x.bitwise_xor_(_shifted(x, shift)).mul_(factor)
     return x.bitwise_xor_(_shifted(x, LAST_SHIFT))
 
 
 def _words(keys: Tensor, count: int) -> Tensor:
-    """`count` uniform 32-bit words, signed, for each int64 key: `[..., count]`. The large part, so it is in place."""
+    """Returns `count` uniform signed 32-bit words for each int64 key, `[..., count]`; in place, because it is large."""
     key, other = keys.unsqueeze(-1).view(torch.int32).split(1, dim=-1)  # its halves
     x = torch.arange(count, dtype=torch.int32, device=keys.device) ^ key
     first, second, third = WORD_FACTORS
@@ -97,6 +96,6 @@ def _words(keys: Tensor, count: int) -> Tensor:
 
 
 def _shifted(x: Tensor, shift: int) -> Tensor:
-    """Logical shift to the right; torch's copies the sign."""
+    """Shifts right logically; torch's shift copies the sign."""
     bits = 8 * x.element_size()
     return (x >> shift).bitwise_and_((1 << (bits - shift)) - 1)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megalite.parallel.shard import Piece, Shard
+from megalite.parallel.shard import Shard, ShardPiece
 
 BLOCK_ROWS = 256
 
@@ -29,8 +29,8 @@ def initialize_(parameter: Tensor, shard: Shard, seed: int, std: float) -> None:
             parameter[piece.target].copy_(torch.from_numpy(_normal(piece, seed) * np.float32(std)))
 
 
-def _normal(piece: Piece, seed: int) -> np.ndarray:
-    """The piece's block of its global standard-normal tensor, float32."""
+def _normal(piece: ShardPiece, seed: int) -> np.ndarray:
+    """Draws the piece's block of its global standard-normal tensor, float32."""
     rows, rest = piece.source[0], piece.source[1:]
     row_shape = piece.shape[1:]
     blocks = []

@@ -1,8 +1,8 @@
-"""A model as a list of `LayerSpec`s, and the serial model that the list spells out.
+"""A model as a list of `LayerSpec`s, what its layers pass to each other, and the serial model that runs the list.
 
 One entry is one unit of pipeline placement, of recomputation and one Hugging Face prefix. `SerialModel` runs the
-list in order on one process (or one stage's worth of tensor-parallel ranks): it is the specification that every
-pipelined run is tested against, and what the plain DeepSpeed engine trains.
+list in order on one process (or on one tensor-parallel group): it is the specification that every pipelined run is
+tested against, and the model that the plain DeepSpeed engine trains.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Self
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -19,13 +19,36 @@ from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.dropout import Dropout
 from megalite.parallel.initialize import initialize_
 
-Payload = Tensor | tuple[Tensor, ...]
+Payload = Tensor | tuple[Tensor, ...]  # a `BlockInput` as DeepSpeed's pipeline sends it from stage to stage
 Recompute = Literal["none", "selective", "full"]
+
+
+class BlockInput(NamedTuple):
+    """The input of every layer up to the last block.
+
+    A named tuple, because ZeRO-3's hooks search tuples, but not dataclasses, for tensors.
+    """
+
+    hidden: Tensor  # [batch, seq(/tp), hidden]; token ids [batch, seq] for the first layer
+    positions: Tensor | None = None  # [batch, seq], 0 where a document starts; None: one document per row
+    sample_ids: Tensor | None = None  # [batch], position of each sample in the data; None without dropout
+
+    def to_payload(self) -> Payload:
+        """Returns the tensors that are present: pipeline stages can exchange nothing else."""
+        tensors = tuple(tensor for tensor in self if tensor is not None)
+        return tensors[0] if len(tensors) == 1 else tensors
+
+    @classmethod
+    def from_payload(cls, payload: Payload, has_sample_ids: bool) -> Self:
+        """Reverses `to_payload`. Models with dropout always have sample ids, so any other tensor is the positions."""
+        hidden, *others = (payload,) if isinstance(payload, Tensor) else payload
+        sample_ids = others.pop() if has_sample_ids else None
+        return cls(hidden, others[0] if others else None, sample_ids)
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer: how to build it on this rank, what it is called, what it costs."""
+    """Describes one layer: its name, its cost, and how to build it on this rank."""
 
     name: str  # prefix of its parameters' canonical names, e.g. "model.layers.3"
     build: Callable[[TensorParallel], nn.Module]
@@ -36,7 +59,7 @@ class LayerSpec:
 
     @property
     def module_key(self) -> str:
-        """Name of the module in a container: tied entries share it; without dots, which torch refuses."""
+        """Name of the module in a container, without dots, which torch refuses. Tied entries share it."""
         return (self.tied_to or self.name).replace(".", "/")
 
 
@@ -44,7 +67,7 @@ MakeLayer = Callable[[LayerSpec, TensorParallel], nn.Module]
 
 
 def make_layer(spec: LayerSpec, tp: TensorParallel, *, seed: int, initializer_range: float) -> nn.Module:
-    """Builds a layer with its initial weights; every parameter's shard and every dropout learns its canonical path."""
+    """Builds a layer with its initial weights and sets the canonical path of every parameter's shard and dropout."""
     module = spec.build(tp)
     module.layer_name = spec.name  # type: ignore[assignment]  # any attribute may be set on a module
     for path, parameter in module.named_parameters():
@@ -53,12 +76,12 @@ def make_layer(spec: LayerSpec, tp: TensorParallel, *, seed: int, initializer_ra
         initialize_(parameter, shard, seed, initializer_range)
     for path, part in module.named_modules():
         if isinstance(part, Dropout):
-            part.place(seed, f"{spec.name}.{path}")
+            part.set_site(seed, f"{spec.name}.{path}")
     return module
 
 
 class SerialModel(nn.Module):
-    """The layers in order, as one module."""
+    """Runs the layers in order, as one module."""
 
     def __init__(self, specs: Sequence[LayerSpec], tp: TensorParallel, make_layer: MakeLayer) -> None:
         super().__init__()
@@ -68,16 +91,17 @@ class SerialModel(nn.Module):
             if spec.module_key not in self.layers:
                 self.layers[spec.module_key] = make_layer(spec, tp)
 
-    def forward(self, payload: Payload) -> Any:
-        """From the first layer's payload to the last layer's output."""
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, sample_ids: Tensor | None = None) -> Any:
+        """Returns the last layer's output; inputs as in `BlockInput`."""
+        x: Any = BlockInput(tokens, positions, sample_ids)
         for spec in self.specs:
             module = self.layers[spec.module_key]
-            payload = module(payload) if spec.forward is None else spec.forward(module, payload)
-        return payload
+            x = module(x) if spec.forward is None else spec.forward(module, x)
+        return x
 
 
 def named_shards(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter of a model or stage by canonical path, tied ones once."""
+    """Yields every parameter of a model or stage with its canonical path, tied ones once."""
     for parameter in module.parameters():
         yield parameter.shard.name, parameter  # type: ignore[attr-defined]
 

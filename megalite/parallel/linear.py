@@ -25,21 +25,21 @@ from megalite.parallel.shard import Initializer, Shard, replicated
 
 
 def sharded_parameter(shard: Shard) -> nn.Parameter:
-    """An uninitialised parameter of the shard's local shape that carries its `Shard`."""
+    """Returns an uninitialised parameter of the shard's local shape that carries its `Shard`."""
     parameter = nn.Parameter(torch.empty(shard.local_shape))
     parameter.shard = shard  # type: ignore[attr-defined]
     return parameter
 
 
 def replicated_weight(size: int, tp: TensorParallel, initializer: Initializer) -> nn.Parameter:
-    """A vector that every tensor-parallel rank holds whole."""
+    """Returns a vector that every tensor-parallel rank holds whole."""
     return sharded_parameter(replicated((size,), tp.size, tp.rank, initializer))
 
 
 def lacks_fast_gemm(x: Tensor) -> bool:
     """True for bf16 on an x86 CPU without bf16 units: oneDNN emulates them at a quarter of fp32's speed.
 
-    Such tensors are widened to fp32 around a GEMM. That loses nothing: a bf16 GEMM sums in fp32 too.
+    Such tensors are widened to fp32 around a GEMM, which loses nothing: a bf16 GEMM sums in fp32 too.
     """
     return x.device.type == "cpu" and x.dtype == torch.bfloat16 and not _cpu_multiplies_bf16()
 
@@ -69,10 +69,8 @@ class _WidenedLinear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear`, as fast as the processor can."""
-    if lacks_fast_gemm(x):
-        return _WidenedLinear.apply(x, weight, bias)
-    return F.linear(x, weight, bias)
+    """Computes `F.linear`, through fp32 where bf16 GEMMs are slow."""
+    return _WidenedLinear.apply(x, weight, bias) if lacks_fast_gemm(x) else F.linear(x, weight, bias)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -109,15 +107,15 @@ class RowParallelLinear(nn.Module):
 
 
 class LocalLinear(nn.Module):
-    """`y = x W^T` with this rank's part of a cut W and no communication: between layers that enter and leave the
-    parallel region together, such as experts."""
+    """`y = x W^T` with this rank's part of a cut W and no communication, for layers that enter and leave the parallel
+    region together, such as experts."""
 
     def __init__(self, shard: Shard) -> None:
         super().__init__()
         self.weight = sharded_parameter(shard)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[tokens, in]` -> `[tokens, out]`, local sizes of both."""
+        """`[tokens, in]` -> `[tokens, out]`, both local sizes."""
         return linear(x, self.weight, None)
 
 

@@ -16,19 +16,17 @@ from megalite.parallel.collectives import TensorParallel, all_gather, enter_para
 from megalite.parallel.linear import lacks_fast_gemm
 
 IGNORED = -100  # the target of a token that carries no loss, as in torch and transformers
-CHUNK_BYTES = {
-    "cpu": 16 << 20,
-    "cuda": 256 << 20,
-}  # fp32 logits alive at once; small ones stay in a CPU's caches, but sum the head's gradient more often
+# fp32 logits alive at once: small chunks stay in a CPU's caches, but accumulate the head's gradient more often
+CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 CHUNK_TOKENS = 128  # at least, or the GEMM starves
 
 
 def head_logits(
     hidden: Tensor, weight: Tensor, vocab_size: int, tp: TensorParallel, softcap: float | None = None
 ) -> Tensor:
-    """Whole logits `[batch, seq, vocab]` on every rank, for evaluation and sampling; no gradient across ranks.
+    """Returns whole logits `[batch, seq, vocab]` on every rank, for evaluation and sampling; no gradient across ranks.
 
-    With `softcap` logits x are `softcap * tanh(x / softcap)` (Gemma 2).
+    With `softcap` logits x become `softcap * tanh(x / softcap)` (Gemma 2).
     """
     local = torch.nn.functional.linear(enter_parallel_region(hidden, tp), weight)
     if softcap is not None:
@@ -37,14 +35,9 @@ def head_logits(
 
 
 def head_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    vocab_size: int,
-    tp: TensorParallel,
-    softcap: float | None = None,
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, tp: TensorParallel, softcap: float | None = None
 ) -> Tensor:
-    """Sum over the valid tokens of the negative log likelihood, fp32 scalar, equal on all tensor-parallel ranks.
+    """Returns the negative log likelihood summed over valid tokens, an fp32 scalar equal on all tensor-parallel ranks.
 
     hidden `[batch, seq(/tp), hidden]`, weight `[padded vocab/tp, hidden]`, targets `[batch, seq]` (-100: no loss);
     softcap as in `head_logits`.
@@ -89,7 +82,7 @@ class _HeadLoss(torch.autograd.Function):
             local_target = (target - first).clamp_(0, rows - 1)
             is_mine = valid & (target >= first) & (target < first + rows)
             picked = logits.gather(1, local_target.unsqueeze(1)).squeeze(1).masked_fill(~is_mine, 0.0)
-            # softmax in place: the exponentials of the loss serve its gradient. A rank of padding only has no maximum
+            # softmax in place: the loss's exponentials serve its gradient too. A rank with only padding has no maximum
             top = logits.amax(dim=1).clamp_(min=torch.finfo(torch.float32).min)
             exponential = logits.sub_(top.unsqueeze(1)).exp_()
             log_total, picked = _over_vocabulary(exponential.sum(dim=1).log_().add_(top), picked, tp)
@@ -109,12 +102,12 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        # `grad` holds 1/tokens and the loss scale; in place, so backward runs once, as everywhere in training
+        # `grad` holds 1/tokens and the loss scale; in place, so backward can run only once
         return hidden_grad.mul_(grad).to(ctx.dtype), weight_grad.mul_(grad).to(ctx.dtype), None, None, None, None
 
 
 def _cap_(logits: Tensor, softcap: float) -> Tensor:
-    """Caps in place; returns the derivative, `1 - tanh(x / softcap)^2`: another buffer of the chunk."""
+    """Caps logits in place; returns the derivative `1 - tanh(x / softcap)^2`, a second buffer of the chunk."""
     logits.div_(softcap).tanh_()
     slope = logits.square().neg_().add_(1.0)
     logits.mul_(softcap)
@@ -126,7 +119,7 @@ def _split(x: Tensor | None, length: int, chunk: int) -> tuple[Tensor | None, ..
 
 
 def _accumulate(total: Tensor | None, delta: Tensor, x: Tensor) -> Tensor:
-    """`total + delta^T x`, summed over chunks in fp32 whatever the GEMM's dtype."""
+    """Returns `total + delta^T x`, summed over chunks in fp32 whatever the GEMM's dtype."""
     if total is None:
         return torch.mm(delta.t(), x).float()
     if total.dtype == delta.dtype:
@@ -135,7 +128,7 @@ def _accumulate(total: Tensor | None, delta: Tensor, x: Tensor) -> Tensor:
 
 
 def _over_vocabulary(log_sum: Tensor, picked: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
-    """Each rank's log-sum-exp and target logit `[chunk]` -> those of the whole vocabulary, in one collective."""
+    """Combines the ranks' log-sum-exp and target logit `[chunk]` over the whole vocabulary, in one collective."""
     if tp.size == 1:
         return log_sum, picked
     ranks = all_gather(torch.stack((log_sum, picked)).unsqueeze(0), tp, dim=0)  # [tp, 2, chunk]

@@ -1,4 +1,4 @@
-"""Where a rank sits: the one expression that ties a global rank to its pipeline, data and tensor coordinates.
+"""The mesh of ranks: the one expression that relates a global rank to its pipeline, data and tensor coordinates.
 
 In: the three sizes. Out: coordinates and ranks. Pure integers, no torch: dry runs and the planner use it too.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Coordinate:
-    """Where one rank sits on the three axes."""
+    """Position of one rank on the three axes."""
 
     pipeline_rank: int
     data_rank: int
@@ -34,7 +34,7 @@ class Mesh:
 
     @classmethod
     def of(cls, layout: ResolvedLayout) -> Self:
-        """The sizes of a resolved layout."""
+        """Takes the sizes from a resolved layout."""
         return cls(layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size)
 
     @property
@@ -42,11 +42,11 @@ class Mesh:
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
     def rank(self, pipeline_rank: int, data_rank: int, tensor_rank: int) -> int:
-        """Global rank of a coordinate."""
+        """Returns the global rank of a coordinate."""
         return (pipeline_rank * self.data_parallel_size + data_rank) * self.tensor_parallel_size + tensor_rank
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Inverse of `rank`."""
+        """Returns the coordinate of a global rank, the inverse of `rank`."""
         outer, tensor_rank = divmod(rank, self.tensor_parallel_size)
         pipeline_rank, data_rank = divmod(outer, self.data_parallel_size)
         return Coordinate(pipeline_rank, data_rank, tensor_rank)

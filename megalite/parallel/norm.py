@@ -1,8 +1,8 @@
 """RMSNorm, Gemma's zero-centred RMSNorm and LayerNorm over hidden states, whole or cut along the sequence.
 
 In and out: `[batch, seq(/tp), hidden]`. The weights are replicated; on a cut sequence each rank sees only its
-positions, so their gradients are summed over the tensor-parallel ranks here, where the cut is known. Or, of features
-that are cut themselves, this rank's: `[batch, seq, features/tp]`, with its part of the weight.
+positions, so their gradients are summed over the tensor-parallel ranks here, where the cut is known.
+`FullWidthRMSNorm` takes features that are cut themselves, `[batch, seq, features/tp]`, with its part of the weight.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class RMSNorm(nn.Module):
 
 
 class ZeroCenteredRMSNorm(nn.Module):
-    """`x / rms(x) * (1 + weight)`, as Gemma: weight decay pulls the factor to one.
+    """`x / rms(x) * (1 + weight)`, as in Gemma: weight decay pulls the factor to one.
 
-    transformers widens the weight before it adds one, and rounds once, after the product; so do we.
+    As in transformers, the weight is widened before one is added, and rounding happens once, after the product.
     """
 
     def __init__(self, hidden_size: int, eps: float, tp: TensorParallel) -> None:
@@ -49,8 +49,8 @@ class ZeroCenteredRMSNorm(nn.Module):
 
 
 class FullWidthRMSNorm(nn.Module):
-    """`x / rms(x) * weight` of features that are cut over the ranks, with the root mean square of all of them (OLMo-2
-    norms all query heads together). Ranks exchange one number per token."""
+    """`x / rms(x) * weight` of features cut over the ranks, with the root mean square of all of them (OLMo-2 normalizes
+    all query heads together). Ranks exchange one number per token."""
 
     def __init__(self, features: int, eps: float, tp: TensorParallel) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds: the contiguous cut whose slowest stage is fastest.
+"""Partition of layers into pipeline stages: the contiguous cut whose slowest stage is fastest.
 
 In: a relative cost per layer and the number of stages. Out: boundaries. Pure integers and floats, no torch.
 """
@@ -11,7 +11,7 @@ from megalite.config import ModelConfig
 
 
 def block_cost(model: ModelConfig, layer: int) -> float:
-    """Multiply-adds per token, the common factor of forward and backward; attention scores left out."""
+    """Returns multiply-adds per token, without attention scores and the common factor of forward and backward."""
     hidden = model.hidden_size
     attention = hidden * model.head_dim * 2 * (model.num_attention_heads + model.num_key_value_heads)
     if not model.has_experts(layer):
@@ -22,12 +22,12 @@ def block_cost(model: ModelConfig, layer: int) -> float:
 
 
 def head_cost(model: ModelConfig) -> float:
-    """The same of the output head."""
+    """Returns the same for the output head."""
     return float(model.hidden_size * model.vocab_size)
 
 
 def stage_boundaries(costs: Sequence[float], is_block: Sequence[bool], stages: int) -> tuple[int, ...]:
-    """Boundaries `b` with stage `s` holding layers `b[s]:b[s+1]`, minimising the largest stage cost.
+    """Returns boundaries `b` with stage `s` holding layers `b[s]:b[s+1]`, minimising the largest stage cost.
 
     Every stage gets at least one block: DeepSpeed's ZeRO optimizer does one collective per parameter group in the
     gradient norm and drops empty groups, so a stage without both matrices and norms would hang the job

@@ -1,8 +1,8 @@
-"""How a layer cut one of its parameters, written down by the layer that cut it.
+"""The cut of a parameter over tensor-parallel ranks, recorded by the layer that cuts it.
 
-A `Shard` is enough to derive everything else about the parameter: which global numbers a rank holds (initial
-weights, Hugging Face import, checkpoint reshape), what to write back, and whether the parameter counts once or on
-every tensor-parallel rank in a gradient norm. Pure integers, no torch.
+A `Shard` is enough to derive everything else about the parameter: which elements of global tensors a rank holds
+(initial weights, Hugging Face import, checkpoint reshape), what to write back, and whether the parameter counts once or
+on every tensor-parallel rank in a gradient norm. Pure integers, no torch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ Initializer = Literal["normal", "zeros", "ones"]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One contiguous block of one global tensor, and where it lies in the local parameter."""
+class ShardPiece:
+    """One contiguous block of one global tensor, and its place in the local parameter."""
 
     name: str  # canonical name of the global tensor
     shape: tuple[int, ...]  # global shape, without padding
@@ -27,17 +27,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class RangePiece:
-    """A block of a global tensor whose numbers lie in a range of the flattened local parameter."""
+    """A block of a global tensor whose elements lie in a range of the flattened local parameter."""
 
     name: str  # canonical name of the global tensor
     shape: tuple[int, ...]  # global shape, without padding
     source: tuple[slice, ...]  # block of the global tensor
-    rows: slice  # of the range: the rectangle of the local parameter that the block is part of
+    rows: slice  # part of the range: the rectangle of the local parameter that contains the block
     row_shape: tuple[int, ...]  # that rectangle's shape
     inside: tuple[slice, ...]  # the block inside the rectangle
 
     def of(self, numbers: Any) -> Any:
-        """The block as a view of a flat tensor that holds the range."""
+        """Returns the block as a view of a flat tensor that holds the range."""
         return numbers[self.rows].view(self.row_shape)[self.inside]
 
 
@@ -48,7 +48,7 @@ class Shard:
     `sections` are the global sizes along `dim` of the tensors fused in this parameter (q|k|v, gate|up), each cut
     evenly over the tensor-parallel ranks, each with the name that replaces the module's own in canonical names; an
     unfused parameter has a single section without a name. A section that does not divide is padded at its end: the
-    padding is zero, gets no gradient, and is never saved. `dim` None: every tensor-parallel rank holds the same whole.
+    padding is zero, gets no gradient, and is never saved. `dim` None: every tensor-parallel rank holds the whole.
     """
 
     shape: tuple[int, ...]  # global; along `dim` the sum of the sections
@@ -61,7 +61,7 @@ class Shard:
 
     @property
     def is_replicated(self) -> bool:
-        """True where every tensor-parallel rank holds the whole parameter: it counts once in a norm."""
+        """True if every tensor-parallel rank holds the whole parameter, which then counts once in a norm."""
         return self.dim is None
 
     @property
@@ -82,11 +82,11 @@ class Shard:
         parent, leaf = self.name.rsplit(".", 2)[0], self.name.rsplit(".", 1)[1]
         return f"{parent}.{section}.{leaf}"
 
-    def pieces(self) -> Iterator[Piece]:
-        """The blocks of global tensors that this rank holds, padding left out."""
+    def pieces(self) -> Iterator[ShardPiece]:
+        """Yields the blocks of global tensors that this rank holds, without padding."""
         whole = tuple(slice(0, n) for n in self.shape)
         if self.dim is None:
-            yield Piece(self.name, self.shape, whole, whole)
+            yield ShardPiece(self.name, self.shape, whole, whole)
             return
         offset = 0
         for section, size in self.sections:
@@ -95,7 +95,7 @@ class Shard:
             stop = min(size, start + local)
             shape = (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
             if stop > start:
-                yield Piece(
+                yield ShardPiece(
                     self.canonical_name(section),
                     shape,
                     _replace(whole, self.dim, slice(start, stop)),
@@ -104,9 +104,9 @@ class Shard:
             offset += local
 
     def pieces_of_range(self, start: int, stop: int) -> Iterator[RangePiece]:
-        """The blocks of global tensors in numbers [start, stop) of the flattened local parameter: what ZeRO gives a
-        rank of it. A range has ragged ends, so it is at most three rectangles of a matrix: a part of a row, whole
-        rows, a part of a row."""
+        """Yields the blocks of global tensors in elements [start, stop) of the flattened local parameter, which is what
+        ZeRO gives a rank. A range has ragged ends, so in a matrix it is at most three rectangles: a part of a row,
+        whole rows, a part of a row."""
         pieces = list(self.pieces())
         offset = 0
         for rectangle in _rectangles(self.local_shape, start, stop):
@@ -134,7 +134,7 @@ class Shard:
 
 
 def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
-    """Rectangles that hold numbers [start, stop) of a row-major array, in order."""
+    """Yields the rectangles that hold elements [start, stop) of a row-major array, in order."""
     if start >= stop:
         return
     if len(shape) == 1:
@@ -163,5 +163,5 @@ def _replace(slices: tuple[slice, ...], dim: int, new: slice) -> tuple[slice, ..
 def replicated(
     shape: tuple[int, ...], tensor_parallel_size: int, tensor_parallel_rank: int, initializer: Initializer
 ) -> Shard:
-    """A parameter of which every tensor-parallel rank holds the whole."""
+    """Describes a parameter that every tensor-parallel rank holds whole."""
     return Shard(shape, None, (("", shape[0]),), tensor_parallel_size, tensor_parallel_rank, initializer)

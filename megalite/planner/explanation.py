@@ -1,11 +1,11 @@
-"""Why a search ended as it did, in three lines for people, and what would help where nothing fits. No torch."""
+"""Explains the result of a search in three lines, and what would help if nothing fits. No torch."""
 
 from __future__ import annotations
 
 from megalite.config import Config
 from megalite.config.auto import CHOOSABLE
-from megalite.config.nearest import OptionPath, dotted
-from megalite.planner.search import ALIKE, ROOMY, Candidate, Dropped, SearchResult, search, smallest_that_fits
+from megalite.config.suggestions import OptionPath, dotted
+from megalite.planner.search import ALIKE, ROOMY, Dropped, LayoutCandidate, SearchResult, search, smallest_that_fits
 from megalite.planner.units import gib, seconds
 
 NOTICEABLE = 1e-3  # of a step
@@ -13,14 +13,14 @@ NODE_COUNTS = sorted({*range(1, 17), *(2**n for n in range(4, 15)), *(3 * 2**n f
 
 
 def explain(result: SearchResult) -> tuple[str, str, str]:
-    """What bounds the winner, what the next best loses by, and what was dropped."""
+    """Explains what bounds the winner, why the next best loses, and what was dropped."""
     if result.best is None:
         return "nothing fits", "", _dropped(result)
     return _winner(result.best, result), _next_best(result), _dropped(result)
 
 
 def caveats(result: SearchResult) -> list[str]:
-    """What the numbers of the winner rest on."""
+    """Lists the assumptions behind the winner's numbers."""
     best, kind = result.best, result.cluster.accelerator
     said = [f"efficiency {kind.efficiency:g} of {result.cluster.accelerator_name}: {kind.calibrated_on}"]
     if best is not None and best.time.hidden_s > 0.02 * best.time.seconds:
@@ -40,7 +40,7 @@ def caveats(result: SearchResult) -> list[str]:
 
 
 def why_nothing_fits(config: Config, result: SearchResult, free: frozenset[OptionPath]) -> str:
-    """One sentence: by how much, and the nearest thing that works."""
+    """Returns one sentence: by how much nothing fits, and the nearest alternative that works."""
     cluster = result.cluster
     here = f"{cluster.accelerators} x {cluster.accelerator_name}"
     if not result.too_large:
@@ -71,8 +71,7 @@ def _remedy(config: Config, result: SearchResult, free: frozenset[OptionPath]) -
     numbers = "ranks" if is_one_machine else f"of them up to {NODE_COUNTS[-1] * cluster.accelerators_per_node}"
     return (
         f"no number {numbers} helps ({name} take {gib(size)}): use {what} with more memory, a smaller model, or a "
-        "training.sequence_length below "
-        f"{config.training.sequence_length}"
+        f"training.sequence_length below {config.training.sequence_length}"
     )
 
 
@@ -80,14 +79,14 @@ def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def main_parts(candidate: Candidate) -> str:
-    """What most of its step goes into, with shares."""
+def main_parts(candidate: LayoutCandidate) -> str:
+    """Returns the largest contributors to step time, in percent."""
     time = candidate.time
     parts = sorted(time.parts.items(), key=lambda part: -part[1])[:3]
     return ", ".join(f"{name} {size / time.seconds:.0%}" for name, size in parts if size > 0.005 * time.seconds)
 
 
-def _winner(best: Candidate, result: SearchResult) -> str:
+def _winner(best: LayoutCandidate, result: SearchResult) -> str:
     fullest = best.fullest
     where = f" (stage {fullest.stage})" if len(best.memory) > 1 else ""
     return (

@@ -1,4 +1,4 @@
-"""What a cluster is made of: accelerators, the links between them, and how many. Pure data, from YAML; no torch.
+"""Description of a cluster: accelerators, the links between them, and their number. Data from YAML; no torch.
 
 `catalogue.yaml` beside this file holds what is known; a cluster file names entries of it or describes its own.
 """
@@ -14,42 +14,42 @@ from pydantic import Field, ValidationError, model_validator
 
 from megalite.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from megalite.config.errors import ConfigError, problems_of, shown
-from megalite.config.nearest import nearest_name
-from megalite.config.precision import Dtype
-from megalite.config.text import parse_yaml
+from megalite.config.sections import Dtype
+from megalite.config.suggestions import nearest_name
+from megalite.config.yaml_text import parse_yaml
 
 CATALOGUE = Path(__file__).with_name("catalogue.yaml")
 
 
 class Link(Section):
-    """One way for bytes between accelerators."""
+    """One kind of link between accelerators."""
 
     gb_per_s: PositiveFloat
     """Bandwidth in each direction: per accelerator inside a node, per adapter between nodes. 1 GB = 1e9 bytes."""
 
     latency_us: NonNegativeFloat = 5.0
-    """Of one message."""
+    """Latency of one message."""
 
     source: str = ""
-    """Where the figures are from."""
+    """Source of the figures."""
 
 
 class FlashAttention(Section):
-    """Part of the peak that its versions reach. Dao 2023 (FlashAttention-2), abstract: 25-40 % and 50-73 % on the A100;
-    here the middle of each."""
+    """Fraction of the peak that versions of FlashAttention reach. Dao 2023 (FlashAttention-2), abstract: 25-40 % and
+    50-73 % on the A100; here the middle of each."""
 
     flash_1: PositiveFloat = 0.325
     flash_2: PositiveFloat = 0.615
 
 
 class Accelerator(Section):
-    """One kind of GPU, or of whatever a rank computes on."""
+    """One kind of GPU, or another device of a rank."""
 
     memory_gib: PositiveFloat
-    """What a process may allocate at most, in GiB."""
+    """Most that a process can allocate, in GiB."""
 
     peak_tflops: dict[Dtype, PositiveFloat]
-    """Dense matrix products, per number format."""
+    """Peak of dense matrix products, per number format."""
 
     memory_gb_per_s: PositiveFloat
     """Bandwidth of the memory."""
@@ -58,16 +58,16 @@ class Accelerator(Section):
     """The one calibrated constant: part of the peak that large matrix products reach."""
 
     calibrated_on: str = "a guess, from other accelerators: no published table to fit it on"
-    """What the constant was fitted on."""
+    """Measurement that the constant was fitted on."""
 
     device: Literal["cuda", "cpu"] = "cuda"
-    """Where torch runs it."""
+    """Type of the device in torch."""
 
     flash_attention: FlashAttention = Field(default_factory=FlashAttention)
     """Part of the peak that fused attention reaches."""
 
     launch_us: NonNegativeFloat = 300.0
-    """What the host needs to launch one transformer block's forward pass; a block is never faster."""
+    """Host time to launch one transformer block's forward pass; a block is never faster."""
 
     intra_node: str
     """Name of the link between accelerators of a node."""
@@ -76,7 +76,7 @@ class Accelerator(Section):
     """Name of the link that an adapter of a node usually has."""
 
     source: str = ""
-    """Where the figures are from."""
+    """Source of the figures."""
 
     @model_validator(mode="after")
     def _is_a_part_of_the_peak(self) -> Self:
@@ -86,17 +86,17 @@ class Accelerator(Section):
 
 
 class Catalogue(Section):
-    """Everything known by name."""
+    """All hardware known by name."""
 
     accelerators: dict[str, Accelerator] = Field(default_factory=dict)
     links: dict[str, Link] = Field(default_factory=dict)
 
 
 class ClusterFile(Section):
-    """What a cluster file says."""
+    """Contents of a cluster file."""
 
     accelerator: str | Accelerator
-    """A name in the catalogue, or figures of one's own."""
+    """A name in the catalogue, or its figures."""
 
     nodes: PositiveInt
     accelerators_per_node: PositiveInt = 8
@@ -111,7 +111,7 @@ class ClusterFile(Section):
 
 
 class Cluster(Section):
-    """What a run has: all links resolved."""
+    """The cluster of a run, with all links resolved."""
 
     name: str
     accelerator_name: str
@@ -122,20 +122,20 @@ class Cluster(Section):
     intra_node: Link
     inter_node: Link
     ranks_per_core: NonNegativeFloat = 0.0
-    """Of a CPU whose cores are shared by ranks; an accelerator of one's own: 0."""
+    """Ranks per core of a CPU that ranks share; 0 for an accelerator of its own."""
 
     @property
     def accelerators(self) -> int:
-        """How many there are in all."""
+        """Number of accelerators in all."""
         return self.nodes * self.accelerators_per_node
 
     @property
     def memory_bytes(self) -> int:
-        """Of one accelerator."""
+        """Memory of one accelerator, in bytes."""
         return int(self.accelerator.memory_gib * 2**30)
 
     def peak_flops(self, dtype: Dtype) -> float:
-        """Floating-point operations per second of one accelerator, dense."""
+        """Returns the dense floating-point operations per second of one accelerator."""
         peaks = self.accelerator.peak_tflops
         if dtype not in peaks:
             others = f"use {' or '.join(peaks)}, or " if peaks else ""
@@ -148,14 +148,14 @@ class Cluster(Section):
 
 @cache
 def catalogue() -> Catalogue:
-    """What the package knows."""
+    """Returns the catalogue of this package."""
     values, _ = parse_yaml(CATALOGUE.read_text())
     return Catalogue.model_validate(values)
 
 
 def extended(known: Catalogue, values: Any) -> Catalogue:
-    """`known` with what a user's catalogue file says: entries of one's own, and for known names the fields that differ,
-    such as `efficiency` alone. Raises ValidationError."""
+    """Returns `known` extended by a user's catalogue file: entries of one's own, and for known names the fields that
+    differ, such as `efficiency` alone. Raises ValidationError."""
     merged = known.model_dump(mode="json", exclude_unset=True)
     for section, entries in (values or {}).items() if isinstance(values, dict) else ():
         old = merged.setdefault(section, {})
@@ -170,19 +170,19 @@ def extended(known: Catalogue, values: Any) -> Catalogue:
 
 
 def _merged(old: Any, new: Any) -> Any:
-    """What is said of fields replaces what was, inside sections of fields too."""
+    """Merges fields recursively; new values replace old ones."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return new
     return old | {key: _merged(old.get(key), value) for key, value in new.items()}
 
 
 def find_accelerator(name: str, known: Catalogue | None = None) -> Accelerator:
-    """By its name in the catalogue, whatever its case. Raises ConfigError with the nearest name."""
+    """Finds an accelerator by name, ignoring case. Raises ConfigError with the nearest name."""
     return _find("accelerator", name, (known or catalogue()).accelerators)
 
 
 def cluster_of(described: ClusterFile, name: str, known: Catalogue | None = None) -> Cluster:
-    """With all names looked up. Raises ConfigError for those that are unknown."""
+    """Resolves all names. Raises ConfigError for unknown ones."""
     known = known or catalogue()
     kind = described.accelerator
     accelerator = find_accelerator(kind, known) if isinstance(kind, str) else kind
@@ -199,7 +199,7 @@ def cluster_of(described: ClusterFile, name: str, known: Catalogue | None = None
 
 
 def read_cluster(path: Path, known: Catalogue | None = None) -> Cluster:
-    """The cluster in a YAML file. Raises ConfigError, one sentence with file and line."""
+    """Reads a cluster from a YAML file. Raises ConfigError, one sentence with file and line."""
     try:
         values, lines = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -232,7 +232,7 @@ def _find(kind: str, name: str, known: dict[str, Entry]) -> Entry:
 
 
 def _names_near(name: str, known: Iterable[str]) -> list[str]:
-    """Those that were perhaps meant: "A100" is the beginning of two."""
+    """Returns the names that were perhaps meant: "A100" is the beginning of two."""
     written = {key.lower().replace("-", "_"): key for key in known}
     typed = name.lower().replace("-", "_")
     if same := [key for word, key in written.items() if word.startswith(typed) or typed.startswith(word)]:
@@ -246,10 +246,10 @@ def _known_as(name: str, known: Catalogue) -> str:
 
 
 def find_link(value: str | Link, known: Catalogue | None = None) -> Link:
-    """By its name in the catalogue, or as described. Raises ConfigError with the nearest name."""
+    """Finds a link by name, or returns the one described. Raises ConfigError with the nearest name."""
     return _find("link", value, (known or catalogue()).links) if isinstance(value, str) else value
 
 
 def as_values(cluster: Cluster) -> dict[str, Any]:
-    """For JSON."""
+    """Returns the cluster's fields for JSON."""
     return cluster.model_dump(mode="json")

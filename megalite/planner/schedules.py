@@ -1,4 +1,4 @@
-"""Who is busy when in one optimizer step of a pipeline: 1F1B, interleaved 1F1B and a zero-bubble schedule, simulated.
+"""Simulates pipeline schedules: 1F1B, interleaved 1F1B and a zero-bubble schedule, in one optimizer step.
 
 In: the time of each stage for one micro-batch. Out: a `Timeline`, every piece of work with start and end. Each stage
 does its tasks in a fixed order, one at a time; a task starts as soon as the stage is free and its input is there.
@@ -19,8 +19,8 @@ from typing import NamedTuple
 from megalite.config import ConfigError
 
 
-class Kind(enum.StrEnum):
-    """What a stage does with a micro-batch."""
+class PassKind(enum.StrEnum):
+    """Kind of pass of a micro-batch through a stage."""
 
     FORWARD = "forward"
     BACKWARD = "backward"  # both gradients at once
@@ -29,7 +29,7 @@ class Kind(enum.StrEnum):
 
 
 class Schedule(enum.StrEnum):
-    """In which order the stages work."""
+    """Order of the passes on every stage."""
 
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved"
@@ -37,27 +37,27 @@ class Schedule(enum.StrEnum):
 
 
 class Task(NamedTuple):
-    """One piece of work in the order of its stage."""
+    """One pass in the order of its stage."""
 
-    kind: Kind
+    kind: PassKind
     micro_batch: int
     chunk: int = 0
 
 
-class Work(NamedTuple):
-    """One piece of work, done."""
+class ScheduledPass(NamedTuple):
+    """One pass with its start and end."""
 
     stage: int
     start_s: float
     end_s: float
-    kind: Kind
+    kind: PassKind
     micro_batch: int
     chunk: int
 
 
 @dataclass(frozen=True)
 class PipelineTimes:
-    """Of one micro-batch, in seconds; a sequence has one entry for each stage."""
+    """Times of one micro-batch, in seconds; each sequence has one entry per stage."""
 
     forward_s: Sequence[float]
     backward_s: Sequence[float]  # both gradients, and what is recomputed for them
@@ -66,7 +66,7 @@ class PipelineTimes:
 
     @classmethod
     def equal(cls, stages: int, forward_s: float, backward_s: float, between_stages_s: float = 0.0) -> PipelineTimes:
-        """All stages alike."""
+        """Every stage takes the same time."""
         return cls((forward_s,) * stages, (backward_s,) * stages, between_stages_s)
 
     @property
@@ -80,7 +80,7 @@ class PipelineTimes:
         return [backward_s / 2 for backward_s in self.backward_s]
 
     def check(self) -> None:
-        """Raises ConfigError where the times cannot be those of a pipeline."""
+        """Raises ConfigError if the times are impossible for a pipeline."""
         if not self.forward_s or len(self.forward_s) != len(self.backward_s):
             raise ConfigError(
                 f"a pipeline needs a forward and a backward time for each stage: there are {len(self.forward_s)} and "
@@ -98,22 +98,22 @@ class PipelineTimes:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One optimizer step of a pipeline, without what comes after the last backward pass."""
+    """One optimizer step of a pipeline, up to the last backward pass."""
 
     schedule: Schedule
     stages: int
     micro_batches: int
     chunks: int
-    work: tuple[Work, ...]  # in the order of each stage, stage after stage
+    work: tuple[ScheduledPass, ...]  # in the order of each stage, stage after stage
 
     @cached_property
     def makespan_s(self) -> float:
-        """From the first start to the last end."""
+        """Seconds from the first start to the last end."""
         return max(work.end_s for work in self.work)
 
     @cached_property
     def busy_s(self) -> tuple[float, ...]:
-        """Of each stage."""
+        """Busy seconds of each stage."""
         busy = [0.0] * self.stages
         for work in self.work:
             busy[work.stage] += work.end_s - work.start_s
@@ -121,23 +121,23 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """Time that stages stand idle over time that they work, as Narayanan 2021, section 2.2, counts: (p - 1) / m for
+        """Idle time of stages over their working time, as Narayanan 2021, section 2.2, counts: (p - 1) / m for
         1F1B with equal stages. Where stages differ, waiting for the slowest is in it."""
         return self.stages * self.makespan_s / sum(self.busy_s) - 1
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """For each stage, how many micro-batches' activations it holds at most; those of one chunk count as one."""
-        last = Kind.WEIGHT_GRADIENT if self.schedule is Schedule.ZERO_BUBBLE else Kind.BACKWARD
+        """Most micro-batches whose activations each stage holds; those of one chunk count as one."""
+        last = PassKind.WEIGHT_GRADIENT if self.schedule is Schedule.ZERO_BUBBLE else PassKind.BACKWARD
         peaks, held = [0] * self.stages, [0] * self.stages
         for work in self.work:
-            held[work.stage] += (work.kind is Kind.FORWARD) - (work.kind is last)
+            held[work.stage] += (work.kind is PassKind.FORWARD) - (work.kind is last)
             peaks[work.stage] = max(peaks[work.stage], held[work.stage])
         return tuple(peaks)
 
 
 def simulate_schedule(schedule: Schedule, times: PipelineTimes, micro_batches: int, chunks: int = 1) -> Timeline:
-    """The step that `times.stages` stages do together. A chunk takes its part of the stage's time, `1 / chunks`.
+    """Simulates a step of `times.stages` stages. A chunk takes `1 / chunks` of its stage's time.
 
     Raises ConfigError for a schedule that does not exist, such as interleaving without chunks.
     """
@@ -149,7 +149,7 @@ def simulate_schedule(schedule: Schedule, times: PipelineTimes, micro_batches: i
 
 
 def bubble_closed_form(schedule: Schedule, stages: int, micro_batches: int, chunks: int = 1) -> float:
-    """Idle over working time with equal stages and free communication.
+    """Returns idle over working time for equal stages and free communication.
 
     1F1B (p - 1) / m and interleaved (p - 1) / (v m): Narayanan 2021 (arXiv:2104.04473), section 2.2. Zero-bubble: the
     bubble of ZB-H1 is (p - 1)(T_F + T_B - T_W), Qi 2023 (arXiv:2401.10241); here with T_F = T_B = T_W and at least p
@@ -166,7 +166,7 @@ def bubble_closed_form(schedule: Schedule, stages: int, micro_batches: int, chun
 
 
 def tasks_of(schedule: Schedule, stages: int, stage: int, micro_batches: int, chunks: int = 1) -> list[Task]:
-    """What one stage does, in its order."""
+    """Returns the passes of one stage, in order."""
     match schedule:
         case Schedule.ONE_F_ONE_B:
             return _one_f_one_b(stages, stage, micro_batches)
@@ -192,10 +192,10 @@ def _check_schedule(schedule: Schedule, stages: int, micro_batches: int, chunks:
 
 
 def _one_f_one_b(stages: int, stage: int, micro_batches: int) -> list[Task]:
-    """Forwards until the last stage sends a gradient back, then one forward and one backward in turns, then the
+    """Returns forwards until the last stage sends a gradient back, then one forward and one backward in turns, then the
     backwards that are left (Narayanan 2019, PipeDream; with a flush: Narayanan 2021, section 2.2.1)."""
-    forwards = [Task(Kind.FORWARD, number) for number in range(micro_batches)]
-    backwards = [Task(Kind.BACKWARD, number) for number in range(micro_batches)]
+    forwards = [Task(PassKind.FORWARD, number) for number in range(micro_batches)]
+    backwards = [Task(PassKind.BACKWARD, number) for number in range(micro_batches)]
     return _in_turns(forwards, backwards, stages - stage - 1)
 
 
@@ -203,17 +203,17 @@ def _interleaved(stages: int, stage: int, micro_batches: int, chunks: int) -> li
     """Each stage holds `chunks` pieces of the model, which micro-batches pass in groups of `stages`: Narayanan 2021,
     section 2.2.2, in the order of Megatron-LM's `forward_backward_pipelining_with_interleaving`."""
 
-    def tasks(kind: Kind, chunk_order: Sequence[int]) -> list[Task]:
+    def tasks(kind: PassKind, chunk_order: Sequence[int]) -> list[Task]:
         groups = range(0, micro_batches, stages)
         return [Task(kind, first + i, chunk) for first in groups for chunk in chunk_order for i in range(stages)]
 
-    forwards = tasks(Kind.FORWARD, range(chunks))
-    backwards = tasks(Kind.BACKWARD, range(chunks)[::-1])
+    forwards = tasks(PassKind.FORWARD, range(chunks))
+    backwards = tasks(PassKind.BACKWARD, range(chunks)[::-1])
     return _in_turns(forwards, backwards, 2 * (stages - stage - 1) + (chunks - 1) * stages)
 
 
 def _in_turns(forwards: list[Task], backwards: list[Task], ahead: int) -> list[Task]:
-    """`ahead` forwards, then forwards and backwards in turns, then the backwards that are left."""
+    """Returns `ahead` forwards, then forwards and backwards in turns, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     turns = [task for pair in zip(forwards[ahead:], backwards, strict=False) for task in pair]
     return forwards[:ahead] + turns + backwards[len(forwards) - ahead :]
@@ -224,18 +224,18 @@ def _zero_bubble(stages: int, stage: int, micro_batches: int) -> list[Task]:
     ZB-H1. Stage s is s weight gradients behind, so that each holds p micro-batches at most, as 1F1B's first stage."""
     tasks = []
     for task in _one_f_one_b(stages, stage, micro_batches):
-        if task.kind is Kind.FORWARD:
+        if task.kind is PassKind.FORWARD:
             tasks.append(task)
             continue
-        tasks.append(Task(Kind.INPUT_GRADIENT, task.micro_batch))
+        tasks.append(Task(PassKind.INPUT_GRADIENT, task.micro_batch))
         if task.micro_batch >= stage:
-            tasks.append(Task(Kind.WEIGHT_GRADIENT, task.micro_batch - stage))
+            tasks.append(Task(PassKind.WEIGHT_GRADIENT, task.micro_batch - stage))
     late = range(max(0, micro_batches - stage), micro_batches)
-    return tasks + [Task(Kind.WEIGHT_GRADIENT, number) for number in late]
+    return tasks + [Task(PassKind.WEIGHT_GRADIENT, number) for number in late]
 
 
 class _Step(NamedTuple):
-    """A task among those of all stages. Results are numbered; when they were ready is kept by that number."""
+    """A task of one stage. Results are numbered; when they were ready is kept by that number."""
 
     task: Task
     result: int
@@ -255,9 +255,9 @@ def _steps(order: Sequence[Task], stage: int, stages: int, micro_batches: int, c
     steps = []
     for task in order:
         at = (task.chunk * stages + stage) * micro_batches + task.micro_batch
-        if task.kind is Kind.FORWARD:
+        if task.kind is PassKind.FORWARD:
             steps.append(_Step(task, at, at - micro_batches if at >= micro_batches else NOTHING, after))
-        elif task.kind is Kind.WEIGHT_GRADIENT:
+        elif task.kind is PassKind.WEIGHT_GRADIENT:
             steps.append(_Step(task, UNUSED, NOTHING, stage))
         else:
             gradient = positions * micro_batches + at
@@ -266,14 +266,16 @@ def _steps(order: Sequence[Task], stage: int, stages: int, micro_batches: int, c
     return steps
 
 
-def _run(orders: Sequence[Sequence[Task]], times: PipelineTimes, micro_batches: int, chunks: int) -> list[Work]:
-    """Starts every task as soon as it can. A stage whose input is not there yet sleeps until its sender wakes it."""
+def _run(
+    orders: Sequence[Sequence[Task]], times: PipelineTimes, micro_batches: int, chunks: int
+) -> list[ScheduledPass]:
+    """Starts every task as soon as possible. A stage waits for its input until the sender is done."""
     stages = len(orders)
     plan = [_steps(order, stage, stages, micro_batches, chunks) for stage, order in enumerate(orders)]
     ends_s = [math.inf] * (2 * stages * chunks * micro_batches + 2)
     ends_s[NOTHING] = -math.inf
     durations, travel_s = _durations(times, chunks), times.between_stages_s if stages > 1 else 0.0
-    done: list[list[Work]] = [[] for _ in orders]
+    done: list[list[ScheduledPass]] = [[] for _ in orders]
     free_s = [0.0] * stages
     awake, is_awake = deque(range(stages)), [True] * stages
     while awake:
@@ -286,7 +288,7 @@ def _run(orders: Sequence[Sequence[Task]], times: PipelineTimes, micro_batches: 
                 break
             start_s = max(free_s[stage], ends_s[needs] + travel_s)
             free_s[stage] = ends_s[result] = start_s + durations[task.kind][stage]
-            mine.append(Work(stage, start_s, free_s[stage], *task))
+            mine.append(ScheduledPass(stage, start_s, free_s[stage], *task))
             if wakes != stage and not is_awake[wakes]:
                 awake.append(wakes)
                 is_awake[wakes] = True
@@ -294,12 +296,75 @@ def _run(orders: Sequence[Sequence[Task]], times: PipelineTimes, micro_batches: 
     return [work for of_stage in done for work in of_stage]
 
 
-def _durations(times: PipelineTimes, chunks: int) -> dict[Kind, list[float]]:
+def _durations(times: PipelineTimes, chunks: int) -> dict[PassKind, list[float]]:
     input_parts = [whole - part for whole, part in zip(times.backward_s, times.weight_part_s, strict=True)]
-    per_stage: dict[Kind, Iterable[float]] = {
-        Kind.FORWARD: times.forward_s,
-        Kind.BACKWARD: times.backward_s,
-        Kind.INPUT_GRADIENT: input_parts,
-        Kind.WEIGHT_GRADIENT: times.weight_part_s,
+    per_stage: dict[PassKind, Iterable[float]] = {
+        PassKind.FORWARD: times.forward_s,
+        PassKind.BACKWARD: times.backward_s,
+        PassKind.INPUT_GRADIENT: input_parts,
+        PassKind.WEIGHT_GRADIENT: times.weight_part_s,
     }
     return {kind: [seconds / chunks for seconds in values] for kind, values in per_stage.items()}
+
+
+IDLE = "."
+FILL = {PassKind.FORWARD: "-", PassKind.BACKWARD: "=", PassKind.INPUT_GRADIENT: "=", PassKind.WEIGHT_GRADIENT: "~"}
+ROUNDING = 1e-9
+NARROWEST = 12  # columns that a drawing needs beside its labels
+
+
+def draw(timeline: Timeline, columns: int = 100) -> list[str]:
+    """Draws one line per stage, at most `columns` wide.
+
+    Work begins with the number of its micro-batch and goes on with a sign for its kind. Where the shortest work is less
+    than a column, a column shows what the stage does most of that time, without numbers.
+    """
+    label = len(f"stage {timeline.stages - 1} ")
+    most = max(NARROWEST, columns - label)
+    column_s = _column_s(timeline, most)
+    rows = _coarse_rows(timeline, most) if column_s is None else _rows(timeline, column_s)
+    return [f"stage {stage}".ljust(label) + row for stage, row in enumerate(rows)]
+
+
+def legend(timeline: Timeline) -> str:
+    """Explains the characters of the drawing."""
+    backward = (
+        f"{FILL[PassKind.INPUT_GRADIENT]} input gradient, {FILL[PassKind.WEIGHT_GRADIENT]} weight gradient"
+        if timeline.schedule is Schedule.ZERO_BUBBLE
+        else f"{FILL[PassKind.BACKWARD]} backward"
+    )
+    return f"{FILL[PassKind.FORWARD]} forward, {backward}, {IDLE} idle; numbers are micro-batches"
+
+
+def _column_s(timeline: Timeline, columns: int) -> float | None:
+    """Returns the seconds per column, so that the shortest pass is a whole number of columns; None if there is no
+    room."""
+    shortest_s = min((work.end_s - work.start_s for work in timeline.work if work.end_s > work.start_s), default=1.0)
+    per_work = math.floor(shortest_s * columns / timeline.makespan_s + ROUNDING) if timeline.makespan_s else 1
+    return shortest_s / per_work if per_work else None
+
+
+def _rows(timeline: Timeline, column_s: float) -> list[str]:
+    rows = [[IDLE] * max(1, math.ceil(timeline.makespan_s / column_s - ROUNDING)) for _ in range(timeline.stages)]
+    for work in timeline.work:
+        first, last = round(work.start_s / column_s), round(work.end_s / column_s)
+        name, sign = str(work.micro_batch), FILL[work.kind]
+        text = name if len(name) <= last - first else ""
+        rows[work.stage][first:last] = text.ljust(last - first, sign)
+    return ["".join(row) for row in rows]
+
+
+def _coarse_rows(timeline: Timeline, columns: int) -> list[str]:
+    column_s = timeline.makespan_s / columns
+    spent: list[list[dict[str, float]]] = [[{} for _ in range(columns)] for _ in range(timeline.stages)]
+    for work in timeline.work:
+        row, sign = spent[work.stage], FILL[work.kind]
+        for column in range(int(work.start_s / column_s), min(columns, math.ceil(work.end_s / column_s))):
+            inside_s = min(work.end_s, (column + 1) * column_s) - max(work.start_s, column * column_s)
+            row[column][sign] = row[column].get(sign, 0.0) + inside_s
+    return ["".join(_most(signs, column_s) for signs in row) for row in spent]
+
+
+def _most(signs: dict[str, float], column_s: float) -> str:
+    idle_s = column_s - sum(signs.values())
+    return max([(idle_s, IDLE), *((seconds, sign) for sign, seconds in signs.items())])[1]

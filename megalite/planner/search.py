@@ -1,7 +1,7 @@
-"""Which layouts a model can be trained in on a cluster, and how they rank. Pure arithmetic, no torch.
+"""Searches the layouts in which a model can be trained on a cluster and ranks them. Pure arithmetic, no torch.
 
 In: a config, a cluster, and which options of the layout are free. Out: the layouts that fit, fastest first, and what
-was dropped and why. What is legal is asked of the config itself (`Config.check_world`): no rule stands here twice.
+was dropped and why. What is legal is asked of the config itself (`resolve_layout`): no rule stands here twice.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
-from megalite.config import Config, ConfigError, ResolvedLayout
+from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
 from megalite.config.auto import CHOOSABLE
-from megalite.config.nearest import OptionPath
+from megalite.config.suggestions import OptionPath
+from megalite.planner.cost.memory import CPU, CUDA, StageMemory, memory_of
+from megalite.planner.cost.step_time import StepTime, step_time
 from megalite.planner.hardware import Cluster
-from megalite.planner.job import Job, Layout
-from megalite.planner.memory import CPU, CUDA, StageMemory, memory_of
-from megalite.planner.step_time import StepTime, step_time
 from megalite.planner.units import gib
+from megalite.planner.workload import ParallelLayout, TrainingWorkload
 
 TENSOR, PIPELINE = ("parallel", "tensor_parallel_size"), ("parallel", "pipeline_parallel_size")
 DATA, ZERO = ("parallel", "data_parallel_size"), ("parallel", "zero_stage")
@@ -37,7 +37,7 @@ Check = Callable[[Config, ResolvedLayout], None]
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a run, as far as rules ask."""
+    """The facts about a run's processes that rules depend on."""
 
     count: int
     per_node: int
@@ -45,35 +45,35 @@ class Ranks:
 
     @classmethod
     def of(cls, cluster: Cluster) -> Self:
-        """One for each accelerator."""
+        """Returns one rank per accelerator."""
         return cls(cluster.accelerators, cluster.accelerators_per_node, cluster.accelerator.device)
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A layout that fits, and what it would be like."""
+class LayoutCandidate:
+    """A layout that fits, with its predicted time and memory."""
 
-    job: Job
+    job: TrainingWorkload
     memory: tuple[StageMemory, ...]
     time: StepTime
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ParallelLayout:
         return self.job.layout
 
     @property
     def fullest(self) -> StageMemory:
-        """The stage whose ranks need most."""
+        """The stage whose ranks need most memory."""
         return max(self.memory, key=lambda stage: stage.total)
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole cluster."""
+        """Tokens per second of the whole cluster."""
         return self.job.tokens_per_step / self.time.seconds
 
     @property
     def options(self) -> dict[OptionPath, Any]:
-        """Of a config that trains so, the number of replicas among them."""
+        """Options of a config with this layout, including the number of replicas."""
         return options_of(self.layout)
 
 
@@ -81,7 +81,7 @@ class Candidate:
 class Dropped:
     """A layout that was not ranked."""
 
-    layout: Layout
+    layout: ParallelLayout
     reason: str
     missing_bytes: float | None = None  # per accelerator; None: a rule of the config refuses it
     memory: StageMemory | None = None  # the stage that lacks it
@@ -89,19 +89,19 @@ class Dropped:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found."""
+    """Result of a search."""
 
     cluster: Cluster
-    candidates: tuple[Candidate, ...]  # the one to take, then fastest first
+    candidates: tuple[LayoutCandidate, ...]  # the one to take, then fastest first
     dropped: tuple[Dropped, ...]  # the nearest to fitting first, then those that a rule refuses
 
     @property
-    def best(self) -> Candidate | None:
+    def best(self) -> LayoutCandidate | None:
         return self.candidates[0] if self.candidates else None
 
     @property
     def too_large(self) -> tuple[Dropped, ...]:
-        """Those that do not fit, the nearest to fitting first."""
+        """Layouts that do not fit, the nearest to fitting first."""
         return tuple(one for one in self.dropped if one.missing_bytes is not None)
 
 
@@ -112,14 +112,14 @@ def search(
     free: frozenset[OptionPath] = CHOOSABLE,
     check: Check | None = None,
 ) -> SearchResult:
-    """Every layout on all accelerators of `cluster`; options that are not `free` stay as the config has them.
+    """Searches all layouts on all accelerators of `cluster`; options that are not `free` stay as the config has them.
 
     Left out is what recomputes more than it must, which only costs time. Tensor parallelism crosses nodes only where
     nothing else fits.
     """
     if cluster.accelerator.device == "cuda":  # a CPU's number formats are the business of the config's rules
         cluster.peak_flops(config.precision.dtype)
-    found: list[Candidate] = []
+    found: list[LayoutCandidate] = []
     dropped: list[Dropped] = []
     ranks = Ranks.of(cluster)
     for crosses in (False, True):
@@ -140,22 +140,22 @@ def search(
     return SearchResult(cluster, tuple(found), tuple(dropped))
 
 
-def judged(config: Config, layout: ResolvedLayout, cluster: Cluster) -> Candidate:
-    """One layout, whether it fits or not."""
-    job = Job.of(config, layout)
-    return Candidate(job, needs(job, cluster), step_time(job, cluster))
+def judged(config: Config, layout: ResolvedLayout, cluster: Cluster) -> LayoutCandidate:
+    """Predicts one layout, whether it fits or not."""
+    job = TrainingWorkload.of(config, layout)
+    return LayoutCandidate(job, needs(job, cluster), step_time(job, cluster))
 
 
-def needs(job: Job, cluster: Cluster) -> tuple[StageMemory, ...]:
-    """Memory on what the cluster is made of."""
+def needs(job: TrainingWorkload, cluster: Cluster) -> tuple[StageMemory, ...]:
+    """Returns the memory of a job on the cluster's accelerators."""
     if cluster.accelerator.device == "cuda":
         return memory_of(job, CUDA)
     peak = cluster.accelerator.peak_tflops  # bf16 units would make bf16 faster
     return memory_of(job, replace(CPU, widens_bf16=peak.get("bf16", 0.0) <= peak.get("fp32", 0.0)))
 
 
-def options_of(layout: Layout) -> dict[OptionPath, Any]:
-    """A layout in the config's words."""
+def options_of(layout: ParallelLayout) -> dict[OptionPath, Any]:
+    """Returns a layout as options of the config."""
     return {
         TENSOR: layout.tensor_parallel_size,
         PIPELINE: layout.pipeline_parallel_size,
@@ -168,7 +168,8 @@ def options_of(layout: Layout) -> dict[OptionPath, Any]:
 
 
 def sizes(config: Config, ranks: Ranks, free: frozenset[OptionPath], *, crosses: bool) -> Iterator[tuple[int, int]]:
-    """Sizes of tensor and pipeline parallelism that use all accelerators, the first inside nodes or across them."""
+    """Yields sizes of tensor and pipeline parallelism that use all accelerators, the first inside nodes or across
+    them."""
     world, parallel = ranks.count, config.parallel
     for tp in divisors(world) if TENSOR in free else (parallel.tensor_parallel_size,):
         is_inside = ranks.per_node % tp == 0
@@ -187,8 +188,8 @@ def chains(
     ranks: Ranks,
     free: frozenset[OptionPath],
     check: Check | None = None,
-) -> Iterator[list[Job]]:
-    """The jobs of a tensor- and pipeline-parallel size, in lists along which only the micro-batch grows.
+) -> Iterator[list[TrainingWorkload]]:
+    """Yields lists of jobs of one tensor- and pipeline-parallel size in which only the micro-batch grows.
 
     Raises ConfigError where the simplest of them breaks a rule.
     """
@@ -202,22 +203,22 @@ def chains(
     batches = divisors(simplest.training.global_batch_size // replicas) if MICRO_BATCH in free else (size,)
     for stage in stages:
         for cut in cuts:
-            tried = simplest.settled({ZERO: stage, SEQUENCE: cut})
+            tried = simplest.with_resolved({ZERO: stage, SEQUENCE: cut})
             try:
                 _checked(tried, ranks, check)
             except ConfigError:
                 continue
             legal = list(_micro_batches(tried, batches, ranks, check))
             for mode in modes:
-                yield [Job.of(one.settled({RECOMPUTE: mode}), resolved) for one, resolved in legal]
+                yield [TrainingWorkload.of(one.with_resolved({RECOMPUTE: mode}), resolved) for one, resolved in legal]
 
 
 def first_legal(config: Config, ranks: Ranks, check: Check | None = None) -> tuple[Config, ResolvedLayout]:
-    """The simplest layout that no rule refuses, whatever it needs; the config with it. Raises ConfigError."""
+    """Returns the config with the simplest legal layout, whatever memory it needs. Raises ConfigError."""
     problem = None
     for crosses in (False, True):
-        for tp, pp in sizes(config, ranks, config.open, crosses=crosses):
-            simplest = _simplest(config, tp, pp, config.open)
+        for tp, pp in sizes(config, ranks, config.unresolved_options, crosses=crosses):
+            simplest = _simplest(config, tp, pp, config.unresolved_options)
             try:
                 return simplest, _checked(simplest, ranks, check)
             except ConfigError as error:
@@ -230,8 +231,8 @@ def first_legal(config: Config, ranks: Ranks, check: Check | None = None) -> tup
 
 def smallest_that_fits(
     config: Config, cluster: Cluster, node_counts: Iterable[int], *, free: frozenset[OptionPath]
-) -> tuple[Cluster, Layout] | None:
-    """The first number of nodes on which something fits, and what does."""
+) -> tuple[Cluster, ParallelLayout] | None:
+    """Returns the first number of nodes on which a layout fits, and that layout."""
     for nodes in node_counts:
         larger = cluster.model_copy(update={"nodes": nodes})
         ranks = Ranks.of(larger)
@@ -246,36 +247,40 @@ def smallest_that_fits(
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """In ascending order."""
+    """Returns the divisors in ascending order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return (*small, *(number // n for n in reversed(small) if n * n != number))
 
 
 def _simplest(config: Config, tp: int, pp: int, free: frozenset[OptionPath]) -> Config:
-    """With these sizes, and for what else is free the values that rules refuse last."""
+    """Returns the config with these sizes; remaining `auto` options take their most permissive values."""
     values: dict[OptionPath, Any] = {SEQUENCE: False, ZERO: 1, MICRO_BATCH: 1, RECOMPUTE: "none"}
-    return config.settled({path: value for path, value in values.items() if path in free} | {TENSOR: tp, PIPELINE: pp})
+    return config.with_resolved(
+        {path: value for path, value in values.items() if path in free} | {TENSOR: tp, PIPELINE: pp}
+    )
 
 
 def _micro_batches(
     config: Config, batches: Sequence[int], ranks: Ranks, check: Check | None
 ) -> Iterator[tuple[Config, ResolvedLayout]]:
     for size in batches:
-        one = config.settled({MICRO_BATCH: size})
+        one = config.with_resolved({MICRO_BATCH: size})
         with suppress(ConfigError):
             yield one, _checked(one, ranks, check)
 
 
 def _checked(config: Config, ranks: Ranks, check: Check | None) -> ResolvedLayout:
-    layout = config.check_world(ranks.count, ranks.device)
+    layout = resolve_layout(config, ranks.count, ranks.device)
     if check is not None:
         check(config, layout)
     return layout
 
 
-def _try(chain: Sequence[Job], cluster: Cluster, found: list[Candidate], dropped: list[Dropped]) -> None:
-    """All that fit; of those that do not, the nearest is kept. A larger micro-batch may need less: the last gradients
-    are added to none."""
+def _try(
+    chain: Sequence[TrainingWorkload], cluster: Cluster, found: list[LayoutCandidate], dropped: list[Dropped]
+) -> None:
+    """Collects all candidates that fit; of those that do not, keeps the nearest. A larger micro-batch may need less:
+    the last gradients are added to none."""
     already = {replace(one.layout, recompute="none") for one in found}
     too_large: list[Dropped] = []
     for job in chain:
@@ -287,11 +292,11 @@ def _try(chain: Sequence[Job], cluster: Cluster, found: list[Candidate], dropped
         if missing > 0:
             too_large.append(Dropped(job.layout, _lacks(job, fullest, missing, cluster), missing, fullest))
         else:
-            found.append(Candidate(job, memory, step_time(job, cluster)))
+            found.append(LayoutCandidate(job, memory, step_time(job, cluster)))
     dropped += sorted(too_large, key=lambda one: one.missing_bytes or 0.0)[:1]
 
 
-def _lacks(job: Job, fullest: StageMemory, missing: float, cluster: Cluster) -> str:
+def _lacks(job: TrainingWorkload, fullest: StageMemory, missing: float, cluster: Cluster) -> str:
     where = f"stage {fullest.stage}" if job.layout.pipeline_parallel_size > 1 else "each rank"
     name, size = max(fullest.parts.items(), key=lambda part: part[1])
     return (
@@ -300,9 +305,9 @@ def _lacks(job: Job, fullest: StageMemory, missing: float, cluster: Cluster) -> 
     )
 
 
-def _layout(config: Config, tp: int, pp: int, world_size: int) -> Layout:
-    """Of what breaks a rule, as far as it has one."""
-    return Layout(
+def _layout(config: Config, tp: int, pp: int, world_size: int) -> ParallelLayout:
+    """Returns the layout of a config that breaks a rule, as far as it has one."""
+    return ParallelLayout(
         tensor_parallel_size=tp,
         pipeline_parallel_size=pp,
         data_parallel_size=max(1, world_size // (tp * pp)),
@@ -310,18 +315,18 @@ def _layout(config: Config, tp: int, pp: int, world_size: int) -> Layout:
     )
 
 
-def _rank(candidate: Candidate) -> tuple[Any, ...]:
-    """By time; of two that are equal to six digits the simpler one."""
+def _rank(candidate: LayoutCandidate) -> tuple[Any, ...]:
+    """Returns the sort key: time, and the simpler of two that are equal to six digits."""
     return (float(f"{candidate.time.seconds:.6g}"), *_simplicity(candidate.layout))
 
 
-def _choice(found: Sequence[Candidate], cluster: Cluster) -> Candidate:
-    """Of those that are as fast as predictions can tell, one with memory to spare, and the simplest."""
+def _choice(found: Sequence[LayoutCandidate], cluster: Cluster) -> LayoutCandidate:
+    """Returns, among those equally fast within the prediction error, one with memory to spare, and the simplest."""
     alike = [one for one in found if one.time.seconds <= (1 + ALIKE) * found[0].time.seconds]
     return min(alike, key=lambda one: (one.fullest.total > ROOMY * cluster.memory_bytes, *_simplicity(one.layout)))
 
 
-def _simplicity(layout: Layout) -> tuple[Any, ...]:
+def _simplicity(layout: ParallelLayout) -> tuple[Any, ...]:
     return (
         layout.tensor_parallel_size,
         layout.pipeline_parallel_size,

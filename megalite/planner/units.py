@@ -1,4 +1,4 @@
-"""Numbers as people read them, with their unit."""
+"""Formats numbers with their units."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 
 def gib(size_bytes: float) -> str:
-    """`1,234.5 GiB`, `9.87 GiB`, or `456 MiB`: three digits, and tenths of what is compared with limits."""
+    """Formats bytes: `1,234.5 GiB`, `9.87 GiB`, or `456 MiB`: three digits, and tenths of what is compared with
+    limits."""
     if 0 < abs(size_bytes) < 999.5 * MIB:
         return f"{size_bytes / MIB:.3g} MiB"
     return f"{size_bytes / GIB:,.1f} GiB" if abs(size_bytes) >= 10 * GIB else f"{size_bytes / GIB:.3g} GiB"
 
 
 def digits(value: float) -> str:
-    """Three, and more before a decimal point: `0.0456`, `75.0`, `1,234`."""
+    """Formats a number with three digits, or all before the decimal point: `0.0456`, `75.0`, `1,234`."""
     return f"{value:,.0f}" if value >= 999.5 else f"{value:#.3g}".rstrip(".")
 
 
 def seconds(value_s: float) -> str:
-    """Three digits, in the unit that fits: `12.3 s`, `45.6 ms`."""
+    """Formats seconds with three digits in a fitting unit: `12.3 s`, `45.6 ms`."""
     factor, unit = (1.0, "s") if value_s >= 1 or not value_s else (1e3, "ms") if value_s >= 1e-3 else (1e6, "µs")
     scaled = value_s * factor
     return f"{digits(scaled)} {unit}"
 
 
 def duration(value_s: float) -> str:
-    """Of long things: `3.2 days`, `5.1 h`, `12 min`."""
+    """Formats a long duration: `3.2 days`, `5.1 h`, `12 min`."""
     for size, unit in ((2 * 86400.0, "days"), (3600.0, "h"), (60.0, "min")):
         if value_s >= size:
             return f"{_short(value_s / (86400.0 if unit == 'days' else size))} {unit}"
@@ -34,12 +35,12 @@ def duration(value_s: float) -> str:
 
 
 def percent(part: float) -> str:
-    """Of one: `56.7 %`."""
+    """Formats a fraction of one: `56.7 %`."""
     return f"{part * 100:.1f} %" if part > 0.00095 else ("0 %" if part == 0 else "< 0.1 %")
 
 
 def count(value: float) -> str:
-    """`123,456`, or `1.23 M` where digits would be noise."""
+    """Formats a count: `123,456`, or `1.23 M` where digits would be noise."""
     if value < 999_999.5:
         return f"{value:,.0f}"
     power = 0
@@ -49,10 +50,10 @@ def count(value: float) -> str:
 
 
 def _short(value: float) -> str:
-    """Three digits at most, but whole numbers whole: `12`, `5.1`, `1,234`."""
+    """Formats at most three digits, but whole numbers whole: `12`, `5.1`, `1,234`."""
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def plural(number: int, noun: str) -> str:
-    """`1 stage`, `4 stages`."""
+    """Formats a count with its noun: `1 stage`, `4 stages`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -1,7 +1,7 @@
-"""Signs of life: each rank writes a number that grows into `run_dir/.ranks`; whoever waits for the ranks reads them.
+"""Heartbeats: each rank writes a growing number into `run_dir/.ranks`, which the supervisor of the ranks reads.
 
-A rank that is stopped, whose host has no power, or that is cut off cannot tell it; its number stands still. Only
-changes of the number count, judged by the reader's clock: the hosts' clocks need not agree.
+A rank that is stopped, cut off, or whose host has no power cannot report it; its number stands still. The reader only
+looks for changes of the number by its own clock, so the hosts' clocks need not agree.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from pathlib import Path
 FOLDER = ".ranks"
 READER = "reader.json"
 BEAT_S = 2.0
-WRITES_PER_S = 200  # by all ranks together, on storage that they share
+WRITES_PER_S = 200  # of all ranks together, on shared storage
 LONGEST_BEAT_S = 10.0
-LENGTH = 256  # bytes; all lines are equally long, so that no reader finds the end of an older one
-LEAVE_S = 5.0  # for the thread to remove the file; a dead storage may keep it
+LENGTH = 256  # bytes; all lines are equally long, so that no reader sees the end of an older one
+LEAVE_S = 5.0  # for the thread to remove the file; storage that hangs may block it
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says."""
+    """One heartbeat of a rank."""
 
-    attempt: str  # which start of the run it belongs to
+    attempt: str  # the start of the run that it belongs to
     rank: int
     host: str
     process: int
-    count: int  # grows while it lives
-    step: int  # that it is in, from 1; 0: it starts
+    count: int  # grows while the rank lives
+    step: int  # the current step, from 1; 0: starting
 
     def __str__(self) -> str:
         where = f"in step {self.step}" if self.step else "starting"
@@ -42,11 +42,11 @@ class Beat:
 
 
 class Heartbeat:
-    """A thread that writes this rank's file. Whatever the storage does to it, it ends nothing and holds nobody up."""
+    """Writes this rank's file in a thread. Failures of the storage neither end the rank nor block it."""
 
     def __init__(self, run_dir: Path, rank: int, world_size: int, attempt: str) -> None:
         self.step: Callable[[], int] = lambda: 0  # called in the thread
-        self.failures = 0  # to write
+        self.failures = 0  # number of failed writes
         self._rank, self._world_size = rank, world_size
         self._path = _path(run_dir, rank)
         self._attempt, self._count = attempt, 0
@@ -59,7 +59,7 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """This rank leaves as it should; without, its file is left for others to find that it does not beat."""
+        """Removes the file, when this rank leaves as it should; otherwise it stays behind and goes stale."""
         self._is_over.set()
         self._thread.join(LEAVE_S)
 
@@ -71,8 +71,8 @@ class Heartbeat:
             try:
                 self._write()
             except FileNotFoundError:
-                pass  # rank 0 makes the run's folder a moment after the start
-            except Exception:  # a rank must not fall silent for what may pass
+                pass  # rank 0 creates the run's folder a moment after the start
+            except Exception:  # it may pass, and the heartbeat must go on
                 self.failures += 1
             self._is_over.wait(self.every_s)
         with contextlib.suppress(OSError):
@@ -80,12 +80,12 @@ class Heartbeat:
             self._path.parent.rmdir()
 
     def _write(self) -> None:
-        """In place, and closed each time: only then do other hosts of a network file system see it."""
+        """Writes in place and closes the file each time: only then do other hosts of a network file system see it."""
         beat = Beat(self._attempt, self._rank, self._host, os.getpid(), self._count, self.step())
         write_line(self._path, json.dumps(asdict(beat)))
 
     def _clear(self) -> None:
-        """Files of ranks that there are no more, on a smaller layout."""
+        """Removes files of ranks that a smaller layout does not have."""
         with contextlib.suppress(OSError, ValueError):
             for path in self._path.parent.glob("beat_*.json"):
                 if int(path.stem.removeprefix("beat_")) >= self._world_size:
@@ -93,7 +93,7 @@ class Heartbeat:
 
 
 def read_beats(run_dir: Path, attempt: str) -> dict[int, Beat]:
-    """By rank, those that can be read at the moment."""
+    """Returns by rank the heartbeats of an attempt that can be read at the moment."""
     found = {}
     for path in (run_dir / FOLDER).glob("beat_*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -103,53 +103,52 @@ def read_beats(run_dir: Path, attempt: str) -> dict[int, Beat]:
     return found
 
 
-class Silence:
-    """Which ranks of an attempt were heard and are not heard any more. To be asked again and again, by one thread.
+class StaleHeartbeats:
+    """Finds ranks of an attempt whose heartbeat has stopped; one thread polls it.
 
-    Its clock stands still while it is not asked, as when this process was stopped together with the ranks, and while
-    it cannot write to the storage itself, for then nobody can.
+    Its clock stands still while it is not polled, as when this process was stopped together with the ranks, and while
+    it cannot write to the storage itself, because then no rank can.
     """
 
     def __init__(
         self, run_dir: Path, attempt: str, limit_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._run_dir, self._attempt, self._limit_s, self._clock = run_dir, attempt, limit_s, clock
-        self._longest_pause_s = limit_s / 10  # between two questions; what is more was no time to listen
-        self._asked_at, self._listened_s = time.monotonic(), 0.0
-        self._heard: dict[int, tuple[tuple[int, int], float]] = {}  # rank: (process, count), when it became this
+        self._longest_pause_s = limit_s / 10  # between two polls; longer pauses do not count
+        self._polled_at, self._listened_s = time.monotonic(), 0.0
+        self._heard: dict[int, tuple[tuple[int, int], float]] = {}  # rank: (process, count), time of the change
 
     def silent(self) -> list[Beat]:
-        """The last words of ranks that have not been heard for the limit."""
+        """Returns the last heartbeats of ranks that have written none for the limit."""
         try:
             write_line(self._run_dir / FOLDER / READER, json.dumps({"attempt": self._attempt}))
             beats = read_beats(self._run_dir, self._attempt)
         except OSError:
-            self._asked_at = time.monotonic()
+            self._polled_at = time.monotonic()
             return []
         now = time.monotonic()
-        self._listened_s += min(now - self._asked_at, self._longest_pause_s)
-        self._asked_at = now
-        self._heard = {rank: self._hear(beat) for rank, beat in beats.items()}
+        self._listened_s += min(now - self._polled_at, self._longest_pause_s)
+        self._polled_at = now
+        heard = {}
+        for rank, beat in beats.items():
+            sign, known = (beat.process, beat.count), self._heard.get(rank)
+            heard[rank] = known if known is not None and known[0] == sign else (sign, self._listened_s)
+        self._heard = heard
         return [beat for rank, beat in beats.items() if self._listened_s - self._heard[rank][1] > self._limit_s]
 
     def close(self) -> None:
-        """Leaves no file behind."""
+        """Removes the reader's file."""
         with contextlib.suppress(OSError):
             (self._run_dir / FOLDER / READER).unlink(missing_ok=True)
             (self._run_dir / FOLDER).rmdir()
 
-    def _hear(self, beat: Beat) -> tuple[tuple[int, int], float]:
-        sign = (beat.process, beat.count)
-        known = self._heard.get(beat.rank)
-        return known if known is not None and known[0] == sign else (sign, self._listened_s)
-
 
 def write_line(path: Path, text: str) -> None:
-    """`text` in place, at once. Its folder is made, but not the run's, which may be a mistake."""
+    """Writes `text` in place with one call. Creates its folder, but not the run's, whose absence may be a mistake."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
     except FileNotFoundError:
-        with contextlib.suppress(FileExistsError):  # another rank made it
+        with contextlib.suppress(FileExistsError):  # another rank has created it
             path.parent.mkdir()
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
     try:

@@ -1,5 +1,7 @@
-"""What may fail without ending a run: logging, plots, wandb, sinks, mirrors. Never around the step itself, and never
-around a collective: a rank that passed over one alone would leave the others waiting.
+"""Sections that may fail without ending a run: logging, plots, wandb, sinks, mirrors.
+
+Never put the step itself or a collective into one: a rank that skipped a collective alone would leave the others
+waiting.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class _Failures:
-    """How often something failed, and the last time's reason."""
+    """Number of failures of one section and the reason of the last."""
 
     count: int
     last: str
@@ -25,8 +27,9 @@ class Nonfatal:
     """
 
     def __init__(self, report: Callable[[str], None], passes: tuple[type[Exception], ...] = ()) -> None:
-        """`report` takes one sentence and may fail itself; `passes` are exceptions that are not to be held up, such as
-        TrainingStopped. KeyboardInterrupt, SystemExit and their like always pass.
+        """`report` takes one sentence and may fail itself; `passes` are exceptions that are raised all the same.
+
+        KeyboardInterrupt, SystemExit and other exceptions that are no `Exception` are always raised.
         """
         self._report = report
         self._passes = passes
@@ -35,26 +38,26 @@ class Nonfatal:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """One section; `name` is what the user knows it by."""
+        """Opens one section; `name` is what the user knows it by."""
         try:
             yield
         except self._passes:
             raise
         except Exception as error:
-            self._note(name, error)
+            self._count(name, error)
 
     def summary(self) -> dict[str, dict[str, int | str]]:
-        """What has failed so far, for receipt.json."""
+        """Returns the failures so far, for receipt.json."""
         with self._lock:
             return {name: asdict(one) for name, one in sorted(self._failures.items())}
 
     def sentence(self) -> str:
-        """The same for the console; empty where nothing failed."""
+        """Returns the failures so far as a sentence for the console; empty if there are none."""
         with self._lock:
-            told = [f"{name} {_times(one.count)} (last: {one.last})" for name, one in sorted(self._failures.items())]
-        return f"failed while training went on: {'; '.join(told)}" if told else ""
+            failed = [f"{name} {_times(one.count)} (last: {one.last})" for name, one in sorted(self._failures.items())]
+        return f"failed while training went on: {'; '.join(failed)}" if failed else ""
 
-    def _note(self, name: str, error: Exception) -> None:
+    def _count(self, name: str, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0][:300].rstrip(": ")
         with self._lock:
             earlier = self._failures.get(name)

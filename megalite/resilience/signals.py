@@ -1,4 +1,4 @@
-"""The signals that ask a run to save and end. No torch: a rank listens to them before it imports anything."""
+"""Signals that ask a run to save and end. No torch: a rank handles them before it imports anything."""
 
 from __future__ import annotations
 

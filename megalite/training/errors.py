@@ -1,4 +1,4 @@
-"""How a run ends before its last step, or without its last checkpoint; each is one sentence, the same on all ranks."""
+"""Exceptions that end a run early or without its last checkpoint: one sentence each, the same on all ranks."""
 
 from __future__ import annotations
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from megalite.config import ScheduleConfig
+from megalite.config.sections import ScheduleConfig
 
 
 def learning_rate_factor(schedule: ScheduleConfig, step: int, total_steps: int) -> float:
-    """Factor on the peak learning rate for step 0, 1, ... `total_steps - 1`.
+    """Returns the factor on the peak learning rate for step 0, 1, ... `total_steps - 1`.
 
     Warm-up rises linearly and reaches the peak in its last step; the shapes after it end at
     `min_learning_rate_ratio` in the run's last step (cosine: Loshchilov & Hutter 2017; wsd: Hu 2024, MiniCPM).

@@ -1,4 +1,4 @@
-"""What a run knows beside the engine's weights: the second of the three owners of state, plain JSON."""
+"""The state of a run beside the engine's weights and optimizer, as plain JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class TrainState(BaseModel):
-    """Where a run stands after `step` optimizer steps, skipped ones included."""
+    """Progress of a run after `step` optimizer steps, skipped ones included."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -16,13 +16,13 @@ class TrainState(BaseModel):
     consumed_samples: int = 0  # the data's only position: sample k is a pure function of (fingerprint, seed, k)
     tokens_seen: int = 0
     skipped_steps: int = 0  # steps that changed nothing: not finite, or refused by a guard
-    excluded_samples: tuple[tuple[int, int], ...] = ()  # [first, last) ranges that rollbacks have left behind
-    guard: dict[str, Any] = {}  # what the guards remember of past steps: megalite.resilience.guards
+    excluded_samples: tuple[tuple[int, int], ...] = ()  # [first, stop) ranges that rollbacks have excluded
+    guard: dict[str, Any] = {}  # state of megalite.resilience.guards.Guard
     data_fingerprint: str = ""
     seed: int = 0
 
     def after(self, *, samples: int, tokens: int, skipped: bool) -> TrainState:
-        """The state one step later."""
+        """Returns the state one step later."""
         return self.model_copy(
             update={
                 "step": self.step + 1,
@@ -33,12 +33,10 @@ class TrainState(BaseModel):
         )
 
     def rolled_back(self, to: TrainState) -> TrainState:
-        """The state of a checkpoint, but past the data that led here: PaLM (arXiv:2204.02311, section 5.1) went around
-        its loss spikes in this way, and training there again on other data did not bring them back."""
-        left_out = (to.consumed_samples, self.consumed_samples)
-        return to.model_copy(
-            update={
-                "consumed_samples": self.consumed_samples,
-                "excluded_samples": (*to.excluded_samples, left_out),
-            }
-        )
+        """Returns the state `to` of a checkpoint, but past the samples consumed since.
+
+        PaLM (arXiv:2204.02311, section 5.1) went around its loss spikes in this way; training from there on other data
+        did not bring them back.
+        """
+        excluded = (*to.excluded_samples, (to.consumed_samples, self.consumed_samples))
+        return to.model_copy(update={"consumed_samples": self.consumed_samples, "excluded_samples": excluded})

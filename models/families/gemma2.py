@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from megalite.config import ModelConfig
-from models.families.base import Family
-from models.families.layer_kinds import typed_layers
-from models.families.part import FamilyError, Keys, Part
+from models.hub.config_parts import ConfigPart, FamilyError, Keys
+from models.hub.family import Family
+from models.hub.layer_kinds import typed_layers
 
 SCALAR = "query_pre_attn_scalar"
 
@@ -25,7 +25,7 @@ def _write_score_scale(model: ModelConfig, _: Keys) -> dict[str, Any]:
     return {SCALAR: int(scalar)}
 
 
-SCORE_SCALE = Part((SCALAR,), (SCALAR,), _read_score_scale, _write_score_scale)
+SCORE_SCALE = ConfigPart((SCALAR,), (SCALAR,), _read_score_scale, _write_score_scale)
 GEMMA_KEYS = {
     "hidden_act": "hidden_activation",
     "attention_bias": "attention_bias",
@@ -59,5 +59,5 @@ GEMMA2 = Family(
     fixed=GEMMA_FIXED,
     parts=(typed_layers(full_every=2), SCORE_SCALE),
     must_be={"use_bidirectional_attention": False},
-    kept=("hidden_act", "sliding_window_size"),  # folders of the hub have them too, and nothing reads them
+    kept=("hidden_act", "sliding_window_size"),  # in folders of the hub, but unused
 )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from models.families.base import Family
 from models.families.gemma2 import GEMMA_DEFAULTS, GEMMA_FIXED, GEMMA_KEYS, SCORE_SCALE
-from models.families.layer_kinds import typed_layers
-from models.families.rope import two_ropes
+from models.hub.family import Family
+from models.hub.layer_kinds import typed_layers
+from models.hub.rope_config import two_ropes
 
 GEMMA3 = Family(
     model_type="gemma3_text",
@@ -19,6 +19,6 @@ GEMMA3 = Family(
         two_ropes(theta=1e6, local_theta=1e4, local_key="rope_local_base_freq"),
         SCORE_SCALE,
     ),
-    must_be={"use_bidirectional_attention": False, "attn_logit_softcapping": None},  # the cap is read by nobody
+    must_be={"use_bidirectional_attention": False, "attn_logit_softcapping": None},  # transformers ignores the cap
     kept=("hidden_act", "sliding_window_pattern", "_sliding_window_pattern"),
 )

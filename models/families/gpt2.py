@@ -1,13 +1,13 @@
-"""GPT-2: learned positions, LayerNorm, and matrices that lie transposed on disk (Conv1D)."""
+"""GPT-2: learned positions, LayerNorm, and matrices that are transposed on disk (Conv1D)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megalite.config import ModelConfig
-from models.families.base import Family
-from models.families.part import Keys, Part
-from models.families.rope import NO_ROPE
+from models.hub.config_parts import ConfigPart, Keys
+from models.hub.family import Family
+from models.hub.rope_config import NO_ROPE
 
 
 def _write_inner(model: ModelConfig, kept: Keys) -> dict[str, Any]:
@@ -15,7 +15,7 @@ def _write_inner(model: ModelConfig, kept: Keys) -> dict[str, Any]:
     return {"n_inner": None if is_derived else model.intermediate_size}
 
 
-INNER = Part(
+INNER = ConfigPart(
     ("intermediate_size",),
     ("n_inner",),
     lambda keys: {"intermediate_size": keys.get("n_inner") or 4 * keys["n_embd"]},

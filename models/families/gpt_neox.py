@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from models.families.base import Family
-from models.families.rope import rope
+from models.hub.family import Family
+from models.hub.rope_config import rope
 
 GPT_NEOX = Family(
     model_type="gpt_neox",

@@ -1,8 +1,8 @@
-"""Llama and all that call themselves `llama`: Llama 2, 3 and 3.x, TinyLlama, SmolLM2, Yi, DeepSeek's distillations."""
+"""Llama and all models of type `llama`: Llama 2, 3 and 3.x, TinyLlama, SmolLM2, Yi, DeepSeek's distillations."""
 
 from __future__ import annotations
 
-from models.families.base import Family
+from models.hub.family import Family
 
 LLAMA = Family(
     model_type="llama",

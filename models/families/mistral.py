@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from models.families.base import Family
-from models.families.layer_kinds import one_window, typed_layers
+from models.hub.family import Family
+from models.hub.layer_kinds import one_window, typed_layers
 
 _DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
 
@@ -17,7 +17,7 @@ MISTRAL = Family(
 MINISTRAL = Family(
     model_type="ministral",
     architecture="MinistralForCausalLM",
-    defaults={**_DEFAULTS, "head_dim": None},  # written always: transformers' class does not derive it
+    defaults={**_DEFAULTS, "head_dim": None},  # always written: transformers' class does not derive it
     parts=(typed_layers(),),
     other_architectures=("MistralForCausalLM",),
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from models.families.base import Family
-from models.families.layer_kinds import one_window
-from models.families.rope import rope
+from models.hub.family import Family
+from models.hub.layer_kinds import one_window
+from models.hub.rope_config import rope
 
 MIXTRAL = Family(
     model_type="mixtral",

@@ -1,8 +1,8 @@
-"""OLMo-2: norms of what attention and feed-forward layer put out, and of all heads of queries and keys at once."""
+"""OLMo-2: norms of the outputs of attention and feed-forward layer, and of all heads of queries and keys at once."""
 
 from __future__ import annotations
 
-from models.families.base import Family
+from models.hub.family import Family
 
 OLMO2 = Family(
     model_type="olmo2",

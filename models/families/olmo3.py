@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from models.families.base import Family
-from models.families.layer_kinds import typed_layers
-from models.families.rope import two_ropes
+from models.hub.family import Family
+from models.hub.layer_kinds import typed_layers
+from models.hub.rope_config import two_ropes
 
 OLMO3 = Family(
     model_type="olmo3",

@@ -5,23 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from megalite.config import ModelConfig
-from models.families.base import Family
-from models.families.layer_kinds import one_window
-from models.families.part import FamilyError, Keys, Part
-from models.families.rope import LENGTH, PARAMETERS, SCALING, rope
+from models.hub.config_parts import ConfigPart, FamilyError, Keys
+from models.hub.family import Family
+from models.hub.layer_kinds import one_window
+from models.hub.rope_config import LENGTH, PARAMETERS, SCALING, rope
 
 _ROPE = rope(rotated=1.0)
-_OLD_NAMES = {"su": "longrope", "yarn": "longrope"}  # what transformers takes them for in this family
+_OLD_NAMES = {"su": "longrope", "yarn": "longrope"}  # transformers treats them as longrope in this family
 
 
 def _read(keys: Keys) -> dict[str, Any]:
     ropes = {
         name: {
             key: _OLD_NAMES.get(str(value), value) if key in ("type", "rope_type") else value
-            for key, value in told.items()
+            for key, value in scaling.items()
         }
         for name in (PARAMETERS, SCALING)
-        if isinstance(told := keys.get(name), dict)
+        if isinstance(scaling := keys.get(name), dict)
     }
     return _ROPE.read({**keys, **ropes})
 
@@ -35,7 +35,7 @@ def _write(model: ModelConfig, kept: Keys) -> dict[str, Any]:
             f"model.rope_scaling {written[SCALING]['rope_type']} is no phi3 model, which has longrope only"
         )
     length = written[SCALING].pop(LENGTH, model.max_position_embeddings)
-    # transformers 4 wants `type` and the two factors, and the length beside them
+    # transformers 4 expects `type` and the two factors in this dict, and the length outside
     written[SCALING] = {"type": written[SCALING].pop("rope_type"), **written[SCALING]}
     return {**written, LENGTH: length}
 
@@ -44,7 +44,7 @@ PHI3 = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
     defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, LENGTH: 4096},
-    parts=(Part(_ROPE.options, _ROPE.keys, _read, _write), one_window()),
+    parts=(ConfigPart(_ROPE.options, _ROPE.keys, _read, _write), one_window()),
     must_be={"attention_bias": False, "mlp_bias": False, "lm_head_bias": False},
     kept=(LENGTH, "resid_pdrop", "embd_pdrop", "full_attn_mod", "interpolate_factor"),
     fused={

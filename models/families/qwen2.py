@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from models.families.base import Family
-from models.families.layer_kinds import switched_window
+from models.hub.family import Family
+from models.hub.layer_kinds import switched_window
 
 QWEN2 = Family(
     model_type="qwen2",
@@ -18,5 +18,8 @@ QWEN2 = Family(
     fixed={"attention_bias": True},
     parts=(switched_window(),),
     must_be={"use_mrope": False},
-    kept=("max_window_layers", "dual_chunk_attention_config"),  # vLLM's, beyond 256k tokens; transformers has no such
+    kept=(
+        "max_window_layers",
+        "dual_chunk_attention_config",
+    ),  # vLLM's, for more than 256k tokens; unused here
 )

@@ -1,9 +1,9 @@
-"""Qwen3, dense: a norm of each head of queries and keys, and heads of a width of their own."""
+"""Qwen3, dense: a norm of each head of queries and keys, and a head width independent of the hidden size."""
 
 from __future__ import annotations
 
-from models.families.base import Family
-from models.families.layer_kinds import switched_window
+from models.hub.family import Family
+from models.hub.layer_kinds import switched_window
 
 QWEN3 = Family(
     model_type="qwen3",

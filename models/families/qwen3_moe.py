@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from megalite.config import ModelConfig
-from models.families.base import Family
-from models.families.layer_kinds import layers_of, one_window
-from models.families.part import Keys, Part
+from models.hub.config_parts import ConfigPart, Keys
+from models.hub.family import Family
+from models.hub.layer_kinds import layers_of, one_window
 
 
 def _read_sparse(keys: Keys) -> dict[str, Any]:
@@ -22,8 +22,10 @@ def _write_sparse(model: ModelConfig, kept: Keys) -> dict[str, Any]:
     return {"decoder_sparse_step": 1, "mlp_only_layers": list(model.mlp_only_layers)}
 
 
-SPARSE_LAYERS = Part(("mlp_only_layers",), ("decoder_sparse_step", "mlp_only_layers"), _read_sparse, _write_sparse)
-"""Experts are in every so many layers, except in those that are listed."""
+SPARSE_LAYERS = ConfigPart(
+    ("mlp_only_layers",), ("decoder_sparse_step", "mlp_only_layers"), _read_sparse, _write_sparse
+)
+"""Experts are in every `decoder_sparse_step`th layer except the listed ones."""
 
 QWEN3_MOE = Family(
     model_type="qwen3_moe",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from megalite.config import ModelConfig
-from models.families.base import Family
-from models.families.layer_kinds import WINDOW_OPTIONS, layers_of, types_of, write_types
-from models.families.part import FamilyError, Keys, Part
-from models.families.rope import rope
+from models.hub.config_parts import ConfigPart, FamilyError, Keys
+from models.hub.family import Family
+from models.hub.layer_kinds import WINDOW_OPTIONS, layers_of, types_of, write_types
+from models.hub.rope_config import rope
 
 
 def _read_layers(keys: Keys) -> dict[str, Any]:
@@ -33,13 +33,13 @@ def _write_layers(model: ModelConfig, kept: Keys) -> dict[str, Any]:
     }
 
 
-LAYERS = Part(
+LAYERS = ConfigPart(
     (*WINDOW_OPTIONS, "layers_without_rope"),
     ("no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "sliding_window", "layer_types"),
     _read_layers,
     _write_layers,
 )
-"""`no_rope_layers` is 1 where a layer rotates. Windows, where there are any, are of layers that do not."""
+"""`no_rope_layers` is 1 for layers with rotary embedding; windows, if any, are in the layers without it."""
 
 SMOLLM3 = Family(
     model_type="smollm3",

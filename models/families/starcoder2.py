@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from models.families.base import Family
-from models.families.layer_kinds import one_window
+from models.hub.family import Family
+from models.hub.layer_kinds import one_window
 
 STARCODER2 = Family(
     model_type="starcoder2",
@@ -28,7 +28,7 @@ STARCODER2 = Family(
     must_be={"norm_type": "layer_norm", "mlp_type": "default"},
     kept=(
         *("residual_dropout", "embedding_dropout"),
-        # left in folders of the hub from StarCoder 1, and nothing reads them
+        # remnants of StarCoder 1 in folders of the hub, which nothing reads
         *("attention_softmax_in_fp32", "layer_norm_epsilon", "scale_attention_softmax_in_fp32", "scale_attn_weights"),
     ),
     renamed={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.hosts import Cluster
-from tests.cluster.machine import why_no_hosts
 from tests.e2e.conftest import references as references  # a fixture here as well
+from tests.helpers.cluster_machine import why_no_hosts
+from tests.helpers.hosts import Cluster
 
 
 @pytest.fixture(scope="session")

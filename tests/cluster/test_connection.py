@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.processes import REPEAT_S
-from tests.cluster.hosts import Cluster
-from tests.cluster.process_table import wait_until
+from launch.runtime.processes import REPEAT_S
+from tests.helpers.hosts import Cluster
+from tests.helpers.process_table import wait_until
 
 # a rank that notes SIGTERM and ends half a second later, as one that saves; or one that does not listen
 RANK = """
@@ -32,7 +32,7 @@ time.sleep(120)
 # on the head: connects, guards, and does what a test says, with what is printed to hand
 PROGRAM = """
 import subprocess, sys, time
-from launch.hosts.connection import HostConnection, HostError, connect_all
+from launch.cluster.ssh.connection import HostConnection, HostError, connect_all
 guard = dict(attempt={attempt!r}, lease_s={lease_s}, private={{"WANDB_API_KEY": "a $secret"}})
 """
 
@@ -141,16 +141,16 @@ def test_a_connection_that_breaks_is_made_anew_and_the_ranks_hear_nothing_of_it(
     path = job.start_rank(0, "saves")
     head = job.on_head(
         """
-        from launch.hosts.watch import Watch
+        from launch.cluster.host_monitor import HostMonitor
         connections = {"node2": HostConnection("node2")}
         connections["node2"].ask("guard", **guard)
-        with Watch(connections, guard, HostConnection, guard["lease_s"]) as watch:
+        with HostMonitor(connections, guard, HostConnection, guard["lease_s"]) as monitor:
             for _ in range(2):
                 connections["node2"]._process.kill()
                 time.sleep(9)
-                assert connections["node2"].is_open and watch.ranks() == 1 and watch.problem() is None
+                assert connections["node2"].is_open and monitor.count_ranks() == 1 and monitor.problem() is None
             connections["node2"]._process.kill()
-            print(watch.kill())
+            print(monitor.kill())
         """,
         lease_s=20,
     )
@@ -163,14 +163,14 @@ def test_asked_a_second_time_a_launch_waits_for_no_save(job: Job) -> None:
     head = job.on_head(
         """
         import os
-        from launch.hosts.attempt import HostsAttempt
-        from launch.hosts.watch import Watch
-        from launch.processes import StopSignals
+        from launch.cluster.attempt import HostsAttempt
+        from launch.cluster.host_monitor import HostMonitor
+        from launch.runtime.processes import StopSignals
         connections = {"node2": HostConnection("node2")}
         connections["node2"].ask("guard", **guard)
-        with Watch(connections, guard, HostConnection, guard["lease_s"]) as watch, StopSignals() as signals:
+        with HostMonitor(connections, guard, HostConnection, guard["lease_s"]) as monitor, StopSignals() as signals:
             print("on")
-            ended = HostsAttempt(["sleep", "100"], os.environ, watch, 90, lambda: None).run(signals)
+            ended = HostsAttempt(["sleep", "100"], os.environ, monitor, 90, lambda: None).run(signals)
             print(ended.code, ended.reason)
         """
     )

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from launch.doctor.preflight import ROOT
-from tests.cluster.hosts import Cluster
+from launch.runtime.modules import INSTALLATION
 from tests.conftest import write_config
+from tests.helpers.hosts import Cluster
 
 DOCTOR = [sys.executable, "-m", "launch", "doctor", "--hostfile"]
 ClusterOf = Callable[..., Cluster]
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def ask(cluster: Cluster, hostfile: Path, *words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    return cluster.hosts["head"].run([*DOCTOR, hostfile, *words], cwd=ROOT, **options)
+    return cluster.hosts["head"].run([*DOCTOR, hostfile, *words], cwd=INSTALLATION, **options)
 
 
 def examine(cluster: Cluster, hostfile: Path, *words: str | Path, within_s: float = 10.0) -> dict[str, Any]:
@@ -144,10 +144,10 @@ def test_a_name_that_leads_to_loopback_is_worth_a_word(cluster_of: ClusterOf, fo
 def test_another_version_of_a_package_or_of_our_code(cluster_of: ClusterOf, folder: Path) -> None:
     """Bind mounts, which only node2 sees, in place of a second installation."""
     cluster = cluster_of(2)
-    ours = ROOT / "launch" / "verify" / "report.py"
+    ours = INSTALLATION / "launch" / "parity" / "report.py"
     theirs = Path(str(distribution("transformers").locate_file("")))
     metadata = next(theirs.glob("transformers-*.dist-info")) / "METADATA"
-    for path, change in ((ours, ("WIDTH = 160", "WIDTH = 161")), (metadata, ("Version: 5", "Version: 4"))):
+    for path, change in ((ours, ("COLUMNS = {", "COLUMNS  = {")), (metadata, ("Version: 5", "Version: 4"))):
         copy = folder / path.name
         text = path.read_text()
         assert change[0] in text
@@ -155,7 +155,7 @@ def test_another_version_of_a_package_or_of_our_code(cluster_of: ClusterOf, fold
         cluster.hosts["node2"].run(["mount", "--bind", copy, path], check=True)
     failures = found(examine(cluster, folder / "two"), "FAIL")
     assert {check: one["hosts"] for check, one in failures.items()} == {"code": ["node2"], "packages": ["node2"]}
-    assert failures["code"]["sentence"] == "other code than elsewhere: launch/verify/report.py"
+    assert failures["code"]["sentence"] == "other code than elsewhere: launch/parity/report.py"
     assert "pip install transformers==5" in failures["packages"]["remedy"]
 
 
@@ -227,7 +227,7 @@ def test_links_are_measured_and_a_slow_one_is_named(cluster_of: ClusterOf, folde
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_measurement_that_is_broken_off_leaves_nothing(two_hosts: Cluster, folder: Path, number: int) -> None:
     command = [*DOCTOR, folder / "two", "--bandwidth"]
-    doctor = two_hosts.hosts["head"].popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    doctor = two_hosts.hosts["head"].popen(command, cwd=INSTALLATION, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 20
     while len(two_hosts.processes_with("MASTER_PORT")) < 2:
         assert time.monotonic() < deadline and doctor.poll() is None, doctor.communicate()
@@ -237,6 +237,9 @@ def test_a_measurement_that_is_broken_off_leaves_nothing(two_hosts: Cluster, fol
     said, complained = doctor.communicate(timeout=20)
     assert time.monotonic() - began < 5
     if number == signal.SIGINT:
-        assert (doctor.returncode, complained) == (130, "megalite: interrupted; no verdict\n"), said
+        assert (doctor.returncode, complained) == (
+            130,
+            "megalite: error: interrupted before the checks were complete\n",
+        ), said
     two_hosts.assert_no_orphans("MASTER_PORT", within_s=5.0)
     two_hosts.assert_no_orphans("SSH_CONNECTION", within_s=5.0)

@@ -14,18 +14,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import debian
-from tests.cluster import machine
-from tests.cluster.hosts import Cluster, HostCommand
-from tests.cluster.process_table import lives, wait_until
-from tests.e2e.commands import ROOT
-from tests.launch.test_supervise import MARK, marked
+from tests.e2e.test_supervise import MARK, marked
+from tests.helpers import cluster_machine as machine
+from tests.helpers import debian
+from tests.helpers.commands import ROOT
+from tests.helpers.hosts import Cluster, HostCommand
+from tests.helpers.process_table import lives, wait_until
 
 TOO_LONG_S = 0.5  # for what takes a few milliseconds where it works at all
 SOON_S = 20.0
 ALONE = """
 import sys
-from tests.cluster.hosts import Cluster
+from tests.helpers.hosts import Cluster
 with Cluster(2) as cluster:
     stopped = cluster.hosts["node1"].popen(["sleep", "1000"])
     stopped.send_signal(19)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from launch.errors import INTERRUPTED_CODE, PREEMPTED_CODE
-from tests.cluster.hosts import Cluster
-from tests.cluster.runs import MARK, Launched, is_running
-from tests.e2e.audit import audit, audit_against, events
 from tests.e2e.conftest import References
+from tests.helpers.audit import audit, audit_against, events
+from tests.helpers.cluster_runs import MARK, Launched, is_running
+from tests.helpers.hosts import Cluster
 
 pytestmark = pytest.mark.slow
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.machine import why_no_hosts
-from tests.cluster.slurm_cluster import PROGRAMS_NEEDED, SlurmCluster
 from tests.conftest import write_config
-from tests.e2e.audit import audit
 from tests.e2e.conftest import References
+from tests.helpers.audit import audit
+from tests.helpers.cluster_machine import why_no_hosts
+from tests.helpers.slurm_cluster import PROGRAMS_NEEDED, SlurmCluster
 
 pytestmark = pytest.mark.slow
 

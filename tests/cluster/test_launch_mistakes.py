@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cluster.hosts import Cluster
-from tests.cluster.runs import MARK, Launched
 from tests.conftest import write_config
-from tests.e2e.audit import audit
-from tests.e2e.commands import ROOT
 from tests.e2e.conftest import References
+from tests.helpers.audit import audit
+from tests.helpers.cluster_runs import MARK, Launched
+from tests.helpers.commands import ROOT
+from tests.helpers.hosts import Cluster
 
 SECRET = "not-for-everybody"
 TWO = "node1 slots=2\nnode2 slots=2\n"

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.hosts import Cluster
-from tests.cluster.machine import why_no_hosts
-from tests.cluster.slurm_cluster import PROGRAMS_NEEDED, SlurmCluster
 from tests.conftest import write_config
-from tests.e2e.commands import BIN, ROOT, metrics
-from tests.launch.test_rank_environment import without_ranks
+from tests.helpers.cluster_machine import why_no_hosts
+from tests.helpers.commands import BIN, ROOT, metrics
+from tests.helpers.hosts import Cluster
+from tests.helpers.slurm_cluster import PROGRAMS_NEEDED, SlurmCluster
+from tests.unit.launch.runtime.test_rank_environment import without_ranks
 
 pytestmark = pytest.mark.slow
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from launch.errors import PREEMPTED_CODE, USER_ERROR_CODE
-from tests.cluster.hosts import HostedProcess
-from tests.cluster.machine import why_no_hosts
-from tests.cluster.slurm_cluster import PROGRAMS_NEEDED, SlurmCluster
 from tests.conftest import write_config
-from tests.e2e.audit import audit, audit_against, complete, events, steps_done
-from tests.e2e.commands import BIN
 from tests.e2e.conftest import References
+from tests.helpers.audit import audit, audit_against, complete, events, steps_done
+from tests.helpers.cluster_machine import why_no_hosts
+from tests.helpers.commands import BIN
+from tests.helpers.hosts import HostedProcess
+from tests.helpers.slurm_cluster import PROGRAMS_NEEDED, SlurmCluster
 
 pytestmark = pytest.mark.slow
 
@@ -99,7 +99,11 @@ class Submitted:
         """Host -> its rank."""
         found = self.slurm.cluster.processes_with("SLURM_JOB_ID", self.number)
         ranks = [one for one in found if "-m launch.train" in one.command and "-m torch" not in one.command]
-        return {one.host: one for one in ranks if "srun" not in one.command and "launch.keep" not in one.command}
+        return {
+            one.host: one
+            for one in ranks
+            if "srun" not in one.command and "launch.supervision.reaper" not in one.command
+        }
 
     def end(self, within_s: float = 2 * START_S) -> str:
         """Its last state; nothing of it may be left on any host."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.warm_runs import session
+from tests.helpers.warm_runs import session
 
 
 @dataclass(frozen=True)

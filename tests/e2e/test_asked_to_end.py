@@ -14,11 +14,11 @@ import pytest
 
 from launch.errors import PREEMPTED_CODE
 from tests.conftest import write_config
-from tests.e2e.audit import audit_against, complete, events, steps_done
-from tests.e2e.commands import BIN, ROOT
 from tests.e2e.conftest import References
-from tests.e2e.faults import several, signal_in_step, slow_writer
-from tests.e2e.warm_runs import session, train
+from tests.helpers.audit import audit_against, complete, events, steps_done
+from tests.helpers.commands import BIN, ROOT
+from tests.helpers.faults import several, signal_in_step, slow_writer
+from tests.helpers.warm_runs import session, train
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ def test_signals_to_any_rank(config: dict[str, Any], references: References, tmp
             running.wait_until(partial(has_come_to, run_dir, 3 * number - 1))
             assert running.wait(GRACE_S) == PREEMPTED, running.output()
             last = f"signal {name.name}: the state of step {3 * number} is saved, start again to go on"
-            assert running.output().count(f"megalite: preempted: {last}\n") == 1, running.output()
+            assert running.output().count(f"megalite: warning: preempted: {last}\n") == 1, running.output()
         assert steps_done(run_dir) == max(complete(run_dir / "checkpoints")) == 3 * number
         assert len(events(run_dir, "preempted")) == number
     train(tmp_path / "session", config)
@@ -75,7 +75,7 @@ def test_time_is_up(config: dict[str, Any], references: References, tmp_path: Pa
         with session(tmp_path / "session", config, "training.max_minutes=0.001") as running:
             assert running.wait() == PREEMPTED, running.output()
             last = f"training.max_minutes (0.001) is over: the state of step {step} is saved, start again to go on"
-            assert f"megalite: preempted: {last}\n" in running.output(0)
+            assert f"megalite: warning: preempted: {last}\n" in running.output(0)
     train(tmp_path / "session", config, "training.max_minutes=60")
     audit_against(references.of(config).run_dir, run_dir, BATCH)
 
@@ -100,7 +100,7 @@ def test_the_command_passes_it_on(config: dict[str, Any], references: References
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)
     assert process.returncode == PREEMPTED_CODE, said
-    assert "megalite: preempted: signal SIGTERM" in said and "Traceback" not in said, said
+    assert "megalite: warning: preempted: signal SIGTERM" in said and "Traceback" not in said, said
     assert 3 <= steps_done(run_dir) < 60 and complete(run_dir / "checkpoints") == {steps_done(run_dir)}
     train(tmp_path / "session", config)
     audit_against(references.of(config).run_dir, run_dir, BATCH)

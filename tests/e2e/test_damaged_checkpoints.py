@@ -14,10 +14,10 @@ import pytest
 
 from launch.errors import USER_ERROR_CODE
 from megalite.checkpoint.manifest import MANIFEST
-from tests.e2e.audit import audit_against, complete, steps_done
 from tests.e2e.conftest import References
-from tests.e2e.faults import die_at
-from tests.e2e.warm_runs import session, train
+from tests.helpers.audit import audit_against, complete, steps_done
+from tests.helpers.faults import die_at
+from tests.helpers.warm_runs import session, train
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +79,7 @@ def test_the_one_before_is_taken(
     harm, reason = DAMAGES[damage]
     root = finished / "checkpoints"
     harm(root / LAST)
-    said = train(tmp_path / "session", config).splitlines()
+    said = [line.partition("] ")[2] or line for line in train(tmp_path / "session", config).splitlines()]
     passed_over = [line for line in said if "passed over" in line]
     if reason:
         assert len(passed_over) == 1 and passed_over[0].startswith(f"megalite: passed over: {root}/{reason}"), said
@@ -99,7 +99,7 @@ def test_all_that_are_damaged_are_named_and_the_last_good_one_is_taken(
     with session(tmp_path / "session", config, fault=(die_at, ("damaged one put aside", 0, [0, 1], 1))) as running:
         assert running.wait() == [-signal.SIGKILL] * 2, running.output()
     assert not (root / "step_00000004").exists()
-    said = train(tmp_path / "session", config).splitlines()
+    said = [line.partition("] ")[2] or line for line in train(tmp_path / "session", config).splitlines()]
     assert [line for line in said if "passed over" in line] == [
         f"megalite: passed over: {root}/step_{step:08d}: {FILE} has changed since it was written: its digest differs"
         for step in (8, 6, 4)

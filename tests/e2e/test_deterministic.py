@@ -10,7 +10,7 @@ import torch
 
 from megalite.checkpoint.reader import CheckpointReader
 from tests.conftest import write_config
-from tests.e2e.commands import BIN, metrics, run
+from tests.helpers.commands import BIN, metrics, run
 
 MEASURED = {"tokens_per_second", "step_time_s", "data_wait_s", "memory_peak_mib", "time", "session_s", "goodput"}
 MEASURED |= {"evaluation_s", "save_blocked_s"}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.commands import BIN, ROOT, metrics, run
+from tests.helpers.commands import BIN, ROOT, metrics, run
 
 pytestmark = pytest.mark.slow
 
@@ -55,18 +55,65 @@ def test_quickstart(workplace: Path) -> None:
     assert (workplace / "runs/quickstart/hf/model.safetensors").exists()
 
 
-@pytest.mark.timeout(1200)  # some twenty whole commands
-def test_readme_and_guides(workplace: Path) -> None:
-    """After the quickstart, as they say. `make` targets are what CI and `test_quickstart` run."""
+def documented() -> list[str]:
+    """The commands of README.md and the guides, once each, in order."""
     texts = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
     blocks = [block for text in texts for block in re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)]
-    lines = list(dict.fromkeys(line for block in blocks for line in block.splitlines()))
-    made = [line for line in lines if line.startswith("make ")]
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-    assert made and all(line.removeprefix("make ") in targets for line in made)
-    others = [line for line in lines if not line.startswith("make ")]
-    assert len(others) >= 6
-    for line in others:
+    return list(dict.fromkeys(line for block in blocks for line in block.splitlines()))
+
+
+def starts_no_ranks(words: list[str]) -> bool:
+    """Whether the command only reads and prints, so that it can run inside this process."""
+    read_only = words[1] in ("config", "plan", "place", "slurm", "k8s", "ray") or words[1:3] == ["checkpoint", "ls"]
+    return Path(words[0]).name == "megalite" and (read_only or "--dry-run" in words)
+
+
+def test_make_targets_exist() -> None:
+    made = [line for line in documented() if line.startswith("make ")]
+    targets = re.findall(r"^([\w-]+)(?: [\w-]+)*:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert made and all(line.split()[1] in targets for line in made)
+
+
+def test_commands_that_start_no_ranks(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run after the quickstart, in this process, for they are many and importing takes longer than they do."""
+    from typer.testing import CliRunner
+
+    from launch.cli.app import app
+
+    monkeypatch.chdir(workplace)
+    chosen = [words for line in documented() if starts_no_ranks(words := words_of(line)[1])]
+    assert len(chosen) >= 12
+    for words in chosen:
+        if "runs/resized" in words:
+            continue  # made by a command that starts ranks
+        done = CliRunner().invoke(app, words[1:])
+        assert done.exit_code == 0, f"{words}\n{done.output}\n{done.exception!r}"
+
+
+def test_options_of_commands_that_start_ranks() -> None:
+    """A misspelt option in the documentation is found without starting anything."""
+    import typer.main
+
+    from launch.cli.app import app
+
+    megalite = [words for line in documented() if (words := words_of(line)[1])[0] == str(BIN / "megalite")]
+    others = [words for words in megalite if not starts_no_ranks(words)]
+    assert len(others) >= 15
+    for words in others:
+        command, arguments = typer.main.get_command(app), words[1:]
+        context = command.make_context("megalite", arguments)
+        while hasattr(command, "resolve_command"):
+            name, command, arguments = command.resolve_command(context, arguments)
+            context = command.make_context(name, list(arguments), parent=context)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)  # some forty whole commands
+def test_readme_and_guides(workplace: Path) -> None:
+    """After the quickstart, as they say. `make` targets are what CI and `test_quickstart` run."""
+    for line in documented():
+        if line.startswith("make "):
+            continue
         environment, words = words_of(line)
         environment["PATH"] = f"{BIN}:{os.environ['PATH']}"  # as with .venv activated
         done = run(*words, cwd=workplace, **environment)

@@ -19,19 +19,11 @@ from launch.errors import FAILED_CODE
 from megalite.checkpoint.manifest import read_manifest
 from megalite.checkpoint.writer import SPARE_BYTES
 from megalite.monitor.sinks.jsonl import read_records
-from tests.e2e.audit import audit_against, complete, events, hidden, same_checkpoint
-from tests.e2e.commands import metrics
 from tests.e2e.conftest import References
-from tests.e2e.faults import (
-    clock_jumps_back,
-    die_at,
-    failing_writer,
-    full_disk,
-    several,
-    slow_writer,
-    small_files,
-)
-from tests.e2e.warm_runs import session, train
+from tests.helpers.audit import audit_against, complete, events, hidden, same_checkpoint
+from tests.helpers.commands import metrics
+from tests.helpers.faults import clock_jumps_back, die_at, failing_writer, full_disk, several, slow_writer, small_files
+from tests.helpers.warm_runs import session, train
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +64,7 @@ def disk() -> Iterator[Disk]:
 
 def told(said: str, step: int) -> str:
     """What the run has said of a save that failed."""
-    (line,) = (line for line in said.splitlines() if line.startswith(f"megalite: step {step} is not saved"))
+    (line,) = (line for line in said.splitlines() if f" megalite: step {step} is not saved" in line)
     return line
 
 
@@ -138,7 +130,9 @@ def fails_to_save(config: dict[str, Any], folder: Path, why: str) -> set[int]:
         assert why in event["reason"], event
         assert f"megalite: step {event['step']} is not saved, training goes on: {event['reason']}\n" in said
     last = said.splitlines()[-1]
-    assert last == f"megalite: not saved: the state of step {STEPS} could not be saved: {failed[-1]['reason']}"
+    assert last.endswith(
+        f" megalite: error: not saved: the state of step {STEPS} could not be saved: {failed[-1]['reason']}"
+    )
     assert "Traceback" not in said and len(metrics(run_dir)) == STEPS
     good = complete(run_dir / "checkpoints")
     assert good >= set(SAVES[:first]) and not hidden(run_dir / "checkpoints")

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from launch.errors import FAILED_CODE, HUNG_CODE
-from tests.e2e.audit import audit, audit_against, complete, lost
-from tests.e2e.commands import metrics
 from tests.e2e.conftest import References
-from tests.e2e.faults import ON_ALL_RANKS, ON_RANK_0, die_at, impatient
-from tests.e2e.warm_runs import Session, session, train
+from tests.helpers.audit import audit, audit_against, complete, lost
+from tests.helpers.commands import metrics
+from tests.helpers.faults import ON_ALL_RANKS, ON_RANK_0, die_at, impatient
+from tests.helpers.warm_runs import Session, session, train
 
 pytestmark = pytest.mark.slow
 

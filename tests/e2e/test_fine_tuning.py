@@ -13,16 +13,16 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from launch.run_config import load_run_config
-from launch.start import start
+from launch.trainer.local_run import start_local_run
+from launch.trainer.run_config import load_run_config
 from megalite.checkpoint.reader import CheckpointReader
 from tests.conftest import VOCAB_SIZE, write_config
-from tests.e2e.audit import audit_against, events
-from tests.e2e.commands import BIN, run
 from tests.e2e.conftest import References
-from tests.e2e.faults import die_at
-from tests.e2e.warm_runs import session, train
-from tests.models.hub_models import HubModel
+from tests.helpers.audit import audit_against, events
+from tests.helpers.commands import BIN, run
+from tests.helpers.faults import die_at
+from tests.helpers.hub_models import HubModel
+from tests.helpers.warm_runs import session, train
 
 pytestmark = pytest.mark.slow
 
@@ -109,12 +109,12 @@ def test_one_command_from_folder_to_folder(
     assert {tensor.dtype for tensor in first.values()} == {torch.float32}
     shutil.rmtree(folder)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert start(load_run_config(path, overrides), [str(path), *overrides]) == 0
+    assert start_local_run(load_run_config(path, overrides), [str(path), *overrides]) == 0
     assert "nothing left to train" in capfd.readouterr().out
     second = weights_of(folder)
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
     shutil.rmtree(folder.parent)
     folder.parent.write_text("no folder can be made in a file")
-    assert start(load_run_config(path, overrides), [str(path), *overrides]) == 0  # the run itself is done
+    assert start_local_run(load_run_config(path, overrides), [str(path), *overrides]) == 0  # the run itself is done
     assert f"{folder} is NOT made" in capfd.readouterr().err

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from launch.errors import PREEMPTED_CODE
-from launch.local import free_port
+from launch.runtime.local_ranks import free_port
 from tests.conftest import write_config
-from tests.e2e.audit import complete, events, steps_done
-from tests.e2e.commands import ROOT
+from tests.helpers.audit import complete, events, steps_done
+from tests.helpers.commands import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +88,11 @@ def test_a_lost_console_costs_no_checkpoint(config: dict[str, Any], tmp_path: Pa
     assert complete(run_dir / "checkpoints") == {steps_done(run_dir)}
     assert len(events(run_dir, "preempted")) == 1
     kept = (run_dir / "console_rank_0.log").read_text()
-    assert f"step {goal}/100000" in kept and "megalite: preempted: signal SIGTERM" in kept and "Traceback" not in kept
+    assert (
+        f"step {goal}/100000" in kept
+        and "megalite: warning: preempted: signal SIGTERM" in kept
+        and "Traceback" not in kept
+    )
 
 
 def test_on_several_hosts_deepspeed_s_ranks_end_saved_when_nobody_is_left(

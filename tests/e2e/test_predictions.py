@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from launch.plan.calibration import fit, read_run
-from tests.e2e.commands import metrics
-from tests.e2e.warm_runs import session, train
+from launch.planning.calibration import fit, read_run
+from tests.helpers.commands import metrics
+from tests.helpers.warm_runs import session, train
 
 pytestmark = pytest.mark.slow
 
@@ -30,13 +30,13 @@ def receipt_of(config: dict[str, Any]) -> Any:
 
 def test_a_run_says_what_it_will_need_and_what_it_needed(two_stages: dict[str, Any], tmp_path: Path) -> None:
     said = train(tmp_path, two_stages).splitlines()
-    predicted = [number for number, line in enumerate(said) if line.startswith("megalite: predicted: ")]
+    predicted = [number for number, line in enumerate(said) if " megalite: predicted: " in line]
     first_step = next(number for number, line in enumerate(said) if line.startswith("step 1/10"))
     assert len(predicted) == 2 and max(predicted) < first_step
     assert "peak memory" in said[predicted[0]] and "a step on " in said[predicted[1]]
     after = said[first_step:]
-    assert any(line.startswith("megalite: a step: predicted ") and "median of 7" in line for line in after), said
-    memory = next(line for line in after if line.startswith("megalite: peak memory: "))
+    assert any(" megalite: a step: predicted " in line and "median of 7" in line for line in after), said
+    memory = next(line for line in after if " megalite: peak memory: " in line)
     assert "stage 0 predicted" in memory and "stage 1 predicted" in memory and memory.count("measured") == 2
     assert any("goodput" in line for line in after)
 
@@ -59,7 +59,8 @@ def test_a_run_says_what_it_will_need_and_what_it_needed(two_stages: dict[str, A
 
 def _nothing_works(_: Path, rank: int) -> None:
     from launch.errors import LaunchError
-    from launch.plan import own_run, prediction
+    from launch.planning import prediction
+    from launch.trainer import prediction_tracker as prediction_tracker
 
     def unknown(*_: Any, **__: Any) -> Any:
         raise LaunchError("the catalogue has no GPU 'L4'")
@@ -67,11 +68,11 @@ def _nothing_works(_: Path, rank: int) -> None:
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("a bug of ours")
 
-    own_run.describe_machine = unknown
-    prediction.Measurement.add = broken  # type: ignore[method-assign]
-    own_run.comparison = broken
+    prediction_tracker.describe_machine = unknown
+    prediction.SessionMeasurement.add = broken  # type: ignore[method-assign]
+    prediction_tracker.comparison = broken
     if rank == 1:
-        own_run.OwnRun.memory = lambda _: None  # type: ignore[method-assign]
+        prediction_tracker.PredictionTracker.memory = lambda _: None  # type: ignore[method-assign]
 
 
 def test_a_run_of_which_nothing_can_be_said_is_unharmed(two_stages: dict[str, Any], tmp_path: Path) -> None:
@@ -87,10 +88,10 @@ def test_a_run_of_which_nothing_can_be_said_is_unharmed(two_stages: dict[str, An
 
 
 def _dies_when_asked(_: Path, rank: int) -> None:
-    from launch.plan.own_run import OwnRun
+    from launch.trainer.prediction_tracker import PredictionTracker
 
     if rank == 1:
-        OwnRun.memory = lambda _: os._exit(9)  # type: ignore[method-assign, assignment]
+        PredictionTracker.memory = lambda _: os._exit(9)  # type: ignore[method-assign, assignment]
 
 
 def test_a_rank_that_dies_before_it_answers_keeps_nobody_waiting(two_stages: dict[str, Any], tmp_path: Path) -> None:

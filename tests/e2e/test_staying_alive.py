@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megalite.checkpoint.manifest import read_manifest
-from tests.e2e.audit import audit, events
-from tests.e2e.commands import metrics
 from tests.e2e.conftest import References
-from tests.e2e.warm_runs import session, train
+from tests.helpers.audit import audit, events
+from tests.helpers.commands import metrics
+from tests.helpers.warm_runs import session, train
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +79,7 @@ def test_a_guard_may_stop_the_run(config: dict[str, Any], tmp_path: Path) -> Non
     config["guards"] = {"not_finite": "stop"}
     with session(tmp_path / "session", config, fault=(poisoned, (POISONED,))) as running:
         assert running.wait() == [3, 3]
-        assert "megalite: stopped: " in running.output(0) and "Traceback" not in running.output()
+        assert "megalite: error: stopped: " in running.output(0) and "Traceback" not in running.output()
     run_dir = Path(config["run_dir"])
     assert [event["step"] for event in events(run_dir, "saved")] == [3, 6]
     assert len(events(run_dir, "stopped")) == 1 and not events(run_dir, "ended")

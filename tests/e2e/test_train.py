@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import write_config
-from tests.e2e.commands import BIN, ROOT, metrics, run
+from tests.helpers.commands import BIN, ROOT, metrics, run
 
 pytestmark = pytest.mark.slow
 

@@ -1,14 +1,9 @@
-"""Manifests of a run for Kubernetes, and handing them to an API server: what `megalite k8s` is made of.
+"""Kubernetes manifests of a run, and their submission to an API server: the parts of `megalite k8s`.
 
-words       what users type (names, quantities, claims, variables) -> checked values
-job         all that the kinds have in common, as one value
-paths       a config -> the same config with the paths that pods see
-pod         a job -> the pod template of its nodes, and the ConfigMap with its config
-restarts    which exit codes start a run again: for Jobs and JobSets
-trainjob, pytorchjob, jobset
-            a job -> the objects of one kind; to add a kind: one such file and one line in k8s_command.py
-text        objects -> YAML
-validate    objects against the models of kubeflow-trainer-api; `pytorchjob_schema` is the one that these lack
-cluster     an API server as we use it, and what its refusals mean
-submit      objects -> a cluster, all or none
+parsing     command-line texts (names, quantities, claims, variables) -> checked values
+job         properties that all kinds of jobs share; the config with paths inside pods; objects -> YAML
+pod         a job -> the pod template of its nodes, the ConfigMap with its config, and restart policies by exit code
+resources   a job -> the objects of one kind; a new kind needs a function there and a line in launch/cli/kubernetes.py
+validate    offline validation against the models of kubeflow-trainer-api
+cluster     an API server: dry runs, creation of all objects or none, and what its refusals mean
 """

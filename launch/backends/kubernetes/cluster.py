@@ -1,28 +1,28 @@
-"""An API server through the `kubernetes` client, and what its refusals mean, one sentence each.
+"""Talks to an API server through the `kubernetes` client, and explains its refusals in one sentence each.
 
-Nothing here imports the client before it is needed: it comes with `megalite[k8s]`.
+The client comes with `megalite[k8s]` and is imported only when needed.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from launch.backends.kubernetes.job import Manifest
+from launch.backends.kubernetes.job import Manifest, PodJob, name_of
 from launch.errors import LaunchError
 
-PLURALS = {  # as the address of an object has them, and whether it lies in a namespace
+PLURALS = {  # kind -> plural in URLs, whether objects belong to a namespace
     "JobSet": ("jobsets", True),
     "TrainJob": ("trainjobs", True),
     "TrainingRuntime": ("trainingruntimes", True),
     "ClusterTrainingRuntime": ("clustertrainingruntimes", False),
     "PyTorchJob": ("pytorchjobs", True),
 }
-CONTROLLERS = {  # what makes an API server know a group of objects
+CONTROLLERS = {  # API group -> what installs it
     "jobset.x-k8s.io": "the JobSet controller",
     "trainer.kubeflow.org": "Kubeflow Trainer v2",
     "kubeflow.org": "Kubeflow's Training Operator v1",
@@ -31,15 +31,15 @@ TIMEOUT_S = (5, 30)  # to connect, and for an answer
 
 
 class ClusterError(LaunchError):
-    """What an API server refuses; `status` is that of HTTP, None where it does not answer."""
+    """Refusal of an API server; `status` is the HTTP status, None if the server does not answer."""
 
     def __init__(self, sentence: str, status: int | None) -> None:
         super().__init__(sentence)
         self.status = status
 
 
-class Cluster:
-    """What a context of a kubeconfig stands for, and the namespace that is meant there."""
+class KubernetesCluster:
+    """API server and namespace of a kubeconfig context."""
 
     def __init__(self, context: str, namespace: str, settings: Any) -> None:
         from kubernetes import client
@@ -52,43 +52,34 @@ class Cluster:
         return f"{self.server} (context {self.context}, namespace {self.namespace})"
 
     def create(self, manifest: Manifest, *, dry_run: bool = False) -> None:
-        """Raises ClusterError. `dry_run`: the server looks at it and keeps nothing."""
-        # without Strict, a server drops the fields that it does not know and says nothing
-        options: dict[str, Any] = {"field_validation": "Strict", "_request_timeout": TIMEOUT_S}
-        if dry_run:
-            options["dry_run"] = "All"
-        with self._answering(_name(manifest), manifest["apiVersion"]):
-            if manifest["kind"] == "ConfigMap":
-                self._core.create_namespaced_config_map(self.namespace, manifest, **options)
-                return
-            group, version, plural, is_namespaced = _address(manifest)
-            if is_namespaced:
-                self._custom.create_namespaced_custom_object(
-                    group, version, self.namespace, plural, manifest, **options
-                )
-            else:
-                self._custom.create_cluster_custom_object(group, version, plural, manifest, **options)
+        """Creates an object; in a dry run the server checks it but stores nothing. Raises ClusterError."""
+        # without Strict, a server silently drops fields that it does not know
+        options = {"field_validation": "Strict", **({"dry_run": "All"} if dry_run else {})}
+        self._call("create", manifest, body=manifest, **options)
 
     def remove(self, manifest: Manifest) -> None:
-        """Raises ClusterError."""
-        name = manifest["metadata"]["name"]
-        with self._answering(_name(manifest), manifest["apiVersion"]):
-            if manifest["kind"] == "ConfigMap":
-                self._core.delete_namespaced_config_map(name, self.namespace, _request_timeout=TIMEOUT_S)
-                return
-            group, version, plural, is_namespaced = _address(manifest)
-            place = (group, version, self.namespace, plural) if is_namespaced else (group, version, plural)
-            delete = "delete_namespaced_custom_object" if is_namespaced else "delete_cluster_custom_object"
-            getattr(self._custom, delete)(*place, name, _request_timeout=TIMEOUT_S)
+        """Deletes an object. Raises ClusterError."""
+        self._call("delete", manifest, name=manifest["metadata"]["name"])
+
+    def _call(self, verb: str, manifest: Manifest, **arguments: Any) -> None:
+        """Calls the client's method for objects of this kind."""
+        api, resource, place = self._core, "namespaced_config_map", {"namespace": self.namespace}
+        if manifest["kind"] != "ConfigMap":
+            group, version = manifest["apiVersion"].split("/")
+            plural, is_namespaced = PLURALS[manifest["kind"]]
+            api, resource = self._custom, "namespaced_custom_object" if is_namespaced else "cluster_custom_object"
+            place = (place if is_namespaced else {}) | {"group": group, "version": version, "plural": plural}
+        with self._translated_errors(name_of(manifest), manifest["apiVersion"]):
+            getattr(api, f"{verb}_{resource}")(**place, **arguments, _request_timeout=TIMEOUT_S)
 
     def claim_modes(self, name: str) -> list[str]:
-        """How a PersistentVolumeClaim can be mounted. Raises ClusterError."""
-        with self._answering(f"PersistentVolumeClaim {name}", "v1"):
+        """Returns the access modes of a PersistentVolumeClaim. Raises ClusterError."""
+        with self._translated_errors(f"PersistentVolumeClaim {name}", "v1"):
             claim = self._core.read_namespaced_persistent_volume_claim(name, self.namespace, _request_timeout=TIMEOUT_S)
             return list(claim.spec.access_modes or [])
 
     @contextmanager
-    def _answering(self, what: str, api_version: str) -> Iterator[None]:
+    def _translated_errors(self, what: str, api_version: str) -> Iterator[None]:
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
 
@@ -102,7 +93,7 @@ class Cluster:
             raise ClusterError(f"the API server {self} cannot be reached: {why}", None) from None
 
     def _meaning(self, error: Any, what: str, api_version: str) -> str:
-        message, named = _answer(error)
+        message, named = _status_of(error)
         group = api_version.partition("/")[0]
         match error.status:
             case 401:
@@ -120,8 +111,11 @@ class Cluster:
         return f"the server refused it with {error.status}: {message}"
 
 
-def open_cluster(context: str | None, namespace: str | None) -> Cluster:
-    """What KUBECONFIG, or ~/.kube/config, says where it is not given; nothing is sent yet. Raises LaunchError."""
+def open_cluster(context: str | None, namespace: str | None) -> KubernetesCluster:
+    """Opens a context of KUBECONFIG or ~/.kube/config, by default the current one.
+
+    Sends nothing. Raises LaunchError.
+    """
     try:
         from kubernetes import client, config
     except ImportError:
@@ -145,22 +139,67 @@ def open_cluster(context: str | None, namespace: str | None) -> Cluster:
         config.load_kube_config(path, context=chosen["name"], client_configuration=settings)
     except (config.ConfigException, yaml.YAMLError, AttributeError, TypeError) as error:
         raise LaunchError(f"the kubeconfig {path} cannot be used: {' '.join(str(error).split())}") from None
-    return Cluster(chosen["name"], namespace or chosen["context"].get("namespace") or "default", settings)
+    return KubernetesCluster(chosen["name"], namespace or chosen["context"].get("namespace") or "default", settings)
 
 
-def _name(manifest: Manifest) -> str:
-    return f"{manifest['kind']} {manifest['metadata']['name']}"
-
-
-def _address(manifest: Manifest) -> tuple[str, str, str, bool]:
-    group, version = manifest["apiVersion"].split("/")
-    return group, version, *PLURALS[manifest["kind"]]
-
-
-def _answer(error: Any) -> tuple[str, str | None]:
-    """The server's own words, and the kind of object that they are about."""
+def _status_of(error: Any) -> tuple[str, str | None]:
+    """Returns the server's message and the kind of object that it is about."""
     try:
         status = json.loads(error.body)
         return " ".join(str(status["message"]).split()), (status.get("details") or {}).get("kind")
     except (TypeError, ValueError, KeyError):
         return " ".join(str(error.body or error.reason).split()), None
+
+
+SHARED = "ReadWriteMany"
+
+
+def check_claims(cluster: KubernetesCluster, job: PodJob) -> list[str]:
+    """Checks that the claims exist and that all nodes can mount them; returns notices. Raises LaunchError."""
+    for name in dict.fromkeys(claim.name for claim in (job.output, job.data) if claim is not None):
+        try:
+            modes = cluster.claim_modes(name)
+        except ClusterError as error:
+            if error.status == 403:
+                return [f"the claims were not looked at: {error}"]
+            if error.status == 404:
+                raise LaunchError(
+                    f"there is no PersistentVolumeClaim {name} in namespace {cluster.namespace}, for which pods would "
+                    "wait for ever: create it, or name another"
+                ) from None
+            raise
+        is_shared = SHARED in modes or (name != job.output.name and "ReadOnlyMany" in modes)
+        if job.nodes > 1 and not is_shared:
+            raise LaunchError(
+                f"the claim {name} is {' and '.join(modes)}, so {job.nodes} nodes cannot mount it: use one that is "
+                f"{SHARED}"
+            )
+    return []
+
+
+def create(cluster: KubernetesCluster, objects: Sequence[Manifest]) -> None:
+    """Creates all objects in order. If one is refused, removes the others and raises LaunchError."""
+    done: list[Manifest] = []
+    for manifest in objects:
+        try:
+            cluster.create(manifest)
+        except ClusterError:
+            for made in reversed(done):
+                with suppress(ClusterError):  # the first error is the one to report
+                    cluster.remove(made)
+            raise
+        done.append(manifest)
+
+
+def check(cluster: KubernetesCluster, objects: Sequence[Manifest]) -> list[str]:
+    """Lets the server check all objects in a dry run; returns notices. Raises LaunchError.
+
+    A TrainJob is left out, because Trainer refuses one whose runtime is not stored.
+    """
+    left_out = []
+    for manifest in objects:
+        if "runtimeRef" in manifest.get("spec", {}):
+            left_out.append(f"the server has not looked at the {manifest['kind']}, whose runtime must be there before")
+        else:
+            cluster.create(manifest, dry_run=True)
+    return left_out

@@ -1,20 +1,72 @@
-"""Objects against the models of kubeflow-trainer-api, as strictly as an API server with strict field validation.
+"""Validates objects offline against the models of kubeflow-trainer-api, like an API server with strict validation.
 
-Those models check types but pass over fields that they do not know, so an object is read and written again: what is
-then gone, or different, is a mistake. What only a server knows (rules between fields, quotas, other webhooks) is not
-checked here.
+The models check types but ignore unknown fields, so an object is parsed and written again: what is then missing or
+different is a mistake. Rules that only a server knows (between fields, quotas, webhooks) are left to its dry run.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, model_validator
 
 from launch.backends.kubernetes.job import Manifest
-from launch.backends.kubernetes.pytorchjob_schema import PyTorchJob
+from launch.backends.kubernetes.resources import CONTAINER
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ReplicaSpec(_Strict):
+    """Pods of one role, as the Training Operator checks them."""
+
+    replicas: Annotated[StrictInt, Field(ge=1)]
+    restartPolicy: Literal["Always", "OnFailure", "Never", "ExitCode"]
+    template: dict[str, Any]
+
+
+class ReplicaSpecs(_Strict):
+    """One master, and workers if there are several nodes."""
+
+    Master: ReplicaSpec
+    Worker: ReplicaSpec | None = None
+
+    @model_validator(mode="after")
+    def _one_master(self) -> Self:
+        if self.Master.replicas != 1:
+            raise ValueError("Master.replicas must be 1")
+        return self
+
+
+class RunPolicy(_Strict):
+    """Limits of the job, and cleanup after it."""
+
+    cleanPodPolicy: Literal["All", "Running", "None"] | None = None
+    ttlSecondsAfterFinished: Annotated[StrictInt, Field(ge=0)] | None = None
+    activeDeadlineSeconds: Annotated[StrictInt, Field(ge=1)] | None = None
+    backoffLimit: Annotated[StrictInt, Field(ge=0)] | None = None
+    suspend: bool | None = None
+
+
+class PyTorchJobSpec(_Strict):
+    """Spec of a PyTorchJob."""
+
+    nprocPerNode: Annotated[StrictStr, Field(pattern=r"^(auto|cpu|gpu|[1-9][0-9]*)$")] | None = None
+    runPolicy: RunPolicy | None = None
+    pytorchReplicaSpecs: ReplicaSpecs
+
+
+class PyTorchJob(_Strict):
+    """A PyTorchJob, for which kubeflow-trainer-api has no model."""
+
+    apiVersion: Literal["kubeflow.org/v1"]
+    kind: Literal["PyTorchJob"]
+    metadata: dict[str, Any]
+    spec: PyTorchJobSpec
+
 
 MODELS = {
     ("v1", "ConfigMap"): "IoK8sApiCoreV1ConfigMap",
@@ -28,12 +80,12 @@ METADATA, POD_TEMPLATE = "IoK8sApimachineryPkgApisMetaV1ObjectMeta", "IoK8sApiCo
 
 
 def can_validate() -> bool:
-    """Whether `megalite[k8s]` is installed."""
+    """Returns whether `megalite[k8s]` is installed."""
     return importlib.util.find_spec("kubeflow_trainer_api") is not None
 
 
 def problems(manifest: Manifest) -> list[str]:
-    """What is wrong with an object, each with its place in it."""
+    """Returns the problems of an object, each with its position."""
     kind = (manifest.get("apiVersion"), manifest.get("kind"))
     if kind == PYTORCH_JOB:
         return _problems_of_pytorch_job(manifest)
@@ -49,7 +101,12 @@ def _problems_of_pytorch_job(manifest: Manifest) -> list[str]:
         return _sentences(error, "")
     found = _round_trip(METADATA, manifest["metadata"], "metadata")
     for role, replica in manifest["spec"]["pytorchReplicaSpecs"].items():
-        found += _round_trip(POD_TEMPLATE, replica["template"], f"spec.pytorchReplicaSpecs.{role}.template")
+        where = f"spec.pytorchReplicaSpecs.{role}.template"
+        template_problems = _round_trip(POD_TEMPLATE, replica["template"], where)
+        containers = [] if template_problems else replica["template"].get("spec", {}).get("containers", [])
+        if not template_problems and CONTAINER not in {container["name"] for container in containers}:
+            template_problems = [f'{where}.spec must have a container named "{CONTAINER}"']
+        found += template_problems
     return found
 
 
@@ -60,7 +117,12 @@ def _round_trip(model: str, given: dict[str, Any], where: str) -> list[str]:
         kept = getattr(models, model).from_dict(given).to_dict()
     except ValidationError as error:
         return _sentences(error, where)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # text where a mapping belongs, odd quantities
+    except (
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ) as error:  # text in place of a mapping, malformed quantities
         return [f"{where or 'the object'} has not the shape of {model}: {str(error).partition(chr(10))[0]}"]
     return list(_differences(given, kept, where))
 

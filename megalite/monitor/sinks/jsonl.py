@@ -7,13 +7,17 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.files import write_durably
-from megalite.monitor.json_lines import append_line, read_lines
+from megalite.checkpoint.durable_files import write_durably
+from megalite.config import Config
+from megalite.monitor.events import append_line, read_lines
+from megalite.monitor.observer import Observer
 
 
-class JsonLines:
-    """Appends to `path`; what was logged of a step and of those after it is dropped when the step is done again, after
-    an interruption or a rollback."""
+class JsonLinesSink(Observer):
+    """Appends records to `path`.
+
+    When a step is done again, after an interruption or a rollback, its earlier record and those after it are dropped.
+    """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         self._path = path
@@ -24,18 +28,20 @@ class JsonLines:
         write_durably(self._path, "".join(map(_line, kept)).encode())
         self._last_step = step
 
-    def log(self, record: dict[str, Any]) -> None:
+    def on_step(self, record: dict[str, Any]) -> None:
         if record["step"] <= self._last_step:
             self._keep_until(record["step"] - 1)
         append_line(self._path, _line(record))
         self._last_step = record["step"]
 
-    def close(self) -> None:
-        """Nothing is open between records."""
+
+def open_sink(config: Config, first_step: int) -> JsonLinesSink:
+    """Opens metrics.jsonl; drops records of steps after `first_step`, which the run does again."""
+    return JsonLinesSink(config.run_dir / "metrics.jsonl", first_step)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a run; lines that a kill left half-written are passed over."""
+    """Returns the records of a run; skips lines that a kill left half-written."""
     return [record for record in read_lines(path) if "step" in record]
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
-from megalite.config import WandbConfig
+from megalite.config import Config
+from megalite.config.sections import WandbConfig
+from megalite.monitor.observer import Observer
+
+log = logging.getLogger(__name__)
 
 
-class WandbSink:
-    """One wandb run. Where `online` cannot reach the server the run goes on offline and says so."""
+class WandbSink(Observer):
+    """Logs to one wandb run. If `online` cannot reach the server, the run is logged offline and a warning says so."""
 
     def __init__(self, options: WandbConfig, run_dir: Path, config: dict[str, Any]) -> None:
         import wandb
@@ -25,12 +30,18 @@ class WandbSink:
         try:
             self._run = wandb.init(mode=options.mode, **arguments)
         except wandb.errors.Error as error:
-            print(f"wandb is not reachable ({error}): logging offline, upload with `wandb sync`", flush=True)
+            log.warning(f"wandb is not reachable ({error}): logging offline, upload with `wandb sync`")
             self._run = wandb.init(mode="offline", **arguments)
 
-    def log(self, record: dict[str, Any]) -> None:
+    def on_step(self, record: dict[str, Any]) -> None:
         numbers = {name: value for name, value in record.items() if not isinstance(value, list) and name != "step"}
         self._run.log(numbers, step=record["step"])
 
     def close(self) -> None:
         self._run.finish()
+
+
+def open_sink(config: Config, first_step: int) -> WandbSink | None:
+    """Starts a wandb run if `monitor.wandb.enabled`."""
+    wandb = config.monitor.wandb
+    return WandbSink(wandb, config.run_dir, config.model_dump(mode="json")) if wandb.enabled else None

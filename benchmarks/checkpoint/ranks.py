@@ -1,0 +1,146 @@
+"""Shared parts of benchmarks/checkpoint: an engine on each rank, clocks, and tables."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from launch.parity.forked_ranks import run_ranks
+from megalite.config import Config, resolve_layout
+
+if TYPE_CHECKING:
+    from megalite.checkpoint.manifest import Manifest
+    from megalite.checkpoint.saver import Saved, Saver
+
+SEQUENCE = 64
+TIME_LIMIT_S = 1800
+IDLE_SHARE, IDLE_WITHIN_S = 0.8, 20
+Turn = dict[str, float]  # what was measured -> seconds or MiB
+
+
+class Trainer:
+    """An engine on this rank, fed random tokens."""
+
+    def __init__(self, model: dict[str, int], ranks: int, zero_stage: int = 1, warm_up_steps: int = 2) -> None:
+        import numpy as np
+        import torch
+
+        from megalite.engine.build import build_engine
+        from models.decoder import decoder_layers
+
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+        config = Config.model_validate(
+            {
+                "run_dir": tempfile.gettempdir(),
+                "model": model | {"max_position_embeddings": SEQUENCE},
+                "data": {"path": "unused"},
+                "parallel": {"data_parallel_size": ranks, "zero_stage": zero_stage},
+                "training": {
+                    "global_batch_size": ranks,
+                    "micro_batch_size": 1,
+                    "sequence_length": SEQUENCE,
+                    "steps": 1,
+                },
+            }
+        )
+        self.engine = build_engine(decoder_layers(config.model), config, resolve_layout(config, ranks, "cpu"))
+        self._draw, self._vocabulary = np.random.default_rng(self.engine.coordinate.data_rank), model["vocab_size"]
+        for _ in range(warm_up_steps):
+            self.step()
+
+    def step(self) -> float:
+        """Trains one step; returns its seconds."""
+        tokens = self._draw.integers(0, self._vocabulary, (1, SEQUENCE + 1))
+        batch = SimpleNamespace(tokens=tokens[:, :-1].copy(), targets=tokens[:, 1:].copy(), positions=None)
+        return timed(lambda: float(self.engine.train_step([batch], 1e-4).loss))
+
+    def saver(self, root: Path, *, background: bool) -> Saver:
+        from megalite.checkpoint.saver import Saver
+
+        return Saver(self.engine, root, background=background)
+
+    def load(self, folder: Path) -> None:
+        from megalite.checkpoint.engine_state import load_engine
+        from megalite.checkpoint.reader import CheckpointReader
+
+        load_engine(self.engine, CheckpointReader(folder), weights_only=False)
+
+
+def timed(action: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def together(action: Callable[[], Any]) -> float:
+    """Seconds until all ranks have done it."""
+    import torch.distributed as dist
+
+    def wait() -> None:
+        action()
+        dist.barrier()
+
+    dist.barrier()
+    return timed(wait)
+
+
+def manifest(step: int) -> Manifest:
+    from megalite.checkpoint.manifest import Manifest
+
+    return Manifest(step=step, config={}, tokenizer=None, state={}, tensors={}, files={})
+
+
+def succeeded(saver: Saver) -> Saved:
+    """Returns the outcome of the save that has just ended."""
+    saver.wait()
+    (saved,) = saver.finished()
+    assert saved.failure is None, saved.failure
+    return saved
+
+
+def settle(root: Path, *, remove: bool = True) -> None:
+    """Collective. Removes what earlier turns wrote, and waits for the disk, and for a while for the processors."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        for path in (*root.glob("step_*"), root / "copy") if remove else ():
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        os.sync()
+        deadline = time.monotonic() + IDLE_WITHIN_S
+        while idle_share() < IDLE_SHARE and time.monotonic() < deadline:
+            pass
+    dist.barrier()
+
+
+def idle_share() -> float:
+    """Measures the idle share of all processors' time over half a second."""
+    before, _, after = processor_times(), time.sleep(0.5), processor_times()
+    passed = [late - early for early, late in zip(before, after, strict=True)]
+    return (passed[3] + passed[4]) / sum(passed)
+
+
+def processor_times() -> list[int]:
+    """user, nice, system, idle, iowait and others, of the whole machine (man 5 proc)."""
+    return [int(field) for field in Path("/proc/stat").read_text().split()[1:9]]
+
+
+def ranks_turns(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Turn]:
+    """Returns the measurement of each turn of `function` on the slowest rank."""
+    runs = run_ranks(function, ranks, *arguments, timeout_s=TIME_LIMIT_S)
+    return [{name: max(turn[name] for turn in turns) for name in turns[0]} for turns in zip(*runs, strict=True)]
+
+
+def header(columns: Sequence[str]) -> list[str]:
+    return [f"| {' | '.join(columns)} |", "|---:" * len(columns) + "|"]
+
+
+def spread(values: Sequence[float], form: str = ".2f", unit: str = "") -> str:
+    """The median, and the smallest and largest value."""
+    return f"{statistics.median(values):{form}}{unit} ({min(values):{form}} to {max(values):{form}})"

@@ -1,0 +1,152 @@
+"""One training step under torch's profiler: kernels, launches, waits of the host, idle time of the GPU.
+
+`python -m benchmarks.gpu_day.profile_step CONFIG.yaml DEVICE` builds the engine of a run of one rank, trains a few
+steps to warm up, and prints what one more step does as JSON. The counts come from the trace that the profiler exports,
+whose categories are the same for all versions of torch. Without a GPU the operators are counted that would wait for
+one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+WARM_UP_STEPS = 3
+STEP = "one training step"
+TOLD_KERNELS = 12
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+WAITING_OPERATORS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero")
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")  # and those that begin so
+Event = Mapping[str, Any]
+
+
+def counts(events: Iterable[Event]) -> dict[str, Any]:
+    """Counts a trace's events of the step: those that began while it ran, and the kernels that it launched."""
+    timed = [event for event in events if event.get("ph") == "X"]
+    step = next(event for event in timed if event.get("cat") == "user_annotation" and event["name"] == STEP)
+    begin, end = step["ts"], step["ts"] + step["dur"]
+    inside = [event for event in timed if begin <= event["ts"] < end and event is not step]
+    by_kind: dict[str, list[Event]] = {}
+    for event in inside:
+        by_kind.setdefault(str(event.get("cat")), []).append(event)
+    kernels = by_kind.get("kernel", [])
+    copies = by_kind.get("gpu_memcpy", [])
+    calls = Counter(event["name"] for kind in ("cuda_runtime", "cuda_driver") for event in by_kind.get(kind, []))
+    operators = Counter(event["name"] for event in by_kind.get("cpu_op", []))
+    found: dict[str, Any] = {
+        "wall_ms": step["dur"] / 1000,
+        "operators": sum(operators.values()),
+        "waiting_operators": {name: operators[name] for name in WAITING_OPERATORS if operators[name]},
+    }
+    if not kernels:
+        return found
+    busy = busy_us([*kernels, *copies, *by_kind.get("gpu_memset", [])])
+    return found | {
+        "kernels": len(kernels),
+        "launches": sum(count for name, count in calls.items() if name.startswith(LAUNCHES)),
+        "host_syncs": {name: calls[name] for name in WAITS if calls[name]},
+        "copies": dict(Counter(event["name"] for event in copies)),
+        "busy_ms": busy / 1000,
+        "idle": 1 - busy / step["dur"],
+        "longest_kernels": _longest(kernels, step["dur"]),
+    }
+
+
+def busy_us(events: Sequence[Event]) -> float:
+    """Microseconds in which at least one of them runs; streams may overlap."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted((event["ts"], event["ts"] + event["dur"]) for event in events):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+def _longest(kernels: Sequence[Event], wall_us: float) -> list[dict[str, Any]]:
+    taken: Counter[str] = Counter()
+    for event in kernels:
+        taken[event["name"]] += event["dur"]
+    calls = Counter(event["name"] for event in kernels)
+    return [
+        {"kernel": name[:120], "calls": calls[name], "ms": round(us / 1000, 3), "part": round(us / wall_us, 4)}
+        for name, us in taken.most_common(TOLD_KERNELS)
+    ]
+
+
+def step_of(values: Mapping[str, Any], device: str) -> Callable[[], float]:
+    """A function that trains one step on random tokens and reads its loss, as a run's loop does."""
+    import numpy as np
+
+    from megalite.config import Config, resolve_layout
+    from megalite.engine.build import build_engine
+    from megalite.engine.distributed import start_distributed
+    from models.decoder import decoder_layers
+
+    config = Config.model_validate(values)
+    start_distributed(local_rank=0)
+    layers = decoder_layers(config.model, config.recompute.mode)
+    engine = build_engine(layers, config, resolve_layout(config, 1, "cuda" if device == "cuda" else "cpu"))
+    draw, training = np.random.default_rng(0), config.training
+    micro_batches = training.global_batch_size // training.micro_batch_size
+
+    def batch() -> Any:
+        tokens = draw.integers(0, config.model.vocab_size, (training.micro_batch_size, training.sequence_length + 1))
+        samples = np.arange(training.micro_batch_size)
+        return SimpleNamespace(tokens=tokens[:, :-1], targets=tokens[:, 1:], positions=None, samples=samples)
+
+    def step() -> float:
+        return float(engine.train_step([batch() for _ in range(micro_batches)], 1e-4).loss)
+
+    return step
+
+
+def profile(step: Callable[[], float], device: str) -> dict[str, Any]:
+    """The counts of one step, after some that nobody watches."""
+    import torch
+    from torch.profiler import ProfilerActivity, record_function
+    from torch.profiler import profile as profiler
+
+    on_gpu = device == "cuda"
+    for number in range(WARM_UP_STEPS):
+        print(f"step {number + 1} of {WARM_UP_STEPS} to warm up: loss {step():.3f}", file=sys.stderr, flush=True)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profiler(activities=activities) as profiled, record_function(STEP):
+        step()
+        if on_gpu:  # so that what the step has launched lies inside; one wait more, which is taken off again
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiled.export_chrome_trace(str(path))
+        print(f"reading a trace of {path.stat().st_size / 1e6:.0f} MB", file=sys.stderr, flush=True)
+        found = counts(json.loads(path.read_text())["traceEvents"])
+    if "host_syncs" in found:
+        found["host_syncs"]["cudaDeviceSynchronize"] = found["host_syncs"].get("cudaDeviceSynchronize", 1) - 1  # ours
+    return found
+
+
+def main() -> int:
+    """The command."""
+    path, device = Path(sys.argv[1]), sys.argv[2]
+    if device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    values = json.loads(path.read_text())
+    found = profile(step_of(values, device), device)
+    if device == "cuda":
+        import torch
+
+        found["memory_peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+    training = values["training"]
+    found["micro_batches"] = training["global_batch_size"] // training["micro_batch_size"]
+    print("\n" + json.dumps(found), flush=True)
+    os._exit(0)  # nothing is left to do, and process groups take their time
+
+
+if __name__ == "__main__":
+    sys.exit(main())

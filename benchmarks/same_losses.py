@@ -1,0 +1,126 @@
+"""Proves that a change of the code's structure changes no number: this tree against another revision, bit for bit.
+
+    python -m benchmarks.same_losses REVISION [--keep FOLDER]
+
+Both trees train the quickstart's model on three layouts from the same seed and data. Losses, gradient norms and the
+digests of every checkpointed weight and optimizer block must be equal, `megalite config show` must print the same, and
+this tree must resume the checkpoint that the other tree wrote. Exits with 1 where anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = "configs/quickstart.yaml"
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "tp2 pp2 dp2": (),
+    "zero-3 dp2": (
+        "parallel.tensor_parallel_size=1",
+        "parallel.pipeline_parallel_size=1",
+        "parallel.zero_stage=3",
+        "recompute.mode=full",
+    ),
+    "serial bf16": (
+        "parallel.tensor_parallel_size=1",
+        "parallel.pipeline_parallel_size=1",
+        "parallel.data_parallel_size=1",
+        "precision.dtype=bf16",
+        "optimizer.name=sgd",
+    ),
+}
+STEPS = 8
+COMPARED = ("step", "loss", "grad_norm", "learning_rate", "evaluation_loss", "samples", "tokens_seen")
+
+
+def megalite(tree: Path, *arguments: str) -> str:
+    """Standard output of a command of `tree`'s own code. Raises where it fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", *arguments],
+        cwd=tree,
+        env=os.environ | {"PYTHONPATH": str(tree), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        sys.exit(f"{tree.name}: megalite {' '.join(arguments)} ended with {done.returncode}:\n{done.stderr}")
+    return done.stdout
+
+
+def train(tree: Path, run_dir: Path, data: Path, steps: int, options: tuple[str, ...]) -> None:
+    """Trains to step `steps` in `run_dir`; resumes what is there."""
+    megalite(
+        tree,
+        "train",
+        CONFIG,
+        f"run_dir={run_dir}",
+        f"data.path={data}",
+        f"training.steps={steps}",
+        "training.evaluation.interval=4",
+        "schedule.name=constant",
+        *options,
+    )
+
+
+def records(run_dir: Path) -> list[dict[str, object]]:
+    """The deterministic columns of metrics.jsonl, one record a step."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [{key: record.get(key) for key in COMPARED} for record in map(json.loads, lines)]
+
+
+def digests(run_dir: Path) -> dict[str, object]:
+    """SHA-256 of each file with tensors of the newest checkpoint."""
+    newest = max((run_dir / "checkpoints").glob("step_*"))
+    return json.loads((newest / "manifest.json").read_text())["files"]  # type: ignore[no-any-return]
+
+
+def compare(mine: Path, other: Path, folder: Path) -> list[str]:
+    """Returns the differences between the two trees, one sentence each."""
+    data = folder / "data" / "text"
+    megalite(
+        mine, "prepare", "python-stdlib", "--train-vocab-size", "2048", "-t", f"{folder}/tokenizer", "-o", str(data)
+    )
+    shown = [megalite(tree, "config", "show", CONFIG) for tree in (other, mine)]
+    differences = [] if shown[0] == shown[1] else ["config show prints another config"]
+    for layout, options in LAYOUTS.items():
+        runs = {name: folder / name / layout.replace(" ", "_") for name in ("other", "mine")}
+        train(other, runs["other"], data, STEPS, options)
+        train(mine, runs["mine"], data, STEPS, options)
+        if records(runs["mine"]) != records(runs["other"]):
+            differences.append(f"{layout}: metrics differ: {runs['mine']} and {runs['other']}")
+        if digests(runs["mine"]) != digests(runs["other"]):
+            differences.append(f"{layout}: checkpointed tensors differ")
+        train(mine, runs["other"], data, STEPS + 2, options)  # this tree goes on from the other's checkpoint
+        if records(runs["other"])[-1]["step"] != STEPS + 2:
+            differences.append(f"{layout}: the other tree's checkpoint was not resumed")
+        print(f"{layout}: {STEPS} steps compared, loss {records(runs['mine'])[-1]['loss']!r}", flush=True)
+    return differences
+
+
+def main() -> int:
+    """Returns 1 where something differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("revision", help="revision to compare with, as in HEAD~1")
+    parser.add_argument("--keep", type=Path, help="folder for the runs; default: a temporary one")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.keep or Path(temporary)
+        other = Path(temporary) / "other"
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--detach", "--quiet", str(other), arguments.revision], check=True)
+        try:
+            differences = compare(ROOT, other, folder.resolve())
+        finally:
+            subprocess.run([*git, "remove", "--force", str(other)], check=True)
+    print("\n".join(differences) or f"equal to {arguments.revision} on {len(LAYOUTS)} layouts, bit for bit")
+    return bool(differences)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""Encodes text sources with a tokenizer into OUTPUT.bin, OUTPUT.idx and OUTPUT.meta.json.
+
+The pieces of all sources are grouped into chunks by a fixed rule; worker processes encode chunks into part
+files (encode.py, parts.py); the parts are concatenated in order. After a kill at any moment, a rerun of the same
+job skips the finished parts and writes the same bytes. A job that is already done is recognised and
+costs nothing. Memory: about 2 chunks of text per worker, and 4 bytes per document.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+from data_pipeline.errors import DataError
+from data_pipeline.files import with_ending
+from data_pipeline.indexed import IndexedTokens, IndexedWriter, token_dtype
+from data_pipeline.meta import CorpusMeta, meta_path, read_meta
+from data_pipeline.prepare.encode import PartSize, encode_part, exit_with_parent
+from data_pipeline.prepare.parts import PartStore
+from data_pipeline.prepare.plan import PreparationPlan, chunks, plan_job
+from data_pipeline.sources.pieces import TextPiece
+
+
+@dataclass(frozen=True)
+class PrepareProgress:
+    """Counts of this run; parts of an earlier run are in `parts_done` only."""
+
+    parts_done: int
+    documents: int
+    tokens: int
+    characters: int
+    source_bytes: int | None  # of all sources, if known
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PrepareSummary:
+    """The result of `prepare`; a dry run encodes nothing and counts 0 tokens unless the output exists already."""
+
+    output: Path
+    reused: bool  # an identical output existed, nothing was done
+    dry_run: bool
+    source_count: int
+    source_bytes: int | None
+    vocab_size: int
+    eos_token_id: int | None
+    dtype: str
+    token_count: int
+    document_count: int
+    sha256: str  # of OUTPUT.bin; empty in a dry run
+    resumed_parts: int  # parts that an earlier, unfinished run had left
+    workers: int
+    seconds: float
+
+
+def prepare(
+    sources: list[str],
+    output: Path,
+    tokenizer: Path,
+    *,
+    text_field: str = "text",
+    workers: int | None = None,
+    append_eos: bool = True,
+    progress: Callable[[PrepareProgress], None] | None = None,
+    dry_run: bool = False,
+) -> PrepareSummary:
+    """Encodes `sources` into OUTPUT.bin, OUTPUT.idx and OUTPUT.meta.json; `workers` defaults to all cores."""
+    started = time.monotonic()
+    if workers is not None and workers < 1:
+        raise DataError(f"{workers} workers cannot encode anything: ask for at least 1, or leave it out for all cores")
+    job = plan_job(sources, tokenizer, text_field, append_eos)
+    workers = _useful_workers(workers, job)
+    store = PartStore(output, job.sha256)
+    meta = _finished(output, job)
+    reused = meta is not None
+    resumed = store.finished()
+    if meta is None and not dry_run:
+        _refuse_foreign(output)
+        with store.opened():
+            resumed = store.finished()
+            part_count = _encode_missing(job, store, resumed, workers, progress, started)
+            meta = _merge(job, store, part_count, output)
+    if not dry_run:
+        store.remove()
+    return PrepareSummary(
+        output=output,
+        reused=reused,
+        dry_run=dry_run,
+        source_count=len(job.sources),
+        source_bytes=job.source_bytes,
+        vocab_size=job.tokenizer.vocab_size,
+        eos_token_id=job.tokenizer.eos_token_id,
+        dtype=str(token_dtype(job.tokenizer.vocab_size)),
+        token_count=meta.token_count if meta else 0,
+        document_count=meta.document_count if meta else 0,
+        sha256=meta.sha256 if meta else "",
+        resumed_parts=0 if reused else len(resumed),
+        workers=workers,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _useful_workers(asked: int | None, job: PreparationPlan) -> int:
+    """Returns the number of worker processes: all usable cores by default, but no more than chunks."""
+    workers = asked or len(os.sched_getaffinity(0))
+    if job.source_bytes is None:
+        return workers
+    return max(1, min(workers, job.source_bytes // job.chunk_characters))
+
+
+def _finished(output: Path, job: PreparationPlan) -> CorpusMeta | None:
+    """Returns the metadata of a complete output of this job, or None."""
+    try:
+        meta = read_meta(output)
+        if meta is None or meta.job_sha256 != job.sha256:
+            return None
+        tokens = IndexedTokens(output)
+    except DataError:
+        return None  # damaged: made again
+    return meta if (tokens.token_count, len(tokens)) == (meta.token_count, meta.document_count) else None
+
+
+def _refuse_foreign(output: Path) -> None:
+    """Raises DataError if the output exists and `prepare` did not write it.
+
+    Its own output has metadata, or parts if a run was stopped between its renames.
+    """
+    ours = meta_path(output).exists() or with_ending(output, ".parts").exists()
+    for path in (with_ending(output, ".bin"), with_ending(output, ".idx")):
+        if path.exists() and not ours:
+            raise DataError(f"{path} exists and was not written by prepare: choose another output, or move it away")
+
+
+def _encode_missing(
+    job: PreparationPlan,
+    store: PartStore,
+    finished: set[int],
+    workers: int,
+    progress: Callable[[PrepareProgress], None] | None,
+    started: float,
+) -> int:
+    """Encodes every chunk that has no part yet; returns the number of parts."""
+    parts_done, sizes = len(finished), PartSize(0, 0, 0)
+
+    def report(size: PartSize) -> None:
+        nonlocal parts_done, sizes
+        parts_done += 1
+        sizes = PartSize(*(total + new for total, new in zip(sizes, size, strict=True)))
+        if progress is not None:
+            seconds = time.monotonic() - started
+            progress(
+                PrepareProgress(parts_done, sizes.documents, sizes.tokens, sizes.characters, job.source_bytes, seconds)
+            )
+
+    part_count = 0
+
+    def missing() -> Iterator[tuple[Path, list[TextPiece]]]:
+        nonlocal part_count
+        for number, chunk in enumerate(chunks(job)):
+            part_count = number + 1
+            if number not in finished:
+                yield store.path(number), chunk
+
+    if workers == 1:
+        for path, chunk in missing():
+            report(encode_part(job.tokenizer, chunk, job.end_token, path))
+    else:
+        _encode_in_processes(job, missing(), workers, report)
+    if part_count == 0:
+        more = f" and {len(job.specs) - 3} more" if len(job.specs) > 3 else ""
+        raise DataError(
+            f"the sources {', '.join(job.specs[:3])}{more} hold no text at all: give at least one document with text"
+        )
+    return part_count
+
+
+def _encode_in_processes(
+    job: PreparationPlan,
+    chunks: Iterator[tuple[Path, list[TextPiece]]],
+    workers: int,
+    report: Callable[[PartSize], None],
+) -> None:
+    """Encodes in worker processes, at most two chunks per worker at a time, so memory does not grow with the corpus."""
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=exit_with_parent)
+    pending: set[Future[PartSize]] = set()
+    try:
+        for path, chunk in chunks:
+            pending.add(pool.submit(encode_part, job.tokenizer, chunk, job.end_token, path))
+            if len(pending) == 2 * workers:
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                for future in done:
+                    report(future.result())
+        while pending:
+            done, pending = wait(pending, return_when=FIRST_COMPLETED)
+            for future in done:
+                report(future.result())
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a worker process of prepare died (out of memory, or started from a script without "
+            '`if __name__ == "__main__":`): run it again with fewer workers, finished parts are kept'
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _merge(job: PreparationPlan, store: PartStore, part_count: int, output: Path) -> CorpusMeta:
+    """Concatenates the parts. The old metadata is removed first and the new written last, so that it is never wrong."""
+    writer = IndexedWriter(output, token_dtype(job.tokenizer.vocab_size))
+    with writer:
+        for number in range(part_count):
+            part = store.read(number)
+            writer.append(part.tokens, part.document_ends)
+        meta_path(output).unlink(missing_ok=True)
+    meta = CorpusMeta(
+        tokenizer_sha256=job.tokenizer.sha256,
+        tokenizer=job.tokenizer.given,
+        vocab_size=job.tokenizer.vocab_size,
+        eos_token_id=job.tokenizer.eos_token_id,
+        token_count=writer.token_count,
+        document_count=writer.document_count,
+        dtype=str(writer.dtype),
+        sha256=writer.bin_sha256,
+        idx_sha256=writer.idx_sha256,
+        sources=job.specs,
+        job_sha256=job.sha256,
+    )
+    meta.write(output)
+    return meta

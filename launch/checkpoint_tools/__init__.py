@@ -1,1 +1,0 @@
-"""What `megalite checkpoint` does: listing, facts, verification, difference and pruning of checkpoints."""

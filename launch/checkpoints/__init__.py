@@ -1,0 +1,1 @@
+"""Listing, summary, verification, comparison and pruning of checkpoints, for `megalite checkpoint`."""

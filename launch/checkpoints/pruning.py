@@ -1,0 +1,142 @@
+"""Deletes checkpoints on request: plans what is deleted and what is kept and why, never while a run is active."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.checkpoints.listing import CHECKPOINTS, list_place, local_path
+from launch.errors import LaunchError
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.manifest import MANIFEST
+from megalite.checkpoint.remote.storage import Listed
+from megalite.checkpoint.retention import Retention, RetentionCandidate, clean_up, prune, which_to_delete
+
+LOCK = ".lock"  # of a run folder, as in launch/trainer/run_folder.py
+
+
+@dataclass(frozen=True)
+class Fate:
+    """The decision to keep or delete one checkpoint folder, and its reason."""
+
+    name: str
+    step: int | None
+    size: int  # bytes
+    evaluation_loss: float | None
+    goes: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class PrunePlan:
+    """The checkpoints in `root` that a prune deletes and keeps."""
+
+    root: Path
+    fates: tuple[Fate, ...]  # by step
+    left_overs: tuple[str, ...]  # folders of interrupted saves, deleted as well
+
+    @property
+    def going(self) -> tuple[str, ...]:
+        """Names of the checkpoints to delete."""
+        return tuple(fate.name for fate in self.fates if fate.goes)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is nothing to delete."""
+        return not self.going and not self.left_overs
+
+    @property
+    def freed(self) -> int:
+        """Total bytes of the checkpoints to delete."""
+        return sum(fate.size for fate in self.fates if fate.goes)
+
+
+@contextmanager
+def no_run_in(place: str) -> Iterator[None]:
+    """Keeps runs from starting in the run folder of `place`. Raises LaunchError where one is active."""
+    folder = _checkpoints(place)
+    with ExitStack() as held:
+        # `checkpoints` may be a link to other storage: the run folder is where the link is
+        for path in {folder.absolute().parent / LOCK, folder.resolve().parent / LOCK}:
+            if path.is_file():
+                held.enter_context(_locked(path))
+        yield
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LaunchError(
+                f"a run is using {path.parent}, and deletes by its own checkpoint.keep_last, keep_every and keep_best: "
+                "wait until it has ended, or use --dry-run"
+            ) from None
+        yield
+
+
+def _checkpoints(place: str) -> Path:
+    path = local_path(place)
+    return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+
+
+def plan_prune(place: str, policy: Retention) -> PrunePlan:
+    """Plans a prune. Raises CheckpointError where `place` is no local folder of checkpoints."""
+    if (local_path(place) / MANIFEST).is_file():
+        raise CheckpointError(f"{place}: is one checkpoint: give the folder that contains it")
+    listing = list_place(place)
+    listed = listing.checkpoints
+    complete = [
+        RetentionCandidate.of(one.name, one.manifest)
+        for one in listed
+        if one.manifest is not None and one.problem is None
+    ]
+    going = {saved.name for saved in which_to_delete(complete, policy)}
+    newest = {saved.name for saved in complete} - {
+        s.name for s in which_to_delete(complete, Retention(policy.keep_last))
+    }
+    fates = (
+        Fate(
+            name=one.name,
+            step=one.step,
+            size=one.bytes,
+            evaluation_loss=one.manifest.evaluation_loss if one.manifest else None,
+            goes=one.name in going,
+            why=_why(one, policy, is_newest=one.name in newest, goes=one.name in going),
+        )
+        for one in listed
+    )
+    return PrunePlan(Path(listing.root), tuple(fates), listing.left_overs)
+
+
+def _why(one: Listed, policy: Retention, *, is_newest: bool, goes: bool) -> str:
+    if one.problem is not None:
+        return "stays: not complete, so no rule applies: check it with megalite checkpoint verify"
+    if goes:
+        return "goes: nothing keeps it"
+    if is_newest:
+        return f"stays: among the newest {policy.keep_last}"
+    if policy.keep_every and one.step is not None and one.step % policy.keep_every == 0:
+        return f"stays: a multiple of {policy.keep_every} steps"
+    return f"stays: among the best {policy.keep_best}"
+
+
+def carry_out(plan: PrunePlan, policy: Retention) -> None:
+    """Deletes the checkpoints of a plan, the oldest first, and the folders of interrupted saves.
+
+    Call it inside `no_run_in`. Raises CheckpointError where something cannot be deleted, or where the newest checkpoint
+    that is kept is damaged, since an older one may then be needed.
+    """
+    from launch.checkpoints.verification import verify_checkpoint  # imports torch, which a dry run does not need
+
+    if plan.going:
+        newest = next(fate for fate in reversed(plan.fates) if fate.why.startswith("stays: among the newest"))
+        verified = verify_checkpoint(plan.root / newest.name, deep=False)
+        if not verified.passed:
+            raise CheckpointError(f"nothing was deleted, for the newest checkpoint is damaged: {verified.problems[0]}")
+        prune(plan.root, policy)
+    clean_up(plan.root)

@@ -1,0 +1,114 @@
+"""Verifies checkpoints: manifest, sizes, headers, and that every number of every tensor is stored exactly once.
+
+A `deep` verification reads every byte: it checks the digest of each file, and that all numbers are finite.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from safetensors import safe_open
+
+from launch.checkpoints.difference import blocks_of
+from megalite.checkpoint.durable_files import verify_digest
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.manifest import WEIGHT, Manifest, parse_entry, printable, read_manifest
+from megalite.checkpoint.reader import CheckpointReader
+
+READERS = min(8, os.cpu_count() or 1)  # files that are hashed concurrently: hashing releases the GIL
+Advance = Callable[[int], None]  # called with the number of bytes that have just been read
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of verifying one checkpoint."""
+
+    folder: Path
+    step: int | None  # None where the manifest cannot be read
+    tensors: int
+    size: int  # bytes of its files
+    problems: tuple[str, ...]  # a sentence each
+
+    @property
+    def passed(self) -> bool:
+        return not self.problems
+
+
+def bytes_to_read(folder: Path) -> int:
+    """The bytes that a deep verification reads: every file twice."""
+    try:
+        return 2 * sum(file.size for file in read_manifest(folder).files.values())
+    except CheckpointError:
+        return 0
+
+
+def verify_checkpoint(folder: Path, *, deep: bool, advance: Advance = lambda size: None) -> Verification:
+    """Collects all problems of the checkpoint in `folder`; never raises because of its contents."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return Verification(folder, None, 0, 0, (str(error),))
+    problems = list(_changed_files(folder, manifest, advance)) if deep else []
+    try:
+        reader = CheckpointReader(folder)
+    except CheckpointError as error:
+        problems.append(str(error))
+    else:
+        problems += _incomplete_tensors(reader)
+        if deep:
+            problems += _nonfinite_tensors(reader, advance)
+    size = sum(file.size for file in manifest.files.values())
+    return Verification(folder, manifest.step, len(manifest.tensors), size, tuple(problems))
+
+
+def _changed_files(folder: Path, manifest: Manifest, advance: Advance) -> Iterator[str]:
+    with ThreadPoolExecutor(READERS) as pool:
+        sizes = {pool.submit(verify_digest, folder / name, file): file.size for name, file in manifest.files.items()}
+        for done in as_completed(sizes):
+            advance(sizes[done])
+            try:
+                done.result()
+            except CheckpointError as error:
+                yield str(error)
+            except OSError as error:
+                yield f"{error.filename}: cannot be read: {error.strerror}"
+
+
+def _incomplete_tensors(reader: CheckpointReader) -> Iterator[str]:
+    """Yields tensors with missing numbers; the reader has checked that none is stored twice or outside its tensor."""
+    stored: Counter[tuple[str, str]] = Counter()
+    for file_name in reader.manifest.files:
+        with safe_open(reader.folder / file_name, framework="np") as file:
+            for key in file.keys():  # noqa: SIM118
+                shape = file.get_slice(key).get_shape()
+                kind, name, _ = parse_entry(key, shape)
+                stored[kind, name] += prod(shape)
+    kinds = (WEIGHT, *reader.manifest.moments)
+    for kind in kinds:
+        for name, shape in reader.manifest.tensors.items():
+            if missing := prod(shape) - stored.pop((kind, name), 0):
+                whole = prod(shape)
+                yield f"{reader.folder}: {kind} of {name} is not whole: {missing} of its {whole} numbers are missing"
+    for kind, name in stored:
+        yield f"{reader.folder}: holds {printable(f'{kind} of {name}')}, which its manifest does not name"
+
+
+def _nonfinite_tensors(reader: CheckpointReader, advance: Advance) -> Iterator[str]:
+    for kind in (WEIGHT, *reader.manifest.moments):
+        for name, shape in reader.manifest.tensors.items():
+            nonfinite = 0
+            for block in blocks_of(shape):
+                try:
+                    numbers = reader.read(name, block, kind)
+                except CheckpointError:
+                    break  # incomplete: reported already
+                nonfinite += numbers.numel() - int(numbers.isfinite().sum())
+                advance(numbers.nbytes)
+            if nonfinite:
+                yield f"{reader.folder}: {kind} of {name} has {nonfinite} numbers that are not finite (NaN or infinity)"

@@ -1,0 +1,251 @@
+"""The `megalite` command.
+
+Every command has a `--help` with an example, prints one sentence on stderr for a user error, and has `--json` where a
+program reads its result. Exit codes: 0 (done), 1 (verify found a difference), 2 (user error), 3 (a guard stopped the
+run), 75 (stopped on request after saving), 86 (the run hung). No torch here.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launch.cli.checkpoint import checkpoint_app
+from launch.cli.convert import export, import_
+from launch.cli.doctor import doctor
+from launch.cli.inference import evaluate, generate
+from launch.cli.kubernetes import k8s
+from launch.cli.launch import launch
+from launch.cli.options import AsJson, ConfigPath, Overrides
+from launch.cli.place import place
+from launch.cli.plan import plan_app
+from launch.cli.prepare import prepare
+from launch.cli.ray import ray
+from launch.cli.slurm import slurm
+from launch.errors import INTERRUPTED_CODE, USER_ERROR_CODE, USER_ERRORS, VERIFY_FAILED_CODE, LaunchError
+from launch.output import console, print_json
+from launch.runtime.logs import configure_logging, get_logger
+from launch.runtime.modules import COMMAND_LINE
+from launch.trainer.run_config import load_run_config
+from megalite.config import Config
+
+log = get_logger(__name__)
+app = typer.Typer(
+    name="megalite",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+config_app = typer.Typer(help="Show a config with its defaults, or the schema of all options.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(plan_app, name="plan")
+app.command("import")(import_)
+app.command()(export)
+app.command()(generate)
+app.command()(evaluate)
+app.command()(k8s)
+app.command()(launch)
+app.command()(doctor)
+app.command()(slurm)
+app.command()(place)
+app.command()(prepare)
+app.command()(ray)
+
+
+@app.callback()
+def set_verbosity(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also print debug messages.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only results, warnings and errors.")] = False,
+) -> None:
+    """Train transformer language models with tensor, pipeline and data parallelism on DeepSpeed engines."""
+    if verbose and quiet:
+        raise LaunchError("--verbose and --quiet contradict each other: give one of them")
+    if verbose or quiet:
+        configure_logging("DEBUG" if verbose else "WARNING")
+
+
+class ReferenceName(enum.StrEnum):
+    """The reference that `megalite verify` compares layouts with."""
+
+    TRANSFORMERS = "transformers"
+    SELF = "self"
+
+
+@app.command()
+def train(
+    config_path: ConfigPath,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the config and the layout; start nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result of --dry-run as JSON.")] = False,
+    restart: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Restart a failed run, up to N times; see supervise.")
+    ] = 0,
+) -> None:
+    """Train a model; resume from the newest checkpoint in the run folder if there is one.
+
+    Starts tensor x pipeline x data ranks on this machine; under `deepspeed`, `torchrun`, `srun` or `mpirun`
+    it is one of them.
+
+    Example: `megalite train configs/quickstart.yaml parallel.tensor_parallel_size=1 training.steps=20`
+    """
+    from launch.runtime.rank_environment import is_rank
+    from launch.trainer.local_run import print_dry_run, start_local_run
+
+    arguments = [str(config_path), *(overrides or [])]
+    if dry_run:
+        print_dry_run(load_run_config(config_path, overrides or []), as_json=as_json)
+    elif as_json:
+        raise LaunchError("--json belongs to --dry-run: a run's results are in metrics.jsonl and receipt.json")
+    elif is_rank():
+        from launch.train import main as rank_main
+
+        if restart:
+            raise LaunchError("--restart is not for one rank of a run: put `megalite supervise --` before its launcher")
+        raise typer.Exit(rank_main(arguments))
+    elif restart:
+        from launch.supervision.supervisor import Policy, supervise_run
+
+        command = [sys.executable, "-m", COMMAND_LINE, "train", *arguments]
+        raise typer.Exit(supervise_run(command, Policy(restarts=restart)))
+    else:
+        raise typer.Exit(start_local_run(load_run_config(config_path, overrides or []), arguments))
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def supervise(
+    command: Annotated[
+        list[str], typer.Argument(help="Command that starts the run, with its config.", metavar="COMMAND")
+    ],
+    restarts: Annotated[int, typer.Option(min=0, help="Maximum number of restarts.")] = 5,
+    first_wait: Annotated[
+        float, typer.Option(min=0, help="Seconds before the first restart; doubles each time.")
+    ] = 1.0,
+    longest_wait: Annotated[float, typer.Option(min=0, help="Maximum seconds before a restart.")] = 300.0,
+    grace: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Seconds from SIGTERM or SIGHUP until remaining processes are killed; SIGUSR1 sets no limit."
+        ),
+    ] = 120.0,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Run folder; default: that of the config named in COMMAND.")
+    ] = None,
+    silence: Annotated[
+        float,
+        typer.Option(min=0, help="Heartbeat timeout: restart all ranks after this many seconds without one; 0: never."),
+    ] = 60.0,
+) -> None:
+    """Run COMMAND and restart it when it fails; the run resumes from its newest complete checkpoint.
+
+    Does not restart after exit codes 0, 2 (user error), 3 (a guard), 75 (stopped on request) and 130 (Ctrl-C), nor
+    when the run fails twice at the same step. SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded to the ranks, which
+    save and exit; Ctrl-C, or a second SIGTERM or SIGHUP, ends all processes immediately. No process that COMMAND
+    starts outlives it.
+
+    Example: `megalite supervise --restarts 20 -- torchrun --nproc-per-node 8 -m launch.train configs/quickstart.yaml`
+    """
+    from launch.supervision.supervisor import Policy, supervise_run
+
+    policy = Policy(restarts, first_wait, longest_wait, grace, silence)
+    raise typer.Exit(supervise_run(command, policy, run_dir))
+
+
+@app.command()
+def verify(
+    config_path: ConfigPath,
+    overrides: Overrides = None,
+    layouts: Annotated[
+        str, typer.Option(help='"auto", or layouts such as "tp=2,pp=2,accumulation=3;dp=2,zero=3".')
+    ] = "auto",
+    reference: Annotated[
+        ReferenceName, typer.Option(help="Reference: transformers, or our own serial model (self).")
+    ] = ReferenceName.TRANSFORMERS,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each short training run.")] = 3,
+    full: Annotated[bool, typer.Option("--full", help="Do not shrink a large model.")] = False,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of weights and batches; default: a random one.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a layout counts as hung.")] = 120.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run; start nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Verify that every layout computes what `transformers` computes in one process, and diagnose those that do not.
+
+    Compares losses, logits, every gradient, weight and moment, clipping and evaluation on this machine's ranks. Exit
+    code 0 only if all layouts pass, 1 if one fails. The keys of a layout: tp, pp, dp, zero, sequence_parallel,
+    recompute, accumulation.
+
+    Example: `megalite verify configs/quickstart.yaml --layouts "tp=2,pp=2,accumulation=3;dp=2,zero=3"`
+    """
+    from launch.parity import report as reports
+    from launch.parity.verify import make_plan
+    from launch.parity.verify import verify as run
+
+    plan = make_plan(
+        load_run_config(config_path, overrides or []),
+        layouts=layouts,
+        reference=reference.value,
+        steps=steps,
+        full=full,
+        seed=seed,
+        timeout_s=timeout,
+    )
+    say = console(stderr=True).print
+    say(reports.introduction(plan))
+    if dry_run:
+        say(f"dry run: {'; '.join(map(str, plan.layouts))}; nothing was started")
+        if as_json:
+            print_json(reports.plan_as_json(plan))
+        return
+    try:
+        report = run(plan, say)
+    except KeyboardInterrupt:
+        log.warning("interrupted; no verdict")
+        raise typer.Exit(INTERRUPTED_CODE) from None
+    if as_json:
+        print_json(reports.as_json(report))
+    else:
+        reports.table(report).print()
+        print("\n".join(reports.conclusion(report)))
+    if not report.passed:
+        raise typer.Exit(VERIFY_FAILED_CODE)
+
+
+@config_app.command()
+def show(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Print the config with all defaults filled in.
+
+    Example: `megalite config show configs/quickstart.yaml training.steps=20`
+    """
+    config = load_run_config(config_path, overrides or [])
+    if as_json:
+        print_json(config.model_dump(mode="json"))
+    else:
+        print(config.to_yaml(), end="")
+
+
+@config_app.command()
+def schema() -> None:
+    """Print the JSON schema of all options, for editors.
+
+    Example: `megalite config schema > megalite.schema.json`
+    """
+    print_json(Config.json_schema())
+
+
+def main() -> None:
+    """Entry of the `megalite` command."""
+    try:
+        app()
+    except USER_ERRORS as error:
+        log.error(error)
+        sys.exit(USER_ERROR_CODE)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        log.error(f"{error.filename}: {error.strerror}")
+        sys.exit(USER_ERROR_CODE)

@@ -1,0 +1,216 @@
+"""The commands `megalite checkpoint ls|show|verify|diff|prune`; launch/checkpoints implements them.
+
+Exit codes: 0 done, intact or equal; 1 damaged or different; 2 user error. `ls` and `show` import no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from launch.cli.options import AsJson
+from launch.errors import VERIFY_FAILED_CODE, LaunchError
+from launch.output import print_json, progress_bar
+
+if TYPE_CHECKING:
+    from launch.checkpoints.pruning import PrunePlan
+
+checkpoint_app = typer.Typer(
+    help="List, inspect, verify, compare and delete checkpoints of any layout.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+
+Place = Annotated[
+    str, typer.Argument(help="Run folder, folder of checkpoints, or one checkpoint; a path or a URL.", metavar="DIR")
+]
+LocalPlace = Annotated[str, typer.Argument(help="Run folder, folder of checkpoints, or one checkpoint.", metavar="DIR")]
+
+
+@checkpoint_app.command("ls")
+def list_(place: Place, as_json: AsJson = False) -> None:
+    """List checkpoints: step, age, size, layout, evaluation loss, and whether each is complete.
+
+    Example: `megalite checkpoint ls runs/quickstart`
+    """
+    from launch.checkpoints import report
+    from launch.checkpoints.listing import list_place
+
+    listing = list_place(place)
+    rows = listing.rows(datetime.now(UTC))
+    if as_json:
+        print_json({"place": place, "checkpoints": report.as_json(rows), "left_overs": list(listing.left_overs)})
+        return
+    report.listing_table(rows).print()
+    for line in report.left_overs_lines(listing.left_overs):
+        print(line)
+
+
+@checkpoint_app.command()
+def show(
+    place: Annotated[
+        str, typer.Argument(help="Checkpoint, or run folder (its newest); a path or a URL.", metavar="CHECKPOINT")
+    ],
+    tensors: Annotated[bool, typer.Option("--tensors", help="List all tensors with their shapes.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the contents of a checkpoint: progress, position in the data, optimizer, main options, files.
+
+    Example: `megalite checkpoint show runs/quickstart/checkpoints/step_00000100 --tensors`
+    """
+    from launch.checkpoints import report
+    from launch.checkpoints.listing import newest_complete
+    from launch.checkpoints.summary import age_seconds, summarize_checkpoint
+
+    url, manifest, passed_over = newest_complete(place)
+    facts = summarize_checkpoint(manifest)
+    if as_json:
+        names = {"tensor_shapes": report.as_json(manifest.tensors)} if tensors else {}
+        print_json({"url": url, **report.as_json(facts), **names})
+        return
+    age_s = age_seconds(manifest, datetime.now(UTC))
+    lines = [f"passed over: {why}" for why in passed_over] + [*report.summary_lines(url, facts, age_s)]
+    print("\n".join(lines))
+    report.files_table(facts).print()
+    if tensors:
+        report.tensors_table(manifest.tensors).print()
+
+
+@checkpoint_app.command()
+def verify(
+    place: LocalPlace,
+    deep: Annotated[
+        bool,
+        typer.Option(
+            "--deep", help="Read every byte: check the SHA-256 of each file, and that all numbers are finite."
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check checkpoints: manifest, sizes, headers, and that every number of every tensor is stored exactly once.
+
+    Prints a line per problem. Exit code 0 only if there is none, 1 if there is one.
+
+    Example: `megalite checkpoint verify runs/quickstart --deep`
+    """
+    from launch.checkpoints import report
+    from launch.checkpoints.listing import local_folders
+
+    folders = local_folders(place)
+    from launch.checkpoints.verification import bytes_to_read, verify_checkpoint  # with torch: after mistakes
+
+    with _advancing("reading", sum(map(bytes_to_read, folders)) if deep else 0) as advance:
+        verdicts = [verify_checkpoint(folder, deep=deep, advance=advance) for folder in folders]
+    passed = all(verdict.passed for verdict in verdicts)
+    if as_json:
+        print_json({"passed": passed, "deep": deep, "checkpoints": report.as_json(verdicts)})
+    else:
+        print("\n".join(report.verification_lines(verdicts, deep=deep)))
+    if not passed:
+        raise typer.Exit(VERIFY_FAILED_CODE)
+
+
+@checkpoint_app.command()
+def diff(
+    first: Annotated[str, typer.Argument(help="Checkpoint, or run folder (its newest).", metavar="A")],
+    second: Annotated[str, typer.Argument(help="Checkpoint to compare with; layouts may differ.", metavar="B")],
+    tolerance: Annotated[
+        float,
+        typer.Option(min=0.0, help="Largest difference that counts as equal, relative to a tensor's largest number."),
+    ] = 0.0,
+    everything: Annotated[bool, typer.Option("--all", help="Show all differences, not only the largest.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two checkpoints by canonical name, whatever their layouts: weights, moments, progress and config.
+
+    Exit code 0 if a run would continue from either in the same way, 1 if not. Config and layout may differ.
+
+    Example: `megalite checkpoint diff runs/a runs/b/checkpoints/step_00000100 --tolerance 1e-6`
+    """
+    from launch.checkpoints import report
+    from launch.checkpoints.difference import difference, numbers_in_common
+    from launch.checkpoints.listing import local_path
+    from megalite.checkpoint.reader import open_checkpoint
+
+    left, right = (open_checkpoint(local_path(place)) for place in (first, second))
+    with _advancing("comparing", 4 * numbers_in_common(left.manifest, right.manifest)) as advance:
+        found = difference(left, right, advance=lambda numbers: advance(4 * numbers))
+    equal = found.is_equal(tolerance)
+    if as_json:
+        print_json({"equal": equal, "tolerance": tolerance, **report.as_json(found)})
+    else:
+        if any(tensor.different for tensor in found.tensors):
+            report.difference_table(found, tolerance, everything=everything).print()
+        print("\n".join(report.difference_lines(found, tolerance, everything=everything)))
+    if not equal:
+        raise typer.Exit(VERIFY_FAILED_CODE)
+
+
+@checkpoint_app.command()
+def prune(
+    place: Annotated[str, typer.Argument(help="Run folder, or folder of checkpoints.", metavar="DIR")],
+    keep_last: Annotated[int, typer.Option(min=1, help="Number of newest checkpoints to keep.")],
+    keep_every: Annotated[int, typer.Option(min=0, help="Keep steps that are a multiple of this; 0: none.")] = 0,
+    keep_best: Annotated[
+        int, typer.Option(min=0, help="Number of checkpoints with the lowest evaluation loss to keep.")
+    ] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be deleted; delete nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete checkpoints that no option keeps, and folders of interrupted saves; never the newest complete checkpoint.
+
+    Prints what is deleted and what is kept and why, and asks for confirmation. Refuses while a run uses the folder.
+
+    Example: `megalite checkpoint prune runs/quickstart --keep-last 3 --keep-every 1000 --dry-run`
+    """
+    from launch.checkpoints.pruning import carry_out, no_run_in, plan_prune
+    from megalite.checkpoint.retention import Retention
+
+    policy = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
+    if dry_run:
+        _print_plan(plan_prune(place, policy), as_json, done=False)
+        return
+    if not yes and (as_json or not sys.stdin.isatty()):
+        raise LaunchError("prune asks before it deletes, and there is no terminal to ask on: add --yes, or --dry-run")
+    with no_run_in(place):
+        plan = plan_prune(place, policy)
+        if not as_json:
+            _print_plan(plan, as_json, done=False)
+        if not plan.is_empty:
+            if not yes:
+                typer.confirm("Delete them?", abort=True, err=True)
+            carry_out(plan, policy)
+    if as_json:
+        _print_plan(plan, as_json, done=True)
+    elif not plan.is_empty:
+        print("deleted")
+
+
+def _print_plan(plan: PrunePlan, as_json: bool, *, done: bool) -> None:
+    from launch.checkpoints import report
+
+    if as_json:
+        print_json({"deleted": done and not plan.is_empty, **report.as_json(plan)})
+        return
+    report.prune_table(plan).print()
+    print("\n".join(report.prune_lines(plan)))
+
+
+@contextmanager
+def _advancing(description: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar over `total` bytes; yields a function that advances it by a number of bytes."""
+    done = 0
+    with progress_bar(is_bytes=True) as report_progress:
+
+        def advance(size: int) -> None:
+            nonlocal done
+            done += size
+            report_progress(description, done, total)
+
+        yield advance

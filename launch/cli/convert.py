@@ -1,0 +1,175 @@
+"""The commands `megalite import` and `megalite export`; launch/huggingface implements them. No torch here."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from launch.cli.options import AsJson
+from launch.errors import INTERRUPTED_CODE, LaunchError
+from launch.output import print_json, progress_bar
+from launch.runtime.logs import get_logger
+
+if TYPE_CHECKING:
+    from launch.huggingface.progress import ConversionPlan, ConvertSummary
+
+log = get_logger(__name__)
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)i?B?", re.IGNORECASE)
+POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+class StoredDtype(enum.StrEnum):
+    """Dtypes of the weights in a Hugging Face folder."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing target of the same kind.")]
+Validate = Annotated[bool, typer.Option(help="Compare the logits with those of transformers.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be converted; write nothing.")]
+
+
+def import_(
+    hf_dir: Annotated[str, typer.Argument(help="Hugging Face folder, or a model's id on the hub.", metavar="HF_DIR")],
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder to write.", metavar="CHECKPOINT")],
+    dtype: Annotated[
+        StoredDtype | None,
+        typer.Option(help="Dtype of later exports; default: as in HF_DIR. The checkpoint itself holds fp32."),
+    ] = None,
+    overwrite: Overwrite = False,
+    validate: Validate = True,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Turn a Hugging Face model into a checkpoint that any layout starts from (`training.initialize_from`).
+
+    Weights are streamed, so the conversion needs memory for part of one tensor. The logits are then compared with
+    those of transformers, which needs memory for the whole model twice, or for as many of its layers as fit.
+
+    Example: `megalite import ./Llama-3.2-1B runs/llama-1b/start`
+    """
+    from launch.huggingface.importing import import_hugging_face, plan_import
+
+    kept = None if dtype is None else dtype.value
+    if dry_run:
+        _print_plan(plan_import(hf_dir, checkpoint, dtype=kept, overwrite=overwrite), "import", as_json)
+        return
+    with _watched() as report_progress:
+        summary = import_hugging_face(
+            hf_dir, checkpoint, dtype=kept, overwrite=overwrite, validate=validate, report=report_progress
+        )
+    _print_summary(summary, as_json)
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint, or run folder (its newest).", metavar="CHECKPOINT")],
+    hf_dir: Annotated[Path, typer.Argument(help="Folder to write.", metavar="HF_DIR")],
+    dtype: Annotated[
+        StoredDtype | None, typer.Option(help="Dtype of all weights; default: that of the import, or of training.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help='Largest size of a weight file, such as "500MB".')] = "2GB",
+    overwrite: Overwrite = False,
+    validate: Validate = True,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Turn a checkpoint of any layout into a Hugging Face folder that `transformers` loads.
+
+    The run that wrote it may still be training. Weights are streamed and logits compared as in `megalite import`.
+
+    Example: `megalite export runs/quickstart runs/quickstart/hf`
+    """
+    from launch.huggingface.exporting import export_hugging_face, plan_export
+
+    size, stored = parse_size(max_shard_size), None if dtype is None else dtype.value
+    if dry_run:
+        plan = plan_export(checkpoint, hf_dir, dtype=stored, max_shard_bytes=size, overwrite=overwrite)
+        _print_plan(plan, "export", as_json)
+        return
+    with _watched() as report_progress:
+        summary = export_hugging_face(
+            checkpoint,
+            hf_dir,
+            dtype=stored,
+            max_shard_bytes=size,
+            overwrite=overwrite,
+            validate=validate,
+            report=report_progress,
+        )
+    _print_summary(summary, as_json)
+
+
+def parse_size(text: str) -> int:
+    """Parses a size such as "500MB", "2 GB" (powers of 1000) or "1GiB" (of 1024) into bytes. Raises LaunchError."""
+    found = SIZE.fullmatch(text.strip())
+    size = 0
+    if found:
+        base = 1024 if "i" in text.lower() else 1000
+        size = int(float(found[1]) * base ** POWERS[found[2].lower()])
+    if size < 1:
+        raise LaunchError(f"max-shard-size {text!r} is no size of a file: give one such as 500MB or 2GB")
+    return size
+
+
+@contextmanager
+def _watched() -> Iterator[Callable[[str, int, int], None]]:
+    """Shows a progress bar on a terminal; Ctrl-C ends the command with a sentence instead of a traceback."""
+    try:
+        with progress_bar() as report_progress:
+            yield report_progress
+    except KeyboardInterrupt:
+        log.warning("interrupted; nothing was written")
+        raise typer.Exit(INTERRUPTED_CODE) from None
+
+
+def _print_plan(plan: ConversionPlan, action: str, as_json: bool) -> None:
+    if as_json:
+        print_json(asdict(plan))
+        return
+    tensors = "" if plan.tensors is None else f"{plan.tensors} tensors, "
+    fits = "" if plan.bytes_written <= plan.bytes_free else ", which are too few"
+    print(
+        f"dry run: would {action} {plan.source} -> {plan.target}: {plan.model_type}, {tensors}{plan.parameters:,} "
+        f"parameters, {plan.dtype}\n"
+        f"files with weights on the Hugging Face side: {', '.join(plan.files)}\n"
+        f"reads {_gigabytes(plan.bytes_read)}, writes {_gigabytes(plan.bytes_written)}; {_gigabytes(plan.bytes_free)} "
+        f"are free there{fits}"
+    )
+    for notice in plan.notices:
+        log.info(notice)
+
+
+def _print_summary(summary: ConvertSummary, as_json: bool) -> None:
+    if as_json:
+        print_json(asdict(summary))
+        return
+    moved = summary.bytes_read + summary.bytes_written
+    memory = "" if summary.peak_memory_bytes is None else f", {summary.peak_memory_bytes / 1e6:,.0f} MB of memory"
+    print(
+        f"{summary.source} -> {summary.target}: {summary.model_type}, {summary.tensors} tensors, "
+        f"{summary.parameters:,} parameters, {summary.dtype}\n"
+        f"{_gigabytes(summary.bytes_read)} read and {_gigabytes(summary.bytes_written)} written in "
+        f"{summary.seconds:.1f} s ({_gigabytes(moved / max(summary.seconds, 1e-9))}/s){memory}"
+    )
+    if summary.logit_difference is None:
+        print("NOT VALIDATED: this model's logits were not compared with those of transformers, and may be wrong")
+    else:
+        print(
+            f"validated in {summary.validation_seconds:.1f} s: logits within {summary.logit_difference:.1e} of their "
+            f"spread of transformers', on {', '.join(summary.compared)}"
+        )
+    for notice in summary.notices:
+        log.info(notice)
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:,.2f} GB" if size >= 1e7 else f"{size / 1e6:,.2f} MB"

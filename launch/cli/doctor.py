@@ -1,0 +1,121 @@
+"""Command-line options of `megalite doctor`, and output of its report. No torch."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from launch.cli.options import Exclude, Hostfile, Include, Overrides, SshPort
+from launch.errors import FAILED_CODE, INTERRUPTED_CODE, LaunchError
+from launch.runtime.logs import get_logger
+from launch.trainer.run_config import load_run_config
+
+if TYPE_CHECKING:
+    from launch.cluster.doctor.bandwidth import Links
+    from launch.cluster.doctor.findings import Settings
+    from launch.cluster.doctor.preflight import PreflightReport
+    from launch.cluster.ssh.connection import HostConnection
+
+log = get_logger(__name__)
+
+
+def doctor(
+    hostfile: Hostfile,
+    config_path: Annotated[
+        Path | None,
+        typer.Argument(help="Config of the run whose folder, data and layout are checked.", metavar="[CONFIG.yaml]"),
+    ] = None,
+    overrides: Overrides = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    ssh_port: SshPort = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Folder that all hosts must share, if there is no CONFIG.yaml.")
+    ] = None,
+    bandwidth: Annotated[bool, typer.Option("--bandwidth", help="Also measure the links between hosts.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Check all hosts in parallel for problems that would prevent a run; start nothing.
+
+    Checks ssh, Python, packages, code, devices, addresses, TCP between all hosts, whether the run's folder is shared,
+    data, free space, clocks, stale compile locks, and limits. Exit code 0 if nothing fails, though there may be
+    warnings; 1 otherwise.
+
+    Example: `megalite doctor --hostfile hosts configs/quickstart.yaml`
+    """
+    from launch.cluster.doctor.bandwidth import measure
+    from launch.cluster.doctor.preflight import preflight
+    from launch.cluster.ssh.connection import connect_all
+    from launch.runtime.hostfile import read_hostfile, select_hosts
+
+    hosts = select_hosts(read_hostfile(hostfile), include, exclude)
+    settings = _settings(config_path, overrides or [], run_dir)
+    began = time.monotonic()
+    try:
+        connections, errors = connect_all([host.name for host in hosts], ssh_port=ssh_port)
+        with _closing(connections):
+            report = preflight(connections, errors, hosts, settings)
+            report = replace(report, seconds=time.monotonic() - began)
+            links = measure(connections, report) if bandwidth else None
+    except KeyboardInterrupt:
+        log.error("interrupted before the checks were complete")
+        raise typer.Exit(INTERRUPTED_CODE) from None
+    _print(report, links, as_json)
+    if not report.passed or (links is not None and links.problem):
+        raise typer.Exit(FAILED_CODE)
+
+
+@contextmanager
+def _closing(connections: Mapping[str, HostConnection]) -> Iterator[None]:
+    """Closes the connections at the end, or immediately on Ctrl-C, which wakes threads that wait for an answer."""
+    from launch.cluster.ssh.connection import in_parallel
+
+    def close() -> None:
+        in_parallel(list(connections), lambda name: connections[name].close())
+
+    def interrupt(*_: object) -> None:
+        close()
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        close()
+
+
+def _settings(config_path: Path | None, overrides: list[str], run_dir: Path | None) -> Settings:
+    from launch.cluster.doctor.findings import Settings
+
+    if config_path is None:
+        return Settings(run_dir=run_dir.absolute() if run_dir is not None else None)
+    if run_dir is not None:
+        raise LaunchError(
+            f"--run-dir {run_dir} is for a doctor without a config, and {config_path} has a run_dir: drop one of them"
+        )
+    config = load_run_config(config_path, overrides)
+    return replace(Settings.of(config), layout_of=config)
+
+
+def _print(report: PreflightReport, links: Links | None, as_json: bool) -> None:
+    if as_json:
+        measured = None if links is None else asdict(links)
+        print(json.dumps({**report.as_json(), "bandwidth": measured}, indent=2))
+        return
+    from launch.cluster.doctor import report as reports
+
+    reports.table(report).print()
+    if links is not None:
+        if links.links:
+            reports.links_table(links).print()
+        print(reports.links_conclusion(links))
+    print(reports.conclusion(report))

@@ -1,0 +1,158 @@
+"""The commands `megalite generate` and `megalite evaluate`; launch/inference implements them. No torch here."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from launch.cli.options import AsJson
+from launch.errors import INTERRUPTED_CODE
+
+if TYPE_CHECKING:
+    from launch.inference.session import ModelPlacement
+
+
+class DeviceName(enum.StrEnum):
+    """Values of --device."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class DtypeName(enum.StrEnum):
+    """Values of --dtype."""
+
+    AUTO = "auto"
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+class SplitName(enum.StrEnum):
+    """Values of --split."""
+
+    HELD_OUT = "held_out"
+    TRAIN = "train"
+
+
+ModelPath = Annotated[
+    str, typer.Argument(help="Hugging Face folder, hub id, checkpoint, or run folder.", metavar="MODEL")
+]
+TensorParallelSize = Annotated[int, typer.Option(min=1, help="Number of local processes that share the model.")]
+DeviceOption = Annotated[DeviceName, typer.Option(help="Device; auto: GPUs, if there are any.")]
+DtypeOption = Annotated[
+    DtypeName, typer.Option(help="Dtype of the computation; auto: as stored on GPUs, fp32 on a CPU.")
+]
+
+
+def generate(
+    model: ModelPath,
+    prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="Text to continue; may be repeated.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 100,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0: always the most likely token.")
+    ] = 0.0,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Sample from this many most likely tokens; default: all.")
+    ] = None,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the fewest tokens whose probabilities reach this sum.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling; increases by one with each prompt.")] = 0,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Treat prompts as user messages: apply the chat template.")
+    ] = False,
+    tensor_parallel_size: TensorParallelSize = 1,
+    device: DeviceOption = DeviceName.AUTO,
+    dtype: DtypeOption = DtypeName.AUTO,
+    as_json: AsJson = False,
+) -> None:
+    """Continue prompts, one after another; streams the text to stdout and reports the speed on stderr.
+
+    Stops at the model's end token. Greedy decoding gives the same text as `generate` of transformers.
+
+    Example: `megalite generate runs/quickstart/hf --prompt "def main(" --temperature 0.8 --top-p 0.95`
+    """
+    from launch.inference.generate import GenerateRequest, run
+
+    place = _place(model, tensor_parallel_size, device, dtype)
+    request = GenerateRequest(place, prompt, max_new_tokens, temperature, top_k, top_p, seed, chat, as_json)
+    _exit_with(lambda: run(request))
+
+
+def evaluate(
+    model: ModelPath,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="Text to score: file, folder, glob, .jsonl(.gz) or dataset:NAME; may be repeated."),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Prefix of prepared data to score; default: that of the run. May be repeated."),
+    ] = None,
+    text_field: Annotated[str, typer.Option(help="Field that holds the text in .jsonl and datasets.")] = "text",
+    split: Annotated[SplitName | None, typer.Option(help="Split of prepared data; default: held_out.")] = None,
+    held_out_fraction: Annotated[
+        float | None, typer.Option(help="Held-out fraction of prepared data; default: that of the run, else 0.01.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Number of samples of prepared data; default: as in the run, else all.")
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens read at once; default: as in the run, else up to 2048.")
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens between windows over text; default: the sequence length (no overlap)."),
+    ] = None,
+    tensor_parallel_size: TensorParallelSize = 1,
+    device: DeviceOption = DeviceName.AUTO,
+    dtype: DtypeOption = DtypeName.AUTO,
+    as_json: AsJson = False,
+) -> None:
+    """Compute the loss, the perplexity and, for text, the bits per byte of a model.
+
+    Text: every document is scored separately and every token predicted once, with at least SEQUENCE_LENGTH - STRIDE
+    tokens of context from the second window on. Prepared data: packed samples; by default the held-out samples of the
+    run, in its order.
+
+    Example: `megalite evaluate runs/quickstart/hf --text README.md --sequence-length 256 --stride 128`
+    """
+    from launch.inference.evaluate import EvaluateRequest, run
+
+    place = _place(model, tensor_parallel_size, device, dtype)
+    request = EvaluateRequest(
+        place,
+        text or [],
+        data or [],
+        text_field,
+        split.value if split else None,
+        held_out_fraction,
+        samples,
+        sequence_length,
+        stride,
+        as_json,
+    )
+    _exit_with(lambda: run(request))
+
+
+def _place(path: str, tensor_parallel_size: int, device: DeviceName, dtype: DtypeName) -> ModelPlacement:
+    from launch.inference.session import ModelPlacement
+
+    return ModelPlacement(path, tensor_parallel_size, device.value, dtype.value)
+
+
+def _exit_with(run: Callable[[], int]) -> None:
+    """Exits with the code of `run`; Ctrl-C ends a long answer without a traceback."""
+    try:
+        code = run()
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        code = INTERRUPTED_CODE
+    if code:
+        raise typer.Exit(code)

@@ -1,0 +1,29 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launch.errors import LaunchError
+
+MOST_ACCELERATORS = 10_000_000  # more is a typing error
+
+ConfigPath = Annotated[Path, typer.Argument(help="YAML file", metavar="CONFIG.yaml")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="section.option=value ...", metavar="[OVERRIDES]...")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Hostfile = Annotated[Path, typer.Option("--hostfile", "-H", help="File with lines such as `node1 slots=8`.")]
+Include = Annotated[
+    str | None,
+    typer.Option(help="Use only these hosts and slots, such as node1@node2:0,1.", metavar="HOST[:SLOTS]@..."),
+]
+Exclude = Annotated[str | None, typer.Option(help="Do not use these hosts and slots.", metavar="HOST[:SLOTS]@...")]
+SshPort = Annotated[int | None, typer.Option(min=1, max=65535, help="Port of sshd on the hosts.")]
+
+
+def check_one_format(*, as_json: bool, as_csv: bool) -> None:
+    """Raises LaunchError where both --json and --csv are given."""
+    if as_json and as_csv:
+        raise LaunchError("--json and --csv are two ways to print the result: give one of them")

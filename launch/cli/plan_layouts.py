@@ -1,0 +1,190 @@
+"""The command `megalite plan CONFIG.yaml`: layouts that fit a cluster, fastest first. Starts nothing. No torch here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launch.cli.options import MOST_ACCELERATORS, AsJson, ConfigPath, Overrides, check_one_format
+from launch.errors import LaunchError
+from launch.output import check_writable, print_csv, print_json, write_file
+from launch.planning.tables.layouts import LayoutRow, layouts_table, row_of, rows_of, search_as_json
+from launch.runtime.logs import get_logger
+from launch.trainer.run_config import load_run_config
+from megalite.config import Config, ConfigError, resolve_layout, wanted_world_size
+from megalite.config.load import stated_values
+from megalite.config.yaml_text import to_yaml
+from megalite.planner.explanation import caveats, explain, why_nothing_fits
+from megalite.planner.hardware import Cluster
+from megalite.planner.search import SearchResult, judged, search
+
+log = get_logger(__name__)
+ALL_AUTO = ("parallel=auto", "training.micro_batch_size=auto", "recompute=auto")
+
+
+@dataclass(frozen=True)
+class OwnLayout:
+    """The layout that the config states: its figures, or the reason why it has none."""
+
+    row: LayoutRow | None = None
+    problem: str | None = None
+
+
+def layouts(
+    config_path: ConfigPath,
+    overrides: Overrides = None,
+    *,
+    cluster: Annotated[
+        Path | None, typer.Option(help="YAML file with accelerator, nodes and accelerators_per_node.")
+    ] = None,
+    hostfile: Annotated[
+        Path | None, typer.Option("--hostfile", "-H", help="Alternative: a file of hosts with their slots.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Alternative: a number of --accelerator.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs per node, with --gpus; default: 8.")] = None,
+    accelerator: Annotated[
+        str | None, typer.Option(help="Accelerator of the hosts, such as H100; required with --gpus and --hostfile.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 10,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE.yaml", help="Write the config with the best layout to a file.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the files of --write and --html.")] = False,
+    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a report with figures.")] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print the layouts as CSV.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Predict which layouts of a config fit, how fast each is, and why the best one is fastest. Starts nothing.
+
+    Plans for this machine unless --cluster, --hostfile or --gpus is given. Layout options that are given as overrides
+    are kept, and so are those that a config with `parallel: auto` states; all others are chosen.
+
+    Example: `megalite plan configs/quickstart.yaml --accelerator H100 --gpus 16 --write best.yaml`
+    """
+    from launch.planning.cluster import ClusterOptions, cluster_at, search_here
+
+    check_one_format(as_json=as_json, as_csv=as_csv)
+    _check_paths(write, html, [config_path, cluster, hostfile], overwrite)
+    there = cluster_at(ClusterOptions(cluster, hostfile, accelerator, gpus, gpus_per_node))
+    if there is not None and there.accelerators > MOST_ACCELERATORS:
+        raise LaunchError(
+            f"a cluster of {there.accelerators:,} accelerators: a plan is for {MOST_ACCELERATORS:,} at most"
+        )
+    config, own = _load_with_auto(config_path, overrides or [], there)
+    result = (
+        search_here(config, config.unresolved_options)
+        if there is None
+        else search(config, there, free=config.unresolved_options)
+    )
+    if result.best is None:
+        raise LaunchError(why_nothing_fits(config, result, config.unresolved_options))
+    if as_csv:
+        print_csv([asdict(row) for row in rows_of(result, own.row, top)])
+    elif as_json:
+        print_json(search_as_json(result, own.row, own.problem, top))
+    else:
+        print(f"cluster: {_cluster_text(result.cluster)}")
+        layouts_table(rows_of(result, own.row, top), result).print()
+        if own.problem is not None:
+            print(f"as written it does not work: {own.problem}")
+        print("\n".join([*explain(result), *(f"note: {line}" for line in caveats(result))]))
+    if write is not None:
+        write_file(write, best_config(config_path, overrides or [], result))
+        _report(f"wrote {write}; train with: megalite train {write}", beside_result=as_json or as_csv)
+    if html is not None:
+        from launch.planning.report import write_report
+
+        write_report(html, result, result.cluster, f"{config_path} on {_cluster_text(result.cluster)}")
+        _report(f"wrote {html}", beside_result=as_json or as_csv)
+
+
+def _check_paths(write: Path | None, html: Path | None, read: Sequence[Path | None], overwrite: bool) -> None:
+    """Checks before the search that no result replaces an input or another result. Raises LaunchError."""
+    results = {option: path for option, path in (("--write", write), ("--html", html)) if path is not None}
+    for path in (*read, *results.values()):
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            raise LaunchError(f"the name {str(path)!r} is not UTF-8: rename it") from None
+    if write is not None and html is not None and write.resolve() == html.resolve():
+        raise LaunchError(f"--write and --html both name {write}: give each a file of its own")
+    for option, path in results.items():
+        kept = read[1:] if option == "--write" else read  # a config may get the layout that is found for it
+        if any(one is not None and path.resolve() == one.resolve() for one in kept):
+            raise LaunchError(f"{option} {path} would replace what the plan is made from: write another file")
+        if path.exists() and not overwrite:
+            raise LaunchError(f"{path} is there already: give --overwrite, or write another file")
+        check_writable(path)
+
+
+def best_config(config_path: Path, overrides: Sequence[str], result: SearchResult) -> str:
+    """The given config with the best layout filled in, below a comment with the prediction."""
+    assert result.best is not None
+
+    values, _ = stated_values(config_path, overrides)
+    for (section, option), value in result.best.options.items():
+        old = values.get(section)
+        values[section] = {**(old if isinstance(old, dict) else {}), option: value}
+    row = row_of(result.best, result.cluster, 1)
+    lines = [
+        f"{config_path} with the layout that `megalite plan` has chosen for {_cluster_text(result.cluster)}.",
+        f"Predicted: {row.step_s:.3g} s a step, {row.tokens_per_s:,.0f} tokens/s, MFU "
+        f"{row.model_flops_utilization:.1%}, {row.memory_gib:.3g} GiB of each accelerator's "
+        f"{result.cluster.accelerator.memory_gib:.3g}.",
+        *explain(result),
+    ]
+    printable = (line if line.isprintable() else repr(line) for line in lines)  # a path may have a line break
+    return "".join(f"# {line}\n" for line in printable) + to_yaml(values)
+
+
+def _load_with_auto(path: Path, overrides: Sequence[str], cluster: Cluster | None) -> tuple[Config, OwnLayout]:
+    """Loads the config with every layout option `auto` that no override states, and its layout as written, which may be
+    one that cannot run. A config that has `auto` options is taken as it is."""
+    try:
+        written = load_run_config(path, overrides)
+    except ConfigError as error:
+        try:
+            return load_run_config(path, [*ALL_AUTO, *overrides]), OwnLayout(problem=str(error))
+        except ConfigError:  # its message may name overrides that the user has not given
+            raise error from None
+    if written.unresolved_options:
+        return written, OwnLayout()
+    return load_run_config(path, [*ALL_AUTO, *overrides]), _as_written(written, cluster)
+
+
+def _as_written(config: Config, cluster: Cluster | None) -> OwnLayout:
+    """Predicts the layout as written, on this machine if there is no cluster."""
+    from launch.planning.cluster import here
+    from launch.runtime.devices import gpu_count
+
+    try:
+        gpus = gpu_count() or None if cluster is None else cluster.accelerators
+        count = wanted_world_size(config, gpus)
+        there = here(count) if cluster is None else cluster
+        if gpus is not None and count > gpus:
+            return OwnLayout(problem=f"it needs {count} processes, and there are {gpus} accelerators")
+        layout = resolve_layout(config, count, there.accelerator.device)
+        return OwnLayout(row_of(judged(config, layout, there), there, None))
+    except ConfigError as error:
+        return OwnLayout(problem=str(error))
+
+
+def _cluster_text(cluster: Cluster) -> str:
+    nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)}"
+    between = f", {cluster.inter_node.gb_per_s:g} GB/s per adapter between nodes" if cluster.nodes > 1 else ""
+    return (
+        f"{cluster.name}, {nodes} x {cluster.accelerators_per_node} {cluster.accelerator_name}, "
+        f"{cluster.intra_node.gb_per_s:.3g} GB/s inside a node{between}"
+    )
+
+
+def _report(sentence: str, *, beside_result: bool) -> None:
+    if beside_result:  # programs read stdout
+        print(f"megalite: {sentence}", file=sys.stderr)
+    else:
+        log.info(sentence)

@@ -1,0 +1,315 @@
+"""The command `megalite plan reliability`: failures, checkpoint interval and goodput of jobs of given sizes. No torch
+here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launch.cli.options import MOST_ACCELERATORS, AsJson, Overrides, check_one_format
+from launch.errors import LaunchError
+from launch.output import print_csv, print_json
+from launch.planning.tables.reliability import ReliabilityAnswer
+from launch.trainer.run_config import load_run_config
+from megalite.config import Config, ConfigError
+from megalite.planner.cost.shapes import parameters as parameters_of
+from megalite.planner.reliability.checkpoint_size import (
+    BYTES_PER_PARAMETER,
+    PER_GPU,
+    PER_NODE,
+    Contents,
+    Storage,
+    megalite_bytes_per_parameter,
+)
+from megalite.planner.reliability.failure_rates import DEFAULT_RATE, LLAMA_3, Components, nodes_of
+from megalite.planner.reliability.goodput_model import Reliability, at_scale
+
+OBSERVED = "--rate-per-1000-node-days"
+COMPONENT_OPTIONS = (
+    *(f"{part}_mttf_hours" for part in ("gpu", "nic", "psu", "node")),
+    *(f"{part}_per_node" for part in ("gpus", "nics", "psus")),
+)
+
+
+class Preset(StrEnum):
+    """Values of --preset."""
+
+    TUTORIAL = "tutorial"
+    LLAMA3 = "llama3"
+
+
+Hours = Annotated[float | None, typer.Option(help="Mean time to failure of one, in hours; inf: never.")]
+
+
+def reliability(
+    context: typer.Context,
+    config_path: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Config from which to take parameters, optimizer and background saves.", metavar="[CONFIG.yaml]"
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    gpus: Annotated[
+        str, typer.Option(help="Numbers of GPUs; `...` doubles up to the next number.", metavar="N,N,...,N")
+    ] = "8,32,...,1024",
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs per node; a failure of any stops the job.")] = 8,
+    rate: Annotated[
+        float | None,
+        typer.Option(OBSERVED, help=f"Observed failure rate; default {DEFAULT_RATE:.0f}, published 2 to 14."),
+    ] = None,
+    gpu_mttf_hours: Hours = None,
+    nic_mttf_hours: Hours = None,
+    psu_mttf_hours: Hours = None,
+    node_mttf_hours: Hours = None,
+    nics_per_node: Annotated[
+        int | None, typer.Option(min=0, help="Network adapters per node; default: one per GPU.")
+    ] = None,
+    psus_per_node: Annotated[int | None, typer.Option(min=0, help="Power supplies per node; default 2.")] = None,
+    redundant_psu: Annotated[
+        bool, typer.Option("--redundant-psu", help="A node survives the failure of one power supply.")
+    ] = False,
+    days: Annotated[float, typer.Option(help="Length of the run in days.")] = 30.0,
+    parameters: Annotated[
+        str | None, typer.Option(help="Parameters of the model, such as 70.6e9 or 70.6B, the default.")
+    ] = None,
+    contents: Annotated[
+        Contents,
+        typer.Option(
+            help="Contents of a checkpoint: fp32 weights and moments (12 bytes per parameter), mixed (14), or with "
+            "fp32 gradients (16)."
+        ),
+    ] = Contents.MASTERS,
+    writers: Annotated[str, typer.Option(help="Writers of a checkpoint: nodes, gpus, or a number.")] = PER_NODE,
+    writer_gb_per_s: Annotated[float, typer.Option(help="Write speed of each writer.")] = 7.0,
+    storage_gb_per_s: Annotated[
+        float, typer.Option(help="Highest write speed of all writers together; inf: no limit.")
+    ] = 100.0,
+    background: Annotated[
+        bool | None,
+        typer.Option(
+            "--background/--blocking",
+            help="Whether training continues during a save; default: blocking, or as in CONFIG.",
+        ),
+    ] = None,
+    copy_gb_per_s: Annotated[
+        float, typer.Option(help="Copy speed from each GPU to its host, during which a background save blocks.")
+    ] = 10.0,
+    interval_minutes: Annotated[
+        float | None, typer.Option(help="Minutes between saves; default: the optimum (Daly 2006).")
+    ] = None,
+    detection_minutes: Annotated[float, typer.Option(help="Minutes until a failure is detected.")] = 5.0,
+    restart_minutes: Annotated[float, typer.Option(help="Minutes from then until training continues.")] = 5.0,
+    communication_share: Annotated[
+        float | None, typer.Option(help="Share of a step, 0 to 1, in which GPUs wait for communication.")
+    ] = None,
+    accelerator: Annotated[
+        str | None, typer.Option(help="GPU on which to predict that share for CONFIG, such as H100.")
+    ] = None,
+    preset: Annotated[
+        Preset | None, typer.Option(help="A worked example with all its figures, or the component failures of Llama 3.")
+    ] = None,
+    as_json: AsJson = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print the row of each number of GPUs as CSV.")] = False,
+) -> None:
+    """Predict failures, the best checkpoint interval and the goodput of a run on several numbers of GPUs.
+
+    Shows beside each figure its range over the published failure rates, 2 to 14 per 1,000 node-days.
+
+    Example: `megalite plan reliability --gpus 8,32,...,1024 --days 30`
+    """
+    from launch.planning.tables import reliability as tables
+
+    check_one_format(as_json=as_json, as_csv=as_csv)
+    given = _given_options(context)
+    if preset is Preset.TUTORIAL:
+        if others := sorted(given - {"--preset", "--json", "--csv"}):
+            raise LaunchError(f"--preset tutorial has all its figures: leave out {', '.join(others)}, or the preset")
+        tables.show_tutorial(as_json=as_json, as_csv=as_csv)
+        return
+    components = _components(
+        given,
+        LLAMA_3 if preset is Preset.LLAMA3 else Components(),
+        {name: context.params[name] for name in COMPONENT_OPTIONS},
+        redundant_psu,
+    )
+    rate_per_1000_node_days, rate_source = _rate(rate, components)
+    size = _size(config_path, overrides or [], parameters, contents, given)
+    if writers not in (PER_NODE, PER_GPU) and not (writers.isdecimal() and int(writers) > 0):
+        raise LaunchError(f"--writers {writers}: must be {PER_NODE}, {PER_GPU}, or a number from 1 up")
+    limit = None if storage_gb_per_s == math.inf else _positive("--storage-gb-per-s", storage_gb_per_s) * 1e9
+    job = Reliability(
+        rate_per_1000_node_days=rate_per_1000_node_days,
+        parameters=size.parameters,
+        bytes_per_parameter=size.bytes_per_parameter,
+        gpus_per_node=gpus_per_node,
+        days=_positive("--days", days),
+        storage=Storage(
+            writers=writers if writers in (PER_NODE, PER_GPU) else int(writers),
+            writer_bytes_per_s=_positive("--writer-gb-per-s", writer_gb_per_s) * 1e9,
+            storage_bytes_per_s=limit,
+            background=size.background if background is None else background,
+            copy_bytes_per_s=_positive("--copy-gb-per-s", copy_gb_per_s) * 1e9,
+        ),
+        detection_s=60 * _positive("--detection-minutes", detection_minutes, zero=True),
+        restart_s=60 * _positive("--restart-minutes", restart_minutes, zero=True),
+        interval_s=None if interval_minutes is None else 60 * _positive("--interval-minutes", interval_minutes),
+    )
+    share_at, share_source = _communication(communication_share, accelerator, size.config, gpus_per_node)
+    answer = ReliabilityAnswer(job, rate_source, components, size.source, share_source)
+    counts = parse_gpus(gpus, gpus_per_node)
+    scales = [at_scale(replace(job, communication_share=share_at(count)), count) for count in counts]
+    if as_json:
+        print_json(tables.as_values(answer, scales))
+    elif as_csv:
+        print_csv([tables.flat(scale) for scale in scales])
+    else:
+        tables.show(answer, scales)
+
+
+def parse_gpus(text: str, gpus_per_node: int) -> list[int]:
+    """Parses `8,32,...,1024`, where `...` doubles the number before it up to the one after it. Raises LaunchError."""
+
+    def number(part: str) -> int:
+        if not part.isdecimal() or not 0 < int(part) <= MOST_ACCELERATORS:
+            raise LaunchError(
+                f"--gpus {text}: {part!r} is no number of GPUs from 1 to {MOST_ACCELERATORS:,}: write them as 8,64,256 "
+                "or 8,...,1024"
+            )
+        return int(part)
+
+    found: list[int] = []
+    parts = [part.strip() for part in text.split(",")]
+    for place, part in enumerate(parts):
+        if part in ("...", "\N{HORIZONTAL ELLIPSIS}") and 0 < place < len(parts) - 1 and found:
+            end = number(parts[place + 1])
+            while found[-1] * 2 < end:
+                found.append(found[-1] * 2)
+            continue
+        found.append(number(part))
+    for count in found:
+        try:
+            nodes_of(count, gpus_per_node)
+        except ConfigError as error:
+            raise LaunchError(f"--gpus {text}: {error}") from None
+    return sorted(set(found))
+
+
+def _given_options(context: typer.Context) -> set[str]:
+    """The options on the command line, in their long form, such as `--blocking` for a flag that was negated."""
+    given = set()
+    for option in context.command.params:
+        name = option.name or ""
+        if getattr(context.get_parameter_source(name), "name", "") != "COMMANDLINE":
+            continue
+        if option.param_type_name != "option":
+            given.add(name)
+        else:
+            is_negated = context.params.get(name) is False and option.secondary_opts
+            given.add(max(option.secondary_opts if is_negated else option.opts, key=len))
+    return given
+
+
+def _components(
+    given: set[str], base: Components, values: dict[str, float | int | None], redundant_psu: bool
+) -> Components | None:
+    """The failure rates of components; None where no option names one, so that a rate of nodes is meant."""
+    component_options = {f"--{name.replace('_', '-')}" for name in values if name != "gpus_per_node"} | {
+        "--redundant-psu"
+    }
+    named = sorted(given & component_options)
+    if not named and base is not LLAMA_3:
+        return None
+    if OBSERVED in given:
+        other = named[0] if named else f"--preset {Preset.LLAMA3}"
+        raise LaunchError(
+            f"{OBSERVED} is the rate of whole nodes and {other} makes one of their parts: give one of them"
+        )
+    if base is not LLAMA_3 and not any(name.endswith("-hours") for name in named):
+        raise LaunchError(
+            f"{named[0]} is a detail of rates that are made of components: add how often they fail, such as "
+            "--gpu-mttf-hours 50000, or --preset llama3"
+        )
+    for name, value in values.items():
+        if name.endswith("_hours") and value is not None and not value > 0:
+            raise LaunchError(f"--{name.replace('_', '-')} {value:g}: must be more than 0 hours, or inf for never")
+    changes = {name: value for name, value in values.items() if value is not None}
+    return replace(base, redundant_psu=redundant_psu, **changes)  # type: ignore[arg-type]
+
+
+def _rate(observed: float | None, components: Components | None) -> tuple[float, str]:
+    """Failures per 1,000 node-days, and the source of that rate."""
+    if components is not None:
+        if not components.rate_per_1000_node_days:
+            raise LaunchError("nothing fails with these components: give one of them a finite mean time to failure")
+        parts = [f"{name} {per_hour:.2g}/h" for name, per_hour in components.failures_per_hour().items() if per_hour]
+        source = f"of components, per node: {', '.join(parts)}; node MTTF {components.mttf_hours:,.1f} h"
+        return components.rate_per_1000_node_days, source
+    if observed is None:
+        return DEFAULT_RATE, "assumed: Llama 3 saw 3.8"
+    return _positive(OBSERVED, observed), "as given"
+
+
+@dataclass(frozen=True)
+class _ModelSize:
+    parameters: float
+    bytes_per_parameter: float
+    background: bool
+    source: str
+    config: Config | None = None
+
+
+def _size(
+    config_path: Path | None, overrides: list[str], parameters: str | None, contents: Contents, given: set[str]
+) -> _ModelSize:
+    if config_path is None:
+        number = 70.6e9 if parameters is None else _number("--parameters", parameters)
+        source = "Llama 3 70B, as no model is given" if parameters is None else "as given"
+        return _ModelSize(number, BYTES_PER_PARAMETER[contents], False, source)
+    if parameters is not None:
+        raise LaunchError(f"--parameters {parameters} and {config_path} both say how large the model is: give one")
+    config = load_run_config(config_path, overrides)
+    own = "--contents" not in given
+    size = megalite_bytes_per_parameter(config.optimizer.name) if own else BYTES_PER_PARAMETER[contents]
+    return _ModelSize(parameters_of(config.model), size, config.checkpoint.background, str(config_path), config)
+
+
+def _number(option: str, text: str) -> float:
+    scales = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+    scale = scales.get(text[-1:].lower(), 1.0)
+    try:
+        number = float(text[:-1] if scale != 1.0 else text) * scale
+    except ValueError:
+        raise LaunchError(f"{option} {text} is no number: write it as 70.6e9 or 70.6B") from None
+    return _positive(option, number)
+
+
+def _positive(option: str, value: float, zero: bool = False) -> float:
+    if not (value > 0 or (zero and value == 0)) or not math.isfinite(value):
+        raise LaunchError(f"{option} {value:g}: must be a finite number {'from 0 up' if zero else 'above 0'}")
+    return value
+
+
+def _communication(
+    share: float | None, accelerator: str | None, config: Config | None, gpus_per_node: int
+) -> tuple[Callable[[int], float], str | None]:
+    """A function from the number of GPUs to the share of a step, and the source of that share."""
+    if accelerator is None:
+        value = share or 0.0
+        if not 0 <= value < 1:
+            hint = f": for {value:g}% give {value / 100:g}" if 1 <= value < 100 else ""
+            raise LaunchError(f"--communication-share {value:g} is no share from 0 up to below 1{hint}")
+        return lambda _: value, None if share is None else f"{share:.1%} of a step, as given"
+    if share is not None:
+        raise LaunchError("--accelerator predicts what --communication-share gives: give one of them")
+    if config is None:
+        raise LaunchError(f"--accelerator {accelerator} predicts the communication of a CONFIG.yaml: give one")
+    from launch.planning.communication_share import predicted_share
+
+    return predicted_share(config, accelerator, gpus_per_node), f"predicted for {accelerator}"

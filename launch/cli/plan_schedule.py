@@ -1,0 +1,161 @@
+"""The command `megalite plan schedule`: draws a pipeline schedule as text. No torch here."""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from launch.cli.options import AsJson, check_one_format
+from launch.errors import LaunchError
+from launch.output import Table, print_csv, print_json
+from megalite.planner.schedules import PipelineTimes, Schedule, Timeline, bubble_closed_form, simulate_schedule
+
+WIDTH = 100
+MOST_TASKS = 2_000_000  # take a few seconds
+
+
+class ScheduleChoice(StrEnum):
+    """Values of --schedule."""
+
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+    ZERO_BUBBLE = "zero-bubble"
+    ALL = "all"
+
+
+def schedule(
+    stages: Annotated[int, typer.Option(min=1, help="Pipeline-parallel size.")] = 4,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of one optimizer step.")] = 8,
+    which: Annotated[
+        ScheduleChoice, typer.Option("--schedule", help="Pipeline schedule; interleaved takes --chunks.")
+    ] = ScheduleChoice.ONE_F_ONE_B,
+    chunks: Annotated[
+        int | None, typer.Option(min=1, help="Model chunks per stage of the interleaved schedule; default 2.")
+    ] = None,
+    forward_ms: Annotated[
+        str,
+        typer.Option(
+            help="Forward time of a micro-batch on a stage, or one number for each stage.", metavar="MS[,MS...]"
+        ),
+    ] = "1",
+    backward_ms: Annotated[
+        str, typer.Option(help="Backward time of a micro-batch, both gradients together.", metavar="MS[,MS...]")
+    ] = "2",
+    weight_gradient_ms: Annotated[
+        str | None, typer.Option(help="Share of it that zero-bubble postpones; default half.", metavar="MS[,MS...]")
+    ] = None,
+    between_stages_ms: Annotated[float, typer.Option(help="Time to send one tensor to the next stage.")] = 0.0,
+    as_json: AsJson = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print a line per forward or backward pass as CSV.")] = False,
+) -> None:
+    """Draw one optimizer step of a pipeline: what each stage computes when, the total time, and the idle share.
+
+    Example: `megalite plan schedule --stages 4 --micro-batches 8 --schedule 1f1b`
+    """
+    check_one_format(as_json=as_json, as_csv=as_csv)
+    pieces = 2 if chunks is None else chunks
+    if chunks is not None and which not in (ScheduleChoice.INTERLEAVED, ScheduleChoice.ALL):
+        raise LaunchError(f"--chunks {chunks} is for interleaving: leave it out, or add --schedule interleaved")
+    if weight_gradient_ms is not None and which not in (ScheduleChoice.ZERO_BUBBLE, ScheduleChoice.ALL):
+        raise LaunchError(
+            f"--weight-gradient-ms {weight_gradient_ms} is for zero-bubble: leave it out, or add --schedule zero-bubble"
+        )
+    _check_size(stages, micro_batches, pieces)
+    if not 0 <= between_stages_ms < math.inf:
+        raise LaunchError(f"--between-stages-ms {between_stages_ms:g}: give milliseconds of at least 0, such as 0.5")
+    backward_s = _seconds("--backward-ms", backward_ms, stages)
+    times = PipelineTimes(
+        _seconds("--forward-ms", forward_ms, stages),
+        backward_s,
+        between_stages_ms / 1000,
+        None if weight_gradient_ms is None else _weight_gradient_s(weight_gradient_ms, backward_s),
+    )
+    if not any((*times.forward_s, *times.backward_s)):
+        raise LaunchError("--forward-ms and --backward-ms are 0: a schedule needs work, so give one of them")
+    asked = list(Schedule) if which is ScheduleChoice.ALL else [Schedule(which.value)]
+    timelines = [
+        simulate_schedule(each, times, micro_batches, pieces if each is Schedule.INTERLEAVED else 1) for each in asked
+    ]
+    if as_json:
+        print_json([{**_facts(each), "work": [one._asdict() for one in each.work]} for each in timelines])
+    elif as_csv:
+        print_csv([{"schedule": each.schedule.value, **one._asdict()} for each in timelines for one in each.work])
+    else:
+        _show(timelines)
+
+
+def _check_size(stages: int, micro_batches: int, pieces: int) -> None:
+    most = MOST_TASKS // (3 * pieces)  # stages times micro-batches
+    if stages > most:
+        raise LaunchError(f"--stages {stages} are too many to draw: take up to {most:,}")
+    if stages * micro_batches > most:
+        raise LaunchError(
+            f"{stages} stages with {micro_batches} micro-batches are too many to draw: more of them repeat what fewer "
+            f"show, so take --micro-batches {most // stages}" + (" or fewer" if most // stages > 1 else "")
+        )
+
+
+def _weight_gradient_s(text: str, backward_s: tuple[float, ...]) -> tuple[float, ...]:
+    values = _seconds("--weight-gradient-ms", text, len(backward_s))
+    if any(part > whole for part, whole in zip(values, backward_s, strict=True)):
+        raise LaunchError(
+            f"--weight-gradient-ms {text}: cannot be longer than the backward pass, of which it is a part: give at "
+            f"most {1000 * min(backward_s):g}, or a longer --backward-ms"
+        )
+    return values
+
+
+def _seconds(option: str, text: str, stages: int) -> tuple[float, ...]:
+    try:
+        values = tuple(float(number) / 1000 for number in text.split(","))
+    except ValueError:
+        values = (math.nan,)
+    if not all(0 <= value < math.inf for value in values):
+        raise LaunchError(
+            f"{option} {text}: give milliseconds of at least 0, such as 1.5, or one for each stage: 1,1,2"
+        )
+    if len(values) not in (1, stages):
+        raise LaunchError(f"{option} {text}: {len(values)} numbers for {stages} stages: give one, or {stages}")
+    return values * stages if len(values) == 1 else values
+
+
+def _facts(timeline: Timeline) -> dict[str, Any]:
+    form = bubble_closed_form(timeline.schedule, timeline.stages, timeline.micro_batches, timeline.chunks)
+    return {
+        "schedule": timeline.schedule.value,
+        "stages": timeline.stages,
+        "micro_batches": timeline.micro_batches,
+        "chunks": timeline.chunks,
+        "makespan_s": timeline.makespan_s,
+        "bubble_fraction": timeline.bubble_fraction,
+        "bubble_fraction_of_equal_stages": form,
+        "peak_in_flight": list(timeline.peak_in_flight),
+        "busy_s": list(timeline.busy_s),
+    }
+
+
+def _show(timelines: list[Timeline]) -> None:
+    from megalite.planner.schedules import draw, legend
+
+    rows = []
+    for timeline in timelines:
+        print(f"{timeline.schedule}: {legend(timeline)}", *draw(timeline, WIDTH), "", sep="\n")
+        facts = _facts(timeline)
+        held = [count / timeline.chunks for count in timeline.peak_in_flight]
+        rows.append(
+            (
+                f"{timeline.schedule}" + (f", {timeline.chunks} chunks" if timeline.chunks > 1 else ""),
+                f"{1000 * timeline.makespan_s:,.4g}",
+                f"{timeline.bubble_fraction:.1%}",
+                f"{facts['bubble_fraction_of_equal_stages']:.1%}",
+                f"{held[0]:g}, {held[-1]:g}",
+            )
+        )
+    Table(
+        ("schedule", "ms", "idle over\nworking time", "equal stages,\nclosed form", "in flight at most\nfirst, last"),
+        rows,
+        "one optimizer step",
+    ).print()

@@ -1,0 +1,245 @@
+"""Command-line options of `megalite slurm`, and delivery of the batch script. No torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launch.backends.slurm import SlurmJob, Spawner, batch_script
+from launch.backends.submission import Delivery, Wording, fit_layout, load_checked_config
+from launch.cli.options import ConfigPath, Overrides
+from launch.errors import LaunchError
+from megalite.config import Config
+
+TIME = re.compile(r"(?:(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?|(?:(\d+):)?(\d+)(?::(\d+))?)")
+ENDLESS = ("unlimited", "infinite")
+EARLY_S = 60  # Slurm may send its warning up to this much earlier
+GPUS = re.compile(r"(?:[A-Za-z][\w.-]*:)?(\d+)")
+OPTION = re.compile(r"--([a-z][a-z0-9-]*)(?:=(.+))?")
+OURS = {  # sbatch options that the script relies on or that were checked -> what to give instead
+    "nodes": "-N",
+    "ntasks": "-N and --gpus-per-node or --ntasks-per-node",
+    "ntasks-per-node": "--ntasks-per-node",
+    "job-name": "--job-name",
+    "time": "--time",
+    "partition": "--partition",
+    "account": "--account",
+    "qos": "--qos",
+    "cpus-per-task": "--cpus-per-task",
+    "gpus-per-node": "--gpus-per-node",
+    "signal": "--signal-before",
+    "chdir": "nothing: the job runs in the directory of this command",
+    "array": "one command per run, each with a run_dir of its own",
+    "wrap": "nothing: the script is what is submitted",
+}
+
+
+HOSTS = Wording(
+    node="host",
+    give_ranks="give --ntasks-per-node",
+    divide_evenly="choose -N so that they can, or give --ntasks-per-node",
+)
+
+
+def slurm(
+    config_path: ConfigPath,
+    overrides: Overrides = None,
+    *,
+    nodes: Annotated[int, typer.Option("--nodes", "-N", min=1, help="Number of hosts.")],
+    gpus_per_node: Annotated[
+        str, typer.Option(metavar="[TYPE:]N", help="GPUs, and so ranks, per host; 0: ranks on the CPU.")
+    ],
+    ntasks_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks per host on the CPU; default: what the layout needs.")
+    ] = None,
+    cpus_per_task: Annotated[int | None, typer.Option(min=1, help="Cores per rank; default: the cluster's.")] = None,
+    time: Annotated[
+        str | None, typer.Option(help="Time limit of one start, such as 24:00:00 or 2-12 (days-hours).")
+    ] = None,
+    partition: Annotated[str | None, typer.Option(help="Partition; default: the cluster's.")] = None,
+    account: Annotated[str | None, typer.Option(help="Account to charge.")] = None,
+    qos: Annotated[str | None, typer.Option(help="Quality of service.")] = None,
+    job_name: Annotated[str | None, typer.Option(help="Name of the job; default: that of the run's folder.")] = None,
+    signal_before: Annotated[
+        int, typer.Option(min=1, max=65535, help="Seconds before the time limit at which ranks save and end.")
+    ] = 120,
+    spawner: Annotated[
+        Spawner, typer.Option(help="Program that starts the ranks: srun one by one, or torchrun once per host.")
+    ] = Spawner.SRUN,
+    restarts: Annotated[int, typer.Option(min=0, help="Maximum restarts within one start of the job.")] = 5,
+    sbatch_option: Annotated[
+        list[str] | None, typer.Option(metavar="--KEY[=VALUE]", help="Extra sbatch option; may be repeated.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write; default: standard output.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing --output file.")] = False,
+    submit: Annotated[bool, typer.Option("--submit", help="Submit the script with sbatch.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write nothing; with --submit, ask Slurm when the job would start.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print script, job and notices as JSON.")] = False,
+) -> None:
+    """Write a Slurm batch script for a run, or --submit it.
+
+    Failed ranks are restarted within the job. Before the time limit, and when the job is preempted, they save and the
+    job is requeued; so is a job that lost a host. `scancel` ends it, with a checkpoint if there is time.
+
+    Example: `megalite slurm configs/quickstart.yaml -N 4 --gpus-per-node 8 --time 24:00:00 --submit`
+    """
+    from launch.planning.auto_layout import sizes_in_words
+    from launch.runtime.local_ranks import rank_environment
+
+    config = load_checked_config(config_path, overrides)
+    gpus = _gpus(gpus_per_node)
+    options = tuple(_option(text) for text in sbatch_option or [])
+    if gpus and ntasks_per_node not in (None, gpus):
+        raise LaunchError(
+            f"--ntasks-per-node {ntasks_per_node} and --gpus-per-node {gpus} differ, but a rank has one GPU: leave the "
+            "first out"
+        )
+    layout, ranks, notices = fit_layout(
+        config, nodes, gpus, HOSTS, cpu_ranks_per_node=ntasks_per_node, check_versions=True
+    )
+    seconds = None if time is None else seconds_of(time)
+    if seconds is not None and seconds <= signal_before + EARLY_S:
+        raise LaunchError(
+            f"--time {time} leaves nothing to train in: ranks are asked to save {signal_before} s before it, and Slurm "
+            f"may be {EARLY_S} s early, so give more, or a smaller --signal-before"
+        )
+    if gpus and cpus_per_task is None:
+        notices.append("without --cpus-per-task most clusters give each rank one core: give it a share of the host's")
+    environment, _ = rank_environment(config.launch, ranks, gpus > 0, cores=ranks * (cpus_per_task or 1))
+    requests = {"time": time, "partition": partition, "account": account, "qos": qos}
+    for option, value in {**requests, "job-name": job_name}.items():
+        if value is not None and (not value or re.search(r"\s", value)):
+            raise LaunchError(f"--{option} {value!r} is not one word: Slurm would take it for something else")
+    default_name = re.sub(r"[^\w.-]+", "-", config.run_dir.absolute().name).strip("-")
+    job = SlurmJob(
+        name=job_name or default_name or "megalite",
+        nodes=nodes,
+        ranks_per_node=ranks,
+        gpus_per_node=gpus_per_node if gpus else None,
+        run_dir=_line(config.run_dir.absolute(), "run_dir"),
+        directory=_line(Path.cwd(), "the working directory"),
+        arguments=(str(config_path), *(overrides or [])),
+        heading=f"megalite {version('megalite')}: {nodes} hosts x {ranks} ranks; {sizes_in_words(config, layout)}",
+        python=sys.executable,
+        requests={name: value for name, value in requests.items() if value is not None},
+        cpus_per_task=cpus_per_task,
+        signal_before_s=signal_before,
+        spawner=spawner,
+        restarts=restarts,
+        options=options,
+        environment=environment,
+    )
+    _check_start(config)
+    _deliver(job, Delivery(output, overwrite, submit, dry_run, as_json), notices)
+
+
+def seconds_of(time: str) -> int | None:
+    """Converts a time limit of sbatch to seconds; None for no limit. Raises LaunchError if it is malformed."""
+    if time.lower() in ENDLESS:
+        return None
+    found = TIME.fullmatch(time)
+    if found is None:
+        raise LaunchError(f"--time {time!r} is no time of Slurm's: give minutes, H:M:S as in 24:00:00, or D-H:M:S")
+    days, hours, minutes, seconds, *short = (int(part or 0) for part in found.groups())
+    if found[1] is None:
+        hours, minutes, seconds = short
+        if found[5] is not None and found[7] is None:  # two numbers are minutes and seconds
+            hours, minutes, seconds = 0, hours, minutes
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def _gpus(text: str) -> int:
+    found = GPUS.fullmatch(text)
+    if found is None:
+        raise LaunchError(f"--gpus-per-node {text!r} is no number of GPUs: give one, as 8 or a100:8, or 0 for the CPU")
+    return int(found[1])
+
+
+def _option(text: str) -> tuple[str, str | None]:
+    """Splits an sbatch option into name and value."""
+    found = OPTION.fullmatch(text)
+    if found is None:
+        raise LaunchError(f'--sbatch-option {text!r} is none of sbatch\'s: give it as "--key=value" or "--key"')
+    if found[1] in OURS:
+        raise LaunchError(f"--sbatch-option {text!r} is for another option of this command: give {OURS[found[1]]}")
+    return found[1], found[2]
+
+
+def _line(path: Path, what: str) -> Path:
+    if re.search(r"[\n\r]", str(path)):
+        raise LaunchError(f"{what} {str(path)!r} has a line break, which Slurm cannot take: choose another")
+    return path
+
+
+def _check_start(config: Config) -> None:
+    """Checks data and checkpoint now; otherwise a problem would show only after hours in the queue."""
+    from launch.trainer.data import open_data
+    from launch.trainer.resume import checkpoints_of, find_start
+    from megalite.checkpoint.manifest import find_latest, step_folders
+
+    root = checkpoints_of(config)
+    find_start(config, open_data(config), *(find_latest(root) if step_folders(root) else (None, [])))
+
+
+def _deliver(job: SlurmJob, delivery: Delivery, notices: list[str]) -> None:
+    if delivery.submit and shutil.which("sbatch") is None:
+        raise LaunchError("there is no sbatch on PATH, so nothing can be submitted: run this on a host of the cluster")
+    delivery.check()
+    text, number = batch_script(job), None
+    if not delivery.dry_run:
+        _make_folder(job.run_dir)
+    done = delivery.write(text, "" if delivery.submit else f"; submit it: sbatch {delivery.file}")
+    if delivery.submit and delivery.dry_run:
+        done.append(_sbatch(text, "--test-only"))
+    elif delivery.submit:
+        number = _sbatch(text, "--parsable").partition(";")[0]  # followed by the cluster's name
+        done += _how_to_follow(job, number)
+    if delivery.dry_run:
+        done.append("dry run: nothing was written or submitted")
+    facts = {"job": number, "nodes": job.nodes, "ranks": job.nodes * job.ranks_per_node, "log": str(job.log)}
+    delivery.report(text, {**facts, "script": text}, notices, done)
+
+
+def _make_folder(run_dir: Path) -> None:
+    """Creates the folder of the log, without which Slurm ends a job silently."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"run_dir {run_dir} cannot be made: {error.strerror}") from None
+    if not os.access(run_dir, os.W_OK | os.X_OK):
+        raise LaunchError(f"run_dir {run_dir} cannot be written: choose another, or change its rights")
+
+
+def _sbatch(script: str, option: str) -> str:
+    """Submits a script and returns the last line of the answer. Raises LaunchError if sbatch refuses."""
+    done = subprocess.run(["sbatch", option], input=script, capture_output=True, text=True, check=False)
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    if done.returncode:
+        reason = lines[-1].removeprefix("sbatch: error: ") if lines else f"exit code {done.returncode}"
+        raise LaunchError(f"sbatch does not take the job: {reason}")
+    return lines[-1].removeprefix("sbatch: ") if lines else ""
+
+
+def _how_to_follow(job: SlurmJob, number: str) -> list[str]:
+    log = shlex.quote(str(job.log).replace("%j", number))
+    return [
+        f"submitted job {number}",
+        f"its log: tail -F {log}",
+        f"its place in the queue: squeue --start --jobs {number}",
+        f"to end it, saved if that takes less than Slurm's KillWait: scancel {number}",
+        f"to save and go back to the queue: scancel --signal=USR1 {number}",
+        f"to save however long it takes, and end: scontrol update JobId={number} Requeue=0, then the same",
+    ]

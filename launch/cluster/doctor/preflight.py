@@ -1,0 +1,224 @@
+"""Checks in parallel whether hosts can train together.
+
+Input: open connections, the errors of hosts without one, the hosts and the settings of the run. Output: a
+`PreflightReport`. The connections stay open. Hosts write tokens into the run folder and remove them again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from launch.cluster.doctor.cross_host_checks import addresses, own_addresses, shared_findings
+from launch.cluster.doctor.findings import HERE, Answers, Finding, Settings, Severity, usual
+from launch.cluster.doctor.host_checks import ROOM, on_gpus, own_findings
+from launch.cluster.ssh.connection import HostConnection, HostError, in_parallel
+from launch.runtime import host_probe as local
+from launch.runtime.devices import Device
+from launch.runtime.hostfile import Host
+from launch.runtime.modules import INSTALLATION
+from launch.trainer.run_folder import PACKAGES
+
+ANSWER_S = 30.0  # for all facts of a host; each that may hang has its own limit
+CONNECT_S = 2.0
+SEEN_S = 1.0  # until a token must be visible on the other hosts
+
+
+@dataclass(frozen=True)
+class PreflightReport:
+    """Findings of a preflight, and the facts that a launch needs."""
+
+    hosts: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    addresses: Mapping[str, str]
+    """Addresses at which the other hosts reach each one; that of the first is `--master_addr`."""
+    facts: Mapping[str, Mapping[str, Any]]
+    device: Device
+    """Device of the ranks."""
+    seconds: float
+
+    @property
+    def failures(self) -> list[Finding]:
+        """The findings that prevent a run from starting."""
+        return [finding for finding in self.findings if finding.verdict == Severity.FAIL]
+
+    @property
+    def passed(self) -> bool:
+        """True if no finding is a failure."""
+        return not self.failures
+
+    @property
+    def failed_hosts(self) -> dict[str, list[Finding]]:
+        """Hosts to leave out of a run, with their failures. A failure without hosts is only in `failures`."""
+        return {
+            name: reasons for name in self.hosts if (reasons := [one for one in self.failures if name in one.hosts])
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the report as values that JSON can hold."""
+        return {
+            "passed": self.passed,
+            "seconds": round(self.seconds, 3),
+            "hosts": list(self.hosts),
+            "failed_hosts": list(self.failed_hosts),
+            "findings": [asdict(finding) for finding in self.findings],
+            "device": self.device,
+            "addresses": dict(self.addresses),
+            "facts": {name: dict(facts) for name, facts in self.facts.items()},
+        }
+
+
+def preflight(
+    connections: Mapping[str, HostConnection],
+    errors: Mapping[str, HostError],
+    hosts: Sequence[Host],
+    settings: Settings,
+) -> PreflightReport:
+    """Runs the checks. A problem of a host becomes a finding, never an exception."""
+    began = time.monotonic()
+    questions = _Questions(connections, errors, hosts, settings)
+    with questions.cleaned_up():
+        questions.collect_facts()
+        questions.probe_connections()
+        questions.compare_code()
+    answers = questions.answers
+    findings = (*shared_findings(answers), *own_findings(answers))
+    names = tuple(host.name for host in hosts)
+    device: Device = "cuda" if on_gpus(answers) else "cpu"
+    return PreflightReport(names, findings, addresses(answers), answers.facts, device, time.monotonic() - began)
+
+
+class _Questions:
+    """Rounds of requests to all hosts; the second round needs the answers of the first."""
+
+    def __init__(
+        self,
+        connections: Mapping[str, HostConnection],
+        errors: Mapping[str, HostError],
+        hosts: Sequence[Host],
+        settings: Settings,
+    ) -> None:
+        self._connections = {host.name: connections[host.name] for host in hosts if host.name in connections}
+        self._mark = f".doctor_{uuid.uuid4().hex[:12]}_"  # prefix of token files and of greetings
+        self._made: dict[str, list[str]] = {}  # host or HERE -> folders that it created
+        self._ports: dict[str, int] = {}
+        self._run_dir = str(settings.run_dir) if settings.run_dir else None
+        self._question: dict[str, Any] = {
+            "root": str(INSTALLATION),
+            "packages": list(PACKAGES),
+            "python_path": [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path],
+            "folders": [*ROOM, *([self._run_dir] if self._run_dir else [])],
+            "files": [str(path) for path in settings.data_files],
+            "caches": [path for path in [os.environ.get("TORCH_EXTENSIONS_DIR")] if path],
+        }
+        self.answers = Answers(tuple(hosts), settings, str(INSTALLATION), local.facts(**self._question))
+        self.answers.errors.update({name: str(error) for name, error in errors.items()})
+
+    def collect_facts(self) -> None:
+        """Round 1: collects facts and clock offsets; each host writes a token file and opens a listening socket."""
+
+        def ask(name: str) -> None:
+            connection = self._connections[name]
+            self.answers.clocks[name] = clock_of(connection)
+            self._ports[name] = connection.ask("listen", greeting=self._mark + name)["port"]
+            if self._run_dir is not None:
+                self._note_token(name, connection.ask("write_token", **self._token(name)))
+            self.answers.facts[name] = connection.ask("facts", timeout_s=ANSWER_S, **self._question)
+
+        if self._run_dir is not None:
+            self._note_token(HERE, local.write_token(**self._token(HERE)))
+        self._on_all(ask)
+
+    def probe_connections(self) -> None:
+        """Round 2: each host reads the tokens of all hosts and connects to all others."""
+        answers = self.answers
+        tokens = {name: self._token(name) for name, problem in answers.token_problems.items() if problem is None}
+        texts = {token["name"]: token["text"] for token in tokens.values()}
+        targets = {
+            name: {
+                "addresses": own_addresses(answers.facts[name]),
+                "port": self._ports[name],
+                "greeting": self._mark + name,
+            }
+            for name in answers.there
+        }
+
+        def ask(name: str) -> None:
+            connection = self._connections[name]
+            if self._run_dir is not None:
+                found = connection.ask("read_tokens", folder=self._run_dir, texts=texts, wait_s=SEEN_S)["found"]
+                answers.tokens_seen[name] = {texts[token] for token in found}
+            others = {other: target for other, target in targets.items() if other != name}
+            answers.links[name] = connection.ask("connect", timeout_s=ANSWER_S, targets=others, patience_s=CONNECT_S)
+
+        if self._run_dir is not None:
+            found = local.read_tokens(self._run_dir, texts, SEEN_S)["found"]
+            answers.tokens_seen[HERE] = {texts[token] for token in found}
+        self._on_all(ask)
+
+    def compare_code(self) -> None:
+        """Finds the source files in which hosts differ from the majority."""
+        answers = self.answers
+        codes = {name: answers.facts[name]["code"] for name in answers.there}
+        right = usual(codes, answers.here["code"])
+        other = [name for name in answers.there if codes[name] and codes[name] != right]
+        if not other:
+            return
+        model = next(name for name in answers.there if codes[name] == right)
+        digests: dict[str, dict[str, str]] = {}
+
+        def ask(name: str) -> None:
+            digests[name] = self._connections[name].ask("file_digests", root=str(INSTALLATION))
+
+        self._on_all(ask, [*other, model])
+        for name in other:
+            if name in digests and model in digests:
+                pairs = digests[name].items() ^ digests[model].items()
+                answers.changed_files[name] = sorted({file for file, _ in pairs})
+
+    @contextmanager
+    def cleaned_up(self) -> Iterator[None]:
+        """Context in which hosts may be asked; removes files and closes ports at its end."""
+        try:
+            yield
+        finally:
+
+            def ask(name: str) -> None:
+                connection = self._connections[name]
+                connection.ask("stop_listening")
+                if self._run_dir is not None:
+                    connection.ask("remove_token", **self._token(name, made=self._made.get(name, [])))
+
+            self._on_all(ask)
+            for name in sorted(self._made, key=HERE.__eq__):  # tokens of lost hosts are visible here; HERE comes last
+                local.remove_token(**self._token(name, made=self._made[name] if name == HERE else []))
+
+    def _on_all(self, ask: Callable[[str], None], names: Sequence[str] | None = None) -> None:
+        """Runs `ask` for hosts that have answered so far; one that fails is not asked again."""
+        answering = [name for name in self._connections if name not in self.answers.errors]
+        _, failed = in_parallel(answering if names is None else names, ask)
+        self.answers.errors.update({name: str(error) for name, error in failed.items()})
+
+    def _token(self, name: str, **more: Any) -> dict[str, Any]:
+        token = {"folder": self._run_dir, "name": self._mark + name.replace(" ", "_")}
+        return {**token, **more} if more else {**token, "text": name}
+
+    def _note_token(self, name: str, answer: Mapping[str, Any]) -> None:
+        self._made[name] = answer["made"]
+        self.answers.token_problems[name] = answer["problem"]
+
+
+def clock_of(connection: HostConnection) -> tuple[float, float]:
+    """Returns by how many seconds the clock of a host is ahead, and the uncertainty: the better of two tries."""
+    tries = []
+    for _ in range(2):
+        before = time.time()
+        theirs = connection.ask("clock")["time"]
+        after = time.time()
+        tries.append((theirs - (before + after) / 2, (after - before) / 2))
+    return min(tries, key=lambda one: one[1])

@@ -1,0 +1,133 @@
+"""Selects the hosts of an attempt. Pure functions, except that the placement inspects the model."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launch.cluster.doctor.findings import Finding
+from launch.cluster.placement import place_hosts
+from launch.cluster.switch_topology import Topology
+from launch.errors import LaunchError
+from launch.planning.auto_layout import most_ranks, why_fewer
+from launch.runtime.devices import Device
+from launch.runtime.hostfile import Host
+from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
+
+
+class NotEnoughHosts(LaunchError):
+    """Too few hosts are usable at the moment, which may pass, for example while one boots."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Hosts in rank order, each with the devices that get a rank, and notices for the user."""
+
+    hosts: tuple[Host, ...]
+    layout: ResolvedLayout
+    notices: tuple[str, ...]
+
+
+def expected_device() -> Device:
+    """Returns the device to assume for hosts that have not been asked yet."""
+    return "cpu" if os.environ.get("DS_ACCELERATOR") == "cpu" else "cuda"
+
+
+def wanted_ranks(config: Config, hosts: Sequence[Host], spares: int, device: Device) -> int:
+    """Returns the number of ranks on these hosts: as many slots as the layout can use, without those of `spares` hosts.
+
+    Raises LaunchError if there are too few slots.
+    """
+    if spares >= len(hosts):
+        raise LaunchError(f"--spares {spares} leaves none of the {len(hosts)} hosts: keep at least one")
+    slots = sum(host.slots for host in hosts[: len(hosts) - spares])
+    if config.unresolved_options:
+        return most_ranks(config, slots, per_node(hosts), device)
+    replica, data = _replica(config), config.parallel.data_parallel_size
+    wanted = slots // replica * replica if data == "auto" else replica * data
+    if wanted > slots or not wanted:
+        count = len(hosts) - spares
+        of = f"{count} host{'s' * (count > 1)}{' that are not spare' if spares else ''}"
+        raise LaunchError(
+            f"the layout needs {wanted or replica} ranks, and there are {slots} slots on {of}: name more hosts, or use "
+            "a smaller parallel layout"
+        )
+    return wanted
+
+
+def unused_slots(config: Config, hosts: Sequence[Host], spares: int, ranks: int, device: Device) -> list[str]:
+    """Returns notices if a layout that is `auto` can use fewer slots than there are."""
+    slots = sum(host.slots for host in hosts[: len(hosts) - spares])
+    return why_fewer(config, ranks, slots, per_node(hosts), device)
+
+
+def per_node(hosts: Sequence[Host]) -> int:
+    """Returns the largest number of ranks of which every host has a multiple."""
+    return math.gcd(*(host.slots for host in hosts))
+
+
+def choose_hosts(
+    config: Config,
+    fit: Sequence[Host],
+    device: Device,
+    *,
+    wanted: int,
+    may_shrink: bool,
+    spares: int,
+    topology: Topology | None,
+    why_not: Sequence[Finding],
+) -> Choice:
+    """Chooses as many of the `fit` hosts, in the hostfile's order, as `wanted` ranks need.
+
+    If they are too few and the layout `may_shrink`, it becomes the largest that fits, provided that data parallelism is
+    auto. The last `spares` hosts are used only if others are missing. `why_not` explains what excludes the others.
+    Raises NotEnoughHosts if no layout fits these hosts, ConfigError if none fits any.
+    """
+    slots = sum(host.slots for host in fit)
+    layout = resolve_layout(config, wanted, device)
+    if slots < wanted:
+        smaller = _smaller(config, device, slots) if may_shrink else None
+        if smaller is None:
+            reason = f" ({_summary(why_not)})" if why_not else ""
+            raise NotEnoughHosts(
+                f"{wanted} ranks are needed, and hosts that are fit have {slots} slots{reason}: mend them, leave them "
+                "out with --exclude, or name others in the hostfile"
+            )
+        layout = smaller
+    candidates = fit
+    for count in range(max(1, len(fit) - spares), len(fit)):
+        if sum(host.slots for host in fit[:count]) >= layout.world_size:
+            candidates = fit[:count]
+            break
+    hosts, notices = place_hosts(config, layout, candidates, topology)
+    if layout.world_size < wanted:
+        fewer = f"going on with {layout.world_size} ranks instead of {wanted}: data parallelism is auto"
+        notices = (fewer, *notices)
+    return Choice(hosts, layout, notices)
+
+
+def _smaller(config: Config, device: Device, slots: int) -> ResolvedLayout | None:
+    """Returns the largest layout on `slots` slots that divides the batch evenly; None if there is none."""
+    if config.parallel.data_parallel_size != "auto":
+        return None
+    replica = _replica(config)
+    for replicas in range(slots // replica, 0, -1):
+        try:
+            return resolve_layout(config, replicas * replica, device)
+        except ConfigError:
+            continue
+    return None
+
+
+def _replica(config: Config) -> int:
+    return config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+
+
+def _summary(failures: Sequence[Finding]) -> str:
+    """Returns the first failure as text, and how many more there are."""
+    first = failures[0]
+    named = any(f"host {name} " in first.sentence for name in first.hosts)
+    text = f"{first.sentence}: {first.remedy}".rstrip(": ") if named else str(first)
+    return f"{text}; and {len(failures) - 1} more" if len(failures) > 1 else text

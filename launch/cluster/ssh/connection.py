@@ -1,0 +1,207 @@
+"""Connections to hosts: one ssh process each, which stays open and runs the agent (agent.py) on the host.
+
+The source of the agent and of the host probe is sent through ssh, so a host only needs Python at the same path as here.
+Login messages of hosts are ignored. When this process dies, stdin of each ssh is closed, and with it that of its agent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import queue
+import resource
+import shlex
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from launch.errors import LaunchError
+from launch.runtime.modules import AGENT, HOST_PROBE
+
+PROGRAM = (HOST_PROBE, AGENT)
+LOADER = (  # executes all sources in one namespace
+    "import json, sys; own = dict(__name__='agent'); "
+    "[exec(text, own) for text in json.loads(sys.stdin.buffer.read({}))]"
+)
+PATIENCE_S = 30.0
+CONNECT_S = 5  # for the network; the key exchange of ssh takes additional time
+MAX_THREADS = 64
+PREFIX = "megalite "
+Result = TypeVar("Result")
+REMEDIES = {  # part of the error message of ssh -> remedy
+    "permission denied": "set up a key that works without a password (ssh-copy-id {name})",
+    "host key verification failed": "connect once by hand (ssh {name}), so that its key becomes known",
+    "could not resolve": "correct its name in the hostfile, or add it to DNS, /etc/hosts or ~/.ssh/config",
+    "connection refused": "start sshd there, or name its port with --ssh-port",
+    "timed out": "look whether it is up and the network reaches it",
+    "no route to host": "look whether it is up and the network reaches it",
+    "not found": "install megalite there at the same path as here, or put both on shared storage",
+    "no such file": "install megalite there at the same path as here, or put both on shared storage",
+}
+
+
+class HostError(LaunchError):
+    """A host cannot be reached or does not do what was asked; the message is one sentence."""
+
+
+class HostConnection:
+    """Connection to an agent on a host. Thread-safe."""
+
+    def __init__(
+        self, name: str, *, ssh_port: int | None = None, timeout_s: float = 10.0, patience_s: float = PATIENCE_S
+    ) -> None:
+        """Connects; `patience_s` is how long a link may be interrupted.
+
+        Raises HostError if the host, or Python on it, cannot be reached.
+        """
+        self.name = name
+        self.heard = time.monotonic()  # time of the last answer
+        program = json.dumps([*(path.read_text() for path in PROGRAM), "main(ACTIONS)"]).encode()
+        loader = LOADER.format(len(program))
+        remote = f"exec {shlex.quote(sys.executable)} -I -u -c {shlex.quote(loader)}"
+        try:
+            self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - of ssh, and of Python there
+            self._process = subprocess.Popen(
+                ["ssh", *ssh_options(ssh_port, patience_s), name, remote],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                start_new_session=True,  # Ctrl-C must not reach ssh
+            )
+        except OSError as error:  # no ssh, too many open files
+            raise HostError(f"host {name} cannot be reached: {error.filename or 'ssh'}: {error.strerror}") from None
+        self._numbers, self._confirmed = itertools.count(), -1
+        self._waiting: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}
+        self._lock = threading.Lock()
+        self._is_open = True
+        threading.Thread(target=self._read, name=f"answers of {name}", daemon=True).start()
+        try:
+            self._send(program)
+            self.ask("ping", timeout_s=timeout_s)
+        except HostError:
+            self.close()
+            raise
+
+    def ask(self, action: str, *, timeout_s: float = 10.0, **arguments: object) -> dict[str, Any]:
+        """Sends a request and returns the reply. Raises HostError if there is none within `timeout_s`, or an error."""
+        number, answers = next(self._numbers), queue.SimpleQueue[dict[str, Any] | None]()
+        with self._lock:
+            if not self._is_open:
+                raise self._lost()
+            self._waiting[number] = answers
+        try:
+            request = {"id": number, "confirmed": self._confirmed, "action": action, "arguments": arguments}
+            self._send(json.dumps(request).encode() + b"\n")
+            answer = answers.get(timeout=timeout_s)
+        except queue.Empty:
+            raise HostError(
+                f"host {self.name} has not answered for {timeout_s:g} s: look whether the network still reaches it"
+            ) from None
+        finally:
+            with self._lock:
+                self._waiting.pop(number, None)
+        if answer is None:
+            raise self._lost()
+        if "error" in answer:
+            raise HostError(f"host {self.name} cannot do what it was asked ({action}): {answer['error']}")
+        reply: dict[str, Any] = answer["reply"]
+        return reply
+
+    @property
+    def is_open(self) -> bool:
+        """False once ssh, or the agent, has ended."""
+        return self._is_open
+
+    def close(self) -> None:
+        """Closes the connection; the agent then ends the ranks that it still guards, and itself."""
+        with contextlib.suppress(OSError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+        try:
+            self._process.wait(0.5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _send(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            with self._lock:
+                self._process.stdin.write(data)
+                self._process.stdin.flush()
+        except (OSError, ValueError):  # ValueError: stdin is closed
+            raise self._lost() from None
+
+    def _read(self) -> None:
+        """Passes answers to the threads that wait for them. Runs in a thread."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            text = line.decode(errors="replace")
+            with contextlib.suppress(ValueError):  # a login message that begins like an answer
+                if text.startswith(PREFIX):
+                    answer = json.loads(text.removeprefix(PREFIX))
+                    self.heard, self._confirmed = time.monotonic(), answer["id"]
+                    with self._lock:
+                        waiting = self._waiting.get(answer["id"])
+                    if waiting is not None:
+                        waiting.put(answer)
+        with self._lock:
+            self._is_open = False
+            for waiting in self._waiting.values():
+                waiting.put(None)
+
+    def _lost(self) -> HostError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.5)
+        self._stderr.seek(0)
+        lines = [line.strip() for line in self._stderr.read().splitlines() if line.strip()]
+        reason = lines[-1] if lines else "the connection was closed"
+        remedies = (remedy for message, remedy in REMEDIES.items() if message in reason.lower())
+        remedy = next(remedies, "try `ssh {name}` by hand").format(name=self.name)
+        return HostError(f"host {self.name} cannot be reached ({reason}): {remedy}")
+
+
+def keep_alive(patience_s: float) -> list[str]:
+    """Returns ssh options to never prompt, and to give up a host that is silent for longer than `patience_s`."""
+    return ["BatchMode=yes", "ServerAliveInterval=5", f"ServerAliveCountMax={int(patience_s / 5) + 2}"]
+
+
+def ssh_options(port: int | None, patience_s: float) -> list[str]:
+    """Returns all arguments of ssh except the host and the command."""
+    options = [*keep_alive(patience_s), f"ConnectTimeout={CONNECT_S}"]
+    return [
+        *(argument for option in options for argument in ("-o", option)),
+        "-T",
+        *(["-p", str(port)] if port is not None else []),
+    ]
+
+
+def connect_all(
+    names: Sequence[str], *, ssh_port: int | None = None, timeout_s: float = 10.0, patience_s: float = PATIENCE_S
+) -> tuple[dict[str, HostConnection], dict[str, HostError]]:
+    """Connects to all hosts in parallel; returns the connections, and the errors of hosts that cannot be reached."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # three files per host
+    connect = partial(HostConnection, ssh_port=ssh_port, timeout_s=timeout_s, patience_s=patience_s)
+    return in_parallel(names, connect)
+
+
+def in_parallel(names: Iterable[str], work: Callable[[str], Result]) -> tuple[dict[str, Result], dict[str, HostError]]:
+    """Runs `work(name)` for all names in parallel; returns the results, and the HostErrors of those that failed."""
+    done: dict[str, Result] = {}
+    failed: dict[str, HostError] = {}
+
+    with ThreadPoolExecutor(MAX_THREADS) as pool:
+        for name, future in [(name, pool.submit(work, name)) for name in names]:
+            try:
+                done[name] = future.result()
+            except HostError as error:
+                failed[name] = error
+    return done, failed

@@ -1,0 +1,307 @@
+"""Supervises a run on several hosts: checks them before each attempt and chooses among those that pass.
+
+The first attempt needs everything that was asked for. A later one replaces lost hosts by spare ones, and with
+`parallel.data_parallel_size: auto` goes on with fewer, because a checkpoint fits any layout. A layout that is `auto` is
+chosen again for the hosts of each attempt.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from launch.cluster.attempt import HostsAttempt
+from launch.cluster.deepspeed_launcher import (
+    Launcher,
+    Rendezvous,
+    check_launcher,
+    launcher_command,
+    launcher_environment,
+    write_files,
+)
+from launch.cluster.doctor.findings import Finding, Settings
+from launch.cluster.doctor.preflight import PreflightReport, preflight
+from launch.cluster.host_monitor import HostMonitor
+from launch.cluster.host_selection import (
+    NotEnoughHosts,
+    choose_hosts,
+    expected_device,
+    per_node,
+    unused_slots,
+    wanted_ranks,
+)
+from launch.cluster.ssh.connection import HostConnection, HostError, connect_all, in_parallel
+from launch.cluster.switch_topology import Topology
+from launch.errors import FAILED_CODE, INTERRUPTED_CODE, PREEMPTED_CODE, LaunchError
+from launch.planning.auto_layout import choose_on, hosts_cluster, most_ranks
+from launch.runtime.devices import Device
+from launch.runtime.forwarded_environment import forwarded_environment, user_environment_files
+from launch.runtime.hostfile import Host
+from launch.runtime.local_ranks import rank_environment
+from launch.runtime.processes import StopSignals
+from launch.runtime.rank_environment import ATTEMPT
+from launch.supervision.liveness import HeartbeatMonitor
+from launch.supervision.supervisor import AttemptEnd, Policy, Supervisor, sleep
+from megalite.config import Config, ConfigError
+from megalite.config.known_bad import check_known_bad, installed_versions
+from megalite.planner.search import Ranks, first_legal
+
+FOLDER = ".launch"  # in the run's folder: files for the launcher of the current attempt
+RETRY_S = 10.0  # between two searches for hosts that boot
+GUARD_S = 10.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `megalite launch` besides hosts and config."""
+
+    launcher: Launcher = Launcher.PDSH
+    launcher_args: str = ""
+    spares: int = 0  # the last hosts of the list, used only if others are lost
+    ssh_port: int | None = None
+    host_timeout_s: float = 20.0  # without an answer until a host counts as lost
+    wait_for_hosts_s: float = 600.0  # that a restart waits for missing hosts
+    topology: Topology | None = None
+
+
+@dataclass(frozen=True)
+class HostAssignment:
+    """Hosts of one attempt in rank order, and the configuration of the ranks on them."""
+
+    hosts: tuple[Host, ...]
+    config: Config  # with a resolved layout
+    device: Device
+    cores: int  # of the host with the fewest
+    rendezvous: Rendezvous
+
+
+class HostsSupervisor(Supervisor):
+    """Restarts a run on several hosts. Use as `with HostsSupervisor(...) as supervisor: supervisor.run()`."""
+
+    def __init__(
+        self,
+        config: Config,
+        hosts: Sequence[Host],
+        policy: Policy,
+        options: Options,
+        show_report: Callable[[PreflightReport], None],
+    ) -> None:
+        """`show_report` gets the preflight report of the first attempt, and later ones that exclude a host.
+
+        Raises LaunchError or ConfigError if the layout does not fit these hosts.
+        """
+        super().__init__(policy, config.run_dir, config.total_steps)
+        self._config, self._hosts, self._options, self._show_report = config, tuple(hosts), options, show_report
+        self._world_size = wanted_ranks(config, hosts, options.spares, expected_device())
+        self._connections: dict[str, HostConnection] = {}
+        self._attempts = 0
+        self._began = time.monotonic()  # start of the last attempt
+        self._last_hosts: tuple[str, ...] = ()
+        self._notices: tuple[str, ...] = ()
+        self._layout_notices: tuple[str, ...] = ()
+        self._shown_findings: tuple[Finding, ...] = ()
+        self._stuck: set[str] = set()  # hosts with a process that cannot be killed and may hold GPUs
+
+    def __enter__(self) -> HostsSupervisor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        in_parallel(list(self._connections), lambda name: self._connections[name].close())
+
+    def _attempt(self, signals: StopSignals) -> AttemptEnd:
+        self._attempts += 1
+        try:
+            assignment = self._wait_for_hosts(signals)
+            if signals.last is None:
+                return self._run(assignment, signals)
+        except LaunchError as error:
+            if signals.last is None and self._attempts == 1:
+                raise
+            if signals.last is None:
+                return AttemptEnd(FAILED_CODE, str(error), is_final=isinstance(error, NotEnoughHosts))
+        return AttemptEnd(INTERRUPTED_CODE if signals.last == signal.SIGINT else PREEMPTED_CODE)  # nothing to save
+
+    def _wait_for_hosts(self, signals: StopSignals) -> HostAssignment:
+        """Returns the hosts of the next attempt; a restart waits for hosts that boot. Raises LaunchError."""
+        patience_s = self._options.wait_for_hosts_s if self._attempts > 1 else 0.0
+        deadline, logged = time.monotonic() + patience_s, ""
+        while True:
+            try:
+                return self._assign_hosts()
+            except NotEnoughHosts as error:
+                if time.monotonic() > deadline or signals.last is not None:
+                    raise
+                if str(error) != logged:
+                    logged = str(error)
+                    self._log(f"waiting for hosts: {logged}")
+                sleep(RETRY_S, signals)
+
+    def _assign_hosts(self) -> HostAssignment:
+        """Checks all hosts and chooses among them. Raises LaunchError, or NotEnoughHosts, which may pass."""
+        settings = Settings.of(self._config)
+        errors = self._connect()
+        report = preflight(self._connections, errors, self._hosts, settings)
+        if self._remove_stale_locks(report):
+            report = preflight(self._connections, errors, self._hosts, settings)
+        if report.findings != self._shown_findings and (self._attempts == 1 or report.failures):
+            self._show_report(report)
+        self._shown_findings = report.findings
+        for finding in report.failures:
+            if not finding.hosts:
+                raise LaunchError(f"the hosts cannot train together: {finding}")
+        unfit = report.failed_hosts.keys() | self._stuck
+        fit = [host for host in self._hosts if host.name not in unfit]
+        config, wanted = self._with_layout(fit, report)
+        choice = choose_hosts(
+            config,
+            fit,
+            report.device,
+            wanted=wanted,
+            may_shrink=self._attempts > 1,
+            spares=self._options.spares,
+            topology=self._options.topology,
+            why_not=report.failures,
+        )
+        for notice in choice.notices if choice.notices != self._notices else ():
+            self._log(notice, logging.INFO)
+        self._notices = choice.notices
+        check_launcher(self._options.launcher, choice.hosts, self._options.ssh_port)
+        check_known_bad(config, choice.layout, installed_versions(), report.device)
+        hosts = choice.hosts
+        if self._options.launcher is Launcher.OPENMPI:  # it puts the ranks of this machine first
+            here = [host for host in hosts if report.facts[host.name]["hostname"] == socket.gethostname()]
+            hosts = (*here, *(host for host in hosts if host not in here))
+        first = hosts[0].name
+        rendezvous = Rendezvous(report.addresses[first], self._connections[first].ask("free_port")["port"])
+        names = tuple(host.name for host in hosts)
+        if names != self._last_hosts:
+            self._log(f"hosts of this attempt, in rank order: {', '.join(names)}", logging.INFO)
+        self._last_hosts = names
+        cores = min(report.facts[name]["cores"] for name in names)
+        return HostAssignment(hosts, config, report.device, cores, rendezvous)
+
+    def _with_layout(self, fit: Sequence[Host], report: PreflightReport) -> tuple[Config, int]:
+        """Returns the config of an attempt and its ranks. A layout that is auto is chosen for the hosts in `fit`."""
+        if not self._config.unresolved_options:
+            return self._config, self._world_size
+        slots, spares = sum(host.slots for host in fit), self._options.spares
+        wanted = wanted_ranks(self._config, self._hosts, spares, report.device)
+        if slots < wanted and (self._attempts == 1 or not slots):  # `choose_hosts` will reject any layout
+            return first_legal(self._config, Ranks(wanted, per_node(self._hosts), report.device))[0], wanted
+        try:
+            if slots >= wanted:
+                notices = unused_slots(self._config, self._hosts, spares, wanted, report.device)
+            else:
+                wanted = most_ranks(self._config, slots, per_node(fit), report.device)
+                notices = unused_slots(self._config, fit, 0, wanted, report.device)
+            gpus = [name for host in fit for name in report.facts[host.name]["gpus"]]
+            chosen = choose_on(self._config, hosts_cluster([host.slots for host in fit], wanted, report.device, gpus))
+        except (ConfigError, LaunchError) as error:
+            if self._attempts == 1:
+                raise
+            raise NotEnoughHosts(f"there is no layout for the hosts that are fit: {error}") from None
+        layout_notices = (*notices, chosen.sentence)
+        for notice in layout_notices if layout_notices != self._layout_notices else ():
+            self._log(notice, logging.INFO)
+        self._layout_notices = layout_notices
+        return self._config.with_resolved(chosen.options), wanted
+
+    def _remove_stale_locks(self, report: PreflightReport) -> bool:
+        """Removes locks of torch's extension builder that killed ranks of the last attempt left; returns if any."""
+        if self._attempts == 1:
+            return False
+        seconds = time.monotonic() - self._began
+        locks = [(name, lock) for name, facts in report.facts.items() for lock in facts["locks"]]
+        held = {lock["path"] for _, lock in locks if lock["holder"] is not None}  # the holder may be another host
+        left = {lock["path"]: name for name, lock in locks if lock["path"] not in held and lock["age_s"] < seconds}
+        for text, name in left.items():
+            path = Path(text)
+            self._connections[name].ask("remove_token", folder=str(path.parent), name=path.name, made=[])
+            self._log(f"removed {path} on {name}, which a killed compiler had left")
+        return bool(left)
+
+    def _connect(self) -> dict[str, HostError]:
+        """Connects to all hosts without a connection, since a lost one may be back. Returns why the others fail."""
+        for name in [name for name, connection in self._connections.items() if not connection.is_open]:
+            self._connections.pop(name).close()
+        missing = [host.name for host in self._hosts if host.name not in self._connections]
+        made, errors = connect_all(missing, ssh_port=self._options.ssh_port, patience_s=self._options.host_timeout_s)
+        self._connections |= made
+        self._stuck -= made.keys()  # they have rebooted
+        return errors
+
+    def _run(self, assignment: HostAssignment, signals: StopSignals) -> AttemptEnd:
+        attempt, self._began = uuid.uuid4().hex, time.monotonic()
+        connections = {host.name: self._connections[host.name] for host in assignment.hosts}
+        environment, private = self._environment(assignment, attempt)
+        guard = {"attempt": attempt, "lease_s": self._options.host_timeout_s, "private": private}
+        answers, errors = in_parallel(
+            list(connections), lambda name: connections[name].ask("guard", timeout_s=GUARD_S, **guard)
+        )
+        for error in errors.values():
+            in_parallel(list(answers), lambda name: connections[name].ask("release"))
+            raise error
+        environment["MEGALITE_PRIVATE_ENVIRONMENT"] = next(iter(answers.values()))["private_environment"]
+        folder = (self._run_dir / FOLDER / attempt).absolute()
+        command, own = self._command(assignment, environment, folder)
+        reconnect = partial(HostConnection, ssh_port=self._options.ssh_port, patience_s=self._options.host_timeout_s)
+        with (
+            HostMonitor(connections, guard, reconnect, self._options.host_timeout_s) as monitor,
+            HeartbeatMonitor(self._run_dir, attempt, self._policy.heartbeat_timeout_s) as heartbeats,
+        ):
+            ended = HostsAttempt(command, own, monitor, self._policy.grace_s, heartbeats.reason).run(signals)
+            lost = monitor.lost()
+        shutil.rmtree(folder, ignore_errors=True)
+        self._connections |= connections  # the monitor may have reconnected
+        in_parallel([name for name in connections if name not in lost], lambda name: connections[name].ask("release"))
+        for name in lost:
+            self._connections.pop(name).close()
+        if lost and ended.reason is None and ended.code:
+            ended = replace(ended, reason=f"{', '.join(lost)} could not be reached any more")
+        self._stuck |= set(ended.facts.get("stuck", []))
+        facts = {"id": attempt, "hosts": {host.name: host.slots for host in assignment.hosts}, "lost": lost}
+        return replace(ended, facts=facts | ended.facts)
+
+    def _environment(self, assignment: HostAssignment, attempt: str) -> tuple[dict[str, str], dict[str, str]]:
+        """Returns public variables, for command lines, and private ones, which only the ranks may read."""
+        ranks = max(host.slots for host in assignment.hosts)
+        own, _ = rank_environment(self._config.launch, ranks, assignment.device == "cuda", cores=assignment.cores)
+        given = forwarded_environment(os.environ, user_environment_files(os.environ))
+        shown = own | given.shown | {ATTEMPT: attempt}
+        return shown, given.private
+
+    def _command(
+        self, assignment: HostAssignment, environment: dict[str, str], folder: Path
+    ) -> tuple[list[str], dict[str, str]]:
+        """Writes the files of the launcher; returns its command line and its own environment."""
+        folder.mkdir(parents=True)
+        config_path = folder / "config.yaml"
+        config_path.write_text(assignment.config.to_yaml())
+        if (
+            self._options.launcher is not Launcher.PDSH
+        ):  # MPI and srun set only rank numbers, and mpirun makes a terminal
+            environment |= {
+                "MASTER_ADDR": assignment.rendezvous.address,
+                "MASTER_PORT": str(assignment.rendezvous.port),
+            }
+            environment["TTY_COMPATIBLE"] = "0"
+        hostfile, environment_file = write_files(folder, assignment.hosts, environment)
+        command = launcher_command(
+            self._options.launcher,
+            assignment.hosts,
+            assignment.rendezvous,
+            hostfile,
+            config_path,
+            ssh_port=self._options.ssh_port,
+            launcher_args=self._options.launcher_args,
+        )
+        return command, launcher_environment(environment_file, self._options.host_timeout_s)

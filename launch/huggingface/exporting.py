@@ -1,0 +1,242 @@
+"""`megalite export`: converts a checkpoint of any layout to a Hugging Face folder.
+
+No rank or launcher is involved, and the run that wrote the checkpoint may continue meanwhile. The folder appears under
+its name only after transformers has computed our logits with it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.tokenizer import inspect_tokenizer
+from launch.errors import LaunchError
+from launch.huggingface.hub_folder import model_of
+from launch.huggingface.model_folder import DTYPES
+from launch.huggingface.progress import (
+    ConversionPlan,
+    ConvertSummary,
+    PeakMemory,
+    ReportProgress,
+    no_progress,
+    one_thread,
+)
+from launch.huggingface.serial_model import global_shapes
+from launch.huggingface.streaming import CheckpointBlocks, Stream
+from launch.huggingface.validation import Validation, validate_logits
+from megalite.checkpoint.atomic_folder import check_replaceable, check_room, new_folder, room_at
+from megalite.checkpoint.durable_files import digest
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.huggingface.folder import (
+    SHARD_BYTES,
+    copy_tokenizer,
+    shard_names,
+    tokenizer_files,
+    write_configs,
+    write_weights,
+)
+from megalite.checkpoint.huggingface.json_files import CONFIG
+from megalite.checkpoint.huggingface.safetensors_writer import Entry
+from megalite.checkpoint.manifest import find_latest
+from megalite.checkpoint.reader import CheckpointReader
+from megalite.config import ModelConfig
+from models.families import HubLayout, family, hf_config
+from models.hub.family import TOKEN_IDS
+
+ATTEMPTS = 5  # to open the newest checkpoint of a run that removes old ones meanwhile
+
+
+@dataclass(frozen=True)
+class _Export:
+    """A checked checkpoint, and the tensors to write from it."""
+
+    reader: CheckpointReader
+    model: ModelConfig
+    layout: HubLayout
+    dtype: str  # in config.json
+    entries: list[Entry]  # the tensors to write, each with its dtype
+    tokenizer: list[Path]
+    notices: tuple[str, ...]
+
+    @property
+    def bytes_written(self) -> int:
+        return sum(entry.size for entry in self.entries)
+
+    @property
+    def bytes_read(self) -> int:
+        return 4 * self.parameters
+
+    @property
+    def parameters(self) -> int:
+        return sum(map(prod, self.reader.manifest.tensors.values()))
+
+    @cached_property
+    def _dtypes(self) -> dict[str, Any]:
+        return {entry.key: entry.dtype for entry in self.entries}
+
+    def read(self, name: str, source: tuple[slice, ...]) -> Any:
+        """Returns a block of our weight `name` rounded to the dtype of its tensor in the folder."""
+
+        def rounded(hub: str, block: tuple[slice, ...]) -> Any:
+            return self.layout.read_hub(self.reader.read, hub, block).to(self._dtypes[hub])
+
+        return self.layout.read_own(rounded, name, source)
+
+
+def plan_export(
+    checkpoint: Path,
+    hf_dir: Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+    overwrite: bool = False,
+) -> ConversionPlan:
+    """Describes what `export_hugging_face` would do. Raises what it would raise before it writes."""
+    check_replaceable(hf_dir.resolve(), overwrite, CONFIG)
+    export = _prepare(checkpoint, dtype)
+    return ConversionPlan(
+        str(export.reader.folder),
+        str(hf_dir),
+        export.model.model_type,
+        len(export.entries),
+        export.parameters,
+        export.dtype,
+        tuple(shard_names(export.entries, max_shard_bytes)),
+        export.bytes_read,
+        export.bytes_written,
+        room_at(hf_dir.resolve()),
+        export.notices,
+    )
+
+
+def export_hugging_face(
+    checkpoint: Path,
+    hf_dir: Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+    overwrite: bool = False,
+    validate: bool = True,
+    report: ReportProgress = no_progress,
+) -> ConvertSummary:
+    """Writes the Hugging Face folder `hf_dir` from a checkpoint, or the newest of a run.
+
+    dtype: fp32, bf16 or fp16; by default that of each tensor of the imported folder, or of the run. Raises
+    CheckpointError, FamilyError or LaunchError. With `validate` transformers is loaded, which changes settings of the
+    whole process while it loads: do not call it in a thread beside training.
+    """
+    check_replaceable(hf_dir.resolve(), overwrite, CONFIG)
+    export = _prepare(checkpoint, dtype)
+    check_room(hf_dir.resolve(), export.bytes_written)
+    kept = export.reader.manifest.config.get("hugging_face") or {}
+    described = hf_config(export.model, export.dtype, kept.get("config") or _token_ids(export.tokenizer))
+    generation = kept.get("generation_config") or {key: described[key] for key in TOKEN_IDS}
+    with new_folder(hf_dir, overwrite=overwrite, marker=CONFIG) as folder:
+        write_configs(folder, described, generation)
+        copy_tokenizer(export.tokenizer, folder)
+        stream, started = Stream(hf_dir, export.bytes_written, report), time.monotonic()
+        with PeakMemory() as peak, one_thread():
+            blocks = CheckpointBlocks(export.reader)
+            read_hub = partial(export.layout.read_hub, blocks.read)
+            write_weights(
+                folder, export.entries, lambda e: stream.blocks(read_hub, e.key, e.shape, e.dtype), max_shard_bytes
+            )
+        seconds = time.monotonic() - started
+        validation = Validation()
+        if validate:
+            if stream.not_finite:
+                raise LaunchError(
+                    f"{export.reader.folder}: in {export.dtype} {stream.notices[0]}, so nothing was written; "
+                    "--no-validate converts it as it is"
+                )
+            validation = validate_logits(export.model, export.read, folder, folder, report)
+    return ConvertSummary(
+        source=str(export.reader.folder),
+        target=str(hf_dir),
+        model_type=export.model.model_type,
+        tensors=len(export.entries),
+        parameters=export.parameters,
+        dtype=export.dtype,
+        logit_difference=validation.difference,
+        compared=validation.compared,
+        bytes_read=export.bytes_read,
+        bytes_written=export.bytes_written,
+        seconds=seconds,
+        validation_seconds=validation.seconds,
+        peak_memory_bytes=peak.bytes,
+        notices=(*export.notices, *stream.notices, *validation.notices),
+    )
+
+
+def _prepare(checkpoint: Path, dtype: str | None) -> _Export:
+    reader = open_newest(checkpoint)
+    config = reader.manifest.config
+    model = model_of(config.get("model"), str(reader.folder))
+    shapes = global_shapes(model)
+    if reader.manifest.tensors != shapes:
+        differing = min(shapes.items() ^ reader.manifest.tensors.items())[0]
+        raise CheckpointError(f"{reader.folder}: its tensors are not those of its model: {differing}")
+    described = family(model.model_type)
+    described.check(model)
+    layout = described.layout(model, shapes)
+    kept = config.get("hugging_face") or {}
+    usual = dtype or kept.get("dtype") or config.get("precision", {}).get("dtype", "fp32")
+    dtypes: Mapping[str, str] = {} if dtype else kept.get("dtypes") or {}
+    for name in (usual, *dtypes.values()):
+        if name not in DTYPES:
+            raise LaunchError(f"dtype {name!r} is none of {', '.join(DTYPES)}")
+    entries = [
+        Entry(tensor.name, tensor.shape, DTYPES[dtypes.get(tensor.name, usual)]) for tensor in layout.tensors.values()
+    ]
+    tokenizer, notices = tokenizer_of(reader)
+    return _Export(reader, model, layout, usual, entries, tokenizer, notices)
+
+
+def open_newest(path: Path) -> CheckpointReader:
+    """Opens the checkpoint at `path`, or the newest complete one under it, even while a run removes old ones.
+
+    The files of an open checkpoint are mapped, so it stays readable when they are removed. Raises CheckpointError.
+    """
+    folder = None
+    for _ in range(ATTEMPTS):
+        folder, skipped = find_latest(path)
+        if folder is None:
+            raise CheckpointError(skipped[0] if skipped else f"{path}: there is no such checkpoint folder")
+        try:
+            return CheckpointReader(folder)
+        except CheckpointError:
+            if folder.is_dir():
+                raise
+    raise CheckpointError(
+        f"{folder}: was removed while it was being opened, its run keeps only some (checkpoint.keep_last): give the "
+        "run's folder, of which the newest is taken"
+    )
+
+
+def tokenizer_of(reader: CheckpointReader) -> tuple[list[Path], tuple[str, ...]]:
+    """Returns the files of a checkpoint's tokenizer, and a notice if there are none.
+
+    Raises CheckpointError if another tokenizer has taken its place.
+    """
+    known = reader.manifest.tokenizer
+    if known is None:
+        return [], ("the checkpoint knows no tokenizer, so the folder has none",)
+    files = tokenizer_files(Path(known))
+    expected = reader.manifest.tokenizer_sha256
+    if files and expected and all(digest(path).sha256 != expected for path in files if path.name == "tokenizer.json"):
+        raise CheckpointError(
+            f"{known}: its tokenizer.json is not the one {reader.folder} was trained with, it was retrained or "
+            "replaced since: give the old one back"
+        )
+    return files, () if files else (f"the tokenizer is no longer in {known}, so the folder has none",)
+
+
+def _token_ids(tokenizer: list[Path]) -> dict[str, Any]:
+    """Returns the end token of a run's own tokenizer, at which generation stops."""
+    path = next((path for path in tokenizer if path.name == "tokenizer.json"), None)
+    return {} if path is None else {"eos_token_id": inspect_tokenizer(path).eos_token_id}

@@ -1,0 +1,89 @@
+"""Locates Hugging Face folders, local or on the hub, and reads the model that their config.json describes.
+
+Does not import torch, so that the configs of runs can be read, planned and checked without it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from launch.errors import LaunchError
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.huggingface.json_files import CONFIG, read_json
+from megalite.config import ModelConfig
+from megalite.config.errors import describe_validation_error
+from models.families import FamilyError, family, model_config
+
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+SMALL_FILES = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
+WEIGHTS, PICKLES = ["model*.safetensors"], ["pytorch_model*.bin"]
+IGNORED = ["*/*.json", "*/*.model", "consolidated*"]  # in original/, onnx/ and the like
+
+
+def is_hub_id(place: str | Path) -> bool:
+    """True if `place` does not exist locally, but has the form of a hub id (`organisation/name`)."""
+    return not Path(place).exists() and bool(HUB_ID.fullmatch(str(place)))
+
+
+def is_hub_model(place: Path) -> bool:
+    """True if `place` is a Hugging Face folder, or does not exist and has the form of a hub id."""
+    return (place / CONFIG).is_file() or is_hub_id(place)
+
+
+def local_folder(place: str | Path, *, weights: bool = True) -> Path:
+    """Returns the folder, or the download of a hub id, with or without weights. Raises LaunchError."""
+    if not is_hub_id(place):
+        return Path(place)
+    folder = _download(str(place), SMALL_FILES)
+    if weights:
+        _download(str(place), WEIGHTS)
+        if not any(folder.glob("*.safetensors")):
+            _download(str(place), PICKLES)
+    return folder
+
+
+def _download(hub_id: str, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        # its locks let one of several ranks on a machine download, and the others use the result
+        return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=IGNORED))
+    except Exception as error:  # network, permission, unknown id: the hub's errors have no common class
+        raise LaunchError(f"{hub_id}: no folder here, and the hub did not give it: {first_line(error)}") from None
+
+
+def hub_config(place: Path) -> tuple[Path, ModelConfig]:
+    """Returns the folder and the model of its config.json; does not download the weights of a hub id.
+
+    Raises CheckpointError, FamilyError or LaunchError.
+    """
+    folder = local_folder(place, weights=False)
+    return folder, model_of_config(read_json(folder / CONFIG), folder)
+
+
+def model_of_config(hf_config: Mapping[str, Any], folder: Path) -> ModelConfig:
+    """Returns the model that the config.json in `folder` describes. Raises CheckpointError or FamilyError naming it."""
+    try:
+        model = model_of(model_config(hf_config), str(folder / CONFIG))
+        family(model.model_type).check(model)
+    except FamilyError as error:
+        raise FamilyError(f"{folder}: {error}") from None
+    return model
+
+
+def model_of(options: Any, where: str) -> ModelConfig:
+    """Validates the options of a model. Raises CheckpointError naming their origin, `where`."""
+    try:
+        return ModelConfig.model_validate(options)
+    except ValidationError as error:
+        raise CheckpointError(f"{where}: {describe_validation_error(error, ModelConfig)}") from None
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error message."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,173 @@
+"""`megalite import`: converts a Hugging Face folder or hub id to a checkpoint, from which any layout can start.
+
+The checkpoint appears under its name only after our serial model and transformers' have computed the same logits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+
+import torch
+
+from launch.errors import LaunchError
+from launch.huggingface.hub_folder import is_hub_id, local_folder, model_of
+from launch.huggingface.model_folder import DTYPES, ModelFolder, open_model_folder
+from launch.huggingface.progress import (
+    ConversionPlan,
+    ConvertSummary,
+    PeakMemory,
+    ReportProgress,
+    no_progress,
+    one_thread,
+)
+from launch.huggingface.serial_model import global_shapes
+from launch.huggingface.streaming import Stream
+from launch.huggingface.validation import Validation, validate_logits
+from megalite.checkpoint.atomic_folder import check_replaceable, check_room, new_folder, room_at
+from megalite.checkpoint.durable_files import digest
+from megalite.checkpoint.huggingface.folder import INDEX, WEIGHTS, tokenizer_files
+from megalite.checkpoint.huggingface.json_files import CONFIG, read_json
+from megalite.checkpoint.manifest import MANIFEST, STEP, Manifest, step_folder
+from megalite.checkpoint.reader import CheckpointReader
+from megalite.checkpoint.writer import write_weights_only
+from models.families import model_config
+
+
+def plan_import(
+    hf_dir: str | Path, checkpoint: Path, *, dtype: str | None = None, overwrite: bool = False
+) -> ConversionPlan:
+    """Describes what `import_hugging_face` would do, without weights. Raises what it would raise before it writes."""
+    _check_target(checkpoint, overwrite)
+    _check_dtype(dtype)
+    if is_hub_id(hf_dir):
+        return _plan_of_hub_id(str(hf_dir), checkpoint)
+    source = open_model_folder(local_folder(hf_dir))
+    return ConversionPlan(
+        str(source.files.folder),
+        str(checkpoint),
+        source.model.model_type,
+        len(source.layout.tensors),
+        _parameters(source.shapes),
+        dtype or source.dtype,
+        tuple(source.files.files),
+        source.files.bytes,
+        4 * _parameters(source.shapes),
+        room_at(checkpoint.resolve()),
+        source.files.notices,
+    )
+
+
+def _plan_of_hub_id(place: str, checkpoint: Path) -> ConversionPlan:
+    folder = local_folder(place, weights=False)
+    config = read_json(folder / CONFIG)
+    model = model_of(model_config(config), str(folder / CONFIG))
+    parameters = _parameters(global_shapes(model))
+    places = read_json(folder / INDEX).get("weight_map") if (folder / INDEX).is_file() else {"": WEIGHTS}
+    stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    size = 4 if stored == "float32" else 2
+    return ConversionPlan(
+        place,
+        str(checkpoint),
+        model.model_type,
+        None,
+        parameters,
+        stored,
+        tuple(sorted(set(map(str, places.values())))) if isinstance(places, dict) else (),
+        size * parameters,
+        4 * parameters,
+        room_at(checkpoint.resolve()),
+        ("only its config.json was fetched from the hub: its tensors were not looked at",),
+    )
+
+
+def import_hugging_face(
+    hf_dir: str | Path,
+    checkpoint: Path,
+    *,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    validate: bool = True,
+    report: ReportProgress = no_progress,
+) -> ConvertSummary:
+    """Writes the weights of a Hugging Face folder or hub id to the checkpoint folder `checkpoint`, at step 0.
+
+    dtype: the format of later exports, by default that of each tensor in the folder; the checkpoint itself holds fp32,
+    whatever the folder is stored in. Raises CheckpointError, FamilyError or LaunchError.
+    """
+    _check_target(checkpoint, overwrite)
+    _check_dtype(dtype)
+    source = open_model_folder(local_folder(hf_dir))
+    shapes, size = source.shapes, 4 * _parameters(source.shapes)
+    check_room(checkpoint.resolve(), size)
+    with new_folder(checkpoint, overwrite=overwrite, marker=MANIFEST) as written:
+        stream, started = Stream(checkpoint, size, report), time.monotonic()
+        with PeakMemory() as peak, one_thread():
+            write_weights_only(
+                written,
+                shapes,
+                lambda name: stream.blocks(source.read, name, shapes[name], torch.float32),
+                _manifest(source, dtype),
+            )
+        seconds = time.monotonic() - started
+        validation = Validation()
+        if validate:
+            if stream.not_finite:
+                raise LaunchError(
+                    f"{source.files.folder}: {stream.notices[0]}, so nothing was written; --no-validate converts it as "
+                    "it is"
+                )
+            read = CheckpointReader(written).read
+            validation = validate_logits(source.model, read, source.files.folder, written, report)
+    return ConvertSummary(
+        source=str(source.files.folder),
+        target=str(checkpoint),
+        model_type=source.model.model_type,
+        tensors=len(source.layout.tensors),
+        parameters=_parameters(shapes),
+        dtype=dtype or source.dtype,
+        logit_difference=validation.difference,
+        compared=validation.compared,
+        bytes_read=source.files.bytes,
+        bytes_written=size,
+        seconds=seconds,
+        validation_seconds=validation.seconds,
+        peak_memory_bytes=peak.bytes,
+        notices=(*source.files.notices, *stream.notices, *validation.notices),
+    )
+
+
+def _check_target(checkpoint: Path, overwrite: bool) -> None:
+    name = checkpoint.resolve().name
+    if STEP.fullmatch(name) and name != step_folder(0):
+        raise LaunchError(
+            f"{checkpoint}: a folder of this name holds a run's checkpoint of that step, an import is of step 0: "
+            "choose another name"
+        )
+    check_replaceable(checkpoint.resolve(), overwrite, MANIFEST)
+
+
+def _check_dtype(dtype: str | None) -> None:
+    if dtype is not None and dtype not in DTYPES:
+        raise LaunchError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
+
+
+def _parameters(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(map(prod, shapes.values()))
+
+
+def _manifest(source: ModelFolder, dtype: str | None) -> Manifest:
+    folder = source.files.folder.resolve()
+    tokenizer = folder / "tokenizer.json"
+    return Manifest(
+        step=0,
+        # not part of `model`, because only exports use it
+        config={"model": source.model.model_dump(mode="json"), "hugging_face": source.carried(dtype)},
+        tokenizer=str(folder) if tokenizer_files(folder) else None,
+        tokenizer_sha256=digest(tokenizer).sha256 if tokenizer.is_file() else None,
+        state={},
+        tensors={},
+        files={},
+    )

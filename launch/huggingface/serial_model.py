@@ -1,0 +1,63 @@
+"""Our decoder on one process: the shapes of its weights, and the model filled with stored ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from megalite.checkpoint.manifest import Slices
+from megalite.config import ModelConfig
+from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.layers import LayerSpec, SerialModel
+from models.decoder import decoder_layers
+
+Read = Callable[[str, Slices], Tensor]
+"""Returns a block of the tensor with a canonical name."""
+
+
+def global_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every weight of `model` by canonical name; allocates nothing."""
+    with torch.device("meta"):
+        layers = [_named_layer(spec, TensorParallel()) for spec in decoder_layers(model)]
+    parameters = (parameter for layer in layers for parameter in layer.parameters())
+    return {piece.name: piece.shape for parameter in parameters for piece in parameter.shard.pieces()}  # type: ignore[attr-defined]
+
+
+def serial_model(model: ModelConfig, tp: TensorParallel, read: Read) -> SerialModel:
+    """Builds the decoder with this rank's slices of the global weights that `read` returns, in fp32 on the CPU."""
+    return filled_model(model, tp, lambda target, name, source: target.copy_(read(name, source)))
+
+
+def filled_model(
+    model: ModelConfig,
+    tp: TensorParallel,
+    fill: Callable[[Tensor, str, Slices], object],
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> SerialModel:
+    """Builds the decoder in evaluation mode with this rank's slices of weights.
+
+    `fill(target, name, source)` writes the block `source` of a global weight into a tensor.
+    """
+
+    @torch.no_grad()
+    def filled_layer(spec: LayerSpec, tp: TensorParallel) -> nn.Module:
+        layer = _named_layer(spec, tp).to(device=device, dtype=dtype)
+        for parameter in layer.parameters():
+            parameter.zero_()  # padding
+            for piece in parameter.shard.pieces():  # type: ignore[attr-defined]
+                fill(parameter[piece.target], piece.name, piece.source)
+        return layer
+
+    return SerialModel(decoder_layers(model), tp, filled_layer).eval()
+
+
+def _named_layer(spec: LayerSpec, tp: TensorParallel) -> nn.Module:
+    """Builds a layer with uninitialized weights and sets the canonical names of its shards."""
+    layer = spec.build(tp)
+    for path, parameter in layer.named_parameters():
+        parameter.shard = dataclasses.replace(parameter.shard, name=f"{spec.name}.{path}")  # type: ignore[attr-defined]
+    return layer

@@ -1,0 +1,264 @@
+"""`megalite generate`: continues prompts with a stored model and streams the text.
+
+In: prompts and sampling options. Out: a `Generation` for each prompt, one after another. Tokens come from
+`models.generation`; greedy ones equal those of transformers' `generate`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from launch.errors import LaunchError
+from launch.inference.session import Loaded, ModelPlacement, load, rank_main
+from launch.inference.session import run as run_anywhere
+from launch.inference.stored_model import StoredModel
+from launch.runtime.logs import get_logger
+from launch.runtime.rank_process import run_to_the_end
+from models.generation import Sampling
+from models.generation import generate as generate_tokens
+
+log = get_logger(__name__)
+
+CUT_CHARACTER = "\ufffd"  # a tokenizer decodes an incomplete character to this
+
+
+class TextStream:
+    """Decodes new tokens after a prompt incrementally, without special tokens.
+
+    A token is decoded together with the tokens before it, whose text is then removed: many tokenizers drop the leading
+    space of a single token. The context is as short as the last piece of text that was returned.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+        self._tokenizer, self._tokens = tokenizer, list(prompt)
+        self._first, self._done = 0, len(prompt)  # context starts at `_first`; text was returned up to `_done`
+
+    def add(self, token: int) -> str:
+        """Returns the text that `token` adds; empty while it ends in the middle of a character."""
+        self._tokens.append(token)
+        text = self._pending()
+        if text.endswith(CUT_CHARACTER) or not text:
+            return ""
+        self._first, self._done = self._done, len(self._tokens)
+        return text
+
+    def rest(self) -> str:
+        """Returns the pending text after the last token."""
+        text = self._pending()
+        self._first = self._done = len(self._tokens)
+        return text
+
+    def _pending(self) -> str:
+        context = self._decoded(self._tokens[self._first : self._done])
+        return self._decoded(self._tokens[self._first :])[len(context) :]
+
+    def _decoded(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+
+Write = Callable[[str], object]
+LEAST_TEMPERATURE = 1e-6  # logits divided by a smaller one may be infinite
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """The options of `megalite generate`."""
+
+    place: ModelPlacement
+    prompts: list[str]
+    max_new_tokens: int = 128
+    temperature: float = 0.0  # 0: always the most likely token
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0  # for the first prompt; each further one adds one
+    chat: bool = False  # prompts are a user's messages, put into the tokenizer's chat template
+    as_json: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1 or (self.top_k is not None and self.top_k < 1):
+            raise LaunchError("max_new_tokens and top_k are at least 1")
+        if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature < math.inf:
+            raise LaunchError(
+                f"temperature {self.temperature} is neither 0 nor a finite number from {LEAST_TEMPERATURE} on"
+            )
+        if any("\ud800" <= character <= "\udfff" for prompt in self.prompts for character in prompt):
+            raise LaunchError("a prompt is not UTF-8 text: no tokenizer reads it")
+        if not 0 < self.top_p <= 1:
+            raise LaunchError(f"top_p {self.top_p} is not above 0 and at most 1")
+        if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
+            raise LaunchError("top_k and top_p choose among tokens to draw: set temperature above 0, such as 1.0")
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_k, self.top_p)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A prompt and its continuation by the model."""
+
+    prompt: str
+    completion: str
+    prompt_tokens: int
+    new_tokens: int  # including an end token
+    stopped_by: Literal["end_token", "max_new_tokens"]
+    prompt_s: float = field(compare=False)  # time to the first new token
+    seconds: float = field(compare=False)  # total
+
+    @property
+    def text(self) -> str:
+        """The prompt and its completion."""
+        return self.prompt + self.completion
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The speed without the first new token, whose time includes the prompt."""
+        return (self.new_tokens - 1) / (self.seconds - self.prompt_s) if self.new_tokens > 1 else 0.0
+
+
+def generate(
+    path: str | Path,
+    prompt: str,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int = 0,
+    chat: bool = False,
+) -> Generation:
+    """Continues `prompt` with the model at `path`, on this process: a Hugging Face folder, hub id, checkpoint or run.
+
+    Temperature 0 always takes the most likely token; otherwise tokens are sampled from the `top_k` most likely, and
+    from the most likely with a total probability of `top_p`.
+    """
+    place = ModelPlacement(str(path))
+    request = GenerateRequest(place, [prompt], max_new_tokens, temperature, top_k, top_p, seed, chat)
+    (generation,) = generations(request, load(place), lambda text: None)
+    return generation
+
+
+def generations(request: GenerateRequest, loaded: Loaded, write: Write) -> Iterator[Generation]:
+    """Yields one generation per prompt; passes the text to `write` as it is generated, the prompt first unless in chat.
+
+    All ranks run this together. Raises LaunchError if there is no tokenizer, or it does not match the model.
+    """
+    model, tokenizer = loaded.stored.model, loaded.stored.load_tokenizer()
+    prompts, ends = _prompts(request, loaded.stored, tokenizer), loaded.stored.end_tokens(tokenizer)
+    for number, (prompt, tokens) in enumerate(zip(request.prompts, prompts, strict=True)):
+        generator = torch.Generator().manual_seed(request.seed + number)
+        choose = partial(request.sampling.choose, generator=generator)
+        stream, pieces = TextStream(tokenizer, tokens), []
+        write("" if request.chat else prompt)
+        times, token = [time.perf_counter()], -1
+        for token in generate_tokens(loaded.module, model, loaded.tp, tokens, choose, request.max_new_tokens):
+            times.append(time.perf_counter())
+            pieces.append(stream.add(token))
+            write(pieces[-1])
+            if token in ends:
+                break
+        pieces.append(stream.rest())
+        write(pieces[-1])
+        yield Generation(
+            prompt,
+            completion="".join(pieces),
+            prompt_tokens=len(tokens),
+            new_tokens=len(times) - 1,
+            stopped_by="end_token" if token in ends else "max_new_tokens",
+            prompt_s=times[1] - times[0],
+            seconds=times[-1] - times[0],
+        )
+
+
+def _prompts(request: GenerateRequest, stored: StoredModel, tokenizer: Any) -> list[list[int]]:
+    """Returns the token ids of each prompt; for an empty one the token before a document. Raises LaunchError."""
+    prompts = [_tokens_of(prompt, request.chat, stored, tokenizer) for prompt in request.prompts]
+    model, new = stored.model, request.max_new_tokens
+    largest, longest = max(map(max, prompts)), max(map(len, prompts))
+    if largest >= model.vocab_size:
+        raise LaunchError(
+            f"{stored.folder}: its tokenizer makes token {largest} of the prompt, but its model knows only "
+            f"{model.vocab_size}: it is another model's tokenizer"
+        )
+    room = model.max_position_embeddings + 1 - longest  # the last new token is never read
+    if model.position_embedding == "learned" and new > room:
+        raise LaunchError(
+            f"{longest} tokens of the prompt and {new} new ones are more than the {model.max_position_embeddings} "
+            f"positions that this model has learned: {'shorten the prompt' if room < 1 else f'ask for {room} new ones'}"
+        )
+    return prompts
+
+
+def _tokens_of(prompt: str, chat: bool, stored: StoredModel, tokenizer: Any) -> list[int]:
+    if chat:
+        if not tokenizer.chat_template:
+            raise LaunchError(f"{stored.folder}: its tokenizer has no chat template: leave out --chat")
+        message = {"role": "user", "content": prompt}
+        try:
+            rendered = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is a program that may raise anything
+            raise LaunchError(f"{stored.folder}: its chat template takes no message of a user alone: {error}") from None
+        ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]  # the template has them
+    else:
+        ids = tokenizer(prompt)["input_ids"]
+    start = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
+    if not ids and not start:
+        raise LaunchError("the prompt is empty, and the tokenizer has no token that starts a text: give a prompt")
+    return list(ids) or start
+
+
+def run(request: GenerateRequest) -> int:
+    """Runs `megalite generate`. Returns the exit code."""
+    return run_anywhere("launch.inference.generate", request, check, show)
+
+
+def check(request: GenerateRequest, stored: StoredModel) -> None:
+    """Raises LaunchError if the prompts are not valid for the model."""
+    _prompts(request, stored, stored.load_tokenizer())
+
+
+def show(request: GenerateRequest, loaded: Loaded) -> None:
+    """Prints text to stdout as it is generated, or JSON at the end, and the speed to stderr."""
+    streams = loaded.is_rank_zero and not request.as_json
+    longest = loaded.stored.model.max_position_embeddings
+
+    def write(text: str) -> None:
+        if streams and text:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    made = []
+    for generation in generations(request, loaded, write):
+        made.append(generation)
+        write("\n")
+        if streams:
+            print(f"megalite: {_sentence(generation)}", file=sys.stderr, flush=True)
+        length = generation.prompt_tokens + generation.new_tokens
+        if loaded.is_rank_zero and length > longest:
+            log.warning("%d tokens are more than the %d this model is meant for", length, longest)
+    if loaded.is_rank_zero and request.as_json:
+        rows = [asdict(generation) | {"tokens_per_second": generation.tokens_per_second} for generation in made]
+        print(json.dumps({"model": str(loaded.stored.folder), "generations": rows}, indent=2))
+
+
+def _sentence(generation: Generation) -> str:
+    end = ", up to an end token" if generation.stopped_by == "end_token" else ""
+    return (
+        f"{generation.prompt_tokens} tokens read in {generation.prompt_s:.2f} s, {generation.new_tokens} made{end}, "
+        f"{generation.tokens_per_second:.1f} tokens/s"
+    )
+
+
+if __name__ == "__main__":
+    run_to_the_end(lambda: rank_main(sys.argv[1:], GenerateRequest, show))

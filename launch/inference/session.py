@@ -1,0 +1,133 @@
+"""Runs a stored model on this machine, whole or cut over local tensor-parallel ranks, for generation and evaluation.
+
+A command calls `run`. On one process the work is done in place; otherwise `run` starts ranks and passes the request as
+a JSON file. Each rank reads its own slices of the weights and does the same work; rank 0 prints.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import torch
+
+from launch.errors import INTERRUPTED_CODE, USER_ERROR_CODE, USER_ERRORS, LaunchError
+from launch.huggingface.model_folder import DTYPES
+from launch.huggingface.serial_model import filled_model
+from launch.inference.stored_model import StoredModel, open_stored
+from launch.runtime.devices import gpu_count
+from launch.runtime.local_ranks import rank_environment, start_local_ranks
+from launch.runtime.processes import end_with_parent
+from launch.runtime.rank_environment import this_rank
+from launch.runtime.rank_process import tell_once
+from megalite.config import LaunchConfig
+from megalite.config.suggestions import tensor_parallel_fits, tensor_parallel_near
+from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.layers import SerialModel
+
+
+@dataclass(frozen=True)
+class ModelPlacement:
+    """A model and the devices to run it on."""
+
+    path: str  # Hugging Face folder, hub id, checkpoint or run folder
+    tensor_parallel_size: int = 1
+    device: str = "auto"  # cpu or cuda; auto: GPUs if there are any
+    dtype: str = "auto"  # fp32, bf16 or fp16; auto: as stored on GPUs, fp32 on a CPU
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """One rank's part of a model with its weights."""
+
+    stored: StoredModel
+    module: SerialModel  # without gradients, in evaluation mode
+    tp: TensorParallel
+    device: torch.device
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """True on the rank that prints; all ranks have the same results."""
+        return self.tp.rank == 0
+
+
+def resolve(place: ModelPlacement, stored: StoredModel) -> ModelPlacement:
+    """Replaces `auto` and hub ids by their values. Raises LaunchError if the model cannot run there."""
+    gpus, size, model = gpu_count(), place.tensor_parallel_size, stored.model
+    device = place.device if place.device != "auto" else ("cuda" if gpus else "cpu")
+    dtype = place.dtype if place.dtype != "auto" else (stored.dtype if device == "cuda" else "fp32")
+    for option, value, values in (("device", device, ("cpu", "cuda")), ("dtype", dtype, tuple(DTYPES))):
+        if value not in values:
+            raise LaunchError(f"{option} {value!r} is none of auto, {', '.join(values)}")
+    if dtype == "fp16" and device == "cpu":
+        raise LaunchError("dtype fp16 needs a GPU: use fp32 or bf16")
+    if device == "cuda" and gpus < size:
+        raise LaunchError(f"{size} GPUs are needed and this machine has {gpus}: use fewer, or --device cpu")
+    if size < 1 or size > model.vocab_size or not tensor_parallel_fits(model, size):
+        raise LaunchError(
+            f"--tensor-parallel-size {size} does not cut this model's {model.num_attention_heads} query and "
+            f"{model.num_key_value_heads} key/value heads evenly: use {tensor_parallel_near(model, size)}"
+        )
+    return replace(place, path=str(stored.folder), device=device, dtype=dtype)
+
+
+def load(place: ModelPlacement, rank: int = 0) -> Loaded:
+    """Opens the model and reads the weights of one of its `tensor_parallel_size` ranks."""
+    stored = open_stored(place.path)
+    return _load(resolve(place, stored), stored, rank)
+
+
+def _load(place: ModelPlacement, stored: StoredModel, rank: int) -> Loaded:
+    device = torch.device("cpu" if place.device == "cpu" else f"cuda:{rank}")
+    tp = TensorParallel(place.tensor_parallel_size, rank)
+    module = filled_model(stored.model, tp, stored.weights.fill, device, DTYPES[place.dtype])
+    return Loaded(stored, module.requires_grad_(False), tp, device)
+
+
+def run(
+    module: str, request: Any, check: Callable[[Any, StoredModel], object], work: Callable[[Any, Loaded], None]
+) -> int:
+    """Runs `work(request, loaded)` here, or on ranks that run `python -m MODULE`. Returns the exit code.
+
+    request: a dataclass that can be converted to JSON, with a `place`. `check(request, stored)` raises errors of the
+    user before weights are read and ranks are started.
+    """
+    stored = open_stored(request.place.path)
+    place = resolve(request.place, stored)
+    check(request, stored)
+    size = place.tensor_parallel_size
+    if size == 1:
+        work(request, _load(place, stored, 0))
+        return 0
+    environment, description = rank_environment(LaunchConfig(), size, place.device == "cuda")
+    print(f"megalite: starting {size} ranks on {place.device} ({description})", file=sys.stderr, flush=True)
+    with NamedTemporaryFile("w", suffix=".json") as file:  # command-line arguments are limited to 128 KB
+        json.dump(asdict(replace(request, place=place)), file)
+        file.flush()
+        return start_local_ranks(size, environment, [file.name], module)
+
+
+def rank_main(arguments: Sequence[str], kind: Callable[..., Any], work: Callable[[Any, Loaded], None]) -> int:
+    """Runs one of the ranks that `run` starts, for requests of one kind. Returns the exit code."""
+    from megalite.engine.distributed import start_distributed, stop_distributed  # DeepSpeed: only ranks need it
+
+    end_with_parent()
+    values = json.loads(Path(arguments[0]).read_text())
+    request = kind(**values | {"place": ModelPlacement(**values["place"])})
+    rank = this_rank()
+    assert rank is not None, "started by run"
+    try:
+        start_distributed(rank.local_rank)
+        work(request, load(request.place, rank.rank))
+    except USER_ERRORS as error:
+        tell_once(str(error), rank)
+        return USER_ERROR_CODE
+    except KeyboardInterrupt:
+        return INTERRUPTED_CODE
+    stop_distributed()
+    return 0

@@ -1,0 +1,97 @@
+"""Opens a stored model: a Hugging Face folder, hub id, one of our checkpoints, or the folder of a run.
+
+In: a path. Out: its shape, a reader of its weights, its tokenizer, and the tokens that end a text. No weights are read
+here, so a command can check the model before it starts ranks, and each rank opens it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.meta import read_meta
+from launch.errors import LaunchError
+from launch.huggingface.exporting import open_newest, tokenizer_of
+from launch.huggingface.hub_folder import local_folder, model_of
+from launch.huggingface.hub_model import TOKENIZER, HubModel, is_same_tokenizer, open_hub_model
+from launch.huggingface.transformers_model import load_tokenizer
+from launch.trainer.resume import IMPORTED
+from megalite.checkpoint.huggingface.json_files import CONFIG
+from megalite.checkpoint.manifest import Manifest
+from megalite.checkpoint.reader import WeightReader
+from megalite.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """Everything about a stored model except its weights."""
+
+    folder: Path
+    model: ModelConfig
+    weights: WeightReader
+    carried: Mapping[str, Any]  # Hugging Face's config, generation_config, dtype; empty for a run from scratch
+    run: Mapping[str, Any]  # config of the run that saved it; empty if it was not saved by a run
+    tokenizer: Path | None  # its folder
+    hub: HubModel | None = None
+    manifest: Manifest | None = None  # if it is one of our checkpoints
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of a folder's weights or of a run's computation: fp32, bf16 or fp16."""
+        return str(self.carried.get("dtype") or self.run.get("precision", {}).get("dtype", "fp32"))
+
+    def load_tokenizer(self) -> Any:
+        """Returns transformers' tokenizer. Raises LaunchError if there is none."""
+        if self.tokenizer is None:
+            known = self.manifest.tokenizer if self.manifest else None
+            why = f"it is no longer in {known}" if known else "the checkpoint knows no tokenizer"
+            raise LaunchError(f"{self.folder}: text needs a tokenizer, but {why}")
+        return load_tokenizer(self.tokenizer)
+
+    def end_tokens(self, tokenizer: Any) -> frozenset[int]:
+        """Returns the tokens that end a text: from generation_config.json, else config.json, else the tokenizer.
+
+        Unlike here, transformers does not stop if generation_config.json exists and names none."""
+        for name in ("generation_config", "config"):
+            ids = (self.carried.get(name) or {}).get("eos_token_id")
+            if ids is not None:
+                return frozenset([ids] if isinstance(ids, int) else ids)
+        return frozenset() if tokenizer.eos_token_id is None else frozenset([tokenizer.eos_token_id])
+
+    def check_prepared(self, prefix: Path) -> None:
+        """Raises LaunchError if data was prepared with another tokenizer: its ids would mean other text."""
+        meta = read_meta(prefix)
+        if meta is None:
+            return
+        if self.hub is not None:
+            self.hub.check_tokenizer(prefix, meta.tokenizer, meta.tokenizer_sha256)
+        elif self.manifest is not None and self.manifest.tokenizer_sha256 not in (None, meta.tokenizer_sha256):
+            own = self.tokenizer and self.tokenizer / TOKENIZER
+            if own and is_same_tokenizer(Path(meta.tokenizer), meta.tokenizer_sha256, own):
+                return
+            raise LaunchError(
+                f"{prefix} was prepared with another tokenizer ({meta.tokenizer}) than what {self.folder} was trained "
+                f"on ({self.manifest.tokenizer}): prepare it again with that one"
+            )
+
+
+def open_stored(path: str | Path) -> StoredModel:
+    """Opens a model. Raises CheckpointError, FamilyError or LaunchError if there is none that we support."""
+    folder = local_folder(path)
+    if (folder / CONFIG).is_file():
+        hub = open_hub_model(folder)
+        return StoredModel(hub.folder, hub.model, hub.reader, hub.carried, {}, hub.folder, hub=hub)
+    reader = open_newest(folder)
+    config = reader.manifest.config
+    files, _ = tokenizer_of(reader)
+    return StoredModel(
+        reader.folder,
+        model_of(config.get("model"), str(reader.folder)),
+        reader,
+        config.get(IMPORTED) or {},
+        config if "training" in config else {},
+        files[0].parent if files else None,
+        manifest=reader.manifest,
+    )

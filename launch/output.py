@@ -1,0 +1,217 @@
+"""Output of all commands: tables, JSON, CSV, files and progress bars.
+
+A module that reports something builds a `Table`, and the command prints it: apart from the command line, only this
+module knows rich, which it imports when something is printed.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from launch.errors import LaunchError
+from megalite.checkpoint.durable_files import write_durably
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDTH = 160  # columns, where standard output is a file or a pipe
+TEXT_WIDTH = 12  # columns that are left to a column of text before its words are broken
+
+
+class StyledCell(NamedTuple):
+    """A cell in a rich style such as "bold red"."""
+
+    text: str
+    style: str
+
+
+Cell = str | StyledCell
+
+
+def styled(cells: Iterable[str], style: str | None) -> list[Cell]:
+    """The cells of a row in one style; unchanged without a style."""
+    return [StyledCell(cell, style) if style else cell for cell in cells]
+
+
+def _as_styled(cell: Cell) -> StyledCell:
+    return cell if isinstance(cell, StyledCell) else StyledCell(cell, "")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table in which every cell is shown whole, however narrow the terminal.
+
+    Columns of text (`text_columns`, by index) are aligned left and folded where there is no room; all others hold
+    numbers, are aligned right and broken only at spaces. A row that is None is drawn as a line. Cells are never markup.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell] | None]
+    title: str = ""
+    text_columns: Sequence[int] = (0,)
+
+    def print(self, to: Console | None = None) -> None:
+        """Prints on standard output, or on another console."""
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        to = to or console()
+        rows = [None if row is None else [Text(*_as_styled(cell)) for cell in row] for row in self.rows]
+        cells = [[name, *(row[place].plain for row in rows if row)] for place, name in enumerate(self.columns)]
+        borders = len(cells) + 1
+        padding = 1 if sum(self._least_widths(cells)) + borders + 2 * len(cells) <= to.width else 0
+        widths = self._widths(cells, to.width - borders - 2 * padding * len(cells))
+        title = Text(self.title, style="table.title") if self.title else None
+        table = RichTable(title=title, title_justify="left", padding=(0, padding))
+        for place, (name, width) in enumerate(zip(self.columns, widths, strict=True)):
+            justify = "left" if place in self.text_columns else "right"
+            table.add_column(Text(name), width=width, justify=justify, overflow="fold", no_wrap=False)  # type: ignore[arg-type]
+        for row in rows:
+            if row is None:
+                table.add_section()
+            else:
+                table.add_row(*row)
+        to.print(table)
+
+    def _least_widths(self, cells: Sequence[Sequence[str]]) -> list[int]:
+        """The widths below which numbers would be broken, and text be hard to read."""
+        longest = [max((len(word) for cell in column[1:] for word in cell.split()), default=1) for column in cells]
+        return [min(n, TEXT_WIDTH) if place in self.text_columns else n for place, n in enumerate(longest)]
+
+    def _widths(self, cells: Sequence[Sequence[str]], room: int) -> list[int]:
+        """Each column as wide as its longest line; where there is no room, the widest gives way, and headers last."""
+        from rich.cells import cell_len
+
+        widths = [max(max(map(cell_len, cell.split("\n"))) for cell in column) for column in cells]
+        least = self._least_widths(cells)
+        headers = [max((len(word) for word in column[0].split()), default=1) for column in cells]
+        for lowest in ([max(pair) for pair in zip(least, headers, strict=True)], least):
+            while sum(widths) > room and (wide := [n for n, width in enumerate(widths) if width > lowest[n]]):
+                widths[max(wide, key=widths.__getitem__)] -= 1
+        return widths
+
+
+def terminal_width() -> int | None:
+    """Width for a console; None makes it as wide as the terminal."""
+    return None if sys.stdout.isatty() else WIDTH
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that takes names and paths as text, never as markup."""
+    from rich.console import Console
+
+    return Console(
+        width=None if stderr else terminal_width(), highlight=False, markup=False, soft_wrap=True, stderr=stderr
+    )
+
+
+def decimal_size(size: int) -> str:
+    """A number of bytes with an SI prefix, such as `1.2 MB`."""
+    from rich.filesize import decimal
+
+    return decimal(size)
+
+
+def print_json(values: Any) -> None:
+    """Prints indented JSON; numbers that are not finite, which JSON cannot hold, become null."""
+    print(json.dumps(_finite(values), indent=2, allow_nan=False, default=str))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def print_csv(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints at least one row, with a header."""
+    writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+
+
+@contextmanager
+def spinner(description: str, *, is_shown: bool = True) -> Iterator[Callable[[str], None]]:
+    """A spinner with the elapsed time on stderr while the block runs, if stderr is a terminal.
+
+    Yields a function that replaces the description.
+    """
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    to = console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=to, transient=True, disable=not (is_shown and to.is_terminal)) as progress:
+        task = progress.add_task(description)
+        yield lambda text: progress.update(task, description=text)
+
+
+@contextmanager
+def progress_bar(*, is_shown: bool = True, is_bytes: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar on stderr while the block runs, if stderr is a terminal.
+
+    Yields a function of a description, the work done and the total; a new description replaces the bar.
+    """
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        ProgressColumn,
+        TaskID,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    amount: list[ProgressColumn] = [DownloadColumn(), TransferSpeedColumn()] if is_bytes else [TaskProgressColumn()]
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), *amount, TimeRemainingColumn())
+    to = console(stderr=True)
+    with Progress(*columns, console=to, transient=True, disable=not (is_shown and to.is_terminal)) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def report(description: str, done: int, total: int) -> None:
+            if description not in tasks:
+                for task in tasks.values():
+                    bar.update(task, visible=False)
+                tasks[description] = bar.add_task(description, total=total)
+            bar.update(tasks[description], completed=done)
+
+        yield report
+
+
+def write_file(path: Path, text: str) -> None:
+    """Writes the whole file or nothing. Raises LaunchError where `path` cannot be written."""
+    target = path.resolve()  # the target of a link is replaced, not the link
+    try:
+        if target.exists() and not target.is_file():  # such as /dev/stdout, which must stay what it is
+            target.write_text(text, encoding="utf-8")
+        else:
+            write_durably(target, text.encode())
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise LaunchError(f"{path} cannot be written: {reason}; give a file in a folder that exists") from None
+
+
+def check_writable(path: Path) -> None:
+    """Checks, before the work whose result goes there, that `path` can be written. Raises LaunchError."""
+    folder = path.resolve().parent
+    problem = None
+    if path.is_dir():
+        problem = "it is a folder"
+    elif not folder.is_dir():
+        problem = f"there is no folder {folder}"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        problem = f"nothing may be written in {folder}"
+    if problem:
+        raise LaunchError(f"{path} cannot be written: {problem}; give a file in a folder that exists")

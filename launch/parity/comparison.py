@@ -1,0 +1,215 @@
+"""Compares the observations of a layout with the reference: the error of every array, and its bound.
+
+In: observations. Out: a `Deviation` per array. Errors are measured against float64; a bound is never tighter than twice
+the error of transformers itself in the same format, so that an ill-conditioned model does not fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from launch.parity.observations import OF_REFERENCES, TOKEN_LOSS, Observations, Quantity
+
+TOLERANCES = {
+    "loss": 2e-5,
+    "evaluation loss": 2e-5,
+    "gradient norm": 2e-5,
+    "activation": 1e-5,
+    "logits": 1e-5,
+    "gradient": 1e-5,
+    # these accumulate the differences of several steps, and AdamW divides small gradients by themselves
+    "exp_avg": 1e-4,
+    "exp_avg_sq": 2e-4,
+    "weight": 1e-4,
+}
+"""In float32. Scalars: relative. Arrays: relative to their largest entry; weights: to their largest change."""
+ADAMW_WEIGHT = 1e-2  # an entry whose gradient is only rounding moves by a large part of the learning rate
+OF_TRANSFORMERS = 2.0
+UNKNOWN = 0.1  # a half-precision gradient with this error in transformers is only compared in float32
+MOST = 0.9  # the widest bound: a weight that never moved has an error of 1
+FLOOR = 1e-2  # smallest scale of an array, relative to the largest of its kind: a key's bias has gradient zero
+SCALARS = ("loss", "evaluation loss", "gradient norm")
+SQUARED = ("exp_avg_sq",)
+OF_PARAMETERS = ("gradient", "weight", "exp_avg", "exp_avg_sq")
+ADAMW = Quantity("adamw", "weight")
+NOTHING = 1e-9  # relative to the largest first moment: less is float64 rounding of a zero gradient
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The error of one array, and its bound."""
+
+    quantity: Quantity
+    name: str
+    error: float
+    bound: float
+    ratio: float | None = None  # the array is this multiple of the truth, if that is a whole number or its inverse
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.bound  # NaN is not
+
+    @property
+    def excess(self) -> float:
+        """The error in units of the bound."""
+        return self.error / self.bound if np.isfinite(self.error) else np.inf
+
+
+@dataclass(frozen=True)
+class ReferenceAnswer:
+    """The reference's observations in one format and in float64 (`truth`), and the weights before training."""
+
+    dtype: str
+    truth: Observations
+    theirs: Observations
+    start: Mapping[str, np.ndarray]
+
+
+def compare(seen: Observations, answer: ReferenceAnswer) -> list[Deviation]:
+    """Returns the deviation of every array of the truth, in the order of computation."""
+    pooled, noise, still = _pooled_errors(answer), _noise(answer), _without_gradient(answer)
+    findings = []
+    for quantity, arrays in answer.truth.items():
+        if quantity.kind in OF_REFERENCES:
+            continue
+        largest = max(_size(_measured(quantity, name, value, answer), answer) for name, value in arrays.items())
+        floor = largest * (FLOOR**2 if quantity.kind in SQUARED else FLOOR)
+        unknown = set(seen.get(quantity, {})) - set(arrays) if quantity.kind in OF_PARAMETERS else set()
+        findings += [Deviation(quantity, name, float("nan"), 0.0) for name in sorted(unknown)]
+        for name, value in arrays.items():
+            if (quantity.training, name) in noise:
+                continue
+            truth = _measured(quantity, name, value, answer)
+            mine = seen.get(quantity, {}).get(name)
+            if mine is None or mine.shape != value.shape:
+                findings.append(Deviation(quantity, name, float("nan"), 0.0))
+                continue
+            mine = _measured(quantity, name, mine, answer)
+            theirs = _measured(quantity, name, answer.theirs[quantity][name], answer)
+            scale = max(_size(truth, answer), largest if quantity == ADAMW and name in still else floor) or 1.0
+            if quantity.kind in SCALARS:
+                error, their_error = _relative(mine, truth), pooled[quantity]
+            else:
+                error = _size(mine - truth, answer) / scale
+                their_error = max(_size(theirs - truth, answer) / scale, pooled.get(quantity, 0.0))
+            tolerance = _tolerance(quantity, value, scale, answer)
+            bound = min(MOST, max(tolerance, OF_TRANSFORMERS * their_error))
+            ratio = None if error <= bound else _clean_ratio(mine, truth)
+            findings.append(Deviation(quantity, name, error, bound, ratio))
+    return findings
+
+
+def _measured(quantity: Quantity, name: str, value: np.ndarray, answer: ReferenceAnswer) -> np.ndarray:
+    """Returns the array in float64; of weights their change."""
+    value = value.astype(np.float64)
+    return value - answer.start[name] if quantity.kind == "weight" else value
+
+
+def _size(value: np.ndarray, answer: ReferenceAnswer) -> float:
+    """Returns the largest entry in float32, and the 2-norm in half precision, whose single entries are noise."""
+    if answer.dtype == "fp32":
+        return float(np.abs(value).max(initial=0.0))
+    return float(np.linalg.norm(value))
+
+
+def _relative(mine: np.ndarray, truth: np.ndarray) -> float:
+    return float((np.abs(mine - truth) / np.abs(truth)).max())
+
+
+def _tolerance(quantity: Quantity, value: np.ndarray, scale: float, answer: ReferenceAnswer) -> float:
+    if quantity.kind != "weight":
+        return TOLERANCES[quantity.kind]
+    if quantity == ADAMW:
+        return ADAMW_WEIGHT
+    # each side rounds `weight - lr * gradient` at every step
+    steps = len(answer.truth[Quantity(quantity.training, "loss")])
+    return TOLERANCES["weight"] + steps * float(np.finfo(np.float32).eps) * float(np.abs(value).max()) / scale
+
+
+def _pooled_errors(answer: ReferenceAnswer) -> dict[Quantity, float]:
+    """Returns transformers' error for quantities of which a single error is random, pooled over many.
+
+    Scalars in float32 are pooled by kind. In half precision a loss may be off by its tokens' mean absolute error, a
+    norm by the error of its gradients (|mean e| <= mean |e|, | |a| - |b| | <= |a - b|), and arrays of one kind by the
+    largest error among them: in an array of few entries the error of a single run is random.
+    """
+    if answer.dtype == "fp32":
+        errors = dict.fromkeys(SCALARS, 0.0)
+        for quantity, arrays in answer.truth.items():
+            if quantity.kind in SCALARS:
+                theirs = answer.theirs[quantity]
+                errors[quantity.kind] = max(
+                    errors[quantity.kind], *(_relative(theirs[n], v) for n, v in arrays.items())
+                )
+        return {quantity: errors[quantity.kind] for quantity in answer.truth if quantity.kind in SCALARS}
+    pooled: dict[Quantity, float] = {}
+    noise = _noise(answer)
+    for training, kind in answer.truth:
+        quantity = Quantity(training, kind)
+        truth, theirs = answer.truth[quantity], answer.theirs[quantity]
+        if kind == TOKEN_LOSS:
+            error = max(float(np.abs(theirs[n] - v).mean() / np.abs(v.mean())) for n, v in truth.items())
+            pooled |= {Quantity(training, "loss"): error, Quantity(training, "evaluation loss"): error}
+        elif kind == "gradient":
+            squares = [(_square(theirs[name] - value), _square(value)) for name, value in truth.items()]
+            difference, size = np.sqrt(np.sum(squares, axis=0))
+            norm = Quantity(training, "gradient norm")
+            scalars = [_relative(answer.theirs[norm][step], value) for step, value in answer.truth[norm].items()]
+            pooled[norm] = max(float(difference / size), *scalars)
+        if kind in OF_PARAMETERS:
+            start = answer.start if kind == "weight" else dict.fromkeys(truth, 0.0)
+            known = {name: value for name, value in truth.items() if (training, name) not in noise}
+            errors_of = (_relative_size(theirs[name] - value, value - start[name]) for name, value in known.items())
+            pooled[quantity] = max(errors_of, default=0.0)
+    return pooled
+
+
+def _noise(answer: ReferenceAnswer) -> set[tuple[str, str]]:
+    """Returns (training, parameter) whose half-precision gradient is mostly rounding, such as that of a key's bias."""
+    if answer.dtype == "fp32":
+        return set()
+    noise = set()
+    for quantity, gradients in answer.truth.items():
+        if quantity.kind == "gradient":
+            largest = max(float(np.linalg.norm(gradient)) for gradient in gradients.values())
+            for name, gradient in gradients.items():
+                is_small = np.linalg.norm(gradient) < FLOOR * largest
+                if is_small or _relative_size(answer.theirs[quantity][name] - gradient, gradient) > UNKNOWN:
+                    noise.add((quantity.training, name))
+    return noise
+
+
+def _without_gradient(answer: ReferenceAnswer) -> set[str]:
+    """Returns parameters that AdamW moves only by decay and rounding: a key's bias, q and k of a window of one."""
+    moments = answer.truth.get(Quantity(ADAMW.training, "exp_avg"), {})
+    largest = max((float(np.abs(moment).max(initial=0.0)) for moment in moments.values()), default=0.0)
+    return {name for name, moment in moments.items() if np.abs(moment).max(initial=0.0) < NOTHING * largest}
+
+
+def _relative_size(difference: np.ndarray, value: np.ndarray) -> float:
+    return float(np.linalg.norm(difference) / (np.linalg.norm(value) or 1.0))
+
+
+def _square(value: np.ndarray) -> float:
+    return float(np.square(value, dtype=np.float64).sum())
+
+
+def _clean_ratio(mine: np.ndarray, truth: np.ndarray) -> float | None:
+    """Returns k or 1/k if `mine` is that multiple of the truth for a whole number k >= 2."""
+    if not np.isfinite(mine).all() or not _square(truth):
+        return None
+    ratio = float((mine * truth).sum() / _square(truth))
+    rest = np.sqrt(_square(mine - ratio * truth) / max(_square(mine), np.finfo(float).tiny))
+    if ratio <= 0 or rest > 1e-3:
+        return None
+    whole = round(max(ratio, 1 / ratio))
+    exact = float(whole) if ratio > 1 else 1 / whole
+    return exact if whole > 1 and abs(ratio / exact - 1) < 1e-3 else None
+
+
+def worst(findings: Iterable[Deviation], kind: str | None = None) -> Deviation:
+    """Returns the deviation with the largest error in units of its bound, of one kind of quantity or of all."""
+    return max((f for f in findings if kind is None or f.quantity.kind == kind), key=lambda finding: finding.excess)

@@ -1,0 +1,149 @@
+"""Layouts of `megalite verify`: parsing, validation, and the default selection.
+
+In: a config, text such as `tp=2,pp=2,zero=1`. Out: `ParityLayout`s, and configs that request them. Does not import
+torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from launch.errors import LaunchError
+from megalite.config import Config, ConfigError, resolve_layout
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, order=True)
+class ParityLayout:
+    """Parallel layout on the axes that must not change a result; the defaults are one process."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    zero: int = 1
+    sequence_parallel: bool = False
+    recompute: Recompute = "none"
+    accumulation: int = 1  # micro-batches per step on one replica
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """The axes that differ from their defaults, with their values."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+
+    def without(self, *axes: str) -> ParityLayout:
+        """Returns the layout with these axes off; without tensor parallelism there is no sequence parallelism."""
+        off = replace(self, **{axis: _DEFAULTS[axis] for axis in axes})
+        return replace(off, sequence_parallel=False) if off.tp == 1 else off
+
+    def __str__(self) -> str:
+        return ",".join(name if value is True else f"{name}={value}" for name, value in self.axes.items()) or "tp=1"
+
+    def config(self, base: Config) -> Config:
+        """Returns `base` with this layout and the same global batch. Raises ConfigError if that is impossible."""
+        values = base.model_dump(mode="json", exclude_unset=True)
+        values["parallel"] = {
+            "tensor_parallel_size": self.tp,
+            "pipeline_parallel_size": self.pp,
+            "data_parallel_size": self.dp,
+            "sequence_parallel": self.sequence_parallel,
+            "zero_stage": self.zero,
+        }
+        values["recompute"] = {"mode": self.recompute}
+        batch, parts = base.training.global_batch_size, self.dp * self.accumulation
+        if batch % parts:
+            raise ConfigError(f"a global batch of {batch} cannot be cut into {parts} micro-batches")
+        values["training"] = values["training"] | {"micro_batch_size": batch // parts}
+        config = Config.model_validate(values)
+        resolve_layout(config, self.world_size, "cuda")  # the command checks the device, once
+        return config
+
+
+_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(ParityLayout)}
+
+
+def layout_of(config: Config, world_size: int) -> ParityLayout:
+    """Returns the layout that a config requests on `world_size` processes."""
+    resolved = resolve_layout(config, world_size, "cuda")
+    return ParityLayout(
+        tp=resolved.tensor_parallel_size,
+        pp=resolved.pipeline_parallel_size,
+        dp=resolved.data_parallel_size,
+        zero=resolved.zero_stage,
+        sequence_parallel=config.parallel.sequence_parallel,
+        recompute=config.recompute.mode,
+        accumulation=resolved.gradient_accumulation_steps,
+    )
+
+
+def parse_layouts(text: str) -> list[ParityLayout]:
+    """Parses `"tp=2,zero=1;pp=2,sequence_parallel"`. Raises LaunchError naming the part that is not understood."""
+    layouts = [_parse(entry) for entry in text.split(";") if entry.strip(" ,")]
+    if not layouts:
+        raise LaunchError('--layouts is empty: give "auto", or layouts such as "tp=2,pp=2;dp=2,zero=3"')
+    return list(dict.fromkeys(layouts))
+
+
+def _parse(entry: str) -> ParityLayout:
+    values: dict[str, Any] = {}
+    for word in entry.replace(",", " ").split():
+        name, _, value = word.partition("=")
+        name = name.strip()
+        if name not in _DEFAULTS:
+            names = ", ".join(_DEFAULTS)
+            raise LaunchError(f'--layouts: "{word}" is not understood: the words are {names}')
+        if name in values:
+            raise LaunchError(f'--layouts: "{entry.strip()}" gives {name} twice')
+        values[name] = _value(name, value.strip(), word)
+    if values.get("sequence_parallel") and values.get("tp", 1) == 1:
+        raise LaunchError(f'--layouts: "{entry.strip()}": sequence_parallel cuts nothing without a tp of 2 or more')
+    return ParityLayout(**values)
+
+
+def _value(name: str, value: str, word: str) -> Any:
+    if name == "sequence_parallel":
+        if value not in ("", "true", "false"):
+            raise LaunchError(f'--layouts: "{word}": sequence_parallel is true or false')
+        return value != "false"
+    if name == "recompute":
+        if value not in ("none", "selective", "full"):
+            raise LaunchError(f'--layouts: "{word}": recompute is none, selective or full')
+        return value
+    if name == "zero" and value not in ("1", "2", "3"):
+        raise LaunchError(f'--layouts: "{word}": zero is 1, 2 or 3 (stage 0 is served by 1)')
+    if not value.isdecimal() or int(value) < 1:
+        raise LaunchError(f'--layouts: "{word}": {name} is a whole number from 1, as in {name}=2')
+    return int(value)
+
+
+AUTO = (
+    ParityLayout(),
+    ParityLayout(tp=2),
+    ParityLayout(pp=2, accumulation=3),
+    ParityLayout(dp=2, accumulation=3),
+    ParityLayout(dp=2, zero=2),
+    ParityLayout(dp=2, zero=3, recompute="selective"),
+    ParityLayout(tp=2, sequence_parallel=True, recompute="full"),
+    ParityLayout(tp=2, pp=2, accumulation=2, recompute="selective"),
+    ParityLayout(tp=2, dp=2, zero=3),
+    ParityLayout(tp=2, pp=2, dp=2, accumulation=3),
+    ParityLayout(tp=4, sequence_parallel=True),
+)
+"""Axes one at a time or nearly so, then together; the config's own layout is run in addition."""
+
+MOST_ACCUMULATION = 4  # in the config's own layout: more micro-batches repeat what the second and third show
+
+
+def auto_layouts(own: ParityLayout, most: int) -> tuple[list[ParityLayout], list[str]]:
+    """Returns the config's own layout and those of `AUTO` that fit on `most` ranks, and the reasons for omissions."""
+    own = replace(own, accumulation=min(own.accumulation, MOST_ACCUMULATION))
+    layouts = list(dict.fromkeys((own, *AUTO)))
+    too_large = [
+        f"{layout}: needs {layout.world_size} ranks, {most} fit here" for layout in layouts if layout.world_size > most
+    ]
+    return [layout for layout in layouts if layout.world_size <= most], too_large

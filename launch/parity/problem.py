@@ -1,0 +1,204 @@
+"""The problem that every layout and the reference solve: a small model, fresh random batches, two short trainings.
+
+In: the user's config and the layouts. Out: a `ParityProblem`, pure data that is sent to ranks. Does not import torch.
+
+The two trainings catch different bugs. The config's own optimizer (AdamW) divides each gradient by its own size and so
+hides one that was reduced twice or not at all, but shows moments, bias correction and decay groups. Plain SGD shows the
+gradient's scale in every weight, and the global norm, because its clip is active at some steps and not at others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from launch.errors import LaunchError
+from launch.parity.layout import ParityLayout
+from launch.parity.small_model import small_model
+from megalite.config import Config, ModelConfig
+from megalite.config.model import DROPOUTS
+
+Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
+FP16_SCALE_POWER = 12  # log2 of the loss scale: so small that nothing overflows and no step is skipped
+MOST_SEQUENCE, MOST_ROWS = 64, 256
+ROWS = 12  # sequences in a global batch, about
+DENSE, SPARSE = 0.75, 0.05  # fraction of tokens with a loss; fewer mean a noisier gradient, and so a larger norm
+SMALLEST_EPSILON = 1e-5
+LEARNING_RATES = 1e-4, 3e-3  # below, a step is lost in rounding; above, twenty are chaos
+RATE_FACTORS = 1.0, 0.5, 0.75  # of the learning rate, step after step, as a schedule would
+SGD_DECAY = 0.01  # fraction of a matrix per step
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A global batch, or the rows of it that one micro-batch holds."""
+
+    tokens: np.ndarray  # [rows, seq] int64
+    targets: np.ndarray  # [rows, seq] int64, -100: no loss
+    positions: np.ndarray | None  # [rows, seq] int64, 0 at the start of each packed document
+    samples: np.ndarray  # [rows] int64, positions of the samples in the data
+
+    def rows(self, which: slice) -> Batch:
+        positions = None if self.positions is None else self.positions[which]
+        return Batch(self.tokens[which], self.targets[which], positions, self.samples[which])
+
+
+@dataclass(frozen=True)
+class Training:
+    """One short training from the initial weights."""
+
+    name: str
+    config: Config
+    batches: tuple[Batch, ...]
+    keeps_vectors_whole: bool  # under ZeRO-3: the other training partitions everything
+
+    def learning_rate(self, step: int) -> float:
+        """Returns the learning rate of a step, counted from 0."""
+        return self.config.optimizer.learning_rate * RATE_FACTORS[step % len(RATE_FACTORS)]
+
+
+@dataclass(frozen=True)
+class ParityProblem:
+    """The config made small, and the seed of its batches."""
+
+    config: Config
+    seed: int
+    steps: int
+    changes: tuple[str, ...] = ()  # differences from the user's config, a phrase each
+    draw: int = 0  # counts draws of the batches, if the first was not good enough
+    scales: Mapping[str, float] = field(default_factory=dict)  # end of a weight's name -> factor on its initial value
+
+    def training(self) -> Training:
+        """Returns the training with the config's optimizer and clip, on packed documents."""
+        return Training(self.config.optimizer.name, self.config, self._batches("packed"), False)
+
+    def sgd(self, learning_rate: float, clip: float) -> Training:
+        """Returns the training with plain SGD, on sequences of one document; every second batch has few tokens with a
+        loss."""
+        decay = float(f"{SGD_DECAY / learning_rate:.2g}")
+        optimizer = {"name": "sgd", "learning_rate": learning_rate, "weight_decay": decay}
+        values = self.config.model_dump(mode="json") | {"optimizer": optimizer}
+        values["training"] |= {"gradient_clipping": clip}
+        return Training("sgd-under-clip", Config.model_validate(values), self._batches("whole"), True)
+
+    def _batches(self, kind: str) -> tuple[Batch, ...]:
+        draw = np.random.default_rng([self.seed, *f"{kind}{self.draw or ''}".encode()])
+        return tuple(self._batch(draw, kind, step) for step in range(self.steps))
+
+    def _batch(self, draw: np.random.Generator, kind: str, step: int) -> Batch:
+        training, vocabulary = self.config.training, self.config.model.vocab_size
+        shape = training.global_batch_size, training.sequence_length
+        tokens, targets = draw.integers(0, vocabulary, shape), draw.integers(0, vocabulary, shape)
+        # rows have different numbers of valid tokens, so that a mean of means is wrong
+        kept = (SPARSE if kind == "whole" and step % 2 else DENSE) * draw.random((shape[0], 1)) * 2
+        if step == self.steps - 1:
+            kept[: shape[0] // 2] = 0  # whole micro-batches and replicas without a loss
+        targets[draw.random(shape) >= kept] = -100
+        targets[-1, 0] = tokens[-1, 0]  # at least one
+        positions = None
+        if kind == "packed":
+            starts = draw.random(shape) < 3 / shape[1]
+            starts[:, 0] = True
+            index = np.arange(shape[1])
+            positions = index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
+        return Batch(tokens, targets, positions, step * shape[0] + np.arange(shape[0]))
+
+    def initial_value(self, name: str, value: np.ndarray, where: tuple[slice, ...], shape: tuple[int, ...]) -> Any:
+        """Returns the initial value of a block of the weight `name`, given that of an ordinary run, `value`.
+
+        Norms and biases do not start at ones and zeros, which would hide a decay or a scale.
+        """
+        for end, factor in self.scales.items():
+            value = value * np.float32(factor) if name.endswith(end) else value
+        if len(shape) > 1:
+            return value
+        key = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=16).digest()
+        drawn = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little"))).standard_normal(shape[0])
+        size = np.float32(0.1) * max(1e-3, float(np.abs(value).max(initial=0.0)) or 1.0)
+        return value + size * drawn[where[0]].astype(np.float32)
+
+
+def make_problem(
+    config: Config, layouts: Sequence[ParityLayout], *, seed: int, steps: int, full: bool, keep_dropout: bool = False
+) -> ParityProblem:
+    """Builds the problem that all `layouts` solve: one model, one global batch.
+
+    Raises LaunchError if no batch of reasonable size can be cut by all of them, or if there is nothing to learn.
+    """
+    changes: list[str] = []
+    sequence_length = _sequence_length(config, layouts, changes, full)
+    model = config.model if full else small_model(config.model, layouts, sequence_length, changes)
+    if not keep_dropout:
+        model = _without_dropout(model, changes)
+    if model.vocab_size == 1:
+        raise LaunchError("model.vocab_size 1 has nothing to verify, its loss is always 0: use 2 tokens or more")
+    # at 0.02 a narrow model's attention is uniform, and a wrong rotation or mask has no effect
+    spread = float(f"{max(model.initializer_range, 1 / math.sqrt(model.hidden_size)):.2g}")
+    _note_change(changes, "model.initializer_range", model.initializer_range, spread)
+    model = model.model_copy(update={"initializer_range": spread})
+    values = config.model_dump(mode="json")
+    values["model"] = model.model_dump(mode="json")
+    # options of a layout, not of the problem
+    values |= {"parallel": {}, "recompute": {}}
+    rows = math.lcm(*(layout.dp * layout.accumulation for layout in layouts))
+    if rows > MOST_ROWS:
+        raise LaunchError(
+            f"--layouts: only a global batch of {rows} sequences can be cut by all of them: verify those with large dp "
+            "or accumulation apart"
+        )
+    rows *= -(-ROWS // rows)
+    values["training"] |= {
+        "global_batch_size": rows,
+        "micro_batch_size": rows,
+        "sequence_length": sequence_length,
+        "seed": seed,
+        "steps": steps,
+        "tokens": None,
+        "evaluation": {},
+    }
+    values["optimizer"] |= _optimizer(config, changes)
+    precise = "highest"  # the other settings round float32 products to tf32 or bf16 on a GPU
+    _note_change(changes, "precision.float32_matmul_precision", config.precision.float32_matmul_precision, precise)
+    values["precision"] |= {"float32_matmul_precision": precise}
+    return ParityProblem(Config.model_validate(values), seed, steps, tuple(changes))
+
+
+def _note_change(changes: list[str], option: str, before: Any, after: Any) -> None:
+    if before != after:
+        changes.append(f"{option} {before} -> {after}")
+
+
+def _optimizer(config: Config, changes: list[str]) -> dict[str, Any]:
+    """Returns the options that must change so that rounding does not decide the result."""
+    options = config.optimizer
+    rate = min(max(options.learning_rate, LEARNING_RATES[0]), LEARNING_RATES[1])
+    _note_change(changes, "optimizer.learning_rate", options.learning_rate, rate)
+    if options.name == "sgd":
+        return {"learning_rate": rate}
+    epsilon = max(options.eps, SMALLEST_EPSILON)
+    _note_change(changes, "optimizer.eps", options.eps, epsilon)
+    return {"learning_rate": rate, "eps": epsilon}
+
+
+def _without_dropout(model: ModelConfig, changes: list[str]) -> ModelConfig:
+    dropouts = {name: 0.0 for name in DROPOUTS if getattr(model, name)}
+    for name in dropouts:
+        changes.append(f"model.{name} {getattr(model, name)} -> 0, because transformers draws other masks than we do")
+    return model.model_copy(update=dropouts)
+
+
+def _sequence_length(config: Config, layouts: Sequence[ParityLayout], changes: list[str], full: bool) -> int:
+    """Returns a short length that every tensor-parallel size that cuts the sequence divides, if the model allows it."""
+    wanted, longest = config.training.sequence_length, config.model.max_position_embeddings
+    parts = math.lcm(*(layout.tp for layout in layouts if layout.sequence_parallel))
+    length = min(longest, wanted if full else min(wanted, MOST_SEQUENCE))
+    if parts <= longest:
+        length = max(parts, length // parts * parts)
+    reason = f" (cut by tp {parts})" if parts > 1 and length % parts == 0 else ""
+    _note_change(changes, "training.sequence_length", wanted, f"{length}{reason}" if length != wanted else wanted)
+    return length

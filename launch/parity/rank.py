@@ -1,0 +1,159 @@
+"""Solves a problem on one rank of one layout, with the real engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from launch.parity.layout import ParityLayout
+from launch.parity.observations import COPIES, ArrayBlock, Quantity, around, by_step, whole
+from launch.parity.problem import Batch, ParityProblem, Training
+from launch.runtime.devices import Device
+from megalite.config import Config, resolve_layout
+from megalite.engine.build import build_engine
+from megalite.engine.engine import Engine
+from megalite.engine.parameter_state import moment_names, read_parameter, reading_gradients, refresh, write_parameter
+from megalite.parallel.initialize import initialize_
+from megalite.parallel.layers import BlockInput
+from megalite.parallel.shard import Shard
+from megalite.resilience.replica_check import find_disagreements
+from models.decoder import decoder_layers
+
+
+def solve(rank: int, problem: ParityProblem, layout: ParityLayout, trainings: Sequence[Training]) -> list[ArrayBlock]:
+    """Returns this rank's blocks of every observation."""
+    torch.set_float32_matmul_precision(problem.config.precision.float32_matmul_precision)
+    blocks: list[ArrayBlock] = []
+    for training in trainings:
+        engine = _engine(problem, layout, training)
+        blocks += _train(engine, layout, training)
+        engine.deepspeed.destroy()
+    return blocks
+
+
+def _engine(problem: ParityProblem, layout: ParityLayout, training: Training) -> Engine:
+    """Builds the layout's engine at the problem's initial weights."""
+    config = _as_if_large(layout.config(training.config), training)
+    device: Device = "cuda" if torch.cuda.is_initialized() else "cpu"
+    engine = build_engine(
+        decoder_layers(config.model, config.recompute.mode), config, resolve_layout(config, layout.world_size, device)
+    )
+    for _, parameter in engine.parameters():
+        shard: Shard = parameter.shard  # type: ignore[attr-defined]
+        value = torch.empty(shard.local_shape)  # not read from the engine, which may have rounded it
+        initialize_(value, shard, config.training.seed, config.model.initializer_range)
+        for piece in shard.pieces():
+            start = problem.initial_value(piece.name, value[piece.target].numpy(), piece.source, piece.shape)
+            value[piece.target] = torch.from_numpy(start)
+        write_parameter(parameter, {"weight": value.to(engine.deepspeed.device)})
+    refresh(engine)
+    return engine
+
+
+def _as_if_large(config: Config, training: Training) -> Config:
+    """Sets those of DeepSpeed's sizes that the user has not set, so that this model is treated as a large one.
+
+    A bucket holds about one matrix, so that there are many. ZeRO-3 partitions everything in one training, and keeps
+    vectors whole in the other.
+    """
+    model = config.model
+    values = config.model_dump(mode="json")
+    sizes = values["deepspeed"].setdefault("zero_optimization", {})
+    for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
+        sizes.setdefault(bucket, model.hidden_size * model.intermediate_size)
+    if config.parallel.zero_stage == 3:
+        kept = model.hidden_size if training.keeps_vectors_whole else 0
+        sizes.setdefault("stage3_param_persistence_threshold", kept)
+    return Config.model_validate(values)
+
+
+def _train(engine: Engine, layout: ParityLayout, training: Training) -> Iterator[ArrayBlock]:
+    """Evaluates, trains and evaluates again; yields the observations."""
+
+    def quantity(kind: str) -> Quantity:
+        return Quantity(training.name, kind)
+
+    first = _fed(engine, layout, training.batches[0])
+    yield from _forward(engine, layout, training)
+    before = float(engine.evaluate(first, layout.accumulation))
+    losses, norms = [], []
+    gradients: list[ArrayBlock] = []
+
+    def take(parameter: nn.Parameter, gradient: Tensor) -> None:
+        gradients.extend(_pieces(quantity("gradient"), parameter, gradient))
+
+    for step, batch in enumerate(training.batches):
+        micro_batches = _fed(engine, layout, batch)
+        with reading_gradients(engine, take) if step == 0 else nullcontext():
+            result = engine.train_step(micro_batches, training.learning_rate(step))
+        losses.append(float(result.loss))
+        norms.append(float(result.grad_norm))
+    yield from whole(quantity(COPIES), {str(copy): np.ones(1) for copy in find_disagreements(engine)})
+    after = float(engine.evaluate(first, layout.accumulation))
+    yield from gradients
+    yield from whole(quantity("loss"), by_step(losses))
+    yield from whole(quantity("gradient norm"), by_step(norms))
+    yield from whole(quantity("evaluation loss"), around(before, after))
+    moments = moment_names(engine)
+    for _, parameter in engine.parameters():
+        for kind, value in read_parameter(parameter, moments).items():
+            yield from _pieces(quantity(kind), parameter, value)
+
+
+def _pieces(quantity: Quantity, parameter: nn.Parameter, value: Tensor) -> Iterator[ArrayBlock]:
+    value = value.detach().float().cpu()
+    for piece in parameter.shard.pieces():  # type: ignore[attr-defined]
+        yield ArrayBlock(quantity, piece.name, piece.shape, piece.source, value[piece.target].numpy().copy())
+
+
+def _rows(engine: Engine, layout: ParityLayout, batch: Batch) -> list[slice]:
+    """Returns the rows of a global batch in each of this replica's micro-batches."""
+    size = len(batch.tokens) // (layout.dp * layout.accumulation)
+    first = engine.coordinate.data_rank * layout.accumulation
+    return [slice((first + i) * size, (first + i + 1) * size) for i in range(layout.accumulation)]
+
+
+def _fed(engine: Engine, layout: ParityLayout, batch: Batch) -> list[Batch]:
+    """Returns the micro-batches that this rank passes to its engine."""
+    return [batch.rows(rows) for rows in _rows(engine, layout, batch)] if engine.needs_data else []
+
+
+def _forward(engine: Engine, layout: ParityLayout, training: Training) -> Iterator[ArrayBlock]:
+    """Yields every layer's output and the logits, for the first batch at the initial weights."""
+    batch = training.batches[0]
+    sequence, tp = batch.tokens.shape[1], engine.coordinate.tensor_rank
+    outputs: dict[str, Tensor] = {}
+    hooks = [
+        module.register_forward_hook(_keep(outputs, str(module.layer_name)))
+        for module in engine.deepspeed.module.modules()
+        if hasattr(module, "layer_name")
+    ]
+    for rows in _rows(engine, layout, batch):
+        outputs.clear()
+        logits = engine.logits(batch.rows(rows) if engine.needs_data else None)
+        for name, hidden in outputs.items():
+            length = hidden.shape[1]
+            cut = slice(tp * length, (tp + 1) * length) if length < sequence else slice(0, sequence)
+            shape = (len(batch.tokens), sequence, hidden.shape[2])
+            where = (rows, cut, slice(0, shape[2]))
+            yield ArrayBlock(Quantity(training.name, "activation"), name, shape, where, hidden.float().cpu().numpy())
+        if logits is not None:
+            shape = (len(batch.tokens), sequence, logits.shape[2])
+            where = (rows, slice(0, sequence), slice(0, shape[2]))
+            yield ArrayBlock(Quantity(training.name, "logits"), "logits", shape, where, logits.float().cpu().numpy())
+    for hook in hooks:
+        hook.remove()
+
+
+def _keep(outputs: dict[str, Tensor], name: str) -> Callable[[nn.Module, Any, Any], None]:
+    def keep(_: nn.Module, __: Any, output: Any) -> None:
+        hidden = output.hidden if isinstance(output, BlockInput) else output
+        if isinstance(hidden, Tensor):  # the head returns hidden states and its weight
+            outputs[name] = hidden.detach().clone()
+
+    return keep

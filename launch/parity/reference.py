@@ -1,0 +1,163 @@
+"""Solves a problem on one process: a model of `reference_models.py`, trained by torch's optimizers.
+
+In: a `ParityProblem`. Out: `Observations` in float64 (the truth), float32, or a half precision over float32 master
+weights. Nothing of DeepSpeed and nothing parallel is involved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from launch.parity.observations import NEAR_CHOICES, TOKEN_LOSS, Observations, Quantity, around, by_step
+from launch.parity.problem import FP16_SCALE_POWER, Batch, Dtype, ParityProblem, Training
+from launch.parity.reference_models import Model, as_numpy
+from megalite.engine.optimizer import MOMENTS
+
+TORCH_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# relative to the spread of a router's logits: float32 has errors of 1e-6, and hardly ever larger ones than this
+NEAR = 1e-5
+SGD_MOVEMENT = 0.02  # fraction of the norm of all weights per clipped step: above rounding, below divergence
+
+
+def sgd_settings(kind: type[Model], problem: ParityProblem, device: str) -> tuple[float, float]:
+    """Returns a learning rate, and a clip that is active only at the noisy steps of `ParityProblem.sgd`, both rounded
+    to two digits so that every reference gives the same."""
+    model = kind(problem, torch.float32, device)
+    norms = []
+    for batch in problem.sgd(1.0, 0.0).batches[:2]:
+        model.module.zero_grad()
+        _loss(model.logits(batch), batch).backward()
+        norms.append(_norm([parameter.grad for parameter in model.module.parameters()]))
+    clip = (norms[0] * norms[-1]) ** 0.5 if len(norms) > 1 else norms[0] / 2
+    weights = _norm([parameter.detach() for parameter in model.module.parameters()])
+    return float(f"{SGD_MOVEMENT * weights / clip:.2g}"), float(f"{clip:.2g}")
+
+
+def solve(
+    kind: type[Model], problem: ParityProblem, training: Training, dtype: Dtype, device: str, accumulation: int = 1
+) -> Observations:
+    """Trains on one process; sums gradients of half-precision micro-batches in the config's format."""
+    model = kind(problem, TORCH_DTYPES[dtype], device)
+    exact = kind(problem, torch.float64 if dtype == "fp64" else torch.float32, device)
+    pairs = list(zip(exact.module.parameters(), model.module.parameters(), strict=True))
+    optimizer = _optimizer(training, exact)
+    seen: Observations = {}
+
+    def see(kind: str, values: Mapping[str, Any]) -> None:
+        seen[Quantity(training.name, kind)] = {name: np.asarray(value) for name, value in values.items()}
+
+    near_choices: list[int] = []
+    handles = [
+        router.register_forward_hook(_counting(near_choices, problem.config.model.num_experts_per_tok))
+        for router in model.routers()
+    ]
+    first = training.batches[0]
+    activations, logits = _hidden_states(model, first)
+    see("logits", {"logits": logits})
+    see("activation", activations)
+    before, tokens, norms = _evaluate(model, first), [], []
+    for step, batch in enumerate(training.batches):
+        tokens.append(_backward(model, exact, batch, training, accumulation))
+        if step == 0:
+            see("gradient", exact.named(_gradient))
+        norms.append(_norm([_gradient(parameter) for parameter, _ in pairs]))
+        clip = training.config.training.gradient_clipping
+        if clip:
+            nn.utils.clip_grad_norm_(exact.module.parameters(), clip)
+        for group in optimizer.param_groups:
+            group["lr"] = training.learning_rate(step)
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, copy in pairs:
+                copy.copy_(parameter)
+    see(TOKEN_LOSS, {f"step {step}": losses for step, losses in enumerate(tokens, start=1)})
+    see("loss", by_step([float(losses.mean(dtype=np.float64)) for losses in tokens]))
+    see("gradient norm", by_step(norms))
+    see("evaluation loss", around(before, _evaluate(model, first)))
+    see("weight", exact.named(lambda parameter: parameter.detach()))
+    for moment in MOMENTS[training.config.optimizer.name]:
+        see(moment, exact.named(lambda parameter: optimizer.state[parameter][moment]))  # noqa: B023
+    for handle in handles:
+        handle.remove()
+    if handles:
+        see(NEAR_CHOICES, {"all": np.array([sum(near_choices)])})
+    return seen
+
+
+def _counting(near_choices: list[int], top_k: int) -> Callable[[nn.Module, tuple[Tensor, ...], Any], None]:
+    def count(router: nn.Module, inputs: tuple[Tensor, ...], _: Any) -> None:
+        with torch.no_grad():
+            logits = nn.functional.linear(inputs[0].flatten(0, -2), router.get_parameter("weight"))
+            if top_k < logits.shape[1]:
+                best = logits.topk(top_k + 1, dim=1).values
+                near_choices.append(int((best[:, -2] - best[:, -1] < NEAR * logits.std()).sum()))
+
+    return count
+
+
+def _optimizer(training: Training, model: Model) -> torch.optim.Optimizer:
+    options = training.config.optimizer
+    parameters = list(model.module.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": options.weight_decay},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    if options.name == "sgd":
+        return torch.optim.SGD(groups, lr=options.learning_rate)
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, eps=options.eps)
+
+
+def _backward(model: Model, exact: Model, batch: Batch, training: Training, accumulation: int) -> np.ndarray:
+    """Returns the loss of each valid token; stores the gradient of their mean in `exact`, in its weights' format."""
+    scale = 2.0**FP16_SCALE_POWER if next(model.module.parameters()).dtype == torch.float16 else 1.0
+    sums_in_fp32 = training.config.precision.gradient_accumulation_dtype == "fp32"
+    exact.module.zero_grad()
+    model.module.zero_grad()
+    model.module.train(model.drops)
+    valid, rows, losses = int((batch.targets != -100).sum()), len(batch.tokens) // accumulation, []
+    for index in range(accumulation):
+        part = batch.rows(slice(index * rows, (index + 1) * rows))
+        of_tokens = _loss(model.logits(part), part, reduction="none")
+        (of_tokens.sum() / valid * scale).backward()
+        losses.append(as_numpy(of_tokens)[part.targets.flatten() != -100])
+        if not sums_in_fp32 and index < accumulation - 1:
+            continue  # torch sums in the format of the weights
+        for parameter, copy in zip(exact.module.parameters(), model.module.parameters(), strict=True):
+            gradient = _gradient(copy).to(parameter.dtype) / scale
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        model.module.zero_grad()
+    model.module.eval()
+    return np.concatenate(losses)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+@torch.no_grad()
+def _evaluate(model: Model, batch: Batch) -> float:
+    return _loss(model.logits(batch), batch).item()
+
+
+def _loss(logits: Tensor, batch: Batch, reduction: str = "mean") -> Tensor:
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    targets = torch.from_numpy(batch.targets).to(logits.device)
+    return nn.functional.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction=reduction)
+
+
+def _hidden_states(model: Model, batch: Batch) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Returns the output of every layer `[rows, seq, hidden]` by its name, and the logits."""
+    outputs: dict[str, np.ndarray] = {}
+    with model.watch(lambda name, hidden: outputs.update({name: as_numpy(hidden)})), torch.no_grad():
+        logits = as_numpy(model.logits(batch))
+    return outputs, logits
+
+
+def _norm(tensors: list[Any]) -> float:
+    """Returns the 2-norm of all tensors, computed in float64 so that the reference's norm has no rounding error."""
+    return float(torch.stack([tensor.double().square().sum() for tensor in tensors]).sum().sqrt())

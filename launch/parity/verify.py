@@ -1,0 +1,267 @@
+"""Runs `megalite verify`: plans the layouts, runs them and the references, compares and diagnoses.
+
+In: a config and the command's options. Out: a `ParityReport`, printed as a table or JSON. Torch is imported only when
+something is computed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from launch.errors import LaunchError
+from launch.parity.comparison import ReferenceAnswer, compare
+from launch.parity.diagnosis import Diagnosis, LayoutResult, diagnose
+from launch.parity.forked_ranks import RankFailure, run_ranks, warm_up
+from launch.parity.layout import ParityLayout, auto_layouts, layout_of, parse_layouts
+from launch.parity.observations import COPIES, FIRST_STEP, NEAR_CHOICES, ArrayBlock, Observations, assemble
+from launch.parity.problem import FP16_SCALE_POWER, Dtype, ParityProblem, Training, make_problem
+from launch.runtime.devices import Device, gpu_count
+from launch.runtime.local_ranks import rank_environment
+from megalite.config import Config, ConfigError, resolve_layout, wanted_world_size
+from megalite.config.auto import PLACEHOLDERS
+from megalite.config.known_bad import installed_versions, matching
+from models.families import family
+
+MOST_CPU_RANKS = 8
+MOST_DRAWS, MOST_NEAR_CHOICES = 20, 10  # with more near choices of experts, all draws have some
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The layouts to run, and the problem that they solve."""
+
+    problem: ParityProblem
+    layouts: tuple[ParityLayout, ...]
+    left_out: tuple[str, ...]  # layouts that cannot be run, with reasons
+    dtypes: tuple[Dtype, ...]
+    reference: str
+    device: Device
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """The results of all layouts, and the causes of failures."""
+
+    plan: Plan
+    verdicts: tuple[LayoutResult, ...]
+    diagnoses: tuple[Diagnosis, ...]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return all(verdict.passed for verdict in self.verdicts)
+
+
+def make_plan(
+    config: Config,
+    *,
+    layouts: str = "auto",
+    reference: str = "transformers",
+    steps: int = 3,
+    full: bool = False,
+    seed: int | None = None,
+    timeout_s: float = 120.0,
+) -> Plan:
+    """Checks everything that does not need another process. Raises ConfigError or LaunchError."""
+    if reference == "transformers":
+        family(config.model.model_type).check(config.model)
+    # `auto` may resolve to any layout, so all of them must be right
+    config = config.with_resolved({path: PLACEHOLDERS[path] for path in config.unresolved_options})
+    gpus = gpu_count()
+    device: Device = "cuda" if gpus else "cpu"
+    most = gpus or MOST_CPU_RANKS
+    too_large: list[str] = []
+    is_auto = layouts.strip().lower() == "auto"
+    if is_auto:
+        wanted, too_large = auto_layouts(layout_of(config, wanted_world_size(config, gpus or None)), most)
+    else:
+        wanted = parse_layouts(layouts)
+        for layout in wanted:
+            if layout.world_size > most:
+                raise LaunchError(
+                    f"--layouts: {layout} needs {layout.world_size} ranks, and {most} fit on this machine's {device}"
+                )
+    problem = make_problem(
+        config,
+        wanted,
+        seed=int(np.random.SeedSequence().entropy % 2**31) if seed is None else seed,  # type: ignore[operator]
+        steps=steps,
+        full=full,
+        keep_dropout=reference == "self",
+    )
+    runnable, left_out = _legal(problem, wanted, strict=not is_auto)
+    if not runnable:
+        raise LaunchError(f"none of the layouts can be run, for example {left_out[0]}")
+    dtype = config.precision.dtype
+    if dtype == "fp16" and device == "cpu":
+        raise ConfigError("precision.dtype fp16 needs a GPU, but this machine has none: use bf16 or fp32")
+    dtypes = tuple(dict.fromkeys(("fp32", dtype)))
+    return Plan(problem, runnable, (*too_large, *left_out), dtypes, reference, device, timeout_s)
+
+
+def _legal(
+    problem: ParityProblem, wanted: Sequence[ParityLayout], *, strict: bool
+) -> tuple[tuple[ParityLayout, ...], tuple[str, ...]]:
+    """Separates possible layouts from impossible ones. Raises LaunchError for the latter if `strict`."""
+    runnable, left_out = [], []
+    for layout in wanted:
+        try:
+            layout.config(problem.config)
+        except ConfigError as error:
+            if strict:
+                raise LaunchError(f"--layouts: {layout}: {error}") from None
+            left_out.append(f"{layout}: {error}")
+        else:
+            runnable.append(layout)
+    return tuple(runnable), tuple(left_out)
+
+
+def verify(plan: Plan, say: Callable[[str], None]) -> ParityReport:
+    """Runs the plan; calls `say` with messages about progress."""
+    started = time.monotonic()
+    environment, _ = rank_environment(
+        plan.problem.config.launch, max(layout.world_size for layout in plan.layouts), plan.device == "cuda"
+    )
+    # looking for GPUs must not initialize CUDA in the fork server, which could not fork afterwards
+    warm_up(environment | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
+    verdicts, diagnoses = [], []
+    asked = plan.problem.config.model.num_experts_per_tok
+    for dtype in plan.dtypes:
+        say(f"reference: {plan.reference} in float64 and {dtype} on one process")
+        session = Session(References(plan, dtype), plan.timeout_s)
+        if (chosen := session.references.problem.config.model.num_experts_per_tok) != asked:
+            say(f"{dtype}: each token goes to all {chosen} experts, because rounding would decide to which {asked}")
+        if near := session.references.near_choices:
+            say(f"{near} choices of experts are so near that rounding may decide: one that differs shows as an error")
+        for index, layout in enumerate(plan.layouts, start=1):
+            verdict = session.run(layout)
+            verdicts.append(verdict)
+            outcome = "pass" if verdict.passed else "FAIL"
+            say(f"[{index}/{len(plan.layouts)}] {dtype} {layout}: {outcome} ({verdict.seconds:.1f} s)")
+        diagnoses += session.explain([v for v in verdicts if v.dtype == dtype and not v.passed], say)
+    return ParityReport(plan, tuple(verdicts), tuple(diagnoses), time.monotonic() - started)
+
+
+def _solve(rank: int, problem: ParityProblem, layout: ParityLayout, trainings: Sequence[Training]) -> list[ArrayBlock]:
+    from launch.parity.rank import solve  # DeepSpeed: only ranks need it
+
+    return solve(rank, problem, layout, trainings)
+
+
+class References:
+    """Reference answers in one number format, computed on one process, each once."""
+
+    def __init__(self, plan: Plan, dtype: Dtype) -> None:
+        from launch.parity import reference, reference_models
+
+        self._solve, self.device, self.dtype = reference.solve, plan.device, dtype
+        is_ours = plan.reference == "self"
+        self._kind = reference_models.SerialReference if is_ours else reference_models.TransformersModel
+        self.problem = _in_dtype(plan.problem, dtype)
+        self._start = reference_models.initial_weights(self.problem)
+        self._answers: dict[int, ReferenceAnswer] = {}
+        for draw in range(MOST_DRAWS):
+            self.problem = replace(self.problem, draw=draw)
+            settings = reference.sgd_settings(self._kind, self.problem, plan.device)
+            self.trainings = (self.problem.training(), self.problem.sgd(*settings))
+            self._truth = self._solutions("fp64", 1)
+            if not self.near_choices or (draw == 0 and self.near_choices > MOST_NEAR_CHOICES):
+                break
+
+    @property
+    def near_choices(self) -> int:
+        """The number of choices of experts in all forward passes that may differ between float32 and float64.
+
+        Batches are drawn again until there are none. A large model always has some.
+        """
+        counts = (arrays["all"].item() for quantity, arrays in self._truth.items() if quantity.kind == NEAR_CHOICES)
+        return sum(counts)
+
+    def answer(self, accumulation: int) -> ReferenceAnswer:
+        """Returns the answer for a layout; in half precision the reference accumulates as many micro-batches."""
+        parts = 1 if self.dtype == "fp32" else accumulation
+        if parts not in self._answers:
+            self._answers[parts] = ReferenceAnswer(
+                self.dtype, self._truth, self._solutions(self.dtype, parts), self._start
+            )
+        return self._answers[parts]
+
+    def _solutions(self, dtype: Dtype, accumulation: int) -> Observations:
+        solutions: Observations = {}
+        for training in self.trainings:
+            solutions |= self._solve(self._kind, self.problem, training, dtype, self.device, accumulation)
+        return solutions
+
+
+@dataclass
+class Session:
+    """Compares layouts with the references, running each layout once."""
+
+    references: References
+    timeout_s: float
+    solve: Callable[..., list[ArrayBlock]] = _solve  # what ranks run
+    _verdicts: dict[ParityLayout, LayoutResult] = field(default_factory=dict)
+
+    def run(self, layout: ParityLayout) -> LayoutResult:
+        """Returns the result of a layout."""
+        if layout not in self._verdicts:
+            self._verdicts[layout] = self._run(layout)
+        return self._verdicts[layout]
+
+    def _run(self, layout: ParityLayout) -> LayoutResult:
+        started = time.monotonic()
+        dtype, problem, trainings = self.references.dtype, self.references.problem, self.references.trainings
+        try:
+            ranks = run_ranks(self.solve, layout.world_size, problem, layout, trainings, timeout_s=self.timeout_s)
+        except RankFailure as failure:
+            seconds = time.monotonic() - started
+            return LayoutResult(layout, dtype, seconds, crash=str(failure), traceback=failure.rank_traceback)
+        return self.compared(layout, ranks, time.monotonic() - started)
+
+    def compared(self, layout: ParityLayout, ranks: Sequence[Iterable[ArrayBlock]], seconds: float) -> LayoutResult:
+        """Compares the observations of the ranks of a layout."""
+        seen, disagreements = assemble(ranks)
+        disagreements += [sentence for quantity in seen if quantity.kind == COPIES for sentence in seen[quantity]]
+        findings = compare(seen, self.references.answer(layout.accumulation))
+        norms = {q.training: float(v[FIRST_STEP][0]) for q, v in seen.items() if q.kind == "gradient norm"}
+        return LayoutResult(
+            layout, self.references.dtype, seconds, tuple(findings), tuple(disagreements), first_norms=norms
+        )
+
+    def explain(self, failed: Sequence[LayoutResult], say: Callable[[str], None]) -> list[Diagnosis]:
+        """Diagnoses every failure that an earlier diagnosis does not explain, smallest layouts first."""
+        diagnoses: list[Diagnosis] = []
+        for verdict in sorted(failed, key=lambda v: (len(v.layout.axes), v.layout.world_size)):
+            if not any(diagnosis.explains(verdict.layout) for diagnosis in diagnoses):
+                say(f"looking for the cause of {verdict.layout}")
+                answer = self.references.answer(verdict.layout.accumulation)
+                config, device = self.references.problem.config, self.references.device
+                known = known_bad(verdict.layout, config, device)
+                diagnoses.append(diagnose(verdict, self.run, answer, known))
+        return diagnoses
+
+
+def known_bad(layout: ParityLayout, config: Config, device: Device) -> list[str]:
+    """Returns publicly known defects of the installed versions with these settings."""
+    config, versions = layout.config(config), installed_versions()
+    resolved = resolve_layout(config, layout.world_size, device)
+    rows = matching(config, resolved, versions, device)
+    return [f"{row.sentence(config, resolved, versions)}, {row.url}" for row in rows]
+
+
+def _in_dtype(problem: ParityProblem, dtype: str) -> ParityProblem:
+    values = problem.config.model_dump(mode="json")
+    if dtype != values["precision"]["dtype"]:
+        values["precision"] |= {"dtype": dtype, "gradient_accumulation_dtype": "fp32"}
+    if dtype == "fp16":
+        values["deepspeed"].setdefault("fp16", {})["initial_scale_power"] = FP16_SCALE_POWER
+    else:
+        values["deepspeed"].pop("fp16", None)
+    if dtype != "fp32" and values["model"]["num_experts"]:  # rounding would route some of a hundred tokens elsewhere
+        values["model"]["num_experts_per_tok"] = values["model"]["num_experts"]
+    return replace(problem, config=Config.model_validate(values))

@@ -1,0 +1,203 @@
+"""The predicted and the measured memory and step time of a run, for its console and its receipt. No torch here.
+
+A `Prediction` is made before the first step; a `SessionMeasurement` collects the record of each step and, at the end,
+the peak memory of every rank.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launch.planning.this_machine import Machine
+from megalite.config import Config, ResolvedLayout
+from megalite.parallel.mesh import Mesh
+from megalite.planner.cost.memory import TENSORS, Device, StageMemory, memory_of
+from megalite.planner.cost.model_states import MOMENTS
+from megalite.planner.cost.shapes import stages_of
+from megalite.planner.cost.step_time import StepTime, step_time
+from megalite.planner.hardware import as_values
+from megalite.planner.units import gib, seconds
+from megalite.planner.workload import TrainingWorkload
+
+WARM_UP_STEPS = 3  # of a session, in which threads start, caches fill and memory is mapped
+KEPT_STEPS = 10_000
+LEAST_WAIT = 0.01  # part of a step that waiting for data takes before it is worth telling
+PROCESS, COPY = "process", "checkpoint copy"
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The prediction for one session of a run."""
+
+    job: TrainingWorkload
+    machine: Machine | None  # None: `problem` says why
+    problem: str
+    memory: tuple[StageMemory, ...]  # per stage: of the process on a CPU, of its tensors on a GPU
+    step: StepTime | None
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        layout: ResolvedLayout,
+        machine: Machine | None,
+        problem: str = "",
+        process_bytes: int = 0,
+        device: Device = TENSORS,
+    ) -> Prediction:
+        """Predicts the memory, and the step time where `machine` is known.
+
+        `process_bytes` is the memory of a rank's process before its model was built, or 0 where only tensors count, as
+        on a GPU, where `torch.cuda.max_memory_allocated` is measured.
+        """
+        job = TrainingWorkload.of(config, layout)
+        step = None
+        if machine is not None:
+            try:
+                step = step_time(job, machine.cluster)
+            except Exception as error:  # the memory can be predicted all the same
+                problem = str(error)
+        memory = memory_of(job, device)
+        if process_bytes:
+            memory = tuple(_of_process(stage, config, layout, process_bytes) for stage in memory)
+        return cls(job, machine, problem, memory, step)
+
+    def sentences(self) -> list[str]:
+        """The prediction as sentences, printed before the first step."""
+        peaks = ", ".join(f"{_stages(stages)}{gib(most)}" for stages, most in _equal_stages(self.memory))
+        sentences = [f"predicted: peak memory {peaks}"]
+        if self.machine is not None and self.machine.cluster.memory_bytes < (
+            most := max(stage.total for stage in self.memory)
+        ):
+            sentences.append(
+                f"predicted: {gib(most)} is more than the {gib(self.machine.cluster.memory_bytes)} that a rank has"
+            )
+        if self.step is None or self.machine is None:
+            return [*sentences, f"predicted: no step time, because {self.problem}"]
+        parts = sorted(self.step.parts.items(), key=lambda part: -part[1])
+        shares = ", ".join(f"{name} {s / self.step.seconds:.0%}" for name, s in parts if s > 0.01 * self.step.seconds)
+        kind = self.machine.whole
+        constant = f"efficiency {kind.efficiency:.2f}, {kind.calibrated_on}"
+        utilization = "" if self.machine.is_cpu else f", MFU {self.step.model_flops_utilization:.0%}"
+        took = f"{seconds(self.step.seconds)} a step{utilization}"
+        return [*sentences, f"predicted: {took} on {self.machine.name} ({constant}): {shares}"]
+
+    def facts(self) -> Facts:
+        """The prediction for receipt.json; `megalite plan calibrate` reads it."""
+        facts: Facts = {
+            "problem": self.problem or None,
+            "memory": [
+                {
+                    "stage": one.stage,
+                    "peak_mib": _mib(one.total),
+                    "parts_mib": {k: _mib(v) for k, v in one.parts.items()},
+                }
+                for one in self.memory
+            ],
+        }
+        if self.machine is not None:
+            facts |= {
+                "accelerator": self.machine.name,
+                "efficiency": self.machine.whole.efficiency,
+                "calibrated_on": self.machine.whole.calibrated_on,
+                "whole_accelerator": self.machine.whole.model_dump(mode="json"),
+                "link": self.machine.link.model_dump(mode="json"),
+                "cluster": as_values(self.machine.cluster),
+            }
+        if self.step is not None:
+            facts["step_time_s"] = self.step.seconds
+            facts["parts_s"] = dict(self.step.parts)
+            facts["model_flops_utilization"] = self.step.model_flops_utilization
+        return facts
+
+
+class SessionMeasurement:
+    """The step times of a session so far; keeps two numbers per step."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, float]] = deque(
+            maxlen=KEPT_STEPS
+        )  # seconds of computing, and of waiting for data
+        self._left_out = 0
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Adds the record of a step."""
+        if self._left_out < WARM_UP_STEPS:
+            self._left_out += 1
+            return
+        self._steps.append((record["step_time_s"] - record["data_wait_s"], record["data_wait_s"]))
+
+    def facts(self, memory: Sequence[Mapping[str, Any] | None]) -> Facts:
+        """The measurement for receipt.json. `memory`: the `memory_facts` of each rank, or none at all."""
+        computing, waiting = [step[0] for step in self._steps], [step[1] for step in self._steps]
+        return {
+            "steps": len(self._steps),
+            "warm_up_steps": self._left_out,
+            "step_time_s": statistics.median(computing) if computing else None,
+            "data_wait_s": statistics.median(waiting) if waiting else None,
+            "ranks": [dict(one) if one is not None else None for one in memory],
+        }
+
+
+def comparison(prediction: Prediction, measured: Facts, mesh: Mesh) -> list[str]:
+    """Compares prediction and measurement in sentences, after training; a stage counts with its fullest rank."""
+    sentences = []
+    if (took := measured["step_time_s"]) is not None and prediction.step is not None:
+        expected, wait = prediction.step.seconds, measured["data_wait_s"]
+        waited = f", and waited {seconds(wait)} for data" if wait > LEAST_WAIT * took else ""
+        sentences.append(
+            f"a step: predicted {seconds(expected)}, measured {seconds(took)} ({error_of(expected, took)}; median of "
+            f"{measured['steps']}{waited})"
+        )
+    fullest: dict[int, float] = {}
+    for rank, one in enumerate(measured["ranks"]):
+        if one is not None:
+            stage = mesh.coordinate(rank).pipeline_rank
+            fullest[stage] = max(fullest.get(stage, 0.0), one["peak_mib"] * 2**20)
+    pairs = [
+        f"{f'stage {one.stage} ' * (len(prediction.memory) > 1)}predicted {gib(one.total)}, measured {gib(peak)} "
+        f"({error_of(one.total, peak)})"
+        for one in prediction.memory
+        if (peak := fullest.get(one.stage)) is not None
+    ]
+    return [*sentences, f"peak memory: {'; '.join(pairs)}"] if pairs else sentences
+
+
+def error_of(predicted: float, measured: float) -> str:
+    """The relative error of a prediction, such as `+3.1 %`."""
+    return f"{predicted / measured - 1:+.1%}".replace("%", " %")
+
+
+def _of_process(one: StageMemory, config: Config, layout: ResolvedLayout, process_bytes: int) -> StageMemory:
+    """Adds the memory of the process, which counts on a CPU, and the buffer that megalite/checkpoint/saver.py keeps for
+    background saves: this rank's share of fp32 weights and moments."""
+    shape = stages_of(config, layout)[one.stage]
+    numbers = (1 + MOMENTS[config.optimizer.name]) * shape.parameters / layout.data_parallel_size
+    copy = {COPY: 4.0 * numbers} if config.checkpoint.background else {}
+    return StageMemory(one.stage, {PROCESS: float(process_bytes), **one.parts, **copy})
+
+
+def _equal_stages(memory: Sequence[StageMemory]) -> list[tuple[list[int], float]]:
+    """Groups neighbouring stages whose memory rounds to the same number."""
+    groups: list[tuple[list[int], float]] = []
+    for one in memory:
+        if groups and gib(groups[-1][1]) == gib(one.total):
+            groups[-1][0].append(one.stage)
+        else:
+            groups.append(([one.stage], one.total))
+    return groups if len(groups) > 1 else [([], most) for _, most in groups]
+
+
+def _stages(stages: Sequence[int]) -> str:
+    if not stages:
+        return ""
+    return f"stage {stages[0]} " if len(stages) == 1 else f"stages {stages[0]}-{stages[-1]} "
+
+
+def _mib(count: float) -> float:
+    return round(count / 2**20, 3)

@@ -1,0 +1,137 @@
+"""The pipeline schedule of one optimizer step.
+
+A long schedule is drawn in three windows of the same length and scale: its start, part of its middle, and its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from xml.etree.ElementTree import Element
+
+from launch.planning.report.svg import AxisScale, Child, bar, drawing, element, label, line, slug
+from megalite.planner.cost.step_time import StepTime
+from megalite.planner.schedules import PassKind, Schedule, ScheduledPass, Timeline
+from megalite.planner.units import percent, seconds
+
+WIDTH, LEFT, RIGHT, TOP = 960.0, 62.0, 880.0, 34.0
+GAP = 18.0  # between windows
+MOST_ROWS, ROWS_OF_MANY = 16, 12  # up to 16 stages are all drawn; of more, 12
+MOST_BOXES = 3200  # in the figure: 700 kB
+MOST_BOXES_OF_ROW = 160  # each 5 wide, in a schedule that is drawn whole
+ROOM_FOR_DIGIT, AROUND_NUMBER = 6.4, 1.5
+AFTER_SCHEDULE = ("replicas", "optimizer")  # parts of the step
+
+
+@dataclass(frozen=True)
+class TimelineExcerpt:
+    """The part of a schedule that is drawn."""
+
+    stages: tuple[int, ...]
+    windows: tuple[tuple[float, float], ...]  # start and end in seconds
+
+
+def sample_of(timeline: Timeline) -> TimelineExcerpt:
+    """Chooses the whole schedule where that is legible and keeps the page small, else parts of it."""
+    total, stages = timeline.makespan_s, tuple(range(timeline.stages))
+    if timeline.stages > MOST_ROWS:  # at even distances, with the first and the last
+        stages = tuple(round(index * (timeline.stages - 1) / (ROWS_OF_MANY - 1)) for index in range(ROWS_OF_MANY))
+    drawn = [work for work in timeline.work if work.stage in stages]
+    if len(drawn) <= min(MOST_BOXES, MOST_BOXES_OF_ROW * len(stages)):
+        return TimelineExcerpt(stages, ((0.0, total),))
+    warmed_up = next(work.end_s for work in timeline.work if work.stage == 0 and work.kind != PassKind.FORWARD)
+    window = min(warmed_up * 1.1, total / 3.5)
+    while sum(_overlap(work, span) for span in _windows(window, total) for work in drawn) > MOST_BOXES:
+        window *= 0.8
+    return TimelineExcerpt(stages, _windows(window, total))
+
+
+def _windows(length: float, total: float) -> tuple[tuple[float, float], ...]:
+    middle = (total - length) / 2
+    return ((0.0, length), (middle, middle + length), (total - length, total))
+
+
+def _overlap(work: ScheduledPass, span: tuple[float, float]) -> bool:
+    return work.end_s > span[0] and work.start_s < span[1]
+
+
+def timeline_figure(timeline: Timeline) -> Element:
+    """Draws one row per stage, with the share of time in which it computes."""
+    sample = sample_of(timeline)
+    row = 24.0 if len(sample.stages) <= 8 else 18.0
+    bottom = TOP + row * len(sample.stages)
+    drawn: list[Child] = [
+        label(LEFT - 8, TOP - 10, "stage", "axis", "end"),
+        label(WIDTH, TOP - 10, "busy", "axis", "end"),
+    ]
+    for index, stage in enumerate(sample.stages):
+        y = TOP + row * (index + 0.5) + 4
+        busy = percent(timeline.busy_s[stage] / timeline.makespan_s)
+        drawn += [label(LEFT - 8, y, str(stage), "tick", "end"), label(WIDTH, y, busy, "value", "end")]
+    span = (RIGHT - LEFT - GAP * (len(sample.windows) - 1)) / len(sample.windows)
+    for index, (start, end) in enumerate(sample.windows):
+        left = LEFT + index * (span + GAP)
+        scale = AxisScale(start, end, left, left + span)
+        drawn += [
+            element("rect", x=left, y=TOP, width=span, height=bottom - TOP, class_="idle"),
+            label(scale.start, bottom + 18, seconds(scale.low) if scale.low else "0", "tick"),
+            label(scale.end, bottom + 18, seconds(scale.high), "tick", "end"),
+            [line(scale(tick), bottom, scale(tick), bottom + 5, "axis-line") for tick in scale.ticks(8)],
+            _boxes(timeline.work, sample, scale, row),
+        ]
+    x = LEFT
+    for kind in (*dict.fromkeys(work.kind.value for work in timeline.work), "idle"):
+        drawn.append(element("rect", x=x, y=TOP - 20, width=13, height=13, class_=f"{slug(kind)} chunk-0"))
+        drawn.append(label(x + 19, TOP - 9, kind, "legend"))
+        x += 44 + 7.5 * len(kind)
+    return drawing("timeline", "The pipeline schedule of one optimizer step", WIDTH, bottom + 30, drawn)
+
+
+def _boxes(works: Sequence[ScheduledPass], sample: TimelineExcerpt, scale: AxisScale, row: float) -> list[Element]:
+    """The passes that overlap the window of `scale`, cut at its ends."""
+    rows = {stage: index for index, stage in enumerate(sample.stages)}
+    drawn = []
+    for work in works:
+        if work.stage not in rows or not _overlap(work, (scale.low, scale.high)):
+            continue
+        x, end = scale(max(work.start_s, scale.low)), scale(min(work.end_s, scale.high))
+        y = TOP + row * rows[work.stage] + 1.5
+        chunk = f" of chunk {work.chunk}" if work.chunk else ""
+        title = f"stage {work.stage}: {work.kind} of micro-batch {work.micro_batch}{chunk}, "
+        title += f"{seconds(work.start_s)} to {seconds(work.end_s)}"
+        classes = f"{slug(work.kind)} chunk-{min(work.chunk, 3)}"
+        drawn.append(bar(x, y, end - x, row - 3, title, id=box_id(work), class_=classes))
+        number = str(work.micro_batch)
+        if end - x >= ROOM_FOR_DIGIT * len(number) + AROUND_NUMBER:
+            dark = " on-backward" if work.kind is not PassKind.FORWARD else ""
+            drawn.append(label((x + end) / 2, y + row / 2 + 2.5, number, f"in-box{dark}", "middle"))
+    return drawn
+
+
+def box_id(work: ScheduledPass) -> str:
+    """The id of the box of one pass."""
+    return f"timeline-stage-{work.stage}-{slug(work.kind)}-{work.micro_batch}" + f"-{work.chunk}" * (work.chunk > 0)
+
+
+def timeline_caption(timeline: Timeline, time: StepTime) -> str:
+    """Summarises the figure, and names the parts that are not drawn."""
+    sample = sample_of(timeline)
+    name = "1F1B" if timeline.schedule is Schedule.ONE_F_ONE_B else timeline.schedule.value
+    busy = sum(timeline.busy_s) / timeline.makespan_s / timeline.stages
+    after_s = sum(time.parts.get(part, 0.0) for part in AFTER_SCHEDULE)
+    sentences = [
+        f"The {name} schedule of one step, simulated from each stage's forward and backward time; numbers are "
+        f"micro-batches, {timeline.micro_batches:,} in a step.",
+        f"Stages compute {percent(busy)} of {seconds(timeline.makespan_s)} (the sum above counts "
+        f"{seconds(time.seconds - after_s)}); then gradients are reduced over replicas and weights "
+        f"updated, which is not drawn ({seconds(after_s)}).",
+    ]
+    if timeline.chunks > 1:
+        sentences.append(f"Each stage has {timeline.chunks} chunks of the model; later ones are paler.")
+    if timeline.stages > 1:
+        sentences.append("With more micro-batches per step, the idle time at start and end weighs less.")
+    if len(sample.windows) > 1:
+        sentences.append("Sampled: only the start, a piece of the middle and the end are drawn, at one scale.")
+    if len(sample.stages) < timeline.stages:
+        sentences.append(f"Of {timeline.stages} stages {len(sample.stages)} are drawn.")
+    return " ".join(sentences)

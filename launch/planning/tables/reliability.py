@@ -1,0 +1,283 @@
+"""Output of `megalite plan reliability`: tables, and values for JSON and CSV. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from launch.output import Table, print_csv, print_json
+from launch.runtime.logs import get_logger
+from megalite.planner.reliability import scaling_tutorial as tutorial
+from megalite.planner.reliability.failure_rates import (
+    GPUS_PER_NODE,
+    HOURS_PER_DAY,
+    MISFITS,
+    OBSERVATIONS,
+    PUBLISHED_BAND,
+    Components,
+)
+from megalite.planner.reliability.goodput_model import JobScale, Reliability
+
+
+@dataclass(frozen=True)
+class ReliabilityAnswer:
+    """The job, and the source of each of its figures."""
+
+    job: Reliability
+    rate_source: str
+    components: Components | None  # None: an observed rate
+    size_source: str
+    communication_source: str | None  # None: communication is not counted
+
+
+log = get_logger(__name__)
+LOW, HIGH = PUBLISHED_BAND
+
+
+def show(answer: ReliabilityAnswer, scales: Sequence[JobScale]) -> None:
+    """Prints assumptions, tables and notices."""
+    print(*assumptions(answer), sep="\n")
+    for table in _tables(answer, scales):
+        table.print()
+    for notice in notices(answer, scales):
+        log.info(notice)
+
+
+def assumptions(answer: ReliabilityAnswer) -> list[str]:
+    """The assumptions behind the tables, one per line."""
+    job, storage = answer.job, answer.job.storage
+    limit = storage.storage_bytes_per_s
+    parameters = _scaled(job.parameters).replace(" G", "B").replace(" ", "")
+    writers = f"{storage.writers} writer{'s' * (storage.writers != 1)}"
+    if not isinstance(storage.writers, int):
+        writers = f"one writer per {storage.writers[:-1].replace('gpu', 'GPU')}"
+    timing = (
+        f"in the background, training waits only for a copy to the host at {storage.copy_bytes_per_s / 1e9:g} GB/s per "
+        "GPU"
+        if storage.background
+        else "while training waits"
+    )
+    return [
+        f"failures: {job.rate_per_1000_node_days:.3g} per 1,000 node-days ({answer.rate_source}); "
+        f"published: {LOW:g} to {HIGH:g}; a failure takes {job.detection_s / 60:g} min to notice and "
+        f"{job.restart_s / 60:g} min to restart",
+        f"checkpoint: {_scaled(job.checkpoint_bytes)}B, {parameters} parameters "
+        f"({answer.size_source}) of {job.bytes_per_parameter:g} bytes; {writers} at "
+        f"{storage.writer_bytes_per_s / 1e9:g} GB/s, "
+        + (f"at most {limit / 1e9:g} GB/s together, " if limit else "no limit together, ")
+        + timing,
+    ]
+
+
+def notices(answer: ReliabilityAnswer, scales: Sequence[JobScale]) -> list[str]:
+    """Caveats and advice printed below the tables."""
+    job, largest = answer.job, scales[-1]
+    sentences = [
+        f"columns `at {LOW:g} to {HIGH:g}` (or `at {HIGH:g} to {LOW:g}`): the same figure over the published "
+        "failures per 1,000 node-days",
+        MISFITS,
+    ]
+    if answer.communication_source is None:
+        sentences.append(
+            "communication is not counted: give its share of a step with --communication-share, or --accelerator"
+        )
+    if job.gpus_per_node != GPUS_PER_NODE and answer.components is None:
+        sentences.append(f"published rates are of nodes with {GPUS_PER_NODE} GPUs, not {job.gpus_per_node}")
+    if not LOW <= job.rate_per_1000_node_days <= HIGH:
+        sentences.append(
+            f"{job.rate_per_1000_node_days:.3g} failures per 1,000 node-days lie outside the published "
+            f"{LOW:g} to {HIGH:g}"
+        )
+    if job.storage.background and largest.interval_s <= largest.save.duration_s:
+        sentences.append(
+            f"at {largest.gpus:,} GPUs a save begins as soon as the one before it is complete: storage sets the "
+            "interval"
+        )
+    sentences.append(
+        f"for `checkpoint.interval: auto` on {largest.gpus:,} GPUs: "
+        f"checkpoint.mean_hours_between_failures={largest.mtbf_hours:.3g}"
+    )
+    return sentences
+
+
+def flat(scale: JobScale) -> dict[str, Any]:
+    """One row of the CSV output; the names of columns carry the units."""
+    return {
+        "gpus": scale.gpus,
+        "nodes": scale.nodes,
+        "mtbf_hours": scale.mtbf_hours,
+        "mtbf_hours_at_high_rate": scale.mtbf_hours_band[0],
+        "mtbf_hours_at_low_rate": scale.mtbf_hours_band[1],
+        "expected_failures": scale.expected_failures,
+        "expected_failures_at_high_rate": scale.expected_failures_band[0],
+        "expected_failures_at_low_rate": scale.expected_failures_band[1],
+        "failure_probability_per_day": scale.failure_probability_per_day,
+        "save_blocked_s": scale.save.blocked_s,
+        "save_duration_s": scale.save.duration_s,
+        "interval_s": scale.interval_s,
+        "young_interval_s": scale.young_interval_s,
+        **{f"{part}_hours": hours for part, hours in scale.hours.items()},
+        "goodput": scale.goodput,
+        "goodput_at_high_rate": scale.goodput_band[0],
+        "goodput_at_low_rate": scale.goodput_band[1],
+        "ettr_meta": scale.ettr_meta,
+    }
+
+
+def as_values(answer: ReliabilityAnswer, scales: Sequence[JobScale]) -> dict[str, Any]:
+    """All values for `--json`."""
+    assumed = asdict(answer.job) | {"checkpoint_bytes": answer.job.checkpoint_bytes}
+    del assumed["communication_share"]  # may differ from one number of GPUs to the next
+    return {
+        "assumptions": assumed,
+        "rate_from": answer.rate_source,
+        "communication_from": answer.communication_source,
+        "failures_per_node_hour": None if answer.components is None else answer.components.failures_per_hour(),
+        "published_band": list(PUBLISHED_BAND),
+        "observations": [asdict(row) for row in OBSERVATIONS],
+        "scales": [flat(scale) for scale in scales],
+        "notices": notices(answer, scales),
+    }
+
+
+def _tables(answer: ReliabilityAnswer, scales: Sequence[JobScale]) -> list[Table]:
+    job, own = answer.job, answer.job.interval_s is not None
+    failures, saves, hours, goodput = [], [], [], []
+    lost = [part for part in scales[0].hours if part != "computation"]
+    for scale in scales:
+        gpus = f"{scale.gpus:,}"
+        worse, better = scale.mtbf_hours_band
+        many, few = scale.expected_failures_band
+        failures.append(
+            (
+                gpus,
+                f"{scale.nodes:,}",
+                _figures(scale.mtbf_hours),
+                f"{_figures(worse)} to {_figures(better)}",
+                f"{scale.expected_failures:,.1f}",
+                f"{few:,.1f} to {many:,.1f}",
+                f"{scale.failure_probability_per_day:.1%}",
+            )
+        )
+        times = (scale.save.duration_s, scale.save.blocked_s, scale.interval_s / 60, scale.young_interval_s / 60)
+        saves.append((gpus, *map(_figures, times)))
+        hours.append((gpus, *(f"{scale.hours[part]:,.1f}" for part in lost)))
+        worse, better = scale.goodput_band
+        band = f"{100 * worse:.1f}-{better:.1%}"
+        goodput.append((gpus, f"{scale.goodput:.1%}", band, f"{scale.ettr_meta:.1%}"))
+    communication = f"; communication: {answer.communication_source}" if answer.communication_source else ""
+    save_columns = (
+        "GPUs",
+        "duration of a save\ns",
+        "of which blocking\ns",
+        f"interval{'' if own else ' (Daly 2006)'}\nmin",
+        "first order (Young 1974)\nmin",
+    )
+    failure_columns = (
+        "GPUs",
+        "nodes",
+        "MTBF\nh",
+        f"at {HIGH:g} to {LOW:g}\nh",
+        "failures",
+        f"at {LOW:g} to {HIGH:g}",
+        "probability\nper day",
+    )
+    return [
+        Table(failure_columns, failures, f"failures in {job.days:g} days", ()),
+        Table(
+            save_columns, saves, "checkpoints" + (", every interval as given" if own else ", at the best interval"), ()
+        ),
+        # two tables: one of nine columns would not fit on a terminal
+        Table(
+            ("GPUs", *(f"{part}\nh" for part in lost)),
+            hours,
+            f"hours lost of {job.days * HOURS_PER_DAY:,.4g} h{communication}",
+            (),
+        ),
+        Table(("GPUs", "goodput", f"at\n{HIGH:g} to {LOW:g}", "Meta's\nE[ETTR]"), goodput, "goodput", ()),
+        Table(
+            ("run or cluster", "per 1,000 node-days", "from", "source"),
+            [(row.system, f"{row.rate_per_1000_node_days:.2f}", row.reckoned, row.source) for row in OBSERVATIONS],
+            "published failures",
+            text_columns=(0, 2, 3),
+        ),
+    ]
+
+
+def show_tutorial(*, as_json: bool, as_csv: bool) -> None:
+    """Prints the worked example: its tables and exercises as published, and where it contradicts itself."""
+    if as_csv:
+        print_csv([asdict(row) for row in tutorial.scale_table()])
+    elif as_json:
+        print_json(
+            {
+                "node_mttf_hours": tutorial.COMPONENTS.mttf_hours,
+                "checkpoint_bytes": tutorial.CHECKPOINT_BYTES,
+                "checkpoint_write_s": tutorial.CHARGED_SAVE.duration_s,
+                "hourly_checkpoint_share": tutorial.CHARGED_SAVE.duration_s / 3600,
+                "scales": [asdict(row) for row in tutorial.scale_table()],
+                "losses": [asdict(row) | {"ratio": row.ratio} for row in tutorial.loss_table()],
+                "steps": [asdict(row) | {"efficiency": row.efficiency} for row in tutorial.sweep_table()],
+                "exercises": [asdict(exercise) for exercise in tutorial.exercises()],
+                "contradictions": list(tutorial.contradictions()),
+            }
+        )
+    else:
+        _print_tutorial()
+
+
+def _print_tutorial() -> None:
+    print(
+        'The worked example "Scaling to 1000 GPUs": Llama 3 70B, nodes of 8 GPUs, tensor parallelism 8, 30 days; node '
+        f"MTTF {tutorial.COMPONENTS.mttf_hours:,.1f} h (GPU 50,000 h, network adapter 150,000 h, power supply "
+        "100,000 h)"
+    )
+    Table(
+        ("GPUs", "nodes", "cluster MTBF h", "failures in 30 days", "Young-Daly interval h (60 s write)"),
+        [
+            (str(row.gpus), str(row.nodes), f"{row.mtbf_hours:.1f}", f"{row.failures:.1f}", f"{row.interval_hours:.1f}")
+            for row in tutorial.scale_table()
+        ],
+        "failures",
+        (),
+    ).print()
+    seconds = tutorial.CHARGED_SAVE.duration_s
+    print(
+        f"Checkpoint: 14 bytes per parameter (fp16 weights, three fp32 tensors) = "
+        f"{tutorial.CHECKPOINT_BYTES / 1e9:.1f} GB; one writer of 7 GB/s: {seconds:.1f} s; saved hourly: "
+        f"{seconds / 3600:.2%} of the time"
+    )
+    Table(
+        ("GPUs", "communication h", "checkpoints h", "ratio"),
+        [
+            (str(row.gpus), f"{row.communication_hours:.1f}", f"{row.checkpoint_hours:.1f}", f"{row.ratio:.1f}")
+            for row in tutorial.loss_table()
+        ],
+        "hours lost in 30 days",
+        (),
+    ).print()
+    Table(
+        ("GPUs", "communication ms", "efficiency"),
+        [
+            (str(row.gpus), f"{row.communication_s * 1000:.1f}", f"{row.efficiency:.1%}")
+            for row in tutorial.sweep_table()
+        ],
+        "a step",
+        (),
+    ).print()
+    print("Exercises", *(f"- {each.question}: {each.answer}" for each in tutorial.exercises()), sep="\n")
+    print("\nWhere the text contradicts its own numbers", *(f"- {one}" for one in tutorial.contradictions()), sep="\n")
+
+
+def _figures(value: float) -> str:
+    """At most three significant digits; whole numbers from 100 up."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _scaled(value: float) -> str:
+    """A number with an SI prefix, such as `847.2 G`."""
+    for scale, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= scale:
+            return f"{value / scale:,.1f} {letter}"
+    return f"{value:.0f} "

@@ -1,0 +1,280 @@
+"""Describes this machine for the planner: its GPUs by their names in the catalogue, or its CPU, measured once.
+
+The measurement is cached in `$XDG_CACHE_HOME/megalite/this_cpu.json` by CPU, cores and version of torch, with its date
+and the load. One made under a load above the number of cores is repeated once the load is lower. Delete the file to
+measure again. No torch here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from launch.errors import LaunchError
+from launch.planning.hardware_catalogue import cache_folder, known_hardware, user_file
+from launch.runtime.devices import cpu_count, gpu_count
+from launch.runtime.host_probe import gpus, start_listing_gpus
+from megalite.checkpoint.durable_files import write_durably
+from megalite.config import Config
+from megalite.planner.cost.communication_time import INTRA_NODE_EFFICIENCY
+from megalite.planner.cost.layer_time import MEMORY_EFFICIENCY
+from megalite.planner.hardware import Accelerator, Catalogue, Cluster, FlashAttention, Link, find_link
+
+MEASURING = Path(__file__).with_name("measure_cpu.py")
+MEASURING_S = 60.0  # timeout; takes three seconds on an idle machine
+START_PART = 0.25  # share of the timeout with which ranks wait for one another
+FORMS = frozenset({"pcie", "nvl", "mig", "max", "q"})  # words that distinguish GPUs of the same name
+NETWORK = "Ethernet 25"  # assumed between CPU hosts
+CPU_EFFICIENCY = 0.8
+GUESSED = "a guess: `megalite plan calibrate RUN` fits it to this machine"
+SINGLE = (
+    "attention_flops",
+    "memory_bytes_per_s",
+    "layer_s",
+    "link_bytes_per_s",
+    "message_s",
+)  # figures other than core_flops
+Measured = dict[str, Any]
+ROUGH: Measured = {  # typical of a server CPU
+    "core_flops": {"fp32": 5e10, "bf16": 5e10},
+    "attention_flops": 2e10,
+    "memory_bytes_per_s": 2e10,
+    "layer_s": 3e-4,
+    "link_bytes_per_s": 1e9,
+    "message_s": 5e-5,
+}
+
+
+@dataclass(frozen=True)
+class Care:
+    """Limits on the measurement of a CPU that is not known yet."""
+
+    at_most_s: float = MEASURING_S
+    beside: int = 0  # ranks that compute at the same time
+    or_rough: bool = False  # take typical figures if the CPU cannot be measured in that time
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The accelerators of one host."""
+
+    name: str  # name of `whole` in the catalogue
+    whole: Accelerator  # one GPU, or all cores together
+    link: Link  # between ranks of this host, at most one per core
+    cluster: Cluster  # an accelerator for each rank
+    is_cpu: bool
+    rough: str = ""  # why its figures are typical ones; empty where they are its own
+
+
+def describe_machine(
+    ranks: int | None = None, *, on_cpu: bool = False, nodes: int = 1, care: Care | None = None
+) -> Machine:
+    """Describes the GPUs of this machine, or `ranks` ranks that share its CPU (default: one per core).
+
+    It is one of `nodes` equal hosts. Raises LaunchError or ConfigError.
+    """
+    known = known_hardware()
+    count = 0 if on_cpu else gpu_count()
+    if count:
+        return _with_gpus(ranks or count, nodes, known)
+    return _with_cpu(ranks or cpu_count(), nodes, known, care or Care())
+
+
+def start_patience_s(config: Config) -> float:
+    """Seconds that rank 0 may measure its machine while the other ranks wait."""
+    return min(MEASURING_S, START_PART * 60 * min(config.watchdog.timeout_minutes, config.watchdog.startup_minutes))
+
+
+def gpu_in_catalogue(gpu: str, known: Catalogue) -> str | None:
+    """The catalogue entry of a GPU by its driver's name, e.g. "NVIDIA A100-SXM4-80GB"; None where there is none.
+
+    The name must contain all words of the entry, and have the same words that distinguish forms of a GPU.
+    """
+    words = _words(gpu)
+    matching = [name for name in known.accelerators if _words(name) <= words]
+    matching = [name for name in matching if _words(name) & FORMS == words & FORMS]
+    return max(matching, key=lambda name: len(_words(name)), default=None)
+
+
+def _words(name: str) -> frozenset[str]:
+    return frozenset(re.split(r"[^a-z0-9]+", re.sub(r"(\d) (?=gb)", r"\1", name.lower()))) - {""}
+
+
+def _with_gpus(ranks: int, nodes: int, known: Catalogue) -> Machine:
+    found = gpus(start_listing_gpus())["gpus"]
+    if not found:
+        raise LaunchError("nvidia-smi does not report which GPUs this machine has")
+    if len(kinds := list(dict.fromkeys(found))) > 1:
+        raise LaunchError(
+            f"this machine has GPUs of several kinds, {' and '.join(kinds)}: a step takes as long as theirs"
+        )
+    name = gpu_in_catalogue(kinds[0], known)
+    if name is None:
+        raise LaunchError(
+            f"the catalogue has no GPU {kinds[0]!r}: describe it in {user_file()} under accelerators, by a name of its "
+            "words, with memory_gib, peak_tflops, memory_gb_per_s, intra_node and inter_node"
+        )
+    whole = known.accelerators[name]
+    link = find_link(whole.intra_node, known)
+    return Machine(name, whole, link, _cluster(name, whole, link, ranks, nodes, known), False)
+
+
+def _with_cpu(ranks: int, nodes: int, known: Catalogue, care: Care) -> Machine:
+    cores, rough = _computing_cores(), ""
+    model = _cpu_info("model name") or platform.processor() or platform.machine()
+    name = f"{model}, {cores} core{'s' * (cores > 1)}"
+    if name in known.accelerators:  # calibrated, or described by hand
+        whole = known.accelerators[name]
+        link = find_link(whole.intra_node, known)
+    else:
+        measured, rough = measured_cpu(name, care)
+        whole, link = _as_accelerator(measured, name, cores)
+    share = min(_threads_of_a_rank(ranks), cores / ranks) / cores
+    part = whole.model_copy(
+        update={
+            "memory_gib": whole.memory_gib / ranks,
+            "peak_tflops": {dtype: share * peak for dtype, peak in whole.peak_tflops.items()},
+            "memory_gb_per_s": share * whole.memory_gb_per_s,
+        }
+    )
+    # measured with two ranks on a core each; more ranks share a core in turns
+    shared = link.model_copy(update={"gb_per_s": link.gb_per_s * min(1.0, cores / ranks)})
+    cluster = _cluster(name, part, shared, ranks, nodes, known).model_copy(update={"ranks_per_core": ranks / cores})
+    return Machine(name, whole, link, cluster, True, rough)
+
+
+def _cluster(name: str, accelerator: Accelerator, link: Link, ranks: int, nodes: int, known: Catalogue) -> Cluster:
+    return Cluster(
+        name="this machine",
+        accelerator_name=name,
+        accelerator=accelerator,
+        nodes=nodes,
+        accelerators_per_node=ranks,
+        adapters_per_node=ranks,
+        intra_node=link,
+        inter_node=find_link(accelerator.inter_node, known),
+    )
+
+
+def _as_accelerator(measured: Measured, name: str, cores: int) -> tuple[Accelerator, Link]:
+    # the planner scales catalogue entries, which are from data sheets, to what is reached; here that was measured
+    attention = measured["attention_flops"] / measured["core_flops"]["fp32"]
+    accelerator = Accelerator(
+        memory_gib=psutil.virtual_memory().total / 2**30,
+        peak_tflops={dtype: cores * flops / 1e12 for dtype, flops in measured["core_flops"].items()},
+        memory_gb_per_s=measured["memory_bytes_per_s"] / 1e9 / MEMORY_EFFICIENCY,
+        efficiency=CPU_EFFICIENCY,
+        calibrated_on=GUESSED,
+        device="cpu",
+        flash_attention=FlashAttention(flash_1=attention, flash_2=attention),
+        launch_us=measured["layer_s"] * 1e6,
+        intra_node=between_ranks_of(name),
+        inter_node=NETWORK,
+        source="measured here",
+    )
+    link = Link(
+        gb_per_s=measured["link_bytes_per_s"] / 1e9 / INTRA_NODE_EFFICIENCY,
+        latency_us=measured["message_s"] * 1e6,
+        source="measured here",
+    )
+    return accelerator, link
+
+
+def between_ranks_of(name: str) -> str:
+    """Name in a catalogue of the link between ranks of a CPU."""
+    return f"{name}, between ranks"
+
+
+def measured_cpu(name: str, care: Care) -> tuple[Measured, str]:
+    """The figures of `measure_cpu.py`, measured now or cached, and the reason if they are typical ones instead.
+
+    Raises LaunchError where the measurement fails and typical figures are not allowed.
+    """
+    path = cache_folder() / "this_cpu.json"
+    key = f"{name}, torch {version('torch')}"
+    cached = _read_cache(path)
+    found = cached.get(key)
+    found = found if _is_measured(found) else None
+    load, cores = max(os.getloadavg()[0], care.beside), _computing_cores()
+    if found is not None and not load <= cores < found.get("load", 0):
+        return found, ""
+    try:
+        measured = _measure(care.at_most_s) | {"load": load, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    except LaunchError as error:
+        if found is None and not care.or_rough:
+            raise
+        return (found, "") if found is not None else (ROUGH, f"by rough figures of a CPU: {error}")
+    with contextlib.suppress(OSError):  # the folder is not writable: the next run measures again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, (json.dumps(cached | {key: measured}, indent=2) + "\n").encode())
+    return measured, ""
+
+
+def _read_cache(path: Path) -> dict[str, Any]:
+    try:
+        cached = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return cached if isinstance(cached, dict) else {}
+
+
+def _is_measured(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(flops := value.get("core_flops"), dict):
+        return False
+    figures = [value.get(name) for name in SINGLE]
+    figures += [flops.get("fp32"), flops.get("bf16")]
+    is_loaded = isinstance(value.get("load", 0), float | int)
+    return is_loaded and all(isinstance(figure, float | int) and 0 < figure < 1e18 for figure in figures)
+
+
+def _measure(at_most_s: float) -> Measured:
+    command = [sys.executable, "-P", str(MEASURING), str(_computing_cores())]
+    try:
+        # without the thread settings of a rank's environment
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_"))}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=at_most_s, check=True, env=environment)
+        measured = json.loads(done.stdout.strip().rpartition("\n")[2])
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"this machine's CPU could not be measured in {at_most_s:g} s") from None
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise LaunchError(f"this machine's CPU could not be measured ({type(error).__name__})") from None
+    if not _is_measured(measured):
+        raise LaunchError("this machine's CPU could not be measured (impossible figures)")
+    return dict(measured)
+
+
+def _computing_cores() -> int:
+    """Physical cores that this process may use; hardware threads share a core's arithmetic units."""
+    return max(1, min(cpu_count(), psutil.cpu_count(logical=False) or cpu_count()))
+
+
+def _threads_of_a_rank(ranks: int) -> int:
+    """Threads per rank as launch/runtime/local_ranks.py sets them, unless the user does."""
+    stated = os.environ.get("OMP_NUM_THREADS", "")
+    return int(stated) if stated.isdecimal() and int(stated) else max(1, cpu_count() // ranks)
+
+
+def has_bf16_units() -> bool:
+    """True if this CPU multiplies bf16 without converting it to fp32."""
+    flags = _cpu_info("flags") or _cpu_info("Features")  # x86; ARM
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags.split())
+
+
+def _cpu_info(key: str) -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(key):
+                return line.partition(":")[2].strip()
+    return ""

@@ -1,0 +1,31 @@
+"""Counts the devices of this machine without importing torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from typing import Literal
+
+Device = Literal["cpu", "cuda"]
+
+
+def gpu_count() -> int:
+    """Returns how many GPUs ranks may use: those in CUDA_VISIBLE_DEVICES if it is set, none with DS_ACCELERATOR=cpu."""
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return 0
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return 0
+    gpus = sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return gpus
+    named = [device.strip() for device in visible.split(",")]
+    exist = [int(name) < gpus if name.isdecimal() else f"UUID: {name}" in listing.stdout for name in named if name]
+    return exist.index(False) if False in exist else len(exist)  # CUDA stops at the first that does not exist
+
+
+def cpu_count() -> int:
+    """Returns the number of cores this process may use."""
+    return len(os.sched_getaffinity(0))

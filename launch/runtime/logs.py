@@ -1,0 +1,58 @@
+"""Logging of commands and ranks: one sentence per line, with time and rank if several processes share a console.
+
+A command writes `megalite: sentence`, a rank `[12:34:56 rank 3] megalite: sentence`. Warnings and errors go to stderr
+and name their level; everything else goes to stdout. `megalite --quiet` and `--verbose` set the level, which child
+processes and ranks on other hosts inherit through the environment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+LEVEL = "MEGALITE_LOG_LEVEL"
+PACKAGES = ("launch", "megalite", "models", "data_pipeline")
+
+
+class _Formatter(logging.Formatter):
+    def __init__(self, rank: int | None) -> None:
+        super().__init__(datefmt="%H:%M:%S")
+        self._rank = rank
+
+    def format(self, record: logging.LogRecord) -> str:
+        start = "" if self._rank is None else f"[{self.formatTime(record, self.datefmt)} rank {self._rank}] "
+        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        return f"{start}megalite: {level}{record.getMessage()}"
+
+
+class _ConsoleHandler(logging.Handler):
+    """Writes to the current `sys.stdout` and `sys.stderr`, as `print` does."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+        print(self.format(record), file=stream, flush=True)
+
+
+def configure_logging(level: str | None = None, *, rank: int | None = None) -> None:
+    """Sends the log records of all packages to the console; a second call replaces the first.
+
+    `level` is the name of a `logging` level; by default the one that the parent process has set, or INFO.
+    """
+    if level is not None:
+        os.environ[LEVEL] = level
+    known = logging.getLevelNamesMapping()
+    handler = _ConsoleHandler()
+    handler.setFormatter(_Formatter(rank))
+    for package in PACKAGES:
+        logger = logging.getLogger(package)
+        logger.handlers = [handler]
+        logger.setLevel(known.get(os.environ.get(LEVEL, ""), logging.INFO))
+        logger.propagate = False
+
+
+def get_logger(name: str) -> logging.Logger:
+    """Returns the logger of a module, and configures logging if that has not been done."""
+    if not logging.getLogger(PACKAGES[0]).handlers:
+        configure_logging()
+    return logging.getLogger(name)

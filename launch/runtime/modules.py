@@ -1,0 +1,25 @@
+"""Names of the modules that are started as processes, and paths of this installation.
+
+No import checks a module name inside a command line, so each name is written only here, and a test imports them all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import launch
+
+RANK = "launch.train"
+COMMAND_LINE = "launch"
+REAPER = "launch.supervision.reaper"
+EXPORT_PROCESS = "launch.trainer.export_process"
+BANDWIDTH_RANK = "launch.cluster.doctor.bandwidth_rank"
+RAY_DRIVER = "launch.backends.ray"
+FORK_SERVER_PRELOAD = "launch.parity.preload"
+
+PACKAGE = Path(launch.__file__).resolve().parent
+INSTALLATION = PACKAGE.parent
+"""The folder that contains `launch`, `megalite`, `models` and `data_pipeline`."""
+RANK_SCRIPT = PACKAGE / "train.py"
+HOST_PROBE = PACKAGE / "runtime" / "host_probe.py"
+AGENT = PACKAGE / "cluster" / "ssh" / "agent.py"

@@ -1,0 +1,255 @@
+"""Restarts a run that fails, which then resumes by itself: `megalite supervise` and `megalite train --restart`.
+
+The supervisor keeps no state of the run: it reads the outcome of an attempt from the run folder (run_outcome.py). Each
+attempt runs under a reaper of its own (reaper.py), so that nothing of it is left when it has ended, or when the
+supervisor is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launch.errors import HUNG_CODE, INTERRUPTED_CODE, PREEMPTED_CODE, STOPPED_CODE, USER_ERROR_CODE, LaunchError
+from launch.runtime.logs import get_logger
+from launch.runtime.modules import REAPER
+from launch.runtime.processes import ProcessTree, StopSignals, wait_for
+from launch.runtime.rank_environment import ATTEMPT
+from launch.supervision.liveness import HeartbeatMonitor
+from launch.supervision.run_outcome import RunFolder, run_exit_code
+from launch.trainer.run_config import load_run_config
+from megalite.config import Config
+from megalite.monitor.events import append_line
+from megalite.resilience.nonfatal import Nonfatal
+
+log = get_logger(__name__)
+
+LOG = "supervisor.log"
+ATTEMPTS = "attempts.jsonl"
+STARTUP_FAILURES = 5  # in a row, after which a transient cause, such as a lock or unmounted storage, is unlikely
+REAPER_S = 20.0  # for the reaper to end an attempt after the grace period, before it is killed itself
+FINAL = {  # exit codes after which a restart would not help, or is not wanted
+    0: "done",
+    USER_ERROR_CODE: "a mistake",  # final for the first attempt only: later, what looks like a mistake may pass
+    STOPPED_CODE: "a guard stopped the run",
+    PREEMPTED_CODE: "asked to end, and saved",
+    INTERRUPTED_CODE: "interrupted",
+}
+
+
+@dataclass(frozen=True)
+class AttemptEnd:
+    """Outcome of an attempt."""
+
+    code: int  # of the command; 128 + n for signal n
+    reason: str | None = None  # why the supervisor ended it, without a full stop; None: it ended by itself
+    facts: dict[str, Any] = field(default_factory=dict)  # for the log of attempts
+    is_final: bool = False  # another attempt would fail too
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Limits of restarting a failed run."""
+
+    restarts: int = 5  # maximum over the whole run
+    first_wait_s: float = 1.0  # before the first restart; doubled for each further one without a new checkpoint
+    longest_wait_s: float = 300.0
+    grace_s: float = 120.0  # from SIGTERM or SIGHUP until what still runs is killed; SIGUSR1 and SIGUSR2 set no limit
+    heartbeat_timeout_s: float = 60.0  # without a heartbeat of a rank that has sent one; 0 disables the check
+
+
+def config_of(command: Sequence[str]) -> Config:
+    """Loads the config that `command` names: its first argument ending in .yaml, with the overrides that follow.
+
+    Raises LaunchError if there is no such argument, ConfigError if the config is invalid.
+    """
+    for index, argument in enumerate(command):
+        if argument.endswith((".yaml", ".yml")):
+            following = command[index + 1 :]
+            return load_run_config(Path(argument), [one for one in following if "=" in one and not one.startswith("-")])
+    raise LaunchError(
+        f'the command "{" ".join(command)}" names no config (a word that ends in .yaml), so the run\'s folder is not '
+        "known: give it with --run-dir"
+    )
+
+
+def supervise_run(command: Sequence[str], policy: Policy, run_dir: Path | None = None) -> int:
+    """Runs `command` until it succeeds or a restart would not help; returns the run's last exit code.
+
+    Raises LaunchError or ConfigError if it cannot be supervised.
+    """
+    if not command or shutil.which(command[0]) is None:
+        raise LaunchError(f"the command {command[0] if command else ''!r} is not there: name a program after --")
+    if run_dir is not None:
+        return CommandSupervisor(command, policy, run_dir, total_steps=None).run()
+    config = config_of(command)
+    check_resumes(config)
+    return CommandSupervisor(command, policy, config.run_dir, config.total_steps).run()
+
+
+def check_resumes(config: Config) -> None:
+    """Raises LaunchError if a restarted run would begin from scratch."""
+    if not config.checkpoint.resume:
+        raise LaunchError("checkpoint.resume is false, so a run that is started again could not go on: set it true")
+
+
+class Supervisor(ABC):
+    """Repeats a run until an attempt succeeds or another would not help."""
+
+    def __init__(self, policy: Policy, run_dir: Path, total_steps: int | None) -> None:
+        self._policy, self._run_dir, self._total_steps = policy, run_dir, total_steps
+        self._nonfatal = Nonfatal(log.warning)
+        self._folder = RunFolder.read(run_dir) or RunFolder()  # when it could last be read
+        self._trained: RunFolder | None = None  # after the last attempt that trained and failed
+        self._restarts = self._startup_failures = 0
+        self._wait_s = policy.first_wait_s
+
+    @abstractmethod
+    def _attempt(self, signals: StopSignals) -> AttemptEnd:
+        """Runs one attempt and leaves none of its processes behind."""
+
+    def run(self) -> int:
+        """Runs attempts; returns the last exit code of the run."""
+        with StopSignals() as signals:
+            while True:
+                began = time.time()
+                ended = self._attempt(signals)
+                before, after = self._folder, RunFolder.read(self._run_dir)
+                self._folder = after or before
+                code = run_exit_code(before, after, ended.code, self._total_steps)
+                if ended.reason is not None and code and signals.last is None:
+                    # the supervisor ended the attempt, and ranks may have reported that as a preemption
+                    self._log(ended.reason)
+                    code = ended.code
+                self._record(began, ended, code)
+                if signals.last is not None:
+                    self._log(f"asked to end by {signal.Signals(signals.last).name}: {describe(code)}")
+                    return code
+                if code in FINAL and not (code == USER_ERROR_CODE and self._restarts):
+                    if code:
+                        self._log(f"not started again: {describe(code)}")
+                    return code
+                reason = self._reason_to_give_up(before, after, ended)
+                if reason:
+                    self._log(f"gave up: {reason}: {describe(code)}")
+                    return code
+                if self._restarts and self._folder.checkpoint != before.checkpoint:
+                    self._wait_s = self._policy.first_wait_s
+                self._restarts += 1
+                number = f"{self._restarts} of {self._policy.restarts}"
+                progress = after or f"({self._run_dir} is unreadable)"
+                self._log(f"restart {number} in {self._wait_s:.3g} s: {describe(code)} {progress}")
+                if not sleep(self._wait_s, signals):
+                    self._log(f"asked to end before restart {self._restarts}")
+                    return 128 + (signals.last or signal.SIGTERM)
+                self._wait_s = min(2 * self._wait_s, self._policy.longest_wait_s)
+
+    def _reason_to_give_up(self, before: RunFolder, after: RunFolder | None, ended: AttemptEnd) -> str | None:
+        """Returns why another attempt would not help; None if it may.
+
+        A step that fails twice will fail again, but a host that is lost twice may not be; a start that fails may be
+        transient a few times.
+        """
+        if ended.is_final:
+            return "there is nothing to start it on"
+        if after is not None and after.has_trained(before):
+            self._startup_failures = 0
+            if ended.reason is None and after.has_same_progress(self._trained):
+                return f"it failed twice in a row {after}, without progress"
+            self._trained = after
+        else:
+            self._startup_failures += 1
+            if self._startup_failures >= STARTUP_FAILURES:
+                unread = f" ({self._run_dir} is unreadable)" if after is None else ""
+                return f"{self._startup_failures} attempts in a row failed before they had trained a step{unread}"
+        if self._restarts >= self._policy.restarts:
+            return f"all {self._restarts} restarts are used" if self._restarts else "no restart is allowed"
+        return None
+
+    def _record(self, began: float, ended: AttemptEnd, code: int) -> None:
+        """Appends a line to the log of attempts."""
+        if not self._run_dir.is_dir():
+            return
+        record = {
+            "attempt": self._restarts + 1,
+            "began": began,
+            "ended": time.time(),
+            "exit_code": code,
+            "reason": ended.reason or describe(code),
+            "step": self._folder.step,
+            "checkpoint": self._folder.checkpoint,
+            **ended.facts,
+        }
+        with self._nonfatal(str(self._run_dir / ATTEMPTS)):
+            append_line(self._run_dir / ATTEMPTS, json.dumps(record) + "\n")
+
+    def _log(self, sentence: str, level: int = logging.WARNING) -> None:
+        """Logs to the console and to a file in the run's folder."""
+        with self._nonfatal("the console"):
+            log.log(level, "%s", sentence)
+        if self._run_dir.is_dir():
+            with self._nonfatal(str(self._run_dir / LOG)), (self._run_dir / LOG).open("a") as file:
+                file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {sentence}\n")
+
+
+class CommandSupervisor(Supervisor):
+    """Supervises a command on this host."""
+
+    def __init__(self, command: Sequence[str], policy: Policy, run_dir: Path, total_steps: int | None) -> None:
+        super().__init__(policy, run_dir, total_steps)
+        self._command = command
+
+    def _attempt(self, signals: StopSignals) -> AttemptEnd:
+        grace_s = self._policy.grace_s
+        reaper = [sys.executable, "-m", REAPER, str(grace_s), *self._command]
+        attempt = uuid.uuid4().hex
+        with (
+            ProcessTree(reaper, os.environ | {ATTEMPT: attempt}) as tree,
+            HeartbeatMonitor(self._run_dir, attempt, self._policy.heartbeat_timeout_s, tree.ranks) as heartbeats,
+        ):
+            code = wait_for(
+                tree,
+                signals,
+                ranks=lambda: (),
+                otherwise=tree.signal_group,
+                grace_s=2 * grace_s + REAPER_S,
+                until=heartbeats.reason,
+            )
+            reason = heartbeats.reason()  # read before `end`, which stops heartbeats as well
+            left = tree.end(grace_s)
+        if left:
+            self._log(f"ended {left} process{'es' * (left > 1)} that the run had left behind")
+        return AttemptEnd(code, reason)
+
+
+def describe(code: int) -> str:
+    """Returns an exit code with its meaning."""
+    if code in FINAL:
+        return f"exit code {code} ({FINAL[code]})"
+    if code == HUNG_CODE:
+        return f"exit code {code} (the watchdog ended a run that hung)"
+    if 128 < code < 128 + signal.NSIG:
+        try:
+            return f"exit code {code} ({signal.Signals(code - 128).name})"
+        except ValueError:  # a real-time signal
+            pass
+    return f"exit code {code}"
+
+
+def sleep(seconds: float, signals: StopSignals) -> bool:
+    """Sleeps until `seconds` are over or a stop signal arrives; returns False for the latter."""
+    deadline = time.monotonic() + seconds
+    while signals.last is None and (left := deadline - time.monotonic()) > 0:
+        time.sleep(min(left, 0.1))
+    return signals.last is None

@@ -1,0 +1,213 @@
+"""Hooks that run after a checkpoint is committed, while training goes on: the mirror and `checkpoint.export_hf`.
+
+Each export is made by a process of its own at low priority, which streams a committed checkpoint from disk. It costs
+the ranks only idle processor time, and about as much disk traffic as a save. Nothing that fails here ends a run: the
+checkpoint exists, and `megalite export` makes the same folder from it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launch.runtime.modules import EXPORT_PROCESS
+from launch.runtime.rank_environment import VARIABLES
+from launch.trainer.resume import Start, checkpoints_of, exports_of
+from megalite.checkpoint.durable_files import remove
+from megalite.checkpoint.manifest import step_folder
+from megalite.config import Config
+
+if TYPE_CHECKING:
+    from launch.trainer.run_logger import RunLogger
+    from megalite.checkpoint.remote.mirror import Mirror
+    from megalite.training.checkpoints import RunLog
+
+PROGRESS_EVERY_S = 15.0  # while the end of a run waits for the last export
+CANCEL_S = 10.0  # time for a cancelled export to remove what it has written
+
+
+class Exporter:
+    """Exports committed checkpoints in order, one at a time. Only `close` waits; any thread may call."""
+
+    def __init__(self, config: Config, run_log: RunLog) -> None:
+        self._mode, self._dtype = config.checkpoint.export_hf, config.checkpoint.export_hf_dtype
+        self._root, self._run_log = exports_of(config), run_log
+        self._last_name = step_folder(config.total_steps)
+        self._changed = threading.Condition()  # guards all below
+        self._waiting: list[Path] = []
+        self._busy: Path | None = None
+        self._process: subprocess.Popen[str] | None = None
+        self._thread: threading.Thread | None = None
+        self._is_closing = self._is_cancelled = False
+
+    def on_commit(self, checkpoint: Path) -> None:
+        """Queues a complete checkpoint; a step that was saved again is exported again."""
+        if self._mode == "off" or (self._mode == "last" and checkpoint.name != self._last_name):
+            return
+        with self._changed:
+            self._waiting = [path for path in self._waiting if path != checkpoint] + [checkpoint]
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="export", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def pinned(self) -> set[Path]:
+        """Returns the checkpoint that is being read.
+
+        Queued ones are not pinned: if exports take longer than saves, pinning them would fill the disk.
+        """
+        with self._changed:
+            return set() if self._busy is None else {self._busy}
+
+    def delete(self, checkpoints: Sequence[Path]) -> None:
+        """Deletes the Hugging Face folders of checkpoints that retention has deleted."""
+        for checkpoint in checkpoints:
+            folder = self._root / checkpoint.name
+            hidden = folder.with_name(f".{folder.name}.deleted")
+            try:
+                if folder.is_dir():
+                    remove(hidden)
+                    folder.rename(hidden)
+                    remove(hidden)
+            except OSError as error:
+                self._run_log.log_notice(f"{folder} stays, though its checkpoint is deleted: {error.strerror or error}")
+
+    def close(self, *, is_done: bool) -> None:
+        """Waits for the queued exports and reports progress; cancels them if training is not done."""
+        with self._changed:
+            self._is_closing, self._is_cancelled = True, not is_done
+            if self._is_cancelled and self._process is not None:
+                self._process.terminate()
+            self._changed.notify_all()
+        if self._thread is None:
+            return
+        self._thread.join(PROGRESS_EVERY_S if is_done else CANCEL_S)
+        while is_done and self._thread.is_alive():
+            self._report_progress()
+            self._thread.join(PROGRESS_EVERY_S)
+
+    def _report_progress(self) -> None:
+        checkpoint = next(iter(self.pinned()), None)
+        if checkpoint is None:
+            return
+        folder = self._root / checkpoint.name
+        from megalite.checkpoint.writer import temporary_folder
+
+        written = 0
+        with suppress(OSError):  # it gets its name at this moment
+            written = sum(path.stat().st_size for path in temporary_folder(folder).glob("*.safetensors"))
+        self._run_log.log_notice(f"waiting for {folder}: {written / 1e6:,.1f} MB so far")
+
+    def _work(self) -> None:
+        while (checkpoint := self._next()) is not None:
+            try:
+                self._export(checkpoint)
+            except Exception as error:  # no process can be started, for one; the next may fare better
+                self._failed(checkpoint, str(error) or repr(error))
+
+    def _next(self) -> Path | None:
+        """Waits for the next checkpoint; returns None when there will be no more."""
+        with self._changed:
+            self._busy = self._process = None
+            self._changed.wait_for(lambda: self._waiting or self._is_closing)
+            if self._is_cancelled or not self._waiting:
+                return None
+            self._busy = self._waiting.pop(0)
+            return self._busy
+
+    def _export(self, checkpoint: Path) -> None:
+        started, folder = time.monotonic(), self._root / checkpoint.name
+        is_last = checkpoint.name == self._last_name
+        # the comparison of logits loads the model once more: only when no training goes on beside it
+        arguments = [str(os.getpid()), str(checkpoint), str(folder), self._dtype or "-", str(is_last)]
+        process = subprocess.Popen(
+            [sys.executable, "-m", EXPORT_PROCESS, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={key: value for key, value in os.environ.items() if key not in VARIABLES}
+            | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            process_group=0,  # Ctrl-C is for the ranks
+        )
+        with self._changed:
+            self._process = process
+            if self._is_cancelled:
+                process.terminate()
+        out, err = process.communicate()
+        if process.returncode == 0:
+            self._exported(folder, json.loads(out.splitlines()[-1]), time.monotonic() - started)
+        elif self._is_cancelled:
+            self._run_log.log_notice(f"{folder} is not made, the run ends before: the next one makes it")
+        elif not checkpoint.exists():
+            self._failed(checkpoint, "the checkpoint was deleted before, exports take longer than saves")
+        else:
+            said = err.strip().splitlines() or [f"its process ended with code {process.returncode}"]
+            self._failed(checkpoint, said[-1])
+
+    def _exported(self, folder: Path, summary: Mapping[str, Any], seconds: float) -> None:
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        facts = {"folder": str(folder), "seconds": round(seconds, 3), "bytes": size, "dtype": summary["dtype"]}
+        self._run_log.event("exported", **facts, logit_difference=summary["logit_difference"])
+        compared = "logits compared with transformers'" if summary["logit_difference"] is not None else "not validated"
+        self._run_log.log_notice(
+            f"exported {folder} ({size / 1e6:.1f} MB {summary['dtype']}, {compared}; {seconds:.1f} s)"
+        )
+        for notice in summary["notices"]:
+            self._run_log.log_notice(f"{folder}: {notice}")
+
+    def _failed(self, checkpoint: Path, why: str) -> None:
+        folder = self._root / checkpoint.name
+        self._run_log.event("export_failed", folder=str(folder), reason=why)
+        goes_on = "" if self._is_closing else ", training goes on"
+        by_hand = f"; by hand: megalite export {checkpoint} {folder}" if checkpoint.exists() else ""
+        self._run_log.log_notice(f"{folder} is NOT made{goes_on}: {why}{by_hand}")
+
+
+@dataclass(frozen=True)
+class CheckpointHooks:
+    """The hooks that the config asks for; none on ranks other than 0."""
+
+    mirror: Mirror | None = None
+    exporter: Exporter | None = None
+
+    @classmethod
+    def open(cls, config: Config, start: Start, run_logger: RunLogger) -> CheckpointHooks:
+        """Opens the hooks on rank 0 and queues what an interrupted session left undone."""
+        mirror, exporter = None, None
+        own = start.checkpoint if start.is_resume else None
+        if config.checkpoint.mirror is not None:
+            from megalite.checkpoint.remote.mirror import Mirror
+            from megalite.checkpoint.retention import Retention
+
+            mirror = Mirror(config.checkpoint.mirror, Retention.of(config.checkpoint), run_logger.log_upload)
+            if own is not None:
+                mirror.on_commit(own)
+        if config.checkpoint.export_hf != "off":
+            exporter = Exporter(config, run_logger)
+            if own is not None and not (exports_of(config) / own.name).exists():
+                exporter.on_commit(own)
+        return cls(mirror, exporter)
+
+    def close(self, config: Config, run_logger: RunLogger, *, is_done: bool, at_most_s: float = math.inf) -> None:
+        """Waits for the mirror up to `checkpoint.mirror_wait_minutes` and `at_most_s`, and for exports if `is_done`.
+
+        Otherwise exports are cancelled, and the next session starts them again.
+        """
+        if self.exporter is not None:
+            self.exporter.close(is_done=is_done)
+        seconds = min(60 * config.checkpoint.mirror_wait_minutes, at_most_s)
+        if self.mirror is not None and not self.mirror.close(seconds):
+            run_logger.log_notice(
+                f"{config.checkpoint.mirror} has not got the last checkpoint in {seconds / 60:.3g} minutes: it is in "
+                f"{checkpoints_of(config)}, and the next run sends it"
+            )

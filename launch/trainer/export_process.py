@@ -1,0 +1,50 @@
+"""Exports one checkpoint to a Hugging Face folder in a process of its own, while the run goes on.
+
+`python -m launch.trainer.export_process PARENT CHECKPOINT HF_DIR DTYPE VALIDATE`; DTYPE `-` takes the checkpoint's.
+The process runs at low priority, ends when the process PARENT ends, and prints a summary as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+
+from launch.errors import USER_ERROR_CODE, USER_ERRORS
+from launch.runtime.processes import end_with_parent
+
+NICENESS = 10
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)  # what is half-written is removed on the way
+
+
+def main(parent: str, checkpoint: str, hf_dir: str, dtype: str, validate: str) -> int:
+    """Runs the export and returns the exit code."""
+    signal.signal(signal.SIGTERM, _leave)
+    end_with_parent(int(parent))
+    os.nice(NICENESS)
+    from launch.huggingface.exporting import export_hugging_face
+
+    try:
+        summary = export_hugging_face(
+            Path(checkpoint),
+            Path(hf_dir),
+            dtype=None if dtype == "-" else dtype,
+            overwrite=True,
+            validate=validate == "True",
+        )
+    except USER_ERRORS as error:
+        print(error, file=sys.stderr)
+        return USER_ERROR_CODE
+    print(json.dumps(asdict(summary)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,172 @@
+"""Predicts a run's memory and step time before its first step, and compares them with the measurement at its end.
+
+Nothing here ends a run: what cannot be predicted is reported in one sentence. No torch at import.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from launch.planning.prediction import Prediction, SessionMeasurement, comparison
+from launch.planning.this_machine import Care, Machine, describe_machine, has_bf16_units, start_patience_s
+from launch.runtime.devices import Device
+from launch.runtime.logs import get_logger
+from launch.runtime.rank_environment import Rank
+from megalite.config import Config, ResolvedLayout
+from megalite.monitor.observer import Observer
+from megalite.parallel.mesh import Mesh
+from megalite.planner.cost import memory
+
+if TYPE_CHECKING:
+    from megalite.engine.engine import Engine
+
+log = get_logger(__name__)
+
+# variables with the number of ranks of this host, or of the first: torchrun, DeepSpeed, Open MPI, MPICH and Slurm
+LOCAL_SIZES = (
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_TASKS_PER_NODE",
+    "SLURM_NTASKS_PER_NODE",
+)
+LOCAL_SIZE = re.compile(r"(\d+)(\(x\d+\))?(,[\d,x()]+)?")  # Slurm has 8(x2),4 for hosts with 8, 8 and 4
+PRINTED_AFTER_S = 5.0  # longest wait for the machine's description, which delays the first step
+RankMemory = dict[str, float]  # MiB
+
+
+class MachineLookup:
+    """Describes this machine in a thread: a CPU may have to be measured, and the start of the run must not wait."""
+
+    def __init__(self, describe: Callable[[], Machine]) -> None:
+        self._found: tuple[Machine | None, str] = None, "this machine is still being measured"
+        self._thread = threading.Thread(target=self._run, args=(describe,), name="machine lookup", daemon=True)
+        self._thread.start()
+
+    def found(self, at_most_s: float) -> tuple[Machine | None, str]:
+        """Returns the machine, or None and why it is not known."""
+        self._thread.join(at_most_s)
+        return self._found
+
+    def _run(self, describe: Callable[[], Machine]) -> None:
+        try:
+            self._found = describe(), ""
+        except Exception as error:  # of whatever kind: the run does not need it
+            self._found = None, str(error) or type(error).__name__
+
+
+@dataclass(frozen=True)
+class RunEnvironment:
+    """The process and the machine of a rank before its model is built."""
+
+    look: MachineLookup | None = None  # on rank 0 only
+    process_bytes: int = 0  # resident memory of this rank; 0 on a GPU, where tensors alone are measured
+    device: memory.Device = memory.TENSORS  # the allocator of its tensors
+
+    @classmethod
+    def of(cls, rank: Rank, device: Device) -> RunEnvironment:
+        """Measures this process; rank 0 starts to describe its machine."""
+        process_bytes = 0
+        if device == "cpu":
+            import megalite.engine.preload  # noqa: F401 - so that what building an engine imports is counted
+
+            process_bytes = int(psutil.Process().memory_info().rss)
+        if rank.rank != 0:
+            return cls(process_bytes=process_bytes)
+
+        def describe() -> Machine:
+            local = ranks_of_a_host(rank, os.environ)
+            nodes = -(-rank.world_size // local)
+            return describe_machine(local, on_cpu=device == "cpu", nodes=nodes, care=Care(beside=local))
+
+        allocator = cpu_memory(os.environ) if device == "cpu" else memory.TENSORS
+        return cls(MachineLookup(describe), process_bytes, allocator)
+
+
+class PredictionTracker(Observer):
+    """Predicts a session on rank 0 and measures it; on other ranks only `memory` is used."""
+
+    name = "the prediction"
+
+    def __init__(self, config: Config, layout: ResolvedLayout, environment: RunEnvironment) -> None:
+        self._config, self._layout, self._environment = config, layout, environment
+        self._prediction: Prediction | None = None
+        self._measurement = SessionMeasurement()
+        self._ranks: Sequence[RankMemory | None] = []
+
+    def on_start(self) -> None:
+        """Predicts, and logs the prediction."""
+        around = self._environment
+        patience_s = min(PRINTED_AFTER_S, start_patience_s(self._config))
+        machine, problem = (
+            around.look.found(patience_s) if around.look is not None else (None, "this machine has not been examined")
+        )
+        self._prediction = Prediction.of(
+            self._config, self._layout, machine, problem, around.process_bytes, around.device
+        )
+        for sentence in self._prediction.sentences():
+            log.info(sentence)
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        self._measurement.add(record)
+
+    def memory(self) -> RankMemory | None:
+        """Returns the peak memory of this rank and what its process had before its model was built.
+
+        None if it cannot be measured.
+        """
+        from megalite.monitor.memory import peak_memory_mib
+
+        try:
+            return {
+                "peak_mib": round(peak_memory_mib(), 3),
+                "process_mib": round(self._environment.process_bytes / 2**20, 3),
+            }
+        except Exception:  # a driver that fails at the end: the others must not wait for this rank
+            return None
+
+    def log_comparison(self, ranks: Sequence[RankMemory | None]) -> None:
+        """Logs the prediction beside the measurement; `ranks` is the `memory` of each rank."""
+        self._ranks = ranks
+        if self._prediction is not None:
+            for sentence in comparison(self._prediction, self._measurement.facts(ranks), Mesh.of(self._layout)):
+                log.info(sentence)
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the prediction and the measurement for receipt.json."""
+        return {
+            "prediction": self._prediction.facts() if self._prediction is not None else None,
+            "measured": self._measurement.facts(self._ranks),
+        }
+
+
+def memory_of_ranks(engine: Engine, own: RankMemory | None) -> list[RankMemory | None]:
+    """Gathers `PredictionTracker.memory` of all ranks; collective, at the end of a session that all ranks reach."""
+    from megalite.engine.activity import Operation
+    from megalite.engine.distributed import from_all_ranks
+
+    engine.activity.record_op(Operation.MEET, peers=engine.activity.peers.everyone)
+    return from_all_ranks(own)
+
+
+def ranks_of_a_host(rank: Rank, environment: Mapping[str, str]) -> int:
+    """Returns the number of ranks of one host; all of them if no launcher has set it."""
+    if not rank.has_several_hosts:
+        return rank.world_size
+    match = next((found for name in LOCAL_SIZES if (found := LOCAL_SIZE.fullmatch(environment.get(name, "")))), None)
+    return min(max(1, int(match[1])), rank.world_size) if match is not None else rank.world_size
+
+
+def cpu_memory(environment: Mapping[str, str]) -> memory.Device:
+    """Returns the allocator of this rank: glibc as launch/runtime/local_ranks.py tunes it, or untuned."""
+    is_ours = "mmap_threshold" in environment.get("GLIBC_TUNABLES", "")
+    return replace(memory.CPU, keeps_freed=is_ours, widens_bf16=not has_bf16_units())

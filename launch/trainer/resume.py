@@ -1,0 +1,270 @@
+"""Finds and loads the start of a run: fresh, given weights, or its own newest complete checkpoint.
+
+No torch at import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from launch.errors import LaunchError
+from launch.huggingface.hub_folder import is_hub_model
+from launch.runtime.logs import get_logger
+from launch.runtime.rank_environment import Rank
+from launch.trainer.data import RunData
+from launch.trainer.run_config import checkpoint_at, reads_the_length, refuse_other_model
+from megalite.checkpoint.durable_files import remove
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.manifest import Manifest, read_manifest
+from megalite.checkpoint.retention import clean_up
+from megalite.config import Config, ModelConfig, ResolvedLayout
+from megalite.config.model import DROPOUTS
+
+if TYPE_CHECKING:
+    from launch.huggingface.hub_model import HubModel
+    from megalite.engine.activity import Activity
+    from megalite.engine.engine import Engine
+    from megalite.training.state import TrainState
+
+log = get_logger(__name__)
+IMPORTED = "hugging_face"  # the key under which launch/huggingface.py keeps it
+SHAPELESS_OPTIONS = {"initializer_range", "model_type", *DROPOUTS}
+
+
+@dataclass(frozen=True)
+class Start:
+    """The weights and the step that the run starts from."""
+
+    checkpoint: Path | None = None
+    manifest: Manifest | None = None  # of `checkpoint`
+    is_resume: bool = False  # the run's own checkpoint, state included; otherwise only weights are loaded
+    notices: tuple[str, ...] = ()
+    hub: HubModel | None = None  # instead of a checkpoint; with neither, weights are initialized
+
+    @property
+    def step(self) -> int:
+        """Number of steps already done."""
+        return self.manifest.step if self.is_resume and self.manifest else 0
+
+    @property
+    def inherited(self) -> dict[str, Any]:
+        """Special tokens and generation config of the Hugging Face model that the first of these runs began with."""
+        if self.hub is not None:
+            return {IMPORTED: self.hub.carried}
+        kept = self.manifest.config.get(IMPORTED) if self.manifest else None
+        return {IMPORTED: kept} if kept else {}
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """A run on this rank before its engine is built."""
+
+    config: Config
+    layout: ResolvedLayout
+    rank: Rank
+    data: RunData
+    start: Start
+
+
+def checkpoints_of(config: Config) -> Path:
+    """Returns the folder of the run's checkpoints."""
+    return config.run_dir / "checkpoints"
+
+
+def clear_checkpoints(config: Config) -> tuple[str, ...]:
+    """Removes what interrupted saves left; on one rank, before any rank looks for a start. Returns notices."""
+    root = checkpoints_of(config)
+    left_over = clean_up(root) if root.is_dir() else []
+    return tuple(f"removed {path}, left over from an interrupted save" for path in left_over)
+
+
+def exports_of(config: Config) -> Path:
+    """Returns the parent of the run's Hugging Face folders, each named as its checkpoint."""
+    return config.run_dir / "hugging_face"
+
+
+def clear_exports(config: Config) -> None:
+    """Removes what interrupted exports and deletions left; call it before a run starts."""
+    from megalite.checkpoint.atomic_folder import recover  # pulls in torch
+
+    root = exports_of(config)
+    if root.is_dir():
+        recover(root)
+        for hidden in root.glob(".step_*.deleted"):
+            remove(hidden)
+
+
+def agree_on_start(config: Config, rank: Rank, data: RunData, activity: Activity) -> Start:
+    """Finds where the run starts, equal on all ranks; verifies the digests of the checkpoint's files. Collective."""
+    from megalite.checkpoint.digests import newest_intact
+    from megalite.engine.activity import Phase
+    from megalite.engine.distributed import is_same_on_all_ranks
+
+    activity.begin_phase(Phase.LOADING)
+    notices: tuple[str, ...] = ()
+    if rank.rank == 0:
+        notices = clear_checkpoints(config)
+        clear_exports(config)
+    if not is_same_on_all_ranks(data.training.fingerprint):  # others wait here for rank 0's preparation
+        raise LaunchError("the ranks do not see the same data: data.path must be on storage that all hosts share")
+    root = checkpoints_of(config)
+    own, skipped = newest_intact(root, looked=activity.progress)
+    if own is None:
+        if rank.rank == 0:
+            fetch_from_mirror(config, activity.progress)
+        own, skipped = newest_intact(root, looked=activity.progress)
+    start = find_start(config, data, own, skipped)
+    if not is_same_on_all_ranks(start.hub.fingerprint if start.hub is not None else None):
+        raise LaunchError(
+            f"the ranks do not see the same model: training.initialize_from {config.training.initialize_from} must be "
+            "equal on all hosts"
+        )
+    return replace(start, notices=(*notices, *start.notices))
+
+
+def load_state(engine: Engine, setup: RunSetup) -> TrainState:
+    """Loads weights, and on a resume the optimizer, into the engine; returns the state of the run."""
+    from megalite.checkpoint.engine_state import load_engine
+    from megalite.checkpoint.reader import CheckpointReader
+    from megalite.training.state import TrainState
+
+    start = setup.start
+    if start.hub is not None:
+        load_engine(engine, start.hub.reader, weights_only=True)
+    elif start.checkpoint is not None and not start.is_resume:
+        load_engine(engine, CheckpointReader(start.checkpoint), weights_only=True)
+    elif start.checkpoint is not None and start.manifest is not None:
+        load_engine(engine, CheckpointReader(start.checkpoint), weights_only=False)
+        return TrainState.model_validate(start.manifest.state)
+    return TrainState(data_fingerprint=setup.data.training.fingerprint, seed=setup.config.training.seed)
+
+
+def fetch_from_mirror(config: Config, progress: Callable[[], None]) -> None:
+    """Fetches the mirror's newest checkpoint, if there is a mirror; on one rank, if `run_dir` has no intact one.
+
+    Raises LaunchError if the mirror belongs to another run, StorageError if it does not answer.
+    """
+    mirror = config.checkpoint.mirror
+    if mirror is None:
+        return
+    from megalite.checkpoint.remote.transfer import fetch_newest, newest_on_mirror
+
+    if not config.checkpoint.resume:
+        if newest_on_mirror(mirror)[0] is not None:
+            raise LaunchError(
+                f"{mirror} already holds checkpoints, and checkpoint.resume is false: choose another mirror"
+            )
+        return
+
+    def report(sentence: str) -> None:
+        log.info(sentence)
+        progress()
+
+    fetch_newest(mirror, checkpoints_of(config), report)
+
+
+def find_start(config: Config, data: RunData, own: Path | None, skipped: Sequence[str]) -> Start:
+    """Finds where the run starts; `own` is its own newest checkpoint, `skipped` why newer ones cannot be used.
+
+    Raises CheckpointError, FamilyError or LaunchError, one sentence each, if the checkpoint or model does not belong to
+    this config, or if there are checkpoints and none is intact: the run must not start from the beginning then.
+    """
+    if own is None and skipped:
+        raise CheckpointError(
+            f"{checkpoints_of(config)} holds no checkpoint that can be used, the newest because of this: {skipped[0]}; "
+            "move them away to start from the beginning"
+        )
+    if own is not None:
+        if not config.checkpoint.resume:
+            raise LaunchError(
+                f"{own.parent} already holds checkpoints, and checkpoint.resume is false: choose another run_dir, or "
+                "remove them"
+            )
+        manifest = read_manifest(own)
+        _check_model(manifest, config, own)
+        _check_data(manifest, config, own, data.training.fingerprint)
+        _check_optimizer_and_batch(manifest, config, own)
+        notice = f"resuming from {own} (step {manifest.step})"
+        return Start(own, manifest, True, (*(f"passed over: {why}" for why in skipped), notice))
+    source = config.training.initialize_from
+    return Start() if source is None else _start_from(source, config, data)
+
+
+def _start_from(source: Path, config: Config, data: RunData) -> Start:
+    from launch.huggingface.hub_model import open_hub_model  # pulls in torch
+    from megalite.checkpoint.huggingface.folder import check_tokenizer_links, tokenizer_files
+
+    if is_hub_model(source):
+        hub = open_hub_model(source)
+        refuse_other_model(config.model, hub.model, type(hub.model).model_fields, f"{hub.folder}/config.json")
+        hub.check_tokenizer(Path(config.data.path[0]), data.tokenizer, data.tokenizer_sha256)
+        check_tokenizer_links(tokenizer_files(hub.folder))  # they are copied once the engine is built
+        return Start(hub=hub, notices=(f"taking the weights of {hub.folder}",))
+    weights = checkpoint_at(source)
+    manifest = read_manifest(weights)
+    _check_model(manifest, config, weights)
+    _check_tokenizer(manifest, config, weights, data)
+    return Start(weights, manifest, notices=(f"taking the weights of {weights}",))
+
+
+def _check_model(manifest: Manifest, config: Config, folder: Path) -> None:
+    saved, ours = manifest.config.get("model", {}), config.model.model_dump(mode="json")
+    with suppress(ValidationError):  # a manifest of an older version lacks options, which take their defaults
+        saved = ModelConfig.model_validate(saved).model_dump(mode="json")
+    free = SHAPELESS_OPTIONS if reads_the_length(config.model) else {*SHAPELESS_OPTIONS, "max_position_embeddings"}
+    for name, value in ours.items():
+        if name not in free and name in saved and saved[name] != value:
+            raise CheckpointError(
+                f"{folder} is of another model: its model.{name} is {saved[name]}, this config's is {value}"
+            )
+
+
+def _check_tokenizer(manifest: Manifest, config: Config, folder: Path, data: RunData) -> None:
+    from launch.huggingface.hub_model import TOKENIZER, is_same_tokenizer
+
+    known, ours = manifest.tokenizer_sha256, data.tokenizer_sha256
+    if known is None or ours in (None, known):
+        return
+    if data.tokenizer and manifest.tokenizer:
+        own = Path(manifest.tokenizer) / TOKENIZER
+        if own.is_file() and is_same_tokenizer(Path(data.tokenizer), ours, own):
+            return
+    raise LaunchError(
+        f"{config.data.path[0]} was prepared with another tokenizer ({data.tokenizer}) than what {folder} was trained "
+        f"on ({manifest.tokenizer}), so its ids mean other text to this model: prepare it again with that one"
+    )
+
+
+def _check_data(manifest: Manifest, config: Config, folder: Path, fingerprint: str) -> None:
+    advice = "start another run_dir with training.initialize_from to go on with its weights"
+    if manifest.state.get("data_fingerprint") != fingerprint:
+        raise CheckpointError(
+            f"{folder} was trained on other data (or another sequence_length or held_out_fraction), so the samples it "
+            f"has seen are not known here: {advice}"
+        )
+    if manifest.state.get("seed") != config.training.seed:
+        raise CheckpointError(
+            f"{folder} was trained with training.seed {manifest.state.get('seed')}, this config has "
+            f"{config.training.seed}, which orders the data differently: {advice}"
+        )
+
+
+def _check_optimizer_and_batch(manifest: Manifest, config: Config, folder: Path) -> None:
+    optimizer = manifest.config.get("optimizer", {}).get("name")
+    if optimizer != config.optimizer.name:
+        raise CheckpointError(
+            f"{folder} was trained with optimizer.name {optimizer}, whose state {config.optimizer.name} cannot use: "
+            "keep it, or start another run_dir with training.initialize_from"
+        )
+    batch_size = manifest.config.get("training", {}).get("global_batch_size")
+    if config.training.tokens is not None and batch_size != config.training.global_batch_size:
+        raise CheckpointError(
+            f"{folder} counts its steps in batches of {batch_size} samples, this config in batches of "
+            f"{config.training.global_batch_size}, so training.tokens would end elsewhere: give training.steps instead"
+        )

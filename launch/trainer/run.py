@@ -1,0 +1,235 @@
+"""One rank's run: mesh, data, model, engine, loop."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+from launch.errors import FAILED_CODE, HUNG_CODE, PREEMPTED_CODE, STOPPED_CODE
+from launch.runtime.devices import Device
+from launch.runtime.logs import get_logger
+from launch.runtime.rank_environment import ATTEMPT, Rank
+from launch.runtime.rank_process import be_deterministic
+from launch.trainer.checkpoint_hooks import CheckpointHooks
+from launch.trainer.data import evaluation_batches, open_data, training_batches
+from launch.trainer.prediction_tracker import PredictionTracker, RunEnvironment, memory_of_ranks
+from launch.trainer.resume import RunSetup, agree_on_start, checkpoints_of, load_state
+from launch.trainer.run_folder import lock_run_folder
+from launch.trainer.run_logger import RunLogger
+from launch.trainer.tokenizer import tokenizer_of
+from megalite.checkpoint.manifest import Manifest
+from megalite.config import Config, resolve_layout
+from megalite.config.known_bad import check_known_bad, installed_versions
+from megalite.monitor.events import EVENTS, EventLog
+from megalite.resilience.heartbeat import Heartbeat
+from megalite.training.errors import SaveFailed, TrainingPreempted, TrainingStopped
+
+if TYPE_CHECKING:
+    from megalite.engine.engine import Engine
+    from megalite.training.state import TrainState
+
+log = get_logger(__name__)
+PROCESS_START_TIME = time.monotonic()
+RUN_LOCK_TIMEOUT_S = 100.0  # a file server keeps the lock of a host that has died for its lease; NFS: 90 s
+MIRROR_FLUSH_TIMEOUT_S = 60.0  # for the mirror, when the machine has been asked for
+COLLECTIVE_TIMEOUT_FRACTION = 5 / 6  # of the process group's timeout, within which rank 0 must join the others
+ENDINGS: dict[type[Exception], tuple[int, str]] = {
+    TrainingStopped: (STOPPED_CODE, "stopped"),
+    TrainingPreempted: (PREEMPTED_CODE, "preempted"),
+    SaveFailed: (FAILED_CODE, "not saved"),
+}
+
+
+def run(config: Config, rank: Rank, exit_stack: ExitStack) -> None:
+    """Trains on this rank: mesh, data, model, engine, loop.
+
+    `exit_stack` is closed by the caller when the rank leaves as it should. Raises one of `ENDINGS`, or what the user
+    has to correct.
+    """
+    lock = lock_run_folder(config, RUN_LOCK_TIMEOUT_S if ATTEMPT in os.environ else 0.0) if rank.rank == 0 else None
+    heartbeat = _start_heartbeat(config, rank, exit_stack)  # before the long imports
+    import torch
+
+    from megalite.engine.activity import Activity
+    from megalite.engine.build import build_engine
+    from megalite.engine.distributed import start_distributed
+    from megalite.parallel.mesh import Mesh
+    from megalite.resilience.watchdog import Watchdog, agree_on_launch
+    from models.decoder import decoder_layers
+
+    torch.set_float32_matmul_precision(config.precision.float32_matmul_precision)
+    if config.training.deterministic:
+        be_deterministic()
+    kind = start_distributed(rank.local_rank, timedelta(minutes=config.watchdog.timeout_minutes)).type
+    device: Device = "cuda" if kind == "cuda" else "cpu"
+    if config.unresolved_options:
+        config = _with_layout(config, rank, device)
+    layout = resolve_layout(config, rank.world_size, device)
+    check_known_bad(config, layout, installed_versions(), device)
+    activity = Activity(Mesh.of(layout), rank.rank)
+    if heartbeat is not None:
+        heartbeat.step = lambda: activity.span.step
+    record_hang = partial(EventLog(config.run_dir / EVENTS).write, "hung")
+    launch = agree_on_launch()
+    with Watchdog(
+        activity, config.watchdog, config.run_dir, launch, HUNG_CODE, record_hang, tuple(ENDINGS)
+    ) as watchdog:
+        data = open_data(config)
+        prediction = PredictionTracker(config, layout, RunEnvironment.of(rank, device))
+        setup = RunSetup(config, layout, rank, data, agree_on_start(config, rank, data, activity))
+        engine = build_engine(decoder_layers(config.model, config.recompute.mode), config, layout, activity)
+        state = load_state(engine, setup)
+        with RunLogger(setup, prediction) as run_logger:
+            hooks = CheckpointHooks.open(config, setup.start, run_logger) if rank.rank == 0 else CheckpointHooks()
+            try:
+                state = _train(engine, setup, state, run_logger, hooks)
+            except tuple(ENDINGS) as error:
+                watchdog.stop()
+                # launchers end rank 0 soon after another rank has left with such a code, so all ranks wait for it
+                longest_s = MIRROR_FLUSH_TIMEOUT_S if isinstance(error, TrainingPreempted) else _longest_wait_s()
+                hooks.close(config, run_logger, is_done=False, at_most_s=longest_s)
+                raise
+            run_logger.outcome = {"finished": True, **state.model_dump(exclude={"guard"})}
+            watchdog.stop()
+            leave_together()
+            hooks.close(config, run_logger, is_done=True)
+    del lock  # held until here
+
+
+def _train(
+    engine: Engine, setup: RunSetup, state: TrainState, run_logger: RunLogger, hooks: CheckpointHooks
+) -> TrainState:
+    """Builds the dependencies of the training loop, runs it, and logs how it ended."""
+    from megalite.resilience.guards import Guard
+    from megalite.resilience.stop_requests import StopRequests
+    from megalite.training.checkpoints import Checkpoints
+    from megalite.training.loop import TrainerContext, train
+
+    config, layout, data = setup.config, setup.layout, setup.data
+    replica, evaluation = engine.coordinate.data_rank, config.training.evaluation
+
+    def batches(state: TrainState) -> Iterator[Any]:
+        if not engine.needs_data:
+            return itertools.repeat([])
+        steps = config.total_steps - state.step
+        return training_batches(data, config, layout, replica, consumed=state.consumed_samples, steps=steps)
+
+    checkpoints = Checkpoints(
+        engine,
+        config.checkpoint,
+        checkpoints_of(config),
+        run_logger,
+        describe=_manifest_maker(setup),
+        mirror=hooks.mirror,
+        exports=hooks.exporter,
+        planner=run_logger.interval_planner(),
+    )
+    guard = Guard(engine, config.guards, data.training.documents)
+    guard.restore(state.guard)
+    with StopRequests(config.training.max_minutes, PROCESS_START_TIME) as requests:
+        context = TrainerContext(
+            batches=batches,
+            evaluation=evaluation_batches(data, config, layout, replica) if engine.needs_data else [],
+            evaluation_count=evaluation.samples // (config.training.micro_batch_size * layout.data_parallel_size)
+            if evaluation.interval
+            else 0,
+            guard=guard,
+            checkpoints=checkpoints,
+            requests=requests,
+            observers=[run_logger],
+        )
+        try:
+            state = train(engine, config, state, context)
+        except (TrainingStopped, TrainingPreempted) as error:
+            _end(engine, run_logger, ENDINGS[type(error)][1], checkpoints.wait())
+            raise
+        except KeyboardInterrupt:
+            run_logger.on_end("interrupted")
+            run_logger.log_prediction_error(())
+            raise
+        _end(engine, run_logger, "ended", checkpoints.wait())
+    return state
+
+
+def _end(engine: Engine, run_logger: RunLogger, ending: str, save_blocked_s: float) -> None:
+    """Logs the end before all ranks are asked for their memory: one of them may be gone by then."""
+    run_logger.on_end(ending, save_blocked_s=save_blocked_s)
+    run_logger.log_prediction_error(memory_of_ranks(engine, run_logger.prediction.memory()))
+
+
+def _manifest_maker(setup: RunSetup) -> Callable[[TrainState], Manifest]:
+    """Returns the function that makes the manifest of a checkpoint, without the entries of its files."""
+    config, layout = setup.config, setup.layout
+    tokenizer = cache(partial(tokenizer_of, config, setup.data))  # read once rank 0 has copied it into the run's folder
+
+    def manifest(state: TrainState) -> Manifest:
+        return Manifest(
+            step=state.step,
+            layout={
+                "tensor_parallel_size": layout.tensor_parallel_size,
+                "pipeline_parallel_size": layout.pipeline_parallel_size,
+                "data_parallel_size": layout.data_parallel_size,
+                "zero_stage": layout.zero_stage,
+            },
+            config=config.model_dump(mode="json") | setup.start.inherited,
+            tokenizer=tokenizer().folder,
+            tokenizer_sha256=tokenizer().sha256,
+            state=state.model_dump(mode="json"),
+            tensors={},
+            files={},
+        )
+
+    return manifest
+
+
+def _with_layout(config: Config, rank: Rank, device: Device) -> Config:
+    """Resolves the options that are `auto`; rank 0 chooses, so that all ranks get the same."""
+    import torch
+
+    from launch.planning.auto_layout import choose_together
+
+    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if device == "cuda" else None
+    chosen = choose_together(config, device, memory)
+    if rank.rank == 0:
+        log.info(chosen.sentence)
+    return config.with_resolved(chosen.options)
+
+
+def _start_heartbeat(config: Config, rank: Rank, exit_stack: ExitStack) -> Heartbeat | None:
+    """Starts the heartbeat if a supervisor has set an attempt; it stops when `exit_stack` is closed."""
+    attempt = os.environ.get(ATTEMPT, "").strip()
+    if not attempt:
+        return None
+    heartbeat = Heartbeat(config.run_dir, rank.rank, rank.world_size, attempt)
+    heartbeat.start()
+
+    def stop() -> None:
+        heartbeat.stop()
+        if heartbeat.failures:
+            times = f"{heartbeat.failures} time{'s' * (heartbeat.failures > 1)}"
+            log.warning(f"rank {rank.rank} could not write its heartbeat {times}")
+
+    exit_stack.callback(stop)
+    return heartbeat
+
+
+def _longest_wait_s() -> float:
+    """Returns how long the other ranks may wait for this one in a barrier, in seconds."""
+    from megalite.engine.distributed import group_timeout
+
+    return COLLECTIVE_TIMEOUT_FRACTION * group_timeout().total_seconds()
+
+
+def leave_together() -> None:
+    """Leaves the process group with all ranks, or ends the process if that takes longer than a collective may."""
+    from megalite.engine.distributed import stop_distributed
+    from megalite.resilience.watchdog import leave_within
+
+    with leave_within(_longest_wait_s() + 60, HUNG_CODE):
+        stop_distributed()

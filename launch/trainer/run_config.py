@@ -1,0 +1,92 @@
+"""Loads the config of a run: options that `model` leaves out come from the weights it starts from or its family.
+
+So a config for a Hugging Face model need not copy sizes, and the run's own config.yaml has all of them: a resume does
+not need the model's folder any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from launch.errors import LaunchError
+from launch.huggingface.hub_folder import hub_config, is_hub_model
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.manifest import find_latest, read_manifest
+from megalite.config import Config, ModelConfig, load_config
+from megalite.config.model import DROPOUTS
+from models.families import FAMILIES
+
+Options = dict[str, Any]
+READING_THE_LENGTH = ("dynamic", "yarn", "longrope")  # types of rope_scaling
+
+
+def load_run_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Loads and completes a config. Raises ConfigError, CheckpointError, FamilyError or LaunchError."""
+    return load_config(path, overrides, complete=_with_model)
+
+
+def _with_model(values: dict[str, Any]) -> dict[str, Any]:
+    training, given = values.get("training"), values.get("model") or {}
+    if not isinstance(given, dict):
+        return values
+    source = training.get("initialize_from") if isinstance(training, dict) else None
+    known: Mapping[str, Any] | None = None
+    if isinstance(source, str):
+        known = _model_of_the_run(values.get("run_dir")) or _model_of(Path(source), given)
+    if known is None and str(given.get("model_type")) in FAMILIES:
+        known = FAMILIES[given["model_type"]].all_fixed
+    return values if known is None else values | {"model": {**known, **given}}
+
+
+def _model_of_the_run(run_dir: object) -> dict[str, Any] | None:
+    """Returns the model of the run's newest checkpoint, which counts more than what the run started from."""
+    root = Path(run_dir) / "checkpoints" if isinstance(run_dir, str) else None
+    newest = find_latest(root)[0] if root is not None and root.is_dir() else None
+    return read_manifest(newest).config.get("model") if newest is not None else None
+
+
+def _model_of(source: Path, given: Options) -> dict[str, Any] | None:
+    if not is_hub_model(source):
+        return read_manifest(checkpoint_at(source)).config.get("model")
+    folder, theirs = hub_config(source)
+    known = theirs.model_dump(mode="json")
+    with suppress(ValidationError):  # reported later, with its place in the file
+        refuse_other_model(ModelConfig.model_validate(known | given), theirs, given, f"{folder}/config.json")
+    return known
+
+
+def checkpoint_at(source: Path) -> Path:
+    """Returns the newest complete checkpoint of `training.initialize_from`. Raises CheckpointError."""
+    weights, reasons = find_latest(source)
+    if weights is None:
+        why = reasons[0] if reasons else f"{source}: there is no such checkpoint folder"
+        raise CheckpointError(f"training.initialize_from is no Hugging Face folder, which has a config.json: {why}")
+    return weights
+
+
+def refuse_other_model(ours: ModelConfig, theirs: ModelConfig, options: Iterable[str], where: str) -> None:
+    """Raises LaunchError for the first of `options` that makes `ours` another function of the same weights."""
+    free = {*DROPOUTS, "initializer_range"}
+    if not reads_the_length(theirs):
+        free.add("max_position_embeddings")
+    for name in options:
+        if name not in free and getattr(ours, name) != getattr(theirs, name):
+            raise LaunchError(
+                f"model.{name} is {_shown(getattr(ours, name))} in this config and {_shown(getattr(theirs, name))} in "
+                f"{where}: leave it out, or set it alike"
+            )
+
+
+def reads_the_length(model: ModelConfig) -> bool:
+    """Returns whether the same weights compute something else with another `max_position_embeddings`."""
+    scaling = model.rope_scaling
+    return model.position_embedding != "rope" or (scaling is not None and scaling.rope_type in READING_THE_LENGTH)
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

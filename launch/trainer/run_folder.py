@@ -1,0 +1,91 @@
+"""Locks a run's folder and writes config.yaml, deepspeed.json and receipt.json."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from typing import IO, Any
+
+from launch.errors import LaunchError
+from launch.runtime.modules import INSTALLATION
+from megalite.checkpoint.durable_files import write_durably
+from megalite.config import Config, ResolvedLayout
+
+PACKAGES = ("megalite", "torch", "deepspeed", "transformers", "tokenizers", "numpy")
+
+
+def lock_run_folder(config: Config, patience_s: float = 0.0) -> IO[str]:
+    """Creates `run_dir` and locks it until the returned file is closed.
+
+    Raises LaunchError if another run holds the lock for longer than `patience_s`: two runs in one folder would
+    overwrite each other's files.
+    """
+    deadline = time.monotonic() + patience_s
+    try:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (config.run_dir / ".lock").open("w")
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
+    except BlockingIOError:
+        raise LaunchError(
+            f"another run is using run_dir {config.run_dir}: wait for it, or choose another run_dir"
+        ) from None
+    except OSError as error:
+        raise LaunchError(f"run_dir {config.run_dir} cannot be written: {error.strerror}") from None
+    return lock
+
+
+def write_settings(config: Config, deepspeed: dict[str, Any]) -> None:
+    """Writes config.yaml, resolved, and deepspeed.json, exactly as passed to DeepSpeed."""
+    write_durably(config.run_dir / "config.yaml", config.to_yaml().encode())
+    write_durably(config.run_dir / "deepspeed.json", _as_json(deepspeed))
+
+
+def write_receipt(config: Config, layout: ResolvedLayout, facts: dict[str, Any]) -> None:
+    """Writes receipt.json: versions, machine, command, layout and `facts`; at the start and at the end."""
+    receipt = {
+        "versions": {name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
+        "machine": {"platform": platform.platform(), "host": platform.node()},
+        "command": sys.argv,
+        "git": _git_state(),
+        "layout": {
+            "tensor_parallel_size": layout.tensor_parallel_size,
+            "pipeline_parallel_size": layout.pipeline_parallel_size,
+            "data_parallel_size": layout.data_parallel_size,
+            "zero_stage": layout.zero_stage,
+            "gradient_accumulation_steps": layout.gradient_accumulation_steps,
+        },
+        "seed": config.training.seed,
+        "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        **facts,
+    }
+    write_durably(config.run_dir / "receipt.json", _as_json(receipt))
+
+
+def _as_json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Returns the commit of this checkout and whether it has changes; None if it is no git checkout."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(INSTALLATION), *arguments], capture_output=True, text=True, check=True, timeout=20
+        ).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,156 @@
+"""Run logging on rank 0: observers of the steps, notices, events and the receipt; a no-op on other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from launch.runtime.logs import get_logger
+from launch.trainer.prediction_tracker import PredictionTracker, RankMemory
+from launch.trainer.resume import RunSetup
+from launch.trainer.run_folder import write_receipt, write_settings
+from launch.trainer.tokenizer import keep_tokenizer
+from megalite.monitor.events import EVENTS, EventLog, read_events
+from megalite.monitor.observer import Observer
+from megalite.resilience.nonfatal import Nonfatal
+
+if TYPE_CHECKING:
+    from megalite.checkpoint.remote.mirror import UploadReport
+    from megalite.checkpoint.saver import Saved
+    from megalite.resilience.checkpoint_interval import IntervalPlanner
+
+log = get_logger(__name__)
+
+
+class RunLogger(Observer):
+    """Hands what happens to a list of observers while it is open.
+
+    An observer that raises is counted and reported; training goes on. The list is empty on ranks other than 0.
+    """
+
+    def __init__(self, setup: RunSetup, prediction: PredictionTracker) -> None:
+        self._setup, self._config, self.prediction = setup, setup.config, prediction
+        self._is_rank_zero = setup.rank.rank == 0
+        self._nonfatal = Nonfatal(self.log_notice)
+        self._events = EventLog(self._config.run_dir / EVENTS)
+        self._observers: list[Observer] = []
+        self.outcome: dict[str, Any] = {"finished": False}
+
+    def __enter__(self) -> Self:
+        if not self._is_rank_zero:
+            return self
+        from megalite.engine.deepspeed_config import deepspeed_config
+        from megalite.monitor.goodput import Goodput
+        from megalite.monitor.sinks import open_sinks
+
+        config, setup = self._config, self._setup
+        write_settings(config, deepspeed_config(config, setup.layout))
+        if setup.start.hub is not None:
+            keep_tokenizer(config, setup.start.hub.folder)
+        first_step = setup.start.step
+        self._goodput = Goodput(config.run_dir, first_step, self.event, world_size=setup.layout.world_size)
+        sinks = open_sinks(config, first_step, self._nonfatal)
+        self._observers = [self._goodput, self.prediction, *sinks]  # goodput first: it adds to the records
+        for notice in (*setup.layout.notices, *setup.data.notices, *setup.start.notices):
+            self.log_notice(notice)
+        self.on_start()
+        self._write_receipt()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._is_rank_zero:
+            return
+        self.close()
+        if (failures := self._nonfatal.sentence()) != "":
+            self.log_notice(failures)
+        with self._nonfatal("receipt.json"):
+            self._write_receipt(goodput=self._goodput.summary(), failures=self._nonfatal.summary())
+        if self._config.monitor.plot:
+            with self._nonfatal("loss.png"):
+                from megalite.monitor.plot import plot_loss
+                from megalite.monitor.sinks.jsonl import read_records
+
+                picture = self._config.run_dir / "loss.png"
+                plot_loss(read_records(self._config.run_dir / "metrics.jsonl"), picture, str(self._config.run_dir))
+                self.log_notice(f"drew {picture}")
+
+    def on_start(self) -> None:
+        for observer in self._observers:
+            with self._nonfatal(observer.name):
+                observer.on_start()
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        for observer in self._observers:
+            with self._nonfatal(observer.name):
+                observer.on_step(record)
+
+    def on_intervention(self, facts: dict[str, Any], sentence: str) -> None:
+        self.event("intervened", **facts)
+        self.log_notice(sentence)
+
+    def on_checkpoint(self, saved: Saved) -> None:
+        facts = {"step": saved.step, "blocked_s": round(saved.blocked_s, 4), "total_s": round(saved.total_s, 4)}
+        if saved.failure is not None:
+            self.event("save_failed", **facts, reason=saved.failure)
+            self.log_notice(f"step {saved.step} is not saved, training goes on: {saved.failure}")
+            return
+        self.event("saved", **facts, bytes=saved.bytes)
+        self.log_notice(
+            f"saved {saved.folder} ({saved.bytes / 1e6:.1f} MB; training waited {saved.blocked_s:.2f} s, "
+            f"all took {saved.total_s:.2f} s)"
+        )
+
+    def on_end(self, ending: str, *, save_blocked_s: float = 0.0) -> None:
+        for observer in self._observers:
+            with self._nonfatal(observer.name):
+                observer.on_end(ending, save_blocked_s=save_blocked_s)
+        if self._is_rank_zero:
+            with self._nonfatal(self._goodput.name):
+                self.log_notice(self._goodput.sentence())
+
+    def close(self) -> None:
+        for observer in self._observers:
+            with self._nonfatal(observer.name):
+                observer.close()
+
+    def log_notice(self, sentence: str) -> None:
+        """Logs a line on the console."""
+        if self._is_rank_zero:
+            with self._nonfatal("the console"):
+                log.info(sentence)
+
+    def event(self, name: str, **facts: Any) -> None:
+        """Appends a line to events.jsonl."""
+        if self._is_rank_zero:
+            with self._nonfatal("events.jsonl"):
+                self._events.write(name, **facts)
+
+    def log_upload(self, report: UploadReport) -> None:
+        """Logs the result of an upload to the mirror."""
+        self.event(report.event, **report.facts)
+        self.log_notice(report.sentence)
+
+    def log_prediction_error(self, memory: Sequence[RankMemory | None]) -> None:
+        """Logs the prediction beside what the run needed; `memory` has one entry per rank, or none."""
+        if self._is_rank_zero:
+            with self._nonfatal(self.prediction.name):
+                self.prediction.log_comparison(memory)
+
+    def interval_planner(self) -> IntervalPlanner | None:
+        """Returns the planner of `checkpoint.interval: auto`, on rank 0, which decides for all."""
+        if not self._is_rank_zero or self._config.checkpoint.interval != "auto":
+            return None
+        from megalite.resilience.checkpoint_interval import FailureHistory, IntervalPlanner
+
+        hours = self._config.checkpoint.mean_hours_between_failures
+        return IntervalPlanner(FailureHistory.of(read_events(self._config.run_dir / EVENTS), hours), self.log_notice)
+
+    def _write_receipt(self, **facts: Any) -> None:
+        setup = self._setup
+        with self._nonfatal(self.prediction.name):
+            facts |= self.prediction.facts()
+        known = {"data_fingerprint": setup.data.training.fingerprint, "resumed_from_step": setup.start.step}
+        write_receipt(self._config, setup.layout, known | {"outcome": self.outcome} | facts)

@@ -1,0 +1,74 @@
+"""Durable files: their content is on disk before they are renamed into place."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.manifest import FileEntry
+
+NO_ROOM = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up"}
+
+
+def sync(path: Path) -> None:
+    """Waits until the bytes of a file or the entries of a folder are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Removes a folder and its contents, or a link to one; ignores errors."""
+    if path.is_symlink():
+        with suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Replaces `path` atomically: a reader sees the old bytes or the new ones, never a part."""
+    descriptor, temporary = _temporary_of(path)
+    with os.fdopen(descriptor, "wb") as file:
+        file.truncate()
+        file.write(data)
+        file.flush()
+        sync(temporary)
+        temporary.replace(path)  # while it is held: nobody else writes into what becomes `path`
+    sync(path.parent)
+
+
+def _temporary_of(path: Path) -> tuple[int, Path]:
+    """Opens a file that nobody else writes: `.NAME.tmp`, which killed processes leave, or, while another process has
+    that one, a file of its own."""
+    usual = path.with_name(f".{path.name}.tmp")
+    descriptor = os.open(usual, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), usual.stat()):  # or it has just been renamed
+            return descriptor, usual
+    os.close(descriptor)
+    own = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    return os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), own
+
+
+def digest(path: Path) -> FileEntry:
+    """Returns size and SHA-256 of a file."""
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileEntry(size=path.stat().st_size, sha256=sha256)
+
+
+def verify_digest(path: Path, recorded: FileEntry) -> None:
+    """Reads a file and compares its SHA-256. Raises CheckpointError if it differs."""
+    if digest(path) != recorded:
+        raise CheckpointError(f"{path.parent}: {path.name} has changed since it was written: its digest differs")

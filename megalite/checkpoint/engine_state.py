@@ -1,0 +1,119 @@
+"""Stores and loads the state of a training engine, on any layout.
+
+Every rank hands over and takes back the fp32 numbers that its own optimizer updates (ZeRO's fragments), as blocks of
+global tensors: nothing is gathered, so a save needs no memory beyond the copy of what the rank holds anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.manifest import WEIGHT, entry
+from megalite.checkpoint.reader import CheckpointReader, WeightReader
+from megalite.checkpoint.writer import Block
+from megalite.engine.deepspeed_internals import own_range, owned_fp32_values, set_loss_scaler_state, tied_weights
+from megalite.engine.engine import Engine
+from megalite.engine.optimizer import MOMENTS
+from megalite.engine.parameter_state import create_moments, forget_moments, moment_names, refresh, write_own_numbers
+from megalite.parallel.shard import RangePiece
+
+
+def own_blocks(engine: Engine) -> tuple[list[Block], dict[str, tuple[int, ...]]]:
+    """Returns the blocks that this rank contributes, as views of the live state, and their tensors' global shapes.
+
+    Of numbers that several ranks hold alike, the first tensor-parallel rank contributes replicated parameters, and the
+    first stage a tied weight: the others follow its copy, and their masters and moments differ by rounding.
+    """
+    moments = moment_names(engine)
+    blocks: list[Block] = []
+    shapes: dict[str, tuple[int, ...]] = {}
+    for parameter, start, stop in _contributed(engine):
+        pieces = list(parameter.shard.pieces_of_range(start, stop))  # type: ignore[attr-defined]
+        for kind in (WEIGHT, *moments):
+            numbers = owned_fp32_values(parameter, kind)
+            blocks += [Block(entry(kind, piece.name, piece.source), piece.of(numbers)) for piece in pieces]
+        shapes |= {piece.name: piece.shape for piece in pieces}
+    return blocks, shapes
+
+
+def own_size(engine: Engine) -> tuple[int, torch.device]:
+    """Returns how many numbers `own_blocks` has after the first optimizer step, and their device."""
+    kinds, count, device = 1 + len(MOMENTS[engine.config.optimizer.name]), 0, torch.device("cpu")
+    for parameter, start, stop in _contributed(engine):
+        pieces = parameter.shard.pieces_of_range(start, stop)  # type: ignore[attr-defined]  # padding is not saved
+        count += kinds * sum(math.prod(s.stop - s.start for s in piece.source) for piece in pieces)
+        device = owned_fp32_values(parameter, WEIGHT).device
+    return count, device
+
+
+def _contributed(engine: Engine) -> Iterator[tuple[nn.Parameter, int, int]]:
+    """Yields parameters with the range of their numbers that this rank contributes."""
+    tied = tied_weights(engine.deepspeed.module)
+    copies = {weight for weight, group in tied if dist.get_group_rank(group, dist.get_rank()) > 0}
+    for _, parameter in engine.parameters():
+        start, stop = own_range(parameter)
+        is_replica = parameter.shard.is_replicated and engine.coordinate.tensor_rank  # type: ignore[attr-defined]
+        if start < stop and not is_replica and parameter not in copies:
+            yield parameter, start, stop
+
+
+@overload
+def load_engine(engine: Engine, reader: CheckpointReader, *, weights_only: Literal[False]) -> None: ...
+
+
+@overload
+def load_engine(engine: Engine, reader: WeightReader, *, weights_only: Literal[True]) -> None: ...
+
+
+def load_engine(engine: Engine, reader: CheckpointReader | WeightReader, *, weights_only: bool) -> None:
+    """Loads this rank's weights, and the state of optimizer and loss scale unless `weights_only`, from its blocks of
+    what `reader` reads.
+
+    Collective. Raises CheckpointError where that is of another model.
+    """
+    checkpoint = reader if isinstance(reader, CheckpointReader) and not weights_only else None
+    moments = _prepare_moments(engine, checkpoint) if checkpoint is not None else ()
+    for _, parameter in engine.parameters():
+        shard = parameter.shard  # type: ignore[attr-defined]
+        for piece in shard.pieces():
+            stored = reader.shapes.get(piece.name, piece.shape)
+            if stored != piece.shape:
+                raise CheckpointError(
+                    f"{reader.folder}: {piece.name} has shape {list(stored)}, but the model of this config needs "
+                    f"{list(piece.shape)}"
+                )
+        pieces = list(shard.pieces_of_range(*own_range(parameter)))
+        for kind in (WEIGHT, *moments):
+
+            def fill(numbers: Tensor, kind: str = kind, pieces: list[RangePiece] = pieces) -> None:
+                for piece in pieces:
+                    reader.fill(piece.of(numbers), piece.name, piece.source, kind)
+
+            write_own_numbers(parameter, kind, fill)
+        engine.activity.progress()
+    refresh(engine)
+    if checkpoint is not None:
+        set_loss_scaler_state(engine.deepspeed.optimizer, checkpoint.manifest.loss_scaler)
+
+
+def _prepare_moments(engine: Engine, reader: CheckpointReader) -> tuple[str, ...]:
+    """Allocates the moments of a checkpoint and returns their names."""
+    manifest = reader.manifest
+    moments, known = manifest.moments, MOMENTS[engine.config.optimizer.name]
+    if moments not in ((), known) or (moments and not manifest.optimizer_steps):
+        raise CheckpointError(
+            f"{reader.folder}: holds {', '.join(moments)} after {manifest.optimizer_steps} optimizer steps, but "
+            f"{engine.config.optimizer.name} keeps {', '.join(known) or 'none'}"
+        )
+    if moments:
+        create_moments(engine, manifest.optimizer_steps)
+    else:
+        forget_moments(engine)  # saved before the first step: a live engine that goes back to it has none either
+    return moments

@@ -1,0 +1,85 @@
+"""Turns errors of fsspec, s3fs, botocore and gcsfs into a StorageError: one sentence without credentials."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from megalite.checkpoint.errors import StorageError
+from megalite.checkpoint.manifest import printable
+
+# by name: which of these packages are installed is not known here
+NO_CREDENTIALS = {
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "CredentialRetrievalError",
+    "ProfileNotFound",
+    "UnauthorizedSSOTokenError",
+    "SSOTokenLoadError",
+    "TokenRetrievalError",
+    "DefaultCredentialsError",
+    "RefreshError",
+}
+NO_ANSWER = {
+    "EndpointConnectionError",
+    "ConnectTimeoutError",
+    "ReadTimeoutError",
+    "ConnectionClosedError",
+    "HTTPClientError",
+    "ClientConnectorError",
+    "ServerDisconnectedError",
+}
+SECRETS = (
+    (re.compile(r"(\w+://[^\s\"'?]+)\?[^\s\"']+"), r"\1"),  # a query, as of a signed URL
+    (re.compile(r"-----BEGIN[^-]*-----.*?(-----END[^-]*-----|$)", re.DOTALL), "***"),
+    (re.compile(r"(?<=://)[^\s\"']+@"), ""),  # user:password of a URL, as of a proxy's
+    (re.compile(r"\b(AKIA|ASIA)[A-Z0-9]{12,}"), "***"),
+    (re.compile(r"(?i)\b(bearer|basic)\s+\S+"), r"\1 ***"),
+    (
+        re.compile(
+            r"(?i)([\w-]*(?:key|signature|credential|token|secret|password|passwd|sig)[\w-]*"
+            r"[\"']?\s*[=:>]\s*[\"']?)[^\s&\"',;<>]+"
+        ),
+        r"\1***",
+    ),
+)
+
+
+def scrubbed(text: str) -> str:
+    """Returns `text` in one line, with anything that looks like a credential replaced."""
+    for pattern, replacement in SECRETS:
+        text = pattern.sub(replacement, text)
+    return printable(" ".join(text.split()))
+
+
+def error_code(error: BaseException) -> str | None:
+    """Returns S3's name of an error, as "NoSuchBucket"; s3fs keeps it in the exception's cause."""
+    for one in (error, error.__cause__):
+        response: Any = getattr(one, "response", None)
+        if isinstance(response, dict):
+            return str(response.get("Error", {}).get("Code"))
+    return None
+
+
+def explained(url: str, error: BaseException) -> StorageError:
+    """Explains `error` at `url` to the user."""
+    names = {kind.__name__ for one in (error, error.__cause__) if one for kind in type(one).__mro__}
+    text = scrubbed((isinstance(error, OSError) and error.strerror) or str(error))
+    if names & NO_CREDENTIALS:
+        return StorageError(
+            f"{url}: no credentials for it were found ({text}): set them as its provider documents (environment "
+            "variables, a profile, or the machine's role), never in the config",
+            is_lasting=True,
+        )
+    if error_code(error) == "NoSuchBucket":
+        return StorageError(f"{url}: there is no such bucket: create it, or correct the URL", is_lasting=True)
+    if isinstance(error, PermissionError):
+        return StorageError(
+            f"{url}: access is denied ({text}): the credentials must allow to list, read, write and delete there",
+            is_lasting=True,
+        )
+    if isinstance(error, FileNotFoundError):
+        return StorageError(f"{url}: there is no such bucket or folder ({text})", is_lasting=True)
+    if isinstance(error, TimeoutError) or names & NO_ANSWER:
+        return StorageError(f"{url}: no answer in time ({text or type(error).__name__})")
+    return StorageError(f"{url}: {text or type(error).__name__}")

@@ -1,0 +1,143 @@
+"""The whole config: one field per section. It is loaded once and frozen; the code below it reads no files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
+
+from megalite.config import auto
+from megalite.config.base import Section
+from megalite.config.deepspeed import check_pass_through
+from megalite.config.model import ModelConfig
+from megalite.config.sections import (
+    CheckpointConfig,
+    DataConfig,
+    GuardsConfig,
+    LaunchConfig,
+    MonitorConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    ScheduleConfig,
+    TrainingConfig,
+    WatchdogConfig,
+)
+from megalite.config.suggestions import OptionPath
+from megalite.config.yaml_text import to_yaml
+
+
+class Config(Section):
+    """All options of a run. Unknown names are refused; missing options have the defaults written here."""
+
+    run_dir: Path
+    """Folder of this run: its config, metrics, checkpoints and pictures."""
+
+    model: ModelConfig
+    """Shape and mathematics of the transformer."""
+
+    data: DataConfig
+    """Prepared token shards of the run."""
+
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    """Division of the model and the batch among processes; `auto`: chosen when the run starts."""
+
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
+    """Number formats."""
+
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    """The update rule."""
+
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    """The learning rate over the run."""
+
+    training: TrainingConfig
+    """Batch, length and guards of the run."""
+
+    recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)
+    """Activations recomputed instead of kept; `auto`: chosen with the layout."""
+
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """Saving of the run's state, and which checkpoints are kept."""
+
+    guards: GuardsConfig = Field(default_factory=GuardsConfig)
+    """Policies for bad steps."""
+
+    watchdog: WatchdogConfig = Field(default_factory=WatchdogConfig)
+    """Limits after which a run without progress is ended."""
+
+    monitor: MonitorConfig = Field(default_factory=MonitorConfig)
+    """Reporting of the run."""
+
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
+    """Settings of the local launcher for ranks on a CPU."""
+
+    deepspeed: Annotated[dict[str, Any], AfterValidator(check_pass_through)] = Field(default_factory=dict)
+    """Merged into the DeepSpeed config; refused if it contradicts another option."""
+
+    _unresolved: frozenset[OptionPath] = PrivateAttr(default=frozenset())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _replace_auto(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(values, dict):
+            return handler(values)
+        stated, unresolved = auto.take_out(values)
+        config = handler(stated)
+        config._unresolved = unresolved
+        return config
+
+    @model_serializer(mode="wrap")
+    def _restore_auto(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return auto.put_back(handler(self), self._unresolved)
+
+    @property
+    def unresolved_options(self) -> frozenset[OptionPath]:
+        """Options set to `auto`. They hold placeholders until a layout is chosen; no run trains with placeholders."""
+        return self._unresolved
+
+    def with_resolved(self, chosen: Mapping[OptionPath, Any]) -> Config:
+        """Returns a copy with these options of the layout set to `chosen`; `resolve_layout` checks them."""
+        sections: dict[str, dict[str, Any]] = {}
+        for (section, option), value in chosen.items():
+            sections.setdefault(section, {})[option] = value
+        resolved = self.model_copy(
+            update={name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        )
+        resolved._unresolved = self._unresolved - chosen.keys()
+        return resolved
+
+    @property
+    def total_steps(self) -> int:
+        """Length of the run in optimizer steps."""
+        training = self.training
+        if training.steps is not None:
+            return training.steps
+        assert training.tokens is not None, "rules.py refuses a run without a length"
+        return -(-training.tokens // (training.global_batch_size * training.sequence_length))
+
+    def to_yaml(self) -> str:
+        """Returns the config as YAML that loads to an equal one."""
+        return to_yaml(self.model_dump(mode="json"))
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """Returns the JSON schema for editors, with a description of every option."""
+        schema = cls.model_json_schema()
+        auto.allow_in(schema)
+        return {
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            "title": "megalite config",
+            **schema,
+        }

@@ -1,0 +1,314 @@
+"""All options of a run but those of `model`: one class per section, in the order in which `Config` has them.
+
+To add an option, add an annotated field with a docstring to its section: the JSON schema, the help and the
+documentation derive from it. Rules about several options belong in rules.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from megalite.config.base import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    NotBool,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Section,
+)
+
+
+def _one_path_is_a_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+PathPrefix = Annotated[str, Field(min_length=1)]
+
+
+class DataConfig(Section):
+    """Training text, tokenised by `megalite prepare`."""
+
+    path: Annotated[
+        list[PathPrefix],
+        BeforeValidator(_one_path_is_a_list, json_schema_input_type=PathPrefix | list[PathPrefix]),
+        Field(min_length=1),
+    ]
+    """Prefixes of prepared token shards (the path without `.bin`/`.idx`); one, or a list of them."""
+
+    held_out_fraction: Annotated[float, NotBool, Field(ge=0, le=0.5)] = 0.01
+    """Fraction of the documents, 0 to 0.5, kept out of training for evaluation."""
+
+    document_mask: bool = False
+    """Attention stops at document boundaries inside a packed sequence, and positions restart there."""
+
+
+class ParallelConfig(Section):
+    """Layout of the run. Every layout computes the same thing; layouts differ in memory and speed."""
+
+    tensor_parallel_size: PositiveInt = 1
+    """Number of ranks that share every layer."""
+
+    pipeline_parallel_size: PositiveInt = 1
+    """Number of stages that the layers are divided among; the division may be uneven."""
+
+    data_parallel_size: PositiveInt | Literal["auto"] = "auto"
+    """Number of replicas; `auto` uses all processes that tensor and pipeline parallelism leave."""
+
+    sequence_parallel: bool = False
+    """Cut activations between parallel layers along the sequence; no effect without tensor parallelism."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """State that data parallelism shards: 1 optimizer state, 2 also gradients, 3 also weights; 0 is run as 1."""
+
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+
+class PrecisionConfig(Section):
+    """Number formats. Master weights and optimizer state are always fp32."""
+
+    dtype: Dtype = "bf16"
+    """Format of weights and activations in forward and backward; fp16 needs a GPU."""
+
+    gradient_accumulation_dtype: Dtype = "fp32"
+    """Format in which micro-batches' gradients are summed: fp32, or the same as `dtype`."""
+
+    float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """PyTorch's `set_float32_matmul_precision`: below `highest`, fp32 products are faster and less exact."""
+
+
+class OptimizerConfig(Section):
+    """Update rule; its learning rate is the peak that the schedule scales."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """Update rule: AdamW, or plain SGD without momentum (for tests: AdamW hides errors of gradient scale)."""
+
+    learning_rate: PositiveFloat = 3e-4
+    """Peak learning rate, reached at the end of the warm-up."""
+
+    betas: tuple[Probability, Probability] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment; ignored by sgd."""
+
+    eps: PositiveFloat = 1e-8
+    """AdamW's epsilon, added to the root of the second moment; ignored by sgd."""
+
+    weight_decay: NonNegativeFloat = 0.1
+    """Decay of the matrices per step, times the learning rate; norms and biases never decay."""
+
+
+class ScheduleConfig(Section):
+    """Learning-rate schedule: a linear warm-up, then one of four shapes."""
+
+    name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Shape after the warm-up; wsd (warm-up, stable, decay) is constant until the last `decay_steps`."""
+
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the learning rate rises linearly to its peak; a shorter run (a smoke test) ends on the way."""
+
+    min_learning_rate_ratio: Fraction = 0.1
+    """Learning rate at the end of the run, as a fraction of the peak; ignored by constant."""
+
+    decay_steps: PositiveInt | None = None
+    """wsd only: length of the final decay in steps. Left out: a tenth of the run."""
+
+    def wsd_decay_steps(self, total_steps: int) -> int:
+        """Length in steps of wsd's final decay in a run of `total_steps`."""
+        return self.decay_steps if self.decay_steps is not None else max(1, total_steps // 10)
+
+
+class EvaluationConfig(Section):
+    """Loss on held-out documents while training."""
+
+    interval: NonNegativeInt = 0
+    """Steps between evaluations; 0 = never."""
+
+    samples: PositiveInt = 64
+    """Held-out sequences per evaluation; a multiple of `micro_batch_size` x data-parallel size."""
+
+
+class TrainingConfig(Section):
+    """Batch, length, seed and stopping of the run."""
+
+    global_batch_size: PositiveInt
+    """Sequences per optimizer step, over all replicas and micro-batches."""
+
+    micro_batch_size: PositiveInt
+    """Sequences per forward pass on one replica; affects memory, not results; `auto`: chosen with the layout."""
+
+    sequence_length: PositiveInt
+    """Tokens per sequence."""
+
+    steps: PositiveInt | None = None
+    """Length of the run in optimizer steps; give this or `tokens`."""
+
+    tokens: PositiveInt | None = None
+    """Length of the run in training tokens, rounded up to whole steps; give this or `steps`."""
+
+    seed: NonNegativeInt = 0
+    """Seed of the initial weights, the order of the data and dropout."""
+
+    gradient_clipping: NonNegativeFloat = 1.0
+    """Largest global norm of the gradient; larger ones are scaled down to it. 0 = off."""
+
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    """Loss on held-out documents while training."""
+
+    max_minutes: PositiveFloat | None = None
+    """Wall-clock limit: the run saves and ends with exit code 75 at the first step that ends after it."""
+
+    self_check_every: NonNegativeInt = 0
+    """Steps between checks that all ranks' copies of a weight are equal to the bit; before every save too. 0 = off."""
+
+    deterministic: bool = False
+    """Two runs of one config on equal machines are equal to the bit; GPUs take slower kernels, a CPU none."""
+
+    initialize_from: Path | None = None
+    """Weights to start from: a Hugging Face folder or hub id (`model` may then be left out), or our own checkpoint."""
+
+
+class RecomputeConfig(Section):
+    """Activations that the backward pass recomputes instead of keeping them."""
+
+    mode: Literal["none", "selective", "full"] = "none"
+    """`selective` recomputes the cheap parts of a block, `full` whole blocks (a third more compute)."""
+
+
+def _false_means_off(value: object) -> object:
+    """Accepts false as `off`, which YAML 1.1, used by other programs, does not distinguish."""
+    return "off" if value is False else value
+
+
+Exported = Literal["off", "last", "every"]
+ExportHf = Annotated[Exported, BeforeValidator(_false_means_off, json_schema_input_type=Exported)]
+
+
+class CheckpointConfig(Section):
+    """Checkpoints in `run_dir/checkpoints`; any of them resumes on any layout."""
+
+    interval: NonNegativeInt | Literal["auto"] = 0
+    """Steps between checkpoints; 0 = only at the end; `auto` = least time lost, from measured costs and failures."""
+
+    mean_hours_between_failures: PositiveFloat | None = None
+    """Expected hours between failures, for `interval: auto`. Left out: observed in this run's folder."""
+
+    save_last: bool = True
+    """Save a checkpoint after the last step."""
+
+    resume: bool = True
+    """Continue from the newest complete checkpoint in `run_dir`, or in `mirror` where `run_dir` has none."""
+
+    background: bool = True
+    """Write files while training goes on: a step waits only until its state is copied to host memory."""
+
+    keep_last: NonNegativeInt = 10
+    """Number of the newest checkpoints to keep; 0 = all."""
+
+    keep_every: NonNegativeInt = 0
+    """Keeps checkpoints of steps that are a multiple of this permanently; 0 = none."""
+
+    keep_best: NonNegativeInt = 0
+    """Number of checkpoints with the lowest evaluation loss to keep."""
+
+    export_hf: ExportHf = "off"
+    """Write `run_dir/hugging_face/step_...` of the last step or of every checkpoint; deleted with the checkpoint."""
+
+    export_hf_dtype: Dtype | None = None
+    """Number format of `export_hf`. Left out: that of the initial Hugging Face model, or `precision.dtype`."""
+
+    mirror: str | None = None
+    """Any fsspec URL (`s3://bucket/run`, `gs://...`, `file:///...`): finished checkpoints are copied there."""
+
+    mirror_wait_minutes: NonNegativeFloat = 30
+    """Longest wait at the end of a run until the mirror has the last checkpoint, in minutes."""
+
+
+Policy = Literal["skip", "rollback", "stop"]
+
+
+class GuardsConfig(Section):
+    """Policies for bad steps, which are caught before they change a weight.
+
+    `skip` leaves the weights as they are and goes on with the next batch; `rollback` returns to the last checkpoint
+    and goes on behind the offending data, or skips where there is none yet; `stop` ends the run.
+    """
+
+    not_finite: Policy = "skip"
+    """Policy for NaN or Inf in the loss or the gradients."""
+
+    loss_spike: Literal["ignore"] | Policy = "ignore"
+    """Policy for a loss far above those of the last steps."""
+
+    spike_z_score: PositiveFloat = 6.0
+    """Standard deviations above the window's mean from which a loss is a spike."""
+
+    spike_window: PositiveInt = 100
+    """Steps whose losses a loss is compared with; no loss is a spike before there are that many."""
+
+    max_interventions: PositiveInt = 10
+    """Skips in a row, or rollbacks within 10 `spike_window`s (1000 steps at least), after which the run stops."""
+
+
+class WatchdogConfig(Section):
+    """Ends a run that hangs, with a report of which ranks wait for which, so that it can be restarted."""
+
+    enabled: bool = True
+    """End a run that makes no progress."""
+
+    factor: PositiveFloat = 10.0
+    """A step may take this many times the longest of the last 20; evaluations and saves likewise, by their own."""
+
+    minimum_seconds: PositiveFloat = 300.0
+    """Lower bound of that limit, in seconds."""
+
+    startup_minutes: PositiveFloat = 30.0
+    """Limit until the first step (evaluation, save) has ended, while its usual length is not known."""
+
+    timeout_minutes: PositiveFloat = 30.0
+    """A rank that waits so long for others in one collective, of any process group, fails; the watchdog comes first."""
+
+
+class WandbConfig(Section):
+    """Reporting to Weights & Biases."""
+
+    enabled: bool = False
+    """Report to Weights & Biases."""
+
+    project: str = "megalite"
+    """Project the run appears in."""
+
+    name: str | None = None
+    """Name of the run in the project. Left out: Weights & Biases chooses one."""
+
+    mode: Literal["online", "offline"] = "offline"
+    """`offline` writes to the run folder, needs no network, and can be uploaded later."""
+
+
+class MonitorConfig(Section):
+    """Console output, plots and tracking services."""
+
+    log_interval: PositiveInt = 1
+    """Steps between lines on the console."""
+
+    plot: bool = True
+    """Write `loss.png` to the run folder at the end."""
+
+    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    """Weights & Biases."""
+
+
+class LaunchConfig(Section):
+    """Process settings of local CPU ranks; none of them changes a result."""
+
+    threads_per_rank: PositiveInt | Literal["auto"] = "auto"
+    """Compute threads of one rank; `auto` divides this machine's cores among its ranks."""
+
+    malloc_tunables: bool = True
+    """Let glibc's malloc keep freed memory instead of returning it: fewer page faults, faster steps."""
+
+    spin_threads: Literal["auto"] | bool = "auto"
+    """OpenMP threads spin between parallel regions; `auto`: only when ranks x threads fit the cores."""

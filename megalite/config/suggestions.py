@@ -1,0 +1,113 @@
+"""Suggestions for error messages: the option that was probably meant, the nearest numbers that work ("8 or 16")."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from difflib import SequenceMatcher
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+
+from megalite.config.model import ModelConfig
+
+OptionPath = tuple[str, ...]
+
+OTHER_SECTION = 1.5
+"""Distance in letters of options in different sections: a typo in a section wins over a namesake in another one."""
+
+
+def dotted(path: OptionPath) -> str:
+    """Joins a path: ("training", "steps") becomes "training.steps"."""
+    return ".".join(path)
+
+
+@cache
+def option_paths(model: type[BaseModel]) -> tuple[OptionPath, ...]:
+    """Lists every section and option of the config, in the order of definition."""
+
+    def walk(section: type[BaseModel], prefix: OptionPath) -> Iterator[OptionPath]:
+        for name, field in section.model_fields.items():
+            yield (*prefix, name)
+            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+                yield from walk(field.annotation, (*prefix, name))
+
+    return tuple(walk(model, ()))
+
+
+def nearest_option(unknown: OptionPath, value: Any, model: type[BaseModel]) -> tuple[OptionPath, OptionPath] | None:
+    """Returns (the typed path, the path that was meant), or None if nothing is similar.
+
+    An unknown section is compared with sections; if none is similar, the first option inside it is looked up:
+    `train.learning_rate` gives `optimizer.learning_rate`.
+    """
+    paths = option_paths(model)
+    sections = [path for path in paths if len(path) == 1 or any(other[:-1] == path for other in paths)]
+    while isinstance(value, dict) and value:
+        if best := _closest(unknown, sections):
+            return unknown, best
+        name, value = next(iter(value.items()))
+        unknown = (*unknown, str(name))
+    best = _closest(unknown, paths)
+    return (unknown, best) if best else None
+
+
+def nearest_name(typed: str, names: Iterable[str]) -> str | None:
+    """Returns the name that was probably meant, or None if none is similar."""
+    best = _closest((typed,), [(name,) for name in sorted(names)])
+    return best[0] if best else None
+
+
+def _closest(unknown: OptionPath, candidates: Iterable[OptionPath]) -> OptionPath | None:
+    distances = [(distance, path) for path in candidates if (distance := _distance(unknown, path)) is not None]
+    return min(distances, key=lambda pair: pair[0])[1] if distances else None
+
+
+def _distance(typed: OptionPath, option: OptionPath) -> float | None:
+    """Returns the distance of two options in letters, or None if they are not similar."""
+    typed_name, name = typed[-1].lower().replace("-", "_"), option[-1]
+    initials = "".join(word[0] for word in name.split("_"))
+    is_initials = len(typed_name) > 1 and initials.startswith(typed_name)  # `lr` for `learning_rate`
+    is_part = "_" in typed_name and f"_{typed_name}_" in f"_{name}_" and typed_name != name  # `batch_size`
+    letters = 1.0 if is_initials or is_part else _letters_apart(typed_name, name)
+    if letters > max(1, len(name) // 3):
+        return None
+    return letters + min(OTHER_SECTION, _letters_apart(dotted(typed[:-1]), dotted(option[:-1])))
+
+
+def _letters_apart(a: str, b: str) -> int:
+    """Returns the number of letters of the longer word that difflib finds no counterpart for."""
+    matched = sum(block.size for block in SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks())
+    return max(len(a), len(b)) - matched
+
+
+def either(values: Iterable[int]) -> str:
+    """Formats alternatives: [2, 4] becomes "2 or 4"; zero is left out."""
+    return " or ".join(str(value) for value in values if value > 0)
+
+
+def multiples_near(value: int, of: int) -> str:
+    """Returns the multiples of `of` below and above `value`."""
+    return either([value // of * of, (value // of + 1) * of])
+
+
+def neighbours(value: int, allowed: Iterable[int]) -> str:
+    """Returns the nearest allowed numbers below and above `value`, from an ascending list."""
+    numbers = list(allowed)
+    below = [number for number in numbers if number < value]
+    above = [number for number in numbers if number > value]
+    return either(below[-1:] + above[:1])
+
+
+def tensor_parallel_fits(model: ModelConfig, size: int) -> bool:
+    """Returns whether `size` ranks can share the heads; if there are fewer kv heads than ranks, they are replicated."""
+    kv = model.num_key_value_heads
+    if model.num_attention_heads % size or (kv % size and size % kv):
+        return False
+    return size <= kv or kv * model.head_dim % size == 0
+
+
+def tensor_parallel_near(model: ModelConfig, size: int) -> str:
+    """Returns the nearest tensor_parallel_sizes that the model's heads allow."""
+    largest = min(model.num_attention_heads, model.vocab_size)
+    return neighbours(size, (n for n in range(1, largest + 1) if tensor_parallel_fits(model, n)))

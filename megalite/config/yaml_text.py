@@ -1,0 +1,104 @@
+"""YAML as configs use it: numbers as people write them, no key twice, and where every option stands.
+
+In: text. Out: plain dicts, lists and scalars; or a ConfigError with the line. Unlike in PyYAML's YAML 1.1,
+`1e-3` is a number; `no`, `1:30`, `010` and `2024-01-01` are text (a bool option still accepts `no`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from megalite.config.errors import ConfigError
+
+LinePath = tuple[str | int, ...]
+
+NUMBERS_AND_BOOLS = {
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "int": (r"[-+]?(?:0|[1-9][0-9_]*)", "-+0123456789"),
+    "float": (
+        r"[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+0123456789.",
+    ),
+}
+"""The pattern of plain text that is a number or bool, and the characters it can start with."""
+
+KEPT_TAGS = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
+
+
+def _resolvers() -> dict[Any, list[tuple[str, re.Pattern[str]]]]:
+    """Returns PyYAML's table (first character -> tags to try) with our numbers in place of YAML 1.1's."""
+    table = {
+        first: [(tag, pattern) for tag, pattern in entries if tag in KEPT_TAGS]
+        for first, entries in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    for name, (pattern, firsts) in NUMBERS_AND_BOOLS.items():
+        for first in firsts:
+            table.setdefault(first, []).append((f"tag:yaml.org,2002:{name}", re.compile(f"^(?:{pattern})$")))
+    return table
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = _resolvers()
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that our loader, not PyYAML's, would read as a number."""
+
+    yaml_implicit_resolvers = _resolvers()
+
+
+def parse_yaml(text: str) -> tuple[Any, dict[LinePath, int]]:
+    """Returns the value and the line, counted from 1, of each key. Raises ConfigError."""
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, {}
+        lines = dict(_key_lines(node, ()))
+        return loader.construct_document(node), lines
+    except ConfigError:
+        raise
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(_syntax_sentence(error)) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"not valid YAML: {error}") from None
+
+
+def to_yaml(values: dict[str, Any]) -> str:
+    """Returns YAML in the order given, which `parse_yaml` reads back to equal values."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=110)
+
+
+def _key_lines(node: yaml.Node, path: LinePath) -> Iterator[tuple[LinePath, int]]:
+    """Yields the line of each key. Raises ConfigError for a duplicate key and for one that is not a name."""
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _key_lines(item, (*path, index))
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if key.tag == "tag:yaml.org,2002:merge":
+            continue
+        if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
+            raise ConfigError(f"line {line}: option names are words, got {key.value!r}")
+        if key.value in seen:
+            name = ".".join(map(str, (*path, key.value)))
+            raise ConfigError(f"line {line}: {name} stands twice, first on line {seen[key.value]}: remove one of them")
+        seen[key.value] = line
+        yield (*path, key.value), line
+        yield from _key_lines(value, (*path, key.value))
+
+
+def _syntax_sentence(error: yaml.MarkedYAMLError) -> str:
+    mark = error.problem_mark or error.context_mark
+    where = f"line {mark.line + 1}: " if mark else ""
+    return f"{where}not valid YAML: {' '.join((error.problem or error.context or 'unreadable').split())}"

@@ -1,0 +1,381 @@
+"""All uses of private parts of DeepSpeed and torch, each with the file of DeepSpeed 0.19.8 that it depends on.
+
+Three groups: ZeRO's partitions and loss scale, hooks inside a step, imports and process groups. A test in
+test_deepspeed_internals.py fails when such a part moves or the defect behind it is gone. No other module touches a
+private name of DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+# ZeRO's partitions and loss scale
+
+FLAT_PARTITIONS = (
+    "single_partition_of_fp32_groups",  # DeepSpeedZeroOptimizer, runtime/zero/stage_1_and_2.py
+    "fp32_groups_flat_partition",  # BF16_Optimizer, runtime/bf16_optimizer.py
+    "fp32_partitioned_groups_flat",  # DeepSpeedZeroOptimizer_Stage3, runtime/zero/stage3.py
+)
+
+
+def flat_partitions(optimizer: Any) -> list[torch.Tensor]:
+    """Returns the flat fp32 partitions that the torch optimizer updates on this rank, one per parameter group."""
+    for name in FLAT_PARTITIONS:
+        if hasattr(optimizer, name):
+            return list(getattr(optimizer, name))
+    raise AssertionError(f"{type(optimizer).__name__} holds none of {FLAT_PARTITIONS}: DeepSpeed has renamed it")
+
+
+def link_optimizer_state(optimizer: Any) -> None:
+    """Makes `safe_get_full_optimizer_state` and its setter see the state of every parameter group.
+
+    `_lazy_init_hp_params_optimizer_state` maps fragments to the state of the flat partitions, once. stage_1_and_2.py
+    calls it after stepping the first group, when the others have no state yet, and never again: their moments stay
+    unreadable. bf16_optimizer.py calls it after all groups; stage3.py looks state up each time and has no such step.
+    """
+    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def is_partitioned(parameter: torch.Tensor) -> bool:
+    """Returns True for a parameter of ZeRO-3, which holds no values of its own between steps."""
+    return hasattr(parameter, "ds_id")
+
+
+def is_whole_here(parameter: torch.Tensor) -> bool:
+    """Returns False for ZeRO-3's partitioned parameters, except the small ones that it keeps whole between steps.
+
+    `ds_persist` and `ds_numel` are set in runtime/zero/partition_parameters.py; a parameter that persists is in pieces
+    from a write through `GatheredParameters` to its next use.
+    """
+    return not is_partitioned(parameter) or (parameter.ds_persist and parameter.numel() == parameter.ds_numel)  # type: ignore[attr-defined]
+
+
+def is_swapped(parameter: torch.Tensor) -> bool:
+    """Returns whether ZeRO-3 keeps the optimizer's values of a parameter on NVMe (runtime/zero/stage3.py)."""
+    return is_partitioned(parameter) and bool(parameter._z3_optimizer.swap_optimizer)  # type: ignore[attr-defined]
+
+
+def own_range(parameter: torch.Tensor) -> tuple[int, int]:
+    """Returns the range [start, stop) of the flattened local parameter that this rank's optimizer updates; or (0, 0).
+
+    `_hp_mapping` links to them in ZeRO-1, ZeRO-2 and BF16_Optimizer (utils/tensor_fragment.py); ZeRO-3's
+    partitions are equally long, and what lies behind the parameter's end is never written.
+    """
+    if is_partitioned(parameter):
+        length = parameter.partition_numel()  # type: ignore[attr-defined]
+        start = length * torch.distributed.get_rank(parameter.ds_process_group)  # type: ignore[attr-defined]
+        size = parameter.ds_numel  # type: ignore[attr-defined]
+        return (min(start, size), min(start + length, size))
+    mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+    if mapping is None:
+        return (0, 0)
+    address = mapping.lp_fragment_address
+    return (address.start, address.start + address.numel)
+
+
+def _without_padding(parameter: Any, partition: torch.Tensor) -> torch.Tensor:
+    start, stop = own_range(parameter)
+    return partition.detach().flatten()[: stop - start]
+
+
+def resident_weights(parameter: torch.Tensor) -> torch.Tensor:
+    """Returns the values of a parameter that this rank holds between steps: all, or ZeRO-3's partition `ds_tensor`."""
+    if is_whole_here(parameter):
+        return parameter.detach()
+    return _without_padding(parameter, parameter.ds_tensor)  # type: ignore[attr-defined]
+
+
+def unreplicated_partition(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Returns this rank's values of a ZeRO-3 parameter if no other copy of them has to be kept equal.
+
+    None if there is such a copy: whole parameters, hpZ's second partition `ds_secondary_tensor`, a partition on NVMe
+    (runtime/zero/partition_parameters.py).
+    """
+    if is_whole_here(parameter) or parameter.ds_secondary_tensor is not None:  # type: ignore[attr-defined]
+        return None
+    partition = parameter.ds_tensor  # type: ignore[attr-defined]
+    return None if partition.final_location == "nvme" else _without_padding(parameter, partition)
+
+
+def owned_fp32_values(parameter: torch.Tensor, kind: str) -> torch.Tensor:
+    """Returns the fp32 `weight`, or the moment `kind`, of `own_range`, flat and in place; from NVMe a copy.
+
+    ZeRO-3: `_get_fp32_opt_state_partition` of runtime/zero/stage3.py.
+    """
+    moment = None if kind == "weight" else kind
+    if not is_partitioned(parameter):
+        return parameter._hp_mapping.get_hp_fragment(moment).detach()  # type: ignore[attr-defined]
+    start, stop = own_range(parameter)
+    optimizer = parameter._z3_optimizer  # type: ignore[attr-defined]
+    if optimizer.swap_optimizer:  # from NVMe, through a buffer
+        read = (
+            safe_get_local_fp32_param
+            if moment is None
+            else partial(safe_get_local_optimizer_state, optim_state_key=moment)
+        )
+        partition = read(parameter)
+    else:  # the public getters copy an offloaded partition to the device, which has no room for all of them
+        partition, _ = optimizer._get_fp32_opt_state_partition(parameter, True, moment)
+    return partition.detach().flatten()[: stop - start]
+
+
+def fp32_fragment(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Returns the weight's `owned_fp32_values` while an optimizer is stepping; None if this rank updates none of them.
+
+    None too if they are on NVMe: runtime/zero/stage3.py would swap them in and out among those that it is updating.
+    """
+    if is_partitioned(parameter):
+        return None if is_swapped(parameter) else owned_fp32_values(parameter, "weight")
+    start, stop = own_range(parameter)
+    return owned_fp32_values(parameter, "weight") if stop > start else None
+
+
+def own_partition(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's slice of a whole value of a ZeRO-3 parameter, padded with zeros on the last rank.
+
+    `set_full_hp_param` (runtime/zero/stage3.py) cuts the slice out of the value, but partitions are of equal size:
+    if the number of ranks does not divide the parameter, it reads past the end and raises. The setters of local slices
+    work.
+    """
+    size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
+    start = torch.distributed.get_rank(parameter.ds_process_group) * size  # type: ignore[attr-defined]
+    mine = value.flatten()[start : start + size]
+    return torch.nn.functional.pad(mine, (0, size - mine.numel()))
+
+
+def share_fp32_weights(optimizer: Any) -> None:
+    """Lets the optimizer update fp32 weights in place.
+
+    DeepSpeedZeroOptimizer (runtime/zero/stage_1_and_2.py) clones the partition that it updates and copies it over the
+    weights after each step; in fp32 the two are equal, and cost their memory twice. Its fragments point into the
+    partition, so they are linked anew. An offloaded partition is on another device and stays.
+    """
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer) or optimizer.dtype != torch.float32 or optimizer.cpu_offload:
+        return
+    for partition, slices, group in zip(
+        optimizer.single_partition_of_fp32_groups,
+        optimizer.parallel_partitioned_bit16_groups,
+        optimizer.real_dp_process_group,
+        strict=True,
+    ):
+        partition.data = slices[torch.distributed.get_rank(group)]
+    optimizer._link_all_hp_params()
+
+
+LOSS_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def loss_scaler_state(optimizer: Any) -> dict[str, float]:
+    """Returns the state of fp16's dynamic loss scale (runtime/fp16/loss_scaler.py); empty for other precisions."""
+    scaler = getattr(optimizer, "loss_scaler", None)
+    if not getattr(scaler, "dynamic", False):
+        return {}
+    return {name: float(getattr(scaler, name)) for name in LOSS_SCALER_FIELDS}
+
+
+def set_loss_scaler_state(optimizer: Any, state: dict[str, float]) -> None:
+    """Restores what `loss_scaler_state` returned; does nothing for other precisions."""
+    scaler = getattr(optimizer, "loss_scaler", None)
+    if getattr(scaler, "dynamic", False):
+        for name in LOSS_SCALER_FIELDS:
+            if name in state:
+                setattr(scaler, name, type(getattr(scaler, name))(state[name]))
+
+
+def loss_scale_can_fall(optimizer: Any) -> bool:
+    """Returns whether fp16's loss scale is above its minimum, so that it may be what makes gradients overflow."""
+    scaler = getattr(optimizer, "loss_scaler", None)
+    return bool(getattr(scaler, "dynamic", False) and scaler.cur_scale > scaler.min_scale)  # type: ignore[union-attr]
+
+
+def stay_at_smallest_loss_scale(optimizer: Any) -> None:
+    """Makes DeepSpeed skip a step that overflows at fp16's smallest loss scale like any other; the guard counts them.
+
+    By default the loss scaler (runtime/fp16/loss_scaler.py) raises a bare Exception there.
+    """
+    scaler = getattr(optimizer, "loss_scaler", None)
+    if getattr(scaler, "dynamic", False):
+        scaler.raise_error_at_min_scale = False  # type: ignore[union-attr]
+
+
+# Hooks inside a step
+
+
+@contextlib.contextmanager
+def gate_optimizer_step(optimizer: Any, refuses: Callable[[bool], bool]) -> Iterator[None]:
+    """Patches `optimizer` so that each step of the `with` calls `refuses` before it uses or clears its gradients.
+
+    `refuses` gets whether they overflowed. If it returns True, the optimizer does what it does on an overflow: weights,
+    moments and step counts stay, gradients and buffers are cleared, `skipped_steps` grows; fp16's loss scale stays.
+    DeepSpeed offers no callback between its check for overflow and the update, so a method is replaced, the one that
+    every step calls there: `_update_scale` of DeepSpeedZeroOptimizer and DeepSpeedZeroOptimizer_Stage3
+    (runtime/zero/stage_1_and_2.py and stage3.py), which look at `overflow` after it; for BF16_Optimizer
+    (runtime/bf16_optimizer.py) its module's `is_invalid_grad_norm`, which nothing else calls.
+    """
+    import deepspeed.runtime.bf16_optimizer as bf16
+
+    if hasattr(optimizer, "_update_scale"):
+        update_scale = optimizer._update_scale
+
+        def ask_first(has_overflow: bool = False) -> None:
+            if refuses(has_overflow):
+                optimizer.overflow = True
+            else:
+                update_scale(has_overflow)
+
+        optimizer._update_scale = ask_first
+        try:
+            yield
+        finally:
+            del optimizer._update_scale
+        return
+    is_invalid = bf16.is_invalid_grad_norm
+
+    def ask_or_invalid(norm: Any) -> bool:
+        has_overflow = is_invalid(norm)
+        return refuses(has_overflow) or has_overflow
+
+    bf16.is_invalid_grad_norm = ask_or_invalid
+    try:
+        yield
+    finally:
+        bf16.is_invalid_grad_norm = is_invalid
+
+
+@contextlib.contextmanager
+def loss_computed_once(engine: Any) -> Iterator[Callable[[], torch.Tensor]]:
+    """Yields a function that computes a pipeline's loss of the step, also before the end of `train_batch`.
+
+    `_aggregate_total_loss` (runtime/pipe/engine.py) averages the last stage's loss over the replicas and sends it to
+    the other stages; `train_batch` calls it last. Only the first call computes; later ones get the same tensor.
+    """
+    engine._aggregate_total_loss = compute = functools.cache(engine._aggregate_total_loss)
+    try:
+        yield compute
+    finally:
+        del engine._aggregate_total_loss
+
+
+def micro_batch_losses(engine: Any) -> list[torch.Tensor]:
+    """Returns a pipeline's losses of the last step's micro-batches; on its last stage only (runtime/pipe/engine.py)."""
+    return list(engine.fwd_outputs)
+
+
+def watch_schedules(
+    engine: Any, on_begin: Callable[[], None], on_instruction: Callable[[str], None], on_end: Callable[[], None]
+) -> None:
+    """Calls `on_begin` before a pipeline's schedule, `on_instruction` before each instruction, `on_end` after the last.
+
+    `_exec_schedule` (runtime/pipe/engine.py) looks instructions up by their class in `_INSTRUCTION_MAP` and calls what
+    it finds as a method of the engine.
+    """
+
+    def watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def execute_instruction(engine: Any, **arguments: Any) -> Any:
+            on_instruction(name)
+            return method(engine, **arguments)
+
+        return execute_instruction
+
+    execute = engine._exec_schedule
+
+    def execute_schedule(schedule: Any) -> None:
+        on_begin()
+        execute(schedule)
+        on_end()
+
+    methods = engine._INSTRUCTION_MAP
+    engine._INSTRUCTION_MAP = {kind: watched(kind.__name__, method) for kind, method in methods.items()}
+    engine._exec_schedule = execute_schedule
+
+
+def tied_weights(model: Any) -> list[tuple[torch.Tensor, Any]]:
+    """Returns the weights that other stages hold too, each with the group of their ranks (runtime/pipe/module.py)."""
+    return model.get_tied_weights_and_groups() if hasattr(model, "get_tied_weights_and_groups") else []
+
+
+# Imports, output and process groups
+
+
+def keep_collective_uncompiled() -> None:
+    """Keeps DeepSpeed from compiling its shared-memory CPU collective inside `init_distributed`.
+
+    comm/torch.py builds `deepspeed_shm_comm` on every CPU start: 50 s of compiler, a failure where there is no
+    compiler, and an endless wait where a killed run left its build lock behind. Only `inference_all_reduce` uses it.
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def keep_muon_uncompiled() -> None:
+    """Keeps DeepSpeed's Muon from importing torch's compiler on every rank: 1.4 s of CPU and 60 MB for nothing.
+
+    Every ZeRO optimizer imports the module to ask whether it was handed a Muon, and the module compiles its kernels as
+    it is imported (runtime/zero/muon/original_muon.py). So it is imported once with the compiling decorator disabled.
+    """
+    import deepspeed.runtime.compiler as compiler
+
+    decorator = compiler.compile
+    compiler.compile = lambda *_, **__: lambda kernel: kernel
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    finally:
+        compiler.compile = decorator
+
+
+def quiet_logging() -> None:
+    """Limits DeepSpeed's log to warnings and errors, except three that say nothing new.
+
+    It calls ZeRO with a plain torch optimizer "untested" (runtime/engine.py): our parity tests run exactly that. It
+    says that it skips a step (runtime/fp16/loss_scaler.py): so does a guard, with the reason. It calls two collectives
+    by names that torch 2.13 deprecates, with a warning per call site and rank.
+    """
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.WARNING)
+    known = ("untested optimizer", "OVERFLOW! Skipping step")
+    logger.addFilter(lambda record: not any(text in record.getMessage() for text in known))
+    warnings.filterwarnings("ignore", message=".*torch.distributed.*_tensor` is deprecated", category=FutureWarning)
+
+
+@contextlib.contextmanager
+def quiet_stdout() -> Iterator[None]:
+    """Suppresses the partition that runtime/pipe/module.py prints; our layout table says the same."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+def process_groups() -> list[Any]:
+    """Returns all process groups of this rank: the keys of torch's `_world.pg_map`.
+
+    (torch/distributed/distributed_c10d.py, torch 2.13)
+    """
+    return list(torch.distributed.distributed_c10d._world.pg_map)
+
+
+def timeout_of(group: Any) -> timedelta:
+    """Returns the shortest timeout of the group's backends; on GPUs it may have one for the CPU too."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    return min(backend.options._timeout for backend in backends)
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Sets the timeout of collectives that begin from now on; torch supports gloo and NCCL, and warns of others."""
+    torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)

@@ -1,0 +1,164 @@
+"""Reading and writing a training engine's fp32 weights and optimizer moments, one parameter at a time.
+
+Values are whole local parameters (this rank's `Shard`) in fp32, whatever the ZeRO stage. Uses DeepSpeed's public
+fragment API; every function is collective over the data-parallel group unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
+from torch import Tensor, nn
+
+from megalite.engine.deepspeed_internals import (
+    flat_partitions,
+    is_partitioned,
+    is_swapped,
+    link_optimizer_state,
+    own_partition,
+    own_range,
+    owned_fp32_values,
+    unreplicated_partition,
+)
+from megalite.engine.engine import Engine
+from megalite.engine.optimizer import MOMENTS
+
+
+def moment_names(engine: Engine) -> tuple[str, ...]:
+    """Returns the names of the optimizer's state tensors and makes them readable; empty before its first step."""
+    states = [engine.torch_optimizer.state.get(flat) for flat in flat_partitions(engine.deepspeed.optimizer)]
+    if not all(states):
+        return ()
+    link_optimizer_state(engine.deepspeed.optimizer)
+    return MOMENTS[engine.config.optimizer.name]
+
+
+def optimizer_step_count(engine: Engine) -> int:
+    """Returns the number of steps the optimizer took, skipped ones excluded: Adam's bias correction depends on it."""
+    for flat in flat_partitions(engine.deepspeed.optimizer):
+        step = engine.torch_optimizer.state.get(flat, {}).get("step")
+        if step is not None:
+            return int(step)
+    return 0
+
+
+@torch.no_grad()
+def write_own_numbers(parameter: nn.Parameter, kind: str, fill: Callable[[Tensor], None]) -> None:
+    """Lets `fill` overwrite this rank's fp32 values of a parameter; `refresh` must follow once all are written.
+
+    `fill` gets a flat tensor of the length of `own_range`. Not collective.
+    """
+    start, stop = own_range(parameter)
+    if start == stop:
+        return
+    if not is_swapped(parameter):
+        fill(owned_fp32_values(parameter, kind))
+        return
+    partition = torch.zeros(parameter.ds_tensor.numel(), device=owned_fp32_values(parameter, kind).device)  # type: ignore[attr-defined]
+    fill(partition[: stop - start])
+    if kind == "weight":
+        safe_set_local_fp32_param(parameter, partition)
+    else:
+        safe_set_local_optimizer_state(parameter, partition, kind)
+
+
+def read_parameter(parameter: nn.Parameter, moments: tuple[str, ...]) -> dict[str, Tensor]:
+    """Returns `weight` and the given moments of one parameter, fp32, in its local shape."""
+    tensors = {"weight": safe_get_full_fp32_param(parameter)}
+    tensors |= {name: safe_get_full_optimizer_state(parameter, name) for name in moments}
+    return {name: tensor.detach().view(parameter.shard.local_shape) for name, tensor in tensors.items()}  # type: ignore[attr-defined]
+
+
+@contextmanager
+def reading_gradients(engine: Engine, take: Callable[[nn.Parameter, Tensor], None]) -> Iterator[None]:
+    """Makes every step of the `with` pass each parameter and its gradient to `take` before the optimizer uses it."""
+    optimizer = engine.deepspeed.optimizer
+    step = optimizer.step
+
+    def read_and_step(*args: Any, **kwargs: Any) -> Any:
+        for parameter, gradient in read_gradients(engine):
+            take(parameter, gradient)
+        return step(*args, **kwargs)
+
+    optimizer.step = read_and_step
+    try:
+        yield
+    finally:
+        optimizer.step = step
+
+
+def read_gradients(engine: Engine) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yields each parameter and its gradient, between a step's last backward and the optimizer's use of it.
+
+    The gradient is whole (this rank's `Shard`), fp32, averaged over the global batch, neither scaled nor clipped.
+    """
+    scale = getattr(engine.deepspeed.optimizer, "loss_scale", 1.0)  # BF16_Optimizer has none
+    for _, parameter in engine.parameters():
+        # the accessor would return an existing `grad`, of which ZeRO-1 has reduced only this rank's partition
+        own, parameter.grad = parameter.grad, None
+        gradient = safe_get_full_grad(parameter)
+        parameter.grad = own
+        yield parameter, gradient.detach().float().view(parameter.shard.local_shape) / scale  # type: ignore[attr-defined]
+
+
+def create_moments(engine: Engine, step_count: int) -> None:
+    """Creates zero optimizer state, so that moments can be written before the first step."""
+    is_fused = engine.torch_optimizer.defaults.get("fused")  # then the step counter is beside the parameter
+    for flat in flat_partitions(engine.deepspeed.optimizer):
+        state = engine.torch_optimizer.state[flat]
+        state["step"] = torch.tensor(float(step_count), device=flat.device if is_fused else "cpu")
+        for name in MOMENTS[engine.config.optimizer.name]:
+            state[name] = torch.zeros_like(flat)
+    link_optimizer_state(engine.deepspeed.optimizer)
+
+
+def forget_moments(engine: Engine) -> None:
+    """Clears the optimizer state, as before its first step."""
+    engine.torch_optimizer.state.clear()
+
+
+@torch.no_grad()
+def write_parameter(parameter: nn.Parameter, tensors: Mapping[str, Tensor]) -> None:
+    """Overwrites the fp32 weight and the given moments from whole local values; `refresh` must follow."""
+    for name, tensor in tensors.items():
+        value = tensor.to(torch.float32)
+        if is_partitioned(parameter):
+            partition = own_partition(parameter, value)
+            if name == "weight":
+                safe_set_local_fp32_param(parameter, partition)
+            else:
+                safe_set_local_optimizer_state(parameter, partition, name)
+        elif name == "weight":
+            safe_set_full_fp32_param(parameter, value)
+        else:
+            safe_set_full_optimizer_state(parameter, value, name)
+
+
+@torch.no_grad()
+def refresh(engine: Engine) -> None:
+    """Copies the written fp32 weights to the compute weights of all ranks; collective."""
+    parameters = [parameter for _, parameter in engine.parameters()]
+    if not any(map(is_partitioned, parameters)):
+        engine.deepspeed.optimizer.update_lp_params()
+        return
+    for parameter in parameters:  # ZeRO-3 has no such function: its copies are next refreshed by a step
+        partition = unreplicated_partition(parameter)
+        if partition is not None:
+            partition.copy_(owned_fp32_values(parameter, "weight"))
+            continue
+        value = safe_get_full_fp32_param(parameter)
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.copy_(value.view(parameter.shape))

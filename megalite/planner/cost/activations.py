@@ -1,0 +1,178 @@
+"""Activations that our decoder keeps from forward to backward, in bytes per rank.
+
+Letters as in the papers: s tokens of a sequence, b sequences of a micro-batch, h hidden size, a heads,
+t tensor-parallel ranks, p stages, v model chunks of a stage, L blocks. Pure arithmetic, no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from megalite.planner.cost.shapes import block_kinds, cut
+from megalite.planner.workload import BYTES, TrainingWorkload
+
+
+def micro_batches_in_flight(p: int, stage: int, micro_batches: int, v: int = 1) -> float:
+    """Returns the micro-batches that a stage keeps at once: in 1F1B stage i keeps p - i, at most all (Narayanan
+    2021)."""
+    if v == 1:
+        return min(p - stage, micro_batches)
+    # chunks of L / (p v) blocks that warm up before the first backward, of v per micro-batch (Megatron-LM)
+    chunks = min(2 * (p - stage - 1) + (v - 1) * p + 1, micro_batches * v)
+    return chunks / v
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """Bytes of one block of our decoder and one micro-batch on one rank."""
+
+    kept: float  # from forward to backward
+    backward: float  # beside what all blocks keep, while backward is in the last: recomputed numbers and gradients
+    passing: float  # hidden states between blocks
+
+
+@dataclass(frozen=True)
+class StageBlocks:
+    """Bytes of the blocks of one stage."""
+
+    kept: float  # of a micro-batch, by all of them
+    first: BlockBytes
+    last: BlockBytes
+
+
+def with_same_blocks(job: TrainingWorkload) -> TrainingWorkload:
+    """Maps jobs whose blocks need equally much to one job: a cache key, since most of thousands of layouts share it."""
+    layout = replace(job.layout, data_parallel_size=1, pipeline_parallel_size=1, zero_stage=1, interleave=1)
+    return replace(job, layout=layout, global_batch_size=0)
+
+
+@lru_cache(maxsize=4096)
+def stage_blocks(job: TrainingWorkload, first: int, count: int, widens: bool) -> StageBlocks:
+    """Returns the bytes of `count` blocks of `with_same_blocks(job)`. `widens`: bf16 products are computed in fp32."""
+    widens = widens and job.dtype == "bf16"
+    like = block_kinds(job.model)[first : first + count]
+    blocks = {layer: _block_bytes(job, layer, widens) for layer in set(like)}
+    return StageBlocks(sum(blocks[layer].kept for layer in like), blocks[like[0]], blocks[like[-1]])
+
+
+def _block_bytes(job: TrainingWorkload, layer: int, widens: bool) -> BlockBytes:
+    block = _Block(job, layer, widens)
+    everything = block.outside + block.attention + block.context + block.feed_forward
+    match job.layout.recompute:
+        case "none":
+            return BlockBytes(everything, block.backward(0.0), block.input)
+        case "selective":
+            # what attention reads is kept, and what the projection behind it reads
+            kept = block.outside + block.projected + block.projection_input + block.feed_forward
+            again = block.attention + block.context - block.projection_input
+            return BlockBytes(min(kept, everything), block.backward(again), block.input)
+        case "full":
+            return BlockBytes(block.input, everything - block.input + block.backward(0.0), block.input)
+
+
+class _Block:
+    """Bytes that the functions of models/ and megalite/parallel/ save for backward; each storage is counted once."""
+
+    def __init__(self, job: TrainingWorkload, layer: int, widens: bool) -> None:
+        model, tp = job.model, job.layout.tensor_parallel_size
+        self.job, self.model, self.layer, self.size = job, model, layer, BYTES[job.dtype]
+        self.is_cut = job.layout.sequence_parallel and tp > 1
+        self.tp, self.batch, self.seq = tp, job.layout.micro_batch_size, job.sequence_length
+        self.tokens = self.batch * self.seq
+        self.heads = model.num_attention_heads // tp
+        self.q = self.heads * model.head_dim  # features of a token
+        self.qkv = self.q + 2 * max(model.num_key_value_heads // tp, 1) * model.head_dim
+        self.attention_size = 4 if widens else self.size  # of q, k, v and what attention puts out
+        self.scores = self.batch * self.heads * self.seq**2  # numbers
+        self.is_explicit = model.attention_dropout > 0 or model.attn_logit_softcapping is not None
+        self.hidden = self.tokens * model.hidden_size * self.size  # whole, as products read it
+        self.input = self.hidden / tp if self.is_cut else self.hidden  # as the blocks pass it on
+        self.projected = self.tokens * self.qkv * self.size  # q, k and v before rotation
+        self.projection_input = self.tokens * self.q * self.size  # what the output projection reads
+        self.outside = self._outside()
+        self.attention, self.context = self._attention()
+        self.feed_forward, self.feed_forward_gradients = self._feed_forward()
+
+    def backward(self, recomputed: float) -> float:
+        """Returns the most that backward needs beside kept tensors: in the feed-forward layer, or later in
+        attention."""
+        gone = self.feed_forward + self.hidden
+        in_attention = recomputed + self._attention_gradients() - gone
+        return max(self.feed_forward_gradients, in_attention)
+
+    def _outside(self) -> float:
+        """Returns the bytes of hidden states that norms, projections and dropout keep (models/decoder.py)."""
+        model, kept = self.model, self.input  # of the block
+        if not model.use_parallel_residual:
+            kept += self.input  # between attention and feed-forward layer
+        if model.norm_placement != "post":
+            kept += 2 * self.hidden  # normed; of a cut sequence gathered, and then the norm's own output is not kept
+        elif self.is_cut:
+            kept += 2 * self.hidden  # gathered
+        if model.norm_placement != "pre":
+            kept += 2 * self.input  # what attention and feed-forward layer put out: norms read it
+        norms = {"pre": 2, "post": 2, "pre_and_post": 4}[model.norm_placement]
+        numbers = 2 if model.normalization == "layernorm" else 1  # of each token, in fp32
+        kept += norms * numbers * 4 * self.input / (model.hidden_size * self.size)
+        if model.residual_dropout > 0:
+            kept += 2 * self.input / self.size  # masks, a byte a number
+        if model.query_key_norm == "full_width":
+            kept += self.projected  # its norms keep their inputs
+        return kept
+
+    def _attention(self) -> tuple[float, float]:
+        """Returns the bytes that selective recomputation recomputes, and those of attention's output
+        (models/attention.py)."""
+        model, wide = self.model, self.attention_size
+        rotates, norms_heads = model.rotary_dim(self.layer) > 0, model.query_key_norm == "per_head"
+        inside = self.projected if norms_heads else 0.0  # norms keep views of it, and so does attention of v
+        context = self.projection_input + (self.tokens * self.q * wide if wide != self.size else 0)
+        if self.is_explicit:
+            return inside + self._explicit(), context
+        if norms_heads:
+            inside += (self.qkv + self.q) / 2 * self.tokens * wide  # q and k
+        elif rotates or wide != self.size:
+            inside += self.qkv * self.tokens * wide
+        else:
+            inside += self.projected
+        inside += 4 * self.tokens * self.heads  # log of the sum of exponentials
+        if self.job.document_mask:
+            inside += self.batch * self.seq**2 * wide  # the mask as numbers
+        return inside, context
+
+    def _explicit(self) -> float:
+        """Returns the bytes of all scores: softmax in fp32, its cast, dropout's mask and output, tanh of the cap,
+        the mask."""
+        wide, per_score = self.attention_size, 4
+        drops, caps = self.model.attention_dropout > 0, self.model.attn_logit_softcapping is not None
+        per_score += wide if drops or wide != 4 else 0
+        per_score += (1 if drops else 0) + (wide if caps else 0)
+        masks = self.batch * self.seq**2 if self.job.document_mask else self.seq**2
+        return self.scores * per_score + masks + 3 * self.q * self.tokens * wide
+
+    def _attention_gradients(self) -> float:
+        """Returns the bytes of the gradients of q, k, v, the projection and the context, and of two copies of the
+        scores."""
+        scores = 2 * self.scores * max(4, self.attention_size) if self.is_explicit else 0.0
+        return (2 * self.qkv + self.q) * self.tokens * self.attention_size + self.hidden + scores
+
+    def _feed_forward(self) -> tuple[float, float]:
+        """Returns the bytes kept and those of gradients (models/feed_forward.py, models/experts.py)."""
+        model = self.model
+        if not model.has_experts(self.layer):
+            features = cut(model.intermediate_size, self.tp) * self.tokens * self.size
+            if model.gated_mlp:
+                return (3 if model.hidden_act == "silu" else 4) * features, 3 * features + self.hidden
+            return (1 if model.hidden_act == "relu" else 2) * features, features + self.hidden
+        rows = self.tokens * model.num_experts_per_tok
+        features = cut(model.moe_intermediate_size, self.tp) * rows * self.size
+        numbers = rows * model.hidden_size
+        routing = self.tokens * 4 * (model.num_experts or 1) + rows * (3 * 8 + 2 * 4)
+        return 2 * numbers * self.size + 3 * features + routing, 3 * features + 2 * numbers * 4 + self.hidden
+
+
+def embedding_bytes(job: TrainingWorkload) -> float:
+    """Returns the bytes that the embedding keeps of a micro-batch: tokens and dropout's mask."""
+    tokens = job.layout.micro_batch_size * job.sequence_length
+    return 8.0 * tokens + (tokens * job.model.hidden_size if job.model.embedding_dropout > 0 else 0)

@@ -1,0 +1,83 @@
+"""Time of collectives and sends on a cluster's links. Pure arithmetic, no torch.
+
+Ranks are dealt to nodes in order: tensor-parallel neighbours are adjacent, then replicas, stages are furthest apart
+(megalite/parallel/mesh.py). NCCL's figures for large messages are some 75 % of NVLink's bandwidth on the data sheet
+and 80 % of a network adapter's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megalite.planner.cost.volumes import Moved
+from megalite.planner.hardware import Cluster
+from megalite.planner.workload import ParallelLayout
+
+INTRA_NODE_EFFICIENCY = 0.75
+INTER_NODE_EFFICIENCY = 0.8
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A group of ranks that exchange bytes around a ring."""
+
+    ranks: int
+    bytes_per_s: float  # from each rank to the next
+    latency_s: float  # of each message
+
+    def seconds(self, moved: Moved, collectives: int = 1) -> float:
+        """Returns the seconds of `collectives` of each kind that move these bytes of a rank: n - 1 messages each,
+        twice as many for an all-reduce."""
+        if self.ranks == 1:
+            return 0.0
+        kinds = 2 * (moved.all_reduce > 0) + (moved.reduce_scatter > 0) + (moved.all_gather > 0) + (moved.broadcast > 0)
+        return moved.per_link(self.ranks) / self.bytes_per_s + collectives * kinds * (self.ranks - 1) * self.latency_s
+
+
+def tensor_ring(layout: ParallelLayout, cluster: Cluster) -> Ring:
+    """Returns the ring of a tensor-parallel group: adjacent ranks."""
+    return _ring(layout.tensor_parallel_size, 1, cluster)
+
+
+def data_ring(layout: ParallelLayout, cluster: Cluster) -> Ring:
+    """Returns the ring of a data-parallel group: every tensor_parallel_size-th rank."""
+    return _ring(layout.data_parallel_size, layout.tensor_parallel_size, cluster)
+
+
+def end_ring(layout: ParallelLayout, cluster: Cluster) -> Ring:
+    """Returns the ring of the first and the last stage's rank, which both hold a tied embedding."""
+    pair = layout.world_size - layout.tensor_parallel_size * layout.data_parallel_size + 1
+    return replace(_ring(pair, 1, cluster), ranks=min(2, layout.pipeline_parallel_size))
+
+
+def boundary_s(sent_bytes: float, gathered_bytes: float, layout: ParallelLayout, cluster: Cluster) -> float:
+    """Returns the seconds from one stage to the next: every rank sends `sent_bytes`, then each tensor-parallel ring
+    gathers `gathered_bytes` if tensors are cut for the transfer."""
+    leaves_node = layout.world_size > cluster.accelerators_per_node
+    senders = min(cluster.accelerators_per_node, layout.tensor_parallel_size * layout.data_parallel_size)
+    share = min(1.0, cluster.adapters_per_node / senders)  # of an adapter: a stage's ranks in a node send together
+    outside = cluster.inter_node.gb_per_s * 1e9 * INTER_NODE_EFFICIENCY * share
+    sent = sent_bytes / (outside if leaves_node else _inside_bytes_per_s(cluster))
+    latency_s = (cluster.inter_node if leaves_node else cluster.intra_node).latency_us * 1e-6
+    return sent + latency_s + tensor_ring(layout, cluster).seconds(Moved(all_gather=round(gathered_bytes)))
+
+
+def _ring(ranks: int, stride: int, cluster: Cluster) -> Ring:
+    per_node, span = cluster.accelerators_per_node, ranks * stride
+    if per_node % span == 0 or ranks == 1:  # else some group begins in one node and ends in another
+        return Ring(ranks, _inside_bytes_per_s(cluster), cluster.intra_node.latency_us * 1e-6)
+    # all members in a node pass their bytes on through adapters that they share with the other groups of the node;
+    # where groups and nodes do not fit, some group has a single member in a node
+    members = max(1, per_node // stride) if span % per_node == 0 else 1
+    outside = _adapter_bytes_per_s(cluster) * members
+    return Ring(ranks, min(outside, _inside_bytes_per_s(cluster)), cluster.inter_node.latency_us * 1e-6)
+
+
+def _inside_bytes_per_s(cluster: Cluster) -> float:
+    return cluster.intra_node.gb_per_s * 1e9 * INTRA_NODE_EFFICIENCY
+
+
+def _adapter_bytes_per_s(cluster: Cluster) -> float:
+    """Returns the bandwidth of an accelerator's share of its node's adapters."""
+    shares = cluster.adapters_per_node / cluster.accelerators_per_node
+    return cluster.inter_node.gb_per_s * 1e9 * INTER_NODE_EFFICIENCY * shares

@@ -1,0 +1,217 @@
+"""Time of one pass of one micro-batch through a block or the head on an accelerator. No torch.
+
+Letters: s sequence, b micro-batch, h hidden, a heads, t tensor-parallel size, f features of the feed-forward layer.
+Times are those of one tensor-parallel rank, without its collectives, in seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalite.config import ModelConfig
+from megalite.planner.cost.shapes import cut
+from megalite.planner.hardware import Cluster
+from megalite.planner.workload import BYTES, TrainingWorkload
+
+MEMORY_EFFICIENCY = 0.8  # of the bandwidth on the data sheet, that kernels which only move numbers reach
+FLASH_BACKWARD = 2.5  # times the work of the forward pass: it computes the scores again (Dao 2022, section 3.1)
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds by the resource that bounds them."""
+
+    matrix_s: float = 0.0
+    attention_s: float = 0.0
+    memory_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.matrix_s + self.attention_s + self.memory_s
+
+    def __add__(self, other: LayerTime) -> LayerTime:
+        return LayerTime(
+            self.matrix_s + other.matrix_s,
+            self.attention_s + other.attention_s,
+            self.memory_s + other.memory_s,
+        )
+
+    def times(self, factor: float) -> LayerTime:
+        return LayerTime(factor * self.matrix_s, factor * self.attention_s, factor * self.memory_s)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Work of one micro-batch: forward, backward and recomputation."""
+
+    forward: LayerTime = LayerTime()
+    backward: LayerTime = LayerTime()
+    again: LayerTime = LayerTime()
+
+    def __add__(self, other: Passes) -> Passes:
+        return Passes(self.forward + other.forward, self.backward + other.backward, self.again + other.again)
+
+    def times(self, count: int) -> Passes:
+        return Passes(self.forward.times(count), self.backward.times(count), self.again.times(count))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Throughput of an accelerator."""
+
+    flops: float  # of large matrix products: peak times the calibrated efficiency
+    attention_flops: float  # of fused attention
+    memory_bytes: float
+    launch_s: float  # of one block's forward pass by the host
+    number_bytes: int  # as which a number counts outside matrix products
+
+    @classmethod
+    def of(cls, job: TrainingWorkload, cluster: Cluster) -> Speed:
+        """Returns the throughput for a job. On a CPU only matrix products gain from 16 bits: fused attention and
+        elementwise operations are widened to fp32, which takes as long as fp32 or longer."""
+        accelerator, peak = cluster.accelerator, cluster.peak_flops(job.dtype)
+        fused = {"materialized": 0.0, **dict(accelerator.flash_attention)}[job.stack.attention]
+        widens = accelerator.device == "cpu"
+        return cls(
+            flops=peak * accelerator.efficiency,
+            attention_flops=fused * (accelerator.peak_tflops.get("fp32", peak / 1e12) * 1e12 if widens else peak),
+            memory_bytes=accelerator.memory_gb_per_s * 1e9 * MEMORY_EFFICIENCY,
+            launch_s=accelerator.launch_us * 1e-6,
+            number_bytes=BYTES["fp32" if widens else job.dtype],
+        )
+
+    def product(self, rows: float, columns: int, inner: int, size: int, count: float = 1.0) -> LayerTime:
+        """Returns the time of `count` products [rows, inner] x [inner, columns]. Their operands and result pass
+        through memory once, which the computation hides only in part, most of all where a dimension is small: so
+        both times are added, where a roofline (Williams 2009) takes the larger."""
+        flops = 2.0 * rows * columns * inner * count
+        moved = size * (rows * inner + inner * columns + rows * columns) * count
+        return LayerTime(matrix_s=flops / self.flops + moved / self.memory_bytes)
+
+    def moving(self, moved_bytes: float) -> LayerTime:
+        return LayerTime(memory_s=moved_bytes / self.memory_bytes)
+
+
+def block_work(job: TrainingWorkload, layer: int, speed: Speed) -> Passes:
+    """Returns the work of one block. Backward has two products for each one of forward and twice the bytes;
+    `TrainingWorkload.layout.recompute` decides what is recomputed."""
+    dense, core, moved = _products(job, layer, speed), _attention(job, layer, speed), _elementwise(job, layer, speed)
+    is_fused = job.stack.attention != "materialized" and not _scores_exist(job.model)
+    core_backward = core.times(FLASH_BACKWARD if is_fused else 2.0)
+    forward = sum(dense, core + moved)
+    backward = sum((product.times(2.0) for product in dense), core_backward + moved.times(2.0))
+    again = LayerTime()
+    if job.layout.recompute == "full":
+        # experts' outputs are kept: their probabilities are multiplied with them
+        needs_all = job.recomputes_the_end or job.model.has_experts(layer)
+        again = forward if needs_all else forward + dense[-1].times(-1.0)
+    elif job.layout.recompute == "selective":
+        again = core
+    return Passes(forward, backward, again)
+
+
+def head_work(job: TrainingWorkload, speed: Speed) -> Passes:
+    """Returns the work of logits and their softmax in fp32: 12 bytes each way per logit. Our loss computes both
+    gradients in forward: the sum is the same."""
+    model, size = job.model, BYTES[job.dtype]
+    tokens, columns = _tokens(job), cut(model.vocab_size, job.layout.tensor_parallel_size)
+    product = speed.product(tokens, columns, model.hidden_size, size)
+    softmax = speed.moving(12.0 * tokens * columns)
+    return Passes(product + softmax, product.times(2.0) + softmax, LayerTime())
+
+
+def dense_flops(job: TrainingWorkload, layer: int) -> float:
+    """Returns the FLOPs of products with weights in a block's forward pass of one micro-batch, over all tensor-parallel
+    ranks: Narayanan 2021, appendix, with the sizes of any family."""
+    model = job.model
+    hidden, query = model.hidden_size, model.num_attention_heads * model.head_dim
+    numbers = hidden * (2 * query + 2 * model.num_key_value_heads * model.head_dim)
+    if model.has_experts(layer):
+        assert model.num_experts is not None
+        numbers += hidden * (model.num_experts + 3 * model.num_experts_per_tok * model.moe_intermediate_size)
+    else:
+        numbers += (3 if model.gated_mlp else 2) * hidden * model.intermediate_size
+    return 2.0 * _tokens(job) * numbers
+
+
+def score_flops(job: TrainingWorkload, layer: int) -> float:
+    """Returns the FLOPs of attention scores and their products with values; scores above the diagonal count as
+    published."""
+    query = job.model.num_attention_heads * job.model.head_dim
+    return 4.0 * _tokens(job) * _seen(job, layer) * query
+
+
+def head_flops(job: TrainingWorkload) -> float:
+    """Returns the FLOPs of the output head."""
+    return 2.0 * _tokens(job) * job.model.hidden_size * job.model.vocab_size
+
+
+def _tokens(job: TrainingWorkload) -> int:
+    return job.layout.micro_batch_size * job.sequence_length
+
+
+def _products(job: TrainingWorkload, layer: int, speed: Speed) -> list[LayerTime]:
+    """Returns the matrix products with weights, in order."""
+    model, t, size, tokens = job.model, job.layout.tensor_parallel_size, BYTES[job.dtype], _tokens(job)
+    hidden, query = model.hidden_size, cut(model.num_attention_heads * model.head_dim, t)
+    key_value = cut(model.num_key_value_heads * model.head_dim, t)
+    found = [speed.product(tokens, query + 2 * key_value, hidden, size), speed.product(tokens, hidden, query, size)]
+    if not model.has_experts(layer):
+        features, gates = cut(model.intermediate_size, t), 2 if model.gated_mlp else 1
+        found.append(speed.product(tokens, gates * features, hidden, size))
+        return [*found, speed.product(tokens, hidden, features, size)]
+    assert model.num_experts is not None
+    features, rows = cut(model.moe_intermediate_size, t), tokens * model.num_experts_per_tok / model.num_experts
+    found.append(speed.product(tokens, model.num_experts, hidden, size))
+    found.append(speed.product(rows, 2 * features, hidden, size, model.num_experts))
+    return [*found, speed.product(rows, hidden, features, size, model.num_experts)]
+
+
+def _attention(job: TrainingWorkload, layer: int, speed: Speed) -> LayerTime:
+    """Returns the work of scores and their products with values. In memory: two batched products, softmax (a read
+    and a write) and dropout (the same, and a mask of bytes). Fused: only scores below the diagonal."""
+    model, size, t = job.model, BYTES[job.dtype], job.layout.tensor_parallel_size
+    number = speed.number_bytes
+    heads, s = model.num_attention_heads / t * job.layout.micro_batch_size, job.sequence_length
+    if job.stack.attention == "materialized" or _scores_exist(model):
+        products = speed.product(s, s, model.head_dim, size, heads) + speed.product(s, model.head_dim, s, size, heads)
+        passes = 2 * number + ((2 * number + 1) if model.attention_dropout > 0 else 0)
+        moved = speed.moving(passes * s * s * heads)
+        return LayerTime(attention_s=products.seconds, memory_s=moved.memory_s)
+    # torch has no kernel for a window or for documents: their masks are added, and all scores are computed
+    is_masked = job.document_mask or model.has_window(layer)
+    flops = 4.0 * s * s * model.head_dim * heads * (1.0 if is_masked else 0.5)
+    return LayerTime(attention_s=flops / speed.attention_flops)
+
+
+def _scores_exist(model: ModelConfig) -> bool:
+    """Returns whether torch's fused attention cannot be used (models/attention.py)."""
+    return model.attention_dropout > 0 or model.attn_logit_softcapping is not None
+
+
+def _seen(job: TrainingWorkload, layer: int) -> int:
+    """Returns the tokens that a token attends to, at most."""
+    window = job.model.sliding_window if job.model.has_window(layer) else None
+    return min(job.sequence_length, window or job.sequence_length)
+
+
+def _elementwise(job: TrainingWorkload, layer: int, speed: Speed) -> LayerTime:
+    """Returns the work of operations that only move numbers: norms (a read and a write), residual sums (two reads and a
+    write, and a mask with dropout), activation, copies of queries, keys and values where they are rotated, and of
+    attention's output where its heads are regrouped.
+
+    Without fused kernels more would move; ours are fused or in place (models/fused_ops.py).
+    """
+    model, t, size = job.model, job.layout.tensor_parallel_size, speed.number_bytes
+    whole_t = t if job.layout.sequence_parallel else 1
+    norms = {"pre": 2, "post": 2, "pre_and_post": 4}[model.norm_placement] * 2 * size * model.hidden_size
+    sums = 2 * (3 * size + (1 if model.residual_dropout > 0 else 0)) * model.hidden_size
+    features = model.intermediate_size
+    if model.has_experts(layer):  # rows are copied to their experts and back
+        features = model.moe_intermediate_size * model.num_experts_per_tok
+        sums += 4 * size * model.num_experts_per_tok * model.hidden_size
+    activation = (3 if model.gated_mlp else 2) * size * features
+    heads = model.num_attention_heads + (2 * model.num_key_value_heads if model.rotary_dim(layer) > 0 else 0)
+    is_copied = job.stack.attention == "materialized" or model.rotary_dim(layer) > 0
+    copies = 2 * size * heads * model.head_dim if is_copied else 0
+    return speed.moving(_tokens(job) * ((norms + sums) / whole_t + (activation + copies) / t))

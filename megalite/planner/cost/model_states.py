@@ -1,0 +1,167 @@
+"""Memory of weights, gradients and optimizer on each rank, with the buffers that DeepSpeed copies them through.
+
+Rajbhandari 2020 (ZeRO), section 3.1: weights in `precision.dtype`, for mixed precision an fp32 copy, and fp32 moments.
+Section 5: over d replicas stages 1 to 3 cut copy and moments, stages 2 and 3 gradients too, stage 3 weights too.
+DeepSpeed 0.19 adds buffers and copies; where each is made is named beside it. Pure arithmetic, no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalite.config import Config, ResolvedLayout
+from megalite.config.deepspeed import has
+from megalite.planner.cost.shapes import StageShape
+from megalite.planner.workload import BYTES, TrainingWorkload
+
+MOMENTS = {"adamw": 2, "sgd": 0}  # fp32 numbers per parameter
+BUCKET = 50_000_000  # numbers per reduction, megalite/engine/deepspeed_config.py; ZeRO-3's prefetch, by default
+MOST_TOGETHER = 500_000_000  # numbers that BF16_Optimizer reduces in one copy: MEMORY_OPT_ALLREDUCE_SIZE
+MOST_LIVE = 1_000_000_000  # numbers that ZeRO-3 keeps gathered: stage3_max_live_parameters; also its sub-groups
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of weights, gradients and optimizer on one rank."""
+
+    weights: float
+    optimizer: float  # fp32 copy and moments
+    gradients: float  # of a step, once backward is through
+    are_scattered: bool = False  # each parameter has its own gradient; else they are in one buffer
+    stay: bool = False  # that buffer is always there
+    one_gradient: float = 0.0  # of one parameter, on its way into the flat buffer
+    bucket: float = 0.0  # through which gradients are reduced while backward runs
+    reducing: float = 0.0  # copies, once backward is through
+    own_gradients: float = 0.0  # what the step still needs of `gradients`
+    stepping: float = 0.0  # copies before the optimizer updates
+    updating: float = 0.0  # gradients and copies while it does
+    gathered: float = 0.0  # weights that ZeRO-3 gathers
+    building: float = 0.0  # first weights and copies of them, freed before the first step
+
+    @property
+    def total(self) -> float:
+        """Bytes of weights, gradients and optimizer, as ZeRO's paper counts them."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def deepspeed_states(job: TrainingWorkload, numbers: float, largest: float) -> States:
+    """Returns the states of a stage with so many numbers, `largest` of them in one parameter."""
+    match job.layout.zero_stage:
+        case 3:
+            return _zero_3(job, numbers, largest)
+        case 2:
+            return _zero_2(job, numbers, largest)
+        case _:
+            if job.dtype == "bf16" and job.gradient_accumulation_dtype == "fp32":
+                return _bf16_optimizer(job, numbers, largest)
+            return _zero_1(job, numbers, largest)
+
+
+def _zero_1(job: TrainingWorkload, numbers: float, largest: float) -> States:
+    """Follows runtime/zero/stage_1_and_2.py without `contiguous_gradients`: `reduce_ipg_grads` flattens a bucket,
+    `step` this rank's partition; norms are of fp64 copies. fp32 weights are updated where they are
+    (deepspeed_internals.py)."""
+    size, accumulated, d = BYTES[job.dtype], BYTES[job.gradient_accumulation_dtype], job.layout.data_parallel_size
+    is_mixed = size != accumulated
+    own = accumulated * numbers / d
+    copies = 0.0 if is_mixed else own + (4 * numbers / d if accumulated < 4 else 0)
+    return States(
+        weights=size * numbers,
+        optimizer=_optimizer(job, size < 4) * numbers / d,
+        gradients=accumulated * numbers,
+        are_scattered=True,
+        one_gradient=size * largest if is_mixed else 0.0,
+        reducing=accumulated * min(numbers, BUCKET) + (own if is_mixed else 0.0),
+        own_gradients=own,
+        stepping=max(copies, 8 * largest),
+        updating=copies + _sgd(job, numbers),
+        building=_first_copies(job, numbers),
+    )
+
+
+def _bf16_optimizer(job: TrainingWorkload, numbers: float, largest: float) -> States:
+    """Follows runtime/bf16_optimizer.py: fp32 sums of all gradients in one buffer. `allreduce_bucket` of
+    runtime/engine.py copies it, unless it is larger than `MOST_TOGETHER`, and again in bf16, to sum it over the
+    replicas."""
+    return States(
+        weights=2 * numbers,
+        optimizer=_optimizer(job, True) * numbers / job.layout.data_parallel_size,
+        gradients=4 * numbers,
+        stay=True,
+        one_gradient=(2 + 4) * largest,
+        reducing=(4 if numbers <= MOST_TOGETHER else 0) * numbers + 2 * numbers,
+        own_gradients=4 * numbers,
+        stepping=0.0,
+        updating=_sgd(job, numbers),
+        building=4 * numbers,
+    )
+
+
+def _zero_2(job: TrainingWorkload, numbers: float, largest: float) -> States:
+    """Follows runtime/zero/stage_1_and_2.py: gradients go through `setup_buckets`' buffer, whose used part
+    `allreduce_and_scatter` flattens once more; `copy_grads_in_partition` or the compact buffer keeps this rank's."""
+    size, accumulated, d = BYTES[job.dtype], BYTES[job.gradient_accumulation_dtype], job.layout.data_parallel_size
+    own, is_mixed = accumulated * numbers / d, size != accumulated
+    again = own if job.micro_batches > 1 and not is_mixed else 0.0  # a micro-batch's, before they are added
+    return States(
+        weights=size * numbers,
+        optimizer=_optimizer(job, size < 4) * numbers / d,
+        gradients=own,
+        one_gradient=size * largest,
+        bucket=size * BUCKET,
+        reducing=size * min(numbers, BUCKET) + (4 * largest if is_mixed else again),
+        own_gradients=own,
+        stepping=max(0.0 if is_mixed else own, 8 * largest),
+        updating=own + _sgd(job, numbers),
+        building=_first_copies(job, numbers),
+    )
+
+
+def _zero_3(job: TrainingWorkload, numbers: float, largest: float) -> States:
+    """Follows runtime/zero/stage3.py and partition_parameters.py: an fp32 copy also of fp32 weights; a bucket and
+    sums of gradients that are always there; weights stay gathered up to `MOST_LIVE`, beside the buffer of a
+    prefetch."""
+    size, accumulated, d = BYTES[job.dtype], BYTES[job.gradient_accumulation_dtype], job.layout.data_parallel_size
+    return States(
+        weights=size * numbers / d,
+        optimizer=_optimizer(job, True) * numbers / d,
+        gradients=accumulated * numbers / d,
+        stay=True,
+        one_gradient=size * largest,
+        bucket=size * BUCKET,
+        reducing=size * min(numbers, BUCKET),
+        own_gradients=accumulated * numbers / d,
+        stepping=max(4 * min(numbers / d, MOST_LIVE), 8 * largest / d),
+        updating=4 * min(numbers / d, MOST_LIVE) + _sgd(job, numbers),
+        gathered=size * (min(numbers, MOST_LIVE + largest) + min(max(numbers - largest, largest), BUCKET)),
+        building=(4 + 4 / d) * numbers,
+    )
+
+
+def _first_copies(job: TrainingWorkload, numbers: float) -> float:
+    """Returns the bytes of fp32 weights as they are initialized; for fp32 training also the partition's clone and
+    its zeros in `initialize_optimizer_states`, whose room the moments take where there is one replica."""
+    d = job.layout.data_parallel_size
+    return 4 * numbers + (8 * numbers / d if job.dtype == "fp32" and d > 1 else 0.0)
+
+
+def _optimizer(job: TrainingWorkload, has_copy: bool) -> int:
+    """Returns the bytes of optimizer state per parameter."""
+    return 4 * (MOMENTS[job.optimizer] + has_copy)
+
+
+def _sgd(job: TrainingWorkload, numbers: float) -> float:
+    """Returns the bytes of the gradient's copy to which torch's SGD adds weight decay."""
+    return 4 * numbers / job.layout.data_parallel_size if job.optimizer == "sgd" else 0.0
+
+
+def state_bytes(config: Config, layout: ResolvedLayout, stage: StageShape) -> int:
+    """Returns the bytes on a rank of `stage` between two steps, without activations, buffers and gradients, which
+    may or may not exist then. State offloaded to the host counts on no device."""
+    size, replicas = BYTES[config.precision.dtype], layout.data_parallel_size
+    weights = size * stage.parameters // (replicas if layout.zero_stage == 3 else 1)
+    optimizer = 4 * (MOMENTS[config.optimizer.name] + (size < 4)) * stage.parameters // replicas
+    offloaded = {
+        name: has(config.deepspeed, ("zero_optimization", f"offload_{name}")) for name in ("param", "optimizer")
+    }
+    return (0 if offloaded["param"] else weights) + (0 if offloaded["optimizer"] else optimizer)

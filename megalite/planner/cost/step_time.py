@@ -1,0 +1,268 @@
+"""Duration of one optimizer step, part by part. Pure arithmetic, no torch.
+
+The slowest stage sets the pace of a pipeline; before and after it is full, the others wait (Narayanan 2021, section
+2.2). What each part is made of: layer_time.py, communication_time.py, volumes.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megalite.planner.cost.communication_time import boundary_s, data_ring, end_ring, tensor_ring
+from megalite.planner.cost.layer_time import (
+    LayerTime,
+    Passes,
+    Speed,
+    block_work,
+    dense_flops,
+    head_flops,
+    head_work,
+    score_flops,
+)
+from megalite.planner.cost.shapes import StageShape, block_kinds, even_stage_shapes, stage_shapes
+from megalite.planner.cost.volumes import Moved, data_moved, hidden_state_bytes, tensor_moved, tied_moved
+from megalite.planner.hardware import Cluster
+from megalite.planner.workload import BYTES, TrainingWorkload
+
+# Adam reads weight, gradient and both moments in fp32, and writes all but the gradient: 28 bytes per parameter
+OPTIMIZER_BYTES = {"adamw": 28, "sgd": 12}
+# times the launch of a kernel, where each is waited for: BLOOM's first day; its second day is held against it
+WAITED_LAUNCHES = 4.0
+# times the host's work for a block with stage 1: DeepSpeed 0.19.8's hooks, in CPU time per micro-batch of a tiny model
+HOST_WORK = {0: 1.0, 1: 1.0, 2: 1.4, 3: 4.4}
+# the host's work for a block with experts, in such of a dense one, in CPU time: each expert runs, also on no token
+EXPERTS_HOST_WORK, EXPERT_HOST_WORK = 2.0, 0.1
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Times of one micro-batch on one pipeline stage, in seconds."""
+
+    forward_s: float
+    backward_s: float  # recomputation included
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Predicted time of one optimizer step."""
+
+    parts: Mapping[str, float]  # what it goes into -> seconds, adding up to the total
+    stages: tuple[StageTime, ...]
+    between_stages_s: float  # for one tensor across one boundary
+    model_flops: float  # of the whole step: what the mathematics needs, without recomputation
+    hardware_flops: float  # what is computed
+    peak_flops: float  # of all accelerators, per second
+    hidden_s: float = 0.0  # exchanges between replicas that are taken to run behind computation
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def model_flops_utilization(self) -> float:
+        """MFU (Chowdhery 2022, appendix B), with scores above the diagonal counted as there."""
+        return self.model_flops / self.seconds / self.peak_flops
+
+
+@dataclass(frozen=True)
+class _StageTime:
+    """Times of one micro-batch on one stage, by kind."""
+
+    work: LayerTime  # forward, backward and recomputation together
+    tensor_s: float
+    launch_s: float
+    time: StageTime
+
+    @property
+    def seconds(self) -> float:
+        return self.time.forward_s + self.time.backward_s
+
+
+def step_time(job: TrainingWorkload, cluster: Cluster) -> StepTime:
+    """Predicts a step on as many accelerators of `cluster` as the layout uses. Raises ConfigError for a dtype
+    without peak."""
+    layout = job.layout
+    speed = Speed.of(job, cluster)
+    shapes_of = stage_shapes if job.stack.balances_stages else even_stage_shapes
+    shapes = shapes_of(job.model, layout.tensor_parallel_size, layout.pipeline_parallel_size)
+    by_kind = {kind: block_work(job, kind, speed) for kind in set(block_kinds(job.model))}
+    head = head_work(job, speed)
+    stages = [_stage(job, shape, cluster, speed, _passes(job, shape, by_kind, head)) for shape in shapes]
+    mean, slowest = _mean(stages), max(stage.seconds for stage in stages)
+    count, chunks = job.micro_batches, layout.interleave
+    between = _between_s(job, cluster)
+    waits = (layout.pipeline_parallel_size - 1) / chunks
+    largest = max(shapes, key=lambda shape: shape.parameters)
+    exposed = _replicas_s(job, cluster, largest, stages[shapes.index(largest)])
+    parts = {
+        "matrix products": count * mean.work.matrix_s,
+        "attention": count * mean.work.attention_s,
+        "memory-bound": count * mean.work.memory_s,
+        "tensor collectives": count * mean.tensor_s,
+        "launches": count * mean.launch_s,
+        "stage imbalance": count * (slowest - mean.seconds),
+        "pipeline bubble": _idle(layout.pipeline_parallel_size, cluster)
+        * waits
+        * (mean.seconds + 2 * chunks * between),
+        "between stages": count * 2 * chunks * between + end_ring(layout, cluster).seconds(tied_moved(job)),
+        "replicas": exposed,
+        "optimizer": _optimizer_s(job, largest.parameters, speed),
+    }
+    # forward, and twice as many FLOPs of backward, of all micro-batches and replicas
+    model_flops = 3.0 * _per_step(job, _dense_flops(job) + _score_flops(job))
+    return StepTime(
+        parts=parts,
+        stages=tuple(stage.time for stage in stages),
+        between_stages_s=between,
+        model_flops=model_flops,
+        hardware_flops=model_flops + _again_flops(job),
+        peak_flops=cluster.peak_flops(job.dtype) * layout.world_size,
+        hidden_s=max(0.0, data_ring(layout, cluster).seconds(data_moved(job, largest)) - exposed),
+    )
+
+
+def _idle(stages: int, cluster: Cluster) -> float:
+    """Returns the part of the bubble in which cores idle.
+
+    A rank of n on C cores computes with C/n of them. While others wait, with more: with p stages it takes n = p C ranks
+    until those of a single stage keep all cores busy, and nothing of the bubble is idle then; with n <= C all is.
+    """
+    if cluster.ranks_per_core <= 1 or stages == 1:
+        return 1.0
+    return min(1.0, max(0.0, stages / cluster.ranks_per_core - 1) / (stages - 1))
+
+
+def _stage(job: TrainingWorkload, shape: StageShape, cluster: Cluster, speed: Speed, passes: Passes) -> _StageTime:
+    ring, moved, kinds = tensor_ring(job.layout, cluster), tensor_moved(job, shape), 2 * shape.blocks
+    there, back = ring.seconds(moved.forward, kinds), ring.seconds(moved.backward, kinds)
+    again = ring.seconds(moved.again, kinds)
+    if job.stack.overlaps_tensor_gradients:  # behind the products that make gradients of weights
+        back = max(0.0, back - passes.backward.matrix_s / 2)
+    forward, backward = passes.forward.seconds + there, passes.backward.seconds + back
+    recomputed = passes.again.seconds + again
+    host = HOST_WORK[job.layout.zero_stage] if job.stack.replicas == "deepspeed" else 1.0
+    blocks = sum(_host_blocks(job, kind) * count for kind, count in _kinds(job, shape).items())
+    launch = [blocks * speed.launch_s * host * factor for factor in (1, 2, job.layout.recompute == "full")]
+    waits = job.stack.waits_for_launches or cluster.accelerator.device == "cpu"
+    launch_s = [
+        pause * (WAITED_LAUNCHES if job.stack.waits_for_launches else 1) if waits else max(0.0, pause - busy)
+        for pause, busy in zip(launch, (forward, backward, recomputed), strict=True)
+    ]
+    time = StageTime(forward + launch_s[0], backward + recomputed + launch_s[1] + launch_s[2])
+    return _StageTime(passes.forward + passes.backward + passes.again, there + back + again, sum(launch_s), time)
+
+
+def _passes(job: TrainingWorkload, shape: StageShape, by_kind: Mapping[int, Passes], head: Passes) -> Passes:
+    """Returns the work of all blocks of a stage, and of the head if the stage has it."""
+    blocks = [by_kind[kind].times(count) for kind, count in _kinds(job, shape).items()]
+    return sum(blocks, head if shape.has_head else Passes())
+
+
+def _kinds(job: TrainingWorkload, shape: StageShape) -> Counter[int]:
+    return Counter(block_kinds(job.model)[shape.first_block : shape.first_block + shape.blocks])
+
+
+def _host_blocks(job: TrainingWorkload, layer: int) -> float:
+    """Returns the number of dense blocks whose launch takes the host equally long."""
+    experts = job.model.num_experts if job.model.has_experts(layer) else None
+    return 1.0 if experts is None else EXPERTS_HOST_WORK + EXPERT_HOST_WORK * experts
+
+
+def _mean(stages: Sequence[_StageTime]) -> _StageTime:
+    """Returns the mean over all stages."""
+    share = 1 / len(stages)
+    return _StageTime(
+        work=sum((stage.work for stage in stages), LayerTime()).times(share),
+        tensor_s=sum(stage.tensor_s for stage in stages) * share,
+        launch_s=sum(stage.launch_s for stage in stages) * share,
+        time=StageTime(
+            sum(stage.time.forward_s for stage in stages) * share,
+            sum(stage.time.backward_s for stage in stages) * share,
+        ),
+    )
+
+
+def _between_s(job: TrainingWorkload, cluster: Cluster) -> float:
+    """Returns the seconds of sending one tensor to the next stage; sends are synchronous."""
+    layout, whole = job.layout, hidden_state_bytes(job)
+    if layout.pipeline_parallel_size == 1:
+        return 0.0
+    if layout.sequence_parallel:
+        return boundary_s(whole / layout.tensor_parallel_size, 0, layout, cluster)
+    if job.stack.cuts_boundary_tensors:
+        return boundary_s(whole / layout.tensor_parallel_size, whole, layout, cluster)
+    return boundary_s(whole, 0, layout, cluster)
+
+
+def _replicas_s(job: TrainingWorkload, cluster: Cluster, largest: StageShape, stage: _StageTime) -> float:
+    """Returns the seconds that communication between replicas adds: all of it, or the part that is not overlapped."""
+    ring = data_ring(job.layout, cluster)
+    if ring.ranks == 1:
+        return 0.0
+    moved = data_moved(job, largest)
+    if job.layout.zero_stage == 3 or job.stack.replicas == "fully_sharded":
+        return job.micro_batches * _exposed_when_sharded_s(job, moved, largest, stage, cluster)
+    gathering = ring.seconds(Moved(all_gather=moved.all_gather))
+    reducing = ring.seconds(replace(moved, all_gather=0))
+    if job.stack.overlaps_replicas:
+        return _late(reducing, stage.time.backward_s, largest.blocks) + _late(
+            gathering, stage.time.forward_s, largest.blocks
+        )
+    return reducing + gathering
+
+
+def _late(communication_s: float, computation_s: float, blocks: int) -> float:
+    """Returns the seconds that computation cannot hide: at least one layer's communication, and the excess over
+    computing."""
+    return max(communication_s / (blocks + 1), communication_s - computation_s)
+
+
+def _exposed_when_sharded_s(
+    job: TrainingWorkload, moved: Moved, shape: StageShape, stage: _StageTime, cluster: Cluster
+) -> float:
+    """Returns the exposed seconds of one micro-batch. Weights of a layer are gathered while the one before is
+    computed, and gradients are scattered while the next one's are (Rajbhandari 2020; Zhao 2023, section 3.3): the
+    first gather and the last scatter of a pass have nothing to hide behind, nor what takes longer than computing."""
+    ring, count = data_ring(job.layout, cluster), job.micro_batches
+    gathered = ring.seconds(Moved(all_gather=moved.all_gather // count), shape.blocks)
+    scattered = ring.seconds(Moved(reduce_scatter=moved.reduce_scatter // count), shape.blocks)
+    if cluster.accelerator.device == "cpu":  # gloo's threads take the cores that compute: nothing is hidden
+        return gathered + scattered
+    uses = round(moved.all_gather / count / (shape.parameters * BYTES[job.dtype]))
+    forward, again = gathered / uses, gathered / 2 if uses == 2 else 0.0
+    waited = 0.0 if job.stack.prefetches_backward else again
+    backward = again - waited + scattered
+    return (
+        waited
+        + _late(forward, stage.time.forward_s, shape.blocks)
+        + _late(backward, stage.time.backward_s, shape.blocks)
+    )
+
+
+def _optimizer_s(job: TrainingWorkload, numbers: int, speed: Speed) -> float:
+    is_cut = job.stack.replicas != "all_reduce"
+    owned = numbers / (job.layout.data_parallel_size if is_cut else 1)
+    return OPTIMIZER_BYTES[job.optimizer] * owned / speed.memory_bytes
+
+
+def _again_flops(job: TrainingWorkload) -> float:
+    """Returns the FLOPs of recomputation, counted as published: a forward pass of the blocks, or scores."""
+    if job.layout.recompute == "none":
+        return 0.0
+    dense = _dense_flops(job) - head_flops(job) if job.layout.recompute == "full" else 0.0
+    return _per_step(job, dense + _score_flops(job))
+
+
+def _dense_flops(job: TrainingWorkload) -> float:
+    kinds = Counter(block_kinds(job.model))
+    return sum(count * dense_flops(job, kind) for kind, count in kinds.items()) + head_flops(job)
+
+
+def _score_flops(job: TrainingWorkload) -> float:
+    return sum(count * score_flops(job, kind) for kind, count in Counter(block_kinds(job.model)).items())
+
+
+def _per_step(job: TrainingWorkload, of_one_micro_batch: float) -> float:
+    return of_one_micro_batch * job.micro_batches * job.layout.data_parallel_size

@@ -1,0 +1,217 @@
+"""Bytes that each kind of parallelism moves in one optimizer step. Pure arithmetic, no torch.
+
+In: a job and what each of its pipeline stages holds. Out: per stage what one rank hands to the collectives of its
+groups, and from that what travels over each link.
+
+Left out, because they vanish beside the rest in any model worth cutting: collectives of single numbers (losses, norms,
+counts of tokens), of single weight vectors (norms under sequence parallelism) and of one number per token. What is here
+is held against the collectives of real ranks by tests/planner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megalite.planner.cost.shapes import StageShape, embedding_parameters
+from megalite.planner.workload import BYTES, TrainingWorkload
+
+INTEGER_BYTES = 8  # positions and sample numbers travel as int64
+KEPT_BY_ZERO_3 = 1_000_000_000  # parameters; DeepSpeed's default of stage3_max_reuse_distance
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes that one rank hands to the collectives of one group in one optimizer step."""
+
+    all_reduce: int = 0  # of the tensor
+    reduce_scatter: int = 0  # of what goes in
+    all_gather: int = 0  # of what comes out
+    broadcast: int = 0  # of the tensor
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(
+            self.all_reduce + other.all_reduce,
+            self.reduce_scatter + other.reduce_scatter,
+            self.all_gather + other.all_gather,
+            self.broadcast + other.broadcast,
+        )
+
+    def times(self, count: int) -> Moved:
+        return Moved(
+            count * self.all_reduce, count * self.reduce_scatter, count * self.all_gather, count * self.broadcast
+        )
+
+    def per_link(self, ranks: int) -> int:
+        """Bytes that travel from each rank to the next one around a ring of `ranks`.
+
+        Patarasuk & Yuan 2009 (JPDC 69): n bytes are reduce-scattered, or gathered, by (p-1)/p n from each
+        rank, and no algorithm sends less; an all-reduce is the one and then the other. A broadcast passes all n on.
+        """
+        if ranks == 1:
+            return 0
+        around = 2 * self.all_reduce + self.reduce_scatter + self.all_gather
+        return around * (ranks - 1) // ranks + self.broadcast
+
+
+@dataclass(frozen=True)
+class Volumes:
+    """Bytes per optimizer step of one rank of each stage."""
+
+    tensor: tuple[Moved, ...]  # per stage, in its tensor-parallel group
+    data: tuple[Moved, ...]  # per stage, in its data-parallel group
+    activations: tuple[int, ...]  # per boundary between stages, to the next stage
+    gradients: tuple[int, ...]  # per boundary, back
+    tied: Moved  # between the first and the last stage, which both hold a tied embedding
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes over each link in one optimizer step, which decide the placement of ranks."""
+
+    tensor: tuple[int, ...]  # per stage: from each rank to the next one of its tensor-parallel ring
+    data: tuple[int, ...]  # per stage: the same of its data-parallel ring
+    pipeline: tuple[int, ...]  # per boundary: between the two ranks that face each other, both ways together
+    tied: int  # between the first and the last stage's rank, both ways together
+
+
+@dataclass(frozen=True)
+class TensorMoved:
+    """Bytes that one micro-batch moves within a tensor-parallel group."""
+
+    forward: Moved
+    backward: Moved
+    again: Moved  # by recomputation
+
+
+def volumes(job: TrainingWorkload, stages: Sequence[StageShape]) -> Volumes:
+    """Returns the bytes that one rank of each stage moves in one optimizer step, without evaluations and
+    checkpoints."""
+    activations, gradients = _pipeline(job)
+    boundaries, count = len(stages) - 1, job.micro_batches
+    return Volumes(
+        tensor=tuple(_sum(tensor_moved(job, stage)).times(count) for stage in stages),
+        data=tuple(data_moved(job, stage) for stage in stages),
+        activations=(activations,) * boundaries,
+        gradients=(gradients,) * boundaries,
+        tied=tied_moved(job),
+    )
+
+
+def traffic(volumes: Volumes, job: TrainingWorkload) -> Traffic:
+    """Returns the bytes over each link."""
+    tp, dp = job.layout.tensor_parallel_size, job.layout.data_parallel_size
+    return Traffic(
+        tensor=tuple(moved.per_link(tp) for moved in volumes.tensor),
+        data=tuple(moved.per_link(dp) for moved in volumes.data),
+        pipeline=tuple(there + back for there, back in zip(volumes.activations, volumes.gradients, strict=True)),
+        tied=2 * volumes.tied.per_link(2),  # a ring of two has a link each way
+    )
+
+
+def hidden_state_bytes(job: TrainingWorkload) -> int:
+    """Returns the bytes of one micro-batch's hidden states, not cut."""
+    return _tokens(job) * job.model.hidden_size * BYTES[job.dtype]
+
+
+def _tokens(job: TrainingWorkload) -> int:
+    return job.layout.micro_batch_size * job.sequence_length
+
+
+def tensor_moved(job: TrainingWorkload, stage: StageShape) -> TensorMoved:
+    """Shoeybi 2019 (Megatron-LM), section 3: a block all-reduces its hidden states twice forward (behind attention and
+    behind the feed-forward layer) and twice backward, the embedding once forward, the head once backward.
+
+    Under sequence parallelism each all-reduce is a reduce-scatter and an all-gather of the same bytes (Korthikanti
+    2022, section 4.2.2). With full recomputation a block computes its forward once more, where that stops early up to
+    the last number that backward needs: the sum at its end is done again only if a norm or dropout follows.
+
+    Two things are ours. Key/value heads fewer than ranks are gathered as activations (docs/design.md). The loss
+    exchanges two fp32 numbers per token instead of logits.
+    """
+    layout, model = job.layout, job.model
+    tp = layout.tensor_parallel_size
+    if tp == 1:
+        return TensorMoved(Moved(), Moved(), Moved())
+    size, blocks = hidden_state_bytes(job), stage.blocks
+    kept = 0  # key/value features: an all-gather forward, a reduce-scatter backward
+    if model.num_key_value_heads < tp:
+        features = 2 * model.num_key_value_heads * model.head_dim
+        kept = blocks * _tokens(job) * features * BYTES[job.dtype]
+    loss = 2 * 4 * _tokens(job) * tp if stage.has_head else 0
+    is_again = layout.recompute == "full"
+    again = is_again * blocks * (2 if job.recomputes_the_end else 1) * size
+    # into a parallel region nothing forward and a sum backward, out of it a sum forward and nothing backward
+    into, out_of = (2 * blocks + stage.has_head) * size, (2 * blocks + stage.has_embedding) * size
+    kept_again = is_again * kept
+    if layout.sequence_parallel:  # the nothings are all-gathers, and each sum leaves its result cut
+        return TensorMoved(
+            forward=Moved(reduce_scatter=out_of, all_gather=into + kept + loss),
+            backward=Moved(reduce_scatter=into + kept, all_gather=out_of),
+            again=Moved(reduce_scatter=again, all_gather=is_again * 2 * blocks * size + kept_again),
+        )
+    return TensorMoved(
+        forward=Moved(all_reduce=out_of, all_gather=kept + loss),
+        backward=Moved(all_reduce=into, reduce_scatter=kept),
+        again=Moved(all_reduce=again, all_gather=kept_again),
+    )
+
+
+def _sum(moved: TensorMoved) -> Moved:
+    return moved.forward + moved.backward + moved.again
+
+
+def data_moved(job: TrainingWorkload, stage: StageShape) -> Moved:
+    """Rajbhandari 2020 (ZeRO), section 7: gradients are reduce-scattered and weights gathered once each, and under
+    stage 3 weights are gathered before every use. DeepSpeed 0.19 differs, and this is what it does:
+
+    stages 1 and 2 all-reduce gradients, which is twice a reduce-scatter (`use_multi_rank_bucket_allreduce`,
+    runtime/zero/stage_1_and_2.py); stage 2 does so for every micro-batch; stage 3 reduce-scatters for every
+    micro-batch, and keeps the weights from forward to backward of a model that has fewer numbers than
+    `stage3_max_reuse_distance`. PyTorch's FSDP (Zhao 2023) gathers them for both, or once, where gradients and
+    optimizer alone are sharded.
+    """
+    layout, stack = job.layout, job.stack
+    if layout.data_parallel_size == 1:
+        return Moved()
+    weights, count = stage.parameters * BYTES[job.dtype], job.micro_batches
+    gradients = stage.parameters * BYTES[stack.gradient_dtype or job.dtype]
+    if stack.replicas == "all_reduce":
+        return Moved(all_reduce=gradients)
+    if stack.replicas == "sharded_optimizer":
+        return Moved(reduce_scatter=gradients, all_gather=weights)
+    if stack.replicas == "fully_sharded" and layout.zero_stage < 3:
+        return Moved(reduce_scatter=count * gradients, all_gather=count * weights)
+    if layout.zero_stage == 3:
+        uses = 1 if stage.parameters <= KEPT_BY_ZERO_3 and stack.replicas == "deepspeed" else 2
+        return Moved(reduce_scatter=count * gradients, all_gather=count * uses * weights)
+    return Moved(all_reduce=(count if layout.zero_stage == 2 else 1) * gradients, all_gather=weights)
+
+
+def _pipeline(job: TrainingWorkload) -> tuple[int, int]:
+    """Narayanan 2021 (SC21), section 3.2: hidden states of every micro-batch forward and their gradients backward.
+    Without sequence parallelism every tensor-parallel rank sends all of them, unless the stack cuts them.
+
+    Positions ride along where documents are masked, sample numbers where dropout is on.
+    """
+    layout = job.layout
+    if layout.pipeline_parallel_size == 1:
+        return 0, 0
+    hidden, count = hidden_state_bytes(job), job.micro_batches
+    if layout.sequence_parallel or job.stack.cuts_boundary_tensors:
+        hidden //= layout.tensor_parallel_size
+    riders = INTEGER_BYTES * _tokens(job) if job.document_mask else 0
+    riders += INTEGER_BYTES * layout.micro_batch_size if job.model.has_dropout else 0
+    return count * (hidden + riders), count * hidden
+
+
+def tied_moved(job: TrainingWorkload) -> Moved:
+    """Returns the bytes for a tied embedding: both copies' gradients are summed, then the first stage's weight is
+    sent."""
+    if job.layout.pipeline_parallel_size == 1 or not job.model.tie_word_embeddings:
+        return Moved()
+    numbers = embedding_parameters(job.model, job.layout.tensor_parallel_size)
+    return Moved(
+        all_reduce=numbers * BYTES[job.gradient_accumulation_dtype],
+        broadcast=numbers * BYTES[job.dtype],
+    )

@@ -1,0 +1,312 @@
+"""Traces a step that was not taken to the rank, layer, parameter and micro-batch where it became non-finite.
+
+Nothing here runs while steps are taken. When one is not, each rank inspects the gradients before they are cleared, its
+micro-batches' losses and its weights. A non-finite value spreads at once: through a forward pass to the loss, through
+the loss to all gradients, through a reduction to all replicas. So the step is run a second time, refused from the
+start, with hooks on all layers and parameters that record where the first such value appears. A step is deterministic,
+so a cause in the data or the arithmetic recurs; one that does not recur lies in a device or its memory, or in a
+non-deterministic kernel. The hooks see what each rank computes of each micro-batch: if the step is non-finite again
+and they saw nothing, it is the sum of all gradients that overflows.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalite.engine.deepspeed_internals import loss_scaler_state, resident_weights, set_loss_scaler_state
+from megalite.engine.distributed import from_all_ranks
+from megalite.engine.engine import Engine, MicroBatch, StepResult
+from megalite.engine.parameter_state import read_gradients
+from megalite.parallel.loss import IGNORED
+
+Phase = Literal["weights", "forward", "backward"]
+LOSS = "the loss"  # the place after all layers
+NAMED_WEIGHTS = 3  # per rank
+
+
+@dataclass(frozen=True)
+class RankLocation:
+    """A rank, its coordinates and its host."""
+
+    rank: int
+    stage: int
+    replica: int
+    tensor_rank: int
+    host: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (stage {self.stage}, replica {self.replica}, tensor rank {self.tensor_rank})"
+
+
+@dataclass(frozen=True)
+class FirstNonfinite:
+    """The first non-finite value on a rank, in one phase of a step."""
+
+    phase: Phase
+    where: str  # canonical path of a layer (forward) or a parameter (backward)
+    micro_batch: int  # from 1
+    order: int  # how many layers or parameters came before it in the micro-batch
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Observations of one rank about a step that was not taken."""
+
+    place: RankLocation
+    step_loss: float
+    bad_weights: tuple[str, ...]  # parameters that are not finite
+    losses: tuple[float, ...]  # mean over the valid tokens, per micro-batch; empty on ranks without the last layer
+    samples: tuple[tuple[int, ...], ...]  # per micro-batch; empty on ranks that take no data
+    gradient_norms: tuple[tuple[str, float], ...]  # of parameters that no other rank reports; NaN: not finite
+    sightings: tuple[FirstNonfinite, ...] = ()  # of the second run
+
+
+@dataclass(frozen=True)
+class FaultCandidate:
+    """A possible origin of the fault, and the samples computed there."""
+
+    place: RankLocation
+    phase: Phase
+    where: str
+    micro_batch: int | None = None  # from 1
+    samples: tuple[int, ...] = ()
+    loss: float | None = None  # of the micro-batch, mean over its valid tokens
+
+
+def gradient_norms(engine: Engine) -> list[tuple[str, float]]:
+    """Returns the 2-norm of each gradient by canonical path, NaN if not finite; collective, in `StepGate.examine`.
+
+    Of copies on replicas and tensor-parallel ranks only the first rank reports.
+    """
+    at = engine.coordinate
+    names, norms = [], []
+    for parameter, gradient in read_gradients(engine):
+        shard = parameter.shard  # type: ignore[attr-defined]
+        if at.data_rank == 0 and not (shard.is_replicated and at.tensor_rank):
+            names.append(shard.name)
+            norms.append(torch.linalg.vector_norm(gradient))
+    values = torch.stack(norms).tolist() if norms else []
+    return [(name, norm if math.isfinite(norm) else math.nan) for name, norm in zip(names, values, strict=True)]
+
+
+def gather_rank_reports(
+    engine: Engine, result: StepResult, micro_batches: Sequence[MicroBatch], norms: Sequence[tuple[str, float]]
+) -> list[RankReport]:
+    """Gathers the reports of all ranks about a step that was not taken, in rank order; collective."""
+    at = engine.coordinate
+    own = RankReport(
+        RankLocation(dist.get_rank(), at.pipeline_rank, at.data_rank, at.tensor_rank, socket.gethostname()),
+        float(result.loss),
+        _bad_weights(engine),
+        _token_losses(result, micro_batches),
+        tuple(tuple(batch.samples.tolist()) for batch in micro_batches),
+        tuple(norms),
+    )
+    return from_all_ranks(own)
+
+
+def run_again(
+    engine: Engine,
+    micro_batches: Sequence[MicroBatch],
+    rank_reports: Sequence[RankReport],
+    loss_scaler: dict[str, float],
+) -> tuple[list[RankReport], bool]:
+    """Runs the step a second time under observation, without changing anything. Collective.
+
+    Returns the reports with the sightings of the second run, and whether it was non-finite too. `loss_scaler` is the
+    state of fp16's loss scale at the first run.
+    """
+    learning_rate = engine.torch_optimizer.param_groups[0]["lr"]
+    with _loss_scaler_at(engine, loss_scaler), _nonfinite_hooks(engine) as sightings:
+        result = engine.train_step(micro_batches, learning_rate, _RefusesAll())
+    losses = _token_losses(result, micro_batches)
+    bad = [number for number, loss in enumerate(losses, start=1) if not math.isfinite(loss)]
+    behind_all_layers = [FirstNonfinite("forward", LOSS, number, 1 << 30) for number in bad[:1]]
+    found: list[list[FirstNonfinite]] = from_all_ranks([*sightings, *behind_all_layers])
+    seen = [replace(old, sightings=tuple(new)) for old, new in zip(rank_reports, found, strict=True)]
+    return seen, result.skipped
+
+
+@contextmanager
+def _loss_scaler_at(engine: Engine, state: dict[str, float]) -> Iterator[None]:
+    """Sets the loss scale of the first run, whose overflow lowered it: with another scale it is another step."""
+    optimizer = engine.deepspeed.optimizer
+    now = loss_scaler_state(optimizer)
+    set_loss_scaler_state(optimizer, state)
+    try:
+        yield
+    finally:
+        set_loss_scaler_state(optimizer, now)
+
+
+class _RefusesAll:
+    def takes(self, loss: Callable[[], float]) -> bool:
+        return False
+
+    def examine(self) -> None:
+        pass
+
+
+def candidates(rank_reports: Sequence[RankReport]) -> list[FaultCandidate]:
+    """Returns the weights that were not finite before the step, or else the first sightings of each replica."""
+    weights = [FaultCandidate(one.place, "weights", name) for one in rank_reports for name in one.bad_weights]
+    if weights:
+        return weights
+    replicas = sorted({one.place.replica for one in rank_reports})
+    return [candidate for replica in replicas for candidate in _first_of_replica(rank_reports, replica)]
+
+
+def _first_of_replica(rank_reports: Sequence[RankReport], replica: int) -> Iterator[FaultCandidate]:
+    """Yields the earliest sightings of a replica: a forward begins on the first stage, a backward on the last.
+
+    Tensor-parallel ranks that computed the same values are all candidates.
+    """
+    members = [one for one in rank_reports if one.place.replica == replica]
+    directions: dict[Phase, int] = {"forward": 1, "backward": -1}
+    for phase, direction in directions.items():
+        keyed = [
+            ((seen.micro_batch, direction * one.place.stage, seen.order), one.place, seen)
+            for one in members
+            for seen in one.sightings
+            if seen.phase == phase
+        ]
+        if keyed:
+            first = min(key for key, _, _ in keyed)
+            for key, place, seen in keyed:
+                if key == first:
+                    samples, loss = _micro_batch(members, seen.micro_batch)
+                    yield FaultCandidate(place, phase, seen.where, seen.micro_batch, samples, loss)
+            return
+
+
+def highest_loss(rank_reports: Sequence[RankReport]) -> FaultCandidate:
+    """Returns the micro-batch whose mean loss is the highest of all, or not finite."""
+    losses = [
+        (math.inf if math.isnan(loss) else loss, one, i) for one in rank_reports for i, loss in enumerate(one.losses)
+    ]
+    _, one, index = max(losses, key=lambda entry: entry[0])
+    return FaultCandidate(one.place, "forward", LOSS, index + 1, one.samples[index], one.losses[index])
+
+
+def hosts(rank_reports: Sequence[RankReport], candidates: Sequence[FaultCandidate]) -> tuple[str, ...]:
+    """Returns the hosts of the candidates' replicas, or all hosts if there is no candidate."""
+    replicas = {candidate.place.replica for candidate in candidates} or {one.place.replica for one in rank_reports}
+    return tuple(dict.fromkeys(one.place.host for one in rank_reports if one.place.replica in replicas))
+
+
+def gradients_not_finite(rank_reports: Sequence[RankReport]) -> tuple[list[str], int]:
+    """Returns the parameters whose reduced gradient is not finite, and the number of all parameters."""
+    norms = _united_norms(rank_reports)
+    return [name for name, norm in norms.items() if math.isnan(norm)], len(norms)
+
+
+def largest_gradients(rank_reports: Sequence[RankReport], count: int) -> list[tuple[str, float]]:
+    """Returns the parameters with the largest gradient norms."""
+    return sorted(_united_norms(rank_reports).items(), key=lambda item: -item[1])[:count]
+
+
+def _united_norms(rank_reports: Sequence[RankReport]) -> dict[str, float]:
+    """Combines the norms of tensor-parallel ranks into those of whole parameters; tied weights: the first stage's."""
+    stage_of: dict[str, int] = {}
+    squares: defaultdict[str, float] = defaultdict(float)
+    for one in rank_reports:
+        for name, norm in one.gradient_norms:
+            if stage_of.setdefault(name, one.place.stage) == one.place.stage:
+                squares[name] += norm * norm
+    return {name: math.sqrt(square) for name, square in squares.items()}
+
+
+def _micro_batch(members: Sequence[RankReport], number: int) -> tuple[tuple[int, ...], float | None]:
+    """Returns samples and loss of a replica's micro-batch from those of its ranks that have them."""
+    samples = next((one.samples[number - 1] for one in members if one.samples), ())
+    losses = [one.losses[number - 1] for one in members if one.losses]
+    return samples, not_finite_first(losses) if losses else None
+
+
+def not_finite_first(losses: Sequence[float]) -> float:
+    """Returns the first loss that is not finite, or else the first one; the ranks' losses should be equal."""
+    return next((loss for loss in losses if not math.isfinite(loss)), losses[0])
+
+
+def _bad_weights(engine: Engine) -> tuple[str, ...]:
+    finite = [torch.isfinite(resident_weights(parameter)).all() for _, parameter in engine.parameters()]
+    flags = torch.stack(finite).tolist() if finite else []
+    names = [name for (name, _), is_finite in zip(engine.parameters(), flags, strict=True) if not is_finite]
+    return tuple(names[:NAMED_WEIGHTS])
+
+
+def _token_losses(result: StepResult, micro_batches: Sequence[MicroBatch]) -> tuple[float, ...]:
+    if not result.micro_losses or result.token_weight is None:
+        return ()
+    sums = (torch.stack(result.micro_losses) / result.token_weight).tolist()
+    valid = [int((batch.targets != IGNORED).sum()) for batch in micro_batches]
+    return tuple(total / max(1, count) for total, count in zip(sums, valid, strict=True))
+
+
+class _NonfiniteHooks:
+    """Hooks that record the first non-finite value, once in forward and once in backward."""
+
+    def __init__(self) -> None:
+        self.sightings: list[FirstNonfinite] = []
+        self._micro_batch, self._order = 0, 0
+        self._backward_order = 0
+        self._gradients_of: Counter[str] = Counter()  # parameter -> number of micro-batches that reached it in backward
+
+    def next_micro_batch(self, *_: Any) -> None:
+        self._micro_batch, self._order = self._micro_batch + 1, 0
+
+    def before_forward(self, where: str, _: nn.Module, inputs: Any) -> None:
+        self._check_forward(where, inputs)
+
+    def after_forward(self, where: str, _: nn.Module, inputs: Any, outputs: Any) -> None:
+        self._check_forward(where, outputs)
+
+    def check_gradient(self, where: str, gradient: Tensor) -> None:
+        self._backward_order += 1
+        self._gradients_of[where] += 1
+        if not any(seen.phase == "backward" for seen in self.sightings) and not _is_finite(gradient):
+            self.sightings.append(FirstNonfinite("backward", where, self._gradients_of[where], self._backward_order))
+
+    def _check_forward(self, where: str, numbers: Any) -> None:
+        self._order += 1
+        if not any(seen.phase == "forward" for seen in self.sightings) and not _is_finite(numbers):
+            self.sightings.append(FirstNonfinite("forward", where, self._micro_batch, self._order))
+
+
+def _is_finite(numbers: Any) -> bool:
+    if isinstance(numbers, Tensor):
+        # detached: recomputation must save the same tensors each time, and `isfinite` would save some
+        return not numbers.is_floating_point() or bool(torch.isfinite(numbers.detach()).all())
+    return not isinstance(numbers, (tuple, list)) or all(map(_is_finite, numbers))
+
+
+@contextmanager
+def _nonfinite_hooks(engine: Engine) -> Iterator[list[FirstNonfinite]]:
+    """Installs the hooks on all layers and parameters; yields the list that they fill."""
+    hooks, model = _NonfiniteHooks(), engine.deepspeed.module
+    handles = [model.register_forward_pre_hook(hooks.next_micro_batch)]
+    for layer in (part for part in model.modules() if hasattr(part, "layer_name")):
+        for path, part in layer.named_modules():
+            name = ".".join(filter(None, (layer.layer_name, path)))
+            # a non-finite input comes from the enclosing module, between its submodules
+            around = name.rpartition(".")[0] if path else name
+            handles.append(part.register_forward_pre_hook(partial(hooks.before_forward, around)))
+            handles.append(part.register_forward_hook(partial(hooks.after_forward, name)))
+    for name, parameter in engine.parameters():
+        handles.append(parameter.register_hook(partial(hooks.check_gradient, name)))
+    try:
+        yield hooks.sightings
+    finally:
+        for handle in handles:
+            handle.remove()

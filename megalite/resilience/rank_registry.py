@@ -1,0 +1,115 @@
+"""One file per rank in `run_dir/.ranks`, from which the others learn about a rank that does not answer.
+
+The first line names its host and process, and what ended it if known; the start time of the process distinguishes it
+from a later one with the same number. Stacks follow if its interpreter was stuck: then no Python code of the rank runs,
+including its watchdog, but faulthandler's thread does, which needs no interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import socket
+from pathlib import Path
+
+import psutil
+
+from megalite.resilience.hang_report import NoResponse
+from megalite.resilience.heartbeat import FOLDER
+
+CLOCK_S = 2.0  # accuracy of a process's start time if the clock is set meanwhile
+
+
+class RankFile:
+    """This rank's file, from the start of training to its end. Raises OSError if it cannot be created."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        self._run_dir, self._rank = run_dir, rank
+        path = _path(run_dir, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # one of an earlier launch, whose process may still have it open
+        self._file = path.open("ab")
+        self._write_first_line(ended="")
+
+    def arm(self, seconds: float) -> None:
+        """Writes the stacks of all threads unless a method is called again within `seconds`."""
+        faulthandler.dump_traceback_later(seconds, file=self._file.fileno())
+
+    def disarm(self) -> None:
+        """Cancels `arm`. Like `arm` it does not touch the storage."""
+        faulthandler.cancel_dump_traceback_later()
+
+    def clear(self) -> None:
+        """Removes the stacks again, after the process as a whole had been stopped."""
+        os.ftruncate(self._file.fileno(), self._length)
+
+    def leave(self, error: str) -> None:
+        """Records the error that ends this rank, for ranks that go on."""
+        self.disarm()
+        self._write_first_line(ended=error)
+
+    def remove(self) -> None:
+        """Removes the file: no other rank will need it."""
+        self.disarm()
+        forget(self._run_dir, self._rank)
+
+    def close(self) -> None:
+        """Closes the file; call it last, after `remove` or `leave`."""
+        self.disarm()
+        self._file.close()
+
+    def _write_first_line(self, ended: str) -> None:
+        os.ftruncate(self._file.fileno(), 0)
+        process = os.getpid()
+        facts = {"host": socket.gethostname(), "process": process, "born": _started_s(psutil.Process(process))}
+        line = json.dumps({**facts, "ended": ended})
+        self._length = self._file.write(f"{line}\n".encode())
+        self._file.flush()
+
+
+def look_for(run_dir: Path, rank: int) -> tuple[NoResponse, bytes]:
+    """Returns what this host knows about a rank that does not answer, and its stacks if it left any."""
+    try:
+        first, _, stacks = _path(run_dir, rank).read_bytes().partition(b"\n")
+        found = json.loads(first)
+        host, process, ended = str(found["host"]), int(found["process"]), str(found["ended"])
+        born = float(found["born"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return NoResponse(), b""
+    if ended:
+        return NoResponse(host, f"it ended with {ended}"), b""
+    return NoResponse(host, _condition(process, born, stacks) if host == socket.gethostname() else ""), stacks
+
+
+def forget(run_dir: Path, rank: int) -> None:
+    """Removes the file of a rank, also of one that could not do so itself, once the others have read it."""
+    path = _path(run_dir, rank)
+    with contextlib.suppress(OSError):  # other ranks are still there
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()
+
+
+def _condition(process: int, born: float, stacks: bytes) -> str:
+    try:
+        found = psutil.Process(process)
+        status = found.status() if abs(_started_s(found) - born) < CLOCK_S else psutil.STATUS_DEAD
+    except psutil.Error:
+        status = psutil.STATUS_DEAD
+    if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
+        return f"its process {process} is dead"
+    if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+        return f"its process {process} is stopped, by a signal or a debugger"
+    if stacks:
+        return f"its process {process} is alive, but stuck in code that keeps Python's interpreter to itself"
+    return f"its process {process} is alive, but its watchdog is not"
+
+
+def _started_s(process: psutil.Process) -> float:
+    """Returns the process's start in seconds after boot, which setting a clock does not change."""
+    return float(process.create_time() - psutil.boot_time())
+
+
+def _path(run_dir: Path, rank: int) -> Path:
+    return run_dir / FOLDER / f"rank_{rank:04d}.txt"

@@ -1,0 +1,190 @@
+"""`megalite ray`: real Ray, in a network of its own, because it asks the internet for its own address."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+import pytest
+
+from launch.backends.ray import LOST_CODE, check_address, code_of
+from launch.cli.ray import ray
+from launch.errors import LaunchError
+from megalite.checkpoint.manifest import find_latest
+from tests.conftest import write_config
+from tests.helpers.audit import audit, events, steps_done
+from tests.unit.launch.cli.test_app import MEGALITE, megalite
+
+STEPS, BATCH = 300, 4
+LONGEST_S = 240.0  # two attempts take under a minute of two idle cores; others may want them
+PARALLEL = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2, "data_parallel_size": 1}
+ALONE = ["unshare", "--net", "sh", "-c", 'ip link set lo up; exec "$0" "$@"']
+
+
+def _why_not() -> str | None:
+    if importlib.util.find_spec("ray") is None:
+        return "Ray is not installed (pip install 'megalite[ray]'): NOTHING of `megalite ray` is tested"
+    tried = subprocess.run([*ALONE, "true"], capture_output=True, text=True, check=False)
+    return f"this machine gives no network namespaces ({tried.stderr.strip()})" if tried.returncode else None
+
+
+needs_ray = pytest.mark.skipif(_why_not() is not None, reason=_why_not() or "")
+
+
+@pytest.fixture
+def config(tiny: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    training = tiny["training"] | {"global_batch_size": BATCH, "steps": STEPS}
+    return tiny | {"parallel": PARALLEL, "training": training, "checkpoint": {"interval": 20, "keep_last": 3}}
+
+
+@contextmanager
+def running(config: dict[str, Any], folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """The command, with nothing left of it at the end; what it says is in `folder`/output."""
+    command = [*ALONE, str(MEGALITE), "ray", str(write_config(folder / "config.yaml", config)), *words]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "HOME": str(folder)}
+    # the names of Ray's sockets have no room for a test's folder
+    with (
+        (folder / "output").open("w") as output,
+        TemporaryDirectory(prefix="ray_", dir="/tmp", ignore_cleanup_errors=True) as short,
+    ):
+        environment["RAY_TMPDIR"] = short
+        process = subprocess.Popen(command, stdout=output, stderr=output, text=True, cwd=folder, env=environment)
+        try:
+            yield process
+        finally:
+            left = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+            for each in left:
+                with suppress(psutil.Error):
+                    each.kill()
+            process.kill()
+            process.wait()
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], folder: Path) -> None:
+    deadline = time.monotonic() + LONGEST_S
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline, (folder / "output").read_text()
+        time.sleep(0.05)
+
+
+def process_of(run_dir: Path, rank: int) -> int:
+    return int(json.loads((run_dir / ".ranks" / f"beat_{rank:04}.json").read_text())["process"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@needs_ray
+def test_a_killed_rank_is_started_again_and_every_sample_counts_once(config: dict[str, Any], tmp_path: Path) -> None:
+    run_dir, began = Path(config["run_dir"]), time.monotonic()
+    with running(config, tmp_path, "--workers", "2", "--max-failures", "2") as process:
+        wait_until(lambda: steps_done(run_dir) >= 30, process, tmp_path)
+        os.kill(process_of(run_dir, 1), signal.SIGKILL)
+        assert process.wait(LONGEST_S) == 0, (tmp_path / "output").read_text()
+    print(f"two attempts took {time.monotonic() - began:.0f} s")
+    said = (tmp_path / "output").read_text()
+    audit(run_dir, STEPS, BATCH)
+    started = events(run_dir, "started")
+    assert len(started) == 2 and started[1]["step"] >= 20, "it resumed from a checkpoint"
+    assert len(events(run_dir, "ended")) == 1
+    assert said.count("megalite: warning: restart") == 1 and "restart 1 of 2" in said
+    assert f"step {STEPS}/{STEPS}" in said, "rank 0 is heard"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@needs_ray
+def test_asked_to_end_it_saves_and_leaves_nothing_behind(config: dict[str, Any], tmp_path: Path) -> None:
+    run_dir = Path(config["run_dir"])
+    config["training"] = config["training"] | {"steps": 100_000}
+    with running(config, tmp_path) as process:
+        wait_until(lambda: steps_done(run_dir) >= 30, process, tmp_path)
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        assert process.wait(LONGEST_S) == 75, (tmp_path / "output").read_text()
+    _, living = psutil.wait_procs(family, timeout=10)
+    assert not living, [each.cmdline() for each in living]
+    assert len(events(run_dir, "preempted")) == 1
+    newest, _ = find_latest(run_dir)
+    assert newest is not None and newest.name == f"step_{steps_done(run_dir):08d}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@needs_ray
+def test_a_mistake_that_only_ranks_see_is_one_sentence_and_is_not_repeated(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGALITE_PRIVATE_ENVIRONMENT", "/nowhere")  # it travels to the ranks, which read it
+    with running(config, tmp_path) as process:
+        assert process.wait(LONGEST_S) == 2
+    said = [line for line in (tmp_path / "output").read_text().splitlines() if line.startswith("megalite: ")]
+    (told,) = (line for line in said if "error" in line)
+    assert told.startswith("megalite: error: MEGALITE_PRIVATE_ENVIRONMENT names /nowhere, which cannot be read")
+    assert said[-1] == "megalite: warning: not started again: exit code 2 (a mistake)"
+
+
+def test_the_rank_that_failed_first_decides_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def ended(rank: int, code: int) -> str:
+        return f"Training failed ...\nlaunch.backends.ray.RankEnded: rank {rank} ended with exit code {code}\n"
+
+    assert code_of({0: ended(0, 1), 1: ended(1, 137)}, tmp_path) == 137, "rank 0 only lost its peer"
+    assert code_of({0: ended(0, 75), 1: ended(1, 75)}, tmp_path) == 75
+    assert code_of({0: ended(0, 75), 1: "A worker health check failed."}, tmp_path) == LOST_CODE
+    (tmp_path / "rank_1.log").write_text("megalite: error: old\nstep 1\nmegalite: error: the data is not here\n")
+    capsys.readouterr()
+    assert code_of({1: ended(1, 2)}, tmp_path) == 2
+    assert capsys.readouterr().err == "megalite: error: the data is not here\n"
+
+
+def test_a_dry_run_says_what_it_would_start(config: dict[str, Any], tmp_path: Path) -> None:
+    path = write_config(tmp_path / "c.yaml", config)
+    done = megalite("ray", str(path), "--dry-run", env={"DS_ACCELERATOR": "cpu"})
+    assert done.returncode == 0, done.stderr
+    assert "2 workers (tensor 1 x pipeline 2 x data 1), 0 GPUs each, on a Ray cluster of this machine" in done.stdout
+    assert "nothing was started" in done.stdout and not Path(config["run_dir"]).exists()
+
+
+def test_without_ray_one_sentence_says_how_to_get_it(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(LaunchError, match=r"pip install 'megalite\[ray\]'"):
+        ray(write_config(tmp_path / "c.yaml", config))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--workers", "3"], "makes 2 processes, but this run has 3"),
+        (["--address", "auto", "parallel.data_parallel_size=auto"], "give --workers"),
+        (["--address", "ray://somewhere:10001"], "is not auto or HOST:PORT of a Ray cluster"),
+        (["data.path=nowhere"], "nowhere"),
+        (["checkpoint.resume=false"], "checkpoint.resume is false"),
+    ],
+    ids=["workers", "how many", "client", "data", "resume"],
+)
+def test_a_mistake_is_one_sentence_before_ray_starts(
+    config: dict[str, Any], tmp_path: Path, words: list[str], sentence: str
+) -> None:
+    done = megalite("ray", str(write_config(tmp_path / "c.yaml", config)), *words, env={"DS_ACCELERATOR": "cpu"})
+    assert done.returncode == 2
+    assert done.stderr.startswith("megalite: error: ") and sentence in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_cluster_that_does_not_answer_is_told_at_once() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        with pytest.raises(LaunchError, match="nothing answers there"):
+            check_address(f"127.0.0.1:{nobody.getsockname()[1]}")

@@ -1,0 +1,155 @@
+"""Small engines for tests of one room: a case is a layout and what may change with it.
+
+That all layouts compute the same thing is tested by tests/verify; here cases are means to look at something else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from launch.parity import observations
+from launch.parity.observations import ArrayBlock, Quantity
+from launch.parity.problem import Batch
+from megalite.config import Config, resolve_layout
+from megalite.engine.build import build_engine
+from megalite.engine.engine import Engine
+from megalite.engine.parameter_state import read_parameter
+from models.decoder import decoder_layers
+from tests.helpers import odd_sizes as odd
+
+MODEL = odd.MODEL | {"initializer_range": 0.1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout and everything that may change with it. Sizes are odd on purpose."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    zero: int = 1
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    accumulation: int = 1
+    micro_batch: int = 3
+    sequence: int = 33
+    steps: int = 3
+    optimizer: str = "adamw"
+    learning_rate: float = 1e-3
+    document_mask: bool = False
+    dtype: str = "fp32"
+    global_batch: int | None = None
+    model: dict[str, Any] = field(default_factory=dict)
+    seed: int = 7
+    zero_options: dict[str, Any] | None = None  # of deepspeed.zero_optimization; None: as below
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def batch(self) -> int:
+        return self.global_batch or self.micro_batch * self.accumulation * self.dp
+
+    def _zero_options(self) -> dict[str, Any]:
+        if self.zero_options is not None:
+            return self.zero_options
+        return {"stage3_param_persistence_threshold": 0} if self.zero == 3 else {}
+
+    def config(self) -> Config:
+        return Config.model_validate(
+            {
+                "run_dir": "unused",
+                "model": MODEL | self.model,
+                "data": {"path": "unused"},
+                "parallel": {
+                    "tensor_parallel_size": self.tp,
+                    "pipeline_parallel_size": self.pp,
+                    "data_parallel_size": self.dp,
+                    "sequence_parallel": self.sequence_parallel,
+                    "zero_stage": self.zero,
+                },
+                "precision": {"dtype": self.dtype},
+                "optimizer": {"name": self.optimizer, "learning_rate": self.learning_rate},
+                "training": {
+                    "global_batch_size": self.batch,
+                    "micro_batch_size": self.micro_batch,
+                    "sequence_length": self.sequence,
+                    "steps": self.steps,
+                    "seed": self.seed,
+                },
+                "recompute": {"mode": self.recompute},
+                # by default ZeRO-3 leaves parameters this small whole
+                "deepspeed": {"zero_optimization": self._zero_options()},
+            }
+        )
+
+    def __str__(self) -> str:
+        changed = {
+            name: value
+            for name, value in vars(self).items()
+            if value != getattr(Case, name, None) and value not in ({}, None)
+        }
+        return " ".join(f"{name}={value}" for name, value in changed.items()) or "serial"
+
+
+def global_batches(case: Case) -> list[Batch]:
+    """Random batches with unequal numbers of valid tokens, so that a mean of means is wrong."""
+    draw = np.random.default_rng(case.seed)
+    vocab = case.config().model.vocab_size
+    batches = []
+    for step in range(case.steps):
+        tokens = draw.integers(0, vocab, (case.batch, case.sequence))
+        targets = draw.integers(0, vocab, (case.batch, case.sequence))
+        for row, hidden in enumerate(draw.integers(0, case.sequence, case.batch)):
+            targets[row, :hidden] = -100
+        positions = None
+        if case.document_mask:
+            starts = draw.random((case.batch, case.sequence)) < 0.15
+            starts[:, 0] = True
+            index = np.arange(case.sequence)
+            positions = index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
+        batches.append(Batch(tokens, targets, positions, step * case.batch + np.arange(case.batch)))
+    return batches
+
+
+def engine_of(case: Case) -> Engine:
+    """The case's engine on this rank."""
+    config = case.config()
+    layers = decoder_layers(config.model, config.recompute.mode)
+    return build_engine(layers, config, resolve_layout(config, case.world_size, "cpu"))
+
+
+def micro_batches_of(engine: Engine, case: Case, batch: Batch) -> list[Batch]:
+    """What this rank feeds its engine of a global batch."""
+    count = case.batch // (case.micro_batch * case.dp)
+    first = engine.coordinate.data_rank * count
+    rows = [slice(i * case.micro_batch, (i + 1) * case.micro_batch) for i in range(first, first + count)]
+    return [batch.rows(which) for which in rows] if engine.needs_data else []
+
+
+WEIGHT = Quantity("", "weight")
+
+
+def local_weights(engine: Engine) -> list[ArrayBlock]:
+    """This rank's blocks of the global fp32 weights."""
+    blocks = []
+    for _, parameter in engine.parameters():
+        value = read_parameter(parameter, ())["weight"]
+        blocks += [
+            ArrayBlock(WEIGHT, piece.name, piece.shape, piece.source, value[piece.target].numpy().copy())
+            for piece in parameter.shard.pieces()
+        ]
+    return blocks
+
+
+def assemble(results: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Global weights from all ranks' blocks; every number must be covered, and copies must agree to the bit."""
+    seen, disagreements = observations.assemble([result["weights"] for result in results])
+    assert not disagreements, disagreements
+    missing = [name for name, value in seen[WEIGHT].items() if np.isnan(value).any()]
+    assert not missing, f"not covered by the ranks: {missing}"
+    return seen[WEIGHT]

@@ -1,0 +1,174 @@
+"""The harness itself under test: planted defects must be caught, and blamed on the axis that they come with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+
+from launch.parity.layout import ParityLayout
+from launch.parity.verify import References, Session
+from tests.helpers import defects
+from tests.helpers.odd_sizes import TIMEOUT_S, explain, problem, references_of
+
+TIED = {"tie_word_embeddings": True}
+
+# defect, a layout that has it among innocent axes, the axes to blame, part of a sentence of the diagnosis, the model
+DEFECTS: list[tuple[Callable[[], None], ParityLayout, tuple[str, ...], str, dict[str, Any]]] = [
+    (
+        defects.row_parallel_without_all_reduce,
+        ParityLayout(tp=2, dp=2, zero=2),
+        ("tp",),
+        "first layer whose output differs is model.layers.0",
+        {},
+    ),
+    (
+        defects.gradient_divided_by_accumulation,
+        ParityLayout(dp=2, recompute="full", accumulation=3),
+        ("accumulation",),
+        "is 1/3 of the reference, which is the size of accumulation",
+        {},
+    ),
+    (
+        defects.norm_drops_shards,
+        ParityLayout(tp=2, dp=2, zero=2),
+        ("tp",),
+        "all gradients agree, their global norm does not",
+        {},
+    ),
+    (
+        defects.tied_copies_go_their_own_way,
+        ParityLayout(tp=2, pp=2, accumulation=3),
+        ("pp",),
+        "of model.embed_tokens.weight differs between ranks",
+        TIED,
+    ),
+    (
+        defects.rotation_restarts_on_each_slice,
+        ParityLayout(tp=2, dp=2, sequence_parallel=True),
+        ("sequence_parallel",),
+        "first layer whose output differs is model.layers.0",
+        {},
+    ),
+    (
+        defects.last_micro_batch_is_not_reduced,
+        ParityLayout(tp=2, dp=2, accumulation=3),
+        ("dp",),
+        "backward: the forward pass agrees",
+        {},
+    ),
+    (
+        defects.weight_decay_on_norms,
+        ParityLayout(tp=2, dp=2),
+        (),
+        "one process alone fails",
+        {},
+    ),
+    (
+        defects.weight_decay_on_norms_under_zero_2,
+        ParityLayout(tp=2, dp=2, zero=2),
+        ("zero",),
+        "weight does not, most of all that of model.layers.",
+        {},
+    ),
+    (
+        defects.stale_key_value_head,
+        ParityLayout(tp=4, recompute="selective"),
+        ("tp",),
+        "backward: the forward pass agrees",
+        {"num_key_value_heads": 1},
+    ),
+    (
+        defects.attention_head_of_a_neighbour,
+        ParityLayout(tp=4, dp=2),
+        ("tp",),
+        "first layer whose output differs is model.layers.0",
+        {},
+    ),
+    (
+        defects.norm_gradients_of_a_slice,
+        ParityLayout(tp=2, pp=2, sequence_parallel=True),
+        ("sequence_parallel",),
+        "layernorm.weight differs between ranks",
+        {},
+    ),
+    (
+        defects.schedule_is_ignored,
+        ParityLayout(dp=2, zero=2),
+        (),
+        "update: gradients and their norm agree",
+        {},
+    ),
+    (
+        defects.full_buckets_are_not_reduced,
+        ParityLayout(tp=2, dp=2, zero=2),
+        ("zero",),
+        "backward: the forward pass agrees",
+        {},
+    ),
+    (
+        defects.recomputation_cuts_the_graph,
+        ParityLayout(dp=2, zero=2, recompute="full"),
+        ("recompute",),
+        "backward: the forward pass agrees",
+        {},
+    ),
+    (
+        defects.zero_3_computes_with_stale_weights,
+        ParityLayout(tp=2, dp=2, zero=3),
+        ("zero",),
+        "first layer whose output differs",
+        {},
+    ),
+    (
+        defects.earlier_stages_divide_by_accumulation,
+        ParityLayout(tp=2, pp=2, accumulation=3),
+        ("pp", "accumulation"),
+        "is 1/3 of the reference, which is the size of accumulation",
+        {},
+    ),
+]
+
+
+LAYOUTS = [layout for _, layout, *_ in DEFECTS]
+
+
+@cache
+def _references(model: tuple[tuple[str, Any], ...], sequence: int) -> References:
+    """One problem for all defects in the same model."""
+    return references_of(problem(LAYOUTS, model={"num_hidden_layers": 2} | dict(model), sequence=sequence))
+
+
+def _session(
+    layout: ParityLayout, defect: Callable[[], None], model: dict[str, Any], timeout_s: float = TIMEOUT_S
+) -> Session:
+    references = _references(tuple(model.items()), 36 if layout.sequence_parallel else 33)
+    return Session(references, timeout_s, solve=partial(defects.planted, defect))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("defect", "layout", "axes", "said", "model"), DEFECTS, ids=[case[0].__name__ for case in DEFECTS]
+)
+def test_a_planted_defect_is_caught_and_its_axis_named(
+    defect: Callable[[], None], layout: ParityLayout, axes: tuple[str, ...], said: str, model: dict[str, Any]
+) -> None:
+    session = _session(layout, defect, model)
+    verdict = session.run(layout)
+    assert not verdict.passed, f"{defect.__name__} was not noticed on {layout}"
+    assert verdict.crash is None, explain(verdict)
+    (diagnosis,) = session.explain([verdict], say=lambda _: None)
+    assert diagnosis.axes == axes, diagnosis.sentences
+    assert any(said in sentence for sentence in diagnosis.sentences), diagnosis.sentences
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_each_other_are_a_failure_with_an_axis() -> None:
+    layout = ParityLayout(tp=2)
+    session = _session(layout, defects.one_rank_skips_an_all_reduce, {}, timeout_s=20.0)
+    verdict = session.run(layout)
+    assert verdict.crash is not None and not verdict.passed
+    (diagnosis,) = session.explain([verdict], say=lambda _: None)
+    assert diagnosis.axes == ("tp",), diagnosis.sentences

@@ -1,0 +1,87 @@
+"""Predicted memory of each rank against what real ranks then have.
+
+Their model is so small that it trains in seconds and so large that tensors dominate. malloc maps every tensor for
+itself here and gives it back, so what is resident is what is allocated, and a part that the planner does not know would
+show; benchmarks/planner/memory.py measures in the environment of `megalite train`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megalite.config import resolve_layout
+from megalite.parallel.mesh import Mesh
+from megalite.planner.cost.memory import CPU, memory_of
+from megalite.planner.workload import TrainingWorkload
+from tests.helpers.engine_cases import Case
+
+MODEL = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+# what distinguishes each: activations; the step; flat fp32 gradients; replicas; buckets; gathered weights; cuts; stages
+CASES = [
+    Case(model=MODEL, sequence=512, micro_batch=4),
+    Case(model=MODEL, sequence=512, micro_batch=4, recompute="full"),
+    Case(model=MODEL, sequence=512, micro_batch=4, dtype="bf16"),
+    Case(model=MODEL, sequence=512, micro_batch=2, dp=2),
+    Case(model=MODEL, sequence=512, micro_batch=2, dp=2, zero=2),
+    Case(model=MODEL, sequence=512, micro_batch=2, dp=2, zero=3),
+    Case(model=MODEL, sequence=512, micro_batch=4, tp=2),
+    Case(model=MODEL, sequence=512, micro_batch=2, pp=2, accumulation=3),
+]
+RETURNS_MEMORY = "glibc.malloc.mmap_threshold=1048576"
+
+
+def _measure(case: Case, folder: Path) -> list[tuple[float, float]]:
+    """(resident before the model, resident at most) of each rank, from a process of its own: malloc reads its settings
+    as a process starts, and other tests share a server of ranks."""
+    script = (
+        "import json, sys, tests.ranks.megalite.planner.test_memory as here\n"
+        "from tests.helpers.rank_pool import run_fresh_ranks\n"
+        "case = here.CASES[int(sys.argv[1])]\n"
+        "open(sys.argv[2], 'w').write(json.dumps(run_fresh_ranks(here.train, case.world_size, case)))\n"
+    )
+    answer = folder / "peaks.json"
+    environment = os.environ | {"GLIBC_TUNABLES": RETURNS_MEMORY}
+    command = [sys.executable, "-c", script, str(CASES.index(case)), str(answer)]
+    subprocess.run(command, env=environment, cwd=Path(__file__).parents[4], check=True, timeout=300)
+    return [(before, peak) for before, peak in json.loads(answer.read_text())]
+
+
+def train(rank: int, case: Case) -> tuple[float, float]:
+    """Trains the case; what `_measure` returns of this rank."""
+    import psutil
+
+    from megalite.monitor.memory import peak_memory_mib
+    from tests.helpers.engine_cases import engine_of, global_batches, micro_batches_of
+
+    before = psutil.Process().memory_info().rss
+    engine = engine_of(case)
+    for batch in global_batches(case):
+        engine.train_step(micro_batches_of(engine, case, batch), 1e-3)
+    return before, peak_memory_mib() * 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_peak_of_each_rank(case: Case, tmp_path: Path) -> None:
+    """What the ranks take beside their baseline, within 10 %: not hidden behind what python and torch take anyway."""
+    config, mesh = case.config(), Mesh(case.tp, case.pp, case.dp)
+    job = TrainingWorkload.of(config, resolve_layout(config, case.world_size, "cpu"))
+    stages = memory_of(job, replace(CPU, keeps_freed=False))
+    for rank, (before, peak) in enumerate(_measure(case, tmp_path)):
+        predicted = stages[mesh.coordinate(rank).pipeline_rank]
+        mib = f"{predicted.total / 2**20:.0f} MiB predicted, {(peak - before) / 2**20:.0f} measured"
+        assert predicted.total == pytest.approx(peak - before, rel=0.1), f"rank {rank}: {mib} {predicted}"

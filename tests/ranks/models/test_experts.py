@@ -1,0 +1,265 @@
+"""Router and experts against transformers' blocks, and cut over ranks against themselves on one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalite.config import ModelConfig
+from megalite.parallel import linear
+from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.layers import LayerSpec, make_layer
+from models.decoder import decoder_layers
+from models.experts import SparseMLP
+from tests.helpers.engine_cases import Case, assemble, engine_of, global_batches, local_weights, micro_batches_of
+from tests.helpers.rank_pool import run_ranks
+
+HIDDEN, SEQUENCE = 24, 12
+SERIAL = TensorParallel()
+
+
+def model_of(experts: int = 5, top_k: int = 2, size: int = 29, **options: Any) -> ModelConfig:
+    """29 and 27 features divide by neither 2 nor 4 ranks."""
+    sizes = {"vocab_size": 131, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_experts": experts, "num_experts_per_tok": top_k, "moe_intermediate_size": size}
+    return ModelConfig.model_validate(sizes | {"intermediate_size": 50} | options)
+
+
+def sparse_mlp(model: ModelConfig, tp: TensorParallel = SERIAL) -> nn.Module:
+    """Weights depend on their global names and places only, so they are the same on any number of ranks."""
+    return make_layer(LayerSpec("mlp", partial(SparseMLP, model), 0.0), tp, seed=3, initializer_range=0.4)
+
+
+def hidden_states(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """What goes in, and the gradient of what comes out; both `[3, seq, hidden]`. The first feature is one."""
+    draw = torch.Generator().manual_seed(8)
+    x, direction = torch.randn(2, 3, SEQUENCE, HIDDEN, generator=draw, dtype=torch.float64).to(dtype)
+    x[..., 0] = 1.0
+    return x.clone().requires_grad_(), direction.clone()
+
+
+def degenerate(block: nn.Module, kind: str) -> None:
+    """Makes routing degenerate: experts 1 and the last, which no token chooses, or equal probabilities."""
+    router = block.gate.weight.data  # type: ignore[union-attr]
+    if kind == "idle experts":
+        router[1, 0] = router[-1, 0] = -30.0  # of logits about 2
+    elif kind == "ties":
+        router[1:] = router[0]
+
+
+def theirs_of(model: ModelConfig, family: str) -> nn.Module:
+    # here, so that ranks do not import it
+    from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
+
+    common = {"hidden_size": HIDDEN, "num_experts_per_tok": model.num_experts_per_tok, "hidden_act": model.hidden_act}
+    if family == "mixtral":
+        config = MixtralConfig(
+            **common, intermediate_size=model.moe_intermediate_size, num_local_experts=model.num_experts
+        )
+        block: type[nn.Module] = MixtralSparseMoeBlock
+    else:
+        config = Qwen3MoeConfig(
+            **common,
+            moe_intermediate_size=model.moe_intermediate_size,
+            num_experts=model.num_experts,
+            norm_topk_prob=model.norm_topk_prob,
+        )
+        block = Qwen3MoeSparseMoeBlock
+    config._experts_implementation = "eager"
+    return block(config)
+
+
+def gradients_of(block: nn.Module) -> dict[str, Tensor]:
+    """By canonical name; only where this rank holds the whole."""
+    return {
+        piece.name: parameter.grad[piece.target]  # type: ignore[index]
+        for parameter in block.parameters()
+        for piece in parameter.shard.pieces()  # type: ignore[attr-defined]
+    }
+
+
+ROUTINGS = ["random", "idle experts", "ties"]
+FAMILIES = [
+    ("mixtral", model_of()),
+    ("mixtral", model_of(experts=4, top_k=1, hidden_act="gelu_pytorch_tanh")),
+    ("qwen3_moe", model_of(experts=7, top_k=3, size=27)),
+    ("qwen3_moe", model_of(experts=7, top_k=3, size=27, norm_topk_prob=False)),
+]
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(("family", "model"), FAMILIES, ids=lambda value: value if isinstance(value, str) else "")
+def test_block_and_every_gradient_are_transformers(family: str, model: ModelConfig, routing: str) -> None:
+    """Catches another routing, a lost token, an expert's answer given to another token, or weighed before the cut."""
+    ours, theirs = sparse_mlp(model), theirs_of(model, family)
+    degenerate(ours, routing)
+    with torch.no_grad():
+        theirs.gate.weight.copy_(ours.gate.weight)  # type: ignore[union-attr,operator]
+        for index, expert in enumerate(ours.experts):  # type: ignore[arg-type]
+            theirs.experts.gate_up_proj[index].copy_(expert.up_projections.weight)  # type: ignore[index,union-attr]
+            theirs.experts.down_proj[index].copy_(expert.down_proj.weight)  # type: ignore[index,union-attr]
+    x, direction = hidden_states()
+    their_x = x.detach().clone().requires_grad_()
+    found, expected = ours(x), theirs(their_x)
+    found.backward(direction), expected.backward(direction)
+
+    gradients, their_experts = gradients_of(ours), theirs.experts
+    pairs = [("output", found, expected), ("hidden", x.grad, their_x.grad)]
+    pairs.append(("router", gradients.pop("mlp.gate.weight"), theirs.gate.weight.grad))  # type: ignore[union-attr]
+    for index in range(model.num_experts or 0):
+        gate, up = their_experts.gate_up_proj.grad[index].chunk(2)  # type: ignore[union-attr,index]
+        down = their_experts.down_proj.grad[index]  # type: ignore[union-attr,index]
+        for name, gradient in (("gate", gate), ("up", up), ("down", down)):
+            pairs.append((name, gradients.pop(f"mlp.experts.{index}.{name}_proj.weight"), gradient))
+    assert not gradients
+    for name, mine, want in pairs:
+        # the same fp32 terms; sums over experts and tokens in another order
+        torch.testing.assert_close(mine, want, rtol=0, atol=2e-6 * float(want.detach().abs().max()) + 1e-12, msg=name)
+
+
+def test_experts_that_nobody_chose_have_gradients_of_zero() -> None:
+    """Not None: DeepSpeed would wait for them for ever, or leave what the last step put into its buffer."""
+    block = sparse_mlp(model_of())
+    degenerate(block, "idle experts")
+    x, direction = hidden_states()
+    block(x).backward(direction)
+    gradients = gradients_of(block)
+    used = {name for name, gradient in gradients.items() if gradient.any()}
+    idle = {f"mlp.experts.{index}.{part}_proj.weight" for index in (1, 4) for part in ("gate", "up", "down")}
+    assert used == gradients.keys() - idle
+
+
+def test_names_on_disk_are_qwen3_moes() -> None:
+    shapes = {
+        piece.name: piece.shape for p in sparse_mlp(model_of(experts=2)).parameters() for piece in p.shard.pieces()
+    }  # type: ignore[attr-defined]
+    wide, narrow = (29, HIDDEN), (HIDDEN, 29)
+    of_expert = {"gate_proj.weight": wide, "up_proj.weight": wide, "down_proj.weight": narrow}
+    expected = {f"mlp.experts.{index}.{name}": shape for index in range(2) for name, shape in of_expert.items()}
+    assert shapes == {"mlp.gate.weight": (2, HIDDEN), **expected}
+
+
+@pytest.mark.parametrize("emulated", [False, True], ids=["bf16 units", "without"])
+def test_bf16_rounds_no_worse_than_transformers(emulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_cpu_multiplies_bf16", lambda: not emulated)
+    model = model_of(experts=3, top_k=3)  # all of them: a rounded choice would be another function
+    ours, theirs = sparse_mlp(model).bfloat16(), theirs_of(model, "mixtral").bfloat16()
+    exact = sparse_mlp(model).double()
+    with torch.no_grad():
+        for wide, narrow in zip(exact.parameters(), ours.parameters(), strict=True):
+            wide.copy_(narrow)
+        theirs.gate.weight.copy_(ours.gate.weight)  # type: ignore[union-attr,operator]
+        for index, expert in enumerate(ours.experts):  # type: ignore[arg-type]
+            theirs.experts.gate_up_proj[index].copy_(expert.up_projections.weight)  # type: ignore[index,union-attr]
+            theirs.experts.down_proj[index].copy_(expert.down_proj.weight)  # type: ignore[index,union-attr]
+    x, direction = hidden_states(torch.bfloat16)
+    wide_x, their_x = x.detach().double().requires_grad_(), x.detach().clone().requires_grad_()
+    want, found, their = exact(wide_x), ours(x), theirs(their_x)
+    want.backward(direction.double()), found.backward(direction), their.backward(direction)
+    for mine, theirs_, right in ((found, their, want), (x.grad, their_x.grad, wide_x.grad)):
+        # the same roundings, of other sums: twice transformers' distance is generous, a lost term is not
+        assert (mine.double() - right).norm() <= 2 * (theirs_.double() - right).norm()
+
+
+def _on_rank(rank: int, tp_size: int, cases: list[tuple[ModelConfig, str, bool]]) -> list[dict[str, Any]]:
+    seen = []
+    for model, routing, sequence_parallel in cases:
+        tp = TensorParallel(tp_size, rank, dist.group.WORLD if tp_size > 1 else None, sequence_parallel)
+        block = sparse_mlp(model, tp)
+        degenerate(block, routing)
+        block.double()
+        x, direction = hidden_states(torch.float64)
+        if tp.sequence_is_cut:
+            x, direction = (t.detach().chunk(tp_size, dim=1)[rank].clone() for t in (x, direction))
+            x.requires_grad_()
+        out = block(x)
+        out.backward(direction)
+        gradients = [
+            (piece.name, piece.shape, piece.source, parameter.grad[piece.target])  # type: ignore[index]
+            for parameter in block.parameters()
+            for piece in parameter.shard.pieces()  # type: ignore[attr-defined]
+        ]
+        seen.append({"output": out.detach(), "hidden": x.grad, "gradients": gradients})
+    return seen
+
+
+NEAR = 1e-12  # float64, sums in another order
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_cut_experts_are_the_whole_ones(tp_size: int) -> None:
+    """Catches a router gradient of this rank's features only, with and without a cut sequence, and padding."""
+    models = [model_of(), model_of(experts=7, top_k=3, size=27, norm_topk_prob=False)]
+    cases = [(m, routing, sp) for m in models for routing in ROUTINGS for sp in (False, True)]
+    ranks = run_ranks(_on_rank, tp_size, tp_size, cases)
+    for case, serial, *seen in zip(cases, _on_rank(0, 1, cases), *ranks, strict=True):
+        for key in ("output", "hidden"):
+            parts = [torch.cat([rank[key] for rank in seen], dim=1)] if case[2] else [rank[key] for rank in seen]
+            for part in parts:
+                torch.testing.assert_close(part, serial[key], atol=NEAR, rtol=0, msg=f"{key} of {case[1:]}")
+        expected = {name: gradient for name, _, _, gradient in serial["gradients"]}
+        numbers = dict.fromkeys(expected, 0)
+        for name, shape, source, gradient in (piece for rank in seen for piece in rank["gradients"]):
+            assert shape == expected[name].shape
+            torch.testing.assert_close(gradient, expected[name][source], atol=NEAR, rtol=0, msg=f"{name} {case[1:]}")
+            numbers[name] += gradient.numel()
+        replicas = {name: tp_size if name == "mlp.gate.weight" else 1 for name in expected}
+        assert numbers == {name: replicas[name] * gradient.numel() for name, gradient in expected.items()}
+
+
+def test_stages_balance_by_what_a_token_costs() -> None:
+    """Two of eight experts are on a token's way; blocks with and without experts differ."""
+    model = model_of(experts=8, size=30, mlp_only_layers=(0,))
+    attention = 4 * HIDDEN * HIDDEN
+    dense, sparse = (spec.cost for spec in decoder_layers(model) if spec.is_block)
+    assert dense == attention + 3 * HIDDEN * 50
+    assert sparse == attention + 8 * HIDDEN + 2 * 3 * HIDDEN * 30
+
+
+MOE = {"num_experts": 11, "num_experts_per_tok": 2, "moe_intermediate_size": 29, "mlp_only_layers": [1]}
+# a micro-batch of one sequence is 10 rows for 11 experts: on every rank some are idle
+BASE = Case(model=MOE, micro_batch=1, sequence=5, steps=2, optimizer="sgd", learning_rate=0.1)
+TRAININGS = [
+    replace(BASE, dp=2),
+    replace(BASE, dp=2, zero=2),
+    replace(BASE, dp=2, zero=3, recompute="full"),
+    replace(BASE, pp=2, accumulation=2),
+    replace(BASE, tp=2, micro_batch=2),
+    replace(BASE, tp=2, micro_batch=2, sequence=6, sequence_parallel=True),
+]
+
+
+def _trained(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
+    """Each case's weights after its steps."""
+    results = []
+    for case in cases:
+        engine = engine_of(case)
+        for batch in global_batches(case):
+            result = engine.train_step(micro_batches_of(engine, case, batch), case.learning_rate)
+            assert result.taken
+        results.append({"weights": local_weights(engine)})
+    return results
+
+
+@pytest.mark.slow
+def test_training_moves_every_expert_alike_on_every_layout() -> None:
+    """ZeRO and the pipeline wait for a gradient of every parameter; SGD, because AdamW would hide a wrong scale."""
+    lengths = sorted({case.sequence for case in TRAININGS})
+    serial = [replace(BASE, micro_batch=2, sequence=length) for length in lengths]
+    expected = {
+        length: assemble([result]) for length, result in zip(lengths, run_ranks(_trained, 1, serial)[0], strict=True)
+    }
+    for case, *ranks in zip(TRAININGS, *run_ranks(_trained, 2, TRAININGS), strict=True):
+        found, want = assemble(ranks), expected[case.sequence]
+        assert found.keys() == want.keys()
+        for name, weight in want.items():
+            # fp32 gradients of weights about 0.1, summed in another order, over two steps
+            np.testing.assert_allclose(found[name], weight, atol=2e-6, rtol=0, err_msg=f"{case}: {name}")

@@ -1,0 +1,33 @@
+"""Small real things to test with: a tokenizer trained on a few standard library files, and a corpus writer."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_pipeline.indexed import IndexedWriter
+from data_pipeline.tokenizer import python_stdlib_sources, train_tokenizer
+
+Documents = Sequence[Sequence[int]]
+
+
+@pytest.fixture(scope="session")
+def stdlib_files() -> list[Path]:
+    return python_stdlib_sources()
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory, stdlib_files: list[Path]) -> Path:
+    return train_tokenizer(stdlib_files[:12], tmp_path_factory.mktemp("tokenizer"), 600)
+
+
+@pytest.fixture
+def write_corpus(tmp_path: Path) -> Callable[..., Path]:
+    def write(documents: Documents, name: str = "corpus", dtype: type[np.integer] = np.uint16) -> Path:
+        with IndexedWriter(tmp_path / name, dtype) as writer:
+            for document in documents:
+                writer.append(np.array(document, dtype=dtype), np.array([len(document)]))
+        return tmp_path / name
+
+    return write

@@ -1,0 +1,253 @@
+"""From text to token files: exact, whole or absent, and the same bytes after a kill at any moment."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_pipeline.dataset import PackedSamples
+from data_pipeline.errors import DataError
+from data_pipeline.indexed import IndexedTokens
+from data_pipeline.prepare.prepare import PrepareProgress, prepare
+
+REPOSITORY = Path(__file__).parents[4]
+
+
+@pytest.fixture(scope="session")
+def corpus(stdlib_files: list[Path]) -> list[str]:
+    """About 0.8 MB of text: some three chunks."""
+    chosen, size = [], 0
+    for path in stdlib_files:
+        if size < 800_000:
+            chosen.append(str(path))
+            size += path.stat().st_size
+    return chosen
+
+
+@pytest.fixture(scope="session")
+def reference(corpus: list[str], tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("reference") / "corpus"
+    prepare(corpus, output, tokenizer_folder, workers=1)
+    return output
+
+
+def written(output: Path) -> dict[str, str]:
+    """Digests of the token files beside `output`, by ending."""
+    return {
+        path.name.removeprefix(output.name): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in output.parent.glob(f"{output.name}.*")
+        if path.suffix in (".bin", ".idx")
+    }
+
+
+def test_documents_are_the_tokenizers_ids_and_an_end_token(
+    corpus: list[str], tokenizer_folder: Path, reference: Path
+) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    texts = [text for text in (Path(path).read_bytes().decode() for path in corpus) if text]
+    tokens = IndexedTokens(reference)
+    assert len(tokens) == len(texts)
+    for i, text in enumerate(texts[:25]):
+        assert tokens.document(i).tolist() == [*tokenizer.encode(text).ids, 0]
+    for i, text in enumerate(texts[25:], start=25):
+        assert tokenizer.decode(tokens.document(i)[:-1].tolist()) == text
+
+
+def test_meta_data_describes_the_files(corpus: list[str], tokenizer_folder: Path, reference: Path) -> None:
+    meta = json.loads(Path(f"{reference}.meta.json").read_text())
+    tokens = IndexedTokens(reference)
+    tokenizer_bytes = (tokenizer_folder / "tokenizer.json").read_bytes()
+    assert meta["tokenizer_sha256"] == hashlib.sha256(tokenizer_bytes).hexdigest()
+    assert (meta["sha256"], meta["idx_sha256"]) == (written(reference)[".bin"], written(reference)[".idx"])
+    assert (meta["token_count"], meta["document_count"]) == (tokens.token_count, len(tokens))
+    assert (meta["vocab_size"], meta["eos_token_id"], meta["dtype"]) == (600, 0, "uint16")
+    assert (meta["sources"], meta["tokenizer"]) == (corpus, str(tokenizer_folder))
+    samples = PackedSamples([reference], 128, seed=0)
+    assert (samples.vocab_size, samples.eos_token_id) == (600, 0)
+
+
+def test_processes_write_the_same_bytes_and_report_progress(
+    corpus: list[str], tokenizer_folder: Path, reference: Path, tmp_path: Path
+) -> None:
+    reports: list[PrepareProgress] = []
+    output = tmp_path / "corpus"
+    summary = prepare(corpus, output, tokenizer_folder, workers=2, progress=reports.append)
+    assert written(output) == written(reference)
+    assert [report.parts_done for report in reports] == list(range(1, len(reports) + 1))
+    assert (reports[-1].tokens, reports[-1].documents) == (summary.token_count, summary.document_count)
+    assert not Path(f"{output}.parts").exists()
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from data_pipeline.prepare.prepare import prepare
+if __name__ == "__main__":
+    prepare(sys.argv[4:], Path(sys.argv[1]), Path(sys.argv[2]), workers=int(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_rerun_after_a_kill_goes_on_and_writes_the_same_bytes(
+    workers: int, corpus: list[str], tokenizer_folder: Path, reference: Path, tmp_path: Path
+) -> None:
+    output, parts = tmp_path / "corpus", tmp_path / "corpus.parts"
+    (tmp_path / "corpus.bin.tmp").write_bytes(b"left by a run that was killed while it joined its parts")
+    (tmp_path / "run.py").write_text(KILLED)
+    command = [sys.executable, "run.py", str(output), str(tokenizer_folder), str(workers), *corpus]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment) as process:
+        while not list(parts.glob("part-*.npz")):
+            assert process.poll() is None, "it ended before it could be killed"
+            time.sleep(0.005)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.send_signal(signal.SIGKILL)
+    assert written(output) == {}
+    assert bool(children) == (workers > 1)
+    deadline = time.monotonic() + 5
+    while any(map(is_running, children)):  # otherwise every killed run would leave processes that wait for ever
+        assert time.monotonic() < deadline, "workers outlive their parent"
+        time.sleep(0.02)
+    summary = prepare(corpus, output, tokenizer_folder, workers=1)
+    assert summary.resumed_parts >= 1
+    assert not summary.reused
+    assert written(output) == written(reference)
+    assert not parts.exists()
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def is_running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_finished_job_is_reused_and_a_changed_one_is_not(tokenizer_folder: Path, tmp_path: Path) -> None:
+    source, output = tmp_path / "a.txt", tmp_path / "out" / "c.v1"
+    source.write_text("one two three")
+    first = prepare([str(source)], output, tokenizer_folder)
+    again = prepare([str(source)], output, tokenizer_folder, workers=1)
+    assert (first.reused, again.reused) == (False, True)
+    assert (again.sha256, again.token_count, again.document_count) == (first.sha256, first.token_count, 1)
+    assert not prepare([str(source)], output, tokenizer_folder, append_eos=False).reused
+    assert prepare([str(source)], output, tokenizer_folder, append_eos=False).token_count == first.token_count - 1
+    source.write_text("one two four!")
+    changed = prepare([str(source)], output, tokenizer_folder)
+    assert not changed.reused
+    assert changed.sha256 != first.sha256
+    Path(f"{output}.bin").write_bytes(b"")
+    assert prepare([str(source)], output, tokenizer_folder).sha256 == changed.sha256
+
+
+def test_parts_of_another_job_are_thrown_away(tokenizer_folder: Path, tmp_path: Path) -> None:
+    source, output = tmp_path / "a.txt", tmp_path / "c"
+    source.write_text("new text")
+    parts = tmp_path / "c.parts"
+    parts.mkdir()
+    (parts / "journal.json").write_text('{"job_sha256": "another"}')
+    np.savez(parts / "part-000000.npz", tokens=np.array([1, 2], dtype=np.uint16), document_ends=np.array([2]))
+    summary = prepare([str(source)], output, tokenizer_folder)
+    assert summary.resumed_parts == 0
+    assert IndexedTokens(output).document(0).tolist() != [1, 2]
+
+
+def test_a_dry_run_writes_nothing(tokenizer_folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "a.txt"
+    source.write_text("some text")
+    summary = prepare([str(source)], tmp_path / "c", tokenizer_folder, dry_run=True)
+    assert (summary.dry_run, summary.source_count, summary.source_bytes, summary.dtype) == (
+        True,
+        1,
+        9,
+        "uint16",
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_large_vocabularies_are_int32(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"w{i}": i for i in range(70000)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.enable_truncation(2)  # as many a tokenizer.json from elsewhere does: it must not cut documents
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("w69999 w1 w5 w7")
+    prepare([str(tmp_path / "a.txt")], tmp_path / "c", tmp_path / "tokenizer.json", append_eos=False)
+    tokens = IndexedTokens(tmp_path / "c")
+    assert (tokens.dtype, tokens.document(0).tolist()) == (np.dtype(np.int32), [69999, 1, 5, 7])
+    with pytest.raises(DataError, match="names no end-of-document token"):
+        prepare([str(tmp_path / "a.txt")], tmp_path / "c", tmp_path / "tokenizer.json")
+
+
+def test_bad_input_is_one_sentence_and_leaves_no_output(tokenizer_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "good.txt").write_text("text")
+    (tmp_path / "bad.txt").write_bytes(b"\xff")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text("{}")
+    good, output = [str(tmp_path / "good.txt")], tmp_path / "c"
+    with pytest.raises(DataError, match="hold no text at all"):
+        prepare([str(tmp_path / "empty.txt")], output, tokenizer_folder)
+    with pytest.raises(DataError, match=r"bad.txt is not UTF-8"):
+        prepare([*good, str(tmp_path / "bad.txt")], output, tokenizer_folder)
+    with pytest.raises(DataError, match=r"has no tokenizer.json"):
+        prepare(good, output, tmp_path / "nowhere")
+    with pytest.raises(DataError, match="not a tokenizer that `tokenizers` can load"):
+        prepare(good, output, tmp_path / "broken")
+    with pytest.raises(DataError, match="0 workers cannot encode"):
+        prepare(good, output, tokenizer_folder, workers=0)
+    assert not list(tmp_path.glob("c.bin"))
+
+
+def test_a_foreign_corpus_is_not_overwritten(tokenizer_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "c.bin").write_bytes(b"precious")
+    with pytest.raises(DataError, match=r"c.bin exists and was not written by prepare"):
+        prepare([str(tmp_path / "a.txt")], tmp_path / "c", tokenizer_folder)
+    assert (tmp_path / "c.bin").read_bytes() == b"precious"
+
+
+def test_two_runs_at_once_are_refused(tokenizer_folder: Path, tmp_path: Path) -> None:
+    import fcntl
+
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "c.parts").mkdir()
+    with (tmp_path / "c.parts" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match="another process is preparing"):
+            prepare([str(tmp_path / "a.txt")], tmp_path / "c", tokenizer_folder)
+    assert prepare([str(tmp_path / "a.txt")], tmp_path / "c", tokenizer_folder).document_count == 1
+
+
+def test_a_damaged_part_is_named(corpus: list[str], tokenizer_folder: Path, tmp_path: Path) -> None:
+    """A part whose file system lost its content: said, not concatenated."""
+    source, output = tmp_path / "a.txt", tmp_path / "c"
+    source.write_text("text")
+
+    def damage(_: PrepareProgress) -> None:
+        (tmp_path / "c.parts" / "part-000000.npz").write_bytes(b"garbage")
+
+    with pytest.raises(DataError, match=r"part-000000.npz is damaged"):
+        prepare([str(source)], output, tokenizer_folder, workers=1, progress=damage)
+    assert written(output) == {}
+
+
+def test_the_package_imports_neither_torch_nor_slow_libraries() -> None:
+    modules = "dataset, indexed, loader, tokenizer, windows"
+    imports = f"import sys, data_pipeline.prepare.prepare; from data_pipeline import {modules}"
+    script = f"{imports}; print(sorted(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert "'numpy'" in loaded.stdout
+    for slow in ("torch", "tokenizers", "datasets", "transformers", "megalite"):
+        assert f"'{slow}'" not in loaded.stdout

@@ -1,0 +1,119 @@
+"""The samples of a step are the same on every data-parallel layout; the prefetch thread changes nothing."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_pipeline.dataset import PackedSamples
+from data_pipeline.errors import DataError
+from data_pipeline.loader import IGNORED_TARGET, BatchPlan, BatchStream, global_batch
+from tests.unit.data_pipeline.test_dataset import EOS, give_meta, numbered_documents
+
+
+@pytest.fixture
+def samples(write_corpus: Callable[..., Path]) -> PackedSamples:
+    return PackedSamples([write_corpus(numbered_documents(200))], 16, seed=3)
+
+
+def batch(samples: PackedSamples, consumed: int, **changes: Any) -> list[Any]:
+    arguments: dict[str, Any] = {
+        "global_batch_size": 8,
+        "micro_batch_size": 2,
+        "data_parallel_rank": 0,
+        "data_parallel_size": 1,
+        "document_mask": True,
+    }
+    return global_batch(samples, BatchPlan(**{**arguments, **changes}), consumed)
+
+
+@pytest.mark.parametrize("consumed", [0, 8, 8 * 1000])
+@pytest.mark.parametrize("document_mask", [True, False])
+def test_every_layout_has_the_same_global_batch(samples: PackedSamples, consumed: int, document_mask: bool) -> None:
+    def whole(data_parallel_size: int, micro_batch_size: int) -> tuple[list[Any], list[Any]]:
+        parts = [
+            micro
+            for rank in range(data_parallel_size)
+            for micro in batch(
+                samples,
+                consumed,
+                micro_batch_size=micro_batch_size,
+                data_parallel_rank=rank,
+                data_parallel_size=data_parallel_size,
+                document_mask=document_mask,
+            )
+        ]
+        return [row for part in parts for row in part.tokens.tolist()], [
+            row for part in parts for row in part.targets.tolist()
+        ]
+
+    expected = [samples.sample(k).tokens[:-1].tolist() for k in range(consumed, consumed + 8)]
+    reference = whole(1, 8)
+    assert reference[0] == expected
+    assert all(whole(dp, micro) == reference for dp, micro in [(1, 1), (2, 2), (2, 4), (4, 1), (4, 2), (8, 1)])
+
+
+def test_targets_follow_inputs_and_documents_end_in_the_ignored_value(samples: PackedSamples) -> None:
+    for masked, plain in zip(batch(samples, 0), batch(samples, 0, document_mask=False), strict=True):
+        assert plain.positions is None
+        assert np.array_equal(plain.targets[:, :-1], plain.tokens[:, 1:])
+        ends = plain.tokens == EOS  # the target of EOS is the next document's first token
+        assert ends.any()
+        assert np.array_equal(masked.targets == IGNORED_TARGET, ends)
+        assert np.array_equal(masked.targets[~ends], plain.targets[~ends])
+        assert np.array_equal(masked.positions[:, 1:] == 0, ends[:, :-1])
+        assert {masked.tokens.dtype, masked.targets.dtype, masked.positions.dtype} == {np.dtype(np.int64)}
+
+
+def test_rows_carry_their_number_in_the_run(samples: PackedSamples) -> None:
+    """Counted over all epochs, or dropout would give a sequence the same masks each time it is seen."""
+    consumed = 8 * (samples.samples_per_epoch // 8 + 1)  # in the second epoch
+    numbers = [
+        micro.samples.tolist()
+        for rank in (0, 1)
+        for micro in batch(samples, consumed, data_parallel_rank=rank, data_parallel_size=2)
+    ]
+    assert numbers == [[consumed + row, consumed + row + 1] for row in (0, 2, 4, 6)]
+
+
+STREAMED = BatchPlan(4, 2, data_parallel_rank=1, data_parallel_size=2, document_mask=True)
+
+
+def test_prefetching_gives_the_same_batches_and_resumes_anywhere(samples: PackedSamples) -> None:
+    def tokens(stream: Any) -> list[Any]:
+        return [[micro.tokens.tolist() for micro in step] for step in stream]
+
+    expected = tokens(global_batch(samples, STREAMED, 4 * step) for step in range(7))
+    with BatchStream(samples, STREAMED, start_consumed=0, steps=7) as whole:
+        assert tokens(whole) == expected
+    with BatchStream(samples, STREAMED, start_consumed=12, steps=4) as rest:
+        assert tokens(rest) == expected[3:]
+
+
+def test_an_error_in_the_thread_reaches_the_consumer(write_corpus: Callable[..., Path]) -> None:
+    prefix = write_corpus(numbered_documents(20))
+    give_meta(prefix, vocab_size=2)
+    stream = BatchStream(PackedSamples([prefix], 16, 0), STREAMED, start_consumed=0, steps=3)
+    with pytest.raises(DataError, match="outside the vocabulary"):
+        next(stream)
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_closing_early_ends_the_thread(samples: PackedSamples) -> None:
+    stream = BatchStream(samples, STREAMED, start_consumed=0, steps=10**9)
+    assert len(next(stream)) == 1
+    assert any(thread.name.startswith("batches") for thread in threading.enumerate())
+    stream.close()
+    stream.close()
+    assert not any(thread.name.startswith("batches") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("sizes", [(6, 4, 1), (8, 2, 3), (0, 1, 1), (4, 0, 1)])
+def test_an_impossible_division_is_one_sentence(samples: PackedSamples, sizes: tuple[int, int, int]) -> None:
+    whole, micro, data_parallel = sizes
+    with pytest.raises(DataError, match=f"a global batch of {whole} samples cannot be divided"):
+        batch(samples, 0, global_batch_size=whole, micro_batch_size=micro, data_parallel_size=data_parallel)

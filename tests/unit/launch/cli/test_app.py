@@ -1,0 +1,148 @@
+"""The command line as other programs meet it: help, JSON, and a start without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from launch.cli.app import app
+from launch.errors import LaunchError
+from launch.runtime.logs import LEVEL, configure_logging
+from launch.trainer.layout_table import layout_rows
+from megalite.config import load_config, resolve_layout
+from tests.conftest import write_config
+
+MEGALITE = Path(sys.executable).parent / "megalite"
+COMMANDS = [
+    ["train"],
+    ["supervise"],
+    ["verify"],
+    ["prepare"],
+    ["import"],
+    ["export"],
+    ["generate"],
+    ["evaluate"],
+    ["launch"],
+    ["doctor"],
+    ["place"],
+    ["slurm"],
+    ["k8s"],
+    ["ray"],
+    ["config", "show"],
+    ["config", "schema"],
+    ["checkpoint", "ls"],
+    ["checkpoint", "show"],
+    ["checkpoint", "verify"],
+    ["checkpoint", "diff"],
+    ["checkpoint", "prune"],
+]
+
+
+def megalite(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([MEGALITE, *arguments], capture_output=True, text=True, timeout=120, check=False, **options)
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_has_help_with_an_example(words: list[str]) -> None:
+    done = megalite(*words, "--help")
+    assert done.returncode == 0
+    assert f"megalite {' '.join(words)}" in " ".join(done.stdout.split("Example:")[1].split())
+
+
+def test_every_command_is_listed() -> None:
+    listed = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    assert listed | {"config", "checkpoint"} == {words[0] for words in COMMANDS}
+
+
+@pytest.mark.parametrize("line", ["launch.cli.app", "megalite", "megalite.config", "launch.trainer.local_run"])
+def test_starting_needs_no_torch(line: str) -> None:
+    """`--help`, config errors and planning must not wait for torch."""
+    code = f"import sys, {line}; assert not {{'torch', 'deepspeed', 'transformers'}} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_four_packages_are_this_repository() -> None:
+    """`models` and `launch` are common names: an installed stranger must not win."""
+    code = (
+        "import megalite as a, models as b, data_pipeline as c, launch as d; print(*(p.__path__ for p in (a, b, c, d)))"
+    )
+    root = Path(__file__).resolve().parents[4]
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/").stdout
+    for name in ("megalite", "models", "data_pipeline", "launch"):
+        assert f"'{root / name}'" in printed
+
+
+def test_dry_run_tells_who_holds_what_and_starts_nothing(tiny: dict[str, Any], tmp_path: Path) -> None:
+    path = write_config(tmp_path / "c.yaml", tiny)
+    words = ["parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2", "parallel.data_parallel_size=2"]
+    done = megalite("train", str(path), *words, "--dry-run", "--json", env={"DS_ACCELERATOR": "cpu"})
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["layout"]["world_size"] == 8 and len(plan["ranks"]) == 8
+    assert [row["stage"] for row in plan["ranks"]] == [0, 0, 0, 0, 1, 1, 1, 1]
+    held = [name for rank in (0, 4) for name in plan["ranks"][rank]["layers"]]
+    assert held == ["model.embed_tokens", *(f"model.layers.{i}" for i in range(3)), "model.norm", "lm_head"]
+    assert not Path(tiny["run_dir"]).exists()
+    shown = megalite("train", str(path), *words, "--dry-run", env={"DS_ACCELERATOR": "cpu", "COLUMNS": "200"})
+    assert "tensor 2 x pipeline 2 x data 2" in shown.stdout and "layers 0-1" in shown.stdout
+
+
+def test_parameters_per_rank_add_up_to_the_model(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """Against transformers' own count, with sizes that need no padding at tensor parallel 2."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = load_config(write_config(tmp_path / "c.yaml", tiny), ["parallel.pipeline_parallel_size=3"])
+    rows = layout_rows(config, resolve_layout(config, 3, "cpu"))
+    shape = config.model.model_dump(exclude={"model_type", "normalization", "gated_mlp"})
+    theirs = LlamaForCausalLM(LlamaConfig(**shape)).num_parameters()
+    assert sum(row.parameters for row in rows) == theirs
+
+
+def test_config_show_is_a_config_and_schema_a_schema(tiny: dict[str, Any], tmp_path: Path) -> None:
+    path = write_config(tmp_path / "c.yaml", tiny)
+    shown = megalite("config", "show", str(path), "training.steps=7")
+    again = write_config(tmp_path / "again.yaml", yaml.safe_load(shown.stdout))
+    assert load_config(again) == load_config(path, ["training.steps=7"])
+    schema = json.loads(megalite("config", "schema").stdout)
+    assert "tensor_parallel_size" in json.dumps(schema)
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=str)
+def test_every_config_in_the_repository_loads(path: Path) -> None:
+    assert load_config(path).total_steps > 0
+
+
+def test_a_dry_run_under_a_launcher_starts_nothing(tiny: dict[str, Any], tmp_path: Path) -> None:
+    path = write_config(tmp_path / "c.yaml", tiny)
+    under = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": "cpu"}
+    done = megalite("train", str(path), "--dry-run", env=under)
+    assert done.returncode == 0 and "nothing was started" in done.stdout, done.stderr
+    assert not Path(tiny["run_dir"]).exists()
+
+
+@pytest.mark.parametrize(("option", "has_notices"), [([], True), (["--quiet"], False), (["--verbose"], True)])
+def test_quiet_keeps_results_and_drops_notices(
+    option: list[str], has_notices: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LEVEL, "INFO")  # restored afterwards, as the options set it
+    configure_logging()
+    try:
+        done = CliRunner().invoke(app, [*option, "plan", "reliability", "--gpus", "64"])
+    finally:
+        monkeypatch.undo()
+        configure_logging()
+    assert done.exit_code == 0 and "goodput" in done.stdout
+    assert ("megalite: " in done.stdout) == has_notices
+
+
+def test_quiet_and_verbose_exclude_each_other() -> None:
+    with pytest.raises(LaunchError, match="contradict"):
+        CliRunner().invoke(app, ["--quiet", "--verbose", "config", "schema"], catch_exceptions=False)

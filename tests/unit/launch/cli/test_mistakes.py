@@ -1,0 +1,202 @@
+"""What a user can get wrong: each is one sentence on stderr and a non-zero exit, before a rank starts."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.cli.app import main
+from tests.conftest import write_config
+from tests.helpers.single_rank import write_single
+
+Change = Callable[[dict[str, Any], Path], list[str]]  # edits the config; returns further arguments
+
+
+def override(*words: str) -> Change:
+    return lambda config, folder: list(words)
+
+
+def section(name: str, **values: Any) -> Change:
+    def change(config: dict[str, Any], folder: Path) -> list[str]:
+        config.setdefault(name, {}).update(values)
+        return []
+
+    return change
+
+
+def broken_data(suffix: str, content: bytes) -> Change:
+    """The corpus copied, one of its files replaced."""
+
+    def change(config: dict[str, Any], folder: Path) -> list[str]:
+        source = Path(config["data"]["path"])
+        for file in source.parent.glob(f"{source.name}.*"):
+            (folder / file.name).write_bytes(file.read_bytes())
+        (folder / f"{source.name}{suffix}").write_bytes(content)
+        config["data"]["path"] = str(folder / source.name)
+        return []
+
+    return change
+
+
+def half_checkpoint(config: dict[str, Any], folder: Path) -> list[str]:
+    (folder / "half").mkdir()
+    return [f"training.initialize_from={folder / 'half'}"]
+
+
+def foreign_checkpoint(config: dict[str, Any], folder: Path) -> list[str]:
+    (folder / "foreign").mkdir()
+    (folder / "foreign" / "manifest.json").write_text(json.dumps({"format": "another"}))
+    return [f"training.initialize_from={folder / 'foreign'}"]
+
+
+def own_checkpoint(**saved: Any) -> Change:
+    """The run's own checkpoint, made by a run that differed in one thing."""
+
+    def change(config: dict[str, Any], folder: Path) -> list[str]:
+        from data_pipeline.dataset import PackedSamples
+
+        length, prefix = config["training"]["sequence_length"], Path(config["data"]["path"])
+        fingerprint = PackedSamples([prefix], length, 0, "train", config["data"]["held_out_fraction"]).fingerprint
+        made = {"model": config["model"], "optimizer": {"name": "adamw"}, "training": config["training"]}
+        state = {"data_fingerprint": fingerprint, "seed": 0, "step": 2, "consumed_samples": 8}
+        for name, value in saved.items():
+            (state if name in state else made)[name] = value
+        step = Path(config["run_dir"]) / "checkpoints" / "step_00000002"
+        write_single(step, [], step=2, config=made, tokenizer=None, state=state)
+        return []
+
+    return change
+
+
+def tokens_instead_of_steps(config: dict[str, Any], folder: Path) -> list[str]:
+    own_checkpoint(training={"global_batch_size": 2})(config, folder)
+    del config["training"]["steps"]
+    return ["training.tokens=100000"]
+
+
+def file_as_run_dir(config: dict[str, Any], folder: Path) -> list[str]:
+    (folder / "taken").write_text("")
+    config["run_dir"] = str(folder / "taken")
+    return []
+
+
+MISTAKES: dict[str, tuple[Change, list[str]]] = {
+    "unknown option": (override("training.stepz=3"), ["training.stepz", "training.steps"]),
+    "option of another section": (override("training.learning_rate=1"), ["optimizer.learning_rate"]),
+    "unknown section": (section("modle", vocab_size=3), ["modle", "model"]),
+    "not a number": (override("training.steps=many"), ["training.steps"]),
+    "not an override": (override("steps"), ["steps", "section.option=value"]),
+    "negative size": (override("model.hidden_size=-1"), ["model.hidden_size"]),
+    "missing required option": (lambda c, f: c["model"].pop("vocab_size") and [], ["model.vocab_size"]),
+    "heads not divisible": (override("parallel.tensor_parallel_size=3"), ["num_attention_heads", "3"]),
+    "stages without layers": (override("parallel.pipeline_parallel_size=8"), ["pipeline_parallel_size", "3"]),
+    "batch not divisible": (override("training.global_batch_size=5"), ["global_batch_size", "4", "6"]),
+    "pipeline with ZeRO-3": (
+        override("parallel.pipeline_parallel_size=2", "parallel.zero_stage=3"),
+        ["zero_stage", "pipeline_parallel_size"],
+    ),
+    "fp16 on a CPU": (override("precision.dtype=fp16"), ["fp16", "bf16"]),
+    "sequence parallel with an odd length": (
+        override("parallel.sequence_parallel=true", "parallel.tensor_parallel_size=2", "training.sequence_length=33"),
+        ["sequence_length", "33"],
+    ),
+    "sequence longer than the model": (override("training.sequence_length=4096"), ["max_position_embeddings"]),
+    "steps and tokens": (override("training.tokens=100"), ["steps", "tokens"]),
+    "DeepSpeed section contradicts": (section("deepspeed", train_batch_size=3), ["train_batch_size"]),
+    "DeepSpeed key that is gone": (section("deepspeed", elasticity={"enabled": True}), ["elasticity"]),
+    "unknown family": (override("model.model_type=mamba"), ["mamba", "llama"]),
+    "family that cannot express it": (override("model.gated_mlp=false"), ["gated_mlp", "llama"]),
+    "no such data": (override("data.path=nowhere"), ["nowhere"]),
+    "data of a larger vocabulary": (override("model.vocab_size=100"), ["vocab_size", "100", "320"]),
+    "truncated tokens": (broken_data(".bin", b"ab"), [".bin"]),
+    "not an index": (broken_data(".idx", b"not an index at all, but long enough to be one"), [".idx"]),
+    "half a checkpoint": (half_checkpoint, ["half", "manifest.json"]),
+    "foreign checkpoint": (foreign_checkpoint, ["foreign"]),
+    "no such checkpoint": (override("training.initialize_from=nowhere"), ["nowhere"]),
+    "resume of another model": (own_checkpoint(model={"hidden_size": 64}), ["hidden_size", "64", "32"]),
+    "resume on other data": (own_checkpoint(data_fingerprint="other"), ["other data", "initialize_from"]),
+    "resume with another seed": (own_checkpoint(seed=5), ["training.seed 5"]),
+    "resume with another optimizer": (own_checkpoint(optimizer={"name": "sgd"}), ["sgd", "adamw"]),
+    "tokens after another batch size": (tokens_instead_of_steps, ["training.tokens", "training.steps"]),
+    "run_dir with checkpoints, not to be resumed": (
+        lambda c, f: own_checkpoint()(c, f) or ["checkpoint.resume=false"],
+        ["checkpoint.resume is false"],
+    ),
+    "run_dir is a file": (file_as_run_dir, ["taken"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_sentence_before_any_rank_starts(
+    mistake: str,
+    tiny: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Ranks would print through this process's descriptors, and take seconds: there must be none."""
+    change, fragments = MISTAKES[mistake]
+    config = copy.deepcopy(tiny)
+    arguments = change(config, tmp_path)
+    path = write_config(tmp_path / "config.yaml", config)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    code, out, err = command(["train", str(path), *arguments], monkeypatch, capfd)
+    assert code == 2
+    assert err.startswith("megalite: error: ") and err.count("\n") == 1, err
+    assert all(fragment in err for fragment in fragments), err
+    assert "starting" not in out
+
+
+def test_a_known_bad_combination_is_one_sentence_too(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The rows themselves: tests/unit/megalite/config/test_known_bad.py."""
+    path = write_config(tmp_path / "config.yaml", tiny)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr("launch.trainer.local_run.installed_versions", lambda: {"deepspeed": "0.19.2"})
+    for arguments in (["train"], ["train", "--dry-run"]):
+        code, out, err = command([*arguments, str(path), "parallel.pipeline_parallel_size=2"], monkeypatch, capfd)
+        assert code == 2 and not out
+        assert err.startswith("megalite: error: deepspeed 0.19.2 with parallel.pipeline_parallel_size 2"), err
+        assert err.count("\n") == 1 and "DeepSpeed#8152" in err and "install deepspeed" in err
+
+
+OTHER_COMMANDS: dict[str, tuple[list[str], str]] = {
+    "no such config": (["train", "nowhere.yaml"], "nowhere.yaml"),
+    "no such source": (["prepare", "nowhere.txt", "-o", "out", "-t", "tok"], "nowhere.txt"),
+    "no such tokenizer": (["prepare", __file__, "-o", "out", "-t", "nowhere"], "nowhere"),
+    "export of nothing": (["export", "nowhere", "out"], "nowhere"),
+    "import of nothing": (["import", "./nowhere", "out"], "nowhere"),
+    "generate from nothing": (["generate", "nowhere", "--prompt", "x"], "nowhere"),
+    "show of nothing": (["config", "show", "nowhere.yaml"], "nowhere.yaml"),
+}
+
+
+@pytest.mark.parametrize("mistake", OTHER_COMMANDS)
+def test_other_commands_too(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments, fragment = OTHER_COMMANDS[mistake]
+    monkeypatch.chdir(tmp_path)
+    code, _, err = command(arguments, monkeypatch, capfd)
+    assert code == 2
+    assert err.startswith("megalite: error: ") and err.count("\n") == 1 and fragment in err, err
+    assert not list(tmp_path.iterdir()), "nothing may be left behind"
+
+
+def command(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> tuple[object, str, str]:
+    """Exit code, stdout and stderr of `megalite ARGUMENTS` in this process."""
+    monkeypatch.setattr(sys, "argv", ["megalite", *arguments])
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    out, err = capfd.readouterr()
+    return stopped.value.code, out, err

@@ -1,0 +1,329 @@
+"""`megalite plan CONFIG.yaml`: what it prints, what it writes, and what it says to a mistake."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launch import output
+from launch.cli import plan_layouts as layouts_command
+from launch.errors import LaunchError
+from launch.planning import cluster as places
+from launch.planning.tables.layouts import row_of
+from launch.trainer.local_run import start_local_run
+from launch.trainer.run_config import load_run_config
+from megalite.config import resolve_layout
+from megalite.planner.hardware import read_cluster
+from megalite.planner.search import divisors, search
+from tests.conftest import write_config
+from tests.helpers.commands import ROOT
+from tests.helpers.machines import cpus
+from tests.unit.launch.cli.test_mistakes import command
+
+CLUSTER = """\
+accelerator:
+  memory_gib: 4
+  peak_tflops: {fp32: 0.05, bf16: 0.05}
+  memory_gb_per_s: 10
+  device: cpu
+  intra_node: Ethernet 100
+  inter_node: Ethernet 25
+nodes: 1
+accelerators_per_node: 4
+"""
+
+
+@pytest.fixture
+def files(tiny: dict[str, Any], tmp_path: Path) -> tuple[str, str]:
+    """A config of three layers and two key/value heads, and a cluster of four ranks."""
+    (tmp_path / "four.yaml").write_text(CLUSTER)
+    return str(write_config(tmp_path / "tiny.yaml", tiny)), str(tmp_path / "four.yaml")
+
+
+class Plan:
+    """`megalite plan` in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self._patches = monkeypatch, capfd
+
+    def __call__(self, *words: str, code: int = 0) -> tuple[str, str]:
+        got, out, err = command(["plan", *words], *self._patches)
+        assert got == code, err
+        return out, err
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Plan:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    return Plan(monkeypatch, capfd)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "clusters").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_cluster_in_the_repository_loads(path: Path) -> None:
+    nodes, per_node = path.stem.split("_")[0], read_cluster(path).accelerators_per_node
+    assert read_cluster(path).accelerators == int(nodes) and per_node == 8
+
+
+def test_people_see_the_cluster_the_layouts_and_why(plan: Plan, files: tuple[str, str]) -> None:
+    config, cluster = files
+    out, _ = plan(config, "--cluster", cluster, "--top", "2", "training.global_batch_size=8")
+    assert "cluster: four, 1 node x 4 accelerator" in out
+    rows = [line for line in out.splitlines() if "micro-batch" in line and line.startswith("│")]
+    assert len(rows) == 3 and "as written" in rows[0] and "tp 1 pp 1 dp 4 micro-batch 2" in rows[0]
+    assert all(unit in out for unit in ("GiB", "s/step", "tokens/s", "MFU", "bubble"))
+    assert "bound by" in out and "next best" in out and "dropped" in out
+
+
+def test_a_model_of_hugging_face_is_planned_without_torch(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """Its config.json is all that is read; importing torch takes longer than a plan."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **tiny.pop("model")}))
+    tiny["training"]["initialize_from"] = str(folder)
+    (tmp_path / "four.yaml").write_text(CLUSTER)
+    words = ["megalite", "plan", str(write_config(tmp_path / "c.yaml", tiny)), "--cluster", str(tmp_path / "four.yaml")]
+    code = f"import sys, atexit; sys.argv = {words}; from launch.cli.app import main\n"
+    code += "atexit.register(lambda: print('torch' in sys.modules)); main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "layouts that fit" in done.stdout and done.stdout.splitlines()[-1] == "False"
+
+
+def test_json_and_csv_say_the_same(plan: Plan, files: tuple[str, str]) -> None:
+    config, cluster = files
+    words = (config, "--cluster", cluster, "--top", "5", "parallel.data_parallel_size=2", "training.micro_batch_size=1")
+    facts = json.loads(plan(*words, "--json")[0])
+    rows = list(csv.DictReader(io.StringIO(plan(*words, "--csv")[0])))
+    assert facts["cluster"]["accelerators_per_node"] == 4 and len(facts["explanation"]) == 3
+    assert facts["layouts_found"] >= len(facts["layouts"]) == 5
+    own, *ranked = rows
+    assert own["rank"] == "" and own["layout"] == facts["as_written"]["layout"]
+    for place, (row, fact) in enumerate(zip(ranked, facts["layouts"], strict=True), 1):
+        assert int(row["rank"]) == fact["rank"] == place
+        assert float(row["step_s"]) == fact["step_s"] == pytest.approx(sum(fact["step_parts_s"].values()))
+        assert fact["memory_gib"] * 2**30 == pytest.approx(
+            max(sum(parts.values()) for parts in fact["memory_parts_bytes"])
+        )
+        assert (fact["data_parallel_size"], fact["micro_batch_size"]) == (2, 1), "an override is kept"
+        assert fact["accelerators"] == 4
+    assert [fact["step_s"] for fact in facts["layouts"]] == sorted(fact["step_s"] for fact in facts["layouts"])
+
+
+def test_the_layout_as_written_is_told_where_it_cannot_be(plan: Plan, files: tuple[str, str]) -> None:
+    config, cluster = files
+    values = yaml.safe_load(Path(config).read_text())
+    Path(config).write_text(yaml.safe_dump(values | {"parallel": {"data_parallel_size": 8}}))
+    out, _ = plan(config, "--cluster", cluster)
+    assert "as written it does not work: " in out and "x data-parallel size 8 = 16" in out
+    out, _ = plan(config, "--cluster", cluster, "training.global_batch_size=16")
+    assert "as written it does not work: it needs 8 processes, and there are 4 accelerators" in out
+    assert json.loads(plan(config, "--cluster", cluster, "--json")[0])["as_written"] is None
+
+
+def test_the_written_config_is_the_given_one_with_the_best_layout(
+    plan: Plan, files: tuple[str, str], tmp_path: Path
+) -> None:
+    config, cluster = files
+    best = tmp_path / "best.yaml"
+    facts, err = plan(config, "training.steps=3", "--cluster", cluster, "--write", str(best), "--json")
+    assert f"megalite train {best}" in err, "programs read stdout"
+    first = json.loads(facts)["layouts"][0]
+    text = best.read_text()
+    assert text.startswith(f"# {config} with the layout that `megalite plan` has chosen for four")
+    assert f"# {json.loads(facts)['explanation'][0]}" in text
+    written, given = load_run_config(best), load_run_config(Path(config), ["training.steps=3"])
+    changed = {"parallel", "recompute", "training"}
+    assert written.model_dump(exclude=changed) == given.model_dump(exclude=changed)
+    assert written.training.model_copy(update={"micro_batch_size": 2}) == given.training
+    layout = resolve_layout(written, 4, "cpu")
+    assert (layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size) == (
+        first["tensor_parallel_size"],
+        first["pipeline_parallel_size"],
+        first["data_parallel_size"],
+    )
+    assert written.training.micro_batch_size == first["micro_batch_size"]
+    _, err = plan(config, "--cluster", cluster, "--write", str(best), code=2)
+    assert "best.yaml is there already: give --overwrite" in err and best.read_text() == text
+    plan(config, "training.steps=4", "--cluster", cluster, "--write", str(best), "--overwrite")
+    assert load_run_config(best).training.steps == 4
+
+
+@pytest.mark.slow
+def test_the_written_config_trains(plan: Plan, files: tuple[str, str], tmp_path: Path) -> None:
+    """Two steps on two ranks, with a pipeline: the parts of a layout that a rank could refuse."""
+    config, _ = files
+    two, best = tmp_path / "two.yaml", tmp_path / "best.yaml"
+    two.write_text(CLUSTER.replace("per_node: 4", "per_node: 2"))
+    stated = ["training.steps=2", "parallel.pipeline_parallel_size=2", "recompute.mode=selective"]
+    plan(config, *stated, "--cluster", str(two), "--write", str(best))
+    assert start_local_run(load_run_config(best), [str(best)]) == 0
+    run = Path(yaml.safe_load(best.read_text())["run_dir"])
+    assert json.loads((run / "receipt.json").read_text())["layout"]["pipeline_parallel_size"] == 2
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps if "loss" in step] == [1, 2]
+
+
+def test_a_page_is_written_beside(plan: Plan, files: tuple[str, str], tmp_path: Path) -> None:
+    config, cluster = files
+    page = tmp_path / "report.html"
+    plan(config, "--cluster", cluster, "--html", str(page))
+    assert "<svg" in page.read_text()
+    _, err = plan(config, "--cluster", cluster, "--html", str(page), code=2)
+    assert "report.html is there already" in err
+
+
+def test_without_a_cluster_it_is_this_machine(
+    plan: Plan, files: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the number of ranks that is fastest; cores that are not used count for nothing."""
+    config, _ = files
+    monkeypatch.setattr(places, "here", cpus)
+    monkeypatch.setattr(places, "cpu_count", lambda: 4)
+    facts = json.loads(plan(config, "--json")[0])
+    assert facts["cluster"]["accelerator_name"] == "core"
+    best = facts["layouts"][0]["step_s"]
+    values = load_run_config(Path(config))
+    assert best == min(search(values, cpus(count)).candidates[0].time.seconds for count in (1, 2, 3, 4))
+
+
+def test_hosts_are_a_cluster(plan: Plan, files: tuple[str, str], tmp_path: Path) -> None:
+    config, _ = files
+    hosts = tmp_path / "hosts"
+    hosts.write_text("node1 slots=2\nnode2 slots=2\n")
+    facts = json.loads(plan(config, "--hostfile", str(hosts), "--accelerator", "h100", "--json")[0])
+    assert (facts["cluster"]["nodes"], facts["cluster"]["accelerators_per_node"]) == (2, 2)
+    assert facts["cluster"]["accelerator_name"] == "H100"
+    counted = json.loads(plan(config, "--gpus", "4", "--gpus-per-node", "2", "--accelerator", "H100", "--json")[0])
+    assert counted["layouts"] == facts["layouts"]
+    hosts.write_text("node1 slots=2\nnode2 slots=4\n")
+    _, err = plan(config, "--hostfile", str(hosts), "--accelerator", "h100", code=2)
+    assert "node2 has 4 slots and node1 2" in err and "use 2 slots of each" in err
+    hosts.write_text("node1 slots=2\n")
+    _, err = plan(config, "--hostfile", str(hosts), code=2)
+    assert "add --accelerator, such as H100" in err
+
+
+MISTAKES: dict[str, tuple[list[str], list[str]]] = {
+    "GPUs that fill no node": (["--gpus", "12", "--accelerator", "H100"], ["--gpus 12", "8 or 16"]),
+    "unknown accelerator": (["--gpus", "8", "--accelerator", "A100"], ["A100-40GB or A100-80GB"]),
+    "two clusters": (["--gpus", "8", "--hostfile", "hosts"], ["--hostfile and --gpus", "give one"]),
+    "an accelerator for this machine": (["--accelerator", "H100"], ["--accelerator belongs to --hostfile or --gpus"]),
+    "no such cluster": (["--cluster", "nowhere.yaml"], ["nowhere.yaml", "No such file"]),
+    "no such hostfile": (["--hostfile", "nowhere", "--accelerator", "H100"], ["nowhere does not exist"]),
+    "more GPUs than sequences": (
+        ["--gpus", "64", "--accelerator", "H100", "training.global_batch_size=2"],
+        ["no layout works on 64 x H100", "training.global_batch_size 2 is not a multiple", "use"],
+    ),
+    "a model that fits nowhere": (
+        ["--gpus", "1", "--accelerator", "H100", "model.intermediate_size=200000000", "precision.dtype=bf16"],
+        ["fits in no layout on 1 x H100", "lacks", "GiB", "no number of them", "a smaller model"],
+    ),
+    "a model that needs more GPUs": (
+        ["--gpus", "1", "--accelerator", "H100", "model.intermediate_size=20000000", "precision.dtype=bf16"],
+        ["fits in no layout on 1 x H100", "lacks", "GiB", "it fits on 2 of them"],
+    ),
+    "a number format without a peak": (
+        ["--gpus", "2", "--accelerator", "V100-32GB", "precision.dtype=bf16"],
+        ["V100-32GB has no peak_tflops for precision.dtype bf16", "use fp16 or fp32"],
+    ),
+    "an option that no layout has": (
+        ["--gpus", "8", "--accelerator", "H100", "parallel.zero_stage=9"],
+        ['override "parallel.zero_stage=9": parallel.zero_stage must be'],
+    ),
+    "more accelerators than anybody has": (
+        ["--gpus", "1000000000", "--accelerator", "H100"],
+        ["a cluster of 1,000,000,000 accelerators: a plan is for 10,000,000 at most"],
+    ),
+    "no accelerator's name": (["--gpus", "8", "--accelerator", ""], ['unknown accelerator "": The catalogue has']),
+    "two results in one file": (["--write", "x", "--html", "./x"], ["--write and --html both name x"]),
+    "a result in a folder that is not there": (["--write", "no/x"], ["no/x cannot be written: there is no folder"]),
+    "a result that is a folder": (["--html", "/", "--overwrite"], ["/ cannot be written: it is a folder"]),
+    "a name that is not text": (["--write", "a\udcff.yaml"], ["'a\\udcff.yaml' is not UTF-8: rename it"]),
+    "CSV and JSON": (["--csv", "--json"], ["--json and --csv", "give one"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_sentence(mistake: str, plan: Plan, files: tuple[str, str]) -> None:
+    words, fragments = MISTAKES[mistake]
+    out, err = plan(files[0], *words, code=2)
+    assert not out and err.startswith("megalite: error: ") and err.count("\n") == 1, err
+    assert all(fragment in err for fragment in fragments), err
+
+
+def test_what_the_plan_is_made_from_is_not_replaced(plan: Plan, files: tuple[str, str], tmp_path: Path) -> None:
+    config, cluster = files
+    before = [Path(path).read_text() for path in files]
+    for option, path in (("--html", config), ("--html", cluster), ("--write", cluster)):
+        _, err = plan(config, "--cluster", cluster, option, path, "--overwrite", code=2)
+        assert "would replace what the plan is made from" in err
+    assert [Path(path).read_text() for path in files] == before
+    plan(config, "--cluster", cluster, "--write", config, "--overwrite")
+    assert "chosen for" in Path(config).read_text()
+
+
+def test_destinations_are_checked_before_the_search(
+    plan: Plan, files: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layouts_command, "search", lambda *_, **__: pytest.fail("searched first"))
+    plan(files[0], "--cluster", files[1], "--html", "nowhere/x.html", code=2)
+
+
+def test_a_line_break_in_a_name_stays_in_the_comment(plan: Plan, files: tuple[str, str], tmp_path: Path) -> None:
+    strange = tmp_path / "a\nrun_dir: elsewhere\n.yaml"
+    strange.write_text(Path(files[0]).read_text())
+    best = tmp_path / "best.yaml"
+    plan(str(strange), "--cluster", files[1], "--write", str(best))
+    text = best.read_text()
+    assert not any(line.startswith("run_dir: elsewhere") for line in text.splitlines())
+    assert yaml.safe_load(text)["run_dir"] == yaml.safe_load(strange.read_text())["run_dir"]
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, link = tmp_path / "x.yaml", tmp_path / "link.yaml"
+    target.write_text("old")
+    link.symlink_to(target)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(output, "write_durably", full)
+        with pytest.raises(LaunchError, match=r"link.yaml cannot be written: No space left on device"):
+            output.write_file(link, "new")
+    assert target.read_text() == "old"
+    output.write_file(link, "new")
+    assert target.read_text() == "new" and link.is_symlink()
+    output.write_file(Path("/dev/null"), "new")
+    assert Path("/dev/null").is_char_device()
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 49, 97, 360])
+def test_divisors_ascend(number: int) -> None:
+    assert divisors(number) == tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
+def test_divisors_of_large_numbers_take_no_time() -> None:
+    assert len(divisors(2**40)) == 41
+
+
+def test_figures_of_a_row_are_those_of_the_candidate(files: tuple[str, str]) -> None:
+    """GiB over GiB, and tokens of one accelerator."""
+    cluster = read_cluster(Path(files[1]))
+    config = load_run_config(Path(files[0]), layouts_command.ALL_AUTO)
+    best = search(config, cluster).best
+    assert best is not None
+    row = row_of(best, cluster, 1)
+    assert row.memory_gib == pytest.approx(best.fullest.total / 2**30)
+    assert row.memory_used == pytest.approx(row.memory_gib / cluster.accelerator.memory_gib)
+    assert row.accelerators == 4
+    assert row.tokens_per_s == pytest.approx(best.job.tokens_per_step / row.step_s)
+    assert row.tokens_per_s_per_accelerator == pytest.approx(row.tokens_per_s / 4)

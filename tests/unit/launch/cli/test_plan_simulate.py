@@ -1,0 +1,152 @@
+"""`megalite plan simulate` and `megalite plan schedule`: tables for people, values for programs, a sentence for
+mistakes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import pytest
+
+from tests.unit.launch.cli.test_app import megalite
+
+SIMULATE = ("plan", "simulate", "--gpus", "1024", "--days", "30", "--seeds", "3")
+SCHEDULE = ("plan", "schedule", "--stages", "4", "--micro-batches", "8")
+
+
+@pytest.mark.parametrize("command", ["simulate", "schedule"])
+def test_help_has_an_example(command: str) -> None:
+    done = megalite("plan", command, "--help")
+    assert done.returncode == 0
+    assert f"megalite plan {command}" in " ".join(done.stdout.split("Example:")[1].split())
+
+
+def test_without_a_rate_the_published_band_is_simulated_too() -> None:
+    done = megalite(*SIMULATE, "--json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert [each["rate_per_1000_node_days"] for each in answer["rates"]] == [4.0, 2.0, 14.0]
+    for each in answer["rates"]:
+        assert sum(part["mean"] for part in each["hours"].values()) == pytest.approx(720)
+        assert each["goodput"]["mean"] == pytest.approx(each["closed_form_goodput"], abs=0.015)
+    assert len(answer["runs"]) == 9 and answer["assumptions"]["nodes"] == 128
+
+
+def test_the_same_seed_is_the_same_run() -> None:
+    words = (*SIMULATE, "--rate-per-1000-node-days", "14", "--csv")
+    first, again, other = megalite(*words), megalite(*words), megalite(*words, "--seed", "100")
+    assert first.stdout == again.stdout != other.stdout
+    rows = list(csv.DictReader(io.StringIO(first.stdout)))
+    assert [row["seed"] for row in rows] == ["0", "1", "2"]
+    hours = [sum(float(value) for name, value in row.items() if name.endswith("_hours")) for row in rows]
+    assert hours == pytest.approx([720.0] * 3)
+
+
+def test_the_table_says_where_the_hours_go() -> None:
+    done = megalite(
+        *SIMULATE, "--gpus", "16384", "--spare-nodes", "4", "--hang-share", "0.1", "--slow-node-share", "0.001",
+        "--step-jitter", "0.01", "--rate-per-1000-node-days", "14", "--interval", "20", "--save-seconds", "300",
+        "--blocked-seconds", "20",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "useful, h", "stragglers, h", "checkpoints, h", "rework, h", "detection, h", "waiting for nodes, h",
+        "restart, h", "goodput", "after every 20 min", "usable 280 s later", "what one failure costs", "Erlang B",
+        "holds up every step", "standard deviations late",
+    ):  # fmt: skip
+        assert words in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines() if not line.startswith(("megalite:", "16,384"))) <= 100
+
+
+def test_auto_is_dalys_interval() -> None:
+    done = megalite(*SIMULATE, "--json", "--rate-per-1000-node-days", "4", "--save-seconds", "60")
+    assert json.loads(done.stdout)["assumptions"]["interval_s"] == pytest.approx(4459, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--gpus", "1001"), "take 1000 or 1008"),
+        (("--days", "0"), "--days 0: give a number above 0"),
+        (("--interval", "often"), "--interval often: give minutes, such as 30, or auto"),
+        (("--interval", "nan"), "--interval nan: give a number above 0"),
+        (("--rate-per-1000-node-days", "0"), "give minutes, such as 60"),
+        (("--save-seconds", "0"), "if they cost nothing"),
+        (("--blocked-seconds", "61"), "give at most 60"),
+        (("--hang-share", "5"), "a share is between 0 and 1"),
+        (("--detection-minutes", "-1"), "--detection-minutes -1: give a number of at least 0"),
+        (("--days", "300", "--seeds", "5000"), "take up to 3906 seeds or fewer days"),
+        (("--days", "1e9", "--seeds", "1", "--rate-per-1000-node-days", "0.01"), "1,000,000 simulated at most"),
+        (("--json", "--csv"), "give one of them"),
+        (("--interval", "1e-300"), "--interval 1e-300: 6e-299 s between checkpoints are less than a step takes"),
+        (("--interval", "30", "--save-seconds", "1e30"), "--blocked-seconds 1e+30: they leave no time for training"),
+        (("--repair-hours", "12"), "--repair-hours 12 is for a number of spare nodes: add --spare-nodes"),
+    ],
+)
+def test_a_mistake_is_one_sentence(words: tuple[str, ...], sentence: str) -> None:
+    done = megalite(*SIMULATE, *words)
+    assert done.returncode == 2 and done.stdout == ""
+    assert sentence in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_schedule_is_drawn() -> None:
+    done = megalite(*SCHEDULE, "--schedule", "1f1b")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    drawn = [line for line in lines if line.startswith("stage ")]
+    assert len(drawn) == 4 and drawn[0].startswith("stage 0 0-1-2-3-....")
+    assert "37.5%" in done.stdout and max(map(len, lines)) <= 100
+
+
+def test_all_schedules_are_compared() -> None:
+    answer = json.loads(megalite(*SCHEDULE, "--schedule", "all", "--chunks", "4", "--json").stdout)
+    by_name = {each["schedule"]: each for each in answer}
+    assert by_name["1f1b"]["makespan_s"] == pytest.approx(0.033)
+    assert by_name["1f1b"]["bubble_fraction"] == pytest.approx(3 / 8)
+    assert by_name["interleaved"]["bubble_fraction"] == pytest.approx(3 / 32)
+    assert by_name["zero-bubble"]["bubble_fraction"] == pytest.approx(1 / 8)
+    assert len(by_name["zero-bubble"]["work"]) == 4 * 8 * 3
+    assert by_name["1f1b"]["work"][0] == {
+        "stage": 0, "start_s": 0.0, "end_s": 0.001, "kind": "forward", "micro_batch": 0, "chunk": 0,
+    }  # fmt: skip
+
+
+def test_each_stage_has_its_time() -> None:
+    done = megalite(*SCHEDULE, "--forward-ms", "1,1,1,1.5", "--backward-ms", "2,2,2,3", "--csv")
+    rows = list(csv.DictReader(io.StringIO(done.stdout)))
+    assert len(rows) == 64
+    last = next(row for row in rows if row["stage"] == "3")
+    assert float(last["end_s"]) - float(last["start_s"]) == pytest.approx(0.0015)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--schedule", "interleaved", "--micro-batches", "10"), "use 8"),
+        (("--chunks", "2"), "add --schedule interleaved"),
+        (("--schedule", "interleaved", "--chunks", "1"), "use 1f1b"),
+        (("--forward-ms", "1,2"), "2 numbers for 4 stages: give one, or 4"),
+        (("--backward-ms", "fast"), "give milliseconds"),
+        (("--between-stages-ms", "-1"), "--between-stages-ms -1: give milliseconds of at least 0, such as 0.5\n"),
+        (("--weight-gradient-ms", "1"), "--weight-gradient-ms 1 is for zero-bubble: leave it out, or add --schedule"),
+        (("--schedule", "all", "--weight-gradient-ms", "1e300"), "--weight-gradient-ms 1e300: cannot be longer"),
+        (("--forward-ms", "0", "--backward-ms", "0"), "a schedule needs work"),
+        (("--micro-batches", "1000000"), "take --micro-batches 83333 or fewer"),
+        (("--stages", "100000000000"), "--stages 100000000000 are too many to draw: take up to 333,333"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_one_sentence(words: tuple[str, ...], sentence: str) -> None:
+    done = megalite(*SCHEDULE, *words)
+    assert done.returncode == 2 and done.stdout == ""
+    assert sentence in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_units_of_the_command_line_are_those_of_the_simulation() -> None:
+    done = megalite(
+        *SIMULATE, "--hang-timeout-minutes", "30", "--detection-minutes", "2", "--restart-minutes", "3", "--days", "4",
+        "--spare-nodes", "2", "--repair-hours", "6", "--interval", "7", "--seeds", "1", "--json",
+    )  # fmt: skip
+    run = json.loads(done.stdout)["assumptions"]
+    seconds = [run[f"{name}_s"] for name in ("hang_timeout", "detection", "restart", "duration", "repair", "interval")]
+    assert seconds == [1800, 120, 180, 4 * 86_400, 6 * 3600, 420]

@@ -1,0 +1,119 @@
+"""Layouts as words, what is legal, and the sample that covers all pairs."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from launch.errors import LaunchError
+from launch.parity.layout import AUTO, ParityLayout, auto_layouts, parse_layouts
+from megalite.config import ConfigError
+from tests.helpers.odd_sizes import LAYOUTS, covering, problem
+
+
+def test_a_layout_reads_as_it_is_written() -> None:
+    for layout in LAYOUTS:
+        assert parse_layouts(str(layout)) == [layout]
+
+
+def test_several_layouts() -> None:
+    assert parse_layouts(
+        " tp=2 , sequence_parallel ; dp=3,zero=3,recompute=full,accumulation=4;;tp=2,sequence_parallel"
+    ) == [
+        ParityLayout(tp=2, sequence_parallel=True),
+        ParityLayout(dp=3, zero=3, recompute="full", accumulation=4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "--layouts is empty"),
+        (" ; ,", "--layouts is empty"),
+        ("tensor=2", '"tensor=2" is not understood: the words are tp, pp, dp, zero'),
+        ("tp=two", '"tp=two": tp is a whole number from 1'),
+        ("tp=0", "tp is a whole number from 1"),
+        ("tp", "tp is a whole number from 1"),
+        ("tp=2,tp=4", "gives tp twice"),
+        ("dp=2,sequence_parallel", "sequence_parallel cuts nothing without a tp of 2 or more"),
+        ("zero=4", "zero is 1, 2 or 3"),
+        ("zero=0", "zero is 1, 2 or 3 (stage 0 is served by 1)"),
+        ("recompute=some", "recompute is none, selective or full"),
+        ("tp=2,sequence_parallel=yes", "sequence_parallel is true or false"),
+    ],
+)
+def test_words_that_are_not_understood(text: str, said: str) -> None:
+    with pytest.raises(LaunchError) as error:
+        parse_layouts(text)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        (ParityLayout(pp=2, zero=2), "parallel.zero_stage 2 does not work"),
+        (ParityLayout(pp=6), "pipeline_parallel_size 6 is larger than model.num_hidden_layers 5"),
+        (ParityLayout(tp=3), "num_attention_heads 4 cannot be shared evenly"),
+        (ParityLayout(tp=2, sequence_parallel=True), "sequence_length 33 cannot be cut"),
+        (ParityLayout(dp=5), "a global batch of 12 cannot be cut into 5 micro-batches"),
+    ],
+    ids=str,
+)
+def test_layouts_that_a_model_cannot_have(layout: ParityLayout, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        layout.config(problem([ParityLayout()]).config)
+
+
+def test_a_layout_changes_how_a_batch_is_cut_and_not_the_batch() -> None:
+    asked = problem([ParityLayout(dp=3, accumulation=2)])
+    config = ParityLayout(dp=3, accumulation=2, recompute="full").config(asked.config)
+    assert config.training.global_batch_size == asked.config.training.global_batch_size == 12
+    assert config.training.micro_batch_size == 2
+    assert (config.recompute.mode, config.parallel.data_parallel_size) == ("full", 3)
+
+
+def test_the_sample_holds_every_pair_of_settings() -> None:
+    def pairs(cases: list[tuple[ParityLayout, bool]]) -> set[object]:
+        return {
+            pair
+            for layout, tied in cases
+            for pair in itertools.combinations(enumerate([*vars(layout).values(), tied]), 2)
+        }
+
+    cases = list(itertools.product(LAYOUTS, (False, True)))
+    chosen = covering(LAYOUTS, (False, True))
+    assert pairs(chosen) == pairs(cases)
+    assert len(chosen) < len(cases) / 20
+
+
+def test_the_matrix_is_the_one_that_is_promised() -> None:
+    assert {layout.tp for layout in LAYOUTS} == {layout.pp for layout in LAYOUTS} == {1, 2, 4}
+    assert {layout.dp for layout in LAYOUTS} == {1, 2, 3}
+    assert {layout.zero for layout in LAYOUTS if layout.pp == 1} == {1, 2, 3}
+    assert {layout.zero for layout in LAYOUTS if layout.pp > 1} == {1}
+    assert {layout.accumulation for layout in LAYOUTS} == {1, 3}
+    assert {layout.recompute for layout in LAYOUTS} == {"none", "selective", "full"}
+    assert max(layout.world_size for layout in LAYOUTS) == 8
+    assert len(LAYOUTS) == len(set(LAYOUTS)) == 312
+
+
+def test_auto_runs_the_configs_own_layout_first_and_nothing_that_does_not_fit() -> None:
+    own = ParityLayout(tp=2, dp=4, zero=3)
+    fitting, left_out = auto_layouts(own, most=8)
+    assert fitting[0] == own and not left_out
+    fitting, left_out = auto_layouts(own, most=2)
+    assert all(layout.world_size <= 2 for layout in fitting)
+    assert (
+        left_out[0] == "tp=2,dp=4,zero=3: needs 8 ranks, 2 fit here" and len(fitting) + len(left_out) == len(AUTO) + 1
+    )
+    many = ParityLayout(dp=2, accumulation=64)
+    assert auto_layouts(many, most=8)[0][0] == ParityLayout(dp=2, accumulation=4)
+    axes = {axis for layout in AUTO for axis in layout.axes}
+    assert axes == set(vars(ParityLayout())), "auto leaves an axis out"
+
+
+def test_an_axis_that_is_off_takes_along_what_needs_it() -> None:
+    layout = ParityLayout(tp=2, dp=2, zero=3, sequence_parallel=True)
+    assert layout.without("tp") == ParityLayout(dp=2, zero=3)
+    assert layout.without("sequence_parallel") == ParityLayout(tp=2, dp=2, zero=3)

@@ -1,0 +1,153 @@
+"""What is asked of every layout: small, fresh, and nasty where a mean of means or a default would hide a mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from launch.errors import LaunchError
+from launch.parity.layout import ParityLayout
+from launch.parity.problem import make_problem
+from megalite.config import Config
+from tests.helpers.odd_sizes import config_of, problem
+
+BIG = {
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rope_theta": 500_000.0,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+}
+
+
+def made(config: Config, *layouts: ParityLayout, full: bool = False) -> Config:
+    return make_problem(config, layouts, seed=1, steps=3, full=full).config
+
+
+def test_a_large_model_gets_small_and_keeps_its_switches_and_proportions() -> None:
+    config = config_of(sequence=8192, model=BIG, optimizer={"eps": 1e-8})
+    small = make_problem(config, [ParityLayout(tp=4)], seed=1, steps=3, full=False)
+    model = small.config.model
+    assert (model.num_attention_heads, model.num_key_value_heads, model.head_dim) == (16, 4, 16)
+    assert model.hidden_size == model.num_attention_heads * model.head_dim == 256
+    assert model.intermediate_size == 14336 * model.hidden_size // 4096
+    assert (model.rope_theta, model.tie_word_embeddings) == (500_000.0, True)
+    assert model.vocab_size % 2 == 1 and model.num_hidden_layers == 5
+    assert small.config.training.sequence_length == 64
+    said = " ".join(small.changes)
+    for change in ("num_hidden_layers 32 -> 5", "sequence_length 8192 -> 64", "vocab_size 128256 -> 2039", "eps 1e-08"):
+        assert change in said
+
+
+def test_full_changes_no_size() -> None:
+    config = config_of(sequence=640, model=BIG)
+    whole = made(config, ParityLayout(), full=True)
+    assert whole.model.model_copy(update={"initializer_range": 0.02}) == config.model
+    assert whole.training.sequence_length == 640
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "hidden", "layouts"),
+    [
+        (28, 4, 128, 3584, [ParityLayout(tp=2), ParityLayout(tp=4)]),  # Qwen2-7B
+        (14, 2, 64, 896, [ParityLayout(tp=2)]),
+        (9, 3, 64, 576, [ParityLayout(tp=3)]),  # SmolLM-135M
+        (64, 8, 128, 8192, [ParityLayout(tp=8), ParityLayout(pp=8)]),  # Llama-3-70B
+        (32, 32, 128, 4096, [ParityLayout(tp=2), ParityLayout(tp=4)]),
+        (16, 16, 256, 3072, [ParityLayout(tp=4)]),  # Gemma-7B: heads wider than the model
+        (128, 128, 128, 64, [ParityLayout(tp=2)]),
+        (64, 1, 64, 96, [ParityLayout(tp=4)]),
+    ],
+)
+def test_a_small_model_is_cut_as_the_large_one(
+    heads: int, kv_heads: int, head_dim: int, hidden: int, layouts: list[ParityLayout]
+) -> None:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim, "hidden_size": hidden}
+    small = made(config_of(model=BIG | sizes), *layouts)
+    model = small.model
+    assert model.num_attention_heads // model.num_key_value_heads == heads // kv_heads
+    assert model.num_attention_heads * model.head_dim <= 512 and 32 <= model.hidden_size <= 256
+    for layout in layouts:
+        assert (model.num_key_value_heads % layout.tp == 0) == (kv_heads % layout.tp == 0), "another code path"
+        layout.config(small)  # raises where it cannot be
+
+
+def test_learning_rates_that_nothing_could_be_seen_at_are_changed_and_said() -> None:
+    for rate, wanted in ((1e-8, 1e-4), (1e-3, 1e-3), (0.5, 3e-3)):
+        asked = make_problem(
+            config_of(optimizer={"learning_rate": rate}), [ParityLayout()], seed=1, steps=3, full=False
+        )
+        assert asked.config.optimizer.learning_rate == wanted
+        assert any("learning_rate" in change for change in asked.changes) == (rate != wanted)
+    rates = [asked.training().learning_rate(step) for step in range(3)]
+    assert len(set(rates)) == 3, "a schedule that is not followed must show"
+
+
+def test_what_cannot_be_verified_is_one_sentence() -> None:
+    with pytest.raises(LaunchError, match="vocab_size 1 has nothing to verify"):
+        problem([ParityLayout()], model={"vocab_size": 1})
+    with pytest.raises(LaunchError, match="only a global batch of 3080 sequences"):
+        problem([ParityLayout(dp=7), ParityLayout(dp=5), ParityLayout(dp=8, accumulation=11)])
+
+
+def test_a_sequence_is_never_longer_than_the_model_allows() -> None:
+    config = config_of(sequence=2, model={"max_position_embeddings": 2})
+    assert made(config, ParityLayout(), ParityLayout(tp=4, sequence_parallel=True)).training.sequence_length == 2
+
+
+def test_a_small_model_stays_as_it_is() -> None:
+    config = config_of()
+    assert made(config, ParityLayout()).model.model_copy(update={"initializer_range": 0.02}) == config.model
+
+
+def test_one_batch_and_one_length_serve_all_layouts() -> None:
+    training = made(
+        config_of(), ParityLayout(dp=5), ParityLayout(dp=2, accumulation=4), ParityLayout(tp=4, sequence_parallel=True)
+    ).training
+    assert training.global_batch_size == 40 and training.sequence_length == 32
+
+
+def test_batches_have_documents_unequal_losses_and_replicas_without_any() -> None:
+    asked = problem([ParityLayout(dp=2, accumulation=3)])
+    packed, whole = asked.training(), asked.sgd(0.1, 1.0)
+    for training in (packed, whole):
+        valid = [(batch.targets != -100).sum(axis=1) for batch in training.batches]
+        assert len(set(valid[0].tolist())) > 3
+        assert valid[-1][: len(valid[-1]) // 2].sum() == 0 < valid[-1].sum()
+    positions = packed.batches[0].positions
+    assert positions is not None and (positions[:, 0] == 0).all()
+    assert ((positions == 0).sum(axis=1) > 1).any()
+    assert whole.batches[0].positions is None
+    dense, sparse = ((batch.targets != -100).mean() for batch in whole.batches[:2])
+    assert sparse < dense / 5
+
+
+def test_a_seed_repeats_a_problem_and_another_draws_another() -> None:
+    first, again = (problem([ParityLayout()]).training().batches[0].tokens for _ in range(2))
+    other = dataclasses.replace(problem([ParityLayout()]), seed=8).training().batches[0].tokens
+    assert np.array_equal(first, again) and not np.array_equal(first, other)
+
+
+def test_norms_and_biases_start_away_from_ones_and_zeros() -> None:
+    asked, where = problem([ParityLayout()]), (slice(4, 12),)
+    norm = asked.initial_value("model.norm.weight", np.ones(8, np.float32), where, (48,))
+    bias = asked.initial_value("a.bias", np.zeros(8, np.float32), where, (48,))
+    assert np.abs(norm - 1).min() > 0 and np.abs(norm - 1).max() < 0.5
+    assert np.abs(bias).min() > 0
+    whole = asked.initial_value("a.bias", np.zeros(48, np.float32), (slice(0, 48),), (48,))
+    assert np.array_equal(whole[4:12], bias), "a rank's slice starts like the whole"
+
+
+def test_dropout_is_off_where_the_reference_draws_other_masks() -> None:
+    config = config_of(model={"attention_dropout": 0.1})
+    off = make_problem(config, [ParityLayout()], seed=1, steps=3, full=False)
+    on = make_problem(config, [ParityLayout()], seed=1, steps=3, full=False, keep_dropout=True)
+    assert (off.config.model.attention_dropout, on.config.model.attention_dropout) == (0.0, 0.1)
+    assert any("attention_dropout 0.1 -> 0" in change for change in off.changes)

@@ -1,0 +1,223 @@
+"""Hostfiles and their filters, and what `deepspeed` is given for them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launch.cluster.deepspeed_launcher import Launcher, Rendezvous, check_launcher, launcher_command, write_files
+from launch.errors import LaunchError
+from launch.runtime.forwarded_environment import forwarded_environment, user_environment_files
+from launch.runtime.hostfile import Host, hostfile_text, include_filter, read_hostfile, select_hosts
+
+NODES = (Host("node1", (0, 1)), Host("node2", (0, 1, 2)))
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "hosts"
+    path.write_text(text)
+    return path
+
+
+def test_hosts_in_their_order_with_comments_and_empty_lines(tmp_path: Path) -> None:
+    path = written(tmp_path, "# the cluster\n\nnode2 slots=3  # the large one\n  10.0.0.7\tslots=1\n")
+    assert read_hostfile(path) == (Host("node2", (0, 1, 2)), Host("10.0.0.7", (0,)))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "names no host: add lines such as `node1 slots=8`"),
+        ("# node1 slots=8\n", "names no host"),
+        ("node1\n", "hosts:1:6: slots=NUMBER is missing after node1"),
+        ("node1 slots=2\nnode2 gpus=2\n", "hosts:2:7: 'gpus=2' is not slots=NUMBER"),
+        ("node1 slots=two\n", "hosts:1:7: 'slots=two' is not slots=NUMBER"),
+        ("node1 slots=\n", "hosts:1:7: 'slots=' is not slots=NUMBER"),
+        ("node1 slots=-1\n", "hosts:1:7: 'slots=-1' is not slots=NUMBER"),
+        ("node1  slots=0\n", "hosts:1:14: 0 slots are not 1 to 1024"),
+        ("node1 slots=80000\n", "hosts:1:13: 80000 slots are not 1 to 1024"),
+        ("node1 slots=2 max_slots=4\n", "hosts:1:15: 'max_slots=4' does not belong here"),
+        ("a slots=1\n b slots=1\na slots=2\n", "hosts:3:1: host a is already in line 1"),
+        ("root@node1 slots=1\n", "hosts:1:1: 'root@node1' is not a host's name (a user name belongs in ~/.ssh/config)"),
+        ("-oProxyCommand=x slots=1\n", "hosts:1:1: '-oProxyCommand=x' is not a host's name"),
+        ("node1;reboot slots=1\n", "hosts:1:1: 'node1;reboot' is not a host's name"),
+    ],
+)
+def test_a_mistake_is_told_with_line_and_column(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(LaunchError) as error:
+        read_hostfile(written(tmp_path, text))
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_hostfile_that_is_not_there_or_no_text(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="does not exist: name one with lines such as"):
+        read_hostfile(tmp_path / "nothing")
+    with pytest.raises(LaunchError, match="cannot be read: Is a directory"):
+        read_hostfile(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(LaunchError, match="cannot be read: it is not text"):
+        read_hostfile(tmp_path / "binary")
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "left"),
+    [
+        (None, None, NODES),
+        ("node2", None, (NODES[1],)),
+        ("node2:2,0@node1", None, (NODES[0], Host("node2", (0, 2)))),
+        (None, "node1", (NODES[1],)),
+        (None, "node1:1@node2:0", (Host("node1", (0,)), Host("node2", (1, 2)))),
+    ],
+)
+def test_filters(include: str | None, exclude: str | None, left: tuple[Host, ...]) -> None:
+    assert select_hosts(NODES, include, exclude) == left
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "said"),
+    [
+        ("node1", "node2", "cannot be given together"),
+        ("node3", None, "host 'node3' is not in the hostfile, which has node1, node2"),
+        ("node1:2", None, "host node1 has slots 0 to 1, not '2'"),
+        ("node1:", None, "host node1 has slots 0 to 1, not ''"),
+        ("node1:0@node1:1", None, "host node1 is named twice: put its slots together (node1:0,1)"),
+        (None, "node1@node2", "leaves no host"),
+        ("", None, "host '' is not in the hostfile"),
+    ],
+)
+def test_a_filter_that_makes_no_sense(include: str | None, exclude: str | None, said: str) -> None:
+    with pytest.raises(LaunchError) as error:
+        select_hosts(NODES, include, exclude)
+    assert said in str(error.value)
+
+
+@given(st.lists(st.sets(st.integers(0, 9), min_size=1), min_size=1, max_size=5))
+def test_what_deepspeed_is_given_leads_back_to_the_same_hosts(chosen: list[set[int]]) -> None:
+    hosts = tuple(Host(f"node{number}", tuple(sorted(devices))) for number, devices in enumerate(chosen))
+    names = [line.split()[0] for line in hostfile_text(hosts).splitlines()]
+    full = [
+        Host(name, tuple(range(int(line.partition("=")[2]))))
+        for name, line in zip(names, hostfile_text(hosts).splitlines(), strict=True)
+    ]
+    assert select_hosts(full, include_filter(hosts), None) == hosts
+
+
+def test_deepspeed_itself_reads_them_so(tmp_path: Path) -> None:
+    """Its own runner makes of our words the command for pdsh: hosts in our order, their devices, our variables."""
+    hosts = (Host("node2", (0, 2)), Host("node1", (0, 1)))
+    shown = {"WORDS": "a=b:c", "MEGALITE_ATTEMPT": "123"}
+    hostfile, environment = write_files(tmp_path, hosts, shown)
+    command = launcher_command(Launcher.PDSH, hosts, Rendezvous("10.1.2.3", 4567), hostfile, tmp_path / "config.yaml")
+    (tmp_path / "bin").mkdir()
+    pdsh = tmp_path / "bin" / "pdsh"
+    pdsh.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    pdsh.chmod(0o755)
+    path = f"{pdsh.parent}:{os.environ['PATH']}"
+    variables = os.environ | {"PATH": path, "DS_ENV_FILE": str(environment), "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True, cwd=tmp_path)
+    words = done.stdout.splitlines()
+    assert words[words.index("-w") + 1] == "node2,node1"
+    (exports,) = (word for word in words if word.startswith("export"))
+    assert "export WORDS=a=b:c; " in exports and "export MEGALITE_ATTEMPT=123; " in exports
+    (world,) = (word.partition("=")[2] for word in words if word.startswith("--world_info="))
+    assert json.loads(base64.urlsafe_b64decode(world)) == {"node2": [0, 2], "node1": [0, 1]}
+    assert {"--master_addr=10.1.2.3", "--master_port=4567", "--no_local_rank", str(tmp_path / "config.yaml")} <= set(
+        words
+    )
+
+
+def test_what_ranks_need_travels_and_secrets_do_so_in_private(tmp_path: Path) -> None:
+    (tmp_path / ".deepspeed_env").write_text('# ours\n\nNCCL_DEBUG=INFO\nMY_VARIABLE=1\nGREETING="hello you"\n')
+    variables = {
+        "NCCL_DEBUG": "WARN",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "WANDB_API_KEY": "123",
+        "WANDB_PROJECT": "p",
+        "AWS_SECRET_ACCESS_KEY": "k",
+        "HF_TOKEN": "t",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "MEGALITE_TREES": ":1",
+        "HOME": "/root",
+        "NO_PROXY": "a,b",
+        "HTTPS_PROXY": "http://me:word@proxy:3128",
+        "MLFLOW_TRACKING_PASSWORD": "word",
+        "AZURE_STORAGE_SAS": "sig",
+    }
+    found = forwarded_environment(variables, [tmp_path / ".deepspeed_env", tmp_path / "nothing"])
+    assert found.shown == {
+        "NCCL_DEBUG": "INFO",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "WANDB_PROJECT": "p",
+        "MY_VARIABLE": "1",
+    }
+    assert found.private == {
+        "WANDB_API_KEY": "123",
+        "AWS_SECRET_ACCESS_KEY": "k",
+        "HF_TOKEN": "t",
+        "NO_PROXY": "a,b",
+        "GREETING": "hello you",
+        "HTTPS_PROXY": "http://me:word@proxy:3128",
+        "MLFLOW_TRACKING_PASSWORD": "word",
+        "AZURE_STORAGE_SAS": "sig",
+    }
+    (tmp_path / ".deepspeed_env").write_text("PATH=/opt:$PATH\n")
+    with pytest.raises(LaunchError, match=r"deepspeed_env:1: PATH has a \$, which ranks take as it is"):
+        forwarded_environment({}, [tmp_path / ".deepspeed_env"])
+    (tmp_path / ".deepspeed_env").write_text("NCCL_DEBUG\n")
+    with pytest.raises(LaunchError, match=r"\.deepspeed_env:1: 'NCCL_DEBUG' is not NAME=VALUE"):
+        forwarded_environment({}, [tmp_path / ".deepspeed_env"])
+    assert user_environment_files({"DS_ENV_FILE": "mine"}) == [Path.home() / "mine", Path.cwd() / "mine"]
+
+
+def test_launchers_that_cannot_do_it_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for program in ("pdsh", "ompi_info", "mpirun", "srun"):
+        (tmp_path / program).write_text("#!/bin/sh\necho $MPI\n")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    part, alike, different = [Host("a", (1,))], [Host("a", (0,)), Host("b", (0,))], list(NODES)
+    check_launcher(Launcher.PDSH, part)
+    monkeypatch.setenv("MPI", "HYDRA build details")
+    check_launcher(Launcher.MPICH, alike)
+    with pytest.raises(LaunchError, match="--launcher mpich cannot be told an --ssh-port"):
+        check_launcher(Launcher.MPICH, alike, 2222)
+    with pytest.raises(LaunchError, match="equally many slots"):
+        check_launcher(Launcher.MPICH, different)
+    with pytest.raises(LaunchError, match=r"--launcher openmpi needs its own mpirun, but .*/mpirun is another's"):
+        check_launcher(Launcher.OPENMPI, different)
+    monkeypatch.setenv("MPI", "mpirun (Open MPI) 4.1.4")
+    check_launcher(Launcher.OPENMPI, different)
+    with pytest.raises(LaunchError, match="--launcher mpich needs its own mpirun"):
+        check_launcher(Launcher.MPICH, alike)
+    with pytest.raises(LaunchError, match="starts the first slots of a host"):
+        check_launcher(Launcher.OPENMPI, part)
+    with pytest.raises(LaunchError, match="inside an allocation"):
+        check_launcher(Launcher.SLURM, alike)
+    (tmp_path / "pdsh").unlink()
+    with pytest.raises(LaunchError, match="--launcher pdsh needs pdsh, which is not on PATH"):
+        check_launcher(Launcher.PDSH, alike)
+
+
+def test_commands_of_the_other_launchers() -> None:
+    rendezvous, files = Rendezvous("a", 1), (Path("/h"), Path("/c.yaml"))
+    openmpi = launcher_command(Launcher.OPENMPI, NODES, rendezvous, *files, ssh_port=2222, launcher_args="--verbose")
+    assert "--include" not in openmpi and openmpi[:3] == [sys.executable, "-m", "deepspeed.launcher.runner"]
+    (given,) = (word.partition("=")[2] for word in openmpi if word.startswith("--launcher_args="))
+    assert shlex.split(given)[-4:] == ["--mca", "plm_rsh_args", "-p 2222", "--verbose"]
+    slurm = launcher_command(Launcher.SLURM, [Host("a", (0, 1)), Host("b", (0, 1))], rendezvous, *files)
+    assert "--launcher_args=--distribution=arbitrary" in slurm
+    assert all("--force_multi" in words for words in (openmpi, slurm))
+
+
+def test_the_example_is_one() -> None:
+    hosts = read_hostfile(Path(__file__).parents[4] / "configs" / "hostfile.example")
+    assert [host.slots for host in hosts] == [8] * 4

@@ -1,0 +1,128 @@
+"""gloo's interface is chosen where the own name stands for loopback, as Debian writes it, and other hosts are there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.runtime.network import INTERFACE, choose_interface, interface_to, is_loopback
+from launch.runtime.rank_environment import Rank
+from tests.helpers.commands import ROOT
+
+RANK = Rank(0, 0, 4, "Slurm", True, ("node2", 4000))
+MACHINE = """
+set -e
+hostname node1
+mount --bind "$HOSTS" /etc/hosts
+ip link set lo up
+for number in $INTERFACES; do
+    ip link add eth$number type veth peer name peer$number
+    ip link set peer$number up
+    ip addr add 10.78.$number.1/24 dev eth$number
+    ip link set eth$number up
+done
+[ -z "$ROUTE" ] || ip route add default via 10.78.$ROUTE.2
+exec "$PYTHON" -c "$PROGRAM"
+"""
+PROGRAM = """
+import json, os
+from launch.runtime.network import choose_interface
+from launch.runtime.rank_environment import Rank
+rank = json.loads(os.environ["RANK_FACTS"])
+environment = json.loads(os.environ["GIVEN"])
+choose_interface(environment, Rank(**rank | {"master": tuple(rank["master"])}))
+print(json.dumps(environment))
+"""
+DEBIAN = "127.0.0.1 localhost\n127.0.1.1 node1\n10.78.0.2 node2\n10.78.1.2 storage2\n"
+PLAIN = DEBIAN.replace("127.0.1.1 node1", "10.78.0.1 node1")
+UNNAMED = DEBIAN.replace("127.0.1.1 node1\n", "")
+
+
+def chosen(
+    folder: Path,
+    rank: Rank = RANK,
+    *,
+    hosts: str = DEBIAN,
+    interfaces: str = "0 1",
+    route: str = "",
+    given: dict[str, str] | None = None,
+) -> str | None:
+    """What GLOO_SOCKET_IFNAME is afterwards, on a machine with its own network, name and hosts file."""
+    (folder / "hosts").write_text(hosts)
+    own = os.environ | {
+        "HOSTS": str(folder / "hosts"),
+        "INTERFACES": interfaces,
+        "ROUTE": route,
+        "PYTHON": sys.executable,
+        "PROGRAM": PROGRAM,
+        "RANK_FACTS": json.dumps(asdict(rank)),
+        "GIVEN": json.dumps(given or {}),
+    }
+    words = ["unshare", "--user", "--map-root-user", "--net", "--uts", "--mount", "sh", "-c", MACHINE]
+    done = subprocess.run(words, env=own, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.fail(done.stderr)
+    environment: dict[str, str] = json.loads(done.stdout)
+    return environment.get(INTERFACE)
+
+
+@pytest.fixture(scope="module")
+def namespaces() -> None:
+    words = ["unshare", "--user", "--map-root-user", "--net", "ip", "link", "add", "eth0", "type", "veth"]
+    missing = [name for name in ("unshare", "ip", "hostname") if shutil.which(name) is None]
+    if missing or subprocess.run(words, capture_output=True, check=False).returncode:
+        pytest.skip("a network of one's own needs unshare, iproute2, and a kernel that allows user namespaces")
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_the_interface_on_the_way_to_the_master(tmp_path: Path) -> None:
+    assert chosen(tmp_path) == "eth0"
+    assert chosen(tmp_path, Rank(0, 0, 4, "", True, ("storage2", 4000))) == "eth1"
+    assert chosen(tmp_path, Rank(0, 0, 4, "", None, ("10.78.1.2", 4000))) == "eth1", "the launcher does not say"
+    assert chosen(tmp_path, hosts=UNNAMED) == "eth0", "a name that nobody knows: gloo takes loopback then, too"
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_on_the_master_itself(tmp_path: Path) -> None:
+    """It may be called by its address, or by its name, which is loopback to itself alone."""
+    by_address, by_name = (Rank(0, 0, 4, "", True, (master, 4000)) for master in ("10.78.1.1", "node1"))
+    assert chosen(tmp_path, by_address) == "eth1"
+    assert chosen(tmp_path, by_name, route="1") == "eth1", "the way to everybody else"
+    assert chosen(tmp_path, by_name, interfaces="0") == "eth0", "the only one"
+    assert chosen(tmp_path, by_name) is None, "nobody can know"
+    assert chosen(tmp_path, Rank(0, 0, 4, "", None, ("node1", 4000)), interfaces="1") == "eth1", "perhaps several"
+
+
+@pytest.mark.usefixtures("namespaces")
+@pytest.mark.parametrize(
+    ("rank", "options"),
+    [
+        (RANK, {"hosts": PLAIN}),
+        (RANK, {"given": {INTERFACE: "ib0"}}),
+        (Rank(0, 0, 4, "deepspeed", False, ("node2", 4000)), {}),
+        (Rank(0, 0, 1, "Slurm", True, ("node2", 4000)), {}),
+        (Rank(0, 0, 4, "", None, ("127.0.0.1", 4000)), {}),
+        (Rank(0, 0, 4, "", None, ("localhost", 4000)), {}),
+    ],
+    ids=["the name is good", "the user has chosen", "one host", "one rank", "on loopback", "on localhost"],
+)
+def test_nothing_is_chosen_where_that_is_not_needed(tmp_path: Path, rank: Rank, options: dict[str, Any]) -> None:
+    before = options.get("given", {}).get(INTERFACE)
+    assert chosen(tmp_path, rank, **options) == before
+
+
+def test_this_machine() -> None:
+    assert is_loopback("localhost") and is_loopback("127.0.1.1") and not is_loopback("192.0.2.1")
+    name = interface_to("127.0.0.1")
+    assert name is None or Path("/sys/class/net", name).exists()
+    environment: dict[str, str] = {}
+    choose_interface(environment, Rank(1, 1, 2, "torchrun", False, ("127.0.0.1", 4000)))
+    assert environment == {}

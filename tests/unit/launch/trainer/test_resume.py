@@ -1,0 +1,47 @@
+"""Where a run starts, in the cases that are no mistake (those are in test_mistakes.py)."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.trainer.data import open_data
+from launch.trainer.resume import checkpoints_of, find_start
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.manifest import find_latest
+from megalite.config import Config
+from tests.unit.launch.cli.test_mistakes import own_checkpoint
+
+DROPOUT = {"attention_dropout": 0.1, "residual_dropout": 0.2, "embedding_dropout": 0.3}
+
+
+@pytest.mark.parametrize("saved", [{}, DROPOUT], ids=["turned on", "turned off"])
+def test_a_run_goes_on_with_another_dropout(saved: dict[str, float], tiny: dict[str, Any], tmp_path: Path) -> None:
+    """It changes nothing about what the checkpoint computes, so it must not count as another model."""
+    before = copy.deepcopy(tiny)
+    before["model"] |= saved
+    own_checkpoint()(before, tmp_path)
+    tiny["model"] |= DROPOUT if not saved else {}
+    config = Config.model_validate(tiny)
+    own, skipped = find_latest(checkpoints_of(config))
+    start = find_start(config, open_data(config), own, skipped)
+    assert start.is_resume and start.step == 2
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"sliding_window": 3}, {"scale_embeddings": True}, {"rope_scaling": {"rope_type": "linear", "factor": 2}}],
+)
+def test_an_older_checkpoint_without_an_option_is_of_a_model_without_it(
+    option: dict[str, Any], tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    """Shapes are equal, so nothing later would notice that the run goes on as another function."""
+    own_checkpoint()(copy.deepcopy(tiny), tmp_path)
+    tiny["model"] |= option
+    config = Config.model_validate(tiny)
+    own, skipped = find_latest(checkpoints_of(config))
+    with pytest.raises(CheckpointError, match=f"of another model: its model.({next(iter(option))}|layer_types) is"):
+        find_start(config, open_data(config), own, skipped)

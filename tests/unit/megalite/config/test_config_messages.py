@@ -1,0 +1,291 @@
+"""Every way a config can be wrong is answered with one line: option, reason, and what works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megalite.config import ConfigError, load_config, resolve_layout
+
+# overrides on the minimal config -> fragments of the message, in this order
+BAD_OVERRIDES = [
+    # names
+    ("training.learning_rate=1e-3", ['"training.learning_rate": did you mean "optimizer.learning_rate"?']),
+    ("learning_rate=1e-3", ['"learning_rate": did you mean "optimizer.learning_rate"?']),
+    ("optimiser.learning_rate=1e-3", ['"optimiser": did you mean "optimizer"?']),
+    ("train.learning_rate=1e-3", ['"train.learning_rate": did you mean "optimizer.learning_rate"?']),
+    ("optimizer.lr=1e-3", ['"optimizer.lr": did you mean "optimizer.learning_rate"?']),
+    ("parallel.tp=2", ['"parallel.tp": did you mean "parallel.tensor_parallel_size"?']),
+    ("training.batch_size=2", ['"training.batch_size": did you mean "training.global_batch_size"?']),
+    ("wandb.enabled=true", ['"wandb": did you mean "monitor.wandb"?']),
+    ("recompute.zebra=1", ['"recompute.zebra": section recompute has mode']),
+    ("zebra=1", ['unknown option "zebra": the config has run_dir, model, data']),
+    # values
+    ("precision.dtype=bf61", ["precision.dtype must be fp32, bf16 or fp16, got 'bf61'"]),
+    ("parallel.zero_stage=4", ["parallel.zero_stage must be 0, 1, 2, 3 or auto, got 4"]),
+    (
+        "parallel.data_parallel_size=x",
+        ["parallel.data_parallel_size must be a valid integer or auto, got 'x'"],
+    ),
+    ("model.hidden_size=-1", ["model.hidden_size must be greater than 0, got -1"]),
+    ("model.hidden_size=64.5", ["model.hidden_size must be a valid integer, got 64.5"]),
+    ("model.hidden_size=true", ["model.hidden_size must be a valid integer, got 'true'"]),
+    ("model.hidden_size=null", ["model.hidden_size must be a valid integer, got null"]),
+    ("optimizer.learning_rate=.nan", ["optimizer.learning_rate must be a finite number"]),
+    ("optimizer.betas=[0.9]", ["optimizer.betas must be a longer list, got [0.9]"]),
+    ("optimizer.betas=[0.9, 1.5]", ["optimizer.betas must be less than 1, got 1.5"]),
+    ("data.path=[]", ["data.path must be a list of at least 1, got []"]),
+    ("data.held_out_fraction=0.6", ["data.held_out_fraction must be less than or equal to 0.5, got 0.6"]),
+    ("launch.spin_threads=3", ["launch.spin_threads must be auto or true or false, got 3"]),
+    ("training=3", ["training must be a section with options of its own, got 3"]),
+    ("model=null", ["model.vocab_size is required (number of token ids) (and 4 more)"]),
+    (
+        "watchdog.startup_minutes=45",
+        ["watchdog.startup_minutes 45", "watchdog.timeout_minutes 30", "set watchdog.timeout_minutes to 45 or more"],
+    ),
+    # the form of an override
+    ("training.steps", ['"training.steps" is not of the form section.option=value']),
+    (".steps=3", ['".steps=3" is not of the form section.option=value']),
+    ("training.steps.x=3", ["training.steps is a value, not a section; write training.steps=..."]),
+    ("data.path=[a", ['override "data.path=[a": not valid YAML: expected']),
+    ("deepspeed={a: 1, a: 2}", ["a stands twice"]),
+    # the model and the layout
+    (
+        "model.hidden_size=66",
+        ["model.hidden_size 66", "num_attention_heads 4: use a hidden_size of 64 or 72"],
+    ),
+    ("model.head_dim=15", ["model.head_dim 15 is odd", "RoPE", "14 or 16"]),
+    (
+        "model.num_key_value_heads=3",
+        ["model.num_attention_heads 4", "num_key_value_heads 3", "use 2 or 4 kv"],
+    ),
+    (
+        "parallel.tensor_parallel_size=3",
+        ["model.num_attention_heads 4", "tensor_parallel_size 3", "of 2 or 4"],
+    ),
+    ("parallel.pipeline_parallel_size=6", ["pipeline_parallel_size 6", "num_hidden_layers 5", "at most 5"]),
+    (
+        "parallel.pipeline_parallel_size=2 parallel.zero_stage=2",
+        [
+            "parallel.zero_stage 2",
+            "pipeline_parallel_size 2",
+            "use zero_stage 1, or pipeline_parallel_size 1",
+        ],
+    ),
+    (
+        "model.num_attention_heads=12 model.num_key_value_heads=6 model.head_dim=4 parallel.tensor_parallel_size=4",
+        ["model.num_key_value_heads 6", "tensor_parallel_size 4", "tensor_parallel_size of 3 or 6"],
+    ),
+    (
+        "model.num_attention_heads=32 model.num_key_value_heads=2 model.head_dim=2 parallel.tensor_parallel_size=8",
+        ["model.num_key_value_heads 2", "replicated kv heads x head_dim = 4 must be a multiple", "of 4"],
+    ),
+    (
+        "model.vocab_size=3 parallel.tensor_parallel_size=4",
+        ["model.vocab_size 3", "tensor_parallel_size 4", "use a tensor_parallel_size of at most 3"],
+    ),
+    (
+        "parallel.sequence_parallel=true parallel.tensor_parallel_size=2 training.sequence_length=31",
+        ["training.sequence_length 31", "tensor_parallel_size 2", "use a sequence_length of 30 or 32"],
+    ),
+    # the run
+    ("training.tokens=1e6", ["training.steps 10 and training.tokens 1000000", "keep one"]),
+    ("training.steps=null", ["a run needs a length: set training.steps or training.tokens"]),
+    ("training.global_batch_size=9", ["training.global_batch_size 9", "micro_batch_size 2", "of 8 or 10"]),
+    (
+        "parallel.data_parallel_size=3",
+        ["training.global_batch_size 8", "micro_batch_size 2 x data-parallel size 3 = 6", "of 6 or 12"],
+    ),
+    (
+        "training.sequence_length=4096",
+        ["4096 is longer than model.max_position_embeddings 2048", "at most 2048"],
+    ),
+    ("schedule.decay_steps=2", ["schedule.decay_steps 2", "schedule.name cosine", "use schedule.name wsd"]),
+    (
+        "schedule.name=wsd schedule.warmup_steps=5 schedule.decay_steps=6",
+        ["schedule.warmup_steps 5 + schedule.decay_steps 6", "at most 10"],
+    ),
+    ("schedule.name=wsd schedule.warmup_steps=10", ["schedule.decay_steps 1", "at most 10"]),
+    (
+        "training.evaluation.interval=5 data.held_out_fraction=0",
+        ["training.evaluation.interval 5", "data.held_out_fraction is 0", "use a held_out_fraction of 0.01"],
+    ),
+    (
+        "training.evaluation.interval=5 training.evaluation.samples=7",
+        ["training.evaluation.samples 7", "micro_batch_size 2", "use 6 or 8 samples"],
+    ),
+    (
+        "training.initialize_from=runs/tiny/checkpoints/step_00000010",
+        ["run's own run_dir", "another run_dir"],
+    ),
+    (
+        "precision.gradient_accumulation_dtype=fp16",
+        ["precision.gradient_accumulation_dtype fp16", "precision.dtype bf16", "in fp32 or bf16"],
+    ),
+    (
+        "precision.dtype=fp32 precision.gradient_accumulation_dtype=bf16",
+        ["precision.dtype fp32: accumulate in fp32"],
+    ),
+    # DeepSpeed's own options
+    ("deepspeed.train_batch_size=8", ["deepspeed.train_batch_size", "set training.global_batch_size"]),
+    ("deepspeed.bf16.enabled=true", ["deepspeed.bf16", "set precision.dtype"]),
+    ("deepspeed.fp16.enabled=true", ["deepspeed.fp16.enabled", "set precision.dtype"]),
+    ("deepspeed.fp16.loss_scale_window=5", ["deepspeed.fp16 has no effect", "precision.dtype bf16"]),
+    ("deepspeed.zero_optimization.stage=2", ["deepspeed.zero_optimization.stage", "set parallel.zero_stage"]),
+    ("deepspeed.zero_optimization=2", ["deepspeed.zero_optimization must be a section", "got 2"]),
+    ("deepspeed.data_types.grad_accum_dtype=bf16", ["set precision.gradient_accumulation_dtype"]),
+    ("deepspeed.pipeline.stages=2", ["deepspeed.pipeline", "parallel.pipeline_parallel_size"]),
+    ("deepspeed.activation_checkpointing={}", ["deepspeed.activation_checkpointing", "set recompute.mode"]),
+    ("deepspeed.optimizer.type=Adam", ["deepspeed.optimizer", "set optimizer.name"]),
+    ("deepspeed.scheduler.type=WarmupLR", ["deepspeed.scheduler", "set schedule.name"]),
+    ("deepspeed.elasticity.enabled=true", ["DeepSpeed 0.19 removed elasticity: remove deepspeed.elasticity"]),
+    ("deepspeed.amp={}", ["DeepSpeed 0.19 removed amp"]),
+    (
+        "deepspeed.gradient_allreduce_op=sum",
+        ["deepspeed.gradient_allreduce_op", "mean over the global batch", "remove"],
+    ),
+    ("deepspeed.prescale_gradients=true", ["deepspeed.prescale_gradients cannot be set"]),
+    ("deepspeed.gradient_predivide_factor=2", ["deepspeed.gradient_predivide_factor cannot be set"]),
+    ("deepspeed.zero_allow_untested_optimizer=false", ["deepspeed.zero_allow_untested_optimizer cannot be set"]),
+    ("deepspeed.sequence_parallel_size=2", ["deepspeed.sequence_parallel_size", "set parallel.sequence_parallel"]),
+    ("deepspeed.zero_optimisation.x=1", ['"deepspeed.zero_optimisation"', '"deepspeed.zero_optimization"?']),
+    ("deepspeed.gradient_cliping=1", ['"deepspeed.gradient_cliping"', 'did you mean "training.gradient_clipping"?']),
+    ("deepspeed.xyz=1", ['DeepSpeed 0.19 has no option "xyz": remove deepspeed.xyz']),
+    ("guards.max_interventions=0", ["guards.max_interventions", "0"]),
+    (
+        "deepspeed.zero_optimization.mics_shard_size=2",
+        ["DeepSpeed 0.19 removed zero_optimization.mics_shard"],
+    ),
+    (
+        "parallel.pipeline_parallel_size=2 deepspeed.wall_clock_breakdown=true",
+        ["deepspeed.wall_clock_breakdown", "crashes", "pipeline_parallel_size 2", "remove it"],
+    ),
+    (
+        "parallel.pipeline_parallel_size=2 deepspeed.flops_profiler.enabled=true",
+        ["deepspeed.flops_profiler", "crashes", "use pipeline_parallel_size 1"],
+    ),
+]
+
+# text of a file -> fragments of the message
+BAD_FILES = [
+    ("", ["is empty: it needs at least run_dir and the sections model, data and training"]),
+    ("- a\n- b\n", ["must hold sections like `model:`, but holds list data"]),
+    ("model:\n  vocab_size: 8\n vocab_size: 9\n", ["line 3: not valid YAML"]),
+    ("model:\n\tvocab_size: 8\n", ["line 2: not valid YAML: found character"]),
+    ("model: *nowhere\n", ["line 1: not valid YAML: found undefined alias"]),
+    ("model: !!python/object:os.system {}\n", ["line 1: not valid YAML: could not determine a constructor"]),
+    (
+        "seed: 1\nmodel:\n  a: 1\n  b: 2\n  a: 3\n",
+        ["line 5: model.a stands twice, first on line 3: remove one"],
+    ),
+    ("1: 2\n", ["line 1: option names are words, got '1'"]),
+    (
+        "run_dir: x\nmodel:\n  vocab_size: 8\n  hiden_size: 8\n",
+        ["line 4: unknown", '"model.hidden_size"?', "more)"],
+    ),
+    ("run_dir: x\nmodell: {}\n", ["line 2: unknown option", 'did you mean "model"? (and 2 more)']),
+    ("run_dir: x\n", ["section model is required, with vocab_size, hidden_size"]),
+    ("a: &a [*a]\n", ["not valid YAML"]),
+    ("\x00", ["not valid YAML"]),
+]
+
+# (overrides, world size, device) -> fragments of the message
+BAD_WORLDS = [
+    ("precision.dtype=fp16", 1, "cpu", ["precision.dtype fp16 needs a GPU", "use bf16 or fp32"]),
+    (
+        "parallel.tensor_parallel_size=2 parallel.pipeline_parallel_size=2",
+        6,
+        "cpu",
+        ["tensor_parallel_size 2 x parallel.pipeline_parallel_size 2 = 4", "6 processes", "start 4 or 8"],
+    ),
+    ("parallel.tensor_parallel_size=4", 2, "cpu", ["4 does not divide the 2 processes", "start 4"]),
+    (
+        "parallel.tensor_parallel_size=2 parallel.data_parallel_size=2",
+        8,
+        "cuda",
+        ["makes 4 processes, but this run has 8: start 4, or set parallel.data_parallel_size to 4 or auto"],
+    ),
+    (
+        "parallel.data_parallel_size=2 parallel.pipeline_parallel_size=2",
+        3,
+        "cpu",
+        ["but this run has 3: start 4"],
+    ),
+    ("", 3, "cpu", ["training.global_batch_size 8", "data-parallel size 3 = 6", "of 6 or 12"]),
+    (
+        "training.evaluation.interval=1 training.evaluation.samples=2",
+        4,
+        "cpu",
+        ["training.evaluation.samples 2", "data-parallel size 4 = 8", "use 8 samples"],
+    ),
+]
+
+
+def assert_one_line(message: str, fragments: list[str]) -> None:
+    assert "\n" not in message and "Traceback" not in message and "pydantic" not in message
+    position = 0
+    for fragment in fragments:
+        assert fragment in message[position:], f"{fragment!r} is not in (the rest of) {message!r}"
+        position = message.index(fragment, position)
+
+
+def split(overrides: str) -> list[str]:
+    """Overrides apart at spaces, except inside brackets."""
+    parts: list[str] = []
+    for part in overrides.split():
+        if parts and (parts[-1].count("[") + parts[-1].count("{")) > (parts[-1].count("]") + parts[-1].count("}")):
+            parts[-1] += " " + part
+        else:
+            parts.append(part)
+    return parts
+
+
+@pytest.mark.parametrize(("overrides", "fragments"), BAD_OVERRIDES, ids=[row[0] for row in BAD_OVERRIDES])
+def test_bad_override_is_one_sentence(minimal: Path, overrides: str, fragments: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(minimal, split(overrides))
+    assert_one_line(str(raised.value), fragments)
+
+
+@pytest.mark.parametrize(("text", "fragments"), BAD_FILES)
+def test_bad_file_is_one_sentence_with_the_line(tmp_path: Path, text: str, fragments: list[str]) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        load_config(path)
+    assert_one_line(str(raised.value), [str(path), *fragments])
+
+
+@pytest.mark.parametrize(("overrides", "world_size", "device", "fragments"), BAD_WORLDS)
+def test_bad_world_is_one_sentence(
+    minimal: Path, overrides: str, world_size: int, device: str, fragments: list[str]
+) -> None:
+    config = load_config(minimal, split(overrides))
+    with pytest.raises(ConfigError) as raised:
+        resolve_layout(config, world_size, device)  # type: ignore[arg-type]
+    assert_one_line(str(raised.value), fragments)
+
+
+def test_unreadable_files_are_one_sentence(tmp_path: Path) -> None:
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\xff")
+    for path, reason in [
+        (tmp_path / "absent.yaml", "does not exist"),
+        (tmp_path, "cannot be read: Is a directory"),
+        (binary, "is not UTF-8 text"),
+    ]:
+        with pytest.raises(ConfigError) as raised:
+            load_config(path)
+        assert_one_line(str(raised.value), [str(path), reason])
+
+
+def test_message_says_where_the_value_came_from(minimal: Path) -> None:
+    """An option of the file is blamed on its line, one of the command line on the override."""
+    text = minimal.read_text().replace("steps: 10", "steps: ten")
+    path = minimal.with_name("where.yaml")
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"where\.yaml, line 14: training\.steps must be a valid integer"):
+        load_config(path)
+    with pytest.raises(ConfigError, match=r'^override "training\.steps=eleven": training\.steps must be'):
+        load_config(path, ["training.steps=eleven"])

@@ -1,0 +1,226 @@
+"""Memory by the formulas: against the papers' own figures, and promises that hold whatever the job."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.planner.memory_published import (
+    Figure,
+    blocks_in_flight,
+    figure_1,
+    figure_7,
+    published_memory_of,
+    published_states,
+)
+from benchmarks.planner.published import read
+from megalite.config import ModelConfig
+from megalite.planner.cost.activations import micro_batches_in_flight
+from megalite.planner.cost.memory import CPU, CUDA, TENSORS, Device, StageMemory, memory_of
+from megalite.planner.cost.model_states import BUCKET, deepspeed_states
+from megalite.planner.cost.shapes import stage_shapes
+from megalite.planner.workload import MEGALITE, ParallelLayout, TrainingWorkload
+
+
+@pytest.mark.parametrize("figure", figure_1(), ids=lambda figure: figure.name)
+def test_figure_1_of_korthikanti(figure: Figure) -> None:
+    """Weights, gradients and optimizer (18 bytes a parameter of 12 L h^2), and the first stage's activations."""
+    assert figure.ours == pytest.approx(figure.published, abs=1e-3)
+
+
+@pytest.mark.parametrize("figure", figure_7(), ids=lambda figure: figure.name)
+def test_figure_7_of_korthikanti(figure: Figure) -> None:
+    """Percent of what tensor parallelism alone keeps; the figure was read off."""
+    assert figure.ours == pytest.approx(figure.published, abs=0.2)
+
+
+@pytest.mark.parametrize("row", read("zero_table1_gb"), ids=lambda row: f"{row['model']} {row['DP']}")
+def test_table_1_of_zero(row: dict[str, str]) -> None:
+    """fp16 weights and gradients; formulas to their digits, printed figures as they are rounded, or cut off."""
+    numbers = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}[row["model"]]
+    for zero, column in ((1, "Pos"), (2, "Pos+g"), (3, "Pos+g+p")):
+        layout = replace(GPT.layout, zero_stage=zero, data_parallel_size=int(row["DP"]))
+        gigabytes = published_states(replace(GPT, layout=layout), numbers).total / 1e9
+        assert gigabytes == pytest.approx(float(row[f"{column}_formula"]), abs=6e-4), column
+        printed = row[f"{column}_printed"]
+        last_digit = 10.0 ** -len(printed.partition(".")[2])
+        assert abs(gigabytes - float(printed)) < last_digit, column
+
+
+def _model(**options: Any) -> ModelConfig:
+    values: dict[str, Any] = {
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+    }
+    return ModelConfig.model_validate(values | options)
+
+
+GPT = TrainingWorkload(
+    _model(gated_mlp=False, hidden_act="gelu", normalization="layernorm"),
+    ParallelLayout(),
+    sequence_length=2048,
+    global_batch_size=64,
+    gradient_accumulation_dtype="bf16",
+    stack=replace(MEGALITE, name="Megatron-LM", attention="materialized"),
+)
+
+models = st.builds(
+    _model,
+    num_hidden_layers=st.sampled_from([4, 8, 12]),
+    num_key_value_heads=st.sampled_from([1, 4, 16]),
+    gated_mlp=st.booleans(),
+    hidden_act=st.sampled_from(["silu", "gelu", "relu"]),
+    normalization=st.sampled_from(["rmsnorm", "layernorm"]),
+    norm_placement=st.sampled_from(["pre", "post", "pre_and_post"]),
+    use_parallel_residual=st.booleans(),
+    query_key_norm=st.sampled_from(["none", "per_head", "full_width"]),
+    num_experts=st.sampled_from([None, 4]),
+    attention_dropout=st.sampled_from([0.0, 0.1]),
+    residual_dropout=st.sampled_from([0.0, 0.1]),
+    attn_logit_softcapping=st.sampled_from([None, 30.0]),
+    position_embedding=st.sampled_from(["rope", "learned"]),
+    tie_word_embeddings=st.booleans(),
+).filter(lambda model: not (model.use_parallel_residual and model.norm_placement == "post"))
+layouts = st.builds(
+    ParallelLayout,
+    tensor_parallel_size=st.sampled_from([1, 2, 8]),
+    pipeline_parallel_size=st.sampled_from([1, 2, 4]),
+    data_parallel_size=st.sampled_from([1, 2, 16]),
+    zero_stage=st.sampled_from([1, 2, 3]),
+    sequence_parallel=st.booleans(),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    micro_batch_size=st.sampled_from([1, 4]),
+)
+jobs = st.builds(
+    TrainingWorkload,
+    models,
+    layouts,
+    sequence_length=st.sampled_from([512, 4096]),
+    global_batch_size=st.sampled_from([64, 1024]),
+    dtype=st.sampled_from(["fp32", "bf16"]),
+    gradient_accumulation_dtype=st.just("fp32"),
+    optimizer=st.sampled_from(["adamw", "sgd"]),
+    document_mask=st.booleans(),
+    stack=st.sampled_from([MEGALITE, GPT.stack]),
+)
+devices = st.sampled_from([CUDA, TENSORS, CPU, Device("cpu"), replace(CPU, widens_bf16=True)])
+
+
+def _most(job: TrainingWorkload, device: Device) -> float:
+    return max(stage.total for stage in _memory(job, device))
+
+
+def _memory(job: TrainingWorkload, device: Device) -> tuple[StageMemory, ...]:
+    """As our decoder needs it, or by the papers' formulas."""
+    return (memory_of if job.stack == MEGALITE else published_memory_of)(job, device)
+
+
+def _with(job: TrainingWorkload, **layout: Any) -> TrainingWorkload:
+    return replace(job, layout=replace(job.layout, **layout))
+
+
+@settings(deadline=None)
+@given(jobs, devices)
+def test_parts_add_up_and_none_is_negative(job: TrainingWorkload, device: Device) -> None:
+    stages = _memory(job, device)
+    assert [stage.stage for stage in stages] == list(range(job.layout.pipeline_parallel_size))
+    for stage in stages:
+        assert all(size >= 0 for size in stage.parts.values()), stage.parts
+        assert stage.total == pytest.approx(sum(stage.parts.values()))
+
+
+@settings(deadline=None)
+@given(jobs, st.integers(1, 2))
+def test_papers_need_no_more_with_more_zero(job: TrainingWorkload, zero: int) -> None:
+    papers = replace(job, stack=GPT.stack)
+    assert _most(_with(papers, zero_stage=zero + 1), TENSORS) <= _most(_with(papers, zero_stage=zero), TENSORS)
+
+
+@settings(deadline=None)
+@given(jobs)
+def test_ours_cuts_states_with_more_zero(job: TrainingWorkload) -> None:
+    """Weights, gradients and optimizer; ZeRO-3 has an fp32 copy of fp32 weights too."""
+    shapes = stage_shapes(job.model, job.layout.tensor_parallel_size, job.layout.pipeline_parallel_size)
+    for shape in shapes:
+        one, two, three = (
+            deepspeed_states(_with(job, zero_stage=zero), shape.parameters, shape.parameters / 4) for zero in (1, 2, 3)
+        )
+        copy = three.weights if job.dtype == "fp32" else 0.0
+        assert two.total <= one.total
+        assert three.total <= two.total + copy
+
+
+@settings(deadline=None)
+@given(jobs)
+def test_more_zero_adds_buffers_at_most(job: TrainingWorkload) -> None:
+    """DeepSpeed's stages 2 and 3 reduce through a bucket of 50 million numbers and copies of it, and stage 3 gathers
+    weights and keeps gradients while it copies them: in a small model that is more than they save."""
+    stages = [memory_of(_with(job, zero_stage=zero, recompute="none"), TENSORS) for zero in (1, 2, 3)]
+    shapes = stage_shapes(job.model, job.layout.tensor_parallel_size, job.layout.pipeline_parallel_size)
+    size = 4 if job.dtype == "fp32" else 2
+    for one, two, three, shape in zip(*stages, shapes, strict=True):
+        of_three = deepspeed_states(_with(job, zero_stage=3), shape.parameters, shape.parameters)
+        copy = of_three.weights if job.dtype == "fp32" else 0.0
+        assert two.total <= one.total + 2 * size * BUCKET + 1
+        assert three.total <= two.total + of_three.gathered + of_three.gradients + copy + 2 * size * BUCKET + 1
+
+
+@settings(deadline=None)
+@given(jobs, devices, st.sampled_from([2, 4]))
+def test_more_replicas_of_a_micro_batch_need_no_more(job: TrainingWorkload, device: Device, factor: int) -> None:
+    """The global batch grows along, so that each does as many micro-batches."""
+    more = _with(job, data_parallel_size=job.layout.data_parallel_size * factor)
+    more = replace(more, global_batch_size=job.global_batch_size * factor)
+    single_gathers_nothing = job.layout.data_parallel_size == 1 and device.kind == "cpu"  # gloo makes a copy
+    if not single_gathers_nothing:
+        assert _most(more, device) <= _most(job, device) * (1 + 1e-12)
+
+
+@settings(deadline=None)
+@given(jobs, devices)
+def test_recomputing_more_never_needs_more(job: TrainingWorkload, device: Device) -> None:
+    """But for one block's attention, which is there again while it is computed again: where scores are never in memory
+    selective recomputation has next to nothing else to save, and full recomputation nothing of a single block."""
+    full, selective, none = (_most(_with(job, recompute=mode), device) for mode in ("full", "selective", "none"))
+    attention = 4 * 4 * job.layout.micro_batch_size * job.sequence_length * job.model.hidden_size
+    assert full <= selective + attention * (1 + device.fragments)
+    assert selective <= none + attention * (1 + device.fragments)
+
+
+def test_selective_recomputation_drops_scores() -> None:
+    """With attention dropout all scores exist, in bf16 as fp32, as bf16 and as a mask: 7 bytes each; of 7 blocks of 8
+    they go, and of the last they are there while it is computed again."""
+    job = TrainingWorkload(_model(attention_dropout=0.1), ParallelLayout(), sequence_length=4096, global_batch_size=1)
+    none, selective = (_most(_with(job, recompute=mode), TENSORS) for mode in ("none", "selective"))
+    scores = 7 * job.model.num_attention_heads * job.sequence_length**2
+    assert 6.9 * scores < none - selective < 8 * scores
+
+
+@settings(deadline=None)
+@given(jobs, devices.filter(lambda device: not device.keeps_freed))
+def test_cutting_the_sequence_never_needs_more(job: TrainingWorkload, device: Device) -> None:
+    """Where malloc keeps what is freed, gathering leaves holes."""
+    cut, whole = (_most(_with(job, sequence_parallel=is_cut), device) for is_cut in (True, False))
+    assert cut <= whole * (1 + 1e-12)
+
+
+def test_later_stages_keep_fewer_micro_batches() -> None:
+    """1F1B's stage i has p - i of m (Narayanan 2021); interleaved p = 4, v = 2: 11 chunks, 9, 7, 5 of half a stage."""
+    assert [micro_batches_in_flight(4, stage, 8) for stage in range(4)] == [4, 3, 2, 1]
+    assert [micro_batches_in_flight(4, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
+    assert [micro_batches_in_flight(4, stage, 8, v=2) for stage in range(4)] == [5.5, 4.5, 3.5, 2.5]
+    assert 4 * blocks_in_flight(8, 4, 2) / 8 == micro_batches_in_flight(4, 0, 8, v=2)
+
+
+def test_torch_is_not_imported() -> None:
+    code = "import sys, megalite.planner.cost.memory; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

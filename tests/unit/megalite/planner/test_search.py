@@ -1,0 +1,319 @@
+"""The layout search: nothing illegal, nothing legal forgotten, what does not fit is dropped with its reason."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.planner.published import nodes_of
+from megalite.config import Config, ConfigError, resolve_layout
+from megalite.config.auto import CHOOSABLE
+from megalite.planner import search as module
+from megalite.planner.cost.memory import memory_of
+from megalite.planner.cost.step_time import StepTime
+from megalite.planner.explanation import explain, why_nothing_fits
+from megalite.planner.hardware import Cluster, ClusterFile, cluster_of
+from megalite.planner.search import DATA, TENSOR, Ranks, SearchResult, first_legal, search, smallest_that_fits
+from megalite.planner.workload import ParallelLayout, TrainingWorkload
+from tests.helpers.machines import cpus
+
+LLAMA_70B = {
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}
+# odd on purpose: a vocabulary and layers that nothing divides, fewer key/value heads than ranks
+ODD = {
+    "vocab_size": 509,
+    "hidden_size": 96,
+    "intermediate_size": 101,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+
+
+def config_of(model: dict[str, Any], batch: int, length: int, **sections: Any) -> Config:
+    training = {"global_batch_size": batch, "micro_batch_size": 1, "sequence_length": length, "steps": 2}
+    values: dict[str, Any] = {"run_dir": "run", "model": model, "data": {"path": "x"}, "training": training}
+    for name, section in sections.items():
+        values[name] = values.get(name, {}) | section if isinstance(section, dict) else section
+    return Config.model_validate(values)
+
+
+def h100(nodes: int, per_node: int = 8) -> Cluster:
+    return cluster_of(ClusterFile(accelerator="H100", nodes=nodes, accelerators_per_node=per_node), "test")
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Config, Cluster]:
+    """Odd models, batches and evaluations on odd numbers of ranks, with so little memory that some do not fit."""
+    kv, groups = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    model = ODD | {
+        "vocab_size": draw(st.integers(3, 600)),
+        "num_hidden_layers": draw(st.integers(1, 7)),
+        "num_attention_heads": kv * groups,
+        "num_key_value_heads": kv,
+    }
+    batch = draw(st.integers(1, 24))
+    evaluation = {"interval": draw(st.sampled_from([0, 1])), "samples": draw(st.integers(1, 48))}
+    config = config_of(
+        model,
+        batch,
+        draw(st.integers(1, 64)),
+        precision={"dtype": draw(st.sampled_from(["fp32", "bf16"]))},
+        training={"evaluation": evaluation},
+        data={"held_out_fraction": 0.1},
+    )
+    ranks, nodes = draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    needs = needs_gib(search(config, cpus(ranks, nodes=nodes, memory_gib=1e6)))
+    memory_gib = draw(st.sampled_from([*needs, 0.9 * needs[0], 1e6])) if needs else 1.0
+    return config, cpus(ranks, nodes=nodes, memory_gib=memory_gib)
+
+
+def needs_gib(result: SearchResult) -> list[float]:
+    """What each layout takes of its fullest rank, in ascending order."""
+    return sorted({one.fullest.total / 2**30 for one in result.candidates})
+
+
+@settings(max_examples=60)
+@given(problems())
+def test_every_layout_that_is_found_works(problem: tuple[Config, Cluster]) -> None:
+    """Also as a config that is written and read again, which no shortcut of the search sees."""
+    config, cluster = problem
+    result = search(config, cluster)
+    times = [candidate.time.seconds for candidate in result.candidates]
+    assert all(later > earlier * (1 - 1e-5) for earlier, later in itertools.pairwise(times[1:])), "fastest first"
+    assert not times or times[0] <= 1.01 * min(times) * (1 + 1e-5), "the choice is as fast as the fastest"
+    for candidate in result.candidates:
+        written = config.with_resolved(candidate.options).model_dump(mode="json")
+        read = Config.model_validate(written)
+        layout = resolve_layout(read, cluster.accelerators, "cpu")
+        assert TrainingWorkload.of(read, layout) == candidate.job
+        assert candidate.fullest.total <= cluster.memory_bytes
+    for one in result.too_large:
+        assert one.memory is not None and one.missing_bytes is not None
+        assert one.memory.total - cluster.memory_bytes == one.missing_bytes > 0
+
+
+@settings(max_examples=25)
+@given(problems())
+def test_nothing_legal_that_fits_is_forgotten(problem: tuple[Config, Cluster]) -> None:
+    """Against all combinations there are; left out on purpose: what has no effect, what recomputes more than it must,
+    tensor parallelism across nodes, and micro-batches above one that does not fit."""
+    config, cluster = problem
+    world, size = cluster.accelerators, config.training.global_batch_size
+    works: dict[ParallelLayout, bool] = {}
+    for tp, pp, zero, cut, batch, mode in itertools.product(
+        range(1, cluster.accelerators_per_node + 1),
+        range(1, world + 1),
+        (1, 2, 3),
+        (False, True),
+        range(1, size + 1),
+        module.RECOMPUTE_MODES,
+    ):
+        layout = ParallelLayout(tp, pp, max(1, world // (tp * pp)), 1, zero, cut, mode, batch)  # type: ignore[arg-type]
+        if cluster.accelerators_per_node % tp or (cut and tp == 1) or (zero > 1 and layout.data_parallel_size == 1):
+            continue
+        tried = config.with_resolved({**module.options_of(layout), DATA: "auto"})
+        try:
+            job = TrainingWorkload.of(tried, resolve_layout(tried, world, "cpu"))
+        except ConfigError:
+            continue
+        works[job.layout] = max(stage.total for stage in module.needs(job, cluster)) <= cluster.memory_bytes
+    expected = {layout for layout, fits in works.items() if fits and not _recomputes_in_vain(layout, works)}
+    found = {candidate.layout for candidate in search(config, cluster).candidates}
+    if expected:
+        assert found == expected
+    else:
+        assert all(cluster.accelerators_per_node % layout.tensor_parallel_size for layout in found)
+
+
+def _recomputes_in_vain(layout: ParallelLayout, works: dict[ParallelLayout, bool]) -> bool:
+    less = module.RECOMPUTE_MODES[: module.RECOMPUTE_MODES.index(layout.recompute)]
+    return any(works.get(replace(layout, recompute=mode), False) for mode in less)  # type: ignore[arg-type]
+
+
+def test_what_is_stated_is_kept() -> None:
+    config = config_of(ODD, 12, 48, parallel={"tensor_parallel_size": 2, "zero_stage": 3})
+    result = search(config, cpus(4), free=CHOOSABLE - {TENSOR, module.ZERO})
+    assert result.candidates
+    assert {(one.layout.tensor_parallel_size, one.layout.zero_stage) for one in result.candidates} == {(2, 3)}
+    assert {one.layout.pipeline_parallel_size for one in result.candidates} == {1}, "ZeRO-3 has no pipeline"
+    replicas = config_of(ODD, 12, 48, parallel={"data_parallel_size": 2})
+    found = search(replicas, cpus(4)).candidates
+    assert found and {one.layout.data_parallel_size for one in found} == {2}
+
+
+def test_tensor_parallelism_crosses_nodes_only_where_nothing_else_fits() -> None:
+    config = config_of(ODD, 12, 48)
+    inside = search(config, cpus(2, nodes=2))
+    assert {one.layout.tensor_parallel_size for one in inside.candidates} == {1, 2}
+    one_block = config_of(ODD | {"num_hidden_layers": 1, "intermediate_size": 40_000}, 4, 8)
+    free = CHOOSABLE - {module.ZERO}  # optimizer shards are cut over replicas, weights are not
+    alone, together = search(one_block, cpus(1, nodes=4), free=free), search(one_block, cpus(4), free=free)
+    assert {one.layout.tensor_parallel_size for one in alone.candidates} == {1}
+    between = (needs_gib(alone)[0] + needs_gib(together)[0]) / 2
+    assert between < needs_gib(alone)[0], "weights that are cut take less"
+    tight = search(one_block, cpus(1, nodes=4, memory_gib=between), free=free)
+    assert tight.candidates and min(one.layout.tensor_parallel_size for one in tight.candidates) > 1
+
+
+def test_of_equals_the_simplest_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    same = StepTime({"matrix products": 1.0}, (), 0.0, 1.0, 1.0, 1.0)
+    monkeypatch.setattr(module, "step_time", lambda job, cluster: same)
+    best = search(config_of(ODD, 12, 48), cpus(4)).candidates[0].layout
+    assert best == ParallelLayout(data_parallel_size=4)
+
+
+def test_a_check_of_ones_own_is_asked() -> None:
+    def no_pipeline(config: Config, layout: Any) -> None:
+        if layout.pipeline_parallel_size > 1:
+            raise ConfigError("stages are known to hang")
+
+    result = search(config_of(ODD, 12, 48), cpus(4), check=no_pipeline)
+    assert {one.layout.pipeline_parallel_size for one in result.candidates} == {1}
+    refused = {one.layout.pipeline_parallel_size for one in result.dropped if one.reason == "stages are known to hang"}
+    assert refused == {2, 4}
+
+
+def test_a_thousand_accelerators_in_seconds() -> None:
+    """Whole candidates, from an empty cache; processor time, because tests share their cores."""
+    model = LLAMA_70B | {"num_hidden_layers": 81}  # not the 80 that other tests may have cached
+    config = config_of(model, 1024, 8192, precision={"dtype": "bf16"})
+    began = time.process_time()
+    result = search(config, h100(128))
+    assert time.process_time() - began < 5
+    assert result.candidates and result.too_large
+
+
+def test_the_first_legal_layout_is_legal_whatever_it_needs() -> None:
+    config = config_of(LLAMA_70B, 6, 8192, parallel="auto")
+    settled, layout = first_legal(config, Ranks(24, 8, "cuda"))
+    assert not settled.unresolved_options and layout.world_size == 24
+    assert layout.data_parallel_size in (1, 2, 3, 6)
+    with pytest.raises(ConfigError, match="global_batch_size 1 is not a multiple"):
+        first_legal(config_of(ODD | {"num_attention_heads": 2}, 1, 8, parallel="auto"), Ranks(7, 7, "cpu"))
+
+
+def test_where_nothing_fits_the_way_out_is_one() -> None:
+    config = config_of(LLAMA_70B, 64, 4096, precision={"dtype": "bf16"})
+    result = search(config, h100(1))
+    assert not result.candidates
+    sentence = why_nothing_fits(config, result, CHOOSABLE)
+    nearest = result.too_large[0]
+    assert nearest.missing_bytes == min(one.missing_bytes or 0 for one in result.too_large)
+    assert f"{nearest.missing_bytes / 2**30:,.1f} GiB" in sentence and str(nearest.layout) in sentence
+    larger = smallest_that_fits(config, h100(1), range(2, 9), free=CHOOSABLE)
+    assert larger is not None
+    cluster, _ = larger
+    assert f"it fits on {cluster.accelerators} of them" in sentence
+    assert search(config, cluster).candidates
+    assert not any(search(config, h100(nodes)).candidates for nodes in range(1, cluster.nodes))
+
+
+def test_where_what_is_stated_is_in_the_way_it_is_named() -> None:
+    config = config_of(LLAMA_70B, 64, 4096, precision={"dtype": "bf16"}, recompute={"mode": "none"})
+    free = CHOOSABLE - {TENSOR}
+    sentence = why_nothing_fits(config, search(config, h100(8), free=free), free)
+    assert "it fits with parallel.tensor_parallel_size" in sentence
+
+
+def test_a_rule_that_refuses_everything_is_told() -> None:
+    config = config_of(ODD, 1, 8)
+    result = search(config, cpus(1, nodes=7))
+    assert not result.candidates and not result.too_large
+    assert "training.global_batch_size 1 is not a multiple" in why_nothing_fits(config, result, CHOOSABLE)
+    fp16 = config_of(ODD, 2, 8, precision={"dtype": "fp16"})
+    assert "fp16 needs a GPU" in why_nothing_fits(fp16, search(fp16, cpus(2)), CHOOSABLE)
+
+
+def test_three_lines_say_why() -> None:
+    config = config_of(LLAMA_70B, 1024, 4096, precision={"dtype": "bf16"})
+    result = search(config, h100(16))
+    winner, next_best, dropped = explain(result)
+    best, other = result.candidates[:2]
+    largest = max(best.time.parts, key=lambda name: best.time.parts[name])
+    assert str(best.layout) in winner and f"bound by {largest}" in winner
+    assert str(other.layout) in next_best
+    slower = other.time.seconds / best.time.seconds - 1
+    assert f"{slower:.1%} slower" in next_best or "as fast" in next_best
+    assert f"{len(result.too_large)} that do" in dropped and str(result.too_large[0].layout) in dropped
+    one = explain(search(config_of(ODD, 1, 8), cpus(1)))
+    assert one[1] == "no other layout fits" and one[2].startswith("dropped: nothing")
+
+
+def test_a_number_format_without_a_peak_is_told_before_memory() -> None:
+    """Else nothing could be timed, and only what does not fit would be told."""
+    training = {"global_batch_size": 8, "micro_batch_size": 1, "sequence_length": 64, "steps": 1}
+    config = Config.model_validate({"run_dir": "x", "model": ODD, "data": {"path": "x"}, "training": training})
+    with pytest.raises(ConfigError, match=r"V100-32GB has no peak_tflops for precision.dtype bf16: use fp16 or fp32"):
+        search(config, nodes_of(8, "V100-32GB"))
+
+
+def test_the_choice_is_the_simplest_of_those_that_are_as_fast() -> None:
+    """Within 1 %, and with memory to spare, whatever comes behind is fastest first."""
+    values = {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8}
+    model = values | {"num_attention_heads": 16, "max_position_embeddings": 2048}
+    training = {"global_batch_size": 256, "micro_batch_size": 1, "sequence_length": 1024, "steps": 1}
+    config = Config.model_validate({"run_dir": "x", "model": model, "data": {"path": "x"}, "training": training})
+    cluster = nodes_of(8, "A100-80GB")
+    chosen, *others = search(config, cluster).candidates
+    times = [one.time.seconds for one in others]
+    assert chosen.time.seconds <= 1.01 * min(times) and times == pytest.approx(sorted(times), rel=1e-5)
+    alike = [one for one in others if one.time.seconds <= 1.01 * min(*times, chosen.time.seconds)]
+    assert alike and all(
+        (one.layout.tensor_parallel_size, one.layout.pipeline_parallel_size)
+        >= (chosen.layout.tensor_parallel_size, chosen.layout.pipeline_parallel_size)
+        for one in alike
+    )
+    assert chosen.fullest.total <= 0.94 * cluster.memory_bytes
+
+
+def test_larger_micro_batches_are_tried_where_a_smaller_one_does_not_fit() -> None:
+    """With one micro-batch a step there is nothing to add gradients to."""
+    values = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 16}
+    model = values | {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 2048}
+    training = {"global_batch_size": 8, "micro_batch_size": 1, "sequence_length": 512, "steps": 1}
+    parallel = {"zero_stage": 2, "tensor_parallel_size": 1}
+    base = {"run_dir": "x", "model": model, "data": {"path": "x"}, "training": training, "parallel": parallel}
+    config = Config.model_validate(base)
+    cluster = nodes_of(1, "A100-80GB")
+    needs = {
+        size: memory_of(TrainingWorkload.of(one, resolve_layout(one, 1, "cuda")))[0].total
+        for size, one in _sizes(config)
+    }
+    between = (needs[8] + needs[4]) / 2
+    assert needs[8] < needs[4], "the case that this test is for"
+    kind = cluster.accelerator.model_copy(update={"memory_gib": between / 2**30})
+    free = frozenset({("training", "micro_batch_size")})
+    result = search(config, cluster.model_copy(update={"accelerator": kind}), free=free)
+    assert 8 in {one.layout.micro_batch_size for one in result.candidates}
+
+
+def _sizes(config: Config) -> Iterator[tuple[int, Config]]:
+    for size in (1, 2, 4, 8):
+        yield size, config.with_resolved({("training", "micro_batch_size"): size})
+
+
+def test_a_cpu_without_bf16_units_needs_room_for_widened_products() -> None:
+    """What has such units multiplies bf16 faster than fp32."""
+    config = config_of(LLAMA_70B, 4, 512, precision={"dtype": "bf16"})
+    job = TrainingWorkload.of(config, resolve_layout(config, 1, "cpu"))
+    slow = cpus(1)
+    accelerator = slow.accelerator.model_copy(update={"peak_tflops": {"fp32": 0.05, "bf16": 0.2}})
+    fast = slow.model_copy(update={"accelerator": accelerator})
+    assert module.needs(job, slow)[0].total > module.needs(job, fast)[0].total

@@ -1,0 +1,295 @@
+"""The explanation finds the rank that holds the others up, wherever it stopped, and says it in few words."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.engine.activity import NOBODY, RING, Activity, Note, Operation, Peers, Phase
+from megalite.engine.pipeline import record_schedule
+from megalite.parallel.mesh import Mesh
+from megalite.resilience.hang_report import PARTNERS, NoResponse, RankState, explain
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a simulated run does on every rank, note by note."""
+
+    mesh: Mesh
+    notes: tuple[tuple[Note, ...], ...]  # by rank
+
+
+class _Instructions:
+    """DeepSpeed's executor of schedules with instructions that do nothing."""
+
+    _INSTRUCTION_MAP = dict.fromkeys(PipelineEngine._INSTRUCTION_MAP, lambda self, **_: None)
+    _exec_schedule = PipelineEngine._exec_schedule
+    module = SimpleNamespace()
+
+    def _reserve_pipe_buffers(self, count: int) -> None: ...
+
+
+@cache
+def run_of(mesh: Mesh, micro_batches: int) -> Run:
+    return Run(mesh, tuple(tuple(_notes_of_rank(mesh, rank, micro_batches)) for rank in range(mesh.world_size)))
+
+
+def _notes_of_rank(mesh: Mesh, rank: int, micro_batches: int) -> list[Note]:
+    """A few steps as the loop and the engines note them; loading is left out."""
+    activity = Activity(mesh, rank)
+    engine: Any = _Instructions()
+    if mesh.pipeline_parallel_size > 1:
+        record_schedule(engine, activity)
+    notes = activity.notes()
+    for step in range(1, STEPS + 1):
+        for phase in (Phase.DATA, Phase.STEP, Phase.EVALUATION, Phase.LOGGING, Phase.CHECKPOINT):
+            activity.begin_phase(phase, step)
+            match phase:
+                case Phase.STEP | Phase.EVALUATION:
+                    _note_batch(activity, engine, micro_batches, is_trained=phase is Phase.STEP)
+                case Phase.LOGGING:
+                    activity.record_op(Operation.MEET, peers=activity.peers.everyone)
+            latest = activity.notes()
+            notes += [note for note in latest if note.phase_number == latest[-1].phase_number]
+    return notes
+
+
+def _note_batch(activity: Activity, engine: Any, micro_batches: int, is_trained: bool) -> None:
+    stages, stage = activity.mesh.pipeline_parallel_size, activity.mesh.coordinate(activity.rank).pipeline_rank
+    activity.record_op(Operation.COUNT_TOKENS, peers=activity.peers.data)
+    if stages > 1:
+        kind = schedule.TrainSchedule if is_trained else schedule.InferenceSchedule
+        engine._exec_schedule(kind(micro_batches, stages, stage))
+    elif is_trained:
+        _note_plain_step(activity, micro_batches)
+    activity.record_op(Operation.FINISH, peers=activity.peers.everyone)
+
+
+def _note_plain_step(activity: Activity, micro_batches: int) -> None:
+    for number in range(1, micro_batches + 1):
+        activity.record_op(Operation.FORWARD, number, activity.peers.tensor)
+        activity.record_op(Operation.BACKWARD, number, activity.peers.stage)
+        activity.record_op(Operation.OPTIMIZER, number, activity.peers.everyone)
+    activity.record_op(Operation.LOSS, peers=activity.peers.loss)
+
+
+def _stand_still(run: Run, culprit: int, at: int, free: Sequence[Operation]) -> list[int]:
+    """Where every rank is in the end if `culprit` never gets past its note `at`; nobody waits at `free` operations."""
+    places = [0] * run.mesh.world_size
+    where = [{_key(note): index for index, note in enumerate(notes)} for notes in run.notes]
+    moved = True
+    while moved:
+        moved = False
+        for rank, notes in enumerate(run.notes):
+            while places[rank] < (at if rank == culprit else len(notes) - 1):
+                note = notes[places[rank]]
+                wanted = _key(note._replace(operation=PARTNERS.get(note.operation, note.operation)))
+                peers = NOBODY if note.operation in free else note.peers
+                if any(places[peer] < where[peer][wanted] for peer in peers if peer != rank):
+                    break
+                places[rank] += 1
+                moved = True
+    return places
+
+
+def _key(note: Note) -> tuple[int, Operation, int | None]:
+    return note.phase_number, note.operation, note.micro_batch
+
+
+def _states(run: Run, places: Sequence[int], silent: int | None = None) -> dict[int, RankState]:
+    states = {}
+    for rank, (notes, place) in enumerate(zip(run.notes, places, strict=True)):
+        if rank != silent:
+            seen = [note._replace(time=10.0) for note in notes[: place + 1][-RING:]]
+            states[rank] = RankState(rank=rank, host="here", process=1, reason="", notes=tuple(seen))
+    return states
+
+
+SENDS = (Operation.SEND_ACTIVATION, Operation.SEND_GRADIENT)
+ON_A_CPU = (Operation.BEGIN, Operation.FINISH)  # where a rank does not wait, though it may have peers
+ON_A_DEVICE = tuple(set(Operation) - {Operation.FINISH})  # the host is ahead of it, until it reads a result
+
+
+@given(
+    mesh=st.builds(Mesh, st.integers(1, 2), st.integers(1, 4), st.integers(1, 3)).filter(
+        lambda mesh: mesh.world_size > 1
+    ),
+    micro_batches=st.integers(1, 6),
+    culprit=st.integers(0, 23),
+    moment=st.floats(0, 0.999),
+    answers=st.booleans(),
+    free=st.sampled_from([ON_A_CPU, ON_A_CPU + SENDS]),
+)
+def test_the_rank_that_stopped_is_found_wherever_it_stopped(
+    mesh: Mesh, micro_batches: int, culprit: int, moment: float, answers: bool, free: tuple[Operation, ...]
+) -> None:
+    run, culprit = run_of(mesh, micro_batches), culprit % mesh.world_size
+    before_last_step = [
+        note for note in run.notes[culprit] if note.step < STEPS and note.operation is not Operation.FINISH
+    ]
+    at = run.notes[culprit].index(before_last_step[int(moment * len(before_last_step))])
+    places = _stand_still(run, culprit, at, free)
+    states = _states(run, places, silent=None if answers else culprit)
+    found = explain(states, {} if answers else {culprit: NoResponse()}, mesh)
+    assert found.roots == (culprit,), found.paragraph
+
+
+@pytest.mark.parametrize("culprit", range(4))
+def test_a_late_rank_is_found_though_the_hosts_of_the_others_run_ahead_of_their_devices(culprit: int) -> None:
+    run = run_of(Mesh(pipeline_parallel_size=2, data_parallel_size=2), 4)
+    at = next(index for index, note in enumerate(run.notes[culprit]) if note.phase is Phase.DATA and note.step == 2)
+    found = explain(_states(run, _stand_still(run, culprit, at, ON_A_DEVICE)), {}, run.mesh)
+    assert found.roots == (culprit,), found.paragraph
+
+
+def _notes(*operations: tuple[Operation, int | None, tuple[int, ...]], phase: Phase = Phase.STEP) -> tuple[Note, ...]:
+    return tuple(Note(12.3, 7, 120, phase, *operation) for operation in operations)
+
+
+def _state(rank: int, *operations: tuple[Operation, int | None, tuple[int, ...]], **changes: Any) -> RankState:
+    state = RankState(rank=rank, host="node3", process=1, reason="", notes=_notes(*operations))
+    return state.model_copy(update=changes)
+
+
+BEGIN = (Operation.BEGIN, None, NOBODY)
+PIPELINE = Mesh(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
+
+
+def test_it_is_told_like_a_colleague_would() -> None:
+    in_data = Note(310.0, 6, 120, Phase.DATA, *BEGIN)
+    states = {
+        0: _state(0, (Operation.FORWARD, 3, (0, 1))),
+        1: _state(1, notes=(in_data,)),
+        2: _state(2, (Operation.REDUCE_GRADIENTS, None, (0, 2))),
+        3: _state(3, (Operation.RECEIVE_GRADIENT, 3, (7,))),
+        4: _state(4, (Operation.OPTIMIZER, None, tuple(range(8)))),
+        5: _state(5, (Operation.RECEIVE_ACTIVATION, 3, (1,)), reason="Step 120 has not ended for 312 s."),
+        6: _state(6, (Operation.OPTIMIZER, None, tuple(range(8)))),
+        7: _state(7, (Operation.REDUCE_GRADIENTS, None, (5, 7))),
+    }
+    found = explain(states, {}, PIPELINE)
+    assert found.roots == (1,)
+    assert found.paragraph == (
+        "Step 120 has not ended for 312 s. The run waits for rank 1 (stage 0, replica 0, tensor rank 1, on node3), "
+        "which has been in the data loader for 310 s. Rank 0 waits in the forward of micro-batch 3 for rank 1; ranks 4 "
+        "and 6 wait in the optimizer step for rank 1; rank 5 waits for the activation of micro-batch 3 from rank 1; "
+        "rank 2 waits to sum gradients with rank 0; rank 7 waits to sum gradients with rank 5; rank 3 waits for the "
+        "gradient of micro-batch 3 from rank 7."
+    )
+
+
+def test_ranks_without_an_answer_are_told_by_host() -> None:
+    mesh = Mesh(data_parallel_size=8)
+    reduce = (Operation.BACKWARD, 2, tuple(range(8)))
+    gone = {rank: NoResponse("node7", "") for rank in (4, 5, 6, 7)} | {1: NoResponse("node3", "its process 77 is dead")}
+    found = explain({rank: _state(rank, reduce) for rank in (0, 2, 3)}, gone, mesh)
+    assert found.roots == (1, 4, 5, 6, 7)
+    assert found.paragraph == (
+        "The run waits for rank 1 (replica 1, on node3), which does not answer: its process 77 is dead, and for ranks "
+        "4-7 (on node7), which do not answer: stopped, dead, or cut off. Ranks 0 and 2-3 wait in the backward of "
+        "micro-batch 2 for ranks 1 and 4-7."
+    )
+
+
+def test_when_all_have_come_it_is_the_network() -> None:
+    reduce = (Operation.REDUCE_GRADIENTS, None, (0, 1))
+    found = explain({rank: _state(rank, reduce) for rank in (0, 1)}, {}, Mesh(data_parallel_size=2))
+    assert found.roots == (0, 1)
+    assert found.paragraph == (
+        "The run waits for ranks 0-1 (on node3), which have been summing gradients with all peers for 12 s. "
+        "Nobody is missing there: look at the network and at the devices."
+    )
+
+
+def test_a_circle_is_called_one() -> None:
+    states = {
+        0: _state(0, (Operation.RECEIVE_GRADIENT, 1, (1,))),
+        1: _state(1, (Operation.RECEIVE_ACTIVATION, 2, (0,))),
+    }
+    assert explain(states, {}, Mesh(pipeline_parallel_size=2)).paragraph == (
+        "Nobody is free to go on, the ranks wait for each other in a circle. Rank 0 waits for the gradient of "
+        "micro-batch 1 from rank 1; rank 1 waits for the activation of micro-batch 2 from rank 0."
+    )
+
+
+def test_a_rank_that_is_busy_elsewhere_is_told_beside_the_one_that_is_waited_for() -> None:
+    logging = Note(20.0, 8, 120, Phase.LOGGING, *BEGIN)
+    states = {0: _state(0, notes=(logging,)), 1: _state(1, (Operation.LOSS, None, (1, 2)))}
+    loading = _state(2, (Operation.LOAD, 1, NOBODY))
+    for answers, silences in ((states, {2: NoResponse()}), (states | {2: loading}, {})):
+        found = explain(answers, silences, Mesh(data_parallel_size=3))
+        assert found.roots == (2,)
+        assert found.paragraph.endswith("Rank 1 waits to average the loss with rank 2. Rank 0 is logging.")
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("operation", Operation)
+def test_there_are_words_for_a_rank_anywhere_waiting_or_not(operation: Operation, phase: Phase) -> None:
+    operations = (operation, PARTNERS.get(operation, operation))
+    here = [_state(rank, notes=(Note(1.0, 7, 120, phase, each, 2, (0, 1)),)) for rank, each in enumerate(operations)]
+    waiting = explain({0: here[0]}, {1: NoResponse()}, Mesh(data_parallel_size=2)).paragraph
+    together = explain(dict(enumerate(here)), {}, Mesh(data_parallel_size=2)).paragraph
+    assert "Rank 0 waits" in waiting and "The run waits for rank" in together
+    assert "{" not in waiting + together
+
+
+def test_a_thousand_ranks_are_told_in_a_paragraph_and_soon() -> None:
+    mesh = Mesh(tensor_parallel_size=8, pipeline_parallel_size=8, data_parallel_size=16)
+    run, culprit = run_of(mesh, 2), 700
+    at = next(index for index, note in enumerate(run.notes[culprit]) if note.operation is Operation.BACKWARD)
+    states = _states(run, _stand_still(run, culprit, at, ON_A_CPU), silent=culprit)
+    started = time.perf_counter()
+    found = explain(states, {culprit: NoResponse("node87", "")}, mesh)
+    assert time.perf_counter() - started < 10  # 0.5 s on a free core
+    assert found.roots == (culprit,)
+    assert len(found.paragraph) < 2500
+
+
+def test_four_thousand_ranks_in_a_collective_of_all_are_compared_once() -> None:
+    mesh = Mesh(data_parallel_size=4096)
+    everyone = tuple(range(4096))
+    states = {rank: _state(rank, (Operation.OPTIMIZER, None, everyone)) for rank in everyone if rank != 700}
+    started = time.process_time()
+    found = explain(states, {700: NoResponse("node87", "")}, mesh)
+    assert time.process_time() - started < 3  # 0.3 s on a free core; comparing each with each takes 10 s
+    assert found.roots == (700,)
+    assert "Ranks 0-699 and 701-4095 wait in the optimizer step for rank 700." in found.paragraph
+
+
+@pytest.mark.parametrize("peers", [NOBODY, (3,), (0, 8, 16), (1, 5, 6, 7, 9), (0, 5), tuple(range(4096))])
+def test_what_a_rank_writes_down_is_small_and_read_back_whole(peers: tuple[int, ...]) -> None:
+    state = _state(3, BEGIN, *[(Operation.FORWARD, 1, NOBODY)] * 62, (Operation.FORWARD, 2, peers))
+    text = state.packed()
+    assert len(text) < 4000
+    assert RankState.unpacked(text.encode()) == state
+    for broken in ("", "[]", "{}", '{"peers": [1]}', text[:-9], text.replace('"rank"', '"tank"')):
+        with pytest.raises(ValueError):
+            RankState.unpacked(broken.encode())
+
+
+def test_peers_are_the_ranks_that_a_group_of_torch_would_have() -> None:
+    peers = Peers.of(PIPELINE, 5)  # stage 1, replica 0, tensor rank 1
+    assert peers == Peers(
+        everyone=tuple(range(8)),
+        tensor=(4, 5),
+        data=(5, 7),
+        stage=(4, 5, 6, 7),
+        previous=(1,),
+        next=NOBODY,
+        loss=(1, 5, 7),
+    )
+    assert replace(Peers.of(PIPELINE, 1), everyone=NOBODY) == Peers(
+        everyone=NOBODY, tensor=(0, 1), data=(1, 3), stage=(0, 1, 2, 3), previous=NOBODY, next=(5,), loss=(5,)
+    )

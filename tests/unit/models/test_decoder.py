@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megalite.config import ModelConfig
+from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.layers import SerialModel, make_layer
+from megalite.parallel.loss import head_loss
+from models.attention import document_mask
+from models.decoder import decoder_layers
+from models.fused_ops import rotated_heads, swiglu
+
+MODEL = ModelConfig(
+    vocab_size=131,
+    hidden_size=48,
+    intermediate_size=101,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    initializer_range=0.1,
+)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def plain_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """transformers' `x * cos + rotate_half(x) * sin`."""
+    first, second = x.chunk(2, dim=-1)
+    return x * torch.cat((cos, cos), -1) + torch.cat((-second, first), -1) * torch.cat((sin, sin), -1)
+
+
+def plain_swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@pytest.mark.parametrize("batch_of_angles", [1, 2], ids=["fixed positions", "positions per sequence"])
+def test_rotation_and_its_gradient_are_the_plain_formulas(batch_of_angles: int) -> None:
+    heads, kv_heads = 6, 2
+    x, angle = draw(2, 3, 10, 8).requires_grad_(), draw(batch_of_angles, 3, 1, 4, seed=1)
+    cos, sin = angle.cos(), angle.sin()
+    q, k, v = rotated_heads(x, cos, sin, heads, kv_heads)
+    for rotated, plain in zip((q, k), x[:, :, :8].split((heads, kv_heads), dim=2), strict=True):
+        torch.testing.assert_close(rotated, plain_rotation(plain, cos, sin), atol=1e-14, rtol=0)
+    assert torch.equal(v, x[:, :, 8:])
+    assert torch.autograd.gradcheck(lambda t: rotated_heads(t, cos, sin, heads, kv_heads), (x,))
+
+
+def test_swiglu_and_its_gradient_are_the_plain_formulas() -> None:
+    x = (3 * draw(2, 5, 14)).requires_grad_()
+    torch.testing.assert_close(swiglu(x), plain_swiglu(x), atol=1e-14, rtol=0)
+    assert torch.autograd.gradcheck(swiglu, (x,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hand_written_gradients_are_no_worse_than_autograds(dtype: torch.dtype) -> None:
+    # the same roundings in another order: twice autograd's own distance from float64 is generous, a dropped term is not
+    def gradient(function: object, x: Tensor, weight: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (function(x) * weight).sum().backward()  # type: ignore[operator]
+        return x.grad.double()  # type: ignore[union-attr]
+
+    x, weight = draw(4, 6, 40).to(dtype), draw(4, 6, 20, seed=2).to(dtype)
+    exact = gradient(plain_swiglu, x.double(), weight.double())
+    theirs, ours = gradient(plain_swiglu, x, weight), gradient(swiglu, x, weight)
+    assert (ours - exact).norm() <= 2 * (theirs - exact).norm()
+
+
+@given(lengths=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=3))
+def test_document_mask_is_causal_inside_each_document(lengths: list[list[int]]) -> None:
+    seq = max(sum(row) for row in lengths)
+    positions = torch.zeros(len(lengths), seq, dtype=torch.long)
+    expected = np.zeros((len(lengths), 1, seq, seq), dtype=bool)
+    for row, documents in enumerate(lengths):
+        start = 0
+        for length in [*documents, *[1] * (seq - sum(documents))]:
+            positions[row, start : start + length] = torch.arange(length)
+            expected[row, 0, start : start + length, start : start + length] = np.tri(length, dtype=bool)
+            start += length
+    np.testing.assert_array_equal(document_mask(positions).numpy(), expected)
+
+
+def test_a_packed_sequence_gives_each_document_its_own_hidden_states() -> None:
+    model = _model("none")
+    tokens = torch.randint(0, 131, (1, 12), generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 5]])
+    with torch.no_grad():
+        packed, _ = model(tokens, positions)
+        alone = [model(part)[0] for part in tokens.split((5, 1, 6), dim=1)]
+    # other GEMM and attention shapes: fp32 sums in another order
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), atol=1e-5, rtol=1e-5)
+
+
+def _model(recompute: str) -> SerialModel:
+    specs = decoder_layers(MODEL, recompute)  # type: ignore[arg-type]
+    return SerialModel(
+        specs,
+        TensorParallel(),
+        lambda spec, tp: make_layer(spec, tp, seed=3, initializer_range=MODEL.initializer_range),
+    )
+
+
+def _loss_gradients_and_kept_bytes(recompute: str, packed: bool) -> tuple[Tensor, dict[str, Tensor], int]:
+    model = _model(recompute)
+    tokens = torch.randint(0, 131, (2, 32), generator=torch.Generator().manual_seed(0))
+    positions = (torch.arange(32) % 11).expand(2, 32)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden, weight = model(tokens, positions if packed else None)
+    loss = head_loss(hidden, weight, tokens, 131, TensorParallel())
+    loss.backward()
+    return (
+        loss.detach(),
+        {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+        sum(kept.values()),
+    )
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_recomputation_keeps_less_and_changes_no_bit(packed: bool) -> None:
+    loss, gradients, kept = _loss_gradients_and_kept_bytes("none", packed)
+    assert len(gradients) == len(list(_model("none").parameters()))  # the embedding too, whose inputs are integers
+    kept_before = kept
+    for recompute in ("selective", "full"):
+        again, gradients_again, kept = _loss_gradients_and_kept_bytes(recompute, packed)
+        assert torch.equal(loss, again), recompute
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, gradients_again[name]), f"{recompute}: {name}"
+        assert kept < kept_before, f"{recompute} keeps {kept} bytes, the mode before it {kept_before}"
+        kept_before = kept
+
+
+def test_every_layer_names_its_parameters_as_transformers_does() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {name: getattr(MODEL, name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    heads = {name: getattr(MODEL, name) for name in ("num_attention_heads", "num_key_value_heads", "num_hidden_layers")}
+    theirs = {name: tuple(p.shape) for name, p in LlamaForCausalLM(LlamaConfig(**sizes, **heads)).named_parameters()}
+    pieces = [piece for p in _model("none").parameters() for piece in p.shard.pieces()]  # type: ignore[attr-defined]
+    assert {piece.name: piece.shape for piece in pieces} == theirs
+    assert len(pieces) == len(theirs)
+
+
+def test_the_decoder_imports_no_deepspeed() -> None:
+    # models run where no DeepSpeed is installed: generation, export, the serial specification
+    code = "import sys, models.decoder; print([m for m in sys.modules if m.partition('.')[0] == 'deepspeed'])"
+    seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert seen.stdout.strip() == "[]"
