@@ -18,8 +18,18 @@ from tests.unit.launch.runtime.test_rank_environment import without_ranks
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("program", ["mpirun.openmpi", "mpirun.mpich"])
-@pytest.mark.parametrize("started", [["-m", "launch.train"], ["-m", "launch", "train"]], ids=["ranks", "commands"])
+RANK, COMMAND = ["-m", "launch.train"], ["-m", "launch", "train"]
+
+
+@pytest.mark.parametrize(
+    ("program", "started"),
+    [
+        ("mpirun.openmpi", RANK),
+        ("mpirun.mpich", COMMAND),
+        pytest.param("mpirun.openmpi", COMMAND, marks=pytest.mark.exhaustive),
+        pytest.param("mpirun.mpich", RANK, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_mpirun_s_processes_are_ranks(tiny: dict[str, Any], tmp_path: Path, program: str, started: list[str]) -> None:
     if shutil.which(program) is None:
         pytest.skip(f"{program} is not installed")

@@ -102,8 +102,7 @@ def test_every_launcher_is_the_same_run(two_stages: dict[str, Any], tmp_path: Pa
     hosts = ["--hostfile", hostfile, "--no_ssh_check", "--master_addr", "127.0.0.1"]  # no sshd is needed for one host
     launchers: dict[str, list[str | Path]] = {
         "megalite": [BIN / "megalite", "train"],
-        "script": [BIN / "deepspeed", *hosts, "launch/train.py"],
-        "module": [BIN / "deepspeed", "--num_gpus", "2", "--module", "launch.train"],
+        "deepspeed": [BIN / "deepspeed", *hosts, "launch/train.py"],
         "torchrun": [BIN / "torchrun", "--nproc-per-node", "2", "-m", "launch.train"],
     }
     curves = {}

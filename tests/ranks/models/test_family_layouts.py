@@ -99,9 +99,8 @@ def verdicts(layout: ParityLayout, names: tuple[str, ...], dtype: Dtype = "fp32"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIRST_OF_EACH)
-@pytest.mark.parametrize("layout", [ParityLayout(), ParityLayout(tp=2), ParityLayout(pp=2)], ids=str)
-def test_each_axis_alone_computes_what_transformers_computes(layout: ParityLayout, name: str) -> None:
-    assert_passes(verdicts(layout, tuple(FIRST_OF_EACH))[name])
+def test_one_process_computes_what_transformers_computes(name: str) -> None:
+    assert_passes(verdicts(ParityLayout(), tuple(FIRST_OF_EACH))[name])
 
 
 ROUNDED_ANEW = ("qwen3", "gemma2", "gemma3", "phi3-longrope", "olmo2", "gpt_neox", "gpt2", "qwen3_moe")
@@ -158,7 +157,7 @@ some_families = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=3, phases=[Phase.generate])
+@settings(max_examples=2, phases=[Phase.generate])
 @given(some_families)
 def test_any_switches_of_some_families(models: list[HubModel]) -> None:
     check_drawn(models, ParityLayout(tp=2, sequence_parallel=True))

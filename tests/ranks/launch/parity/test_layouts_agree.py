@@ -1,6 +1,7 @@
 """Promise 1: any layout computes the same thing, and it is what transformers computes on one process.
 
-The default run takes a sample of the legal layouts in which every pair of settings occurs; `-m exhaustive` takes all.
+The default run takes a sample of the layouts of up to six ranks in which every pair of settings occurs;
+test_special_models.py has four-way cuts and eight ranks. `--exhaustive` takes all layouts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A checkpoint written on any layout goes on, on any other, as if nothing had happened: ten by ten.
+"""A checkpoint written on any layout goes on, on any other, as if nothing had happened.
+
+The default run resumes each of ten layouts' checkpoints on itself and on three others; `--exhaustive` is ten by ten.
 
 The model's head is tied: with pipeline stages the weight lies on two of them, without on one. Three steps after the
 resume, each loss and gradient norm is held against the run that was never interrupted. fp32 sums in another order:
@@ -9,6 +11,7 @@ computes in fp32 the numbers after one checkpoint must be equal within 2e-5, whe
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -83,11 +86,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Num
     return runs
 
 
-@pytest.mark.parametrize("target", LAYOUTS)
-def test_every_layouts_checkpoint_goes_on(saved: dict[str, tuple[Path, Numbers]], target: str) -> None:
-    case = layout(target)
+def sources_of(target: str, places: Iterable[int]) -> list[str]:
+    """Layouts by how many places behind `target` they stand in LAYOUTS."""
     names = list(LAYOUTS)
-    names = names[names.index(target) :] + names[: names.index(target)]  # its own first, into a new engine
+    return [names[(names.index(target) + place) % len(names)] for place in places]
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize(
+    "places", [(0, 1, 4, 7), pytest.param((0, 2, 3, 5, 6, 8, 9), marks=pytest.mark.exhaustive)], ids=["some", "others"]
+)
+def test_every_layouts_checkpoint_goes_on(
+    saved: dict[str, tuple[Path, Numbers]], target: str, places: tuple[int, ...]
+) -> None:
+    case = layout(target)
+    names = sources_of(target, places)  # its own first, into a new engine
     found = run_ranks(resumed, case.world_size, case, {name: saved[name][0] for name in names})
     for source in names:
         whole = saved[source][1][SAVED_AT:]

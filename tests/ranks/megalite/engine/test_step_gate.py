@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -153,13 +154,18 @@ PAIRS = [
 
 
 SERIAL = [Case(steps=4)]
-THREE_DIMENSIONS = [
-    Case(tp=2, pp=2, dp=2, accumulation=2, steps=4),
-    Case(tp=2, pp=2, dp=2, accumulation=2, dtype="bf16", steps=4),
-]
+THREE_DIMENSIONS = Case(tp=2, pp=2, dp=2, accumulation=2, steps=4)
 
 
-@pytest.mark.parametrize("cases", [SERIAL, PAIRS, pytest.param(THREE_DIMENSIONS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        SERIAL,
+        PAIRS,
+        [THREE_DIMENSIONS],
+        pytest.param([replace(THREE_DIMENSIONS, dtype="bf16")], marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_step_that_is_not_taken_leaves_no_trace(cases: list[Case]) -> None:
     ranks = run_ranks(_steps_not_taken, cases[0].world_size, cases)
     for index, case in enumerate(cases):
