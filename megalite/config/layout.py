@@ -8,7 +8,7 @@ from typing import Literal
 from megalite.config import auto
 from megalite.config.config import Config
 from megalite.config.errors import ConfigError
-from megalite.config.rules import Situation, check_rules
+from megalite.config.rules import check_rules
 from megalite.config.sections import ParallelConfig
 
 ZERO_STAGE_0_NOTICE = (
@@ -45,7 +45,7 @@ def resolve_layout(config: Config, world_size: int, device: Literal["cpu", "cuda
             "CONFIG.yaml --write FILE.yaml` chooses one and writes a config with it"
         )
     layout = unchecked_layout(config, world_size)
-    check_rules(config, Situation(layout.data_parallel_size, device))
+    check_rules(config, layout.data_parallel_size, device)
     return layout
 
 
