@@ -148,8 +148,8 @@ def _rope_fields(scaling: RopeScaling) -> Iterator[str]:
 
 
 def _rope_values(model: ModelConfig, scaling: RopeScaling) -> Iterator[str]:
-    """Yields the problems of numbers; some have no result: an exponent dim / (dim - 2), a logarithm of the base or of the
-    first length that is divided by."""
+    """Yields the problems of numbers. The last three have no result: an exponent dim / (dim - 2), and logarithms of the
+    base and of the original length, by which the formulas divide."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     if low is not None and high is not None and high <= low:
         yield (

@@ -10,7 +10,7 @@ import pytest
 
 from data_pipeline.dataset import PackedSamples
 from data_pipeline.errors import DataError
-from data_pipeline.loader import IGNORED_TARGET, BatchPlan, BatchStream, global_batch
+from data_pipeline.loader import IGNORED_TARGET, BatchPlan, global_batch, prefetched_batches
 from tests.unit.data_pipeline.test_dataset import EOS, give_meta, numbered_documents
 
 
@@ -87,16 +87,14 @@ def test_prefetching_gives_the_same_batches_and_resumes_anywhere(samples: Packed
         return [[micro.tokens.tolist() for micro in step] for step in stream]
 
     expected = tokens(global_batch(samples, STREAMED, 4 * step) for step in range(7))
-    with BatchStream(samples, STREAMED, start_consumed=0, steps=7) as whole:
-        assert tokens(whole) == expected
-    with BatchStream(samples, STREAMED, start_consumed=12, steps=4) as rest:
-        assert tokens(rest) == expected[3:]
+    assert tokens(prefetched_batches(samples, STREAMED, start_consumed=0, steps=7)) == expected
+    assert tokens(prefetched_batches(samples, STREAMED, start_consumed=12, steps=4)) == expected[3:]
 
 
 def test_an_error_in_the_thread_reaches_the_consumer(write_corpus: Callable[..., Path]) -> None:
     prefix = write_corpus(numbered_documents(20))
     give_meta(prefix, vocab_size=2)
-    stream = BatchStream(PackedSamples([prefix], 16, 0), STREAMED, start_consumed=0, steps=3)
+    stream = prefetched_batches(PackedSamples([prefix], 16, 0), STREAMED, start_consumed=0, steps=3)
     with pytest.raises(DataError, match="outside the vocabulary"):
         next(stream)
     with pytest.raises(StopIteration):
@@ -104,7 +102,7 @@ def test_an_error_in_the_thread_reaches_the_consumer(write_corpus: Callable[...,
 
 
 def test_closing_early_ends_the_thread(samples: PackedSamples) -> None:
-    stream = BatchStream(samples, STREAMED, start_consumed=0, steps=10**9)
+    stream = prefetched_batches(samples, STREAMED, start_consumed=0, steps=10**9)
     assert len(next(stream)) == 1
     assert any(thread.name.startswith("batches") for thread in threading.enumerate())
     stream.close()

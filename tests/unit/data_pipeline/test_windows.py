@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.loader import IGNORED_TARGET
-from data_pipeline.windows import document_windows, equally_long_batches
+from data_pipeline.loader import IGNORED_TARGET, document_windows, equally_long_batches
 
 
 def contexts_of_the_guide(length: int, stride: int, tokens: int) -> list[tuple[int, int]]:
