@@ -152,7 +152,7 @@ def _train(texts: Sequence[str], vocab_size: int) -> "tokenizers.Tokenizer":
     return tokenizer
 
 
-def _is_result_of(record_path: Path, tokenizer_path: Path, origin: Mapping[str, str | int]) -> bool:
+def _is_result_of(record_path: Path, tokenizer_path: Path, origin: Mapping[str, object]) -> bool:
     if not (record_path.is_file() and tokenizer_path.is_file()):
         return False
     try:

@@ -117,8 +117,8 @@ def settings_of(config: Config, layout: ResolvedLayout) -> dict[str, tuple[bool,
             stages > 1 and micro_batches != 1,
             f"parallel.pipeline_parallel_size {stages} and {per_step}",
         ),
-        "ZeRO-2 with accumulation": (stage == 2 and micro_batches != 1, f"parallel.zero_stage 2 and {per_step}"),
-        "offloaded ZeRO-2 with accumulation": (
+        "zero 2 with accumulation": (stage == 2 and micro_batches != 1, f"parallel.zero_stage 2 and {per_step}"),
+        "zero 2 offloaded with accumulation": (
             stage == 2 and micro_batches > 2 and is_offloaded,
             f"parallel.zero_stage 2, an offload_optimizer and {per_step}",
         ),
@@ -130,7 +130,7 @@ def settings_of(config: Config, layout: ResolvedLayout) -> dict[str, tuple[bool,
             reduces_in_buckets and bool(zero.get("overlap_comm")),
             f"parallel.zero_stage {stage} and {section}.overlap_comm",
         ),
-        "ZeRO-3": (stage == 3, "parallel.zero_stage 3"),
+        "zero 3": (stage == 3, "parallel.zero_stage 3"),
         "secondary partitions": (is_cut_twice, cut_twice),
         # the last secondary partition of a norm's weight begins behind the weight's end
         "secondary partitions of small weights": (
@@ -141,7 +141,7 @@ def settings_of(config: Config, layout: ResolvedLayout) -> dict[str, tuple[bool,
             stage == 3 and bool(zero.get("zero_quantized_weights")) and dtype != "fp16",
             f"{section}.zero_quantized_weights and precision.dtype {dtype}",
         ),
-        "fetching by all-reduce": (
+        "fetching by all reduce": (
             stage == 3 and bool(zero.get("stage3_use_all_reduce_for_fetch_params")),
             f"{section}.stage3_use_all_reduce_for_fetch_params",
         ),
@@ -171,14 +171,14 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     ),
     KnownBad(
         {"deepspeed": ">=0.17.6,<0.18.3"},
-        "ZeRO-2 with accumulation",
+        "zero 2 with accumulation",
         "the gradients of some micro-batches are lost",
         "DeepSpeed#7718",
         UPGRADE + ", or use zero_stage 1 or 3",
     ),
     KnownBad(
         {"deepspeed": ">=0.15.2,<0.19.0"},
-        "offloaded ZeRO-2 with accumulation",
+        "zero 2 offloaded with accumulation",
         "the gradients of all micro-batches but the first and the last are lost",
         "DeepSpeed#7967",
         UPGRADE + ", or use zero_stage 1 or 3",
@@ -201,7 +201,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     ),
     KnownBad(
         {"deepspeed": "<0.18.8", "torch": ">=2.10"},
-        "ZeRO-3",
+        "zero 3",
         "gradients are reduced before they are computed, and weights become NaN",
         "DeepSpeed#7898",
         UPGRADE + ", or use zero_stage 1 or 2",
@@ -230,7 +230,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     ),
     KnownBad(
         {"deepspeed": "<0.19.4"},
-        "fetching by all-reduce",
+        "fetching by all reduce",
         "padding that nobody wrote is added to the first numbers of weights",
         "DeepSpeed#8158",
         UPGRADE + ", or remove it",
