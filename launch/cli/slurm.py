@@ -15,8 +15,8 @@ from typing import Annotated
 import typer
 
 from launch.backends.slurm import SlurmJob, Spawner, batch_script
-from launch.backends.submission import Delivery, Wording, fit_layout, load_checked_config
-from launch.cli.options import ConfigPath, Overrides
+from launch.backends.submission import Delivery, fit_layout, load_checked_config
+from launch.cli.options import ConfigPath, OutputFile, Overrides, OverwriteFile
 from launch.errors import LaunchError
 from megalite.config import Config
 
@@ -41,13 +41,6 @@ OURS = {  # sbatch options that the script relies on or that were checked -> wha
     "array": "one command per run, each with a run_dir of its own",
     "wrap": "nothing: the script is what is submitted",
 }
-
-
-HOSTS = Wording(
-    node="host",
-    give_ranks="give --ntasks-per-node",
-    divide_evenly="choose -N so that they can, or give --ntasks-per-node",
-)
 
 
 def slurm(
@@ -79,10 +72,8 @@ def slurm(
     sbatch_option: Annotated[
         list[str] | None, typer.Option(metavar="--KEY[=VALUE]", help="Extra sbatch option; may be repeated.")
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write; default: standard output.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing --output file.")] = False,
+    output: OutputFile = None,
+    overwrite: OverwriteFile = False,
     submit: Annotated[bool, typer.Option("--submit", help="Submit the script with sbatch.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write nothing; with --submit, ask Slurm when the job would start.")
@@ -108,7 +99,7 @@ def slurm(
             "first out"
         )
     layout, ranks, notices = fit_layout(
-        config, nodes, gpus, HOSTS, cpu_ranks_per_node=ntasks_per_node, check_versions=True
+        config, nodes, gpus, cpu_ranks_per_node=ntasks_per_node, ranks_option="--ntasks-per-node", check_versions=True
     )
     seconds = None if time is None else seconds_of(time)
     if seconds is not None and seconds <= signal_before + EARLY_S:
