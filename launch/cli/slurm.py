@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +19,7 @@ from launch.cli.options import ConfigPath, OutputFile, Overrides, OverwriteFile
 from launch.errors import LaunchError
 from megalite.config import Config
 
-TIME = re.compile(r"(?:(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?|(?:(\d+):)?(\d+)(?::(\d+))?)")
+TIME = re.compile(r"(?:(\d+)-)?(\d+(?::\d+){0,2})")
 ENDLESS = ("unlimited", "infinite")
 EARLY_S = 60  # Slurm may send its warning up to this much earlier
 GPUS = re.compile(r"(?:[A-Za-z][\w.-]*:)?(\d+)")
@@ -67,7 +66,7 @@ def slurm(
     ] = 120,
     spawner: Annotated[
         Spawner, typer.Option(help="Program that starts the ranks: srun one by one, or torchrun once per host.")
-    ] = Spawner.SRUN,
+    ] = "srun",
     restarts: Annotated[int, typer.Option(min=0, help="Maximum restarts within one start of the job.")] = 5,
     sbatch_option: Annotated[
         list[str] | None, typer.Option(metavar="--KEY[=VALUE]", help="Extra sbatch option; may be repeated.")
@@ -124,8 +123,7 @@ def slurm(
         directory=_line(Path.cwd(), "the working directory"),
         arguments=(str(config_path), *(overrides or [])),
         heading=f"megalite {version('megalite')}: {nodes} hosts x {ranks} ranks; {sizes_in_words(config, layout)}",
-        python=sys.executable,
-        requests={name: value for name, value in requests.items() if value is not None},
+        requests=requests,
         cpus_per_task=cpus_per_task,
         signal_before_s=signal_before,
         spawner=spawner,
@@ -144,12 +142,12 @@ def seconds_of(time: str) -> int | None:
     found = TIME.fullmatch(time)
     if found is None:
         raise LaunchError(f"--time {time!r} is no time of Slurm's: give minutes, H:M:S as in 24:00:00, or D-H:M:S")
-    days, hours, minutes, seconds, *short = (int(part or 0) for part in found.groups())
-    if found[1] is None:
-        hours, minutes, seconds = short
-        if found[5] is not None and found[7] is None:  # two numbers are minutes and seconds
-            hours, minutes, seconds = 0, hours, minutes
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    parts = [int(part) for part in found[2].split(":")]
+    if found[1] is not None:  # days-hours[:minutes[:seconds]]
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    else:  # minutes, minutes:seconds or hours:minutes:seconds
+        hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
+    return ((int(found[1] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _gpus(text: str) -> int:

@@ -68,8 +68,8 @@ def objects_of(job: PodJob) -> list[Manifest]:
         "runtime_labels": values["labels"] | {"trainer.kubeflow.org/framework": "torch"},
         "job_metadata": _filled("$ancestor_step", values),
     }
-    in_train_job = dict.fromkeys(("image", "command", "environment", "resources"))
-    runtime = _filled("$training_runtime", values | in_train_job)
+    of_train_job = ("image", "command", "environment", "resources")  # Trainer puts these into the runtime's container
+    runtime = _filled("$training_runtime", values | dict.fromkeys(of_train_job))
     return [_filled("$config_map", values), runtime, _filled("$train_job", values)]
 
 

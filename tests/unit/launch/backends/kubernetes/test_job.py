@@ -27,7 +27,16 @@ ALL_OPTIONS = [
     *("--data-claim", "corpora:/mnt/data", "--namespace", "team", "--name", "llama-1b", "--restarts", "3"),
     *("--cpu", "16", "--memory", "256Gi", "--shared-memory", "32Gi", "--rdma", "rdma/hca=2", "--grace", "120"),
     *("--node-selector", "example.com/gpu=h100", "--label", "team=nlp", "--service-account", "trainer"),
-    *("--env", "NCCL_DEBUG=INFO", "--env", "LEARNED=1e3", "--secret-env", "WANDB_API_KEY=wandb:api-key"),
+    *(
+        "--env",
+        "NCCL_DEBUG=INFO",
+        "--env",
+        "LEARNED=1e3",
+        "--env",
+        "PRICE=$name",
+        "--secret-env",
+        "WANDB_API_KEY=wandb:api-key",
+    ),
 ]
 
 
@@ -64,6 +73,7 @@ def test_a_train_job(k8s: Run, config: Path, tmp_path: Path) -> None:
     assert trainer["command"][-3:] == ["-m", "launch.train", "/etc/megalite/config.yaml"]
     env = {each["name"]: each for each in trainer["env"]}
     assert env["NCCL_DEBUG"]["value"] == "INFO" and env["LEARNED"]["value"] == "1e3"
+    assert env["PRICE"]["value"] == "$name"  # of the templates' own grammar, but not theirs
     assert env["WANDB_API_KEY"]["valueFrom"]["secretKeyRef"] == {"name": "wandb", "key": "api-key"}
     assert not any(name.startswith("PET_") for name in env)  # Trainer sets them, and refuses ours
 
