@@ -72,45 +72,38 @@ def load_checked_config(config_path: Path, overrides: Sequence[str] | None) -> C
     return config
 
 
-@dataclass(frozen=True)
-class Wording:
-    """Terms of a scheduler in messages about the layout."""
-
-    node: str
-    give_ranks: str  # remedy if nothing says how many ranks a node has
-    divide_evenly: str  # remedy if the ranks cannot be divided evenly
-
-
 def fit_layout(
     config: Config,
     nodes: int,
     gpus_per_node: int,
-    wording: Wording,
     *,
     cpu_ranks_per_node: int | None = None,
+    ranks_option: str | None = None,
     check_versions: bool = False,
 ) -> tuple[ResolvedLayout, int, list[str]]:
     """Returns the layout on `nodes` nodes, the ranks per node, and notices.
 
-    `check_versions` also checks the installed packages, which are those of the ranks if nodes share this environment.
-    Raises ConfigError or LaunchError if the layout does not fit.
+    `ranks_option` names the command's option for `cpu_ranks_per_node`, if it has one. `check_versions` also checks the
+    installed packages, which are those of the ranks if nodes share this environment. Raises ConfigError or LaunchError
+    if the layout does not fit.
     """
     from launch.planning.auto_layout import layout_or_likely
     from megalite.config.known_bad import check_known_bad, installed_versions
     from megalite.planner.search import PIPELINE, TENSOR, Ranks
 
-    node = wording.node
+    or_option = "" if ranks_option is None else f", or give {ranks_option}"
     per_node = gpus_per_node or cpu_ranks_per_node
     if per_node is None and {TENSOR, PIPELINE} & config.unresolved_options:
         raise LaunchError(
-            f"parallel is auto, so nothing says how many ranks a {node} has on the CPU: {wording.give_ranks}"
+            "parallel is auto, so nothing says how many ranks a node has on the CPU: state "
+            f"parallel.tensor_parallel_size, pipeline_parallel_size and data_parallel_size{or_option}"
         )
     world_size = nodes * per_node if per_node else wanted_world_size(config, None)
     ranks, left_over = divmod(world_size, nodes)
     if left_over or not ranks:
         raise LaunchError(
-            f"the layout has {world_size} rank{'s' * (world_size > 1)} on the CPU, which {nodes} {node}s cannot share "
-            f"equally: {wording.divide_evenly}"
+            f"the layout has {world_size} rank{'s' * (world_size > 1)} on the CPU, which {nodes} nodes cannot share "
+            f"equally: choose --nodes or parallel.data_parallel_size so that they can{or_option}"
         )
     device: Device = "cuda" if gpus_per_node else "cpu"
     likely, layout, later = layout_or_likely(config, Ranks(world_size, ranks, device))
@@ -119,7 +112,7 @@ def fit_layout(
     notices = [*layout.notices, *later]
     if ranks % layout.tensor_parallel_size:
         notices.append(
-            f"tensor parallelism over {layout.tensor_parallel_size} ranks crosses {node}s of {ranks}: every layer will "
-            f"wait for the network; use a parallel.tensor_parallel_size that divides the ranks of a {node}"
+            f"tensor parallelism over {layout.tensor_parallel_size} ranks crosses nodes of {ranks}: every layer will "
+            f"wait for the network; use a parallel.tensor_parallel_size that divides the ranks of a node"
         )
     return layout, ranks, notices

@@ -2,51 +2,23 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from launch.backends.kubernetes import parsing
-from launch.backends.kubernetes.job import Manifest, PodJob, config_in_pods, from_yaml, name_of, to_yaml
-from launch.backends.kubernetes.resources import job_set_objects, pytorch_job_objects, train_job_objects
-from launch.backends.kubernetes.validate import can_validate, problems
-from launch.backends.submission import Delivery, Wording, fit_layout, load_checked_config
-from launch.cli.options import ConfigPath, Overrides
+from launch.backends.kubernetes.manifests import Kind, PodJob, name_of, objects_of, to_yaml
+from launch.backends.submission import Delivery, fit_layout, load_checked_config
+from launch.cli.options import ConfigPath, OutputFile, Overrides, OverwriteFile
 from launch.errors import LaunchError
 
 OUTPUT, DATA = "/output", "/data"
-NOT_VALIDATED = "NOT VALIDATED: kubeflow-trainer-api is not installed (pip install 'megalite[k8s]')"
+NOT_VALIDATED = "not validated by an API server; --submit --dry-run, or kubectl apply --dry-run=server, asks one"
 IGNORES_EXIT_CODES = (
     "a PyTorchJob does not look at exit codes, so a mistake, or a run that a guard has stopped, is started again until "
     "--restarts are used up; --kind trainjob and jobset know better"
-)
-
-
-class ResourceKind(enum.StrEnum):
-    """Kind of the object that runs the pods."""
-
-    TRAINJOB = "trainjob"
-    PYTORCHJOB = "pytorchjob"
-    JOBSET = "jobset"
-
-
-class Scope(enum.StrEnum):
-    """Visibility of a TrainJob's runtime."""
-
-    CLUSTER = "cluster"
-    NAMESPACE = "namespace"
-
-
-NODES = Wording(
-    node="node",
-    give_ranks="state parallel.tensor_parallel_size, pipeline_parallel_size and data_parallel_size",
-    divide_evenly="choose --nodes, or parallel.data_parallel_size, so that they can",
 )
 
 
@@ -65,11 +37,12 @@ def k8s(
         typer.Option(metavar="PVC[:/PATH]", help=f"Claim for data.path, mounted at {DATA}; default: the same."),
     ] = None,
     kind: Annotated[
-        ResourceKind, typer.Option(help="Kind of job: TrainJob (Trainer v2), PyTorchJob (v1), or JobSet.")
-    ] = ResourceKind.TRAINJOB,
+        Kind, typer.Option(help="Kind of job: TrainJob (Trainer v2), PyTorchJob (v1), or JobSet.")
+    ] = "trainjob",
     runtime: Annotated[
-        Scope, typer.Option(help="Scope of a TrainJob's runtime; `cluster` needs rights over the cluster.")
-    ] = Scope.CLUSTER,
+        Literal["cluster", "namespace"],
+        typer.Option(help="Scope of a TrainJob's runtime; `cluster` needs rights over the cluster."),
+    ] = "cluster",
     name: Annotated[str | None, typer.Option(help="Name of the job; default: that of the run's folder.")] = None,
     namespace: Annotated[str | None, typer.Option(help="Namespace; default: that of the kubeconfig's context.")] = None,
     cpu: Annotated[str | None, typer.Option(help="Cores per pod, such as 16.")] = None,
@@ -89,10 +62,8 @@ def k8s(
         int, typer.Option(min=0, help="Maximum restarts after failures; docs/launch.md says which count.")
     ] = 5,
     grace: Annotated[int, typer.Option(min=1, help="Seconds that pods have to save after SIGTERM.")] = 300,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write; default: standard output.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing --output file.")] = False,
+    output: OutputFile = None,
+    overwrite: OverwriteFile = False,
     submit: Annotated[bool, typer.Option("--submit", help="Create the objects in the cluster.")] = False,
     context: Annotated[
         str | None, typer.Option(help="Context of the kubeconfig for --submit; default: the current one.")
@@ -123,14 +94,22 @@ def k8s(
         )
     output_mount = parsing.claim(output_claim, "--output-claim", OUTPUT)
     data = None if data_claim is None else parsing.claim(data_claim, "--data-claim", DATA)
-    placed, notices = config_in_pods(config, output_mount, data)
-    layout, ranks_per_node, more_notices = fit_layout(config, nodes, gpus_per_node, NODES)
-    image, image_notices = parsing.image_name(image)
-    if kind is ResourceKind.PYTORCHJOB and restarts:
+    if namespace is not None:
+        parsing.check(namespace, "namespace", "--namespace")
+    if service_account is not None:
+        parsing.check(service_account, "name of a ServiceAccount", "--service-account")
+    if context is not None and not submit:
+        raise LaunchError("--context belongs to --submit: without it nothing is sent")
+    placed, notices = parsing.config_in_pods(config, output_mount, data)
+    if kind == "pytorchjob" and restarts:
         notices.append(IGNORES_EXIT_CODES)
+    layout, ranks_per_node, more_notices = fit_layout(config, nodes, gpus_per_node)
+    notices += [*more_notices, *parsing.image_notices(image)]
     job = PodJob(
+        kind=kind,
+        has_cluster_runtime=runtime == "cluster",
         name=parsing.job_name(name, config, nodes),
-        namespace=None if namespace is None else parsing.namespace_name(namespace),
+        namespace=namespace,
         image=image,
         nodes=nodes,
         ranks_per_node=ranks_per_node,
@@ -138,48 +117,33 @@ def k8s(
         config=placed.to_yaml(),
         output=output_mount,
         data=data,
-        resources=parsing.resources(cpu, memory, shared_memory, rdma),
+        limits=parsing.limits(cpu, memory, shared_memory, rdma),
+        shared_memory=shared_memory,
+        pins_memory=rdma is not None,
         node_selector=parsing.labels(node_selector or [], "--node-selector"),
         labels=parsing.labels(label or [], "--label"),
-        environment=parsing.variables(env or []),
-        secrets=parsing.secret_variables(secret_env or []),
-        service_account=None
-        if service_account is None
-        else parsing.object_name(service_account, "--service-account", "ServiceAccount"),
+        environment=parsing.variables(env or [], secret_env or []),
+        service_account=service_account,
         restarts=restarts,
         grace_s=grace,
     )
-    makers: dict[ResourceKind, Callable[[PodJob], list[Manifest]]] = {
-        ResourceKind.TRAINJOB: partial(train_job_objects, is_cluster_wide=runtime is Scope.CLUSTER),
-        ResourceKind.PYTORCHJOB: pytorch_job_objects,
-        ResourceKind.JOBSET: job_set_objects,
-    }
     ranks = f"{nodes} node{'s' * (nodes > 1)} x {ranks_per_node} rank{'s' * (ranks_per_node > 1)}"
     heading = f"megalite {version('megalite')}, {config_path}: {ranks}; {sizes_in_words(config, layout)}"
     delivery = Delivery(output, overwrite, submit, dry_run, as_json)
-    _deliver(job, makers[kind], heading, [*notices, *more_notices, *image_notices], delivery, context)
+    _deliver(job, heading, notices, delivery, context)
 
 
-def _deliver(
-    job: PodJob,
-    make: Callable[[PodJob], list[Manifest]],
-    heading: str,
-    notices: list[str],
-    delivery: Delivery,
-    context: str | None,
-) -> None:
+def _deliver(job: PodJob, heading: str, notices: list[str], delivery: Delivery, context: str | None) -> None:
     from launch.backends.kubernetes.cluster import check, check_claims, create, open_cluster
 
     delivery.check()
-    if context is not None and not delivery.submit:
-        raise LaunchError("--context belongs to --submit: without it nothing is sent")
     cluster = None
     if delivery.submit:
         cluster = open_cluster(context, job.namespace)
         job = replace(job, namespace=cluster.namespace)
         notices += check_claims(cluster, job)
-    objects, checked_by = _validated(make(job))
-    text = to_yaml(objects, f"{heading}\n{checked_by}")
+    objects = objects_of(job)
+    text = to_yaml(objects, heading)
     done = delivery.write(text, f"; hand it on with: kubectl apply -f {delivery.file}")
     if cluster is not None and delivery.dry_run:
         notices += check(cluster, objects)
@@ -189,18 +153,7 @@ def _deliver(
         done.append(f"{cluster} has created them")
     if delivery.dry_run:
         done.append("dry run: nothing was written or created")
-    summary = f"{heading}; {checked_by}\nobjects: {', '.join(map(name_of, objects))}"
-    facts = {"heading": heading, "validation": checked_by, "objects": objects}
-    if checked_by == NOT_VALIDATED and not delivery.as_json:
-        notices.append(NOT_VALIDATED)
+    validation = NOT_VALIDATED if cluster is None else "validated by the API server"
+    facts = {"heading": heading, "validation": validation, "objects": objects}
+    summary = f"{heading}; {validation}\nobjects: {', '.join(map(name_of, objects))}"
     delivery.report(text, facts, notices, done, summary)
-
-
-def _validated(objects: list[Manifest]) -> tuple[list[Manifest], str]:
-    """Returns the objects, and a sentence that says what has validated them."""
-    if not can_validate():
-        return objects, NOT_VALIDATED
-    for manifest in from_yaml(to_yaml(objects, "")):  # as they will be read from the file
-        if found := problems(manifest):
-            raise LaunchError(f"{name_of(manifest)} is not what Kubernetes takes, a defect of megalite: {found[0]}")
-    return objects, f"validated by kubeflow-trainer-api {version('kubeflow-trainer-api')}"

@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -15,12 +14,12 @@ from typing import Annotated
 import typer
 
 from launch.backends.slurm import SlurmJob, Spawner, batch_script
-from launch.backends.submission import Delivery, Wording, fit_layout, load_checked_config
-from launch.cli.options import ConfigPath, Overrides
+from launch.backends.submission import Delivery, fit_layout, load_checked_config
+from launch.cli.options import ConfigPath, OutputFile, Overrides, OverwriteFile
 from launch.errors import LaunchError
 from megalite.config import Config
 
-TIME = re.compile(r"(?:(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?|(?:(\d+):)?(\d+)(?::(\d+))?)")
+TIME = re.compile(r"(?:(\d+)-)?(\d+(?::\d+){0,2})")
 ENDLESS = ("unlimited", "infinite")
 EARLY_S = 60  # Slurm may send its warning up to this much earlier
 GPUS = re.compile(r"(?:[A-Za-z][\w.-]*:)?(\d+)")
@@ -41,13 +40,6 @@ OURS = {  # sbatch options that the script relies on or that were checked -> wha
     "array": "one command per run, each with a run_dir of its own",
     "wrap": "nothing: the script is what is submitted",
 }
-
-
-HOSTS = Wording(
-    node="host",
-    give_ranks="give --ntasks-per-node",
-    divide_evenly="choose -N so that they can, or give --ntasks-per-node",
-)
 
 
 def slurm(
@@ -74,15 +66,13 @@ def slurm(
     ] = 120,
     spawner: Annotated[
         Spawner, typer.Option(help="Program that starts the ranks: srun one by one, or torchrun once per host.")
-    ] = Spawner.SRUN,
+    ] = "srun",
     restarts: Annotated[int, typer.Option(min=0, help="Maximum restarts within one start of the job.")] = 5,
     sbatch_option: Annotated[
         list[str] | None, typer.Option(metavar="--KEY[=VALUE]", help="Extra sbatch option; may be repeated.")
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write; default: standard output.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing --output file.")] = False,
+    output: OutputFile = None,
+    overwrite: OverwriteFile = False,
     submit: Annotated[bool, typer.Option("--submit", help="Submit the script with sbatch.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write nothing; with --submit, ask Slurm when the job would start.")
@@ -108,7 +98,7 @@ def slurm(
             "first out"
         )
     layout, ranks, notices = fit_layout(
-        config, nodes, gpus, HOSTS, cpu_ranks_per_node=ntasks_per_node, check_versions=True
+        config, nodes, gpus, cpu_ranks_per_node=ntasks_per_node, ranks_option="--ntasks-per-node", check_versions=True
     )
     seconds = None if time is None else seconds_of(time)
     if seconds is not None and seconds <= signal_before + EARLY_S:
@@ -133,8 +123,7 @@ def slurm(
         directory=_line(Path.cwd(), "the working directory"),
         arguments=(str(config_path), *(overrides or [])),
         heading=f"megalite {version('megalite')}: {nodes} hosts x {ranks} ranks; {sizes_in_words(config, layout)}",
-        python=sys.executable,
-        requests={name: value for name, value in requests.items() if value is not None},
+        requests=requests,
         cpus_per_task=cpus_per_task,
         signal_before_s=signal_before,
         spawner=spawner,
@@ -153,12 +142,12 @@ def seconds_of(time: str) -> int | None:
     found = TIME.fullmatch(time)
     if found is None:
         raise LaunchError(f"--time {time!r} is no time of Slurm's: give minutes, H:M:S as in 24:00:00, or D-H:M:S")
-    days, hours, minutes, seconds, *short = (int(part or 0) for part in found.groups())
-    if found[1] is None:
-        hours, minutes, seconds = short
-        if found[5] is not None and found[7] is None:  # two numbers are minutes and seconds
-            hours, minutes, seconds = 0, hours, minutes
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    parts = [int(part) for part in found[2].split(":")]
+    if found[1] is not None:  # days-hours[:minutes[:seconds]]
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    else:  # minutes, minutes:seconds or hours:minutes:seconds
+        hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
+    return ((int(found[1] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _gpus(text: str) -> int:

@@ -16,14 +16,12 @@ from typing import Any
 
 import pytest
 
-from launch.backends.kubernetes.job import from_yaml
-from launch.backends.kubernetes.pod import CONFIG_PATH
 from launch.errors import PREEMPTED_CODE, USER_ERROR_CODE
 from launch.runtime.local_ranks import free_port
 from megalite.monitor.events import EVENTS, read_events
 from megalite.monitor.sinks.jsonl import read_records
 from tests.conftest import write_config
-from tests.helpers.k8s_command_line import command
+from tests.helpers.k8s_command_line import command, from_yaml
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 300
@@ -55,7 +53,7 @@ def pod(manifest: dict[str, dict[str, Any]], folder: Path, index: int, port: int
         **{each["name"]: each["value"] for each in trainer["env"]},
         **{f"PET_{name}": str(value) for name, value in plugin.items()},
     }
-    line = [str(mounted) if word == CONFIG_PATH else word for word in trainer["command"]]
+    line = [str(mounted) if word == "/etc/megalite/config.yaml" else word for word in trainer["command"]]
     with (folder / f"pod{index}.log").open("ab") as log:
         process = subprocess.Popen(line, env=environment, cwd=folder, stdout=log, stderr=log, start_new_session=True)
         try:

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.backends.submission import fit_layout
-from launch.cli.kubernetes import NODES
 from launch.cluster.deepspeed_launcher import Rendezvous
 from launch.cluster.description import likely_layout
 from launch.cluster.doctor.preflight import PreflightReport
@@ -304,7 +303,7 @@ def test_schedulers_refuse_what_goes_wrong(auto: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(automatic, "check_known_bad", refuse)
     with pytest.raises(ConfigError, match="known to hang"):
-        fit_layout(load_run_config(auto), 2, 2, NODES)
+        fit_layout(load_run_config(auto), 2, 2)
 
 
 def test_show_prints_auto_and_place_says_what_to_do(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import yaml
 from typer.testing import CliRunner
 
 from launch.cli.app import app
@@ -24,3 +26,8 @@ def command(config: Path) -> Run:
         return done.stdout
 
     return run
+
+
+def from_yaml(text: str) -> list[dict[str, Any]]:
+    """The objects of a manifest."""
+    return list(yaml.safe_load_all(text))

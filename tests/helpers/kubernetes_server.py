@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import yaml
 
-from launch.backends.kubernetes.validate import problems
+from tests.helpers.kubernetes_schema import problems
 
 GROUPS = {  # group/version -> plural -> kind, and whether it lies in a namespace
     "v1": {"configmaps": ("ConfigMap", True), "persistentvolumeclaims": ("PersistentVolumeClaim", True)},

@@ -7,21 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from launch.backends.kubernetes.job import Manifest, PodJob, name_of
+from launch.backends.kubernetes.manifests import Manifest, PodJob, name_of
 from launch.errors import LaunchError
 
-PLURALS = {  # kind -> plural in URLs, whether objects belong to a namespace
-    "JobSet": ("jobsets", True),
-    "TrainJob": ("trainjobs", True),
-    "TrainingRuntime": ("trainingruntimes", True),
-    "ClusterTrainingRuntime": ("clustertrainingruntimes", False),
-    "PyTorchJob": ("pytorchjobs", True),
-}
 CONTROLLERS = {  # API group -> what installs it
     "jobset.x-k8s.io": "the JobSet controller",
     "trainer.kubeflow.org": "Kubeflow Trainer v2",
@@ -58,33 +51,34 @@ class KubernetesCluster:
         self._call("create", manifest, body=manifest, **options)
 
     def remove(self, manifest: Manifest) -> None:
-        """Deletes an object. Raises ClusterError."""
-        self._call("delete", manifest, name=manifest["metadata"]["name"])
-
-    def _call(self, verb: str, manifest: Manifest, **arguments: Any) -> None:
-        """Calls the client's method for objects of this kind."""
-        api, resource, place = self._core, "namespaced_config_map", {"namespace": self.namespace}
-        if manifest["kind"] != "ConfigMap":
-            group, version = manifest["apiVersion"].split("/")
-            plural, is_namespaced = PLURALS[manifest["kind"]]
-            api, resource = self._custom, "namespaced_custom_object" if is_namespaced else "cluster_custom_object"
-            place = (place if is_namespaced else {}) | {"group": group, "version": version, "plural": plural}
-        with self._translated_errors(name_of(manifest), manifest["apiVersion"]):
-            getattr(api, f"{verb}_{resource}")(**place, **arguments, _request_timeout=TIMEOUT_S)
+        """Deletes an object after another was refused. The first error is the one to report, so this raises none."""
+        with suppress(ClusterError):
+            self._call("delete", manifest, name=manifest["metadata"]["name"])
 
     def claim_modes(self, name: str) -> list[str]:
         """Returns the access modes of a PersistentVolumeClaim. Raises ClusterError."""
-        with self._translated_errors(f"PersistentVolumeClaim {name}", "v1"):
-            claim = self._core.read_namespaced_persistent_volume_claim(name, self.namespace, _request_timeout=TIMEOUT_S)
-            return list(claim.spec.access_modes or [])
+        read, what = self._core.read_namespaced_persistent_volume_claim, f"PersistentVolumeClaim {name}"
+        claim = self._request(read, what, "v1", name=name, namespace=self.namespace)
+        return list(claim.spec.access_modes or [])
 
-    @contextmanager
-    def _translated_errors(self, what: str, api_version: str) -> Iterator[None]:
+    def _call(self, verb: str, manifest: Manifest, **arguments: Any) -> None:
+        """Calls the client's method for objects of this kind."""
+        kind, api_version = manifest["kind"], manifest["apiVersion"]
+        place = {} if kind.startswith("Cluster") else {"namespace": self.namespace}
+        if kind == "ConfigMap":
+            method = getattr(self._core, f"{verb}_namespaced_config_map")
+        else:
+            group, version = api_version.split("/")
+            method = getattr(self._custom, f"{verb}_{'namespaced' if place else 'cluster'}_custom_object")
+            place |= {"group": group, "version": version, "plural": f"{kind.lower()}s"}
+        self._request(method, name_of(manifest), api_version, **place, **arguments)
+
+    def _request(self, method: Callable[..., Any], what: str, api_version: str, **arguments: Any) -> Any:
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
 
         try:
-            yield
+            return method(**arguments, _request_timeout=TIMEOUT_S)
         except ApiException as error:
             raise ClusterError(f"{what}: {self._meaning(error, what, api_version)}", error.status) from None
         except HTTPError as error:
@@ -93,7 +87,12 @@ class KubernetesCluster:
             raise ClusterError(f"the API server {self} cannot be reached: {why}", None) from None
 
     def _meaning(self, error: Any, what: str, api_version: str) -> str:
-        message, named = _status_of(error)
+        try:
+            status = json.loads(error.body)
+            message, details = str(status["message"]), status.get("details") or {}
+        except (TypeError, ValueError, KeyError):
+            message, details = str(error.body or error.reason), {}
+        message = " ".join(message.split())
         group = api_version.partition("/")[0]
         match error.status:
             case 401:
@@ -102,7 +101,7 @@ class KubernetesCluster:
                 return f"you may not do that there: {message}; --runtime namespace needs no right over the cluster"
             case 403:
                 return f"you may not do that there: {message}"
-            case 404 if named == "namespaces":
+            case 404 if details.get("kind") == "namespaces":
                 return f"there is no namespace {self.namespace}: create it, or name another with --namespace"
             case 404 if group in CONTROLLERS:
                 return f"the cluster knows no {api_version}: {CONTROLLERS[group]} is not installed there"
@@ -142,18 +141,6 @@ def open_cluster(context: str | None, namespace: str | None) -> KubernetesCluste
     return KubernetesCluster(chosen["name"], namespace or chosen["context"].get("namespace") or "default", settings)
 
 
-def _status_of(error: Any) -> tuple[str, str | None]:
-    """Returns the server's message and the kind of object that it is about."""
-    try:
-        status = json.loads(error.body)
-        return " ".join(str(status["message"]).split()), (status.get("details") or {}).get("kind")
-    except (TypeError, ValueError, KeyError):
-        return " ".join(str(error.body or error.reason).split()), None
-
-
-SHARED = "ReadWriteMany"
-
-
 def check_claims(cluster: KubernetesCluster, job: PodJob) -> list[str]:
     """Checks that the claims exist and that all nodes can mount them; returns notices. Raises LaunchError."""
     for name in dict.fromkeys(claim.name for claim in (job.output, job.data) if claim is not None):
@@ -168,27 +155,22 @@ def check_claims(cluster: KubernetesCluster, job: PodJob) -> list[str]:
                     "wait for ever: create it, or name another"
                 ) from None
             raise
-        is_shared = SHARED in modes or (name != job.output.name and "ReadOnlyMany" in modes)
+        is_shared = "ReadWriteMany" in modes or (name != job.output.name and "ReadOnlyMany" in modes)
         if job.nodes > 1 and not is_shared:
             raise LaunchError(
                 f"the claim {name} is {' and '.join(modes)}, so {job.nodes} nodes cannot mount it: use one that is "
-                f"{SHARED}"
+                "ReadWriteMany"
             )
     return []
 
 
 def create(cluster: KubernetesCluster, objects: Sequence[Manifest]) -> None:
     """Creates all objects in order. If one is refused, removes the others and raises LaunchError."""
-    done: list[Manifest] = []
-    for manifest in objects:
-        try:
+    with ExitStack() as undo:
+        for manifest in objects:
             cluster.create(manifest)
-        except ClusterError:
-            for made in reversed(done):
-                with suppress(ClusterError):  # the first error is the one to report
-                    cluster.remove(made)
-            raise
-        done.append(manifest)
+            undo.callback(cluster.remove, manifest)
+        undo.pop_all()
 
 
 def check(cluster: KubernetesCluster, objects: Sequence[Manifest]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Parses what users type about pods: names, quantities, claims, variables. Raises LaunchError with one sentence.
+"""Checks what users give for pods: names, quantities, claims, variables, paths. Raises LaunchError with one sentence.
 
 These checks work without a cluster, before anything is written; rules that only an API server knows are left to its dry
 run (cluster.py).
@@ -6,31 +6,57 @@ run (cluster.py).
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import PurePosixPath
+from typing import Any
 
 from launch.errors import LaunchError
+from launch.huggingface.hub_folder import is_hub_id
 from launch.runtime.forwarded_environment import is_secret
 from megalite.config import Config
 
-LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"  # RFC 1035, for names that become host names
-LABEL_1123 = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-SUBDOMAIN = rf"{LABEL_1123}(\.{LABEL_1123})*"
+LONGEST_LABEL = 63
+LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"  # RFC 1123
+SUBDOMAIN = rf"{LABEL}(\.{LABEL})*"
 QUALIFIED = r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"
-VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
-IMAGE = r"[A-Za-z0-9][^\s@]*(@sha256:[0-9a-f]{64})?"
-LONGEST_LABEL, LONGEST_SUBDOMAIN, LONGEST_IMAGE = 63, 253, 500
+UNITS = {  # suffix of a quantity -> factor
+    "m": Decimal("0.001"),
+    **{unit: Decimal(1000**power) for power, unit in enumerate("kMGTPE", 1)},
+    **{f"{unit}i": Decimal(1024**power) for power, unit in enumerate("KMGTPE", 1)},
+}
+OBJECT_NAME = (rf"(?=.{{1,253}}$){SUBDOMAIN}", "it has lower-case letters, digits, - and .")
+FORMS = {  # what a text is to be -> its form, and what to write
+    "namespace": (rf"(?=.{{1,63}}$){LABEL}", "use at most 63 lower-case letters, digits and -"),
+    "name of a PersistentVolumeClaim": OBJECT_NAME,
+    "name of a Secret": OBJECT_NAME,
+    "name of a ServiceAccount": OBJECT_NAME,
+    "image": (r"(?=.{1,500}$)[A-Za-z0-9][^\s@]*(@sha256:[0-9a-f]{64})?", "write it as registry/name:tag"),
+    "key of a label": (
+        rf"((?=[^/]{{1,253}}/){SUBDOMAIN}/)?(?=[^/]{{1,63}}$){QUALIFIED}",
+        "write it as in example.com/gpu or gpu",
+    ),
+    "value of a label": (rf"(?=.{{0,63}}$)({QUALIFIED})?", "it has at most 63 letters, digits, -, _ and ."),
+    "name of a variable": (r"[A-Za-z_][A-Za-z0-9_]*", "it has letters, digits and _"),
+    "quantity": (
+        rf"([0-9]+\.?[0-9]*|\.[0-9]+)(?:({'|'.join(UNITS)})|([eE][-+]?[0-9]{{1,2}}))?",
+        "write it as in 8, 500m, 1.5, 64Gi or 64G",
+    ),
+    "resource of a node": (
+        rf"{SUBDOMAIN}/{QUALIFIED}(=0*[1-9][0-9]*)?",
+        "write it as in rdma/hca_shared_devices_a=1",
+    ),
+}
+
+JOB_NAME = r"[a-z]([-a-z0-9]*[a-z0-9])?"  # RFC 1035, for names that become host names
 SUFFIX = "-node-0-{}-abcde"  # follows a job's name in its longest derived name, that of a pod
-
-NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][-+]?[0-9]{1,2})?")
-DECIMAL, BINARY = "kMGTPE", ("Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
 LEAST_BYTES = 2**20
-
 RESERVED = re.compile(r"PET_.*|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT")
 TAKEN_PATHS = ("/etc/megalite", "/dev/shm")
+Source = dict[str, Any]  # of a variable, as a container has it: {"value": ...} or {"valueFrom": ...}
 
 
 @dataclass(frozen=True)
@@ -41,37 +67,28 @@ class Claim:
     path: PurePosixPath
 
 
-@dataclass(frozen=True)
-class SecretValue:
-    """One value of a Secret in the cluster."""
-
-    secret: str
-    key: str
-
-
-@dataclass(frozen=True)
-class Resources:
-    """Resource limits of a pod besides its GPUs."""
-
-    limits: dict[str, str] = field(default_factory=dict)  # resource -> quantity
-    shared_memory: str | None = None  # limit of /dev/shm; None: the pod's memory
-    pins_memory: bool = False  # for RDMA
+def check(text: str, what: str, option: str) -> re.Match[str]:
+    """Matches a text with the form that FORMS states for `what`, such as an image. Raises LaunchError otherwise."""
+    form, advice = FORMS[what]
+    match = re.fullmatch(form, text)
+    if match is None:
+        raise LaunchError(f'{option}: "{text}" is no {what}: {advice}')
+    return match
 
 
 def job_name(name: str | None, config: Config, nodes: int) -> str:
     """Returns the name given, or one derived from the run's folder, after checking it."""
-    if name is not None:
-        return check_job_name(name, nodes)
-    suggestion = suggested_name(config.run_dir.name)
-    if not suggestion:
-        raise LaunchError(f"run_dir {config.run_dir} gives the job no name: give it one with --name")
-    return check_job_name(suggestion, nodes)
+    if name is None:
+        name = suggested_name(config.run_dir.name)
+        if not name:
+            raise LaunchError(f"run_dir {config.run_dir} gives the job no name: give it one with --name")
+    return check_job_name(name, nodes)
 
 
 def check_job_name(name: str, nodes: int) -> str:
     """Returns `name` if the names of its pods on `nodes` nodes are valid."""
     longest = LONGEST_LABEL - len(SUFFIX.format(nodes - 1))
-    if not re.fullmatch(LABEL, name):
+    if not re.fullmatch(JOB_NAME, name):
         suggestion = suggested_name(name)
         raise LaunchError(
             f'--name "{name}" is no name for a job: use lower-case letters, digits and -, beginning with a letter'
@@ -90,34 +107,19 @@ def suggested_name(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-").lstrip("0123456789-")[:40].rstrip("-")
 
 
-def namespace_name(name: str) -> str:
-    """Returns `name` if it is a valid namespace."""
-    if not re.fullmatch(LABEL_1123, name) or len(name) > LONGEST_LABEL:
-        raise LaunchError(f'--namespace "{name}" is no namespace: use at most 63 lower-case letters, digits and -')
-    return name
-
-
-def object_name(name: str, option: str, kind: str) -> str:
-    """Returns `name` if it is a valid name of an object of this kind, such as a claim or a Secret."""
-    if not re.fullmatch(SUBDOMAIN, name) or len(name) > LONGEST_SUBDOMAIN:
-        raise LaunchError(f'{option}: "{name}" is no name of a {kind}: it has lower-case letters, digits, - and .')
-    return name
-
-
-def image_name(image: str) -> tuple[str, list[str]]:
-    """Returns a valid image, and a notice if its tag does not pin it."""
-    if not re.fullmatch(IMAGE, image) or len(image) > LONGEST_IMAGE:
-        raise LaunchError(f'--image "{image}" is no image: write it as registry/name:tag')
+def image_notices(image: str) -> list[str]:
+    """Returns a notice if the tag of a valid image does not pin it."""
+    check(image, "image", "--image")
     _, colon, tag = image.rpartition("/")[2].partition(":")
     if "@sha256:" in image or (colon and tag != "latest"):
-        return image, []
-    return image, [f"--image {image} can be another image tomorrow, or on another node: give it a tag or a digest"]
+        return []
+    return [f"--image {image} can be another image tomorrow, or on another node: give it a tag or a digest"]
 
 
 def claim(text: str, option: str, default: str) -> Claim:
     """Parses `CLAIM` or `CLAIM:/path`."""
     name, colon, path = text.partition(":")
-    object_name(name, option, "PersistentVolumeClaim")
+    check(name, "name of a PersistentVolumeClaim", option)
     mount = PurePosixPath(path if colon else default)
     if not mount.is_absolute() or mount == PurePosixPath("/") or ".." in mount.parts or ":" in str(mount):
         raise LaunchError(f'{option} "{text}": write CLAIM:/path, with an absolute path other than /')
@@ -129,25 +131,15 @@ def claim(text: str, option: str, default: str) -> Claim:
 
 def amount(quantity: str, option: str) -> Decimal:
     """Returns the value of a Kubernetes quantity such as `8`, `500m` or `64Gi`."""
-    found = NUMBER.fullmatch(quantity)
-    if not found:
-        raise LaunchError(f'{option} "{quantity}" is no quantity: write it as in 8, 500m, 1.5, 64Gi or 64G')
-    number, suffix = Decimal(found[1]), found[2] or ""
-    if suffix == "m":
-        number /= 1000
-    elif suffix in BINARY:
-        number *= 1024 ** (BINARY.index(suffix) + 1)
-    elif suffix in DECIMAL:
-        number *= 1000 ** (DECIMAL.index(suffix) + 1) if suffix else 1
-    else:
-        number = number.scaleb(int(suffix[1:]))
-    if number <= 0:
+    number, unit, exponent = check(quantity, "quantity", option).groups("")
+    value = Decimal(number + exponent) * UNITS.get(unit, 1)
+    if value <= 0:
         raise LaunchError(f'{option} "{quantity}" must be more than 0')
-    return number
+    return value
 
 
-def resources(cpu: str | None, memory: str | None, shared_memory: str | None, rdma: str | None) -> Resources:
-    """Checks quantities. A memory of `512m`, half a byte, or a plain `64` are mistakes that Kubernetes would accept."""
+def limits(cpu: str | None, memory: str | None, shared_memory: str | None, rdma: str | None) -> dict[str, str]:
+    """Returns the limits of a pod besides its GPUs. A memory of `512m`, half a byte, or a plain `64` are mistakes."""
     if cpu is not None and amount(cpu, "--cpu") < Decimal("0.001"):
         raise LaunchError(f'--cpu "{cpu}" is less than a thousandth of a core: write cores, as in 8')
     given = {"--memory": memory, "--shared-memory": shared_memory}
@@ -159,10 +151,11 @@ def resources(cpu: str | None, memory: str | None, shared_memory: str | None, rd
         raise LaunchError(
             f"--shared-memory {shared_memory} is more than --memory {memory}, of which it is a part: raise --memory"
         )
-    limits = {name: quantity for name, quantity in (("cpu", cpu), ("memory", memory)) if quantity is not None}
+    found = {name: quantity for name, quantity in (("cpu", cpu), ("memory", memory)) if quantity is not None}
     if rdma is not None:
-        limits |= extended_resource(rdma)
-    return Resources(limits, shared_memory, rdma is not None)
+        resource, _, count = check(rdma, "resource of a node", "--rdma")[0].partition("=")
+        found[resource] = str(int(count or 1))
+    return found
 
 
 def pairs(texts: Sequence[str], option: str) -> dict[str, str]:
@@ -182,51 +175,76 @@ def labels(texts: Sequence[str], option: str) -> dict[str, str]:
     """Parses labels of nodes or objects."""
     found = pairs(texts, option)
     for key, value in found.items():
-        prefix, slash, name = key.rpartition("/")
-        is_key = re.fullmatch(QUALIFIED, name) and len(name) <= LONGEST_LABEL
-        if slash:
-            is_key = is_key and re.fullmatch(SUBDOMAIN, prefix) and len(prefix) <= LONGEST_SUBDOMAIN
-        if not is_key:
-            raise LaunchError(f'{option}: "{key}" is no key of a label: write it as in example.com/gpu or gpu')
-        if value and (not re.fullmatch(QUALIFIED, value) or len(value) > LONGEST_LABEL):
-            raise LaunchError(
-                f'{option}: "{value}" is no value of a label: it has at most 63 letters, digits, -, _ and .'
-            )
+        check(key, "key of a label", option)
+        check(value, "value of a label", option)
     return found
 
 
-def extended_resource(text: str) -> dict[str, str]:
-    """Parses `vendor/resource` or `vendor/resource=count`, a resource of a device plugin."""
-    name, equals, count = text.partition("=")
-    prefix, slash, last = name.partition("/")
-    is_name = slash and re.fullmatch(SUBDOMAIN, prefix) and re.fullmatch(QUALIFIED, last)
-    if not is_name or (equals and not (count.isdecimal() and int(count) > 0)):
-        raise LaunchError(f'--rdma "{text}" is no resource of a node: write it as in rdma/hca_shared_devices_a=1')
-    return {name: str(int(count)) if equals else "1"}
+def variables(plain: Sequence[str], secret: Sequence[str]) -> dict[str, Source]:
+    """Parses `NAME=VALUE` texts and `NAME=SECRET:KEY` texts.
 
-
-def variables(texts: Sequence[str], option: str = "--env") -> dict[str, str]:
-    """Parses `NAME=VALUE` texts. Rejects variables that launchers set, and in --env those that look like secrets."""
-    found = pairs(texts, option)
-    for name, value in found.items():
-        if not re.fullmatch(VARIABLE, name):
-            raise LaunchError(f'{option}: "{name}" is no name of a variable: it has letters, digits and _')
-        if RESERVED.fullmatch(name):
-            raise LaunchError(f"{option}: {name} is what the launcher of a pod sets: leave it out")
-        if option == "--env" and is_secret(name, value):
+    Rejects variables that launchers set, and plain ones that look like secrets.
+    """
+    values, references = pairs(plain, "--env"), pairs(secret, "--secret-env")
+    for option, names in (("--env", values), ("--secret-env", references)):
+        for name in names:
+            check(name, "name of a variable", option)
+            if RESERVED.fullmatch(name):
+                raise LaunchError(f"{option}: {name} is what the launcher of a pod sets: leave it out")
+    for name, value in values.items():
+        if is_secret(name, value):
             raise LaunchError(
                 f"--env {name} would stand in the manifest for all to read: put it into a Secret and give "
                 f"--secret-env {name}=SECRET:KEY"
             )
-    return found
-
-
-def secret_variables(texts: Sequence[str]) -> dict[str, SecretValue]:
-    """Parses `NAME=SECRET:KEY` texts."""
-    found: dict[str, SecretValue] = {}
-    for name, source in variables(texts, "--secret-env").items():
-        secret, colon, key = source.partition(":")
+    found: dict[str, Source] = {name: {"value": value} for name, value in values.items()}
+    for name, reference in references.items():
+        secret_name, colon, key = reference.partition(":")
         if not colon or not re.fullmatch(r"[-._A-Za-z0-9]+", key):
             raise LaunchError(f'--secret-env "{name}=..." is not of the form NAME=SECRET:KEY')
-        found[name] = SecretValue(object_name(secret, "--secret-env", "Secret"), key)
+        if name in values:
+            raise LaunchError(f"--secret-env {name} is set as a plain variable as well: leave one of them out")
+        check(secret_name, "name of a Secret", "--secret-env")
+        found[name] = {"valueFrom": {"secretKeyRef": {"name": secret_name, "key": key}}}
     return found
+
+
+def config_in_pods(config: Config, output: Claim, data: Claim | None) -> tuple[Config, list[str]]:
+    """Returns the config with run_dir on the output claim, and notices.
+
+    Relative paths start at the root of a claim: `data.path` at the data claim if there is one, all others at the output
+    claim. Raises LaunchError if the run folder would be lost with its pod.
+    """
+    if data is not None and data.path == output.path:
+        raise LaunchError(
+            f"--data-claim and --output-claim are both seen at {data.path}: give one of them another path"
+        )
+    claims = [output] if data is None else [output, data]
+    notices = []
+
+    def placed(path: str, option: str, home: Claim) -> str:
+        place = _placed(path, option, home)
+        if not any(place.is_relative_to(claim.path) for claim in claims):
+            notices.append(f"{option} {place} is on no claim: every pod must have it in its image")
+        return str(place)
+
+    run_dir = _placed(str(config.run_dir), "run_dir", output)
+    if not run_dir.is_relative_to(output.path):
+        raise LaunchError(
+            f"run_dir {run_dir} is not on the claim {output.name}, which pods see at {output.path}, so checkpoints "
+            f"would be lost with a pod: write it relative to the claim, as in run_dir=runs/{run_dir.name}"
+        )
+    values = config.model_dump(mode="json")
+    values["run_dir"] = str(run_dir)
+    values["data"]["path"] = [placed(path, "data.path", data or output) for path in config.data.path]
+    source = config.training.initialize_from
+    if source is not None and not is_hub_id(source):
+        values["training"]["initialize_from"] = placed(str(source), "training.initialize_from", output)
+    return Config.model_validate(values), notices
+
+
+def _placed(path: str, option: str, home: Claim) -> PurePosixPath:
+    place = PurePosixPath(posixpath.normpath(home.path / path))  # an absolute path stays itself
+    if not PurePosixPath(path).is_absolute() and not place.is_relative_to(home.path):
+        raise LaunchError(f"{option} {path} leads out of the claim {home.name}: write it without ..")
+    return place

@@ -191,7 +191,7 @@ def test_tensor_parallelism_between_hosts_is_told(slurm: Slurm) -> None:
     words = ["--gpus-per-node", "0", "--json", "parallel.tensor_parallel_size=2"]
     for nodes, is_told in (("2", False), ("4", True)):
         notices = json.loads(slurm("-N", nodes, *words))["notices"]
-        assert any("tensor parallelism over 2 ranks crosses hosts of 1" in notice for notice in notices) == is_told
+        assert any("tensor parallelism over 2 ranks crosses nodes of 1" in notice for notice in notices) == is_told
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ MISTAKES = {
         [*ON_GPUS, "parallel.data_parallel_size=2"],
         ["makes 4 processes, but this run has 32"],
     ),
-    "too many hosts": (["-N", "4", "--gpus-per-node", "0"], ["2 ranks", "4 hosts"]),
+    "too many hosts": (["-N", "4", "--gpus-per-node", "0"], ["2 ranks", "4 nodes", "give --ntasks-per-node"]),
     "ranks without GPUs": ([*ON_GPUS, "--ntasks-per-node", "4"], ["--ntasks-per-node 4", "--gpus-per-node 8"]),
     "fp16 on the CPU": ([*ON_CPU, "precision.dtype=fp16"], ["fp16"]),
     "unknown option": ([*ON_CPU, "training.stepz=3"], ["training.stepz", "training.steps"]),

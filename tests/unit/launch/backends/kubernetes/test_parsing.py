@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.backends.kubernetes import parsing as words
+from launch.backends.kubernetes import parsing
 from launch.errors import LaunchError
 from tests.conftest import write_config
 from tests.helpers.k8s_command_line import command
@@ -18,10 +18,10 @@ from tests.helpers.k8s_command_line import command
 @given(st.text(alphabet="abcXYZ019-_. /", max_size=70), st.integers(1, 2000))
 def test_names_fit_all_that_is_made_of_them(word: str, nodes: int) -> None:
     """A pod's name, and so its host's, has at most 63 characters and is a DNS label."""
-    suggestion = words.suggested_name(word)
-    assert not suggestion or words.check_job_name(suggestion, 2) == suggestion
+    suggestion = parsing.suggested_name(word)
+    assert not suggestion or parsing.check_job_name(suggestion, 2) == suggestion
     try:
-        name = words.check_job_name(word, nodes)
+        name = parsing.check_job_name(word, nodes)
     except LaunchError as error:
         assert "\n" not in str(error)
         return
@@ -37,12 +37,13 @@ def test_names_fit_all_that_is_made_of_them(word: str, nodes: int) -> None:
 def test_quantities_mean_what_kubernetes_takes_them_for(number: Any, suffix: str) -> None:
     from kubernetes.utils.quantity import parse_quantity
 
-    assert words.amount(f"{number}{suffix}", "--memory") == parse_quantity(f"{number}{suffix}")
+    assert parsing.amount(f"{number}{suffix}", "--memory") == parse_quantity(f"{number}{suffix}")
 
 
 MISTAKES = [
     (["--nodes", "3"], "makes 4 processes, but this run has 6"),
     (["--output-claim", "Runs"], '"Runs" is no name of a PersistentVolumeClaim'),
+    (["--output-claim", "x" * 254], "is no name of a PersistentVolumeClaim"),
     (["--output-claim", "runs:out"], "write CLAIM:/path, with an absolute path"),
     (["--output-claim", "runs:/dev"], "/dev collides with /dev/shm"),
     (["--data-claim", "corpora:/output"], "both seen at /output"),
@@ -59,6 +60,7 @@ MISTAKES = [
     (["--cpu", "many"], "is no quantity"),
     (["--cpu", "0"], "must be more than 0"),
     (["--memory", "64GB"], "is no quantity"),
+    (["--memory", "1e3Ki"], "is no quantity"),
     (["--memory", "512m"], "write the unit, as in 64Gi"),
     (["--memory", "64"], "write the unit, as in 64Gi"),
     (["--memory", "1Gi", "--shared-memory", "2Gi"], "of which it is a part"),
@@ -67,10 +69,12 @@ MISTAKES = [
     (["--env", "A=1", "--env", "A=2"], "names A twice"),
     (["--env", "WANDB_API_KEY=abc"], "--secret-env WANDB_API_KEY=SECRET:KEY"),
     (["--env", "A-B=1"], "is no name of a variable"),
+    (["--secret-env", "A=B:c"], "is no name of a Secret"),
     (["--secret-env", "A=b"], "not of the form NAME=SECRET:KEY"),
     (["--env", "A=1", "--secret-env", "A=b:c"], "is set as a plain variable as well"),
     (["--node-selector", "gpu"], "not of the form key=value"),
     (["--node-selector", "gpu=a b"], "is no value of a label"),
+    (["--node-selector", f"gpu={'x' * 64}"], "is no value of a label"),
     (["--label", "a/b/c=d"], "is no key of a label"),
     (["--rdma", "hca"], "is no resource of a node"),
     (["--rdma", "rdma/hca=0"], "is no resource of a node"),

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from launch.backends.kubernetes.job import from_yaml
 from launch.errors import LaunchError
 from tests.conftest import write_config
-from tests.helpers.k8s_command_line import KINDS, Run, command
+from tests.helpers.k8s_command_line import KINDS, Run, command, from_yaml
 from tests.helpers.kubernetes_server import ApiServer
 
 

@@ -1,19 +1,19 @@
-"""Validates objects offline against the models of kubeflow-trainer-api, like an API server with strict validation.
+"""Validates Kubernetes objects by the models of kubeflow-trainer-api, like an API server with strict validation.
 
 The models check types but ignore unknown fields, so an object is parsed and written again: what is then missing or
-different is a mistake. Rules that only a server knows (between fields, quotas, webhooks) are left to its dry run.
+different is a mistake. Rules that only a server knows (between fields, quotas, webhooks) are not known here.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, model_validator
 
-from launch.backends.kubernetes.job import Manifest
-from launch.backends.kubernetes.resources import CONTAINER
+from launch.backends.kubernetes.manifests import Manifest
+
+CONTAINER = "pytorch"  # the name that the Training Operator requires
 
 
 class _Strict(BaseModel):
@@ -77,11 +77,6 @@ MODELS = {
 }
 PYTORCH_JOB = ("kubeflow.org/v1", "PyTorchJob")
 METADATA, POD_TEMPLATE = "IoK8sApimachineryPkgApisMetaV1ObjectMeta", "IoK8sApiCoreV1PodTemplateSpec"
-
-
-def can_validate() -> bool:
-    """Returns whether `megalite[k8s]` is installed."""
-    return importlib.util.find_spec("kubeflow_trainer_api") is not None
 
 
 def problems(manifest: Manifest) -> list[str]:
