@@ -31,7 +31,7 @@ from megalite.checkpoint.durable_files import NO_ROOM
 from megalite.checkpoint.errors import StorageError
 from megalite.config import Config
 from megalite.resilience.signals import PREEMPTION
-from megalite.training.errors import SaveFailed, TrainingPreempted, TrainingStopped
+from megalite.training.state import SaveFailed, TrainingPreempted, TrainingStopped
 
 log = get_logger("launch.train")  # as a script this module is named __main__
 NO_SUPERVISOR = (

@@ -28,7 +28,7 @@ from megalite.config import Config, resolve_layout
 from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.monitor.events import EVENTS, EventLog
 from megalite.resilience.heartbeat import Heartbeat
-from megalite.training.errors import SaveFailed, TrainingPreempted, TrainingStopped
+from megalite.training.state import SaveFailed, TrainingPreempted, TrainingStopped
 
 if TYPE_CHECKING:
     from megalite.engine.engine import Engine
@@ -142,7 +142,7 @@ def _train(
             guard=guard,
             checkpoints=checkpoints,
             requests=requests,
-            observers=[run_logger],
+            observer=run_logger,
         )
         try:
             state = train(engine, config, state, context)

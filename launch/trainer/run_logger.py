@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -68,24 +68,23 @@ class RunLogger(Observer):
             self.log_notice(failures)
         with self._nonfatal("receipt.json"):
             self._write_receipt(goodput=self._goodput.summary(), failures=self._nonfatal.summary())
-        if self._config.monitor.plot:
-            with self._nonfatal("loss.png"):
-                from megalite.monitor.plot import plot_loss
-                from megalite.monitor.sinks.jsonl import read_records
 
-                picture = self._config.run_dir / "loss.png"
-                plot_loss(read_records(self._config.run_dir / "metrics.jsonl"), picture, str(self._config.run_dir))
-                self.log_notice(f"drew {picture}")
+    def _for_each(self, call: Callable[[Observer], None]) -> None:
+        for observer in self._observers:
+            with self._nonfatal(observer.name):
+                call(observer)
 
     def on_start(self) -> None:
-        for observer in self._observers:
-            with self._nonfatal(observer.name):
-                observer.on_start()
+        self._for_each(lambda observer: observer.on_start())
 
     def on_step(self, record: dict[str, Any]) -> None:
-        for observer in self._observers:
-            with self._nonfatal(observer.name):
-                observer.on_step(record)
+        self._for_each(lambda observer: observer.on_step(record))
+
+    def on_end(self, ending: str, *, save_blocked_s: float = 0.0) -> None:
+        self._for_each(lambda observer: observer.on_end(ending, save_blocked_s=save_blocked_s))
+
+    def close(self) -> None:
+        self._for_each(lambda observer: observer.close())
 
     def on_intervention(self, facts: dict[str, Any], sentence: str) -> None:
         self.event("intervened", **facts)
@@ -102,19 +101,6 @@ class RunLogger(Observer):
             f"saved {saved.folder} ({saved.bytes / 1e6:.1f} MB; training waited {saved.blocked_s:.2f} s, "
             f"all took {saved.total_s:.2f} s)"
         )
-
-    def on_end(self, ending: str, *, save_blocked_s: float = 0.0) -> None:
-        for observer in self._observers:
-            with self._nonfatal(observer.name):
-                observer.on_end(ending, save_blocked_s=save_blocked_s)
-        if self._is_rank_zero:
-            with self._nonfatal(self._goodput.name):
-                self.log_notice(self._goodput.sentence())
-
-    def close(self) -> None:
-        for observer in self._observers:
-            with self._nonfatal(observer.name):
-                observer.close()
 
     def log_notice(self, sentence: str) -> None:
         """Logs a line on the console."""

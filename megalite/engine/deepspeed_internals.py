@@ -1,8 +1,8 @@
-"""All uses of private parts of DeepSpeed and torch, each with the file of DeepSpeed 0.19.8 that it depends on.
+"""Uses of private parts of DeepSpeed and torch, each with the file of DeepSpeed 0.19.8 that it depends on.
 
-Three groups: ZeRO's partitions and loss scale, hooks inside a step, imports and process groups. A test in
+Three groups: ZeRO's partitions and loss scale, hooks of the pipeline, imports and process groups. A test in
 test_deepspeed_internals.py fails when such a part moves or the defect behind it is gone. No other module touches a
-private name of DeepSpeed.
+private name of DeepSpeed, except `GatedStep` in engine.py, which is entered by every step.
 """
 
 from __future__ import annotations
@@ -214,48 +214,7 @@ def stay_at_smallest_loss_scale(optimizer: Any) -> None:
         scaler.raise_error_at_min_scale = False  # type: ignore[union-attr]
 
 
-# Hooks inside a step
-
-
-@contextlib.contextmanager
-def gate_optimizer_step(optimizer: Any, refuses: Callable[[bool], bool]) -> Iterator[None]:
-    """Patches `optimizer` so that each step of the `with` calls `refuses` before it uses or clears its gradients.
-
-    `refuses` gets whether they overflowed. If it returns True, the optimizer does what it does on an overflow: weights,
-    moments and step counts stay, gradients and buffers are cleared, `skipped_steps` grows; fp16's loss scale stays.
-    DeepSpeed offers no callback between its check for overflow and the update, so a method is replaced, the one that
-    every step calls there: `_update_scale` of DeepSpeedZeroOptimizer and DeepSpeedZeroOptimizer_Stage3
-    (runtime/zero/stage_1_and_2.py and stage3.py), which look at `overflow` after it; for BF16_Optimizer
-    (runtime/bf16_optimizer.py) its module's `is_invalid_grad_norm`, which nothing else calls.
-    """
-    import deepspeed.runtime.bf16_optimizer as bf16
-
-    if hasattr(optimizer, "_update_scale"):
-        update_scale = optimizer._update_scale
-
-        def ask_first(has_overflow: bool = False) -> None:
-            if refuses(has_overflow):
-                optimizer.overflow = True
-            else:
-                update_scale(has_overflow)
-
-        optimizer._update_scale = ask_first
-        try:
-            yield
-        finally:
-            del optimizer._update_scale
-        return
-    is_invalid = bf16.is_invalid_grad_norm
-
-    def ask_or_invalid(norm: Any) -> bool:
-        has_overflow = is_invalid(norm)
-        return refuses(has_overflow) or has_overflow
-
-    bf16.is_invalid_grad_norm = ask_or_invalid
-    try:
-        yield
-    finally:
-        bf16.is_invalid_grad_norm = is_invalid
+# Hooks of the pipeline
 
 
 @contextlib.contextmanager

@@ -16,16 +16,16 @@ from functools import partial
 from typing import Any, Protocol
 
 import deepspeed
+import deepspeed.runtime.bf16_optimizer as bf16_optimizer
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megalite.config import Config, ResolvedLayout
-from megalite.engine.activity import Activity, Operation
+from megalite.engine.activity import Activity, Operation, Phase
 from megalite.engine.deepspeed_config import deepspeed_config
 from megalite.engine.deepspeed_internals import (
-    gate_optimizer_step,
     quiet_stdout,
     share_fp32_weights,
     stay_at_smallest_loss_scale,
@@ -63,31 +63,59 @@ class GatedStep:
 
     @contextmanager
     def open(self, loss: Callable[[], Tensor]) -> Iterator[None]:
-        """Asks the gate inside each optimizer step of the `with`; `loss` computes the step's loss, once.
+        """Asks the gate in each optimizer step of the `with`; `loss` computes the step's loss, once.
 
-        DeepSpeed has no public place between the check for overflow and the update of the weights, so
-        `gate_optimizer_step` patches one method of its optimizer while the `with` is open.
+        A refused step does what DeepSpeed does on an overflow: weights, moments and step counts stay, gradients and
+        buffers are cleared, `skipped_steps` grows; fp16's loss scale stays.
+
+        DeepSpeed offers no callback between its check for overflow and the update, so the function is replaced that
+        every step calls there: `_update_scale` of DeepSpeedZeroOptimizer and DeepSpeedZeroOptimizer_Stage3
+        (runtime/zero/stage_1_and_2.py and stage3.py), which look at `overflow` after it; for BF16_Optimizer
+        (runtime/bf16_optimizer.py) its module's `is_invalid_grad_norm`, which nothing else calls.
         """
         if self._gate is None:
             yield
             return
-        gate = self._gate
-
-        def common_loss() -> float:
-            value = loss()
-            # each tensor-parallel rank has computed its own, which may differ in the last bit
-            if self._tp.group is not None and self._tp.size > 1:
-                dist.broadcast(value, src=dist.get_global_rank(self._tp.group, 0), group=self._tp.group)
-            return float(value)
+        gate, optimizer = self._gate, self._optimizer
 
         def refuses(is_not_finite: bool) -> bool:
-            self.refused = not is_not_finite and not gate.takes(common_loss)
+            self.refused = not is_not_finite and not gate.takes(lambda: self._common(loss()))
             if is_not_finite or self.refused:
                 gate.examine()
             return self.refused
 
-        with gate_optimizer_step(self._optimizer, refuses):
+        if hasattr(optimizer, "_update_scale"):
+            update_scale = optimizer._update_scale
+
+            def ask_first(has_overflow: bool = False) -> None:
+                if refuses(has_overflow):
+                    optimizer.overflow = True
+                else:
+                    update_scale(has_overflow)
+
+            optimizer._update_scale = ask_first
+            try:
+                yield
+            finally:
+                del optimizer._update_scale
+            return
+        is_invalid = bf16_optimizer.is_invalid_grad_norm
+
+        def ask_or_invalid(norm: Any) -> bool:
+            has_overflow = is_invalid(norm)
+            return refuses(has_overflow) or has_overflow
+
+        bf16_optimizer.is_invalid_grad_norm = ask_or_invalid
+        try:
             yield
+        finally:
+            bf16_optimizer.is_invalid_grad_norm = is_invalid
+
+    def _common(self, loss: Tensor) -> float:
+        """Returns the first tensor-parallel rank's loss: each has computed its own, maybe with another last bit."""
+        if self._tp.group is not None and self._tp.size > 1:
+            dist.broadcast(loss, src=dist.get_global_rank(self._tp.group, 0), group=self._tp.group)
+        return float(loss)
 
 
 class MicroBatch(Protocol):
@@ -180,6 +208,7 @@ class Engine(ABC):
 
         A step whose loss or gradients are not finite changes nothing, nor does one that `gate` refuses.
         """
+        self.activity.begin_phase(Phase.STEP)
         for group in self.torch_optimizer.param_groups:
             group["lr"] = learning_rate
         skipped_before = self.deepspeed.skipped_steps
@@ -193,6 +222,7 @@ class Engine(ABC):
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], count: int) -> Tensor:
         """Returns the mean loss over the valid tokens of all replicas' micro-batches, `count` on each."""
+        self.activity.begin_phase(Phase.EVALUATION)
         loss = self._evaluate(micro_batches, count, self._loss_scale_per_token(micro_batches))
         self.activity.record_op(Operation.FINISH, peers=self.activity.peers.everyone)
         return loss

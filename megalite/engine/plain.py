@@ -14,27 +14,20 @@ from megalite.config import Config, ResolvedLayout
 from megalite.engine.activity import Activity, Operation
 from megalite.engine.deepspeed_internals import quiet_stdout
 from megalite.engine.distributed import Grid, tensor_parallel_of
-from megalite.engine.engine import Engine, GatedStep, Logits, Loss, MicroBatch, layer_maker, logits_of, loss_of
+from megalite.engine.engine import Engine, GatedStep, MicroBatch, layer_maker, logits_of, loss_of
 from megalite.parallel.collectives import TensorParallel
-from megalite.parallel.layers import BlockInput, LayerSpec, MakeLayer, Payload, SerialModel
+from megalite.parallel.layers import BlockInput, LayerSpec, Payload, SerialModel
 from megalite.parallel.mesh import Mesh
 
 
 class PlainModel(nn.Module):
     """The serial model with its loss: ZeRO-3 holds the head's weight only while a forward is running."""
 
-    def __init__(
-        self,
-        specs: Sequence[LayerSpec],
-        tp: TensorParallel,
-        make_layer: MakeLayer,
-        loss: Loss,
-        logits: Logits,
-        has_dropout: bool,
-    ) -> None:
+    def __init__(self, specs: Sequence[LayerSpec], config: Config, tp: TensorParallel) -> None:
         super().__init__()
-        self.tensor_parallel, self._loss, self._logits, self._has_dropout = tp, loss, logits, has_dropout
-        self.serial = SerialModel(specs, tp, make_layer)
+        self.tensor_parallel, self._has_dropout = tp, config.model.has_dropout
+        self._loss, self._logits = loss_of(config), logits_of(config)
+        self.serial = SerialModel(specs, tp, layer_maker(config))
 
     def forward(self, inputs: Payload, labels: Any = None) -> Tensor:
         """Maps the first layer's payload and (targets, weight) to a scalar; without labels to the logits."""
@@ -54,9 +47,7 @@ class PlainEngine(Engine):
         with quiet_stdout():
             self._grid = Grid(mesh)
         tp = tensor_parallel_of(self._grid, config.parallel.sequence_parallel)
-        has_dropout = config.model.has_dropout
-        model = PlainModel(specs, tp, layer_maker(config), loss_of(config), logits_of(config), has_dropout)
-        self._initialize(model, self._grid)
+        self._initialize(PlainModel(specs, config, tp), self._grid)
         # ZeRO-3 gathers weights from all replicas on the way
         self._forward_peers = activity.peers.stage if layout.zero_stage == 3 else activity.peers.tensor
 

@@ -11,6 +11,7 @@ All durations are in seconds (`_s`), all points in time in unix seconds.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -23,6 +24,7 @@ from megalite.monitor.events import EVENTS, read_events
 from megalite.monitor.observer import Observer
 from megalite.monitor.sinks.jsonl import read_records
 
+log = logging.getLogger(__name__)
 Event = Mapping[str, Any]
 Record = Mapping[str, Any]
 
@@ -86,10 +88,11 @@ class Goodput(Observer):
         record["goodput"] = round(self.shares()["productive"], 4)
 
     def on_end(self, ending: str, *, save_blocked_s: float = 0.0, **facts: Any) -> None:
-        """Writes the event `ending`, one of ENDS, with the account of the session."""
+        """Writes the event `ending`, one of ENDS, with the account of the session, and logs the run's."""
         self._past["saves"] += _seconds(save_blocked_s)
         ours = {"session_s": round(self._session_s(), 3), "goodput": self.shares()["productive"]}
         self._write(ending, save_blocked_s=save_blocked_s, **ours, **facts)
+        log.info(self.sentence())
 
     def seconds(self) -> dict[str, float]:
         """Returns the wall time of the run so far by category."""

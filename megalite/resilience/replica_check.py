@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.engine.activity import Phase
 from megalite.engine.deepspeed_internals import fp32_fragment, is_whole_here, resident_weights, tied_weights
 from megalite.engine.distributed import from_all_ranks
 from megalite.engine.engine import Engine
@@ -120,6 +121,7 @@ class SelfCheck:
 
         Collective, equal on all ranks.
         """
+        self._engine.activity.begin_phase(Phase.SELF_CHECK)
         started = time.perf_counter() - self._used_s
         found = _compare(self._engine, [*self._used, *_copies(self._engine, moment=1)])
         self._is_watching, self._used, self._used_s = False, [], 0.0

@@ -442,7 +442,6 @@ def _noted_instructions(rank: int) -> dict[str, list[tuple[str, int | None]]]:
         (Phase.STEP, lambda: engine.train_step(batch, 1e-3)),
         (Phase.EVALUATION, lambda: engine.evaluate(batch, case.accumulation)),
     ):
-        engine.activity.begin_phase(phase)
         execute()
         notes = engine.activity.notes()
         noted[phase.value] = [
