@@ -20,9 +20,8 @@ from launch.trainer.checkpoint_hooks import CheckpointHooks
 from launch.trainer.data import evaluation_batches, open_data, training_batches
 from launch.trainer.prediction_tracker import PredictionTracker, RunEnvironment, memory_of_ranks
 from launch.trainer.resume import RunSetup, agree_on_start, checkpoints_of, load_state
-from launch.trainer.run_folder import lock_run_folder
+from launch.trainer.run_folder import lock_run_folder, tokenizer_of
 from launch.trainer.run_logger import RunLogger
-from launch.trainer.tokenizer import tokenizer_of
 from megalite.checkpoint.manifest import Manifest
 from megalite.config import Config, resolve_layout
 from megalite.config.known_bad import check_known_bad, installed_versions

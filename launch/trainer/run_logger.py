@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from launch.runtime.logs import get_logger
 from launch.trainer.prediction_tracker import PredictionTracker, RankMemory
 from launch.trainer.resume import RunSetup
-from launch.trainer.run_folder import write_receipt, write_settings
-from launch.trainer.tokenizer import keep_tokenizer
+from launch.trainer.run_folder import keep_tokenizer, write_receipt, write_settings
 from megalite.monitor.events import EVENTS, EventLog, read_events
 from megalite.monitor.observer import Observer
 from megalite.resilience.nonfatal import Nonfatal

@@ -18,9 +18,9 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import WEIGHT, entry
 from megalite.checkpoint.reader import CheckpointReader, WeightReader
 from megalite.checkpoint.writer import Block
+from megalite.engine.deepspeed_config import MOMENTS
 from megalite.engine.deepspeed_internals import own_range, owned_fp32_values, set_loss_scaler_state, tied_weights
 from megalite.engine.engine import Engine
-from megalite.engine.optimizer import MOMENTS
 from megalite.engine.parameter_state import create_moments, forget_moments, moment_names, refresh, write_own_numbers
 from megalite.parallel.shard import RangePiece
 

@@ -144,19 +144,6 @@ def fp32_fragment(parameter: torch.Tensor) -> torch.Tensor | None:
     return owned_fp32_values(parameter, "weight") if stop > start else None
 
 
-def own_partition(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's slice of a whole value of a ZeRO-3 parameter, padded with zeros on the last rank.
-
-    `set_full_hp_param` (runtime/zero/stage3.py) cuts the slice out of the value, but partitions are of equal size:
-    if the number of ranks does not divide the parameter, it reads past the end and raises. The setters of local slices
-    work.
-    """
-    size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
-    start = torch.distributed.get_rank(parameter.ds_process_group) * size  # type: ignore[attr-defined]
-    mine = value.flatten()[start : start + size]
-    return torch.nn.functional.pad(mine, (0, size - mine.numel()))
-
-
 def share_fp32_weights(optimizer: Any) -> None:
     """Lets the optimizer update fp32 weights in place.
 

@@ -24,13 +24,12 @@ from torch import Tensor
 
 from megalite.config import Config, ResolvedLayout
 from megalite.engine.activity import Activity, Operation, Phase
-from megalite.engine.deepspeed_config import deepspeed_config
+from megalite.engine.deepspeed_config import build_optimizer, deepspeed_config
 from megalite.engine.deepspeed_internals import (
     quiet_stdout,
     share_fp32_weights,
     stay_at_smallest_loss_scale,
 )
-from megalite.engine.optimizer import build_optimizer
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import BlockInput, MakeLayer, Payload, make_layer, named_shards
 from megalite.parallel.loss import IGNORED, head_logits, head_loss
