@@ -1,4 +1,4 @@
-"""Hooks that run after a checkpoint is committed, while training goes on: the mirror and `checkpoint.export_hf`.
+"""The manifest of a run's checkpoints, and the hooks that follow a commit: the mirror and `checkpoint.export_hf`.
 
 Each export is made by a process of its own at low priority, which streams a committed checkpoint from disk. It costs
 the ranks only idle processor time, and about as much disk traffic as a save. Nothing that fails here ends a run: the
@@ -14,18 +14,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.runtime.modules import EXPORT_PROCESS
 from launch.runtime.rank_environment import VARIABLES
-from launch.trainer.resume import Start, checkpoints_of, exports_of
+from launch.trainer.resume import RunSetup, Start, checkpoints_of, exports_of
+from launch.trainer.run_folder import layout_facts, tokenizer_of
 from megalite.checkpoint.durable_files import remove
-from megalite.checkpoint.manifest import step_folder
+from megalite.checkpoint.manifest import Manifest, step_folder
 from megalite.config import Config
+from megalite.training.state import TrainState
 
 if TYPE_CHECKING:
     from launch.trainer.run_logger import RunLogger
@@ -34,6 +37,27 @@ if TYPE_CHECKING:
 
 PROGRESS_EVERY_S = 15.0  # while the end of a run waits for the last export
 CANCEL_S = 10.0  # time for a cancelled export to remove what it has written
+
+
+def manifest_maker(setup: RunSetup) -> Callable[[TrainState], Manifest]:
+    """Returns the function that makes the manifest of a checkpoint, without the entries of its files."""
+    config = setup.config
+    tokenizer = cache(partial(tokenizer_of, config, setup.data))  # read once rank 0 has copied it into the run's folder
+
+    def manifest(state: TrainState) -> Manifest:
+        folder, sha256 = tokenizer()
+        return Manifest(
+            step=state.step,
+            layout=layout_facts(setup.layout),
+            config=config.model_dump(mode="json") | setup.start.inherited,
+            tokenizer=folder,
+            tokenizer_sha256=sha256,
+            state=state.model_dump(mode="json"),
+            tensors={},
+            files={},
+        )
+
+    return manifest
 
 
 class Exporter:

@@ -25,12 +25,12 @@ from megalite.checkpoint.manifest import Manifest, read_manifest
 from megalite.checkpoint.retention import clean_up
 from megalite.config import Config, ModelConfig, ResolvedLayout
 from megalite.config.model import DROPOUTS
+from megalite.training.state import TrainState
 
 if TYPE_CHECKING:
     from launch.huggingface.hub_model import HubModel
     from megalite.engine.activity import Activity
     from megalite.engine.engine import Engine
-    from megalite.training.state import TrainState
 
 log = get_logger(__name__)
 IMPORTED = "hugging_face"  # the key under which launch/huggingface.py keeps it
@@ -132,7 +132,6 @@ def load_state(engine: Engine, setup: RunSetup) -> TrainState:
     """Loads weights, and on a resume the optimizer, into the engine; returns the state of the run."""
     from megalite.checkpoint.engine_state import load_engine
     from megalite.checkpoint.reader import CheckpointReader
-    from megalite.training.state import TrainState
 
     start = setup.start
     if start.hub is not None:

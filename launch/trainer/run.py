@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from launch.errors import FAILED_CODE, HUNG_CODE, PREEMPTED_CODE, STOPPED_CODE
@@ -16,22 +16,21 @@ from launch.runtime.devices import Device
 from launch.runtime.logs import get_logger
 from launch.runtime.rank_environment import ATTEMPT, Rank
 from launch.runtime.rank_process import be_deterministic
-from launch.trainer.checkpoint_hooks import CheckpointHooks
+from launch.trainer.checkpoint_hooks import CheckpointHooks, manifest_maker
 from launch.trainer.data import evaluation_batches, open_data, training_batches
-from launch.trainer.prediction_tracker import PredictionTracker, RunEnvironment, memory_of_ranks
+from launch.trainer.prediction_tracker import PredictionTracker, memory_of_ranks
 from launch.trainer.resume import RunSetup, agree_on_start, checkpoints_of, load_state
-from launch.trainer.run_folder import lock_run_folder, tokenizer_of
+from launch.trainer.run_config import with_layout_for_all
+from launch.trainer.run_folder import lock_run_folder
 from launch.trainer.run_logger import RunLogger
-from megalite.checkpoint.manifest import Manifest
 from megalite.config import Config, resolve_layout
 from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.monitor.events import EVENTS, EventLog
 from megalite.resilience.heartbeat import Heartbeat
-from megalite.training.state import SaveFailed, TrainingPreempted, TrainingStopped
+from megalite.training.state import SaveFailed, TrainingPreempted, TrainingStopped, TrainState
 
 if TYPE_CHECKING:
     from megalite.engine.engine import Engine
-    from megalite.training.state import TrainState
 
 log = get_logger(__name__)
 PROCESS_START_TIME = time.monotonic()
@@ -68,7 +67,7 @@ def run(config: Config, rank: Rank, exit_stack: ExitStack) -> None:
     kind = start_distributed(rank.local_rank, timedelta(minutes=config.watchdog.timeout_minutes)).type
     device: Device = "cuda" if kind == "cuda" else "cpu"
     if config.unresolved_options:
-        config = _with_layout(config, rank, device)
+        config = with_layout_for_all(config, rank, device)
     layout = resolve_layout(config, rank.world_size, device)
     check_known_bad(config, layout, installed_versions(), device)
     activity = Activity(Mesh.of(layout), rank.rank)
@@ -80,7 +79,7 @@ def run(config: Config, rank: Rank, exit_stack: ExitStack) -> None:
         activity, config.watchdog, config.run_dir, launch, HUNG_CODE, record_hang, tuple(ENDINGS)
     ) as watchdog:
         data = open_data(config)
-        prediction = PredictionTracker(config, layout, RunEnvironment.of(rank, device))
+        prediction = PredictionTracker(config, layout, rank, device)
         setup = RunSetup(config, layout, rank, data, agree_on_start(config, rank, data, activity))
         engine = build_engine(decoder_layers(config.model, config.recompute.mode), config, layout, activity)
         state = load_state(engine, setup)
@@ -124,7 +123,7 @@ def _train(
         config.checkpoint,
         checkpoints_of(config),
         run_logger,
-        describe=_manifest_maker(setup),
+        describe=manifest_maker(setup),
         mirror=hooks.mirror,
         exports=hooks.exporter,
         planner=run_logger.interval_planner(),
@@ -160,44 +159,6 @@ def _end(engine: Engine, run_logger: RunLogger, ending: str, save_blocked_s: flo
     """Logs the end before all ranks are asked for their memory: one of them may be gone by then."""
     run_logger.on_end(ending, save_blocked_s=save_blocked_s)
     run_logger.log_prediction_error(memory_of_ranks(engine, run_logger.prediction.memory()))
-
-
-def _manifest_maker(setup: RunSetup) -> Callable[[TrainState], Manifest]:
-    """Returns the function that makes the manifest of a checkpoint, without the entries of its files."""
-    config, layout = setup.config, setup.layout
-    tokenizer = cache(partial(tokenizer_of, config, setup.data))  # read once rank 0 has copied it into the run's folder
-
-    def manifest(state: TrainState) -> Manifest:
-        return Manifest(
-            step=state.step,
-            layout={
-                "tensor_parallel_size": layout.tensor_parallel_size,
-                "pipeline_parallel_size": layout.pipeline_parallel_size,
-                "data_parallel_size": layout.data_parallel_size,
-                "zero_stage": layout.zero_stage,
-            },
-            config=config.model_dump(mode="json") | setup.start.inherited,
-            tokenizer=tokenizer().folder,
-            tokenizer_sha256=tokenizer().sha256,
-            state=state.model_dump(mode="json"),
-            tensors={},
-            files={},
-        )
-
-    return manifest
-
-
-def _with_layout(config: Config, rank: Rank, device: Device) -> Config:
-    """Resolves the options that are `auto`; rank 0 chooses, so that all ranks get the same."""
-    import torch
-
-    from launch.planning.auto_layout import choose_together
-
-    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if device == "cuda" else None
-    chosen = choose_together(config, device, memory)
-    if rank.rank == 0:
-        log.info(chosen.sentence)
-    return config.with_resolved(chosen.options)
 
 
 def _start_heartbeat(config: Config, rank: Rank, exit_stack: ExitStack) -> Heartbeat | None:

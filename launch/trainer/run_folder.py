@@ -62,18 +62,18 @@ def write_receipt(config: Config, layout: ResolvedLayout, facts: dict[str, Any])
         "machine": {"platform": platform.platform(), "host": platform.node()},
         "command": sys.argv,
         "git": _git_state(),
-        "layout": {
-            "tensor_parallel_size": layout.tensor_parallel_size,
-            "pipeline_parallel_size": layout.pipeline_parallel_size,
-            "data_parallel_size": layout.data_parallel_size,
-            "zero_stage": layout.zero_stage,
-            "gradient_accumulation_steps": layout.gradient_accumulation_steps,
-        },
+        "layout": layout_facts(layout) | {"gradient_accumulation_steps": layout.gradient_accumulation_steps},
         "seed": config.training.seed,
         "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         **facts,
     }
     write_durably(config.run_dir / "receipt.json", _as_json(receipt))
+
+
+def layout_facts(layout: ResolvedLayout) -> dict[str, int]:
+    """Returns a layout as receipts and the manifests of checkpoints hold it."""
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "zero_stage")
+    return {name: getattr(layout, name) for name in names}
 
 
 def keep_tokenizer(config: Config, model_folder: Path) -> None:

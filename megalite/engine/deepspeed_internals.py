@@ -168,18 +168,21 @@ def share_fp32_weights(optimizer: Any) -> None:
 LOSS_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def loss_scaler_state(optimizer: Any) -> dict[str, float]:
-    """Returns the state of fp16's dynamic loss scale (runtime/fp16/loss_scaler.py); empty for other precisions."""
+def _dynamic_loss_scaler(optimizer: Any) -> Any:
+    """Returns fp16's dynamic loss scaler (runtime/fp16/loss_scaler.py); None for other precisions."""
     scaler = getattr(optimizer, "loss_scaler", None)
-    if not getattr(scaler, "dynamic", False):
-        return {}
-    return {name: float(getattr(scaler, name)) for name in LOSS_SCALER_FIELDS}
+    return scaler if getattr(scaler, "dynamic", False) else None
+
+
+def loss_scaler_state(optimizer: Any) -> dict[str, float]:
+    """Returns the state of fp16's dynamic loss scale; empty for other precisions."""
+    scaler = _dynamic_loss_scaler(optimizer)
+    return {} if scaler is None else {name: float(getattr(scaler, name)) for name in LOSS_SCALER_FIELDS}
 
 
 def set_loss_scaler_state(optimizer: Any, state: dict[str, float]) -> None:
     """Restores what `loss_scaler_state` returned; does nothing for other precisions."""
-    scaler = getattr(optimizer, "loss_scaler", None)
-    if getattr(scaler, "dynamic", False):
+    if (scaler := _dynamic_loss_scaler(optimizer)) is not None:
         for name in LOSS_SCALER_FIELDS:
             if name in state:
                 setattr(scaler, name, type(getattr(scaler, name))(state[name]))
@@ -187,18 +190,17 @@ def set_loss_scaler_state(optimizer: Any, state: dict[str, float]) -> None:
 
 def loss_scale_can_fall(optimizer: Any) -> bool:
     """Returns whether fp16's loss scale is above its minimum, so that it may be what makes gradients overflow."""
-    scaler = getattr(optimizer, "loss_scaler", None)
-    return bool(getattr(scaler, "dynamic", False) and scaler.cur_scale > scaler.min_scale)  # type: ignore[union-attr]
+    scaler = _dynamic_loss_scaler(optimizer)
+    return scaler is not None and bool(scaler.cur_scale > scaler.min_scale)
 
 
 def stay_at_smallest_loss_scale(optimizer: Any) -> None:
     """Makes DeepSpeed skip a step that overflows at fp16's smallest loss scale like any other; the guard counts them.
 
-    By default the loss scaler (runtime/fp16/loss_scaler.py) raises a bare Exception there.
+    By default the loss scaler raises a bare Exception there.
     """
-    scaler = getattr(optimizer, "loss_scaler", None)
-    if getattr(scaler, "dynamic", False):
-        scaler.raise_error_at_min_scale = False  # type: ignore[union-attr]
+    if (scaler := _dynamic_loss_scaler(optimizer)) is not None:
+        scaler.raise_error_at_min_scale = False
 
 
 # Hooks of the pipeline

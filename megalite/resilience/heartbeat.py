@@ -110,10 +110,8 @@ class StaleHeartbeats:
     it cannot write to the storage itself, because then no rank can.
     """
 
-    def __init__(
-        self, run_dir: Path, attempt: str, limit_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._run_dir, self._attempt, self._limit_s, self._clock = run_dir, attempt, limit_s, clock
+    def __init__(self, run_dir: Path, attempt: str, limit_s: float) -> None:
+        self._run_dir, self._attempt, self._limit_s = run_dir, attempt, limit_s
         self._longest_pause_s = limit_s / 10  # between two polls; longer pauses do not count
         self._polled_at, self._listened_s = time.monotonic(), 0.0
         self._heard: dict[int, tuple[tuple[int, int], float]] = {}  # rank: (process, count), time of the change

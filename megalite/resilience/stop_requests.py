@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import time
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 import torch
@@ -47,9 +47,7 @@ class StopRequests:
         self._previous = {number: signal.signal(number, self._on_signal) for number in PREEMPTION}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_IGN if self._signal else handler)
 
