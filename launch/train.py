@@ -179,19 +179,19 @@ def run(config: Config, rank: Rank, exit_stack: ExitStack) -> None:
         engine = build_engine(decoder_layers(config.model, config.recompute.mode), config, layout, activity)
         state = load_state(engine, setup)
         with RunLogger(setup, prediction) as run_logger:
-            hooks = CheckpointHooks.open(config, setup.start, run_logger) if rank.rank == 0 else CheckpointHooks()
+            hooks = CheckpointHooks(setup, run_logger)
             try:
                 state = _train(engine, setup, state, run_logger, hooks)
             except tuple(ENDINGS) as error:
                 watchdog.stop()
                 # launchers end rank 0 soon after another rank has left with such a code, so all ranks wait for it
                 longest_s = MIRROR_FLUSH_TIMEOUT_S if isinstance(error, TrainingPreempted) else _longest_wait_s()
-                hooks.close(config, run_logger, is_done=False, at_most_s=longest_s)
+                hooks.close(is_done=False, at_most_s=longest_s)
                 raise
             run_logger.outcome = {"finished": True, **state.model_dump(exclude={"guard"})}
             watchdog.stop()
             leave_together()
-            hooks.close(config, run_logger, is_done=True)
+            hooks.close(is_done=True)
     del lock  # held until here
 
 

@@ -16,14 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.runtime.modules import EXPORT_PROCESS
 from launch.runtime.rank_environment import VARIABLES
-from launch.trainer.resume import RunSetup, Start, checkpoints_of, exports_of
+from launch.trainer.resume import RunSetup, checkpoints_of, exports_of
 from launch.trainer.run_folder import layout_facts, tokenizer_of
 from megalite.checkpoint.durable_files import remove
 from megalite.checkpoint.manifest import Manifest, step_folder
@@ -197,41 +196,40 @@ class Exporter:
         self._run_log.log_notice(f"{folder} is NOT made{goes_on}: {why}{by_hand}")
 
 
-@dataclass(frozen=True)
 class CheckpointHooks:
     """The hooks that the config asks for; none on ranks other than 0."""
 
-    mirror: Mirror | None = None
-    exporter: Exporter | None = None
-
-    @classmethod
-    def open(cls, config: Config, start: Start, run_logger: RunLogger) -> CheckpointHooks:
-        """Opens the hooks on rank 0 and queues what an interrupted session left undone."""
-        mirror, exporter = None, None
-        own = start.checkpoint if start.is_resume else None
-        if config.checkpoint.mirror is not None:
+    def __init__(self, setup: RunSetup, run_logger: RunLogger) -> None:
+        """Opens the hooks and queues what an interrupted session left undone."""
+        self._config, self._run_logger = setup.config, run_logger
+        self.mirror: Mirror | None = None
+        self.exporter: Exporter | None = None
+        if setup.rank.rank != 0:
+            return
+        options, own = setup.config.checkpoint, setup.start.checkpoint if setup.start.is_resume else None
+        if options.mirror is not None:
             from megalite.checkpoint.remote.mirror import Mirror
             from megalite.checkpoint.retention import Retention
 
-            mirror = Mirror(config.checkpoint.mirror, Retention.of(config.checkpoint), run_logger.log_upload)
+            self.mirror = Mirror(options.mirror, Retention.of(options), run_logger.log_upload)
             if own is not None:
-                mirror.on_commit(own)
-        if config.checkpoint.export_hf != "off":
-            exporter = Exporter(config, run_logger)
-            if own is not None and not (exports_of(config) / own.name).exists():
-                exporter.on_commit(own)
-        return cls(mirror, exporter)
+                self.mirror.on_commit(own)
+        if options.export_hf != "off":
+            self.exporter = Exporter(setup.config, run_logger)
+            if own is not None and not (exports_of(setup.config) / own.name).exists():
+                self.exporter.on_commit(own)
 
-    def close(self, config: Config, run_logger: RunLogger, *, is_done: bool, at_most_s: float = math.inf) -> None:
+    def close(self, *, is_done: bool, at_most_s: float = math.inf) -> None:
         """Waits for the mirror up to `checkpoint.mirror_wait_minutes` and `at_most_s`, and for exports if `is_done`.
 
         Otherwise exports are cancelled, and the next session starts them again.
         """
         if self.exporter is not None:
             self.exporter.close(is_done=is_done)
-        seconds = min(60 * config.checkpoint.mirror_wait_minutes, at_most_s)
+        options = self._config.checkpoint
+        seconds = min(60 * options.mirror_wait_minutes, at_most_s)
         if self.mirror is not None and not self.mirror.close(seconds):
-            run_logger.log_notice(
-                f"{config.checkpoint.mirror} has not got the last checkpoint in {seconds / 60:.3g} minutes: it is in "
-                f"{checkpoints_of(config)}, and the next run sends it"
+            self._run_logger.log_notice(
+                f"{options.mirror} has not got the last checkpoint in {seconds / 60:.3g} minutes: it is in "
+                f"{checkpoints_of(self._config)}, and the next run sends it"
             )

@@ -53,7 +53,7 @@ def optimizer_step_count(engine: Engine) -> int:
 
 
 @torch.no_grad()
-def write_own_numbers(parameter: nn.Parameter, kind: str, fill: Callable[[Tensor], None]) -> None:
+def write_own_numbers(parameter: nn.Parameter, kind: str, fill: Callable[[Tensor], object]) -> None:
     """Lets `fill` overwrite this rank's fp32 values of a parameter; `refresh` must follow once all are written.
 
     `fill` gets a flat tensor of the length of `own_range`. Not collective.
@@ -120,11 +120,6 @@ def create_moments(engine: Engine, step_count: int) -> None:
         for name in MOMENTS[engine.config.optimizer.name]:
             state[name] = torch.zeros_like(flat)
     link_optimizer_state(engine.deepspeed.optimizer)
-
-
-def forget_moments(engine: Engine) -> None:
-    """Clears the optimizer state, as before its first step."""
-    engine.torch_optimizer.state.clear()
 
 
 def write_weight(parameter: nn.Parameter, value: Tensor) -> None:

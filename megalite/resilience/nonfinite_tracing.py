@@ -199,18 +199,7 @@ def hosts(rank_reports: Sequence[RankReport], candidates: Sequence[FaultCandidat
     return tuple(dict.fromkeys(one.place.host for one in rank_reports if one.place.replica in replicas))
 
 
-def gradients_not_finite(rank_reports: Sequence[RankReport]) -> tuple[list[str], int]:
-    """Returns the parameters whose reduced gradient is not finite, and the number of all parameters."""
-    norms = _united_norms(rank_reports)
-    return [name for name, norm in norms.items() if math.isnan(norm)], len(norms)
-
-
-def largest_gradients(rank_reports: Sequence[RankReport], count: int) -> list[tuple[str, float]]:
-    """Returns the parameters with the largest gradient norms."""
-    return sorted(_united_norms(rank_reports).items(), key=lambda item: -item[1])[:count]
-
-
-def _united_norms(rank_reports: Sequence[RankReport]) -> dict[str, float]:
+def united_norms(rank_reports: Sequence[RankReport]) -> dict[str, float]:
     """Combines the norms of tensor-parallel ranks into those of whole parameters; tied weights: the first stage's."""
     stage_of: dict[str, int] = {}
     squares: defaultdict[str, float] = defaultdict(float)
