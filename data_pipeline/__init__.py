@@ -7,8 +7,8 @@ One file per step:
     prepare/     pieces -> token ids on all cores            -> PREFIX.bin, PREFIX.idx, PREFIX.meta.json
     indexed      Megatron's .bin/.idx pair, bit for bit      -> memory-mapped documents
     dataset      documents -> packed blocks                  -> sample(k), pure in (fingerprint, seed, k)
-    loader       samples -> the micro-batches of one rank    -> numpy arrays, prefetched by a thread
-    windows      one document -> overlapping windows         -> each token scored once in evaluation
+    loader       samples -> the micro-batches of one rank    -> numpy arrays, prefetched by a thread;
+                 one document -> overlapping windows         -> each token scored once in evaluation
 
 Nothing here imports torch; `tokenizers`, `datasets` and `transformers` are imported inside the functions that
 use them, so that importing a module of this package costs only numpy.

@@ -1,15 +1,20 @@
-"""Turns samples into the micro-batches of one data-parallel rank.
+"""Turns samples into the micro-batches of one data-parallel rank, and documents into windows for evaluation.
 
 A step takes the samples [consumed, consumed + global_batch_size). Rank r of the data-parallel axis takes the
 r-th contiguous slice of them and cuts it into micro-batches, so the samples of a step are the same on every
 layout; every rank computes its own, nothing is communicated. B = micro_batch_size, S = sequence_length.
+
+Windows cut documents of any length into what a model can read, so that each token is predicted once. A document
+t[0] ... t[T-1] has T - 1 tokens to predict: the first one has no context. A window reads up to `length` tokens and
+predicts the token after each; windows begin `stride` tokens apart, and a token that two of them could predict counts
+in the earlier one. So after the first window every prediction sees at least `length - stride` + 1 tokens. This is the
+sliding window of transformers' guide to perplexity, whose `max_length` counts the last target too.
 """
 
 from collections import deque
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +23,7 @@ from data_pipeline.dataset import PackedSamples
 from data_pipeline.errors import DataError
 
 IGNORED_TARGET = -100  # the value that cross-entropy leaves out
+_STEPS_AHEAD = 2  # global batches prepared at most while one trains
 
 
 @dataclass(frozen=True)
@@ -74,55 +80,67 @@ def _micro_batch(samples: PackedSamples, first: int, size: int, document_mask: b
     return TokenBatch(inputs, targets, np.stack([sample.positions for sample in chosen]), numbers)
 
 
-class BatchStream:
-    """The global batches of `steps` steps; a thread prepares the next ones while the current one trains.
+def prefetched_batches(
+    samples: PackedSamples, plan: BatchPlan, *, start_consumed: int, steps: int
+) -> Generator[list[TokenBatch], None, None]:
+    """Yields the global batches of `steps` steps; a thread prepares the next ones while the current one trains.
 
-    An exception in the thread is raised at the step that it belongs to. Use the stream as a context manager, or close
-    it.
+    An exception in the thread is raised at the step that it belongs to. Closing the generator ends the thread.
     """
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+    waiting: deque[Future[list[TokenBatch]]] = deque()
+    try:
+        for step in range(steps):
+            consumed = start_consumed + step * plan.global_batch_size
+            waiting.append(thread.submit(global_batch, samples, plan, consumed))
+            if len(waiting) > _STEPS_AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        thread.shutdown(wait=True, cancel_futures=True)
 
-    _AHEAD = 2  # steps prepared at most
 
-    def __init__(self, samples: PackedSamples, plan: BatchPlan, *, start_consumed: int, steps: int) -> None:
-        self._samples, self._plan = samples, plan
-        end = start_consumed + steps * plan.global_batch_size
-        self._consumed = iter(range(start_consumed, end, plan.global_batch_size))
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
-        self._waiting: deque[Future[list[TokenBatch]]] = deque()
-        self._closed = False
-        for _ in range(self._AHEAD):
-            self._submit_next()
+# Windows of whole documents, for evaluation.
 
-    def __iter__(self) -> Self:
-        return self
 
-    def __next__(self) -> list[TokenBatch]:
-        if not self._waiting:
-            self.close()
-            raise StopIteration
-        try:
-            batch = self._waiting.popleft().result()
-        except BaseException:
-            self.close()
-            raise
-        self._submit_next()
-        return batch
+@dataclass(frozen=True)
+class Window:
+    """One window, or a batch of windows of equal length."""
 
-    def close(self) -> None:
-        """Stops the thread and drops what it has prepared. May be called more than once."""
-        self._closed = True
-        self._waiting.clear()
-        self._thread.shutdown(wait=True, cancel_futures=True)
+    tokens: NDArray[np.int64]  # [..., n] input of the model, n <= length
+    targets: NDArray[np.int64]  # [..., n] the next tokens; IGNORED_TARGET if an earlier window has counted them
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+def document_windows(tokens: NDArray[np.int64], length: int, stride: int) -> Iterator[Window]:
+    """Yields the windows of one document `[T]`, none if T < 2; 1 <= stride <= length."""
+    last, counted = len(tokens) - 1, 0
+    for begin in range(0, last, stride):
+        end = min(begin + length, last)
+        targets = tokens[begin + 1 : end + 1].copy()
+        targets[: max(0, counted - begin)] = IGNORED_TARGET
+        yield Window(tokens[begin:end], targets)
+        if end == last:
+            return
+        counted = end
 
-    def _submit_next(self) -> None:
-        consumed = next(self._consumed, None)
-        if consumed is not None and not self._closed:
-            self._waiting.append(self._thread.submit(global_batch, self._samples, self._plan, consumed))
+
+def equally_long_batches(windows: Iterable[Window], most_tokens: int) -> Iterator[Window]:
+    """Groups windows into batches `[batch, n]` of at most `most_tokens` tokens, or of a single window.
+
+    Only windows of the same length share a batch, so that no padding can change a number. The order is not kept.
+    """
+    by_length: dict[int, list[Window]] = {}
+    for window in windows:
+        group = by_length.setdefault(len(window.tokens), [])
+        group.append(window)
+        if (len(group) + 1) * len(window.tokens) > most_tokens:
+            yield _stacked(group)
+            group.clear()
+    for group in by_length.values():
+        if group:
+            yield _stacked(group)
+
+
+def _stacked(windows: list[Window]) -> Window:
+    return Window(np.stack([w.tokens for w in windows]), np.stack([w.targets for w in windows]))

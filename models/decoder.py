@@ -21,12 +21,11 @@ from megalite.parallel.collectives import TensorParallel, replicated_parameter
 from megalite.parallel.dropout import Dropout
 from megalite.parallel.layers import BlockInput, LayerSpec, Recompute, recomputed
 from megalite.parallel.linear import VocabParallelEmbedding, sharded_parameter
+from megalite.parallel.mesh import block_cost, head_cost
 from megalite.parallel.norm import NORMS
-from megalite.parallel.partition import block_cost, head_cost
 from megalite.parallel.shard import Shard, replicated
 from models.attention import Attention
-from models.experts import SparseMLP
-from models.feed_forward import MLP
+from models.feed_forward import MLP, SparseMLP
 
 HeadOutput = tuple[Tensor, Tensor]  # hidden states, the head's local weight [vocab/tp, hidden]
 

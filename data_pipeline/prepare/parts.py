@@ -1,21 +1,84 @@
-"""`OUTPUT.parts/` keeps the finished parts of an unfinished `prepare`, so that a rerun resumes.
+"""Part files: each holds one encoded chunk of text, and `OUTPUT.parts/` keeps them until a `prepare` is finished.
 
 journal.json      the digest of the job the parts belong to; parts of other jobs are deleted
 part-000042.npz   chunk 42, encoded; chunks are cut by a fixed rule, so the number identifies the text
 lock              held by the running process; the kernel releases it however the process ends
+
+A part is an uncompressed `.npz` with `tokens` [n] and `document_ends` [documents] (exclusive positions in
+`tokens`); its last tokens may belong to a document that the next part ends. A part is renamed to its final name
+only when it is complete, so a part that exists is done, and a rerun resumes.
 """
 
 import fcntl
+import io
 import json
+import multiprocessing
+import os
 import shutil
+import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
 from data_pipeline.files import with_ending, write_atomically
-from data_pipeline.prepare.encode import EncodedPart, read_part
+from data_pipeline.indexed import token_dtype
+from data_pipeline.sources.pieces import TextPiece
+from data_pipeline.tokenizer import TokenizerFile, load_tokenizer
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+class PartSize(NamedTuple):
+    tokens: int
+    documents: int
+
+
+def encode_part(tokenizer: TokenizerFile, pieces: Sequence[TextPiece], end: int | None, path: Path) -> PartSize:
+    """Encodes `pieces`, each document followed by the token `end`, and writes them as a part at `path`."""
+    encoder = _loaded(tokenizer.path, tokenizer.sha256)
+    dtype = token_dtype(tokenizer.vocab_size)
+    arrays: list[NDArray[Any]] = []
+    ends: list[int] = []
+    token_count = 0
+    for piece in pieces:
+        # One text per call: a batch starts rayon's threads in every process, and is no faster on one core.
+        ids = encoder.encode_batch_fast([piece.text], add_special_tokens=False)[0].ids
+        if piece.ends_document and end is not None:
+            ids.append(end)
+        arrays.append(np.array(ids, dtype=dtype))
+        token_count += len(ids)
+        if piece.ends_document:
+            ends.append(token_count)
+    content = io.BytesIO()
+    np.savez(content, tokens=np.concatenate(arrays), document_ends=np.array(ends, dtype=np.int64))
+    write_atomically(path, content.getvalue())
+    return PartSize(token_count, len(ends))
+
+
+def exit_with_parent() -> None:
+    """Ends this worker process when its parent is killed; otherwise it would wait for work forever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "only for worker processes"
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+@lru_cache(maxsize=1)
+def _loaded(path: Path, sha256: str) -> "tokenizers.Tokenizer":
+    """Loads a tokenizer once per process; `sha256` is in the cache key because the file at `path` may be replaced."""
+    return load_tokenizer(path)
 
 
 class PartStore:
@@ -52,10 +115,12 @@ class PartStore:
             return set()
         return {int(file.stem.removeprefix("part-")) for file in self.folder.glob("part-*.npz")}
 
-    def read(self, number: int) -> EncodedPart:
+    def read(self, number: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Returns the tokens and the document ends of a part."""
         path = self.path(number)
         try:
-            return read_part(path)
+            with np.load(path, allow_pickle=False) as arrays:
+                return arrays["tokens"], arrays["document_ends"]
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(f"part file {path} is damaged ({error}): delete it and run prepare again") from error
 

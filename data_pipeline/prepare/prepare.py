@@ -1,15 +1,16 @@
 """Encodes text sources with a tokenizer into OUTPUT.bin, OUTPUT.idx and OUTPUT.meta.json.
 
 The pieces of all sources are grouped into chunks by a fixed rule; worker processes encode chunks into part
-files (encode.py, parts.py); the parts are concatenated in order. After a kill at any moment, a rerun of the same
+files (parts.py); the parts are concatenated in order. After a kill at any moment, a rerun of the same
 job skips the finished parts and writes the same bytes. A job that is already done is recognised and
 costs nothing. Memory: about 2 chunks of text per worker, and 4 bytes per document.
 """
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -19,8 +20,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.files import with_ending
 from data_pipeline.indexed import IndexedTokens, IndexedWriter, token_dtype
 from data_pipeline.meta import CorpusMeta, meta_path, read_meta
-from data_pipeline.prepare.encode import PartSize, encode_part, exit_with_parent
-from data_pipeline.prepare.parts import PartStore
+from data_pipeline.prepare.parts import PartSize, PartStore, encode_part, exit_with_parent
 from data_pipeline.prepare.plan import PreparationPlan, chunks, plan_job
 from data_pipeline.sources.pieces import TextPiece
 
@@ -32,8 +32,6 @@ class PrepareProgress:
     parts_done: int
     documents: int
     tokens: int
-    characters: int
-    source_bytes: int | None  # of all sources, if known
     seconds: float
 
 
@@ -144,19 +142,7 @@ def _encode_missing(
     started: float,
 ) -> int:
     """Encodes every chunk that has no part yet; returns the number of parts."""
-    parts_done, sizes = len(finished), PartSize(0, 0, 0)
-
-    def report(size: PartSize) -> None:
-        nonlocal parts_done, sizes
-        parts_done += 1
-        sizes = PartSize(*(total + new for total, new in zip(sizes, size, strict=True)))
-        if progress is not None:
-            seconds = time.monotonic() - started
-            progress(
-                PrepareProgress(parts_done, sizes.documents, sizes.tokens, sizes.characters, job.source_bytes, seconds)
-            )
-
-    part_count = 0
+    part_count = documents = tokens = 0
 
     def missing() -> Iterator[tuple[Path, list[TextPiece]]]:
         nonlocal part_count
@@ -165,11 +151,10 @@ def _encode_missing(
             if number not in finished:
                 yield store.path(number), chunk
 
-    if workers == 1:
-        for path, chunk in missing():
-            report(encode_part(job.tokenizer, chunk, job.end_token, path))
-    else:
-        _encode_in_processes(job, missing(), workers, report)
+    for parts_done, size in enumerate(_encoded(job, missing(), workers), start=len(finished) + 1):
+        documents, tokens = documents + size.documents, tokens + size.tokens
+        if progress is not None:
+            progress(PrepareProgress(parts_done, documents, tokens, time.monotonic() - started))
     if part_count == 0:
         more = f" and {len(job.specs) - 3} more" if len(job.specs) > 3 else ""
         raise DataError(
@@ -178,26 +163,25 @@ def _encode_missing(
     return part_count
 
 
-def _encode_in_processes(
-    job: PreparationPlan,
-    chunks: Iterator[tuple[Path, list[TextPiece]]],
-    workers: int,
-    report: Callable[[PartSize], None],
-) -> None:
-    """Encodes in worker processes, at most two chunks per worker at a time, so memory does not grow with the corpus."""
+def _encoded(job: PreparationPlan, chunks: Iterator[tuple[Path, list[TextPiece]]], workers: int) -> Iterator[PartSize]:
+    """Encodes chunks into parts and yields the parts' sizes in order.
+
+    At most two chunks per worker process are on their way, so memory does not grow with the corpus; one worker is this
+    process.
+    """
+    if workers == 1:
+        for path, chunk in chunks:
+            yield encode_part(job.tokenizer, chunk, job.end_token, path)
+        return
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=exit_with_parent)
-    pending: set[Future[PartSize]] = set()
+    pending: deque[Future[PartSize]] = deque()
     try:
         for path, chunk in chunks:
-            pending.add(pool.submit(encode_part, job.tokenizer, chunk, job.end_token, path))
+            pending.append(pool.submit(encode_part, job.tokenizer, chunk, job.end_token, path))
             if len(pending) == 2 * workers:
-                done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                for future in done:
-                    report(future.result())
+                yield pending.popleft().result()
         while pending:
-            done, pending = wait(pending, return_when=FIRST_COMPLETED)
-            for future in done:
-                report(future.result())
+            yield pending.popleft().result()
     except BrokenProcessPool as error:
         raise DataError(
             "a worker process of prepare died (out of memory, or started from a script without "
@@ -212,8 +196,7 @@ def _merge(job: PreparationPlan, store: PartStore, part_count: int, output: Path
     writer = IndexedWriter(output, token_dtype(job.tokenizer.vocab_size))
     with writer:
         for number in range(part_count):
-            part = store.read(number)
-            writer.append(part.tokens, part.document_ends)
+            writer.append(*store.read(number))
         meta_path(output).unlink(missing_ok=True)
     meta = CorpusMeta(
         tokenizer_sha256=job.tokenizer.sha256,

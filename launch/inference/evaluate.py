@@ -21,9 +21,15 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from data_pipeline.dataset import PackedSamples, Split
-from data_pipeline.loader import IGNORED_TARGET, BatchPlan, global_batch
+from data_pipeline.loader import (
+    IGNORED_TARGET,
+    BatchPlan,
+    Window,
+    document_windows,
+    equally_long_batches,
+    global_batch,
+)
 from data_pipeline.sources import Source, open_sources
-from data_pipeline.windows import Window, document_windows, equally_long_batches
 from launch.errors import LaunchError
 from launch.inference.session import Loaded, ModelPlacement, rank_main
 from launch.inference.session import run as run_anywhere

@@ -18,8 +18,7 @@ from megalite.config import Config, resolve_layout
 from megalite.engine.build import build_engine
 from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import moment_names, read_parameter, reading_gradients, refresh, write_weight
-from megalite.parallel.initialize import initialize_
-from megalite.parallel.layers import BlockInput
+from megalite.parallel.layers import BlockInput, initialize_
 from megalite.parallel.shard import Shard
 from megalite.resilience.replica_check import find_disagreements
 from models.decoder import decoder_layers

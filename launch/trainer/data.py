@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data_pipeline.dataset import PackedSamples
 from data_pipeline.errors import DataError
-from data_pipeline.loader import BatchPlan, BatchStream, TokenBatch, global_batch
+from data_pipeline.loader import BatchPlan, TokenBatch, global_batch, prefetched_batches
 from data_pipeline.meta import read_meta
 from megalite.config import Config, ResolvedLayout
 
@@ -62,7 +62,8 @@ def training_batches(
     data: RunData, config: Config, layout: ResolvedLayout, replica: int, *, consumed: int, steps: int
 ) -> Iterator[list[TokenBatch]]:
     """Returns this replica's micro-batches of the next `steps` steps, prepared ahead in a thread."""
-    return BatchStream(data.training, _batch_plan(config, layout, replica), start_consumed=consumed, steps=steps)
+    plan = _batch_plan(config, layout, replica)
+    return prefetched_batches(data.training, plan, start_consumed=consumed, steps=steps)
 
 
 def evaluation_batches(data: RunData, config: Config, layout: ResolvedLayout, replica: int) -> Sequence[TokenBatch]:

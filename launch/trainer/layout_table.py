@@ -9,8 +9,7 @@ import torch
 from launch.output import Table
 from megalite.config import Config, ResolvedLayout
 from megalite.parallel.collectives import TensorParallel
-from megalite.parallel.mesh import Mesh
-from megalite.parallel.partition import stage_boundaries
+from megalite.parallel.mesh import Mesh, stage_boundaries
 from models.decoder import decoder_layers
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megalite.config.suggestions import OptionPath, dotted
+from megalite.config.suggestions import OptionPath
 
 AUTO = "auto"
 
@@ -39,13 +39,12 @@ def spell_out(section: str) -> dict[str, Any]:
 
 def take_out(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[OptionPath]]:
     """Replaces every `auto` by its placeholder; also returns the options that were `auto`."""
-    result = dict(values)
-    for section in SECTIONS:
-        if result.get(section) == AUTO:
-            result[section] = spell_out(section)
-    found = {path for path in PLACEHOLDERS if _at(result, path) == AUTO}
+    result = {name: spell_out(name) if name in SECTIONS and value == AUTO else value for name, value in values.items()}
+    sections = {name: {} if result.get(name) is None else result[name] for name, _ in PLACEHOLDERS}
+    stated = {path: sections[path[0]].get(path[1]) for path in PLACEHOLDERS if isinstance(sections[path[0]], dict)}
+    found = {path for path, value in stated.items() if value == AUTO}
     if any(section == "parallel" for section, _ in found):
-        found |= {path for path in ALONG if _is_left_out(result, path)}
+        found |= {path for path in ALONG if path in stated and path[1] not in sections[path[0]]}
     for section, option in found:
         result[section] = {**(result.get(section) or {}), option: PLACEHOLDERS[section, option]}
     return result, frozenset(found)
@@ -82,19 +81,3 @@ def _or_auto(described: dict[str, Any]) -> dict[str, Any]:
     about: dict[str, Any] = {key: described[key] for key in ("title", "description", "default") if key in described}
     kind = {key: value for key, value in described.items() if key not in about}
     return {"anyOf": [kind, {"const": AUTO}], **about}
-
-
-def listed(options: Iterable[OptionPath]) -> str:
-    """Joins the names of options for a message, in the order of definition."""
-    wanted = set(options)
-    return ", ".join(dotted(path) for path in PLACEHOLDERS if path in wanted)
-
-
-def _at(values: Mapping[str, Any], path: OptionPath) -> Any:
-    section = values.get(path[0])
-    return section.get(path[1]) if isinstance(section, dict) else None
-
-
-def _is_left_out(values: Mapping[str, Any], path: OptionPath) -> bool:
-    section = values.get(path[0])
-    return section is None or (isinstance(section, dict) and path[1] not in section)

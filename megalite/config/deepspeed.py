@@ -58,26 +58,16 @@ PASSED_ON = frozenset(
 """Top-level keys that DeepSpeed 0.19.8 reads and that may be set; it ignores any other key silently."""
 
 REMOVED = (
-    "nebula",
-    "compression_training",
-    "amp",
-    "quantize_training",
-    "sparse_gradients",
-    "eigenvalue",
-    "sparse_attention",
-    "elasticity",
-    "graph_harvesting",
-    "curriculum_learning",
-    "progressive_layer_drop",
-)
-"""Top-level keys that DeepSpeed 0.19 has removed."""
+    "nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue", "sparse_attention",
+    "elasticity", "graph_harvesting", "curriculum_learning", "progressive_layer_drop",
+    "zero_optimization.mics_shard_size", "zero_optimization.mics_hierarchical_params_gather",
+    "zero_optimization.zeropp_loco_param",
+)  # fmt: skip
+"""Keys that DeepSpeed 0.19 has removed."""
 
 REORDERING = ("zero_optimization", "round_robin_gradients")
 """DeepSpeed 0.19.8 permutes the flat weights of ZeRO-1 and ZeRO-2 if this is set, but not the map from parameters to
 them (stage_1_and_2.py, `_create_param_mapping`): training is right, reading or writing fp32 state is not."""
-
-REMOVED_FROM_ZERO = ("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param")
-"""Keys of `zero_optimization` that DeepSpeed 0.19 has removed."""
 
 
 def check_pass_through(options: dict[str, Any]) -> dict[str, Any]:
@@ -91,10 +81,9 @@ def check_pass_through(options: dict[str, Any]) -> dict[str, Any]:
             "deepspeed.zero_optimization.round_robin_gradients makes DeepSpeed 0.19 read and write other weights than "
             "it is asked for, so no checkpoint would be right: remove it"
         )
-    removed = [(key,) for key in REMOVED] + [("zero_optimization", key) for key in REMOVED_FROM_ZERO]
-    for path in removed:
-        if has(options, path):
-            raise ValueError(f"DeepSpeed 0.19 removed {'.'.join(path)}: remove deepspeed.{'.'.join(path)}")
+    for name in REMOVED:
+        if has(options, tuple(name.split("."))):
+            raise ValueError(f"DeepSpeed 0.19 removed {name}: remove deepspeed.{name}")
     for key in options:
         if key in CONTRADICTING:
             raise ValueError(f"deepspeed.{key} cannot be set: {CONTRADICTING[key]}: remove deepspeed.{key}")

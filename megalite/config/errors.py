@@ -36,30 +36,50 @@ EXPECTATIONS = {
     "none_required": "null",
     "list_type": "a list",
     "tuple_type": "a list",
+    "missing": "a longer list",
     "too_short": "a list of at least {min_length}",
     "too_long": "a list of at most {max_length}",
     "dict_type": "a section with options of its own",
     "model_type": "a section with options of its own",
 }
 """Types of pydantic's errors whose text speaks of Python, and the expectation in YAML's terms; `{...}` are pydantic's
-values."""
+values. An option that is missing is a problem of its own; here it is an item of a list."""
 
 
 def problems_of(error: ValidationError, model: type[BaseModel]) -> list[ConfigProblem]:
-    """Lists all problems, unknown options first: a misspelled option is also missing under its right name."""
-    details = error.errors(include_url=False)
-    unknown = [_unknown(detail, model) for detail in details if detail["type"] == "extra_forbidden"]
-    meant = {option for _, option in unknown}
-    missing = [
-        ConfigProblem(path := option_path(detail["loc"], model), _missing(path, model))
-        for detail in details
-        if detail["type"] == "missing" and not _is_item(detail["loc"], model)
+    """Lists all problems, unknown options first: a misspelled option is also missing under its right name.
+
+    Values of the wrong type are one problem per option: the branches of a union become `a or b`.
+    """
+    unknown: list[ConfigProblem] = []
+    meant: list[OptionPath] = []
+    refused: list[ConfigProblem] = []
+    expected: dict[OptionPath, list[str]] = {}
+    got: dict[OptionPath, Any] = {}
+    missing: list[ConfigProblem] = []
+    for detail in error.errors(include_url=False):
+        path, kind = option_path(detail["loc"], model), detail["type"]
+        if kind == "extra_forbidden":
+            sentence, option = _unknown(path, detail["input"], model)
+            unknown.append(ConfigProblem(path, sentence))
+            meant.append(option)
+        elif kind == "value_error":
+            refused.append(ConfigProblem(path, str(detail["ctx"]["error"])))
+        elif kind == "missing" and len(path) == len(detail["loc"]):
+            missing.append(ConfigProblem(path, _missing(path, model)))
+        elif kind != "default_factory_not_called":
+            expected.setdefault(path, []).append(_expectation(detail))
+            got[path] = detail["input"]
+    for path in expected.keys() & CHOOSABLE:
+        expected[path] = [*(text.replace(" or ", ", ") for text in expected[path]), AUTO]
+    wrong = [
+        ConfigProblem(path, f"{dotted(path)} must be {' or '.join(dict.fromkeys(texts))}, got {shown(got[path])}")
+        for path, texts in expected.items()
     ]
-    return (
-        [problem for problem, _ in unknown]
-        + _wrong_values(details, model)
-        + [problem for problem in missing if not any(problem.path == option[: len(problem.path)] for option in meant)]
-    )
+    missing = [
+        problem for problem in missing if not any(problem.path == option[: len(problem.path)] for option in meant)
+    ]
+    return [*unknown, *refused, *wrong, *missing]
 
 
 def describe_validation_error(error: ValidationError, model: type[BaseModel]) -> str:
@@ -91,23 +111,15 @@ def section_of(annotation: Any) -> type[Section] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
-def _is_item(loc: Sequence[int | str], model: type[BaseModel]) -> bool:
-    """Returns whether `loc` points inside a list, not at an option."""
-    return len(option_path(loc, model)) < len(loc)
-
-
-def _unknown(detail: ErrorDetails, model: type[BaseModel]) -> tuple[ConfigProblem, OptionPath]:
-    """Returns the problem of an unknown option and the option that was probably meant (empty if none is similar)."""
-    path = option_path(detail["loc"], model)
-    value = detail["input"]
+def _unknown(path: OptionPath, value: Any, model: type[BaseModel]) -> tuple[str, OptionPath]:
+    """Returns the sentence for an unknown option, and the option that was probably meant (empty if none is similar)."""
     suggestion = nearest_option(path, value, model)
     if suggestion is not None:
         typed, meant = suggestion
-        return ConfigProblem(path, f'unknown option "{dotted(typed)}": did you mean "{dotted(meant)}"?'), meant
-    section = section_at(path[:-1], model)
-    names = ", ".join(section.model_fields)
+        return f'unknown option "{dotted(typed)}": did you mean "{dotted(meant)}"?', meant
+    names = ", ".join(section_at(path[:-1], model).model_fields)
     where = f"section {dotted(path[:-1])}" if path[:-1] else "the config"
-    return ConfigProblem(path, f'unknown option "{dotted(path)}": {where} has {names}'), ()
+    return f'unknown option "{dotted(path)}": {where} has {names}', ()
 
 
 def section_at(path: OptionPath, model: type[BaseModel]) -> type[BaseModel]:
@@ -128,31 +140,6 @@ def _missing(path: OptionPath, model: type[BaseModel]) -> str:
         return f"section {dotted(path)} is required, with {', '.join(required)}"
     meaning = (field.description or "").split(". ")[0].rstrip(".")
     return f"{dotted(path)} is required ({meaning[:1].lower()}{meaning[1:]})"
-
-
-def _wrong_values(details: Iterable[ErrorDetails], model: type[BaseModel]) -> list[ConfigProblem]:
-    """Lists values of the wrong type, one problem per option; the branches of a union become `a or b`."""
-    expected: dict[OptionPath, list[str]] = {}
-    got: dict[OptionPath, Any] = {}
-    own: list[ConfigProblem] = []
-    for detail in details:
-        path = option_path(detail["loc"], model)
-        kind = detail["type"]
-        if kind == "value_error":
-            own.append(ConfigProblem(path, str(detail["ctx"]["error"])))
-        elif kind == "missing" and _is_item(detail["loc"], model):
-            expected.setdefault(path, []).append("a longer list")
-            got[path] = detail["input"]
-        elif kind not in ("extra_forbidden", "missing", "default_factory_not_called"):
-            expected.setdefault(path, []).append(_expectation(detail))
-            got[path] = detail["input"]
-    for path in expected.keys() & CHOOSABLE:
-        expected[path] = [*(text.replace(" or ", ", ") for text in expected[path]), AUTO]
-    wrong = [
-        ConfigProblem(path, f"{dotted(path)} must be {' or '.join(dict.fromkeys(texts))}, got {shown(got[path])}")
-        for path, texts in expected.items()
-    ]
-    return own + wrong
 
 
 def _expectation(detail: ErrorDetails) -> str:

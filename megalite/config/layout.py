@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megalite.config import auto
+from megalite.config.auto import PLACEHOLDERS
 from megalite.config.config import Config
 from megalite.config.errors import ConfigError
-from megalite.config.rules import Situation, check_rules
+from megalite.config.rules import check_rules
 from megalite.config.sections import ParallelConfig
+from megalite.config.suggestions import dotted
 
 ZERO_STAGE_0_NOTICE = (
     "zero_stage 0 is served by stage 1: DeepSpeed's stage 0 clips by a wrong norm under tensor or pipeline "
@@ -40,12 +41,13 @@ def resolve_layout(config: Config, world_size: int, device: Literal["cpu", "cuda
     breaks a rule with this many replicas on this device.
     """
     if config.unresolved_options:
+        names = ", ".join(dotted(path) for path in PLACEHOLDERS if path in config.unresolved_options)
         raise ConfigError(
-            f"the layout is not chosen yet ({auto.listed(config.unresolved_options)}: auto): `megalite plan "
+            f"the layout is not chosen yet ({names}: auto): `megalite plan "
             "CONFIG.yaml --write FILE.yaml` chooses one and writes a config with it"
         )
     layout = unchecked_layout(config, world_size)
-    check_rules(config, Situation(layout.data_parallel_size, device))
+    check_rules(config, layout.data_parallel_size, device)
     return layout
 
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from megalite.config.auto import AUTO, SECTIONS, spell_out
 from megalite.config.config import Config
 from megalite.config.errors import ConfigError, one_line, problems_of
-from megalite.config.rules import Situation, check_rules
+from megalite.config.rules import check_rules
 from megalite.config.suggestions import OptionPath, dotted
 from megalite.config.yaml_text import LinePath, parse_yaml
 
@@ -39,7 +39,7 @@ def load_config(
         raise ConfigError(f"{where}: {one_line(problem.sentence for problem in problems)}") from None
     dp = config.parallel.data_parallel_size
     try:
-        check_rules(config, Situation(None if dp == "auto" else dp, device=None))
+        check_rules(config, None if dp == "auto" else dp, device=None)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     return config

@@ -1,4 +1,5 @@
-"""Rules about several options: a rule returns None, or one sentence with the reason and a value that works.
+"""Rules about several options, by subject: a function yields a sentence with the reason and a value that works for each
+broken rule.
 
 `check_rules` runs all of them; rules about replicas or the device pass while those are unknown.
 """
@@ -6,8 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -18,277 +18,216 @@ from megalite.config.errors import ConfigError, one_line
 from megalite.config.model_rules import problem_with_model
 from megalite.config.suggestions import multiples_near, tensor_parallel_fits, tensor_parallel_near
 
-
-@dataclass(frozen=True)
-class Situation:
-    """The facts about a run's processes that rules depend on; None = not known yet."""
-
-    data_parallel_size: int | None
-    device: Literal["cpu", "cuda"] | None
+Device = Literal["cpu", "cuda"]
 
 
-def check_rules(config: Config, situation: Situation) -> None:
-    """Raises ConfigError with the first broken rule in full and the number of the others."""
-    broken = [sentence for rule in RULES if (sentence := rule(config, situation)) is not None]
+def check_rules(config: Config, data_parallel_size: int | None, device: Device | None) -> None:
+    """Raises ConfigError with the first broken rule in full and the number of the others.
+
+    data_parallel_size, device: None while they are not known.
+    """
+    model_problem = problem_with_model(config.model)
+    broken = [
+        *_length(config),
+        *([] if model_problem is None else [model_problem]),
+        *_layout(config),
+        *_deepspeed(config, device),
+        *_precision(config, device),
+        *_batch(config, data_parallel_size),
+        *_schedule(config),
+        *_checkpoints(config),
+        *_guards(config),
+    ]
     if broken:
         raise ConfigError(one_line(broken))
 
 
-def one_length(config: Config, _: Situation) -> str | None:
+def _length(config: Config) -> Iterator[str]:
     training = config.training
     if training.steps is None and training.tokens is None:
-        return "a run needs a length: set training.steps or training.tokens"
+        yield "a run needs a length: set training.steps or training.tokens"
     if training.steps is not None and training.tokens is not None:
-        return (
+        yield (
             f"training.steps {training.steps} and training.tokens {training.tokens} both set the length of "
             "the run: keep one and remove the other (or set it to null)"
         )
-    return None
 
 
-def model_goes_together(config: Config, _: Situation) -> str | None:
-    return problem_with_model(config.model)
+def _layout(config: Config) -> Iterator[str]:
+    model, tp, pp = config.model, config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
+    heads, kv, zero = model.num_attention_heads, model.num_key_value_heads, config.parallel.zero_stage
+    if heads % tp:
+        yield (
+            f"model.num_attention_heads {heads} cannot be shared evenly by parallel.tensor_parallel_size {tp}: "
+            f"use a tensor_parallel_size of {tensor_parallel_near(model, tp)}"
+        )
+    elif not tensor_parallel_fits(model, tp):
+        reason = "one must be a multiple of the other"
+        if tp % kv == 0:
+            reason = f"replicated kv heads x head_dim = {kv * model.head_dim} must be a multiple of it"
+        yield (
+            f"model.num_key_value_heads {kv} does not go with parallel.tensor_parallel_size {tp} ({reason}): use "
+            f"a tensor_parallel_size of {tensor_parallel_near(model, tp)}"
+        )
+    if model.vocab_size < tp:
+        yield (
+            f"model.vocab_size {model.vocab_size} is smaller than parallel.tensor_parallel_size {tp}, so some ranks "
+            f"would hold no token: use a tensor_parallel_size of at most {model.vocab_size}"
+        )
+    if pp > (layers := model.num_hidden_layers):
+        yield (
+            f"parallel.pipeline_parallel_size {pp} is larger than model.num_hidden_layers {layers}, but every stage "
+            f"needs at least one layer: use a pipeline_parallel_size of at most {layers}, or at least {pp} layers"
+        )
+    if pp > 1 and zero >= 2:
+        yield (
+            f"parallel.zero_stage {zero} does not work with parallel.pipeline_parallel_size {pp}, whose stages sum the "
+            "gradients of many micro-batches before reducing them: use zero_stage 1, or pipeline_parallel_size 1"
+        )
 
 
-def heads_divide_over_tensor_parallel(config: Config, _: Situation) -> str | None:
-    heads, tp = config.model.num_attention_heads, config.parallel.tensor_parallel_size
-    if heads % tp == 0:
-        return None
-    return (
-        f"model.num_attention_heads {heads} cannot be shared evenly by parallel.tensor_parallel_size {tp}: "
-        f"use a tensor_parallel_size of {tensor_parallel_near(config.model, tp)}"
-    )
-
-
-def kv_heads_divide_over_tensor_parallel(config: Config, _: Situation) -> str | None:
-    model, tp = config.model, config.parallel.tensor_parallel_size
-    kv = model.num_key_value_heads
-    if model.num_attention_heads % tp or tensor_parallel_fits(model, tp):
-        return None
-    reason = "one must be a multiple of the other"
-    if tp % kv == 0:
-        reason = f"replicated kv heads x head_dim = {kv * model.head_dim} must be a multiple of it"
-    return (
-        f"model.num_key_value_heads {kv} does not go with parallel.tensor_parallel_size {tp} ({reason}): use "
-        f"a tensor_parallel_size of {tensor_parallel_near(model, tp)}"
-    )
-
-
-def vocabulary_divides_over_tensor_parallel(config: Config, _: Situation) -> str | None:
-    vocab, tp = config.model.vocab_size, config.parallel.tensor_parallel_size
-    if vocab >= tp:
-        return None
-    return (
-        f"model.vocab_size {vocab} is smaller than parallel.tensor_parallel_size {tp}, so some ranks would "
-        f"hold no token: use a tensor_parallel_size of at most {vocab}"
-    )
-
-
-def every_stage_has_a_block(config: Config, _: Situation) -> str | None:
-    layers, pp = config.model.num_hidden_layers, config.parallel.pipeline_parallel_size
-    if pp <= layers:
-        return None
-    return (
-        f"parallel.pipeline_parallel_size {pp} is larger than model.num_hidden_layers {layers}, but every stage needs "
-        f"at least one layer: use a pipeline_parallel_size of at most {layers}, or at least {pp} layers"
-    )
-
-
-def pipeline_with_zero_1(config: Config, _: Situation) -> str | None:
-    pp, zero = config.parallel.pipeline_parallel_size, config.parallel.zero_stage
-    if pp == 1 or zero < 2:
-        return None
-    return (
-        f"parallel.zero_stage {zero} does not work with parallel.pipeline_parallel_size {pp}, whose stages sum the "
-        "gradients of many micro-batches before reducing them: use zero_stage 1, or pipeline_parallel_size 1"
-    )
-
-
-def no_engine_timers_in_a_pipeline(config: Config, _: Situation) -> str | None:
-    pp = config.parallel.pipeline_parallel_size
+def _deepspeed(config: Config, device: Device | None) -> Iterator[str]:
+    options, dtype, pp = config.deepspeed, config.precision.dtype, config.parallel.pipeline_parallel_size
+    zero = options.get("zero_optimization", {})
     for key in ("wall_clock_breakdown", "flops_profiler"):
-        if pp > 1 and is_on(config.deepspeed.get(key)):
-            return (
+        if pp > 1 and is_on(options.get(key)):
+            yield (
                 f"deepspeed.{key} crashes DeepSpeed's pipeline engine (parallel.pipeline_parallel_size "
                 f"{pp}): remove it, or use pipeline_parallel_size 1"
             )
-    return None
-
-
-def micro_batches_are_no_steps(config: Config, _: Situation) -> str | None:
-    if config.deepspeed.get("managed_gradient_accumulation", True):
-        return None
-    return (
-        "deepspeed.managed_gradient_accumulation false would make every micro-batch an optimizer step of its own: "
-        "remove it"
-    )
-
-
-def offload_without_deepspeeds_optimizer(config: Config, _: Situation) -> str | None:
-    zero = config.deepspeed.get("zero_optimization", {})
+    if not options.get("managed_gradient_accumulation", True):
+        yield (
+            "deepspeed.managed_gradient_accumulation false would make every micro-batch an optimizer step of its own: "
+            "remove it"
+        )
     offload = zero.get("offload_optimizer")
     is_partial = isinstance(offload, dict) and offload.get("ratio", 1) != 1
     for name, is_used in (("zenflow", zero.get("zenflow")), ("offload_optimizer.ratio", is_partial)):
         if is_used:
-            return (
+            yield (
                 f"deepspeed.zero_optimization.{name} needs an optimizer of DeepSpeed's own, but a run's are plain "
                 "torch ones: remove it"
             )
-    return None
-
-
-def gradients_are_checked(config: Config, _: Situation) -> str | None:
-    if config.deepspeed.get("zero_optimization", {}).get("compute_grad_norm", True) is not False:
-        return None
-    return (
-        "deepspeed.zero_optimization.compute_grad_norm false would let gradients that are not finite into the weights: "
-        "remove it"
-    )
-
-
-def quantized_communication_needs_a_gpu(config: Config, situation: Situation) -> str | None:
-    zero = config.deepspeed.get("zero_optimization", {})
-    for key in ("zero_quantized_weights", "zero_quantized_gradients"):
-        if situation.device == "cpu" and zero.get(key):
-            return f"deepspeed.zero_optimization.{key} needs a GPU, but this run is on a CPU: remove it"
-    return None
-
-
-def loss_scaling_needs_fp16(config: Config, _: Situation) -> str | None:
-    dtype = config.precision.dtype
-    if dtype == "fp16" or "fp16" not in config.deepspeed:
-        return None
-    return (
-        f"deepspeed.fp16 has no effect with precision.dtype {dtype}: remove deepspeed.fp16, or set "
-        "precision.dtype to fp16"
-    )
-
-
-def accumulation_dtype_fits(config: Config, _: Situation) -> str | None:
-    dtype, accumulation = config.precision.dtype, config.precision.gradient_accumulation_dtype
-    if accumulation in ("fp32", dtype):
-        return None
-    works = "fp32" if dtype == "fp32" else f"fp32 or {dtype}"
-    return (
-        f"precision.gradient_accumulation_dtype {accumulation} does not go with precision.dtype {dtype}: "
-        f"accumulate in {works}"
-    )
-
-
-def fp16_needs_a_gpu(config: Config, situation: Situation) -> str | None:
-    if config.precision.dtype != "fp16" or situation.device != "cpu":
-        return None
-    return "precision.dtype fp16 needs a GPU, but this run is on a CPU: use bf16 or fp32"
-
-
-def global_batch_divides(config: Config, situation: Situation) -> str | None:
-    training, dp = config.training, situation.data_parallel_size
-    micro_batches = training.micro_batch_size * (dp or 1)
-    if training.global_batch_size % micro_batches == 0:
-        return None
-    replicas = f" x data-parallel size {dp} = {micro_batches}" if dp else ""
-    return (
-        f"training.global_batch_size {training.global_batch_size} is not a multiple of "
-        f"training.micro_batch_size {training.micro_batch_size}{replicas}: use a global_batch_size of "
-        f"{multiples_near(training.global_batch_size, micro_batches)}"
-    )
-
-
-def evaluation_samples_divide(config: Config, situation: Situation) -> str | None:
-    training, dp = config.training, situation.data_parallel_size
-    samples, step = training.evaluation.samples, training.micro_batch_size * (dp or 1)
-    if training.evaluation.interval == 0 or samples % step == 0:
-        return None
-    replicas = f" x data-parallel size {dp} = {step}" if dp else ""
-    return (
-        f"training.evaluation.samples {samples} is not a multiple of training.micro_batch_size "
-        f"{training.micro_batch_size}{replicas}: use {multiples_near(samples, step)} samples"
-    )
-
-
-def evaluation_has_documents(config: Config, _: Situation) -> str | None:
-    if config.training.evaluation.interval == 0 or config.data.held_out_fraction > 0:
-        return None
-    return (
-        f"training.evaluation.interval {config.training.evaluation.interval} has nothing to evaluate on, "
-        "because data.held_out_fraction is 0: use a held_out_fraction of 0.01, or interval 0"
-    )
-
-
-def sequence_divides_over_tensor_parallel(config: Config, _: Situation) -> str | None:
-    length, tp = config.training.sequence_length, config.parallel.tensor_parallel_size
-    if not config.parallel.sequence_parallel or length % tp == 0:
-        return None
-    return (
-        f"training.sequence_length {length} cannot be cut by parallel.sequence_parallel over "
-        f"parallel.tensor_parallel_size {tp}: use a sequence_length of {multiples_near(length, tp)}, or "
-        "sequence_parallel false"
-    )
-
-
-def sequence_fits_the_model(config: Config, _: Situation) -> str | None:
-    length, longest = config.training.sequence_length, config.model.max_position_embeddings
-    if length <= longest:
-        return None
-    return (
-        f"training.sequence_length {length} is longer than model.max_position_embeddings {longest}: use a "
-        f"sequence_length of at most {longest}, or raise max_position_embeddings to {length}"
-    )
-
-
-def schedule_fits_the_run(config: Config, situation: Situation) -> str | None:
-    if one_length(config, situation) is not None:
-        return None
-    schedule, steps = config.schedule, config.total_steps
-    decay = schedule.wsd_decay_steps(steps)
-    if schedule.name == "wsd" and schedule.warmup_steps + decay > steps:
-        return (
-            f"schedule.warmup_steps {schedule.warmup_steps} + schedule.decay_steps {decay} is longer than "
-            f"the run of {steps} steps: they may add up to at most {steps}"
+    if zero.get("compute_grad_norm", True) is False:
+        yield (
+            "deepspeed.zero_optimization.compute_grad_norm false would let gradients that are not finite into the "
+            "weights: remove it"
         )
-    return None
+    for key in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if device == "cpu" and zero.get(key):
+            yield f"deepspeed.zero_optimization.{key} needs a GPU, but this run is on a CPU: remove it"
+    if dtype != "fp16" and "fp16" in options:
+        yield (
+            f"deepspeed.fp16 has no effect with precision.dtype {dtype}: remove deepspeed.fp16, or set "
+            "precision.dtype to fp16"
+        )
 
 
-def decay_steps_need_wsd(config: Config, _: Situation) -> str | None:
-    schedule = config.schedule
-    if schedule.decay_steps is None or schedule.name == "wsd":
-        return None
-    return (
-        f"schedule.decay_steps {schedule.decay_steps} has no meaning with schedule.name {schedule.name}: "
-        "remove it, or use schedule.name wsd"
-    )
+def _precision(config: Config, device: Device | None) -> Iterator[str]:
+    dtype, accumulation = config.precision.dtype, config.precision.gradient_accumulation_dtype
+    if accumulation not in ("fp32", dtype):
+        works = "fp32" if dtype == "fp32" else f"fp32 or {dtype}"
+        yield (
+            f"precision.gradient_accumulation_dtype {accumulation} does not go with precision.dtype {dtype}: "
+            f"accumulate in {works}"
+        )
+    if dtype == "fp16" and device == "cpu":
+        yield "precision.dtype fp16 needs a GPU, but this run is on a CPU: use bf16 or fp32"
 
 
-def initial_weights_are_not_our_own(config: Config, _: Situation) -> str | None:
-    source = config.training.initialize_from
-    if source is None:
-        return None
-    if not source.absolute().is_relative_to(config.run_dir.absolute()):
-        return None
-    return (
-        f"training.initialize_from {source} lies in this run's own run_dir {config.run_dir}: leave it out to "
-        "continue this run (checkpoint.resume does that), or use another run_dir to start a new one"
-    )
+def _batch(config: Config, replicas: int | None) -> Iterator[str]:
+    training, evaluation, tp = config.training, config.training.evaluation, config.parallel.tensor_parallel_size
+    divisor = training.micro_batch_size * (replicas or 1)
+    length, longest = training.sequence_length, config.model.max_position_embeddings
+    product = f" x data-parallel size {replicas} = {divisor}" if replicas else ""
+    micro_batch = f"training.micro_batch_size {training.micro_batch_size}{product}"
+    if training.global_batch_size % divisor:
+        yield (
+            f"training.global_batch_size {training.global_batch_size} is not a multiple of {micro_batch}: use a "
+            f"global_batch_size of {multiples_near(training.global_batch_size, divisor)}"
+        )
+    if evaluation.interval and evaluation.samples % divisor:
+        yield (
+            f"training.evaluation.samples {evaluation.samples} is not a multiple of {micro_batch}: use "
+            f"{multiples_near(evaluation.samples, divisor)} samples"
+        )
+    if evaluation.interval and not config.data.held_out_fraction:
+        yield (
+            f"training.evaluation.interval {evaluation.interval} has nothing to evaluate on, "
+            "because data.held_out_fraction is 0: use a held_out_fraction of 0.01, or interval 0"
+        )
+    if config.parallel.sequence_parallel and length % tp:
+        yield (
+            f"training.sequence_length {length} cannot be cut by parallel.sequence_parallel over "
+            f"parallel.tensor_parallel_size {tp}: use a sequence_length of {multiples_near(length, tp)}, or "
+            "sequence_parallel false"
+        )
+    if length > longest:
+        yield (
+            f"training.sequence_length {length} is longer than model.max_position_embeddings {longest}: use a "
+            f"sequence_length of at most {longest}, or raise max_position_embeddings to {length}"
+        )
 
 
-def keep_best_has_losses(config: Config, _: Situation) -> str | None:
-    best = config.checkpoint.keep_best
-    if best == 0 or config.training.evaluation.interval > 0:
-        return None
-    return (
-        f"checkpoint.keep_best {best} has no losses to compare, because training.evaluation.interval is 0: set an "
-        "interval at which checkpoints are saved too, or keep_best 0"
-    )
+def _schedule(config: Config) -> Iterator[str]:
+    schedule, training = config.schedule, config.training
+    if schedule.name == "wsd" and (training.steps is None) != (training.tokens is None):
+        steps, decay = config.total_steps, schedule.wsd_decay_steps(config.total_steps)
+        if schedule.warmup_steps + decay > steps:
+            yield (
+                f"schedule.warmup_steps {schedule.warmup_steps} + schedule.decay_steps {decay} is longer than "
+                f"the run of {steps} steps: they may add up to at most {steps}"
+            )
+    if schedule.name != "wsd" and schedule.decay_steps is not None:
+        yield (
+            f"schedule.decay_steps {schedule.decay_steps} has no meaning with schedule.name {schedule.name}: "
+            "remove it, or use schedule.name wsd"
+        )
 
 
-def the_last_step_is_exported(config: Config, _: Situation) -> str | None:
-    checkpoint = config.checkpoint
-    if checkpoint.export_hf != "last" or checkpoint.save_last:
-        return None
-    return (
-        "checkpoint.export_hf last has nothing to export, because checkpoint.save_last is false: set save_last true, "
-        "or export_hf every"
-    )
+def _checkpoints(config: Config) -> Iterator[str]:
+    checkpoint, source, run_dir = config.checkpoint, config.training.initialize_from, config.run_dir.absolute()
+    if source is not None and source.absolute().is_relative_to(run_dir):
+        yield (
+            f"training.initialize_from {source} lies in this run's own run_dir {config.run_dir}: leave it out to "
+            "continue this run (checkpoint.resume does that), or use another run_dir to start a new one"
+        )
+    if checkpoint.keep_best and not config.training.evaluation.interval:
+        yield (
+            f"checkpoint.keep_best {checkpoint.keep_best} has no losses to compare, because "
+            "training.evaluation.interval is 0: set an interval at which checkpoints are saved too, or keep_best 0"
+        )
+    if checkpoint.export_hf == "last" and not checkpoint.save_last:
+        yield (
+            "checkpoint.export_hf last has nothing to export, because checkpoint.save_last is false: set save_last "
+            "true, or export_hf every"
+        )
+    if checkpoint.mirror is None:
+        return
+    if problem := problem_with_url(checkpoint.mirror):
+        yield f"checkpoint.mirror {problem}"
+    protocol, _separator, folder = checkpoint.mirror.partition("://")
+    if protocol == "file" and Path(folder).absolute().is_relative_to(run_dir):
+        yield (
+            f"checkpoint.mirror {checkpoint.mirror} lies in this run's own run_dir {config.run_dir}, which it is "
+            "there to outlive: choose a folder elsewhere"
+        )
+
+
+def _guards(config: Config) -> Iterator[str]:
+    guards, watchdog = config.guards, config.watchdog
+    for name, policy in (("not_finite", guards.not_finite), ("loss_spike", guards.loss_spike)):
+        if policy == "rollback" and config.checkpoint.interval == 0:
+            yield (
+                f"guards.{name} rollback has no checkpoint to return to, because checkpoint.interval is 0: set "
+                f"checkpoint.interval to a number of steps or auto, or guards.{name} to skip or stop"
+            )
+    if watchdog.enabled and watchdog.startup_minutes > watchdog.timeout_minutes:
+        yield (
+            f"watchdog.startup_minutes {watchdog.startup_minutes:g} is longer than watchdog.timeout_minutes "
+            f"{watchdog.timeout_minutes:g}, after which ranks that wait for each other fail: set "
+            f"watchdog.timeout_minutes to {watchdog.startup_minutes:g} or more"
+        )
 
 
 BUCKETS = ("s3", "s3a", "gs", "gcs")  # protocols whose URLs name a bucket, which has no user and no port
@@ -321,74 +260,3 @@ def _has_credentials(url: str, protocol: str, rest: str) -> bool:
     except ValueError:  # a port that is no number is the beginning of a password with a slash in it
         return True
     return parts.password is not None
-
-
-def mirror_is_a_place(config: Config, _: Situation) -> str | None:
-    mirror = config.checkpoint.mirror
-    problem = None if mirror is None else problem_with_url(mirror)
-    return None if problem is None else f"checkpoint.mirror {problem}"
-
-
-def mirror_outlives_the_run_folder(config: Config, _: Situation) -> str | None:
-    protocol, _separator, folder = (config.checkpoint.mirror or "").partition("://")
-    if protocol != "file" or not Path(folder).absolute().is_relative_to(config.run_dir.absolute()):
-        return None
-    return (
-        f"checkpoint.mirror {config.checkpoint.mirror} lies in this run's own run_dir {config.run_dir}, which it is "
-        "there to outlive: choose a folder elsewhere"
-    )
-
-
-def rollbacks_have_checkpoints(config: Config, _: Situation) -> str | None:
-    guards = config.guards
-    for name, policy in (("not_finite", guards.not_finite), ("loss_spike", guards.loss_spike)):
-        if policy == "rollback" and config.checkpoint.interval == 0:
-            return (
-                f"guards.{name} rollback has no checkpoint to return to, because checkpoint.interval is 0: set "
-                f"checkpoint.interval to a number of steps or auto, or guards.{name} to skip or stop"
-            )
-    return None
-
-
-def the_watchdog_comes_first(config: Config, _: Situation) -> str | None:
-    watchdog = config.watchdog
-    if not watchdog.enabled or watchdog.startup_minutes <= watchdog.timeout_minutes:
-        return None
-    return (
-        f"watchdog.startup_minutes {watchdog.startup_minutes:g} is longer than watchdog.timeout_minutes "
-        f"{watchdog.timeout_minutes:g}, after which ranks that wait for each other fail: set watchdog.timeout_minutes "
-        f"to {watchdog.startup_minutes:g} or more"
-    )
-
-
-RULES: tuple[Callable[[Config, Situation], str | None], ...] = (
-    one_length,
-    model_goes_together,
-    heads_divide_over_tensor_parallel,
-    kv_heads_divide_over_tensor_parallel,
-    vocabulary_divides_over_tensor_parallel,
-    every_stage_has_a_block,
-    pipeline_with_zero_1,
-    no_engine_timers_in_a_pipeline,
-    micro_batches_are_no_steps,
-    offload_without_deepspeeds_optimizer,
-    gradients_are_checked,
-    quantized_communication_needs_a_gpu,
-    loss_scaling_needs_fp16,
-    accumulation_dtype_fits,
-    fp16_needs_a_gpu,
-    global_batch_divides,
-    evaluation_samples_divide,
-    evaluation_has_documents,
-    sequence_divides_over_tensor_parallel,
-    sequence_fits_the_model,
-    schedule_fits_the_run,
-    decay_steps_need_wsd,
-    initial_weights_are_not_our_own,
-    keep_best_has_losses,
-    the_last_step_is_exported,
-    mirror_is_a_place,
-    mirror_outlives_the_run_folder,
-    rollbacks_have_checkpoints,
-    the_watchdog_comes_first,
-)

@@ -23,8 +23,7 @@ from megalite.engine.deepspeed_internals import (
 from megalite.engine.distributed import tensor_parallel_of, topology_of
 from megalite.engine.engine import Engine, GatedStep, MicroBatch, layer_maker, logits_of, loss_of
 from megalite.parallel.layers import BlockInput, LayerSpec, Payload
-from megalite.parallel.mesh import Mesh
-from megalite.parallel.partition import stage_boundaries
+from megalite.parallel.mesh import Mesh, stage_boundaries
 
 
 class Pipeline(PipelineModule):  # type: ignore[misc]

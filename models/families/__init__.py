@@ -3,8 +3,6 @@
 To add one, write a file with a `Family` in this folder and add it to `FAMILIES`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

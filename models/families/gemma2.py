@@ -1,13 +1,10 @@
 """Gemma 2: norms around attention and feed-forward layer, soft caps, every other layer with a window."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megalite.config import ModelConfig
-from models.hub.config_parts import ConfigPart, FamilyError, Keys
+from models.hub.config_parts import ConfigPart, FamilyError, Keys, typed_layers
 from models.hub.family import Family
-from models.hub.layer_kinds import typed_layers
 
 SCALAR = "query_pre_attn_scalar"
 

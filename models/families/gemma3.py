@@ -1,10 +1,8 @@
 """Gemma 3, text only: as Gemma 2, but norms of queries and keys instead of soft caps, and two rotary bases."""
 
-from __future__ import annotations
-
 from models.families.gemma2 import GEMMA_DEFAULTS, GEMMA_FIXED, GEMMA_KEYS, SCORE_SCALE
+from models.hub.config_parts import typed_layers
 from models.hub.family import Family
-from models.hub.layer_kinds import typed_layers
 from models.hub.rope_config import two_ropes
 
 GEMMA3 = Family(

@@ -1,7 +1,5 @@
 """GPT-2: learned positions, LayerNorm, and matrices that are transposed on disk (Conv1D)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megalite.config import ModelConfig

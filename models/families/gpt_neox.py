@@ -1,7 +1,5 @@
 """GPT-NeoX and Pythia: attention and feed-forward layer side by side, q, k and v fused head by head."""
 
-from __future__ import annotations
-
 from models.hub.family import Family
 from models.hub.rope_config import rope
 

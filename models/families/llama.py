@@ -1,7 +1,5 @@
 """Llama and all models of type `llama`: Llama 2, 3 and 3.x, TinyLlama, SmolLM2, Yi, DeepSeek's distillations."""
 
-from __future__ import annotations
-
 from models.hub.family import Family
 
 LLAMA = Family(

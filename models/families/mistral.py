@@ -1,9 +1,7 @@
 """Mistral, with one sliding window for all layers (7B v0.1) or none, and Ministral, whose layers differ."""
 
-from __future__ import annotations
-
+from models.hub.config_parts import one_window, typed_layers
 from models.hub.family import Family
-from models.hub.layer_kinds import one_window, typed_layers
 
 _DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
 

@@ -1,9 +1,7 @@
 """Mixtral: Mistral with experts in every layer, two of eight for each token."""
 
-from __future__ import annotations
-
+from models.hub.config_parts import one_window
 from models.hub.family import Family
-from models.hub.layer_kinds import one_window
 from models.hub.rope_config import rope
 
 MIXTRAL = Family(

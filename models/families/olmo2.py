@@ -1,7 +1,5 @@
 """OLMo-2: norms of the outputs of attention and feed-forward layer, and of all heads of queries and keys at once."""
 
-from __future__ import annotations
-
 from models.hub.family import Family
 
 OLMO2 = Family(

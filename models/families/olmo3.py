@@ -1,9 +1,7 @@
 """OLMo-3: OLMo-2 with a window in three of four layers, and YaRN in the fourth."""
 
-from __future__ import annotations
-
+from models.hub.config_parts import typed_layers
 from models.hub.family import Family
-from models.hub.layer_kinds import typed_layers
 from models.hub.rope_config import two_ropes
 
 OLMO3 = Family(

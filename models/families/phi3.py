@@ -1,13 +1,10 @@
 """Phi-3, Phi-3.5 and Phi-4: fused projections on disk, LongRoPE, in Phi-4-mini a part of each head rotated."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megalite.config import ModelConfig
-from models.hub.config_parts import ConfigPart, FamilyError, Keys
+from models.hub.config_parts import ConfigPart, FamilyError, Keys, one_window
 from models.hub.family import Family
-from models.hub.layer_kinds import one_window
 from models.hub.rope_config import LENGTH, PARAMETERS, SCALING, rope
 
 _ROPE = rope(rotated=1.0)

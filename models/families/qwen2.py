@@ -1,9 +1,7 @@
 """Qwen2 and Qwen2.5: biases of queries, keys and values, and a sliding window that is usually off."""
 
-from __future__ import annotations
-
+from models.hub.config_parts import switched_window
 from models.hub.family import Family
-from models.hub.layer_kinds import switched_window
 
 QWEN2 = Family(
     model_type="qwen2",

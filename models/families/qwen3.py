@@ -1,9 +1,7 @@
 """Qwen3, dense: a norm of each head of queries and keys, and a head width independent of the hidden size."""
 
-from __future__ import annotations
-
+from models.hub.config_parts import switched_window
 from models.hub.family import Family
-from models.hub.layer_kinds import switched_window
 
 QWEN3 = Family(
     model_type="qwen3",

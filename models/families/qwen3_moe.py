@@ -1,13 +1,10 @@
 """Qwen3 with experts: some layers may be dense."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megalite.config import ModelConfig
-from models.hub.config_parts import ConfigPart, Keys
+from models.hub.config_parts import ConfigPart, Keys, layers_of, one_window
 from models.hub.family import Family
-from models.hub.layer_kinds import layers_of, one_window
 
 
 def _read_sparse(keys: Keys) -> dict[str, Any]:

@@ -1,13 +1,10 @@
 """SmolLM3: Llama without rotary embedding in every fourth layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megalite.config import ModelConfig
-from models.hub.config_parts import ConfigPart, FamilyError, Keys
+from models.hub.config_parts import WINDOW_OPTIONS, ConfigPart, FamilyError, Keys, layers_of, types_of, write_types
 from models.hub.family import Family
-from models.hub.layer_kinds import WINDOW_OPTIONS, layers_of, types_of, write_types
 from models.hub.rope_config import rope
 
 

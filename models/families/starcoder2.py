@@ -1,9 +1,7 @@
 """StarCoder2: LayerNorm, a plain GELU feed-forward layer, biases everywhere, a sliding window."""
 
-from __future__ import annotations
-
+from models.hub.config_parts import one_window
 from models.hub.family import Family
-from models.hub.layer_kinds import one_window
 
 STARCODER2 = Family(
     model_type="starcoder2",

@@ -15,11 +15,9 @@ from typing import Any
 
 from megalite.config import ModelConfig
 from megalite.config.model_rules import problem_with_model
-from models.hub.config_parts import ConfigPart, FamilyError, Keys, refuse_unless, shown
-from models.hub.layer_kinds import NO_EXPERTS, NO_WINDOW
+from models.hub.config_parts import NO_EXPERTS, NO_WINDOW, ConfigPart, FamilyError, Keys, refuse_unless, shown
 from models.hub.rope_config import rope
-from models.hub.tensor_layout import HubLayout, Shape
-from models.hub.weight_names import hub_layout
+from models.hub.tensor_layout import HubLayout, Shape, hub_layout
 
 SAME_KEYS = (
     "vocab_size",

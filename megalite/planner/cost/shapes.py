@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megalite.config import Config, ModelConfig, ResolvedLayout
-from megalite.parallel.partition import block_cost, head_cost, stage_boundaries
+from megalite.parallel.mesh import block_cost, head_cost, stage_boundaries
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""The samples of a step are the same on every data-parallel layout; the prefetch thread changes nothing."""
+"""The samples of a step are the same on every data-parallel layout; the prefetch thread changes nothing.
+
+Windows over documents: every token predicted once, with the context that transformers' guide gives it.
+"""
 
 import threading
 from collections.abc import Callable
@@ -7,10 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from data_pipeline.dataset import PackedSamples
 from data_pipeline.errors import DataError
-from data_pipeline.loader import IGNORED_TARGET, BatchPlan, BatchStream, global_batch
+from data_pipeline.loader import (
+    IGNORED_TARGET,
+    BatchPlan,
+    document_windows,
+    equally_long_batches,
+    global_batch,
+    prefetched_batches,
+)
 from tests.unit.data_pipeline.test_dataset import EOS, give_meta, numbered_documents
 
 
@@ -87,16 +99,14 @@ def test_prefetching_gives_the_same_batches_and_resumes_anywhere(samples: Packed
         return [[micro.tokens.tolist() for micro in step] for step in stream]
 
     expected = tokens(global_batch(samples, STREAMED, 4 * step) for step in range(7))
-    with BatchStream(samples, STREAMED, start_consumed=0, steps=7) as whole:
-        assert tokens(whole) == expected
-    with BatchStream(samples, STREAMED, start_consumed=12, steps=4) as rest:
-        assert tokens(rest) == expected[3:]
+    assert tokens(prefetched_batches(samples, STREAMED, start_consumed=0, steps=7)) == expected
+    assert tokens(prefetched_batches(samples, STREAMED, start_consumed=12, steps=4)) == expected[3:]
 
 
 def test_an_error_in_the_thread_reaches_the_consumer(write_corpus: Callable[..., Path]) -> None:
     prefix = write_corpus(numbered_documents(20))
     give_meta(prefix, vocab_size=2)
-    stream = BatchStream(PackedSamples([prefix], 16, 0), STREAMED, start_consumed=0, steps=3)
+    stream = prefetched_batches(PackedSamples([prefix], 16, 0), STREAMED, start_consumed=0, steps=3)
     with pytest.raises(DataError, match="outside the vocabulary"):
         next(stream)
     with pytest.raises(StopIteration):
@@ -104,7 +114,7 @@ def test_an_error_in_the_thread_reaches_the_consumer(write_corpus: Callable[...,
 
 
 def test_closing_early_ends_the_thread(samples: PackedSamples) -> None:
-    stream = BatchStream(samples, STREAMED, start_consumed=0, steps=10**9)
+    stream = prefetched_batches(samples, STREAMED, start_consumed=0, steps=10**9)
     assert len(next(stream)) == 1
     assert any(thread.name.startswith("batches") for thread in threading.enumerate())
     stream.close()
@@ -117,3 +127,43 @@ def test_an_impossible_division_is_one_sentence(samples: PackedSamples, sizes: t
     whole, micro, data_parallel = sizes
     with pytest.raises(DataError, match=f"a global batch of {whole} samples cannot be divided"):
         batch(samples, 0, global_batch_size=whole, micro_batch_size=micro, data_parallel_size=data_parallel)
+
+
+def contexts_of_the_guide(length: int, stride: int, tokens: int) -> list[tuple[int, int]]:
+    """(place of a token that counts, tokens before it that its window holds), by the loop of transformers' guide to
+    perplexity of fixed-length models; its `max_length` counts the last target, so it is one more than ours."""
+    counted, previous_end = [], 0
+    for begin in range(0, tokens, stride):
+        end = min(begin + length + 1, tokens)
+        labels = range(max(begin + 1, previous_end), end)  # the first of a window is shifted away
+        counted += [(place, place - begin) for place in labels]
+        previous_end = end
+        if end == tokens:
+            break
+    return counted
+
+
+@given(tokens=st.integers(0, 60), length=st.integers(1, 20), data=st.data())
+def test_each_token_but_the_first_is_predicted_once_with_the_guides_context(
+    tokens: int, length: int, data: st.DataObject
+) -> None:
+    stride = data.draw(st.integers(1, length))
+    document, seen = np.arange(100, 100 + tokens), []
+    for window in document_windows(document, length, stride):
+        assert 1 <= len(window.tokens) <= length
+        for place in np.flatnonzero(window.targets != IGNORED_TARGET):
+            assert window.targets[place] == window.tokens[place] + 1, "what follows it"
+            seen.append((int(window.targets[place]) - 100, int(place) + 1))
+    assert seen == contexts_of_the_guide(length, stride, tokens)
+    assert [place for place, _ in seen] == list(range(1, tokens))
+
+
+@given(st.lists(st.integers(2, 30), max_size=12), st.integers(1, 64))
+def test_batches_hold_all_windows_of_one_length_each(lengths: list[int], most: int) -> None:
+    documents = [np.arange(100 * number, 100 * number + length) for number, length in enumerate(lengths)]
+    windows = [window for document in documents for window in document_windows(document, 9, 5)]
+    batches = list(equally_long_batches(windows, most))
+    assert all(batch.tokens.shape == batch.targets.shape for batch in batches)
+    assert all(batch.tokens.size <= most or len(batch.tokens) == 1 for batch in batches)
+    rows = sorted(row.tolist() for batch in batches for row in np.stack((batch.tokens, batch.targets), 1))
+    assert rows == sorted(np.stack((window.tokens, window.targets)).tolist() for window in windows)

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 from dataclasses import astuple
+from itertools import combinations, pairwise
 
+import pytest
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.parallel.mesh import Mesh
+from megalite.parallel.mesh import Mesh, stage_boundaries
 
 SIZE = st.integers(1, 5)
+LAYERS = st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=9)
 
 
 @given(tp=SIZE, pp=SIZE, dp=SIZE)
@@ -34,3 +37,28 @@ def test_the_order_is_deepspeeds(tp: int, pp: int, dp: int) -> None:
 def test_tensor_parallel_neighbours_are_adjacent_and_stages_furthest_apart() -> None:
     mesh = Mesh(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
     assert [mesh.rank(0, 0, 1), mesh.rank(0, 1, 0), mesh.rank(1, 0, 0)] == [1, 2, 4]
+
+
+def slowest(costs: list[float], bounds: tuple[int, ...]) -> float:
+    return max(sum(costs[a:b]) for a, b in pairwise(bounds))
+
+
+@given(layers=LAYERS, stages=st.integers(1, 4))
+def test_no_other_cut_with_a_block_per_stage_is_faster(layers: list[tuple[int, bool]], stages: int) -> None:
+    costs, is_block = [float(cost) for cost, _ in layers], [block for _, block in layers]
+    count = len(layers)
+    cuts = [(0, *inner, count) for inner in combinations(range(1, count), stages - 1)]
+    allowed = [bounds for bounds in cuts if all(any(is_block[a:b]) for a, b in pairwise(bounds))]
+    if not allowed:
+        with pytest.raises(ValueError, match=f"{sum(is_block)} blocks cannot fill {stages} stages"):
+            stage_boundaries(costs, is_block, stages)
+        return
+    found = stage_boundaries(costs, is_block, stages)
+    assert found in allowed
+    assert slowest(costs, found) == min(slowest(costs, bounds) for bounds in allowed)
+
+
+def test_the_head_makes_the_last_stage_shorter() -> None:
+    # embedding, 6 blocks, norm, a head as dear as two blocks
+    costs, is_block = [0.0, *[1.0] * 6, 0.0, 2.0], [False, *[True] * 6, False, False]
+    assert stage_boundaries(costs, is_block, 2) == (0, 5, 9)

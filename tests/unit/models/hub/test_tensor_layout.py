@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from models.families import HubLayout, HubTensor, RowRun
-from models.hub.tensor_layout import Shape, Slices
-from models.hub.weight_names import hub_layout
+from models.hub.tensor_layout import Shape, Slices, hub_layout
 
 
 @dataclass(frozen=True)

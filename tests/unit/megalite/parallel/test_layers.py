@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.parallel.initialize import BLOCK_ROWS, initialize_
+from megalite.parallel.layers import BLOCK_ROWS, initialize_
 from megalite.parallel.shard import Shard, replicated
 
 # rows that cross the drawing blocks in the middle of a rank's share, and divide by no tp here
