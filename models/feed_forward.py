@@ -26,7 +26,6 @@ from megalite.parallel.collectives import (
 )
 from megalite.parallel.linear import ColumnParallelLinear, LocalLinear, RowParallelLinear, linear, sharded_parameter
 from megalite.parallel.shard import Shard, replicated
-from models.fused_ops import swiglu
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -174,3 +173,26 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.transpose(grad), None, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        out = torch.empty_like(gate_up)
+        gate_grad, up_grad = out.chunk(2, dim=-1)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=gate_grad)
+        torch.mul(grad, F.silu(gate), out=up_grad)
+        return out
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Computes `silu(gate) * up` (Shazeer 2020) of `[..., 2 * features]`, keeping only its input."""
+    return _SwiGLU.apply(gate_up)
