@@ -75,13 +75,13 @@ def train(engine: Engine, config: Config, state: TrainState, context: TrainerCon
             batches, is_save_due = context.batches(state), True  # or a crash would go back here again and again
 
         activity.record_op(Operation.MEET, peers=activity.peers.everyone)
-        agreed = context.requests.agree(checkpoints.is_due(record["step_time_s"]))
-        if is_save_due or agreed.stop:
+        stop, is_next_save_due = context.requests.agree(checkpoints.is_due(record["step_time_s"]))
+        if is_save_due or stop:
             checkpoints.save(state.model_copy(update={"guard": guard.state()}), evaluation_loss)
-        if agreed.stop and state.step < total_steps:
+        if stop and state.step < total_steps:
             checkpoints.finish(state)
-            raise TrainingPreempted(f"{agreed.stop}: the state of step {state.step} is saved, start again to go on")
-        is_save_due = agreed.save_next
+            raise TrainingPreempted(f"{stop}: the state of step {state.step} is saved, start again to go on")
+        is_save_due = is_next_save_due
     checkpoints.finish(state)
     return state
 
