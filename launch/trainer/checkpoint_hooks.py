@@ -174,8 +174,8 @@ class Exporter:
         elif not checkpoint.exists():
             self._failed(checkpoint, "the checkpoint was deleted before, exports take longer than saves")
         else:
-            said = err.strip().splitlines() or [f"its process ended with code {process.returncode}"]
-            self._failed(checkpoint, said[-1])
+            lines = err.strip().splitlines() or [f"its process ended with code {process.returncode}"]
+            self._failed(checkpoint, lines[-1])
 
     def _exported(self, folder: Path, summary: Mapping[str, Any], seconds: float) -> None:
         size = sum(path.stat().st_size for path in folder.iterdir())

@@ -10,8 +10,7 @@ from launch.trainer.prediction_tracker import PredictionTracker, RankMemory
 from launch.trainer.resume import RunSetup
 from launch.trainer.run_folder import keep_tokenizer, write_receipt, write_settings
 from megalite.monitor.events import EVENTS, EventLog, read_events
-from megalite.monitor.observer import Observer
-from megalite.resilience.nonfatal import Nonfatal
+from megalite.monitor.observer import Nonfatal, Observer
 
 if TYPE_CHECKING:
     from megalite.checkpoint.remote.mirror import UploadReport

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.resilience.nonfatal import Nonfatal
+from megalite.monitor.observer import Nonfatal
 
 
 def test_failures_are_swallowed_counted_and_told_seldom() -> None:
