@@ -323,7 +323,7 @@ def test_an_optimizer_is_stopped_between_the_norm_and_the_update(
 ) -> None:
     """tests/ranks/megalite/engine/test_step_gate.py shows that it does stop there, and leaves no trace."""
     for seen in engines[str(case)]:
-        assert seen["asked"] == 1, "DeepSpeed no longer asks where `asked_before_update` listens"
+        assert seen["asked"] == 1, "DeepSpeed no longer asks where `GatedStep` listens"
         assert seen["micro_losses"] == (case.accumulation if seen["is_last_stage"] else 0)
         assert seen["aggregated"] == (case.pp > 1), "`train_batch` computes the loss again that a judge has asked for"
 
