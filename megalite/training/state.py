@@ -71,7 +71,7 @@ def learning_rate_factor(schedule: ScheduleConfig, step: int, total_steps: int) 
 
 
 def _progress(step: int, start: int, total_steps: int) -> float:
-    """0 before and in step `start`, 1 in the last step, linear in between."""
+    """Returns 0 up to step `start`, 1 in the last step, and rises linearly in between."""
     return min(1.0, max(0.0, (step - start) / max(1, total_steps - 1 - start)))
 
 
