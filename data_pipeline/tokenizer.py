@@ -7,7 +7,7 @@ deterministic, and its result is reused when nothing it was made from has change
 import hashlib
 import json
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,25 +81,30 @@ def load_tokenizer(path: Path) -> "tokenizers.Tokenizer":
     return tokenizer
 
 
-def train_tokenizer(files: Iterable[Path | str], output: Path, vocab_size: int) -> Path:
+def train_tokenizer(texts: Iterable[str], output: Path, vocab_size: int) -> Path:
     """Trains a byte-level BPE of exactly `vocab_size` entries and writes it as a folder; returns the folder.
 
-    A Path is a UTF-8 file to read, a str is text itself. The folder loads in `transformers.AutoTokenizer`.
-    `<|endoftext|>` has id 0. An identical earlier result (same text, size and library) is reused. Raises
-    DataError if the folder holds a tokenizer that was not trained here.
+    The folder loads in `transformers.AutoTokenizer`. `<|endoftext|>` has id 0. An identical earlier result (same texts,
+    size and library) is reused. Raises DataError if the folder holds a tokenizer that was not trained here.
     """
+    import tokenizers
+
     if vocab_size < _SMALLEST_VOCABULARY:
         raise DataError(
             f"a vocabulary of {vocab_size} is too small for byte-level BPE: ask for at least {_SMALLEST_VOCABULARY}"
         )
-    texts = list(files)
+    texts = list(texts)
     record_path, tokenizer_path = output / "trained_from.json", output / "tokenizer.json"
     if tokenizer_path.exists() and not record_path.exists():
         raise DataError(
             f"{tokenizer_path} was not trained here, and training would overwrite it: name another folder, or leave "
             "out the vocabulary size to use it as it is"
         )
-    origin = _training_origin(texts, vocab_size)
+    digest = hashlib.sha256()
+    for text in texts:
+        content = text.encode()
+        digest.update(len(content).to_bytes(8, "little") + content)
+    origin = {"text_sha256": digest.hexdigest(), "vocab_size": vocab_size, "tokenizers": tokenizers.__version__}
     if _is_result_of(record_path, tokenizer_path, origin):
         return output
     trained = _train(texts, vocab_size)
@@ -110,11 +115,11 @@ def train_tokenizer(files: Iterable[Path | str], output: Path, vocab_size: int) 
             "more text or ask for fewer entries"
         )
     output.mkdir(parents=True, exist_ok=True)
-    content = trained.to_str(pretty=True).encode()
+    written = trained.to_str(pretty=True).encode()
     # The record comes first: it marks what an interrupted training leaves as ours, to be made again.
-    write_atomically(record_path, _as_json({**origin, "sha256": hashlib.sha256(content).hexdigest()}))
+    write_atomically(record_path, _as_json({**origin, "sha256": hashlib.sha256(written).hexdigest()}))
     write_atomically(output / "tokenizer_config.json", _as_json(_TRANSFORMERS_CONFIG))
-    write_atomically(tokenizer_path, content)
+    write_atomically(tokenizer_path, written)
     return output
 
 
@@ -131,7 +136,7 @@ def python_stdlib_sources() -> list[Path]:
     return sources
 
 
-def _train(texts: Sequence[Path | str], vocab_size: int) -> "tokenizers.Tokenizer":
+def _train(texts: Sequence[str], vocab_size: int) -> "tokenizers.Tokenizer":
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -143,34 +148,11 @@ def _train(texts: Sequence[Path | str], vocab_size: int) -> "tokenizers.Tokenize
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_read(texts), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
-def _read(texts: Sequence[Path | str]) -> Iterator[str]:
-    for text in texts:
-        if isinstance(text, str):
-            yield text
-            continue
-        try:
-            yield text.read_bytes().decode("utf-8")
-        except FileNotFoundError as error:
-            raise DataError(f"training text {text} does not exist: check the path") from error
-        except UnicodeDecodeError as error:
-            raise DataError(f"{text} is not UTF-8 text (byte {error.start}): convert it, or leave it out") from error
-
-
-def _training_origin(texts: Sequence[Path | str], vocab_size: int) -> dict[str, str | int]:
-    import tokenizers
-
-    digest = hashlib.sha256()
-    for text in _read(texts):
-        content = text.encode()
-        digest.update(len(content).to_bytes(8, "little") + content)
-    return {"text_sha256": digest.hexdigest(), "vocab_size": vocab_size, "tokenizers": tokenizers.__version__}
-
-
-def _is_result_of(record_path: Path, tokenizer_path: Path, origin: dict[str, str | int]) -> bool:
+def _is_result_of(record_path: Path, tokenizer_path: Path, origin: Mapping[str, object]) -> bool:
     if not (record_path.is_file() and tokenizer_path.is_file()):
         return False
     try:

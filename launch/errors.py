@@ -5,7 +5,7 @@ from __future__ import annotations
 from data_pipeline.errors import DataError
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config import ConfigError
-from models.families import FamilyError
+from models.hub.config_parts import FamilyError
 
 
 class LaunchError(ValueError):

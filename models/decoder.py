@@ -25,7 +25,8 @@ from megalite.parallel.mesh import block_cost, head_cost
 from megalite.parallel.norm import NORMS
 from megalite.parallel.shard import Shard, replicated
 from models.attention import Attention
-from models.feed_forward import MLP, SparseMLP
+from models.experts import SparseMLP
+from models.feed_forward import MLP
 
 HeadOutput = tuple[Tensor, Tensor]  # hidden states, the head's local weight [vocab/tp, hidden]
 

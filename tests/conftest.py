@@ -123,7 +123,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("corpus")
     sources = [path for path in python_stdlib_sources() if path.stat().st_size < 20_000][:40]
-    train_tokenizer(sources, folder / "tokenizer", VOCAB_SIZE)
+    train_tokenizer((path.read_text(encoding="utf-8") for path in sources), folder / "tokenizer", VOCAB_SIZE)
     prepare([str(path) for path in sources], folder / "text", folder / "tokenizer", workers=1)
     return folder / "text"
 

@@ -86,7 +86,7 @@ def prepare_data(folder: Path) -> Path:
     from data_pipeline.tokenizer import python_stdlib_sources, train_tokenizer
 
     sources = [path for path in python_stdlib_sources() if path.stat().st_size < 40_000][:80]
-    train_tokenizer(sources, folder / "tokenizer", VOCABULARY)
+    train_tokenizer((path.read_text(encoding="utf-8") for path in sources), folder / "tokenizer", VOCABULARY)
     prepare([str(path) for path in sources], folder / "text", folder / "tokenizer", workers=1)
     return folder / "text"
 

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from data_pipeline.errors import DataError
 from data_pipeline.files import with_ending, write_atomically
 from data_pipeline.indexed import token_dtype
-from data_pipeline.sources.pieces import TextPiece
+from data_pipeline.sources.text import TextPiece
 from data_pipeline.tokenizer import TokenizerFile, load_tokenizer
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pathlib import Path
 from data_pipeline.errors import DataError
 from data_pipeline.meta import WRITER_VERSION
 from data_pipeline.sources import Source, open_sources
-from data_pipeline.sources.pieces import TextPiece
+from data_pipeline.sources.text import TextPiece
 from data_pipeline.tokenizer import TokenizerFile, inspect_tokenizer
 
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 1 << 18, 1 << 24  # characters

@@ -22,7 +22,7 @@ from data_pipeline.indexed import IndexedTokens, IndexedWriter, token_dtype
 from data_pipeline.meta import CorpusMeta, meta_path, read_meta
 from data_pipeline.prepare.parts import PartSize, PartStore, encode_part, exit_with_parent
 from data_pipeline.prepare.plan import PreparationPlan, chunks, plan_job
-from data_pipeline.sources.pieces import TextPiece
+from data_pipeline.sources.text import TextPiece
 
 
 @dataclass(frozen=True)

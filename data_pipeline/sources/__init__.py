@@ -16,8 +16,7 @@ from typing import Protocol
 from data_pipeline.errors import DataError
 from data_pipeline.sources.hf_dataset import DATASET_PREFIX, HfDataset
 from data_pipeline.sources.jsonl import JsonLinesSource
-from data_pipeline.sources.pieces import TextPiece
-from data_pipeline.sources.text import TextFile
+from data_pipeline.sources.text import TextFile, TextPiece
 
 
 class Source(Protocol):

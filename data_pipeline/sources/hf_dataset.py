@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError
-from data_pipeline.sources.pieces import TextPiece, cut_document, file_identity
+from data_pipeline.sources.text import TextPiece, cut_document, file_identity
 
 DATASET_PREFIX = "dataset:"
 _SPEC = re.compile(r"dataset:(?P<name>[^:]+)(?::(?P<split>.+))?")

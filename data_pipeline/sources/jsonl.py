@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from data_pipeline.errors import DataError
-from data_pipeline.sources.pieces import TextPiece, cut_document, file_identity
+from data_pipeline.sources.text import TextPiece, cut_document, file_identity
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,58 @@
-"""A UTF-8 text file: one document, read block by block."""
+"""UTF-8 text files, each one document, and the cutting of any source's documents into bounded pieces.
+
+A document longer than PIECE_CHARACTERS is cut, so that encoding it takes bounded memory. The cut is where
+byte-level BPE splits anyway: after a single line break, else before a single space, between two characters
+that are not white space; the tokens are then the same as without the cut.
+"""
 
 import codecs
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from data_pipeline.errors import DataError
-from data_pipeline.sources.pieces import TextPiece, cut_document, file_identity
 
 _BLOCK_BYTES = 1 << 20
+PIECE_CHARACTERS = 1 << 20
+_CUT_WINDOW = 1 << 16  # characters before the limit in which a break is searched
+_LINE_BREAK = re.compile(r"(?<=\S)\n(?=\S)")
+_SPACE = re.compile(r"(?<=\S) (?=\S)")
+
+
+class TextPiece(NamedTuple):
+    text: str  # never empty
+    ends_document: bool
+
+
+def cut_document(blocks: Iterable[str]) -> Iterator[TextPiece]:
+    """Yields the pieces of one document given as consecutive blocks of text; none for an empty document."""
+    pending = ""
+    for block in blocks:
+        pending += block
+        while len(pending) > PIECE_CHARACTERS:
+            cut = _cut_position(pending)
+            yield TextPiece(pending[:cut], ends_document=False)
+            pending = pending[cut:]
+    if pending:
+        yield TextPiece(pending, ends_document=True)
+
+
+def _cut_position(text: str) -> int:
+    """Returns a position in [1, PIECE_CHARACTERS], below len(text)."""
+    window_start = PIECE_CHARACTERS - _CUT_WINDOW
+    for pattern, keep in ((_LINE_BREAK, 1), (_SPACE, 0)):
+        places = [match.start() for match in pattern.finditer(text, window_start, PIECE_CHARACTERS)]
+        if places:
+            return places[-1] + keep
+    return PIECE_CHARACTERS
+
+
+def file_identity(path: Path) -> list[str]:
+    """Returns path, size and modification time of a file."""
+    status = path.stat()
+    return [str(path.absolute()), str(status.st_size), str(status.st_mtime_ns)]
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,9 @@ from megalite.checkpoint.huggingface.safetensors_writer import Entry
 from megalite.checkpoint.manifest import find_latest
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.config import ModelConfig
-from models.families import HubLayout, family, hf_config
+from models.families import family, hf_config
 from models.hub.family import TOKEN_IDS
+from models.hub.tensor_layout import HubLayout
 
 ATTEMPTS = 5  # to open the newest checkpoint of a run that removes old ones meanwhile
 

@@ -17,7 +17,8 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.json_files import CONFIG, read_json
 from megalite.config import ModelConfig
 from megalite.config.errors import describe_validation_error
-from models.families import FamilyError, family, model_config
+from models.families import family, model_config
+from models.hub.config_parts import FamilyError
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]

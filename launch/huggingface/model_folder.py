@@ -20,8 +20,9 @@ from megalite.checkpoint.huggingface.folder import HuggingFaceFolder
 from megalite.checkpoint.huggingface.json_files import CONFIG
 from megalite.checkpoint.manifest import Slices
 from megalite.config import ModelConfig
-from models.families import HubLayout, family
+from models.families import family
 from models.hub.family import TRANSFORMERS_DTYPES
+from models.hub.tensor_layout import HubLayout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

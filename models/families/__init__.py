@@ -24,25 +24,12 @@ from models.families.smollm3 import SMOLLM3
 from models.families.starcoder2 import STARCODER2
 from models.hub.config_parts import FamilyError
 from models.hub.family import Family
-from models.hub.tensor_layout import HubLayout, HubTensor, RowRun
 
 _KNOWN = (
     *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, OLMO2, OLMO3, GPT_NEOX, GPT2, SMOLLM3),
     *(MIXTRAL, QWEN3_MOE, STARCODER2),
 )
 FAMILIES = {known.model_type: known for known in _KNOWN}
-
-__all__ = [
-    "FAMILIES",
-    "Family",
-    "FamilyError",
-    "HubLayout",
-    "HubTensor",
-    "RowRun",
-    "family",
-    "hf_config",
-    "model_config",
-]
 
 
 def family(model_type: object) -> Family:

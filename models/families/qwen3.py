@@ -1,5 +1,6 @@
 """Qwen3, dense: a norm of each head of queries and keys, and a head width independent of the hidden size."""
 
+from models.families.qwen2 import QWEN_DEFAULTS
 from models.hub.config_parts import switched_window
 from models.hub.family import Family
 
@@ -7,14 +8,7 @@ QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     keys={"attention_bias": "attention_bias", "attention_output_bias": "attention_bias"},
-    defaults={
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "max_position_embeddings": 32768,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    },
+    defaults={**QWEN_DEFAULTS, "head_dim": 128},
     fixed={"query_key_norm": "per_head"},
     parts=(switched_window(),),
     kept=("max_window_layers",),

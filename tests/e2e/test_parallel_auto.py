@@ -44,7 +44,7 @@ from megalite.config.auto import CHOOSABLE
 from megalite.config.suggestions import OptionPath
 from megalite.planner.hardware import Cluster
 from megalite.planner.search import Ranks, first_legal
-from models.families import FamilyError
+from models.hub.config_parts import FamilyError
 from tests.conftest import write_config
 from tests.helpers.commands import BIN, metrics, run
 from tests.helpers.machines import cpus

@@ -15,7 +15,7 @@ import megalite.engine.engine as engine
 import megalite.parallel.norm as norm
 import models.attention as attention
 import models.decoder as decoder
-import models.feed_forward as feed_forward
+import models.experts as experts
 import models.rope as rope
 from megalite.parallel.collectives import TensorParallel
 
@@ -37,18 +37,18 @@ def norm_over_all_heads_sees_its_own() -> None:
 
 
 def router_keeps_the_gradient_of_its_own_part() -> None:
-    feed_forward.parameter_in_parallel_region = lambda parameter, tp: parameter
+    experts.parameter_in_parallel_region = lambda parameter, tp: parameter
 
 
 def router_counts_each_expert_fully() -> None:
     """Probabilities that do not sum to one."""
-    forward = feed_forward.Router.forward
+    forward = experts.Router.forward
 
     def unnormalized(self: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
         self.renormalizes = False
         return forward(self, tokens)
 
-    feed_forward.Router.forward = unnormalized  # type: ignore[method-assign]
+    experts.Router.forward = unnormalized  # type: ignore[method-assign]
 
 
 def window_is_one_token_longer() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config import ModelConfig
-from models.families import FAMILIES, Family, model_config
+from models.families import FAMILIES, model_config
 from models.hub.config_parts import shown
-from models.hub.family import PLAIN
+from models.hub.family import PLAIN, Family
 from models.hub.rope_config import SCALINGS
 from tests.helpers.hub_models import HUB_MODELS, SWITCHES, HubModel
 

@@ -158,7 +158,7 @@ class _Block:
         return (2 * self.qkv + self.q) * self.tokens * self.attention_size + self.hidden + scores
 
     def _feed_forward(self) -> tuple[float, float]:
-        """Returns the bytes kept and those of gradients (models/feed_forward.py)."""
+        """Returns the bytes kept and those of gradients (models/feed_forward.py, models/experts.py)."""
         model = self.model
         if not model.has_experts(self.layer):
             features = cut(model.intermediate_size, self.tp) * self.tokens * self.size

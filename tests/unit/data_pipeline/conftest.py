@@ -19,7 +19,8 @@ def stdlib_files() -> list[Path]:
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory, stdlib_files: list[Path]) -> Path:
-    return train_tokenizer(stdlib_files[:12], tmp_path_factory.mktemp("tokenizer"), 600)
+    texts = [path.read_text(encoding="utf-8") for path in stdlib_files[:12]]
+    return train_tokenizer(texts, tmp_path_factory.mktemp("tokenizer"), 600)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from data_pipeline.errors import DataError
 from data_pipeline.sources import open_sources
-from data_pipeline.sources.pieces import PIECE_CHARACTERS, cut_document
+from data_pipeline.sources.text import PIECE_CHARACTERS, cut_document
 
 ROWS = [{"text": "first"}, {"text": ""}, {"text": "thïrd\nline"}]
 

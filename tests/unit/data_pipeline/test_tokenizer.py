@@ -30,18 +30,19 @@ def test_transformers_and_prepare_see_the_same_ids(tokenizer_folder: Path) -> No
 
 
 def test_training_is_reproducible_and_reused(stdlib_files: list[Path], tmp_path: Path) -> None:
-    first = train_tokenizer(stdlib_files[:12], tmp_path / "a", 600)
-    second = train_tokenizer([path.read_text() for path in stdlib_files[:12]], tmp_path / "b", 600)
+    texts = [path.read_text(encoding="utf-8") for path in stdlib_files[:12]]
+    first = train_tokenizer(texts, tmp_path / "a", 600)
+    second = train_tokenizer(iter(texts), tmp_path / "b", 600)
     assert [(first / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")] == [
         (second / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")
     ]
     written = (first / "tokenizer.json").stat().st_mtime_ns
-    train_tokenizer(stdlib_files[:12], first, 600)
+    train_tokenizer(texts, first, 600)
     assert (first / "tokenizer.json").stat().st_mtime_ns == written
-    train_tokenizer(stdlib_files[:11], first, 600)
+    train_tokenizer(texts[:11], first, 600)
     assert (first / "tokenizer.json").stat().st_mtime_ns != written
     (first / "trained_from.json").write_text("not json")
-    train_tokenizer(stdlib_files[:12], first, 600)
+    train_tokenizer(texts, first, 600)
     assert (first / "tokenizer.json").read_bytes() == (second / "tokenizer.json").read_bytes()
 
 
@@ -88,11 +89,6 @@ def test_bad_training_input_is_one_sentence(tmp_path: Path) -> None:
         train_tokenizer(["a few words, a few more words"], tmp_path / "t", 5000)
     with pytest.raises(DataError, match="ask for at least 257"):
         train_tokenizer(["text"], tmp_path / "t", 256)
-    with pytest.raises(DataError, match="does not exist"):
-        train_tokenizer([tmp_path / "missing.txt"], tmp_path / "t", 300)
-    (tmp_path / "latin.txt").write_bytes(b"abc\xe4")
-    with pytest.raises(DataError, match=r"latin.txt is not UTF-8 text \(byte 3\)"):
-        train_tokenizer([tmp_path / "latin.txt"], tmp_path / "t", 300)
     assert not (tmp_path / "t").exists()
 
 

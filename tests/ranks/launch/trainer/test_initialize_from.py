@@ -32,7 +32,8 @@ from megalite.checkpoint.engine_state import load_engine
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config import Config, ConfigError, ModelConfig
 from megalite.config.model import DROPOUTS
-from models.families import FamilyError, family
+from models.families import family
+from models.hub.config_parts import FamilyError
 from tests.conftest import VOCAB_SIZE, write_config
 from tests.helpers.engine_cases import Case, assemble, engine_of, global_batches, local_weights, micro_batches_of
 from tests.helpers.hub_models import HUB_MODELS, HubModel

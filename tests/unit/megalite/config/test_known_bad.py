@@ -292,7 +292,7 @@ def test_the_documentation_shows_the_table() -> None:
     rows = ["| versions | with | what goes wrong | remedy |", "|---|---|---|---|"]
     for row in KNOWN_BAD:
         versions = " and ".join(f"{package} {bad}" for package, bad in row.versions.items())
-        settings = row.settings.__name__.replace("_", " ") + (f" ({row.device})" if row.device else "")
+        settings = row.settings + (f" ({row.device})" if row.device else "")
         rows.append(f"| {versions} | {settings} | {row.wrong} ([{row.thread}]({row.url})) | {row.remedy} |")
     table = "\n".join(rows)
     text = (Path(__file__).parents[4] / "docs" / "parity.md").read_text()

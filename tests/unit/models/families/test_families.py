@@ -18,7 +18,8 @@ from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import SerialModel, named_shards
 from megalite.parallel.loss import head_logits, head_loss
-from models.families import FAMILIES, HubLayout, family, model_config
+from models.families import FAMILIES, family, model_config
+from models.hub.tensor_layout import HubLayout
 from tests.helpers.hub_models import HUB_MODELS, LLAMA3, YARN, HubModel, disk_tensors, hub_models, longrope
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megalite.config import ModelConfig
-from models.families import FAMILIES, FamilyError, family, hf_config, model_config
+from models.families import FAMILIES, family, hf_config, model_config
+from models.hub.config_parts import FamilyError
 from tests.helpers.hub_configs import HUB_CONFIGS
 from tests.helpers.hub_models import HUB_MODELS, LINEAR, HubModel, longrope
 

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from models.families import HubLayout, HubTensor, RowRun
-from models.hub.tensor_layout import Shape, Slices, hub_layout
+from models.hub.tensor_layout import HubLayout, HubTensor, RowRun, Shape, Slices, hub_layout
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from megalite.parallel import linear
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import LayerSpec, make_layer
 from models.decoder import decoder_layers
-from models.feed_forward import SparseMLP
+from models.experts import SparseMLP
 from tests.helpers.engine_cases import Case, assemble, engine_of, global_batches, local_weights, micro_batches_of
 from tests.helpers.rank_pool import run_ranks
 
