@@ -1,4 +1,6 @@
-"""Entry point of one rank, started by `deepspeed`, `torchrun` and `megalite train`; the run itself: launch.trainer.run.
+"""One rank of a run: the entry point, and the run itself: mesh, data, model, engine, loop.
+
+Started by `megalite train`, and by other launchers as
 
 deepspeed --hostfile HOSTFILE launch/train.py CONFIG.yaml [section.option=value ...]
 torchrun --nproc-per-node 8 -m launch.train CONFIG.yaml [section.option=value ...]
@@ -6,38 +8,72 @@ torchrun --nproc-per-node 8 -m launch.train CONFIG.yaml [section.option=value ..
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__" and sys.path[0] == str(Path(__file__).resolve().parent):
     del sys.path[0]  # started as a script: this folder's modules must not shadow top-level ones
 
-from launch.errors import FAILED_CODE, INTERRUPTED_CODE, PREEMPTED_CODE, USER_ERROR_CODE, USER_ERRORS, LaunchError
+from launch.errors import (
+    FAILED_CODE,
+    HUNG_CODE,
+    INTERRUPTED_CODE,
+    PREEMPTED_CODE,
+    STOPPED_CODE,
+    USER_ERROR_CODE,
+    USER_ERRORS,
+    LaunchError,
+)
 from launch.runtime.console import Console, outlive_readers
+from launch.runtime.devices import Device
 from launch.runtime.logs import configure_logging, get_logger
 from launch.runtime.network import choose_interface
 from launch.runtime.processes import end_with_parent
-from launch.runtime.rank_environment import Rank, take_private_environment, this_rank
-from launch.runtime.rank_process import is_left_alone, run_to_the_end, tell_once
-from launch.trainer.run import ENDINGS, leave_together, run
-from launch.trainer.run_config import load_run_config
+from launch.runtime.rank_environment import ATTEMPT, Rank, take_private_environment, this_rank
+from launch.runtime.rank_process import be_deterministic, is_left_alone, run_to_the_end, tell_once
+from launch.trainer.checkpoint_hooks import CheckpointHooks, manifest_maker
+from launch.trainer.data import evaluation_batches, open_data, training_batches
+from launch.trainer.prediction_tracker import PredictionTracker, memory_of_ranks
+from launch.trainer.resume import RunSetup, agree_on_start, checkpoints_of, load_state
+from launch.trainer.run_config import load_run_config, with_layout_for_all
+from launch.trainer.run_folder import lock_run_folder
+from launch.trainer.run_logger import RunLogger
 from megalite.checkpoint.durable_files import NO_ROOM
 from megalite.checkpoint.errors import StorageError
-from megalite.config import Config
+from megalite.config import Config, resolve_layout
+from megalite.config.known_bad import check_known_bad, installed_versions
+from megalite.monitor.events import EVENTS, EventLog
+from megalite.resilience.heartbeat import Heartbeat
 from megalite.resilience.signals import PREEMPTION
-from megalite.training.errors import SaveFailed, TrainingPreempted, TrainingStopped
+from megalite.training.state import SaveFailed, TrainingPreempted, TrainingStopped, TrainState
+
+if TYPE_CHECKING:
+    from megalite.engine.engine import Engine
 
 log = get_logger("launch.train")  # as a script this module is named __main__
+PROCESS_START_TIME = time.monotonic()
+RUN_LOCK_TIMEOUT_S = 100.0  # a file server keeps the lock of a host that has died for its lease; NFS: 90 s
+MIRROR_FLUSH_TIMEOUT_S = 60.0  # for the mirror, when the machine has been asked for
+COLLECTIVE_TIMEOUT_FRACTION = 5 / 6  # of the process group's timeout, within which rank 0 must join the others
 NO_SUPERVISOR = (
     "with `deepspeed` alone on several hosts nobody checks the hosts before, ends ranks that one left behind when it "
     "failed, or starts the run again: `megalite launch --hostfile HOSTFILE CONFIG.yaml` does"
 )
+ENDINGS: dict[type[Exception], tuple[int, str]] = {
+    TrainingStopped: (STOPPED_CODE, "stopped"),
+    TrainingPreempted: (PREEMPTED_CODE, "preempted"),
+    SaveFailed: (FAILED_CODE, "not saved"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,13 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # DeepSpeed's launcher hands the local rank over a second time, as an argument
     arguments = [argument for argument in arguments if not argument.startswith("--local_rank")]
     exit_stack = ExitStack()
-    code = _train(arguments, console, exit_stack)
+    code = _load_and_run(arguments, console, exit_stack)
     # not closed on an unexpected exception: the heartbeat is left stale on purpose, so that the supervisor notices
     exit_stack.close()
     return code
 
 
-def _train(arguments: Sequence[str], console: Console, exit_stack: ExitStack) -> int:
+def _load_and_run(arguments: Sequence[str], console: Console, exit_stack: ExitStack) -> int:
     """Loads the config and runs it; returns the exit code of a run that ends with one."""
     rank = None
     try:
@@ -101,6 +137,157 @@ def _keep_console(console: Console, config: Config, rank: Rank) -> None:
     console.keep_in(kept, when_alone=partial(os.kill, os.getpid(), signal.SIGTERM))
     if rank.rank == 0:
         log.info(NO_SUPERVISOR)
+
+
+def run(config: Config, rank: Rank, exit_stack: ExitStack) -> None:
+    """Trains on this rank: mesh, data, model, engine, loop.
+
+    `exit_stack` is closed by the caller when the rank leaves as it should. Raises one of `ENDINGS`, or what the user
+    has to correct.
+    """
+    lock = lock_run_folder(config, RUN_LOCK_TIMEOUT_S if ATTEMPT in os.environ else 0.0) if rank.rank == 0 else None
+    heartbeat = _start_heartbeat(config, rank, exit_stack)  # before the long imports
+    import torch
+
+    from megalite.engine.activity import Activity
+    from megalite.engine.build import build_engine
+    from megalite.engine.distributed import start_distributed
+    from megalite.parallel.mesh import Mesh
+    from megalite.resilience.watchdog import Watchdog, agree_on_launch
+    from models.decoder import decoder_layers
+
+    torch.set_float32_matmul_precision(config.precision.float32_matmul_precision)
+    if config.training.deterministic:
+        be_deterministic()
+    kind = start_distributed(rank.local_rank, timedelta(minutes=config.watchdog.timeout_minutes)).type
+    device: Device = "cuda" if kind == "cuda" else "cpu"
+    if config.unresolved_options:
+        config = with_layout_for_all(config, rank, device)
+    layout = resolve_layout(config, rank.world_size, device)
+    check_known_bad(config, layout, installed_versions(), device)
+    activity = Activity(Mesh.of(layout), rank.rank)
+    if heartbeat is not None:
+        heartbeat.step = lambda: activity.span.step
+    record_hang = partial(EventLog(config.run_dir / EVENTS).write, "hung")
+    launch = agree_on_launch()
+    with Watchdog(
+        activity, config.watchdog, config.run_dir, launch, HUNG_CODE, record_hang, tuple(ENDINGS)
+    ) as watchdog:
+        data = open_data(config)
+        prediction = PredictionTracker(config, layout, rank, device)
+        setup = RunSetup(config, layout, rank, data, agree_on_start(config, rank, data, activity))
+        engine = build_engine(decoder_layers(config.model, config.recompute.mode), config, layout, activity)
+        state = load_state(engine, setup)
+        with RunLogger(setup, prediction) as run_logger:
+            hooks = CheckpointHooks(setup, run_logger)
+            try:
+                state = _train(engine, setup, state, run_logger, hooks)
+            except tuple(ENDINGS) as error:
+                watchdog.stop()
+                # launchers end rank 0 soon after another rank has left with such a code, so all ranks wait for it
+                longest_s = MIRROR_FLUSH_TIMEOUT_S if isinstance(error, TrainingPreempted) else _longest_wait_s()
+                hooks.close(is_done=False, at_most_s=longest_s)
+                raise
+            run_logger.outcome = {"finished": True, **state.model_dump(exclude={"guard"})}
+            watchdog.stop()
+            leave_together()
+            hooks.close(is_done=True)
+    del lock  # held until here
+
+
+def _train(
+    engine: Engine, setup: RunSetup, state: TrainState, run_logger: RunLogger, hooks: CheckpointHooks
+) -> TrainState:
+    """Builds the dependencies of the training loop, runs it, and logs how it ended."""
+    from megalite.resilience.guards import Guard
+    from megalite.resilience.stop_requests import StopRequests
+    from megalite.training.checkpoints import Checkpoints
+    from megalite.training.loop import TrainerContext, train
+
+    config, layout, data = setup.config, setup.layout, setup.data
+    replica, evaluation = engine.coordinate.data_rank, config.training.evaluation
+
+    def batches(state: TrainState) -> Iterator[Any]:
+        if not engine.needs_data:
+            return itertools.repeat([])
+        steps = config.total_steps - state.step
+        return training_batches(data, config, layout, replica, consumed=state.consumed_samples, steps=steps)
+
+    checkpoints = Checkpoints(
+        engine,
+        config.checkpoint,
+        checkpoints_of(config),
+        run_logger,
+        describe=manifest_maker(setup),
+        mirror=hooks.mirror,
+        exports=hooks.exporter,
+        planner=run_logger.interval_planner(),
+    )
+    guard = Guard(engine, config.guards, data.training.documents)
+    guard.restore(state.guard)
+    with StopRequests(config.training.max_minutes, PROCESS_START_TIME) as requests:
+        context = TrainerContext(
+            batches=batches,
+            evaluation=evaluation_batches(data, config, layout, replica) if engine.needs_data else [],
+            evaluation_count=evaluation.samples // (config.training.micro_batch_size * layout.data_parallel_size)
+            if evaluation.interval
+            else 0,
+            guard=guard,
+            checkpoints=checkpoints,
+            requests=requests,
+            observer=run_logger,
+        )
+        try:
+            state = train(engine, config, state, context)
+        except (TrainingStopped, TrainingPreempted) as error:
+            _end(engine, run_logger, ENDINGS[type(error)][1], checkpoints.wait())
+            raise
+        except KeyboardInterrupt:
+            run_logger.on_end("interrupted")
+            run_logger.log_prediction_error(())
+            raise
+        _end(engine, run_logger, "ended", checkpoints.wait())
+    return state
+
+
+def _end(engine: Engine, run_logger: RunLogger, ending: str, save_blocked_s: float) -> None:
+    """Logs the end before all ranks are asked for their memory: one of them may be gone by then."""
+    run_logger.on_end(ending, save_blocked_s=save_blocked_s)
+    run_logger.log_prediction_error(memory_of_ranks(engine, run_logger.prediction.memory()))
+
+
+def _start_heartbeat(config: Config, rank: Rank, exit_stack: ExitStack) -> Heartbeat | None:
+    """Starts the heartbeat if a supervisor has set an attempt; it stops when `exit_stack` is closed."""
+    attempt = os.environ.get(ATTEMPT, "").strip()
+    if not attempt:
+        return None
+    heartbeat = Heartbeat(config.run_dir, rank.rank, rank.world_size, attempt)
+    heartbeat.start()
+
+    def stop() -> None:
+        heartbeat.stop()
+        if heartbeat.failures:
+            times = f"{heartbeat.failures} time{'s' * (heartbeat.failures > 1)}"
+            log.warning(f"rank {rank.rank} could not write its heartbeat {times}")
+
+    exit_stack.callback(stop)
+    return heartbeat
+
+
+def _longest_wait_s() -> float:
+    """Returns how long the other ranks may wait for this one in a barrier, in seconds."""
+    from megalite.engine.distributed import group_timeout
+
+    return COLLECTIVE_TIMEOUT_FRACTION * group_timeout().total_seconds()
+
+
+def leave_together() -> None:
+    """Leaves the process group with all ranks, or ends the process if that takes longer than a collective may."""
+    from megalite.engine.distributed import stop_distributed
+    from megalite.resilience.watchdog import leave_within
+
+    with leave_within(_longest_wait_s() + 60, HUNG_CODE):
+        stop_distributed()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,6 @@ from megalite.parallel.dropout import Dropout
 from megalite.parallel.layers import Recompute, recomputed
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear, lacks_fast_gemm
 from megalite.parallel.norm import NORMS, FullWidthRMSNorm
-from models.fused_ops import rotated, rotated_heads
 from models.rope import Rope, fixed_rotation, rope_of_layer, rotation
 
 
@@ -69,6 +69,72 @@ class KeyValueCache:
         self._keys[:, :, start : self.length] = keys
         self._values[:, :, start : self.length] = values
         return self._keys[:, :, : self.length], self._values[:, :, : self.length]
+
+
+# Rotary embedding by Hugging Face's half-split convention, so that conversion renames weights and never permutes them.
+
+
+class _RotatedHeads(torch.autograd.Function):
+    """Uses one buffer for q, k and v, and one for their gradients: concatenates nothing and does not keep the input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.sizes = heads, kv_heads, kv_heads
+        out = torch.empty_like(qkv)
+        _rotate(qkv[:, :, :-kv_heads], cos, sin, out[:, :, :-kv_heads])
+        q, k, v = out.split(ctx.sizes, dim=2)
+        v.copy_(qkv[:, :, -kv_heads:])
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        first = grads[0]
+        grad = first.new_empty((*first.shape[:2], sum(ctx.sizes), first.shape[-1]))
+        q, k, v = grad.split(ctx.sizes, dim=2)
+        _rotate(grads[0], cos, -sin, q)  # the inverse rotation is the transpose
+        _rotate(grads[1], cos, -sin, k)
+        v.copy_(grads[2])
+        return grad, None, None, None, None
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, torch.empty_like(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin, torch.empty_like(grad)), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
+    """Rotates the first features of each head in pairs (i, i + pairs) and copies the others to `out`."""
+    pairs = cos.shape[-1]
+    first, second, others = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
+    torch.mul(first, cos, out=out[..., :pairs]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., pairs : 2 * pairs]).addcmul_(first, sin)
+    if others.shape[-1]:
+        out[..., 2 * pairs :] = others
+    return out
+
+
+def rotated_heads(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns q, k with rotary embedding (Su 2021), and v, from `[batch, seq, heads + 2 kv_heads, head_dim]`.
+
+    cos and sin `[batch|1, seq, 1, pairs]`: the first `2 * pairs` features of a head are rotated.
+    """
+    return _RotatedHeads.apply(qkv, cos, sin, heads, kv_heads)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies rotary embedding to `[batch, seq, heads, head_dim]`; cos and sin as in `rotated_heads`."""
+    return _Rotated.apply(x, cos, sin)
 
 
 Heads = tuple[Tensor, Tensor, Tensor]  # q, k, v

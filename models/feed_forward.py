@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from models.fused_ops import swiglu
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -55,3 +56,26 @@ def gated(hidden_act: str) -> Activation:
         return activation(gate) * up
 
     return swiglu if hidden_act == "silu" else apply
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        out = torch.empty_like(gate_up)
+        gate_grad, up_grad = out.chunk(2, dim=-1)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=gate_grad)
+        torch.mul(grad, F.silu(gate), out=up_grad)
+        return out
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Computes `silu(gate) * up` (Shazeer 2020) of `[..., 2 * features]`, keeping only its input."""
+    return _SwiGLU.apply(gate_up)

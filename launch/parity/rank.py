@@ -17,7 +17,7 @@ from launch.runtime.devices import Device
 from megalite.config import Config, resolve_layout
 from megalite.engine.build import build_engine
 from megalite.engine.engine import Engine
-from megalite.engine.parameter_state import moment_names, read_parameter, reading_gradients, refresh, write_parameter
+from megalite.engine.parameter_state import moment_names, read_parameter, reading_gradients, refresh, write_weight
 from megalite.parallel.layers import BlockInput, initialize_
 from megalite.parallel.shard import Shard
 from megalite.resilience.replica_check import find_disagreements
@@ -49,7 +49,7 @@ def _engine(problem: ParityProblem, layout: ParityLayout, training: Training) ->
         for piece in shard.pieces():
             start = problem.initial_value(piece.name, value[piece.target].numpy(), piece.source, piece.shape)
             value[piece.target] = torch.from_numpy(start)
-        write_parameter(parameter, {"weight": value.to(engine.deepspeed.device)})
+        write_weight(parameter, value.to(engine.deepspeed.device))
     refresh(engine)
     return engine
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from launch.parity.observations import NEAR_CHOICES, TOKEN_LOSS, Observations, Quantity, around, by_step
 from launch.parity.problem import FP16_SCALE_POWER, Batch, Dtype, ParityProblem, Training
 from launch.parity.reference_models import Model, as_numpy
-from megalite.engine.optimizer import MOMENTS
+from megalite.engine.deepspeed_config import MOMENTS
 
 TORCH_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # relative to the spread of a router's logits: float32 has errors of 1e-6, and hardly ever larger ones than this

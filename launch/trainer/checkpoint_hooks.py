@@ -1,4 +1,4 @@
-"""Hooks that run after a checkpoint is committed, while training goes on: the mirror and `checkpoint.export_hf`.
+"""The manifest of a run's checkpoints, and the hooks that follow a commit: the mirror and `checkpoint.export_hf`.
 
 Each export is made by a process of its own at low priority, which streams a committed checkpoint from disk. It costs
 the ranks only idle processor time, and about as much disk traffic as a save. Nothing that fails here ends a run: the
@@ -14,18 +14,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.runtime.modules import EXPORT_PROCESS
 from launch.runtime.rank_environment import VARIABLES
-from launch.trainer.resume import Start, checkpoints_of, exports_of
+from launch.trainer.resume import RunSetup, checkpoints_of, exports_of
+from launch.trainer.run_folder import layout_facts, tokenizer_of
 from megalite.checkpoint.durable_files import remove
-from megalite.checkpoint.manifest import step_folder
+from megalite.checkpoint.manifest import Manifest, step_folder
 from megalite.config import Config
+from megalite.training.state import TrainState
 
 if TYPE_CHECKING:
     from launch.trainer.run_logger import RunLogger
@@ -34,6 +36,27 @@ if TYPE_CHECKING:
 
 PROGRESS_EVERY_S = 15.0  # while the end of a run waits for the last export
 CANCEL_S = 10.0  # time for a cancelled export to remove what it has written
+
+
+def manifest_maker(setup: RunSetup) -> Callable[[TrainState], Manifest]:
+    """Returns the function that makes the manifest of a checkpoint, without the entries of its files."""
+    config = setup.config
+    tokenizer = cache(partial(tokenizer_of, config, setup.data))  # read once rank 0 has copied it into the run's folder
+
+    def manifest(state: TrainState) -> Manifest:
+        folder, sha256 = tokenizer()
+        return Manifest(
+            step=state.step,
+            layout=layout_facts(setup.layout),
+            config=config.model_dump(mode="json") | setup.start.inherited,
+            tokenizer=folder,
+            tokenizer_sha256=sha256,
+            state=state.model_dump(mode="json"),
+            tensors={},
+            files={},
+        )
+
+    return manifest
 
 
 class Exporter:
@@ -151,8 +174,8 @@ class Exporter:
         elif not checkpoint.exists():
             self._failed(checkpoint, "the checkpoint was deleted before, exports take longer than saves")
         else:
-            said = err.strip().splitlines() or [f"its process ended with code {process.returncode}"]
-            self._failed(checkpoint, said[-1])
+            lines = err.strip().splitlines() or [f"its process ended with code {process.returncode}"]
+            self._failed(checkpoint, lines[-1])
 
     def _exported(self, folder: Path, summary: Mapping[str, Any], seconds: float) -> None:
         size = sum(path.stat().st_size for path in folder.iterdir())
@@ -173,41 +196,40 @@ class Exporter:
         self._run_log.log_notice(f"{folder} is NOT made{goes_on}: {why}{by_hand}")
 
 
-@dataclass(frozen=True)
 class CheckpointHooks:
     """The hooks that the config asks for; none on ranks other than 0."""
 
-    mirror: Mirror | None = None
-    exporter: Exporter | None = None
-
-    @classmethod
-    def open(cls, config: Config, start: Start, run_logger: RunLogger) -> CheckpointHooks:
-        """Opens the hooks on rank 0 and queues what an interrupted session left undone."""
-        mirror, exporter = None, None
-        own = start.checkpoint if start.is_resume else None
-        if config.checkpoint.mirror is not None:
+    def __init__(self, setup: RunSetup, run_logger: RunLogger) -> None:
+        """Opens the hooks and queues what an interrupted session left undone."""
+        self._config, self._run_logger = setup.config, run_logger
+        self.mirror: Mirror | None = None
+        self.exporter: Exporter | None = None
+        if setup.rank.rank != 0:
+            return
+        options, own = setup.config.checkpoint, setup.start.checkpoint if setup.start.is_resume else None
+        if options.mirror is not None:
             from megalite.checkpoint.remote.mirror import Mirror
             from megalite.checkpoint.retention import Retention
 
-            mirror = Mirror(config.checkpoint.mirror, Retention.of(config.checkpoint), run_logger.log_upload)
+            self.mirror = Mirror(options.mirror, Retention.of(options), run_logger.log_upload)
             if own is not None:
-                mirror.on_commit(own)
-        if config.checkpoint.export_hf != "off":
-            exporter = Exporter(config, run_logger)
-            if own is not None and not (exports_of(config) / own.name).exists():
-                exporter.on_commit(own)
-        return cls(mirror, exporter)
+                self.mirror.on_commit(own)
+        if options.export_hf != "off":
+            self.exporter = Exporter(setup.config, run_logger)
+            if own is not None and not (exports_of(setup.config) / own.name).exists():
+                self.exporter.on_commit(own)
 
-    def close(self, config: Config, run_logger: RunLogger, *, is_done: bool, at_most_s: float = math.inf) -> None:
+    def close(self, *, is_done: bool, at_most_s: float = math.inf) -> None:
         """Waits for the mirror up to `checkpoint.mirror_wait_minutes` and `at_most_s`, and for exports if `is_done`.
 
         Otherwise exports are cancelled, and the next session starts them again.
         """
         if self.exporter is not None:
             self.exporter.close(is_done=is_done)
-        seconds = min(60 * config.checkpoint.mirror_wait_minutes, at_most_s)
+        options = self._config.checkpoint
+        seconds = min(60 * options.mirror_wait_minutes, at_most_s)
         if self.mirror is not None and not self.mirror.close(seconds):
-            run_logger.log_notice(
-                f"{config.checkpoint.mirror} has not got the last checkpoint in {seconds / 60:.3g} minutes: it is in "
-                f"{checkpoints_of(config)}, and the next run sends it"
+            self._run_logger.log_notice(
+                f"{options.mirror} has not got the last checkpoint in {seconds / 60:.3g} minutes: it is in "
+                f"{checkpoints_of(self._config)}, and the next run sends it"
             )

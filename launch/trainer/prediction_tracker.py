@@ -9,7 +9,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -64,54 +64,40 @@ class MachineLookup:
             self._found = None, str(error) or type(error).__name__
 
 
-@dataclass(frozen=True)
-class RunEnvironment:
-    """The process and the machine of a rank before its model is built."""
-
-    look: MachineLookup | None = None  # on rank 0 only
-    process_bytes: int = 0  # resident memory of this rank; 0 on a GPU, where tensors alone are measured
-    device: memory.Device = memory.TENSORS  # the allocator of its tensors
-
-    @classmethod
-    def of(cls, rank: Rank, device: Device) -> RunEnvironment:
-        """Measures this process; rank 0 starts to describe its machine."""
-        process_bytes = 0
-        if device == "cpu":
-            import megalite.engine.preload  # noqa: F401 - so that what building an engine imports is counted
-
-            process_bytes = int(psutil.Process().memory_info().rss)
-        if rank.rank != 0:
-            return cls(process_bytes=process_bytes)
-
-        def describe() -> Machine:
-            local = ranks_of_a_host(rank, os.environ)
-            nodes = -(-rank.world_size // local)
-            return describe_machine(local, on_cpu=device == "cpu", nodes=nodes, care=Care(beside=local))
-
-        allocator = cpu_memory(os.environ) if device == "cpu" else memory.TENSORS
-        return cls(MachineLookup(describe), process_bytes, allocator)
-
-
 class PredictionTracker(Observer):
     """Predicts a session on rank 0 and measures it; on other ranks only `memory` is used."""
 
     name = "the prediction"
 
-    def __init__(self, config: Config, layout: ResolvedLayout, environment: RunEnvironment) -> None:
-        self._config, self._layout, self._environment = config, layout, environment
+    def __init__(self, config: Config, layout: ResolvedLayout, rank: Rank, device: Device) -> None:
+        """Measures this process before its model is built; rank 0 starts to describe its machine."""
+        self._config, self._layout = config, layout
         self._prediction: Prediction | None = None
         self._measurement = SessionMeasurement()
         self._ranks: Sequence[RankMemory | None] = []
+        self.process_bytes = 0  # resident memory of this rank; 0 on a GPU, where tensors alone are measured
+        self.allocator = memory.TENSORS  # of its tensors
+        self.lookup: MachineLookup | None = None
+        if device == "cpu":
+            import megalite.engine.preload  # noqa: F401 - so that what building an engine imports is counted
+
+            self.process_bytes = int(psutil.Process().memory_info().rss)
+        if rank.rank == 0:
+            if device == "cpu":
+                self.allocator = cpu_memory(os.environ)
+            local = ranks_of_a_host(rank, os.environ)
+            nodes = -(-rank.world_size // local)
+            self.lookup = MachineLookup(
+                lambda: describe_machine(local, on_cpu=device == "cpu", nodes=nodes, care=Care(beside=local))
+            )
 
     def on_start(self) -> None:
         """Predicts, and logs the prediction."""
-        around = self._environment
-        patience_s = min(PRINTED_AFTER_S, start_patience_s(self._config))
-        machine, problem = (
-            around.look.found(patience_s) if around.look is not None else (None, "this machine has not been examined")
-        )
+        machine, problem = None, "this machine has not been examined"
+        if self.lookup is not None:
+            machine, problem = self.lookup.found(min(PRINTED_AFTER_S, start_patience_s(self._config)))
         self._prediction = Prediction.of(
-            self._config, self._layout, machine, problem, around.process_bytes, around.device
+            self._config, self._layout, machine, problem, self.process_bytes, self.allocator
         )
         for sentence in self._prediction.sentences():
             log.info(sentence)
@@ -129,7 +115,7 @@ class PredictionTracker(Observer):
         try:
             return {
                 "peak_mib": round(peak_memory_mib(), 3),
-                "process_mib": round(self._environment.process_bytes / 2**20, 3),
+                "process_mib": round(self.process_bytes / 2**20, 3),
             }
         except Exception:  # a driver that fails at the end: the others must not wait for this rank
             return None

@@ -25,12 +25,12 @@ from megalite.checkpoint.manifest import Manifest, read_manifest
 from megalite.checkpoint.retention import clean_up
 from megalite.config import Config, ModelConfig, ResolvedLayout
 from megalite.config.model import DROPOUTS
+from megalite.training.state import TrainState
 
 if TYPE_CHECKING:
     from launch.huggingface.hub_model import HubModel
     from megalite.engine.activity import Activity
     from megalite.engine.engine import Engine
-    from megalite.training.state import TrainState
 
 log = get_logger(__name__)
 IMPORTED = "hugging_face"  # the key under which launch/huggingface.py keeps it
@@ -77,13 +77,6 @@ def checkpoints_of(config: Config) -> Path:
     return config.run_dir / "checkpoints"
 
 
-def clear_checkpoints(config: Config) -> tuple[str, ...]:
-    """Removes what interrupted saves left; on one rank, before any rank looks for a start. Returns notices."""
-    root = checkpoints_of(config)
-    left_over = clean_up(root) if root.is_dir() else []
-    return tuple(f"removed {path}, left over from an interrupted save" for path in left_over)
-
-
 def exports_of(config: Config) -> Path:
     """Returns the parent of the run's Hugging Face folders, each named as its checkpoint."""
     return config.run_dir / "hugging_face"
@@ -107,13 +100,14 @@ def agree_on_start(config: Config, rank: Rank, data: RunData, activity: Activity
     from megalite.engine.distributed import is_same_on_all_ranks
 
     activity.begin_phase(Phase.LOADING)
-    notices: tuple[str, ...] = ()
-    if rank.rank == 0:
-        notices = clear_checkpoints(config)
+    root = checkpoints_of(config)
+    notices: list[str] = []
+    if rank.rank == 0:  # before any rank looks for a start
+        left_over = clean_up(root) if root.is_dir() else []
+        notices += [f"removed {path}, left over from an interrupted save" for path in left_over]
         clear_exports(config)
     if not is_same_on_all_ranks(data.training.fingerprint):  # others wait here for rank 0's preparation
         raise LaunchError("the ranks do not see the same data: data.path must be on storage that all hosts share")
-    root = checkpoints_of(config)
     own, skipped = newest_intact(root, looked=activity.progress)
     if own is None:
         if rank.rank == 0:
@@ -132,7 +126,6 @@ def load_state(engine: Engine, setup: RunSetup) -> TrainState:
     """Loads weights, and on a resume the optimizer, into the engine; returns the state of the run."""
     from megalite.checkpoint.engine_state import load_engine
     from megalite.checkpoint.reader import CheckpointReader
-    from megalite.training.state import TrainState
 
     start = setup.start
     if start.hub is not None:

@@ -15,12 +15,16 @@ from pydantic import ValidationError
 
 from launch.errors import LaunchError
 from launch.huggingface.hub_folder import hub_config, is_hub_model
+from launch.runtime.devices import Device
+from launch.runtime.logs import get_logger
+from launch.runtime.rank_environment import Rank
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import find_latest, read_manifest
 from megalite.config import Config, ModelConfig, load_config
 from megalite.config.model import DROPOUTS
 from models.families import FAMILIES
 
+log = get_logger(__name__)
 Options = dict[str, Any]
 READING_THE_LENGTH = ("dynamic", "yarn", "longrope")  # types of rope_scaling
 
@@ -28,6 +32,19 @@ READING_THE_LENGTH = ("dynamic", "yarn", "longrope")  # types of rope_scaling
 def load_run_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Loads and completes a config. Raises ConfigError, CheckpointError, FamilyError or LaunchError."""
     return load_config(path, overrides, complete=_with_model)
+
+
+def with_layout_for_all(config: Config, rank: Rank, device: Device) -> Config:
+    """Resolves the options that are `auto`; rank 0 chooses, so that all ranks get the same. Collective."""
+    import torch
+
+    from launch.planning.auto_layout import choose_together
+
+    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if device == "cuda" else None
+    chosen = choose_together(config, device, memory)
+    if rank.rank == 0:
+        log.info(chosen.sentence)
+    return config.with_resolved(chosen.options)
 
 
 def _with_model(values: dict[str, Any]) -> dict[str, Any]:

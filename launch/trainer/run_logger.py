@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from launch.runtime.logs import get_logger
 from launch.trainer.prediction_tracker import PredictionTracker, RankMemory
 from launch.trainer.resume import RunSetup
-from launch.trainer.run_folder import write_receipt, write_settings
-from launch.trainer.tokenizer import keep_tokenizer
+from launch.trainer.run_folder import keep_tokenizer, write_receipt, write_settings
 from megalite.monitor.events import EVENTS, EventLog, read_events
-from megalite.monitor.observer import Observer
-from megalite.resilience.nonfatal import Nonfatal
+from megalite.monitor.observer import Nonfatal, Observer
 
 if TYPE_CHECKING:
     from megalite.checkpoint.remote.mirror import UploadReport
@@ -58,9 +55,7 @@ class RunLogger(Observer):
         self._write_receipt()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._is_rank_zero:
             return
         self.close()
@@ -68,24 +63,23 @@ class RunLogger(Observer):
             self.log_notice(failures)
         with self._nonfatal("receipt.json"):
             self._write_receipt(goodput=self._goodput.summary(), failures=self._nonfatal.summary())
-        if self._config.monitor.plot:
-            with self._nonfatal("loss.png"):
-                from megalite.monitor.plot import plot_loss
-                from megalite.monitor.sinks.jsonl import read_records
 
-                picture = self._config.run_dir / "loss.png"
-                plot_loss(read_records(self._config.run_dir / "metrics.jsonl"), picture, str(self._config.run_dir))
-                self.log_notice(f"drew {picture}")
+    def _for_each(self, call: Callable[[Observer], None]) -> None:
+        for observer in self._observers:
+            with self._nonfatal(observer.name):
+                call(observer)
 
     def on_start(self) -> None:
-        for observer in self._observers:
-            with self._nonfatal(observer.name):
-                observer.on_start()
+        self._for_each(lambda observer: observer.on_start())
 
     def on_step(self, record: dict[str, Any]) -> None:
-        for observer in self._observers:
-            with self._nonfatal(observer.name):
-                observer.on_step(record)
+        self._for_each(lambda observer: observer.on_step(record))
+
+    def on_end(self, ending: str, *, save_blocked_s: float = 0.0) -> None:
+        self._for_each(lambda observer: observer.on_end(ending, save_blocked_s=save_blocked_s))
+
+    def close(self) -> None:
+        self._for_each(lambda observer: observer.close())
 
     def on_intervention(self, facts: dict[str, Any], sentence: str) -> None:
         self.event("intervened", **facts)
@@ -102,19 +96,6 @@ class RunLogger(Observer):
             f"saved {saved.folder} ({saved.bytes / 1e6:.1f} MB; training waited {saved.blocked_s:.2f} s, "
             f"all took {saved.total_s:.2f} s)"
         )
-
-    def on_end(self, ending: str, *, save_blocked_s: float = 0.0) -> None:
-        for observer in self._observers:
-            with self._nonfatal(observer.name):
-                observer.on_end(ending, save_blocked_s=save_blocked_s)
-        if self._is_rank_zero:
-            with self._nonfatal(self._goodput.name):
-                self.log_notice(self._goodput.sentence())
-
-    def close(self) -> None:
-        for observer in self._observers:
-            with self._nonfatal(observer.name):
-                observer.close()
 
     def log_notice(self, sentence: str) -> None:
         """Logs a line on the console."""

@@ -18,10 +18,10 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import WEIGHT, entry
 from megalite.checkpoint.reader import CheckpointReader, WeightReader
 from megalite.checkpoint.writer import Block
+from megalite.engine.deepspeed_config import MOMENTS
 from megalite.engine.deepspeed_internals import own_range, owned_fp32_values, set_loss_scaler_state, tied_weights
 from megalite.engine.engine import Engine
-from megalite.engine.optimizer import MOMENTS
-from megalite.engine.parameter_state import create_moments, forget_moments, moment_names, refresh, write_own_numbers
+from megalite.engine.parameter_state import create_moments, moment_names, refresh, write_own_numbers
 from megalite.parallel.shard import RangePiece
 
 
@@ -115,5 +115,6 @@ def _prepare_moments(engine: Engine, reader: CheckpointReader) -> tuple[str, ...
     if moments:
         create_moments(engine, manifest.optimizer_steps)
     else:
-        forget_moments(engine)  # saved before the first step: a live engine that goes back to it has none either
+        # saved before the first step: a live engine that goes back to it has none either
+        engine.torch_optimizer.state.clear()
     return moments

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from megalite.config import Config, ResolvedLayout
 from megalite.engine.activity import Activity
 from megalite.engine.distributed import share_timeout
-from megalite.engine.engine import Engine
+from megalite.engine.engine import Engine, PlainEngine
 from megalite.engine.pipeline import PipelinedEngine
-from megalite.engine.plain import PlainEngine
 from megalite.parallel.layers import LayerSpec
 from megalite.parallel.mesh import Mesh
 

@@ -1,18 +1,25 @@
-"""The DeepSpeed configuration of a run, as a pure function of ours.
+"""The arguments of `deepspeed.initialize`: the configuration, as a pure function of ours, and the torch optimizer.
 
-Every setting whose default has changed between DeepSpeed versions, or would be wrong here, is set explicitly.
+Every setting whose default has changed between DeepSpeed versions, or would be wrong here, is set explicitly. The
+optimizer is torch's: DeepSpeed's own would compile kernels at start.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
+
+import torch
+from torch import nn
 
 from megalite.config import Config, ResolvedLayout
 from megalite.config.deepspeed import has
+from megalite.config.sections import OptimizerConfig
 
 NEVER = 1 << 31
 BUCKET_ELEMENTS = 50_000_000  # gradients per reduction: the buffers of DeepSpeed's default (5e8) would be 2 GB each
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}  # by `optimizer.name`
 OFFLOADS = ("offload_param", "offload_optimizer")
 
 
@@ -70,3 +77,19 @@ def _merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
         both_sections = isinstance(value, dict) and isinstance(result.get(key), dict)
         result[key] = _merged(result[key], value) if both_sections else copy.deepcopy(value)
     return result
+
+
+def build_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerConfig) -> torch.optim.Optimizer:
+    """Builds AdamW or SGD over two groups: matrices decay, vectors (norms and biases) do not.
+
+    Both groups exist on every pipeline stage, since every stage holds a block: DeepSpeed's gradient norm does one
+    collective per non-empty group and would wait forever for a stage with fewer (DeepSpeed#1522).
+    """
+    parameters = list(parameters)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if len(p.shard.shape) > 1], "weight_decay": options.weight_decay},  # type: ignore[attr-defined]
+        {"params": [p for p in parameters if len(p.shard.shape) == 1], "weight_decay": 0.0},  # type: ignore[attr-defined]
+    ]
+    if options.name == "sgd":
+        return torch.optim.SGD(groups, lr=options.learning_rate)
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, eps=options.eps, fused=True)

@@ -1,8 +1,8 @@
-"""All uses of private parts of DeepSpeed and torch, each with the file of DeepSpeed 0.19.8 that it depends on.
+"""Uses of private parts of DeepSpeed and torch, each with the file of DeepSpeed 0.19.8 that it depends on.
 
-Three groups: ZeRO's partitions and loss scale, hooks inside a step, imports and process groups. A test in
+Three groups: ZeRO's partitions and loss scale, hooks of the pipeline, imports and process groups. A test in
 test_deepspeed_internals.py fails when such a part moves or the defect behind it is gone. No other module touches a
-private name of DeepSpeed.
+private name of DeepSpeed, except `GatedStep` in engine.py, which is entered by every step.
 """
 
 from __future__ import annotations
@@ -144,19 +144,6 @@ def fp32_fragment(parameter: torch.Tensor) -> torch.Tensor | None:
     return owned_fp32_values(parameter, "weight") if stop > start else None
 
 
-def own_partition(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's slice of a whole value of a ZeRO-3 parameter, padded with zeros on the last rank.
-
-    `set_full_hp_param` (runtime/zero/stage3.py) cuts the slice out of the value, but partitions are of equal size:
-    if the number of ranks does not divide the parameter, it reads past the end and raises. The setters of local slices
-    work.
-    """
-    size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
-    start = torch.distributed.get_rank(parameter.ds_process_group) * size  # type: ignore[attr-defined]
-    mine = value.flatten()[start : start + size]
-    return torch.nn.functional.pad(mine, (0, size - mine.numel()))
-
-
 def share_fp32_weights(optimizer: Any) -> None:
     """Lets the optimizer update fp32 weights in place.
 
@@ -181,18 +168,21 @@ def share_fp32_weights(optimizer: Any) -> None:
 LOSS_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def loss_scaler_state(optimizer: Any) -> dict[str, float]:
-    """Returns the state of fp16's dynamic loss scale (runtime/fp16/loss_scaler.py); empty for other precisions."""
+def _dynamic_loss_scaler(optimizer: Any) -> Any:
+    """Returns fp16's dynamic loss scaler (runtime/fp16/loss_scaler.py); None for other precisions."""
     scaler = getattr(optimizer, "loss_scaler", None)
-    if not getattr(scaler, "dynamic", False):
-        return {}
-    return {name: float(getattr(scaler, name)) for name in LOSS_SCALER_FIELDS}
+    return scaler if getattr(scaler, "dynamic", False) else None
+
+
+def loss_scaler_state(optimizer: Any) -> dict[str, float]:
+    """Returns the state of fp16's dynamic loss scale; empty for other precisions."""
+    scaler = _dynamic_loss_scaler(optimizer)
+    return {} if scaler is None else {name: float(getattr(scaler, name)) for name in LOSS_SCALER_FIELDS}
 
 
 def set_loss_scaler_state(optimizer: Any, state: dict[str, float]) -> None:
     """Restores what `loss_scaler_state` returned; does nothing for other precisions."""
-    scaler = getattr(optimizer, "loss_scaler", None)
-    if getattr(scaler, "dynamic", False):
+    if (scaler := _dynamic_loss_scaler(optimizer)) is not None:
         for name in LOSS_SCALER_FIELDS:
             if name in state:
                 setattr(scaler, name, type(getattr(scaler, name))(state[name]))
@@ -200,62 +190,20 @@ def set_loss_scaler_state(optimizer: Any, state: dict[str, float]) -> None:
 
 def loss_scale_can_fall(optimizer: Any) -> bool:
     """Returns whether fp16's loss scale is above its minimum, so that it may be what makes gradients overflow."""
-    scaler = getattr(optimizer, "loss_scaler", None)
-    return bool(getattr(scaler, "dynamic", False) and scaler.cur_scale > scaler.min_scale)  # type: ignore[union-attr]
+    scaler = _dynamic_loss_scaler(optimizer)
+    return scaler is not None and bool(scaler.cur_scale > scaler.min_scale)
 
 
 def stay_at_smallest_loss_scale(optimizer: Any) -> None:
     """Makes DeepSpeed skip a step that overflows at fp16's smallest loss scale like any other; the guard counts them.
 
-    By default the loss scaler (runtime/fp16/loss_scaler.py) raises a bare Exception there.
+    By default the loss scaler raises a bare Exception there.
     """
-    scaler = getattr(optimizer, "loss_scaler", None)
-    if getattr(scaler, "dynamic", False):
-        scaler.raise_error_at_min_scale = False  # type: ignore[union-attr]
+    if (scaler := _dynamic_loss_scaler(optimizer)) is not None:
+        scaler.raise_error_at_min_scale = False
 
 
-# Hooks inside a step
-
-
-@contextlib.contextmanager
-def gate_optimizer_step(optimizer: Any, refuses: Callable[[bool], bool]) -> Iterator[None]:
-    """Patches `optimizer` so that each step of the `with` calls `refuses` before it uses or clears its gradients.
-
-    `refuses` gets whether they overflowed. If it returns True, the optimizer does what it does on an overflow: weights,
-    moments and step counts stay, gradients and buffers are cleared, `skipped_steps` grows; fp16's loss scale stays.
-    DeepSpeed offers no callback between its check for overflow and the update, so a method is replaced, the one that
-    every step calls there: `_update_scale` of DeepSpeedZeroOptimizer and DeepSpeedZeroOptimizer_Stage3
-    (runtime/zero/stage_1_and_2.py and stage3.py), which look at `overflow` after it; for BF16_Optimizer
-    (runtime/bf16_optimizer.py) its module's `is_invalid_grad_norm`, which nothing else calls.
-    """
-    import deepspeed.runtime.bf16_optimizer as bf16
-
-    if hasattr(optimizer, "_update_scale"):
-        update_scale = optimizer._update_scale
-
-        def ask_first(has_overflow: bool = False) -> None:
-            if refuses(has_overflow):
-                optimizer.overflow = True
-            else:
-                update_scale(has_overflow)
-
-        optimizer._update_scale = ask_first
-        try:
-            yield
-        finally:
-            del optimizer._update_scale
-        return
-    is_invalid = bf16.is_invalid_grad_norm
-
-    def ask_or_invalid(norm: Any) -> bool:
-        has_overflow = is_invalid(norm)
-        return refuses(has_overflow) or has_overflow
-
-    bf16.is_invalid_grad_norm = ask_or_invalid
-    try:
-        yield
-    finally:
-        bf16.is_invalid_grad_norm = is_invalid
+# Hooks of the pipeline
 
 
 @contextlib.contextmanager

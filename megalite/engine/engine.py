@@ -1,4 +1,4 @@
-"""One `train_step` over DeepSpeed's two engines: the layer list and the config in, a training engine out.
+"""One `train_step` over DeepSpeed's two engines, and the plain one; pipeline.py has the other.
 
 In: micro-batches of token ids as numpy arrays. Out: the loss, the gradient norm before clipping, whether the step
 was skipped. The loss and its gradient are the mean over the valid tokens of the whole global batch, however it is cut
@@ -12,27 +12,27 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import deepspeed
+import deepspeed.runtime.bf16_optimizer as bf16_optimizer
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalite.config import Config, ResolvedLayout
-from megalite.engine.activity import Activity, Operation
-from megalite.engine.deepspeed_config import deepspeed_config
+from megalite.engine.activity import Activity, Operation, Phase
+from megalite.engine.deepspeed_config import build_optimizer, deepspeed_config
 from megalite.engine.deepspeed_internals import (
-    gate_optimizer_step,
     quiet_stdout,
     share_fp32_weights,
     stay_at_smallest_loss_scale,
 )
-from megalite.engine.optimizer import build_optimizer
+from megalite.engine.distributed import Grid, tensor_parallel_of
 from megalite.parallel.collectives import TensorParallel
-from megalite.parallel.layers import BlockInput, MakeLayer, Payload, make_layer, named_shards
+from megalite.parallel.layers import BlockInput, LayerSpec, MakeLayer, Payload, SerialModel, make_layer, named_shards
 from megalite.parallel.loss import IGNORED, head_logits, head_loss
 from megalite.parallel.mesh import Mesh
 
@@ -63,31 +63,59 @@ class GatedStep:
 
     @contextmanager
     def open(self, loss: Callable[[], Tensor]) -> Iterator[None]:
-        """Asks the gate inside each optimizer step of the `with`; `loss` computes the step's loss, once.
+        """Asks the gate in each optimizer step of the `with`; `loss` computes the step's loss, once.
 
-        DeepSpeed has no public place between the check for overflow and the update of the weights, so
-        `gate_optimizer_step` patches one method of its optimizer while the `with` is open.
+        A refused step does what DeepSpeed does on an overflow: weights, moments and step counts stay, gradients and
+        buffers are cleared, `skipped_steps` grows; fp16's loss scale stays.
+
+        DeepSpeed offers no callback between its check for overflow and the update, so the function is replaced that
+        every step calls there: `_update_scale` of DeepSpeedZeroOptimizer and DeepSpeedZeroOptimizer_Stage3
+        (runtime/zero/stage_1_and_2.py and stage3.py), which look at `overflow` after it; for BF16_Optimizer
+        (runtime/bf16_optimizer.py) its module's `is_invalid_grad_norm`, which nothing else calls.
         """
         if self._gate is None:
             yield
             return
-        gate = self._gate
-
-        def common_loss() -> float:
-            value = loss()
-            # each tensor-parallel rank has computed its own, which may differ in the last bit
-            if self._tp.group is not None and self._tp.size > 1:
-                dist.broadcast(value, src=dist.get_global_rank(self._tp.group, 0), group=self._tp.group)
-            return float(value)
+        gate, optimizer = self._gate, self._optimizer
 
         def refuses(is_not_finite: bool) -> bool:
-            self.refused = not is_not_finite and not gate.takes(common_loss)
+            self.refused = not is_not_finite and not gate.takes(lambda: self._common(loss()))
             if is_not_finite or self.refused:
                 gate.examine()
             return self.refused
 
-        with gate_optimizer_step(self._optimizer, refuses):
+        if hasattr(optimizer, "_update_scale"):
+            update_scale = optimizer._update_scale
+
+            def ask_first(has_overflow: bool = False) -> None:
+                if refuses(has_overflow):
+                    optimizer.overflow = True
+                else:
+                    update_scale(has_overflow)
+
+            optimizer._update_scale = ask_first
+            try:
+                yield
+            finally:
+                del optimizer._update_scale
+            return
+        is_invalid = bf16_optimizer.is_invalid_grad_norm
+
+        def ask_or_invalid(norm: Any) -> bool:
+            has_overflow = is_invalid(norm)
+            return refuses(has_overflow) or has_overflow
+
+        bf16_optimizer.is_invalid_grad_norm = ask_or_invalid
+        try:
             yield
+        finally:
+            bf16_optimizer.is_invalid_grad_norm = is_invalid
+
+    def _common(self, loss: Tensor) -> float:
+        """Returns the first tensor-parallel rank's loss: each has computed its own, maybe with another last bit."""
+        if self._tp.group is not None and self._tp.size > 1:
+            dist.broadcast(loss, src=dist.get_global_rank(self._tp.group, 0), group=self._tp.group)
+        return float(loss)
 
 
 class MicroBatch(Protocol):
@@ -180,6 +208,7 @@ class Engine(ABC):
 
         A step whose loss or gradients are not finite changes nothing, nor does one that `gate` refuses.
         """
+        self.activity.begin_phase(Phase.STEP)
         for group in self.torch_optimizer.param_groups:
             group["lr"] = learning_rate
         skipped_before = self.deepspeed.skipped_steps
@@ -193,6 +222,7 @@ class Engine(ABC):
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], count: int) -> Tensor:
         """Returns the mean loss over the valid tokens of all replicas' micro-batches, `count` on each."""
+        self.activity.begin_phase(Phase.EVALUATION)
         loss = self._evaluate(micro_batches, count, self._loss_scale_per_token(micro_batches))
         self.activity.record_op(Operation.FINISH, peers=self.activity.peers.everyone)
         return loss
@@ -219,6 +249,89 @@ class Engine(ABC):
             self.activity.record_op(Operation.LOAD, number)
             targets = torch.from_numpy(batch.targets).to(device, non_blocking=True)
             yield first_payload(batch, device, has_dropout=self._has_dropout), (targets, weight)
+
+
+class PlainModel(nn.Module):
+    """The serial model with its loss: ZeRO-3 holds the head's weight only while a forward is running."""
+
+    def __init__(self, specs: Sequence[LayerSpec], config: Config, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tensor_parallel, self._has_dropout = tp, config.model.has_dropout
+        self._loss, self._logits = loss_of(config), logits_of(config)
+        self.serial = SerialModel(specs, tp, layer_maker(config))
+
+    def forward(self, inputs: Payload, labels: Any = None) -> Tensor:
+        """Maps the first layer's payload and (targets, weight) to a scalar; without labels to the logits."""
+        outputs = self.serial(*BlockInput.from_payload(inputs, self._has_dropout))
+        if labels is None:
+            return self._logits(outputs, self.tensor_parallel)
+        return self._loss(outputs, labels, self.tensor_parallel)
+
+
+class PlainEngine(Engine):
+    """Trains on DeepSpeed's plain engine."""
+
+    def __init__(
+        self, specs: Sequence[LayerSpec], config: Config, layout: ResolvedLayout, mesh: Mesh, activity: Activity
+    ) -> None:
+        super().__init__(config, layout, mesh, activity)
+        with quiet_stdout():
+            self._grid = Grid(mesh)
+        tp = tensor_parallel_of(self._grid, config.parallel.sequence_parallel)
+        self._initialize(PlainModel(specs, config, tp), self._grid)
+        # ZeRO-3 gathers weights from all replicas on the way
+        self._forward_peers = activity.peers.stage if layout.zero_stage == 3 else activity.peers.tensor
+
+    @property
+    def needs_data(self) -> bool:
+        return True
+
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        return self._grid.get_data_parallel_group()
+
+    def _train(
+        self, micro_batches: Sequence[MicroBatch], weight: Tensor, step: GatedStep
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        total, losses = torch.zeros((), device=self.deepspeed.device), []
+        loss_of_step = cache(lambda: self._mean_over_replicas(total / len(micro_batches)))
+        record_op, peers = self.activity.record_op, self.activity.peers
+        with step.open(loss_of_step):
+            for number, (inputs, labels) in enumerate(self._feed(micro_batches, weight), start=1):
+                record_op(Operation.FORWARD, number, self._forward_peers)
+                loss = self.deepspeed(inputs, labels)
+                losses.append(loss.detach())
+                total += losses[-1]
+                record_op(Operation.BACKWARD, number, peers.stage)  # ZeRO sums gradients as they come
+                self.deepspeed.backward(loss)
+                record_op(Operation.OPTIMIZER, number, peers.everyone)
+                self.deepspeed.step()  # steps the optimizer after the last micro-batch only
+        record_op(Operation.LOSS, peers=peers.loss)
+        return losses, loss_of_step()
+
+    def _evaluate(self, micro_batches: Sequence[MicroBatch], count: int, weight: Tensor) -> Tensor:
+        self.deepspeed.eval()
+        losses = []
+        with torch.no_grad():
+            for number, fed in enumerate(self._feed(micro_batches, weight), start=1):
+                self.activity.record_op(Operation.FORWARD, number, self._forward_peers)
+                losses.append(self.deepspeed(*fed))
+        self.deepspeed.train()
+        self.activity.record_op(Operation.LOSS, peers=self.activity.peers.loss)
+        return self._mean_over_replicas(torch.stack(losses).mean())
+
+    def logits(self, micro_batch: MicroBatch | None) -> Tensor | None:
+        assert micro_batch is not None
+        self.deepspeed.eval()
+        with torch.no_grad():
+            ((inputs, _),) = self._feed([micro_batch], torch.zeros(()))
+            logits: Tensor = self.deepspeed(inputs)
+        self.deepspeed.train()
+        return logits
+
+    def _mean_over_replicas(self, loss: Tensor) -> Tensor:
+        if self.mesh.data_parallel_size > 1:
+            dist.all_reduce(loss, group=self.data_parallel_group())
+        return loss / self.mesh.data_parallel_size
 
 
 def layer_maker(config: Config) -> MakeLayer:

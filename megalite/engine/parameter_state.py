@@ -6,7 +6,7 @@ fragment API; every function is collective over the data-parallel group unless i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,25 +16,22 @@ from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
 )
 from torch import Tensor, nn
 
+from megalite.engine.deepspeed_config import MOMENTS
 from megalite.engine.deepspeed_internals import (
     flat_partitions,
     is_partitioned,
     is_swapped,
     link_optimizer_state,
-    own_partition,
     own_range,
     owned_fp32_values,
     unreplicated_partition,
 )
 from megalite.engine.engine import Engine
-from megalite.engine.optimizer import MOMENTS
 
 
 def moment_names(engine: Engine) -> tuple[str, ...]:
@@ -56,7 +53,7 @@ def optimizer_step_count(engine: Engine) -> int:
 
 
 @torch.no_grad()
-def write_own_numbers(parameter: nn.Parameter, kind: str, fill: Callable[[Tensor], None]) -> None:
+def write_own_numbers(parameter: nn.Parameter, kind: str, fill: Callable[[Tensor], object]) -> None:
     """Lets `fill` overwrite this rank's fp32 values of a parameter; `refresh` must follow once all are written.
 
     `fill` gets a flat tensor of the length of `own_range`. Not collective.
@@ -125,26 +122,10 @@ def create_moments(engine: Engine, step_count: int) -> None:
     link_optimizer_state(engine.deepspeed.optimizer)
 
 
-def forget_moments(engine: Engine) -> None:
-    """Clears the optimizer state, as before its first step."""
-    engine.torch_optimizer.state.clear()
-
-
-@torch.no_grad()
-def write_parameter(parameter: nn.Parameter, tensors: Mapping[str, Tensor]) -> None:
-    """Overwrites the fp32 weight and the given moments from whole local values; `refresh` must follow."""
-    for name, tensor in tensors.items():
-        value = tensor.to(torch.float32)
-        if is_partitioned(parameter):
-            partition = own_partition(parameter, value)
-            if name == "weight":
-                safe_set_local_fp32_param(parameter, partition)
-            else:
-                safe_set_local_optimizer_state(parameter, partition, name)
-        elif name == "weight":
-            safe_set_full_fp32_param(parameter, value)
-        else:
-            safe_set_full_optimizer_state(parameter, value, name)
+def write_weight(parameter: nn.Parameter, value: Tensor) -> None:
+    """Overwrites this rank's part of the fp32 weight from a whole local value; `refresh` must follow."""
+    start, stop = own_range(parameter)
+    write_own_numbers(parameter, "weight", lambda own: own.copy_(value.flatten()[start:stop]))
 
 
 @torch.no_grad()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,33 +21,9 @@ from megalite.engine.deepspeed_internals import (
     watch_schedules,
 )
 from megalite.engine.distributed import tensor_parallel_of, topology_of
-from megalite.engine.engine import Engine, GatedStep, Loss, MicroBatch, layer_maker, logits_of, loss_of
-from megalite.parallel.layers import BlockInput, LayerSpec, MakeLayer, Payload
+from megalite.engine.engine import Engine, GatedStep, MicroBatch, layer_maker, logits_of, loss_of
+from megalite.parallel.layers import BlockInput, LayerSpec, Payload
 from megalite.parallel.mesh import Mesh, stage_boundaries
-
-
-class _Layer(DeepSpeedLayerSpec):  # type: ignore[misc]
-    """Builds a layer through our own spec (the base class only takes an `nn.Module` subclass)."""
-
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        super().__init__(nn.Module)
-        self.make = make
-
-    def build(self, log: bool = False) -> nn.Module:
-        return self.make()
-
-
-class _TiedLayer(TiedLayerSpec):  # type: ignore[misc]
-    """Builds a layer whose weight several stages hold; DeepSpeed sums its gradients over them."""
-
-    def __init__(
-        self, key: str, make: Callable[[], nn.Module], forward: Callable[[nn.Module, Any], Any] | None
-    ) -> None:
-        super().__init__(key, nn.Module, forward_fn=forward, tied_weight_attr=["weight"])
-        self.make = make
-
-    def build(self, log: bool = False) -> nn.Module:
-        return self.make()
 
 
 class Pipeline(PipelineModule):  # type: ignore[misc]
@@ -60,26 +35,24 @@ class Pipeline(PipelineModule):  # type: ignore[misc]
     DeepSpeed's, whose methods may leave a stage without a block.
     """
 
-    def __init__(
-        self,
-        specs: Sequence[LayerSpec],
-        mesh: Mesh,
-        sequence_parallel: bool,
-        make_layer: MakeLayer,
-        loss: Loss,
-        has_dropout: bool,
-    ) -> None:
-        self._specs, self._sequence_parallel, self._make_layer = specs, sequence_parallel, make_layer
-        self._loss, self._has_dropout = loss, has_dropout
+    def __init__(self, specs: Sequence[LayerSpec], config: Config, mesh: Mesh) -> None:
+        self._specs, self._config, self._loss = specs, config, loss_of(config)
         super().__init__([None] * len(specs), topology=topology_of(mesh), loss_fn=self._stage_loss)
 
     def _partition_layers(self, method: str = "parameters") -> None:
-        self.tensor_parallel = tensor_parallel_of(self._grid, self._sequence_parallel)
-        self._layer_specs = []
-        for spec in self._specs:
-            make = partial(self._make_layer, spec, self.tensor_parallel)
-            layer = _Layer(make) if spec.tied_to is None else _TiedLayer(spec.module_key, make, spec.forward)
-            self._layer_specs.append(layer)
+        self.tensor_parallel = tensor_parallel_of(self._grid, self._config.parallel.sequence_parallel)
+        make_layer = layer_maker(self._config)
+
+        def deepspeed_spec(spec: LayerSpec) -> DeepSpeedLayerSpec:
+            if spec.tied_to is None:
+                layer = DeepSpeedLayerSpec(nn.Module)
+            else:  # several stages hold its weight, and DeepSpeed sums its gradients over them
+                layer = TiedLayerSpec(spec.module_key, nn.Module, forward_fn=spec.forward, tied_weight_attr=["weight"])
+            # DeepSpeed's own builds an instance of an `nn.Module` subclass
+            layer.build = lambda log=False: make_layer(spec, self.tensor_parallel)
+            return layer
+
+        self._layer_specs = [deepspeed_spec(spec) for spec in self._specs]
         self.parts = list(
             stage_boundaries([s.cost for s in self._specs], [s.is_block for s in self._specs], self.num_stages)
         )
@@ -97,7 +70,7 @@ class Pipeline(PipelineModule):  # type: ignore[misc]
         would be accumulated before the prologue and cleared by it.
         """
         # every stage holds a block, so each one begins before or at a block
-        outputs = super().forward(BlockInput.from_payload(forward_input, self._has_dropout))
+        outputs = super().forward(BlockInput.from_payload(forward_input, self._config.model.has_dropout))
         if isinstance(outputs, BlockInput):
             return outputs.to_payload()
         return tuple(output.view_as(output) if isinstance(output, nn.Parameter) else output for output in outputs)
@@ -113,10 +86,8 @@ class PipelinedEngine(Engine):
         self, specs: Sequence[LayerSpec], config: Config, layout: ResolvedLayout, mesh: Mesh, activity: Activity
     ) -> None:
         super().__init__(config, layout, mesh, activity)
-        sequence_parallel = config.parallel.sequence_parallel
         with quiet_stdout():
-            maker, loss = layer_maker(config), loss_of(config)
-            model = Pipeline(specs, mesh, sequence_parallel, maker, loss, config.model.has_dropout)
+            model = Pipeline(specs, config, mesh)
         self._initialize(model, None)
         record_schedule(self.deepspeed, activity)
 

@@ -11,6 +11,7 @@ All durations are in seconds (`_s`), all points in time in unix seconds.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -23,6 +24,7 @@ from megalite.monitor.events import EVENTS, read_events
 from megalite.monitor.observer import Observer
 from megalite.monitor.sinks.jsonl import read_records
 
+log = logging.getLogger(__name__)
 Event = Mapping[str, Any]
 Record = Mapping[str, Any]
 
@@ -86,16 +88,19 @@ class Goodput(Observer):
         record["goodput"] = round(self.shares()["productive"], 4)
 
     def on_end(self, ending: str, *, save_blocked_s: float = 0.0, **facts: Any) -> None:
-        """Writes the event `ending`, one of ENDS, with the account of the session."""
+        """Writes the event `ending`, one of ENDS, with the account of the session, and logs the run's."""
         self._past["saves"] += _seconds(save_blocked_s)
         ours = {"session_s": round(self._session_s(), 3), "goodput": self.shares()["productive"]}
         self._write(ending, save_blocked_s=save_blocked_s, **ours, **facts)
+        log.info(self.sentence())
 
     def seconds(self) -> dict[str, float]:
-        """Returns the wall time of the run so far by category."""
+        """Returns the wall time of the run so far by category; what no category explains is `other`."""
         known = {name: self._past[name] + self._steps.seconds.get(name, 0.0) for name in CATEGORIES}
         known["startup"] += self._session_s() if self._startup_s is None else self._startup_s
-        return close_account(known, self._past["wall"] + self._session_s())
+        seconds = {name: max(0.0, value) for name, value in known.items()} | {"other": 0.0}
+        seconds["other"] = max(0.0, self._past["wall"] + self._session_s() - sum(seconds.values()))
+        return seconds
 
     def shares(self) -> dict[str, float]:
         """Returns the parts of the wall time by category; they sum to one."""
@@ -203,13 +208,6 @@ def step_seconds(record: Record) -> dict[str, float]:
     """Returns the seconds of a step's record by category."""
     seconds = {"skipped" if record.get("skipped") else "productive": _seconds(record.get("step_time_s"))}
     return seconds | {name: _seconds(record.get(key)) for key, name in AFTER_THE_STEP.items() if key in record}
-
-
-def close_account(known: Mapping[str, float], wall_s: float) -> dict[str, float]:
-    """Returns `known` with the rest of `wall_s` as `other`; all at least 0."""
-    seconds = {name: max(0.0, known.get(name, 0.0)) for name in CATEGORIES}
-    seconds["other"] = max(0.0, wall_s - sum(value for name, value in seconds.items() if name != "other"))
-    return seconds
 
 
 def shares_of(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -110,13 +110,11 @@ class StaleHeartbeats:
     it cannot write to the storage itself, because then no rank can.
     """
 
-    def __init__(
-        self, run_dir: Path, attempt: str, limit_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._run_dir, self._attempt, self._limit_s, self._clock = run_dir, attempt, limit_s, clock
+    def __init__(self, run_dir: Path, attempt: str, limit_s: float) -> None:
+        self._run_dir, self._attempt, self._limit_s = run_dir, attempt, limit_s
         self._longest_pause_s = limit_s / 10  # between two polls; longer pauses do not count
-        self._polled_at, self._listened_s = time.monotonic(), 0.0
-        self._heard: dict[int, tuple[tuple[int, int], float]] = {}  # rank: (process, count), time of the change
+        self._polled_at, self._polled_s = time.monotonic(), 0.0
+        self._last_change: dict[int, tuple[tuple[int, int], float]] = {}  # rank: (process, count), time of the change
 
     def silent(self) -> list[Beat]:
         """Returns the last heartbeats of ranks that have written none for the limit."""
@@ -127,14 +125,14 @@ class StaleHeartbeats:
             self._polled_at = time.monotonic()
             return []
         now = time.monotonic()
-        self._listened_s += min(now - self._polled_at, self._longest_pause_s)
+        self._polled_s += min(now - self._polled_at, self._longest_pause_s)
         self._polled_at = now
-        heard = {}
+        last_change = {}
         for rank, beat in beats.items():
-            sign, known = (beat.process, beat.count), self._heard.get(rank)
-            heard[rank] = known if known is not None and known[0] == sign else (sign, self._listened_s)
-        self._heard = heard
-        return [beat for rank, beat in beats.items() if self._listened_s - self._heard[rank][1] > self._limit_s]
+            sign, known = (beat.process, beat.count), self._last_change.get(rank)
+            last_change[rank] = known if known is not None and known[0] == sign else (sign, self._polled_s)
+        self._last_change = last_change
+        return [beat for rank, beat in beats.items() if self._polled_s - self._last_change[rank][1] > self._limit_s]
 
     def close(self) -> None:
         """Removes the reader's file."""

@@ -127,27 +127,21 @@ def run_again(
     Returns the reports with the sightings of the second run, and whether it was non-finite too. `loss_scaler` is the
     state of fp16's loss scale at the first run.
     """
-    learning_rate = engine.torch_optimizer.param_groups[0]["lr"]
-    with _loss_scaler_at(engine, loss_scaler), _nonfinite_hooks(engine) as sightings:
-        result = engine.train_step(micro_batches, learning_rate, _RefusesAll())
+    optimizer, learning_rate = engine.deepspeed.optimizer, engine.torch_optimizer.param_groups[0]["lr"]
+    now = loss_scaler_state(optimizer)
+    # that of the first run, whose overflow lowered it: with another scale it is another step
+    set_loss_scaler_state(optimizer, loss_scaler)
+    try:
+        with _nonfinite_hooks(engine) as sightings:
+            result = engine.train_step(micro_batches, learning_rate, _RefusesAll())
+    finally:
+        set_loss_scaler_state(optimizer, now)
     losses = _token_losses(result, micro_batches)
     bad = [number for number, loss in enumerate(losses, start=1) if not math.isfinite(loss)]
     behind_all_layers = [FirstNonfinite("forward", LOSS, number, 1 << 30) for number in bad[:1]]
     found: list[list[FirstNonfinite]] = from_all_ranks([*sightings, *behind_all_layers])
     seen = [replace(old, sightings=tuple(new)) for old, new in zip(rank_reports, found, strict=True)]
     return seen, result.skipped
-
-
-@contextmanager
-def _loss_scaler_at(engine: Engine, state: dict[str, float]) -> Iterator[None]:
-    """Sets the loss scale of the first run, whose overflow lowered it: with another scale it is another step."""
-    optimizer = engine.deepspeed.optimizer
-    now = loss_scaler_state(optimizer)
-    set_loss_scaler_state(optimizer, state)
-    try:
-        yield
-    finally:
-        set_loss_scaler_state(optimizer, now)
 
 
 class _RefusesAll:
@@ -205,18 +199,7 @@ def hosts(rank_reports: Sequence[RankReport], candidates: Sequence[FaultCandidat
     return tuple(dict.fromkeys(one.place.host for one in rank_reports if one.place.replica in replicas))
 
 
-def gradients_not_finite(rank_reports: Sequence[RankReport]) -> tuple[list[str], int]:
-    """Returns the parameters whose reduced gradient is not finite, and the number of all parameters."""
-    norms = _united_norms(rank_reports)
-    return [name for name, norm in norms.items() if math.isnan(norm)], len(norms)
-
-
-def largest_gradients(rank_reports: Sequence[RankReport], count: int) -> list[tuple[str, float]]:
-    """Returns the parameters with the largest gradient norms."""
-    return sorted(_united_norms(rank_reports).items(), key=lambda item: -item[1])[:count]
-
-
-def _united_norms(rank_reports: Sequence[RankReport]) -> dict[str, float]:
+def united_norms(rank_reports: Sequence[RankReport]) -> dict[str, float]:
     """Combines the norms of tensor-parallel ranks into those of whole parameters; tied weights: the first stage's."""
     stage_of: dict[str, int] = {}
     squares: defaultdict[str, float] = defaultdict(float)
@@ -266,22 +249,17 @@ class _NonfiniteHooks:
     def next_micro_batch(self, *_: Any) -> None:
         self._micro_batch, self._order = self._micro_batch + 1, 0
 
-    def before_forward(self, where: str, _: nn.Module, inputs: Any) -> None:
-        self._check_forward(where, inputs)
-
-    def after_forward(self, where: str, _: nn.Module, inputs: Any, outputs: Any) -> None:
-        self._check_forward(where, outputs)
+    def check_forward(self, where: str, _: nn.Module, *tensors: Any) -> None:
+        """Checks a module's inputs before its forward, or its outputs, which come after the inputs, behind it."""
+        self._order += 1
+        if not any(seen.phase == "forward" for seen in self.sightings) and not _is_finite(tensors[-1]):
+            self.sightings.append(FirstNonfinite("forward", where, self._micro_batch, self._order))
 
     def check_gradient(self, where: str, gradient: Tensor) -> None:
         self._backward_order += 1
         self._gradients_of[where] += 1
         if not any(seen.phase == "backward" for seen in self.sightings) and not _is_finite(gradient):
             self.sightings.append(FirstNonfinite("backward", where, self._gradients_of[where], self._backward_order))
-
-    def _check_forward(self, where: str, numbers: Any) -> None:
-        self._order += 1
-        if not any(seen.phase == "forward" for seen in self.sightings) and not _is_finite(numbers):
-            self.sightings.append(FirstNonfinite("forward", where, self._micro_batch, self._order))
 
 
 def _is_finite(numbers: Any) -> bool:
@@ -301,8 +279,8 @@ def _nonfinite_hooks(engine: Engine) -> Iterator[list[FirstNonfinite]]:
             name = ".".join(filter(None, (layer.layer_name, path)))
             # a non-finite input comes from the enclosing module, between its submodules
             around = name.rpartition(".")[0] if path else name
-            handles.append(part.register_forward_pre_hook(partial(hooks.before_forward, around)))
-            handles.append(part.register_forward_hook(partial(hooks.after_forward, name)))
+            handles.append(part.register_forward_pre_hook(partial(hooks.check_forward, around)))
+            handles.append(part.register_forward_hook(partial(hooks.check_forward, name)))
     for name, parameter in engine.parameters():
         handles.append(parameter.register_hook(partial(hooks.check_gradient, name)))
     try:

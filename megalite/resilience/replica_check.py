@@ -16,7 +16,6 @@ from __future__ import annotations
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.engine.activity import Phase
 from megalite.engine.deepspeed_internals import fp32_fragment, is_whole_here, resident_weights, tied_weights
 from megalite.engine.distributed import from_all_ranks
 from megalite.engine.engine import Engine
@@ -120,6 +120,7 @@ class SelfCheck:
 
         Collective, equal on all ranks.
         """
+        self._engine.activity.begin_phase(Phase.SELF_CHECK)
         started = time.perf_counter() - self._used_s
         found = _compare(self._engine, [*self._used, *_copies(self._engine, moment=1)])
         self._is_watching, self._used, self._used_s = False, [], 0.0
@@ -150,17 +151,12 @@ def explain(step: int, found: list[Disagreement]) -> str:
 
 def _copies(engine: Engine, moment: int) -> list[_ReplicaCopy]:
     """Returns this rank's copies of values that other ranks hold too, in the same order on all of them."""
-    return [
-        _ReplicaCopy(_Key(moment, *key), bit_hash(numbers).to(engine.deepspeed.device), groups)
-        for key, numbers, groups in _shared(engine)
-        if groups
-    ]
+    copies: list[_ReplicaCopy] = []
 
+    def add(key: _Key, numbers: Tensor, groups: tuple[dist.ProcessGroup, ...]) -> None:
+        if groups:
+            copies.append(_ReplicaCopy(key, bit_hash(numbers).to(engine.deepspeed.device), groups))
 
-def _shared(
-    engine: Engine,
-) -> Iterator[tuple[tuple[str, bool, int, int], Tensor, tuple[dist.ProcessGroup, ...]]]:
-    """Yields (name, is fp32, tensor rank, data rank), values and groups of every copy on this rank."""
     at, tensor_ranks = engine.coordinate, engine.deepspeed.module.tensor_parallel
     replicas = (engine.data_parallel_group(),) if engine.mesh.data_parallel_size > 1 else ()
     tied = tied_weights(engine.deepspeed.module)
@@ -169,9 +165,11 @@ def _shared(
         tensor_rank = ALL if alike else at.tensor_rank
         is_whole = is_whole_here(parameter)
         groups = (*(replicas if is_whole else ()), *alike, *(group for weight, group in tied if weight is parameter))
-        yield (name, False, tensor_rank, ALL if is_whole else at.data_rank), resident_weights(parameter), groups
+        data_rank = ALL if is_whole else at.data_rank
+        add(_Key(moment, name, False, tensor_rank, data_rank), resident_weights(parameter), groups)
         if alike and (fragment := fp32_fragment(parameter)) is not None:
-            yield (name, True, tensor_rank, at.data_rank), fragment, alike
+            add(_Key(moment, name, True, tensor_rank, at.data_rank), fragment, alike)
+    return copies
 
 
 def _compare(engine: Engine, copies: list[_ReplicaCopy]) -> list[Disagreement]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
-from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 import torch
@@ -17,14 +16,6 @@ import torch.distributed as dist
 
 from megalite.engine.distributed import group_timeout
 from megalite.resilience.signals import PREEMPTION
-
-
-@dataclass(frozen=True)
-class Agreed:
-    """The agreed decision, equal on all ranks."""
-
-    stop: str | None  # the reason to save and end now
-    save_next: bool  # a checkpoint is due after the coming step
 
 
 class StopRequests:
@@ -47,17 +38,18 @@ class StopRequests:
         self._previous = {number: signal.signal(number, self._on_signal) for number in PREEMPTION}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_IGN if self._signal else handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = self._signal or number
 
-    def agree(self, save_next: bool) -> Agreed:
-        """Agrees on a decision; collective. Rank 0's clock and `save_next` count, and signals on any rank."""
+    def agree(self, save_next: bool) -> tuple[str | None, bool]:
+        """Agrees on a decision, equal on all ranks; collective. Rank 0's clock and `save_next` count, and all signals.
+
+        Returns the reason to save and end now, or None, and whether a checkpoint is due after the coming step.
+        """
         is_over = self._deadline is not None and time.monotonic() >= self._deadline
         first = dist.get_rank() == 0
         flags = torch.tensor([self._signal, is_over and first, save_next and first], dtype=torch.int32)
@@ -65,4 +57,4 @@ class StopRequests:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         number, is_over, save_next = flags.tolist()
         stop = f"signal {signal.Signals(number).name}" if number else self._limit if is_over else None
-        return Agreed(stop, bool(save_next))
+        return stop, bool(save_next)

@@ -33,7 +33,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
 
@@ -138,8 +138,17 @@ class Watchdog:
         self._ending = threading.Lock()  # held by the thread that ends the process
         self._rank_file: RankFile | None = None
 
-    def __enter__(self) -> Watchdog:
-        self.start()
+    def __enter__(self) -> Self:
+        """Starts the threads, unless the config disables the watchdog."""
+        if not self._config.enabled:
+            return self
+        self._awake_since = time.monotonic()
+        self._thread.start()
+        self._poller.start()
+        try:  # while the thread already watches: storage may hang
+            self._rank_file = RankFile(self._run_dir, self._activity.rank)
+        except OSError as error:
+            log.warning(f"this rank leaves no trace if it gets stuck: {error}")
         return self
 
     def __exit__(
@@ -151,18 +160,6 @@ class Watchdog:
             rank, step = self._activity.rank, self._activity.span.step
             self._end_run(f"Rank {rank} lost a connection in step {step} ({lost}).", LOST_S + self._poll_s, error)
         self.stop(error)
-
-    def start(self) -> None:
-        """Starts the threads, unless the config disables the watchdog."""
-        if not self._config.enabled:
-            return
-        self._awake_since = time.monotonic()
-        self._thread.start()
-        self._poller.start()
-        try:  # while the thread already watches: storage may hang
-            self._rank_file = RankFile(self._run_dir, self._activity.rank)
-        except OSError as error:
-            log.warning(f"this rank leaves no trace if it gets stuck: {error}")
 
     def stop(self, error: BaseException | None = None) -> None:
         """Stops watching, because training is over; on this rank alone if `error` ended it, which is then recorded.

@@ -22,8 +22,7 @@ from megalite.config.sections import CheckpointConfig
 from megalite.engine.activity import Phase
 from megalite.engine.engine import Engine
 from megalite.resilience.checkpoint_interval import IntervalPlanner
-from megalite.training.errors import SaveFailed
-from megalite.training.state import TrainState
+from megalite.training.state import SaveFailed, TrainState
 
 
 class RunLog(Protocol):

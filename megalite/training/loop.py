@@ -19,9 +19,7 @@ from megalite.resilience.guards import Action, Guard, Intervention
 from megalite.resilience.replica_check import Disagreement, SelfCheck, explain
 from megalite.resilience.stop_requests import StopRequests
 from megalite.training.checkpoints import Checkpoints
-from megalite.training.errors import TrainingPreempted, TrainingStopped
-from megalite.training.schedule import learning_rate_factor
-from megalite.training.state import TrainState
+from megalite.training.state import TrainingPreempted, TrainingStopped, TrainState, learning_rate_factor
 
 Batches = Iterator[Sequence[MicroBatch]]
 
@@ -36,7 +34,7 @@ class TrainerContext:
     guard: Guard
     checkpoints: Checkpoints
     requests: StopRequests
-    observers: Sequence[Observer]
+    observer: Observer  # sees every record, and hands it on to all others
 
 
 def train(engine: Engine, config: Config, state: TrainState, context: TrainerContext) -> TrainState:
@@ -64,13 +62,11 @@ def train(engine: Engine, config: Config, state: TrainState, context: TrainerCon
             record |= _evaluate(engine, context)
         differing: list[Disagreement] = []
         if is_checked:
-            activity.begin_phase(Phase.SELF_CHECK)
             differing, record["self_check_s"] = self_check.run()
 
         activity.begin_phase(Phase.LOGGING)
         record["save_blocked_s"] = checkpoints.collect()
-        for observer in context.observers:
-            observer.on_step(record)
+        context.observer.on_step(record)
         if differing:
             raise TrainingStopped(explain(step, differing))
         evaluation_loss = record.get("evaluation_loss")
@@ -79,13 +75,13 @@ def train(engine: Engine, config: Config, state: TrainState, context: TrainerCon
             batches, is_save_due = context.batches(state), True  # or a crash would go back here again and again
 
         activity.record_op(Operation.MEET, peers=activity.peers.everyone)
-        agreed = context.requests.agree(checkpoints.is_due(record["step_time_s"]))
-        if is_save_due or agreed.stop:
+        stop, is_next_save_due = context.requests.agree(checkpoints.is_due(record["step_time_s"]))
+        if is_save_due or stop:
             checkpoints.save(state.model_copy(update={"guard": guard.state()}), evaluation_loss)
-        if agreed.stop and state.step < total_steps:
+        if stop and state.step < total_steps:
             checkpoints.finish(state)
-            raise TrainingPreempted(f"{agreed.stop}: the state of step {state.step} is saved, start again to go on")
-        is_save_due = agreed.save_next
+            raise TrainingPreempted(f"{stop}: the state of step {state.step} is saved, start again to go on")
+        is_save_due = is_next_save_due
     checkpoints.finish(state)
     return state
 
@@ -100,7 +96,6 @@ def _step(
     started = time.perf_counter()
     micro_batches = next(batches)
     waited_s = time.perf_counter() - started
-    engine.activity.begin_phase(Phase.STEP)
     learning_rate = config.optimizer.learning_rate * learning_rate_factor(config.schedule, state.step, total_steps)
     result = engine.train_step(micro_batches, learning_rate, guard)
     loss, grad_norm = float(result.loss), float(result.grad_norm)
@@ -127,7 +122,6 @@ def _step(
 
 
 def _evaluate(engine: Engine, context: TrainerContext) -> dict[str, float]:
-    engine.activity.begin_phase(Phase.EVALUATION)
     started = time.perf_counter()
     loss = float(engine.evaluate(context.evaluation, context.evaluation_count))
     return {"evaluation_loss": loss, "evaluation_s": time.perf_counter() - started}
@@ -140,8 +134,7 @@ def _intervene(
 
     Returns the state and evaluation loss of the checkpoint that is loaded, or None if training goes on from `state`.
     """
-    for observer in context.observers:
-        observer.on_intervention(intervention.facts, intervention.sentence)
+    context.observer.on_intervention(intervention.facts, intervention.sentence)
     if intervention.action is Action.STOP:
         raise TrainingStopped(intervention.sentence)
     if intervention.action is Action.SKIP:

@@ -18,9 +18,9 @@ from tests.helpers.commands import ROOT
 
 pytestmark = pytest.mark.slow
 
-# Bounds at what is reached; 12 files are layers and operations of the model, 2 are the data, 6 the run and the engine.
-MOST_FILES = 20
-MOST_LINES = 3250
+# Bounds at what is reached; 9 files are layers and operations of the model, 2 are the data, 4 the run and the engine.
+MOST_FILES = 15
+MOST_LINES = 2750
 
 # What watches a step, decides about it or logs it, without touching the batch.
 OBSERVERS = (

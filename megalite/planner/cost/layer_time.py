@@ -200,7 +200,7 @@ def _elementwise(job: TrainingWorkload, layer: int, speed: Speed) -> LayerTime:
     write, and a mask with dropout), activation, copies of queries, keys and values where they are rotated, and of
     attention's output where its heads are regrouped.
 
-    Without fused kernels more would move; ours are fused or in place (models/fused_ops.py).
+    Without fused kernels more would move; ours are fused or in place (models/attention.py).
     """
     model, t, size = job.model, job.layout.tensor_parallel_size, speed.number_bytes
     whole_t = t if job.layout.sequence_parallel else 1

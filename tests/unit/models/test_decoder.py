@@ -15,9 +15,9 @@ from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import SerialModel, make_layer
 from megalite.parallel.loss import head_loss
-from models.attention import document_mask
+from models.attention import document_mask, rotated_heads
 from models.decoder import decoder_layers
-from models.fused_ops import rotated_heads, swiglu
+from models.feed_forward import swiglu
 
 MODEL = ModelConfig(
     vocab_size=131,

@@ -61,6 +61,7 @@ def test_the_plain_engine_notes_what_it_does_and_whom_it_may_wait_for() -> None:
             forward = (0, 1) if zero == 3 else (rank,)
             assert noted == [
                 ("begin", None, (0, 1)),
+                ("begin", None, ()),
                 ("count_tokens", None, (0, 1)),
                 ("load", 1, ()),
                 ("forward", 1, forward),
@@ -72,6 +73,7 @@ def test_the_plain_engine_notes_what_it_does_and_whom_it_may_wait_for() -> None:
                 ("optimizer", 2, (0, 1)),
                 ("loss", None, (0, 1)),
                 ("finish", None, (0, 1)),
+                ("begin", None, (0, 1)),
                 ("count_tokens", None, (0, 1)),
                 ("load", 1, ()),
                 ("forward", 1, forward),

@@ -23,9 +23,8 @@ from megalite.resilience.guards import Guard
 from megalite.resilience.replica_check import INTEGERS, Disagreement, Holder, bit_hash, explain, find_disagreements
 from megalite.resilience.stop_requests import StopRequests
 from megalite.training.checkpoints import Checkpoints
-from megalite.training.errors import TrainingStopped
 from megalite.training.loop import TrainerContext, train
-from megalite.training.state import TrainState
+from megalite.training.state import TrainingStopped, TrainState
 from models.decoder import decoder_layers
 from tests.helpers.engine_cases import Batch, Case, global_batches, micro_batches_of
 from tests.helpers.rank_pool import run_ranks
@@ -250,7 +249,7 @@ def _train_with_damage(rank: int, case: Case, parameter: str, damaged_step: int,
         guard=Guard(engine, config.guards),
         checkpoints=Checkpoints(engine, config.checkpoint, root, heard, _manifest),
         requests=StopRequests(None, 0.0),
-        observers=[_Recorder(records)],
+        observer=_Recorder(records),
     )
     stopped = ""
     try:

@@ -96,7 +96,6 @@ def _train(rank: int, scenario: Scenario) -> None:
             activity.begin_phase(Phase.DATA, step)
             if step == 3 and rank == scenario.troubled_rank and scenario.trouble is not None:
                 scenario.trouble(watchdog)
-            activity.begin_phase(Phase.STEP)
             engine.train_step(batch, 1e-3)
             activity.begin_phase(Phase.LOGGING)
             if rank == 0:

@@ -25,7 +25,7 @@ from launch.planning.prediction import COPY, Prediction, comparison
 from launch.planning.this_machine import Care, Machine, describe_machine, gpu_in_catalogue, start_patience_s
 from launch.runtime.rank_environment import Rank
 from launch.trainer import prediction_tracker as prediction_tracker
-from launch.trainer.prediction_tracker import MachineLookup, PredictionTracker, RunEnvironment, ranks_of_a_host
+from launch.trainer.prediction_tracker import MachineLookup, PredictionTracker, ranks_of_a_host
 from megalite.config import Config, resolve_layout
 from megalite.parallel.mesh import Mesh
 from megalite.planner.cost import memory
@@ -155,7 +155,7 @@ def test_a_calibrated_cpu_is_taken_from_the_catalogue(four_cores: list[int], tmp
 
 
 def test_gpus_that_nobody_knows_are_told_how_to_describe(
-    four_cores: list[int], monkeypatch: pytest.MonkeyPatch
+    four_cores: list[int], config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine_module, "gpu_count", lambda: 2)
     monkeypatch.setattr(machine_module, "start_listing_gpus", lambda: None)
@@ -170,9 +170,9 @@ def test_gpus_that_nobody_knows_are_told_how_to_describe(
         with pytest.raises(LaunchError, match=sentence) as caught:
             describe_machine()
         assert "\n" not in str(caught.value)
-        around = RunEnvironment.of(Rank(0, 0, 2), "cuda")
-        assert around.look is not None and around.look.found(10) == (None, str(caught.value))
-        assert around.process_bytes == 0
+        own = PredictionTracker(config, resolve_layout(config, 2, "cpu"), Rank(0, 0, 2), "cuda")
+        assert own.lookup is not None and own.lookup.found(10) == (None, str(caught.value))
+        assert own.process_bytes == 0
     found[:] = ["NVIDIA H200"] * 2
     assert (describe_machine().name, describe_machine().cluster.accelerators) == ("H200", 2)
     assert describe_machine(2, nodes=4).cluster.accelerators == 8
@@ -306,14 +306,14 @@ def test_nobody_waits_for_a_look_at_the_machine(
     monkeypatch.setattr(prediction_tracker, "describe_machine", slow)
     monkeypatch.setattr(prediction_tracker, "PRINTED_AFTER_S", 0.05)
     began = time.monotonic()
-    around = RunEnvironment.of(Rank(0, 0, 2), "cpu")
-    own = PredictionTracker(config, resolve_layout(config, 2, "cpu"), around)
+    layout = resolve_layout(config, 2, "cpu")
+    own = PredictionTracker(config, layout, Rank(0, 0, 2), "cpu")
     own.on_start()
     assert time.monotonic() - began < 20
     assert run_log.messages[-1] == "predicted: no step time, because this machine is still being measured"
     measured.set()
-    assert around.look is not None and around.look.found(10) == (None, "it has taken too long")
-    assert asked == [2] and RunEnvironment.of(Rank(1, 1, 2), "cpu").look is None
+    assert own.lookup is not None and own.lookup.found(10) == (None, "it has taken too long")
+    assert asked == [2] and PredictionTracker(config, layout, Rank(1, 1, 2), "cpu").lookup is None
 
 
 def test_short_limits_of_the_watchdog_are_kept(config: Config) -> None:
@@ -437,12 +437,13 @@ def test_rank_0_predicts_for_its_own_allocator(
     four_cores: list[int], config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1")
-    assert RunEnvironment.of(Rank(0, 0, 2), "cpu").device == prediction_tracker.cpu_memory(os.environ) != memory.TENSORS
+    tracker = PredictionTracker(config, resolve_layout(config, 2, "cpu"), Rank(0, 0, 2), "cpu")
+    assert tracker.allocator == prediction_tracker.cpu_memory(os.environ) != memory.TENSORS
     bf16 = config.model_copy(update={"precision": config.precision.model_copy(update={"dtype": "bf16"})})
     layout, peaks = resolve_layout(bf16, 2, "cpu"), []
     for widens in (False, True):
-        around = RunEnvironment(None, 2**20, replace(memory.CPU, widens_bf16=widens))
-        own = PredictionTracker(bf16, layout, around)
+        own = PredictionTracker(bf16, layout, Rank(1, 1, 2), "cpu")
+        own.process_bytes, own.allocator = 2**20, replace(memory.CPU, widens_bf16=widens)
         own.on_start()
         peaks.append(own.facts()["prediction"]["memory"][0]["peak_mib"])
     assert peaks[1] > peaks[0]
@@ -461,7 +462,8 @@ def test_a_run_without_a_known_machine_is_predicted_as_far_as_can_be(
     def unknown() -> Machine:
         raise LaunchError("the catalogue has no GPU 'L4'")
 
-    own = PredictionTracker(config, resolve_layout(config, 2, "cpu"), RunEnvironment(MachineLookup(unknown)))
+    own = PredictionTracker(config, resolve_layout(config, 2, "cpu"), Rank(1, 1, 2), "cuda")
+    own.lookup = MachineLookup(unknown)
     assert own.facts()["prediction"] is None
     own.on_start()
     memory, step = run_log.messages
@@ -478,7 +480,8 @@ def test_memory_that_cannot_be_told_is_none(config: Config, monkeypatch: pytest.
     def broken() -> float:
         raise RuntimeError("CUDA error: the launch timed out")
 
-    own = PredictionTracker(config, resolve_layout(config, 2, "cpu"), RunEnvironment(process_bytes=2**20))
+    own = PredictionTracker(config, resolve_layout(config, 2, "cpu"), Rank(1, 1, 2), "cuda")
+    own.process_bytes = 2**20
     told = own.memory()
     assert told is not None and told["process_mib"] == 1 and told["peak_mib"] > 50
     monkeypatch.setattr(memory, "peak_memory_mib", broken)

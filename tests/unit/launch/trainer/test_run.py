@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from launch.trainer import run as job
+import launch.train as job
 from launch.trainer.run_logger import RunLogger
 
 

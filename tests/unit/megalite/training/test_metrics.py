@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megalite.monitor.plot import plot_loss
 from megalite.monitor.sinks.jsonl import JsonLinesSink, read_records
+from megalite.monitor.sinks.plot import plot_loss
 
 
 def record(step: int) -> dict[str, float]:

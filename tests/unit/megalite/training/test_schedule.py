@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config.sections import ScheduleConfig
-from megalite.training.schedule import learning_rate_factor
+from megalite.training.state import learning_rate_factor
 
 NAMES = st.sampled_from(["cosine", "linear", "wsd", "constant"])
 

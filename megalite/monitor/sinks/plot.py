@@ -1,9 +1,30 @@
-"""Draws `loss.png`: the loss of a run over its steps."""
+"""`loss.png`: the loss of a run over its steps, drawn when the run ends."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
+
+from megalite.config import Config
+from megalite.monitor.observer import Observer
+from megalite.monitor.sinks.jsonl import read_records
+
+log = logging.getLogger(__name__)
+
+
+class PlotSink(Observer):
+    """Draws `loss.png` from metrics.jsonl at the end, also after a crash."""
+
+    name = "loss.png"
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+
+    def close(self) -> None:
+        picture = self._run_dir / "loss.png"
+        plot_loss(read_records(self._run_dir / "metrics.jsonl"), picture, str(self._run_dir))
+        log.info(f"drew {picture}")
 
 
 def plot_loss(records: list[dict[str, Any]], path: Path, title: str) -> None:
@@ -23,3 +44,8 @@ def plot_loss(records: list[dict[str, Any]], path: Path, title: str) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def open_sink(config: Config, first_step: int) -> PlotSink | None:
+    """Returns the plot if `monitor.plot`."""
+    return PlotSink(config.run_dir) if config.monitor.plot else None

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.resilience.nonfatal import Nonfatal
-from megalite.training.errors import TrainingStopped
+from megalite.monitor.observer import Nonfatal
 
 
 def test_failures_are_swallowed_counted_and_told_seldom() -> None:
@@ -38,9 +37,9 @@ def test_failures_are_swallowed_counted_and_told_seldom() -> None:
     )
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit(4), TrainingStopped("spike"), GeneratorExit])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit(4), GeneratorExit])
 def test_what_ends_a_run_is_not_held_up(error: type[BaseException] | BaseException) -> None:
-    nonfatal = Nonfatal(print, passes=(TrainingStopped,))
+    nonfatal = Nonfatal(print)
     with pytest.raises(BaseException) as raised, nonfatal("wandb"):
         raise error
     assert raised.value is error or raised.type is error
