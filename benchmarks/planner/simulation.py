@@ -13,10 +13,9 @@ from enum import StrEnum
 from statistics import fmean
 
 from benchmarks.planner.published import read
-from megalite.planner.reliability.checkpoint_interval import Save, best_interval_s, expected_ettr, time_shares
+from megalite.planner.reliability.checkpoints import Save, best_interval_s, expected_ettr, time_shares
 from megalite.planner.reliability.failure_rates import rate_of_count
-from megalite.planner.reliability.run_simulation import DAY_S, HOUR_S, SimulatedJob, simulate
-from megalite.planner.reliability.stragglers import expected_slowdown
+from megalite.planner.reliability.run_simulation import DAY_S, HOUR_S, SimulatedJob, expected_slowdown, simulate
 from megalite.planner.schedules import PipelineTimes, Schedule, bubble_closed_form, simulate_schedule
 
 FAILURES = 4000  # of each simulated run that a closed form is held against

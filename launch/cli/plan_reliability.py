@@ -19,7 +19,7 @@ from launch.planning.tables.reliability import ReliabilityAnswer
 from launch.trainer.run_config import load_run_config
 from megalite.config import Config, ConfigError
 from megalite.planner.cost.shapes import parameters as parameters_of
-from megalite.planner.reliability.checkpoint_size import (
+from megalite.planner.reliability.checkpoints import (
     BYTES_PER_PARAMETER,
     PER_GPU,
     PER_NODE,

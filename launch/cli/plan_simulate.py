@@ -15,7 +15,7 @@ from launch.errors import LaunchError
 from launch.output import print_csv, progress_bar
 from launch.planning.tables.simulation import Simulated
 from megalite.config import ConfigError
-from megalite.planner.reliability.checkpoint_interval import Save, best_interval_s
+from megalite.planner.reliability.checkpoints import Save, best_interval_s
 from megalite.planner.reliability.failure_rates import DEFAULT_RATE, PUBLISHED_BAND, nodes_of
 from megalite.planner.reliability.run_simulation import DAY_S, SimulatedJob, simulate, summarise
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megalite.planner.cost.memory import CUDA
 from megalite.planner.hardware import Cluster
-from megalite.planner.reliability.checkpoint_size import PER_NODE
+from megalite.planner.reliability.checkpoints import PER_NODE
 from megalite.planner.reliability.failure_rates import DEFAULT_RATE, PUBLISHED_BAND
 from megalite.planner.reliability.goodput_model import JobScale, Reliability
 from megalite.planner.search import LayoutCandidate

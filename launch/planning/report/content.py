@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from launch.planning.report.assumptions import Assumption, assumptions_of
 from megalite.planner.cost.shapes import parameters
 from megalite.planner.hardware import Cluster
-from megalite.planner.reliability.checkpoint_size import megalite_bytes_per_parameter
+from megalite.planner.reliability.checkpoints import megalite_bytes_per_parameter
 from megalite.planner.reliability.goodput_model import JobScale, Reliability, at_scale
 from megalite.planner.schedules import PipelineTimes, Schedule, Timeline, simulate_schedule
 from megalite.planner.search import LayoutCandidate, SearchResult

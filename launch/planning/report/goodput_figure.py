@@ -20,10 +20,9 @@ from launch.planning.report.svg import (
 )
 from megalite.planner.reliability.failure_rates import DEFAULT_RATE, PUBLISHED_BAND
 from megalite.planner.reliability.goodput_model import (
-    GoodputPoint,
     JobScale,
     Reliability,
-    goodput_against_gpus,
+    at_scale,
     goodput_against_interval,
 )
 from megalite.planner.units import duration, percent, plural
@@ -42,7 +41,7 @@ INTERVAL_TICKS_S = (
 class Curve:
     """Goodput as a function of one choice, with one point marked."""
 
-    points: tuple[tuple[float, GoodputPoint], ...]  # by ascending `x`
+    points: tuple[tuple[float, JobScale], ...]  # by ascending `x`
     marked: tuple[float, float, str]  # x, goodput and label
     axis: str  # title of the `x` axis
     ticks: Mapping[float, str]  # round `x` -> label
@@ -63,7 +62,7 @@ def size_curve(assumed: Reliability, gpus: int) -> Curve:
     while size <= max(LARGEST_SIZE, 4 * gpus):
         sizes.add(size)
         size *= 2
-    points = tuple((float(point.gpus), point) for point in goodput_against_gpus(assumed, sorted(sizes)))
+    points = tuple((float(count), at_scale(assumed, count)) for count in sorted(sizes))
     own = next(point for x, point in points if x == gpus)
     powers = (assumed.gpus_per_node * 4**power for power in range(20))
     ticks = {float(tick): f"{tick:,}" for tick in powers if tick <= points[-1][0]}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from launch.output import Table, print_csv, print_json
 from launch.runtime.logs import get_logger
-from megalite.planner.reliability import scaling_tutorial as tutorial
 from megalite.planner.reliability.failure_rates import (
     GPUS_PER_NODE,
     HOURS_PER_DAY,
@@ -32,6 +33,7 @@ class ReliabilityAnswer:
 
 
 log = get_logger(__name__)
+TUTORIAL = Path(__file__).with_name("scaling_tutorial.json")  # made by benchmarks/planner/scaling_tutorial.py
 LOW, HIGH = PUBLISHED_BAND
 
 
@@ -206,68 +208,44 @@ def _tables(answer: ReliabilityAnswer, scales: Sequence[JobScale]) -> list[Table
 
 
 def show_tutorial(*, as_json: bool, as_csv: bool) -> None:
-    """Prints the worked example: its tables and exercises as published, and where it contradicts itself."""
+    """Prints the worked example as published, and where it contradicts itself."""
+    example = json.loads(TUTORIAL.read_text(encoding="utf-8"))
     if as_csv:
-        print_csv([asdict(row) for row in tutorial.scale_table()])
-    elif as_json:
-        print_json(
-            {
-                "node_mttf_hours": tutorial.COMPONENTS.mttf_hours,
-                "checkpoint_bytes": tutorial.CHECKPOINT_BYTES,
-                "checkpoint_write_s": tutorial.CHARGED_SAVE.duration_s,
-                "hourly_checkpoint_share": tutorial.CHARGED_SAVE.duration_s / 3600,
-                "scales": [asdict(row) for row in tutorial.scale_table()],
-                "losses": [asdict(row) | {"ratio": row.ratio} for row in tutorial.loss_table()],
-                "steps": [asdict(row) | {"efficiency": row.efficiency} for row in tutorial.sweep_table()],
-                "exercises": [asdict(exercise) for exercise in tutorial.exercises()],
-                "contradictions": list(tutorial.contradictions()),
-            }
-        )
-    else:
-        _print_tutorial()
-
-
-def _print_tutorial() -> None:
+        print_csv(example["scales"])
+        return
+    if as_json:
+        print_json(example)
+        return
     print(
         'The worked example "Scaling to 1000 GPUs": Llama 3 70B, nodes of 8 GPUs, tensor parallelism 8, 30 days; node '
-        f"MTTF {tutorial.COMPONENTS.mttf_hours:,.1f} h (GPU 50,000 h, network adapter 150,000 h, power supply "
-        "100,000 h)"
+        f"MTTF {example['node_mttf_hours']:,.1f} h (GPU 50,000 h, network adapter 150,000 h, power supply 100,000 h)"
     )
-    Table(
-        ("GPUs", "nodes", "cluster MTBF h", "failures in 30 days", "Young-Daly interval h (60 s write)"),
-        [
-            (str(row.gpus), str(row.nodes), f"{row.mtbf_hours:.1f}", f"{row.failures:.1f}", f"{row.interval_hours:.1f}")
-            for row in tutorial.scale_table()
-        ],
-        "failures",
-        (),
-    ).print()
-    seconds = tutorial.CHARGED_SAVE.duration_s
+    scales = {
+        "GPUs": "{gpus}",
+        "nodes": "{nodes}",
+        "cluster MTBF h": "{mtbf_hours:.1f}",
+        "failures in 30 days": "{failures:.1f}",
+        "Young-Daly interval h (60 s write)": "{interval_hours:.1f}",
+    }
+    Table.of(example["scales"], scales, "failures", ()).print()
+    seconds, hourly = example["checkpoint_write_s"], example["hourly_checkpoint_share"]
     print(
-        f"Checkpoint: 14 bytes per parameter (fp16 weights, three fp32 tensors) = "
-        f"{tutorial.CHECKPOINT_BYTES / 1e9:.1f} GB; one writer of 7 GB/s: {seconds:.1f} s; saved hourly: "
-        f"{seconds / 3600:.2%} of the time"
+        "Checkpoint: 14 bytes per parameter (fp16 weights, three fp32 tensors) = "
+        f"{example['checkpoint_bytes'] / 1e9:.1f} GB; one writer of 7 GB/s: {seconds:.1f} s; saved hourly: "
+        f"{hourly:.2%} of the time"
     )
-    Table(
-        ("GPUs", "communication h", "checkpoints h", "ratio"),
-        [
-            (str(row.gpus), f"{row.communication_hours:.1f}", f"{row.checkpoint_hours:.1f}", f"{row.ratio:.1f}")
-            for row in tutorial.loss_table()
-        ],
-        "hours lost in 30 days",
-        (),
-    ).print()
-    Table(
-        ("GPUs", "communication ms", "efficiency"),
-        [
-            (str(row.gpus), f"{row.communication_s * 1000:.1f}", f"{row.efficiency:.1%}")
-            for row in tutorial.sweep_table()
-        ],
-        "a step",
-        (),
-    ).print()
-    print("Exercises", *(f"- {each.question}: {each.answer}" for each in tutorial.exercises()), sep="\n")
-    print("\nWhere the text contradicts its own numbers", *(f"- {one}" for one in tutorial.contradictions()), sep="\n")
+    losses = {
+        "GPUs": "{gpus}",
+        "communication h": "{communication_hours:.1f}",
+        "checkpoints h": "{checkpoint_hours:.1f}",
+        "ratio": "{ratio:.1f}",
+    }
+    Table.of(example["losses"], losses, "hours lost in 30 days", ()).print()
+    steps = [row | {"communication_ms": 1000 * row["communication_s"]} for row in example["steps"]]
+    columns = {"GPUs": "{gpus}", "communication ms": "{communication_ms:.1f}", "efficiency": "{efficiency:.1%}"}
+    Table.of(steps, columns, "a step", ()).print()
+    print("Exercises", *(f"- {each['question']}: {each['answer']}" for each in example["exercises"]), sep="\n")
+    print("\nWhere the text contradicts its own numbers", *(f"- {one}" for one in example["contradictions"]), sep="\n")
 
 
 def _figures(value: float) -> str:

@@ -1,24 +1,24 @@
 """Cost of failures for a job of a given size: its MTBF, checkpoint interval and lost hours. Pure
 arithmetic, no torch.
 
-`at_scale` answers for one number of GPUs, `goodput_against_interval` and `goodput_against_gpus` are curves to draw.
+`at_scale` answers for one number of GPUs, `goodput_against_interval` for one number at several intervals.
 Every answer comes with the published band of failure rates, because the rate is what is known least.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from megalite.planner.reliability.checkpoint_interval import (
+from megalite.planner.reliability.checkpoints import (
     Save,
+    Storage,
     best_interval_s,
     expected_ettr,
     time_shares,
     young_interval_s,
 )
-from megalite.planner.reliability.checkpoint_size import Storage
 from megalite.planner.reliability.failure_rates import (
     DEFAULT_RATE,
     GPUS_PER_NODE,
@@ -94,6 +94,10 @@ def at_scale(job: Reliability, gpus: int) -> JobScale:
     save = job.storage.save(job.checkpoint_bytes, gpus, nodes)
     interval_s = _interval_s(job, save, mtbf_h * 3600)
     shares = time_shares(interval_s, save, mtbf_h * 3600, job.down_s)
+
+    def productive(mtbf_hours: float) -> float:
+        return time_shares(interval_s, save, mtbf_hours * 3600, job.down_s).productive
+
     return JobScale(
         gpus=gpus,
         nodes=nodes,
@@ -113,24 +117,14 @@ def at_scale(job: Reliability, gpus: int) -> JobScale:
             "restarts": run_hours * shares.restarts,
         },
         goodput=shares.productive,
-        goodput_band=_goodput_band(job, interval_s, save, mtbf_band),
+        goodput_band=(productive(mtbf_band[0]), productive(mtbf_band[1])),
         ettr_meta=expected_ettr(interval_s, save, mtbf_h * 3600, job.down_s),
     )
 
 
-@dataclass(frozen=True)
-class GoodputPoint:
-    """One point of a curve."""
-
-    gpus: int
-    interval_s: float
-    goodput: float
-    goodput_band: Band
-
-
-def goodput_against_interval(job: Reliability, gpus: int, points: int = 61, spread: float = 30.0) -> list[GoodputPoint]:
-    """Returns the curve from the best interval divided by `spread` to it times `spread`, in equal ratios, the best
-    among them.
+def goodput_against_interval(job: Reliability, gpus: int, points: int = 61, spread: float = 30.0) -> list[JobScale]:
+    """Returns the job at intervals from the best one divided by `spread` to it times `spread`, in equal ratios, the
+    best among them.
 
     Intervals that are shorter than a save takes are left out: one save at a time is on its way.
     """
@@ -139,22 +133,7 @@ def goodput_against_interval(job: Reliability, gpus: int, points: int = 61, spre
     best_s = _interval_s(replace(job, interval_s=None), save, mtbf_s)
     tried_s = [best_s * spread ** (2 * number / (points - 1) - 1) for number in range(points)]
     shortest_s = save.duration_s if job.storage.background else 0.0
-    scales = (at_scale(replace(job, interval_s=tried), gpus) for tried in tried_s if tried >= shortest_s)
-    return [_point(scale) for scale in scales]
-
-
-def goodput_against_gpus(job: Reliability, gpus: Iterable[int]) -> list[GoodputPoint]:
-    """Returns the curve over numbers of GPUs, each at its best interval or at the job's own."""
-    return [_point(at_scale(job, count)) for count in gpus]
-
-
-def _point(scale: JobScale) -> GoodputPoint:
-    return GoodputPoint(scale.gpus, scale.interval_s, scale.goodput, scale.goodput_band)
-
-
-def _goodput_band(job: Reliability, interval_s: float, save: Save, mtbf_hours_band: Band) -> Band:
-    worse, better = (time_shares(interval_s, save, mtbf_h * 3600, job.down_s).productive for mtbf_h in mtbf_hours_band)
-    return worse, better
+    return [at_scale(replace(job, interval_s=tried), gpus) for tried in tried_s if tried >= shortest_s]
 
 
 def _interval_s(job: Reliability, save: Save, mtbf_s: float) -> float:
