@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from launch.errors import LaunchError
@@ -21,38 +20,36 @@ from megalite.planner.search import PIPELINE, TENSOR, Check, SearchResult, searc
 MOST_TRIED = 16  # numbers of ranks on a CPU up to which all are tried; above, only powers of two
 
 
-@dataclass(frozen=True)
-class ClusterOptions:
-    """The options of a command line that describe the cluster."""
+def cluster_at(
+    file: Path | None, hostfile: Path | None, accelerator: str | None, gpus: int | None, gpus_per_node: int | None
+) -> Cluster | None:
+    """Builds the cluster that options of a command line describe; None means this machine.
 
-    file: Path | None = None
-    hostfile: Path | None = None
-    accelerator: str | None = None
-    gpus: int | None = None
-    gpus_per_node: int | None = None
-
-
-def cluster_at(options: ClusterOptions) -> Cluster | None:
-    """Builds the cluster; None means this machine. Raises LaunchError or ConfigError where options contradict."""
-    values = {"--cluster": options.file, "--hostfile": options.hostfile, "--gpus": options.gpus}
+    Raises LaunchError or ConfigError where options contradict each other.
+    """
+    values = {"--cluster": file, "--hostfile": hostfile, "--gpus": gpus}
     given = [option for option, value in values.items() if value is not None]
     if len(given) > 1:
         raise LaunchError(f"{' and '.join(given)} each say which accelerators there are: give one of them")
-    if options.gpus_per_node is not None and options.gpus is None:
+    if gpus_per_node is not None and gpus is None:
         raise LaunchError("--gpus-per-node belongs to --gpus: a cluster file and a hostfile say it themselves")
-    if options.accelerator is not None and given in ([], ["--cluster"]):
+    if accelerator is not None and given in ([], ["--cluster"]):
         wrong = "a cluster file says it itself" if given else "this machine's are looked at"
         raise LaunchError(f"--accelerator belongs to --hostfile or --gpus: {wrong}")
-    if options.file is not None:
-        return read_cluster(options.file, known_hardware())
-    if options.hostfile is not None:
-        hosts = read_hostfile(options.hostfile)
-        return nodes_of(
-            _kind(options.accelerator), len(hosts), _equal_slots(options.hostfile, hosts), options.hostfile.name
-        )
-    if options.gpus is not None:
-        nodes, per_node = counted(options.gpus, options.gpus_per_node)
-        return nodes_of(_kind(options.accelerator), nodes, per_node, "as counted")
+    if file is not None:
+        return read_cluster(file, known_hardware())
+    if hostfile is not None:
+        hosts = read_hostfile(hostfile)
+        return nodes_of(_kind(accelerator), len(hosts), _equal_slots(hostfile, hosts), hostfile.name)
+    if gpus is not None:
+        size = gpus_per_node or min(gpus, 8)
+        if gpus % size:
+            usual = "" if gpus_per_node else " that nodes usually have"
+            raise LaunchError(
+                f"--gpus {gpus} is not a multiple of the {size} of a node{usual}: use {multiples_near(gpus, size)}, or "
+                "another --gpus-per-node"
+            )
+        return nodes_of(_kind(accelerator), gpus // size, size, "as counted")
     return None
 
 
@@ -60,18 +57,6 @@ def nodes_of(accelerator: str, nodes: int, per_node: int, name: str) -> Cluster:
     """A cluster of an accelerator in the catalogue."""
     described = ClusterFile(accelerator=accelerator, nodes=nodes, accelerators_per_node=per_node)
     return cluster_of(described, name, known_hardware())
-
-
-def counted(gpus: int, per_node: int | None) -> tuple[int, int]:
-    """Number of nodes, and accelerators per node. Raises LaunchError where `gpus` is not divisible."""
-    size = per_node or min(gpus, 8)
-    if gpus % size:
-        usual = "" if per_node else " that nodes usually have"
-        raise LaunchError(
-            f"--gpus {gpus} is not a multiple of the {size} of a node{usual}: use {multiples_near(gpus, size)}, or "
-            "another --gpus-per-node"
-        )
-    return gpus // size, size
 
 
 def search_here(config: Config, free: frozenset[OptionPath], check: Check | None = None) -> SearchResult:

@@ -19,7 +19,6 @@ from megalite.planner.cost.memory import TENSORS, Device, StageMemory, memory_of
 from megalite.planner.cost.model_states import MOMENTS
 from megalite.planner.cost.shapes import stages_of
 from megalite.planner.cost.step_time import StepTime, step_time
-from megalite.planner.hardware import as_values
 from megalite.planner.units import gib, seconds
 from megalite.planner.workload import TrainingWorkload
 
@@ -107,7 +106,7 @@ class Prediction:
                 "calibrated_on": self.machine.whole.calibrated_on,
                 "whole_accelerator": self.machine.whole.model_dump(mode="json"),
                 "link": self.machine.link.model_dump(mode="json"),
-                "cluster": as_values(self.machine.cluster),
+                "cluster": self.machine.cluster.model_dump(mode="json"),
             }
         if self.step is not None:
             facts["step_time_s"] = self.step.seconds

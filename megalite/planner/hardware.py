@@ -248,8 +248,3 @@ def _known_as(name: str, known: Catalogue) -> str:
 def find_link(value: str | Link, known: Catalogue | None = None) -> Link:
     """Finds a link by name, or returns the one described. Raises ConfigError with the nearest name."""
     return _find("link", value, (known or catalogue()).links) if isinstance(value, str) else value
-
-
-def as_values(cluster: Cluster) -> dict[str, Any]:
-    """Returns the cluster's fields for JSON."""
-    return cluster.model_dump(mode="json")

@@ -35,6 +35,7 @@ class ReliabilityAnswer:
 log = get_logger(__name__)
 TUTORIAL = Path(__file__).with_name("scaling_tutorial.json")  # made by benchmarks/planner/scaling_tutorial.py
 LOW, HIGH = PUBLISHED_BAND
+ROUNDED = ("_s", "_min", "mtbf_hours", "mtbf_hours_at_high_rate", "mtbf_hours_at_low_rate")  # ends of names of figures
 
 
 def show(answer: ReliabilityAnswer, scales: Sequence[JobScale]) -> None:
@@ -144,66 +145,53 @@ def as_values(answer: ReliabilityAnswer, scales: Sequence[JobScale]) -> dict[str
 
 
 def _tables(answer: ReliabilityAnswer, scales: Sequence[JobScale]) -> list[Table]:
-    job, own = answer.job, answer.job.interval_s is not None
-    failures, saves, hours, goodput = [], [], [], []
-    lost = [part for part in scales[0].hours if part != "computation"]
+    job, is_best = answer.job, answer.job.interval_s is None
+    rows = []
     for scale in scales:
-        gpus = f"{scale.gpus:,}"
-        worse, better = scale.mtbf_hours_band
-        many, few = scale.expected_failures_band
-        failures.append(
-            (
-                gpus,
-                f"{scale.nodes:,}",
-                _figures(scale.mtbf_hours),
-                f"{_figures(worse)} to {_figures(better)}",
-                f"{scale.expected_failures:,.1f}",
-                f"{few:,.1f} to {many:,.1f}",
-                f"{scale.failure_probability_per_day:.1%}",
-            )
-        )
-        times = (scale.save.duration_s, scale.save.blocked_s, scale.interval_s / 60, scale.young_interval_s / 60)
-        saves.append((gpus, *map(_figures, times)))
-        hours.append((gpus, *(f"{scale.hours[part]:,.1f}" for part in lost)))
-        worse, better = scale.goodput_band
-        band = f"{100 * worse:.1f}-{better:.1%}"
-        goodput.append((gpus, f"{scale.goodput:.1%}", band, f"{scale.ettr_meta:.1%}"))
+        row = flat(scale)
+        minutes = {"interval_min": row["interval_s"] / 60, "young_interval_min": row["young_interval_s"] / 60}
+        percentages = {"goodput_percent_at_high_rate": 100 * row["goodput_at_high_rate"]}
+        rounded = {name: _figures(value) for name, value in (row | minutes).items() if name.endswith(ROUNDED)}
+        rows.append(row | percentages | rounded)
+    failures = {
+        "GPUs": "{gpus:,}",
+        "nodes": "{nodes:,}",
+        "MTBF\nh": "{mtbf_hours}",
+        f"at {HIGH:g} to {LOW:g}\nh": "{mtbf_hours_at_high_rate} to {mtbf_hours_at_low_rate}",
+        "failures": "{expected_failures:,.1f}",
+        f"at {LOW:g} to {HIGH:g}": "{expected_failures_at_low_rate:,.1f} to {expected_failures_at_high_rate:,.1f}",
+        "probability\nper day": "{failure_probability_per_day:.1%}",
+    }
+    saves = {
+        "GPUs": "{gpus:,}",
+        "duration of a save\ns": "{save_duration_s}",
+        "of which blocking\ns": "{save_blocked_s}",
+        f"interval{' (Daly 2006)' if is_best else ''}\nmin": "{interval_min}",
+        "first order (Young 1974)\nmin": "{young_interval_min}",
+    }
+    lost = [part for part in scales[0].hours if part != "computation"]
+    hours = {"GPUs": "{gpus:,}"} | {f"{part}\nh": f"{{{part}_hours:,.1f}}" for part in lost}
+    goodput = {
+        "GPUs": "{gpus:,}",
+        "goodput": "{goodput:.1%}",
+        f"at\n{HIGH:g} to {LOW:g}": "{goodput_percent_at_high_rate:.1f}-{goodput_at_low_rate:.1%}",
+        "Meta's\nE[ETTR]": "{ettr_meta:.1%}",
+    }
+    published = {
+        "run or cluster": "{system}",
+        "per 1,000 node-days": "{rate_per_1000_node_days:.2f}",
+        "from": "{reckoned}",
+        "source": "{source}",
+    }
+    intervals = "at the best interval" if is_best else "every interval as given"
     communication = f"; communication: {answer.communication_source}" if answer.communication_source else ""
-    save_columns = (
-        "GPUs",
-        "duration of a save\ns",
-        "of which blocking\ns",
-        f"interval{'' if own else ' (Daly 2006)'}\nmin",
-        "first order (Young 1974)\nmin",
-    )
-    failure_columns = (
-        "GPUs",
-        "nodes",
-        "MTBF\nh",
-        f"at {HIGH:g} to {LOW:g}\nh",
-        "failures",
-        f"at {LOW:g} to {HIGH:g}",
-        "probability\nper day",
-    )
     return [
-        Table(failure_columns, failures, f"failures in {job.days:g} days", ()),
-        Table(
-            save_columns, saves, "checkpoints" + (", every interval as given" if own else ", at the best interval"), ()
-        ),
+        Table.of(rows, failures, f"failures in {job.days:g} days", ()),
+        Table.of(rows, saves, f"checkpoints, {intervals}", ()),
         # two tables: one of nine columns would not fit on a terminal
-        Table(
-            ("GPUs", *(f"{part}\nh" for part in lost)),
-            hours,
-            f"hours lost of {job.days * HOURS_PER_DAY:,.4g} h{communication}",
-            (),
-        ),
-        Table(("GPUs", "goodput", f"at\n{HIGH:g} to {LOW:g}", "Meta's\nE[ETTR]"), goodput, "goodput", ()),
-        Table(
-            ("run or cluster", "per 1,000 node-days", "from", "source"),
-            [(row.system, f"{row.rate_per_1000_node_days:.2f}", row.reckoned, row.source) for row in OBSERVATIONS],
-            "published failures",
-            text_columns=(0, 2, 3),
-        ),
+        Table.of(rows, hours, f"hours lost of {job.days * HOURS_PER_DAY:,.4g} h{communication}", ()),
+        Table.of(rows, goodput, "goodput", ()),
+        Table.of(map(asdict, OBSERVATIONS), published, "published failures", text_columns=(0, 2, 3)),
     ]
 
 
