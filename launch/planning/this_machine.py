@@ -58,12 +58,12 @@ ROUGH: Measured = {  # typical of a server CPU
 
 
 @dataclass(frozen=True)
-class Care:
+class MeasurementLimits:
     """Limits on the measurement of a CPU that is not known yet."""
 
-    at_most_s: float = MEASURING_S
-    beside: int = 0  # ranks that compute at the same time
-    or_rough: bool = False  # take typical figures if the CPU cannot be measured in that time
+    timeout_s: float = MEASURING_S
+    busy_ranks: int = 0  # ranks that compute at the same time
+    allow_typical: bool = False  # take typical figures if the CPU cannot be measured in that time
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Machine:
 
 
 def describe_machine(
-    ranks: int | None = None, *, on_cpu: bool = False, nodes: int = 1, care: Care | None = None
+    ranks: int | None = None, *, on_cpu: bool = False, nodes: int = 1, limits: MeasurementLimits | None = None
 ) -> Machine:
     """Describes the GPUs of this machine, or `ranks` ranks that share its CPU (default: one per core).
 
@@ -89,7 +89,7 @@ def describe_machine(
     count = 0 if on_cpu else gpu_count()
     if count:
         return _with_gpus(ranks or count, nodes, known)
-    return _with_cpu(ranks or cpu_count(), nodes, known, care or Care())
+    return _with_cpu(ranks or cpu_count(), nodes, known, limits or MeasurementLimits())
 
 
 def start_patience_s(config: Config) -> float:
@@ -131,7 +131,7 @@ def _with_gpus(ranks: int, nodes: int, known: Catalogue) -> Machine:
     return Machine(name, whole, link, _cluster(name, whole, link, ranks, nodes, known), False)
 
 
-def _with_cpu(ranks: int, nodes: int, known: Catalogue, care: Care) -> Machine:
+def _with_cpu(ranks: int, nodes: int, known: Catalogue, limits: MeasurementLimits) -> Machine:
     cores, rough = _computing_cores(), ""
     model = _cpu_info("model name") or platform.processor() or platform.machine()
     name = f"{model}, {cores} core{'s' * (cores > 1)}"
@@ -139,7 +139,7 @@ def _with_cpu(ranks: int, nodes: int, known: Catalogue, care: Care) -> Machine:
         whole = known.accelerators[name]
         link = find_link(whole.intra_node, known)
     else:
-        measured, rough = measured_cpu(name, care)
+        measured, rough = measured_cpu(name, limits)
         whole, link = _as_accelerator(measured, name, cores)
     share = min(_threads_of_a_rank(ranks), cores / ranks) / cores
     part = whole.model_copy(
@@ -197,7 +197,7 @@ def between_ranks_of(name: str) -> str:
     return f"{name}, between ranks"
 
 
-def measured_cpu(name: str, care: Care) -> tuple[Measured, str]:
+def measured_cpu(name: str, limits: MeasurementLimits) -> tuple[Measured, str]:
     """The figures of `measure_cpu.py`, measured now or cached, and the reason if they are typical ones instead.
 
     Raises LaunchError where the measurement fails and typical figures are not allowed.
@@ -207,13 +207,13 @@ def measured_cpu(name: str, care: Care) -> tuple[Measured, str]:
     cached = _read_cache(path)
     found = cached.get(key)
     found = found if _is_measured(found) else None
-    load, cores = max(os.getloadavg()[0], care.beside), _computing_cores()
+    load, cores = max(os.getloadavg()[0], limits.busy_ranks), _computing_cores()
     if found is not None and not load <= cores < found.get("load", 0):
         return found, ""
     try:
-        measured = _measure(care.at_most_s) | {"load": load, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+        measured = _measure(limits.timeout_s) | {"load": load, "date": datetime.now(UTC).isoformat(timespec="seconds")}
     except LaunchError as error:
-        if found is None and not care.or_rough:
+        if found is None and not limits.allow_typical:
             raise
         return (found, "") if found is not None else (ROUGH, f"by rough figures of a CPU: {error}")
     with contextlib.suppress(OSError):  # the folder is not writable: the next run measures again
@@ -239,15 +239,15 @@ def _is_measured(value: Any) -> bool:
     return is_loaded and all(isinstance(figure, float | int) and 0 < figure < 1e18 for figure in figures)
 
 
-def _measure(at_most_s: float) -> Measured:
+def _measure(timeout_s: float) -> Measured:
     command = [sys.executable, "-P", str(MEASURING), str(_computing_cores())]
     try:
         # without the thread settings of a rank's environment
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_"))}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=at_most_s, check=True, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True, env=environment)
         measured = json.loads(done.stdout.strip().rpartition("\n")[2])
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"this machine's CPU could not be measured in {at_most_s:g} s") from None
+        raise LaunchError(f"this machine's CPU could not be measured in {timeout_s:g} s") from None
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise LaunchError(f"this machine's CPU could not be measured ({type(error).__name__})") from None
     if not _is_measured(measured):

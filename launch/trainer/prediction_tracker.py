@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from launch.planning.prediction import Prediction, SessionMeasurement, comparison
-from launch.planning.this_machine import Care, Machine, describe_machine, has_bf16_units, start_patience_s
+from launch.planning.this_machine import Machine, MeasurementLimits, describe_machine, has_bf16_units, start_patience_s
 from launch.runtime.devices import Device
 from launch.runtime.logs import get_logger
 from launch.runtime.rank_environment import Rank
@@ -86,7 +86,9 @@ class RunEnvironment:
         def describe() -> Machine:
             local = ranks_of_a_host(rank, os.environ)
             nodes = -(-rank.world_size // local)
-            return describe_machine(local, on_cpu=device == "cpu", nodes=nodes, care=Care(beside=local))
+            return describe_machine(
+                local, on_cpu=device == "cpu", nodes=nodes, limits=MeasurementLimits(busy_ranks=local)
+            )
 
         allocator = cpu_memory(os.environ) if device == "cpu" else memory.TENSORS
         return cls(MachineLookup(describe), process_bytes, allocator)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from megalite.config import ModelConfig
 from megalite.planner.cost.shapes import cut
 from megalite.planner.hardware import Cluster
+from megalite.planner.units import Additive
 from megalite.planner.workload import BYTES, TrainingWorkload
 
 MEMORY_EFFICIENCY = 0.8  # of the bandwidth on the data sheet, that kernels which only move numbers reach
@@ -18,7 +19,7 @@ FLASH_BACKWARD = 2.5  # times the work of the forward pass: it computes the scor
 
 
 @dataclass(frozen=True)
-class LayerTime:
+class LayerTime(Additive):
     """Seconds by the resource that bounds them."""
 
     matrix_s: float = 0.0
@@ -29,30 +30,14 @@ class LayerTime:
     def seconds(self) -> float:
         return self.matrix_s + self.attention_s + self.memory_s
 
-    def __add__(self, other: LayerTime) -> LayerTime:
-        return LayerTime(
-            self.matrix_s + other.matrix_s,
-            self.attention_s + other.attention_s,
-            self.memory_s + other.memory_s,
-        )
-
-    def times(self, factor: float) -> LayerTime:
-        return LayerTime(factor * self.matrix_s, factor * self.attention_s, factor * self.memory_s)
-
 
 @dataclass(frozen=True)
-class Passes:
+class Passes(Additive):
     """Work of one micro-batch: forward, backward and recomputation."""
 
     forward: LayerTime = LayerTime()
     backward: LayerTime = LayerTime()
     again: LayerTime = LayerTime()
-
-    def __add__(self, other: Passes) -> Passes:
-        return Passes(self.forward + other.forward, self.backward + other.backward, self.again + other.again)
-
-    def times(self, count: int) -> Passes:
-        return Passes(self.forward.times(count), self.backward.times(count), self.again.times(count))
 
 
 @dataclass(frozen=True)
@@ -97,14 +82,14 @@ def block_work(job: TrainingWorkload, layer: int, speed: Speed) -> Passes:
     `TrainingWorkload.layout.recompute` decides what is recomputed."""
     dense, core, moved = _products(job, layer, speed), _attention(job, layer, speed), _elementwise(job, layer, speed)
     is_fused = job.stack.attention != "materialized" and not _scores_exist(job.model)
-    core_backward = core.times(FLASH_BACKWARD if is_fused else 2.0)
+    core_backward = (FLASH_BACKWARD if is_fused else 2.0) * core
     forward = sum(dense, core + moved)
-    backward = sum((product.times(2.0) for product in dense), core_backward + moved.times(2.0))
+    backward = sum((2.0 * product for product in dense), core_backward + 2.0 * moved)
     again = LayerTime()
     if job.layout.recompute == "full":
         # experts' outputs are kept: their probabilities are multiplied with them
         needs_all = job.recomputes_the_end or job.model.has_experts(layer)
-        again = forward if needs_all else forward + dense[-1].times(-1.0)
+        again = forward if needs_all else forward + -1.0 * dense[-1]
     elif job.layout.recompute == "selective":
         again = core
     return Passes(forward, backward, again)
@@ -117,7 +102,7 @@ def head_work(job: TrainingWorkload, speed: Speed) -> Passes:
     tokens, columns = _tokens(job), cut(model.vocab_size, job.layout.tensor_parallel_size)
     product = speed.product(tokens, columns, model.hidden_size, size)
     softmax = speed.moving(12.0 * tokens * columns)
-    return Passes(product + softmax, product.times(2.0) + softmax, LayerTime())
+    return Passes(product + softmax, 2.0 * product + softmax, LayerTime())
 
 
 def dense_flops(job: TrainingWorkload, layer: int) -> float:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalite.planner.cost.shapes import StageShape, embedding_parameters
+from megalite.planner.units import Additive
 from megalite.planner.workload import BYTES, TrainingWorkload
 
 INTEGER_BYTES = 8  # positions and sample numbers travel as int64
@@ -21,26 +22,13 @@ KEPT_BY_ZERO_3 = 1_000_000_000  # parameters; DeepSpeed's default of stage3_max_
 
 
 @dataclass(frozen=True)
-class Moved:
+class Moved(Additive):
     """Bytes that one rank hands to the collectives of one group in one optimizer step."""
 
     all_reduce: int = 0  # of the tensor
     reduce_scatter: int = 0  # of what goes in
     all_gather: int = 0  # of what comes out
     broadcast: int = 0  # of the tensor
-
-    def __add__(self, other: Moved) -> Moved:
-        return Moved(
-            self.all_reduce + other.all_reduce,
-            self.reduce_scatter + other.reduce_scatter,
-            self.all_gather + other.all_gather,
-            self.broadcast + other.broadcast,
-        )
-
-    def times(self, count: int) -> Moved:
-        return Moved(
-            count * self.all_reduce, count * self.reduce_scatter, count * self.all_gather, count * self.broadcast
-        )
 
     def per_link(self, ranks: int) -> int:
         """Bytes that travel from each rank to the next one around a ring of `ranks`.
@@ -83,6 +71,10 @@ class TensorMoved:
     backward: Moved
     again: Moved  # by recomputation
 
+    @property
+    def total(self) -> Moved:
+        return self.forward + self.backward + self.again
+
 
 def volumes(job: TrainingWorkload, stages: Sequence[StageShape]) -> Volumes:
     """Returns the bytes that one rank of each stage moves in one optimizer step, without evaluations and
@@ -90,7 +82,7 @@ def volumes(job: TrainingWorkload, stages: Sequence[StageShape]) -> Volumes:
     activations, gradients = _pipeline(job)
     boundaries, count = len(stages) - 1, job.micro_batches
     return Volumes(
-        tensor=tuple(_sum(tensor_moved(job, stage)).times(count) for stage in stages),
+        tensor=tuple(count * tensor_moved(job, stage).total for stage in stages),
         data=tuple(data_moved(job, stage) for stage in stages),
         activations=(activations,) * boundaries,
         gradients=(gradients,) * boundaries,
@@ -155,10 +147,6 @@ def tensor_moved(job: TrainingWorkload, stage: StageShape) -> TensorMoved:
         backward=Moved(all_reduce=into, reduce_scatter=kept),
         again=Moved(all_reduce=again, all_gather=kept_again),
     )
-
-
-def _sum(moved: TensorMoved) -> Moved:
-    return moved.forward + moved.backward + moved.again
 
 
 def data_moved(job: TrainingWorkload, stage: StageShape) -> Moved:
