@@ -297,6 +297,6 @@ def _communication(
         raise LaunchError("--accelerator predicts what --communication-share gives: give one of them")
     if config is None:
         raise LaunchError(f"--accelerator {accelerator} predicts the communication of a CONFIG.yaml: give one")
-    from launch.planning.communication_share import predicted_share
+    from launch.planning.prediction import predicted_share
 
     return predicted_share(config, accelerator, gpus_per_node), f"predicted for {accelerator}"

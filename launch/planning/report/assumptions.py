@@ -56,11 +56,12 @@ def assumptions_of(
             "failures per 1,000 node-days",
             f"{DEFAULT_RATE:g}; published: {low:g} to {high:g}",
             f"one failure every {duration(scale.mtbf_hours * 3600)} on {plural(scale.nodes, 'node')}, "
-            f"{duration(scale.mtbf_hours_band[0] * 3600)} to {duration(scale.mtbf_hours_band[1] * 3600)} over the band",
+            f"{duration(scale.mtbf_hours_at_high_rate * 3600)} to {duration(scale.mtbf_hours_at_low_rate * 3600)} over "
+            "the band",
         ),
         (
             "checkpoint",
-            f"{count(assumed.checkpoint_bytes)}B, written in {duration(scale.save.duration_s)}",
+            f"{count(assumed.checkpoint_bytes)}B, written in {duration(scale.save_duration_s)}",
             f"{assumed.bytes_per_parameter:g} bytes a parameter; {writers} at {storage.writer_bytes_per_s / 1e9:g} "
             f"GB/s{at_most}; {'in the background' if storage.background else 'training waits'}",
         ),

@@ -92,7 +92,7 @@ def notices(answer: ReliabilityAnswer, scales: Sequence[JobScale]) -> list[str]:
             f"{job.rate_per_1000_node_days:.3g} failures per 1,000 node-days lie outside the published "
             f"{LOW:g} to {HIGH:g}"
         )
-    if job.storage.background and largest.interval_s <= largest.save.duration_s:
+    if job.storage.background and largest.interval_s <= largest.save_duration_s:
         sentences.append(
             f"at {largest.gpus:,} GPUs a save begins as soon as the one before it is complete: storage sets the "
             "interval"
@@ -106,26 +106,10 @@ def notices(answer: ReliabilityAnswer, scales: Sequence[JobScale]) -> list[str]:
 
 def flat(scale: JobScale) -> dict[str, Any]:
     """One row of the CSV output; the names of columns carry the units."""
-    return {
-        "gpus": scale.gpus,
-        "nodes": scale.nodes,
-        "mtbf_hours": scale.mtbf_hours,
-        "mtbf_hours_at_high_rate": scale.mtbf_hours_band[0],
-        "mtbf_hours_at_low_rate": scale.mtbf_hours_band[1],
-        "expected_failures": scale.expected_failures,
-        "expected_failures_at_high_rate": scale.expected_failures_band[0],
-        "expected_failures_at_low_rate": scale.expected_failures_band[1],
-        "failure_probability_per_day": scale.failure_probability_per_day,
-        "save_blocked_s": scale.save.blocked_s,
-        "save_duration_s": scale.save.duration_s,
-        "interval_s": scale.interval_s,
-        "young_interval_s": scale.young_interval_s,
-        **{f"{part}_hours": hours for part, hours in scale.hours.items()},
-        "goodput": scale.goodput,
-        "goodput_at_high_rate": scale.goodput_band[0],
-        "goodput_at_low_rate": scale.goodput_band[1],
-        "ettr_meta": scale.ettr_meta,
-    }
+    row: dict[str, Any] = {}
+    for name, value in vars(scale).items():
+        row |= {f"{part}_hours": hours for part, hours in scale.hours.items()} if name == "hours" else {name: value}
+    return row
 
 
 def as_values(answer: ReliabilityAnswer, scales: Sequence[JobScale]) -> dict[str, Any]:

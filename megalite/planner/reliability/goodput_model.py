@@ -29,9 +29,6 @@ from megalite.planner.reliability.failure_rates import (
     nodes_of,
 )
 
-Band = tuple[float, float]
-"""Values at the high and the low end of the published failure rates: the worse value first."""
-
 
 @dataclass(frozen=True)
 class Reliability:
@@ -60,21 +57,28 @@ class Reliability:
 
 @dataclass(frozen=True)
 class JobScale:
-    """A job on so many GPUs."""
+    """A job on so many GPUs; the fields are the columns of `megalite plan reliability --csv`.
+
+    High and low rate are the ends of the published failure rates.
+    """
 
     gpus: int
     nodes: int
     mtbf_hours: float
-    mtbf_hours_band: Band
+    mtbf_hours_at_high_rate: float
+    mtbf_hours_at_low_rate: float
     expected_failures: float  # run time / MTBF: failures also hit restarts
-    expected_failures_band: Band
+    expected_failures_at_high_rate: float
+    expected_failures_at_low_rate: float
     failure_probability_per_day: float  # of at least one
-    save: Save
+    save_blocked_s: float
+    save_duration_s: float
     interval_s: float
     young_interval_s: float  # first order, for comparison
     hours: Mapping[str, float]  # where they go, adding up to those of the run
     goodput: float  # share of the time in steps that count, communication included: ETTR
-    goodput_band: Band  # at the same interval: who sets it does not know the rate
+    goodput_at_high_rate: float  # at the same interval: who sets it does not know the rate
+    goodput_at_low_rate: float
     ettr_meta: float  # by the closed form of arXiv:2410.21680
 
     @property
@@ -87,8 +91,7 @@ def at_scale(job: Reliability, gpus: int) -> JobScale:
     """Returns the job on `gpus`. Raises ConfigError if they are no whole number of nodes."""
     nodes = nodes_of(gpus, job.gpus_per_node)
     mtbf_h = mtbf_hours(job.rate_per_1000_node_days, nodes)
-    low_rate, high_rate = PUBLISHED_BAND
-    mtbf_band = mtbf_hours(high_rate, nodes), mtbf_hours(low_rate, nodes)
+    at_low_rate, at_high_rate = (mtbf_hours(rate, nodes) for rate in PUBLISHED_BAND)
     run_hours = job.days * HOURS_PER_DAY
     node_fails_within_a_day = -math.expm1(-HOURS_PER_DAY / mtbf_h / nodes)
     save = job.storage.save(job.checkpoint_bytes, gpus, nodes)
@@ -102,11 +105,14 @@ def at_scale(job: Reliability, gpus: int) -> JobScale:
         gpus=gpus,
         nodes=nodes,
         mtbf_hours=mtbf_h,
-        mtbf_hours_band=mtbf_band,
+        mtbf_hours_at_high_rate=at_high_rate,
+        mtbf_hours_at_low_rate=at_low_rate,
         expected_failures=run_hours / mtbf_h,
-        expected_failures_band=(run_hours / mtbf_band[0], run_hours / mtbf_band[1]),
+        expected_failures_at_high_rate=run_hours / at_high_rate,
+        expected_failures_at_low_rate=run_hours / at_low_rate,
         failure_probability_per_day=failure_probability(node_fails_within_a_day, nodes),
-        save=save,
+        save_blocked_s=save.blocked_s,
+        save_duration_s=save.duration_s,
         interval_s=interval_s,
         young_interval_s=young_interval_s(save.blocked_s, mtbf_h * 3600),
         hours={
@@ -117,7 +123,8 @@ def at_scale(job: Reliability, gpus: int) -> JobScale:
             "restarts": run_hours * shares.restarts,
         },
         goodput=shares.productive,
-        goodput_band=(productive(mtbf_band[0]), productive(mtbf_band[1])),
+        goodput_at_high_rate=productive(at_high_rate),
+        goodput_at_low_rate=productive(at_low_rate),
         ettr_meta=expected_ettr(interval_s, save, mtbf_h * 3600, job.down_s),
     )
 
