@@ -25,21 +25,13 @@ class Device:
     """The device of the memory and the overhead of its allocator."""
 
     kind: Literal["cpu", "cuda"]
+    # glibc's malloc as `megalite train` sets it up keeps what is freed, in pieces that rarely suit a large buffer:
+    # each kind of buffer ends up with room of its own, and what counts is the sum of their peaks
     keeps_freed: bool = False
-    """glibc's malloc as `megalite train` sets it up keeps what is freed, in pieces that rarely suit a large buffer:
-    each kind of buffer ends up with room of its own, and what counts is the sum of their peaks."""
-
-    maps_lazily: bool = False
-    """Pages of a buffer count once they are written to."""
-
-    fragments: float = 0.0
-    """Fraction of the tensors' bytes that the allocator reserves and does not use."""
-
-    context_bytes: float = 0.0
-    """Bytes beside tensors."""
-
-    widens_bf16: bool = False
-    """bf16 products are computed in fp32, as on a CPU without bf16 units."""
+    maps_lazily: bool = False  # pages of a buffer count once they are written to
+    fragments: float = 0.0  # fraction of the tensors' bytes that the allocator reserves and does not use
+    context_bytes: float = 0.0  # beside tensors
+    widens_bf16: bool = False  # bf16 products are computed in fp32, as on a CPU without bf16 units
 
 
 CUDA = Device("cuda", fragments=0.07, context_bytes=1.5 * 2**30)
@@ -100,18 +92,23 @@ class _Stage:
         self.whole = layout.micro_batch_size * job.sequence_length * model.hidden_size * self.size  # hidden states
 
     def memory(self) -> StageMemory:
+        states, always = self.states, self._always()
         moments = {
-            "loss": self._loss(),
+            "loss": self._loss() if self.shape.has_head else {},
             "start of backward": self._backward_starts(),
             "end of backward": self._backward_ends(),
-            "reduction of gradients": self._reduces(),
-            "optimizer step": self._steps(),
-            "update": self._updates(),
+            "reduction of gradients": always
+            | {"gradients": states.gradients, "communication buffers": self._bucket() + states.reducing},
+            "optimizer step": always | {"gradients": states.own_gradients, "step copies": states.stepping},
+            # gradients without a permanent buffer have been copied and freed
+            "update": always | {"step copies": states.updating},
             "gathering of weights": self._gathers(),
         }
-        if not self.shape.has_head:
-            del moments["loss"]
-        name, parts = self._own_room(moments) if self.device.keeps_freed else _fullest(moments)
+        if self.device.keeps_freed:
+            name, parts = self._own_room(moments)
+        else:
+            name = max(moments, key=lambda name: sum(moments[name].values()))
+            parts = moments[name]
         return StageMemory(self.stage, with_device(parts, self.device), name)
 
     def _always(self) -> Moment:
@@ -197,18 +194,6 @@ class _Stage:
             moment["communication buffers"] = self._bucket()
         return moment
 
-    def _reduces(self) -> Moment:
-        moment = self._always() | {"gradients": self.states.gradients}
-        moment["communication buffers"] = self._bucket() + self.states.reducing
-        return moment
-
-    def _steps(self) -> Moment:
-        return self._always() | {"gradients": self.states.own_gradients, "step copies": self.states.stepping}
-
-    def _updates(self) -> Moment:
-        """Returns the bytes during the update: gradients without a permanent buffer have been copied and freed."""
-        return self._always() | {"step copies": self.states.updating}
-
     def _gathers(self) -> Moment:
         """Returns gloo's copies: it gathers into a tensor of its own. Its threads have heaps of at most 64 MiB for that
         (glibc's HEAP_MAX_SIZE), and tensors that fit are kept: measured, about three of them."""
@@ -246,11 +231,6 @@ class _Stage:
             return 0.0
         gathered = self.shape.blocks * (6 if job.layout.recompute == "full" else 4)
         return self.whole * min(1.8 * (gathered + self.shape.has_embedding + self.shape.has_head), 65)
-
-
-def _fullest(moments: Mapping[str, Moment]) -> tuple[str, Moment]:
-    name = max(moments, key=lambda name: sum(moments[name].values()))
-    return name, moments[name]
 
 
 def with_device(parts: Moment, device: Device) -> Moment:
