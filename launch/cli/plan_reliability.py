@@ -6,9 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -35,13 +34,6 @@ COMPONENT_OPTIONS = (
     *(f"{part}_mttf_hours" for part in ("gpu", "nic", "psu", "node")),
     *(f"{part}_per_node" for part in ("gpus", "nics", "psus")),
 )
-
-
-class Preset(StrEnum):
-    """Values of --preset."""
-
-    TUTORIAL = "tutorial"
-    LLAMA3 = "llama3"
 
 
 Hours = Annotated[float | None, typer.Option(help="Mean time to failure of one, in hours; inf: never.")]
@@ -113,7 +105,8 @@ def reliability(
         str | None, typer.Option(help="GPU on which to predict that share for CONFIG, such as H100.")
     ] = None,
     preset: Annotated[
-        Preset | None, typer.Option(help="A worked example with all its figures, or the component failures of Llama 3.")
+        Literal["tutorial", "llama3"] | None,
+        typer.Option(help="A worked example with all its figures, or the component failures of Llama 3."),
     ] = None,
     as_json: AsJson = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the row of each number of GPUs as CSV.")] = False,
@@ -128,14 +121,14 @@ def reliability(
 
     check_one_format(as_json=as_json, as_csv=as_csv)
     given = _given_options(context)
-    if preset is Preset.TUTORIAL:
+    if preset == "tutorial":
         if others := sorted(given - {"--preset", "--json", "--csv"}):
             raise LaunchError(f"--preset tutorial has all its figures: leave out {', '.join(others)}, or the preset")
         tables.show_tutorial(as_json=as_json, as_csv=as_csv)
         return
     components = _components(
         given,
-        LLAMA_3 if preset is Preset.LLAMA3 else Components(),
+        LLAMA_3 if preset == "llama3" else Components(),
         {name: context.params[name] for name in COMPONENT_OPTIONS},
         redundant_psu,
     )
@@ -229,7 +222,7 @@ def _components(
     if not named and base is not LLAMA_3:
         return None
     if OBSERVED in given:
-        other = named[0] if named else f"--preset {Preset.LLAMA3}"
+        other = named[0] if named else "--preset llama3"
         raise LaunchError(
             f"{OBSERVED} is the rate of whole nodes and {other} makes one of their parts: give one of them"
         )

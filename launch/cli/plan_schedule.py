@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -17,21 +16,13 @@ WIDTH = 100
 MOST_TASKS = 2_000_000  # take a few seconds
 
 
-class ScheduleChoice(StrEnum):
-    """Values of --schedule."""
-
-    ONE_F_ONE_B = "1f1b"
-    INTERLEAVED = "interleaved"
-    ZERO_BUBBLE = "zero-bubble"
-    ALL = "all"
-
-
 def schedule(
     stages: Annotated[int, typer.Option(min=1, help="Pipeline-parallel size.")] = 4,
     micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of one optimizer step.")] = 8,
     which: Annotated[
-        ScheduleChoice, typer.Option("--schedule", help="Pipeline schedule; interleaved takes --chunks.")
-    ] = ScheduleChoice.ONE_F_ONE_B,
+        Literal["1f1b", "interleaved", "zero-bubble", "all"],
+        typer.Option("--schedule", help="Pipeline schedule; interleaved takes --chunks."),
+    ] = "1f1b",
     chunks: Annotated[
         int | None, typer.Option(min=1, help="Model chunks per stage of the interleaved schedule; default 2.")
     ] = None,
@@ -57,9 +48,9 @@ def schedule(
     """
     check_one_format(as_json=as_json, as_csv=as_csv)
     pieces = 2 if chunks is None else chunks
-    if chunks is not None and which not in (ScheduleChoice.INTERLEAVED, ScheduleChoice.ALL):
+    if chunks is not None and which not in ("interleaved", "all"):
         raise LaunchError(f"--chunks {chunks} is for interleaving: leave it out, or add --schedule interleaved")
-    if weight_gradient_ms is not None and which not in (ScheduleChoice.ZERO_BUBBLE, ScheduleChoice.ALL):
+    if weight_gradient_ms is not None and which not in ("zero-bubble", "all"):
         raise LaunchError(
             f"--weight-gradient-ms {weight_gradient_ms} is for zero-bubble: leave it out, or add --schedule zero-bubble"
         )
@@ -75,7 +66,7 @@ def schedule(
     )
     if not any((*times.forward_s, *times.backward_s)):
         raise LaunchError("--forward-ms and --backward-ms are 0: a schedule needs work, so give one of them")
-    asked = list(Schedule) if which is ScheduleChoice.ALL else [Schedule(which.value)]
+    asked = list(Schedule) if which == "all" else [Schedule(which)]
     timelines = [
         simulate_schedule(each, times, micro_batches, pieces if each is Schedule.INTERLEAVED else 1) for each in asked
     ]

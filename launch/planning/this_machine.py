@@ -180,7 +180,7 @@ def _as_accelerator(measured: Measured, name: str, cores: int) -> tuple[Accelera
         device="cpu",
         flash_attention=FlashAttention(flash_1=attention, flash_2=attention),
         launch_us=measured["layer_s"] * 1e6,
-        intra_node=between_ranks_of(name),
+        intra_node=f"{name}, between ranks",
         inter_node=NETWORK,
         source="measured here",
     )
@@ -190,11 +190,6 @@ def _as_accelerator(measured: Measured, name: str, cores: int) -> tuple[Accelera
         source="measured here",
     )
     return accelerator, link
-
-
-def between_ranks_of(name: str) -> str:
-    """Name in a catalogue of the link between ranks of a CPU."""
-    return f"{name}, between ranks"
 
 
 def measured_cpu(name: str, limits: MeasurementLimits) -> tuple[Measured, str]:

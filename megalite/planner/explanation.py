@@ -5,7 +5,16 @@ from __future__ import annotations
 from megalite.config import Config
 from megalite.config.auto import CHOOSABLE
 from megalite.config.suggestions import OptionPath, dotted
-from megalite.planner.search import ALIKE, ROOMY, Dropped, LayoutCandidate, SearchResult, search, smallest_that_fits
+from megalite.planner.search import (
+    ALIKE,
+    ROOMY,
+    Dropped,
+    LayoutCandidate,
+    SearchResult,
+    options_of,
+    search,
+    smallest_that_fits,
+)
 from megalite.planner.units import gib, seconds
 
 NOTICEABLE = 1e-3  # of a step
@@ -55,9 +64,9 @@ def _remedy(config: Config, result: SearchResult, free: frozenset[OptionPath]) -
     if stated := sorted(CHOOSABLE - free):
         freed = search(config, cluster)
         if freed.best is not None:
-            values = freed.best.options
+            values = options_of(freed.best.layout)
             differing = [path for path in stated if getattr(getattr(config, path[0]), path[1]) != values[path]]
-            changes = ", ".join(f"{dotted(path)} {_shown(values[path])}" for path in differing)
+            changes = ", ".join(f"{dotted(path)} {str(values[path]).lower()}" for path in differing)
             return f"it fits with {changes}"
     counts = [count for count in NODE_COUNTS if count > cluster.nodes]
     is_one_machine = cluster.accelerator.device == "cpu"  # more ranks bring no memory
@@ -73,10 +82,6 @@ def _remedy(config: Config, result: SearchResult, free: frozenset[OptionPath]) -
         f"no number {numbers} helps ({name} take {gib(size)}): use {what} with more memory, a smaller model, or a "
         f"training.sequence_length below {config.training.sequence_length}"
     )
-
-
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def main_parts(candidate: LayoutCandidate) -> str:

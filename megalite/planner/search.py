@@ -71,11 +71,6 @@ class LayoutCandidate:
         """Tokens per second of the whole cluster."""
         return self.job.tokens_per_step / self.time.seconds
 
-    @property
-    def options(self) -> dict[OptionPath, Any]:
-        """Options of a config with this layout, including the number of replicas."""
-        return options_of(self.layout)
-
 
 @dataclass(frozen=True)
 class Dropped:
@@ -155,7 +150,7 @@ def needs(job: TrainingWorkload, cluster: Cluster) -> tuple[StageMemory, ...]:
 
 
 def options_of(layout: ParallelLayout) -> dict[OptionPath, Any]:
-    """Returns a layout as options of the config."""
+    """Returns a layout as options of a config, including the number of replicas."""
     return {
         TENSOR: layout.tensor_parallel_size,
         PIPELINE: layout.pipeline_parallel_size,
@@ -208,7 +203,11 @@ def chains(
                 _checked(tried, ranks, check)
             except ConfigError:
                 continue
-            legal = list(_micro_batches(tried, batches, ranks, check))
+            legal = []
+            for batch in batches:
+                one = tried.with_resolved({MICRO_BATCH: batch})
+                with suppress(ConfigError):
+                    legal.append((one, _checked(one, ranks, check)))
             for mode in modes:
                 yield [TrainingWorkload.of(one.with_resolved({RECOMPUTE: mode}), resolved) for one, resolved in legal]
 
@@ -258,15 +257,6 @@ def _simplest(config: Config, tp: int, pp: int, free: frozenset[OptionPath]) -> 
     return config.with_resolved(
         {path: value for path, value in values.items() if path in free} | {TENSOR: tp, PIPELINE: pp}
     )
-
-
-def _micro_batches(
-    config: Config, batches: Sequence[int], ranks: Ranks, check: Check | None
-) -> Iterator[tuple[Config, ResolvedLayout]]:
-    for size in batches:
-        one = config.with_resolved({MICRO_BATCH: size})
-        with suppress(ConfigError):
-            yield one, _checked(one, ranks, check)
 
 
 def _checked(config: Config, ranks: Ranks, check: Check | None) -> ResolvedLayout:

@@ -122,8 +122,9 @@ def dense_flops(job: TrainingWorkload, layer: int) -> float:
 def score_flops(job: TrainingWorkload, layer: int) -> float:
     """Returns the FLOPs of attention scores and their products with values; scores above the diagonal count as
     published."""
-    query = job.model.num_attention_heads * job.model.head_dim
-    return 4.0 * _tokens(job) * _seen(job, layer) * query
+    model, length = job.model, job.sequence_length
+    window = model.sliding_window if model.has_window(layer) else None
+    return 4.0 * _tokens(job) * min(length, window or length) * (model.num_attention_heads * model.head_dim)
 
 
 def head_flops(job: TrainingWorkload) -> float:
@@ -172,12 +173,6 @@ def _attention(job: TrainingWorkload, layer: int, speed: Speed) -> LayerTime:
 def _scores_exist(model: ModelConfig) -> bool:
     """Returns whether torch's fused attention cannot be used (models/attention.py)."""
     return model.attention_dropout > 0 or model.attn_logit_softcapping is not None
-
-
-def _seen(job: TrainingWorkload, layer: int) -> int:
-    """Returns the tokens that a token attends to, at most."""
-    window = job.model.sliding_window if job.model.has_window(layer) else None
-    return min(job.sequence_length, window or job.sequence_length)
 
 
 def _elementwise(job: TrainingWorkload, layer: int, speed: Speed) -> LayerTime:

@@ -129,14 +129,11 @@ class _Stage:
             return min(states.bucket, self.size * (self.shape.parameters if numbers is None else numbers))
         return states.bucket
 
-    def _earlier_gradients(self) -> float:
-        """Returns the bytes of earlier micro-batches' gradients, unless their buffer is permanent."""
-        return self.states.gradients if not self.states.stay and self.job.micro_batches > 1 else 0.0
-
     def _during(self, activations: float, **more: float) -> Moment:
         """Returns the bytes during forward or backward of a micro-batch."""
         moment = self._always() | {"gathered weights": self.states.gathered, "activations": activations}
-        moment["gradients"] += self._earlier_gradients()
+        has_earlier = not self.states.stay and self.job.micro_batches > 1  # micro-batches, whose gradients are kept
+        moment["gradients"] += self.states.gradients if has_earlier else 0.0
         for name, size in more.items():
             moment[name] = moment.get(name, 0.0) + size
         return moment
@@ -148,10 +145,6 @@ class _Stage:
         if self.job.layout.pipeline_parallel_size > 1:  # what comes and what goes, and what has come and gone before
             kept += (2 if self.stage == 0 else 5) * self.passing
         return kept
-
-    def _head_kept(self) -> float:
-        """Returns the bytes of the last block's output and its norm's, which products read whole."""
-        return self.passing + self.whole + (self.passing if self.passing < self.whole else 0.0)
 
     def _loss(self) -> Moment:
         job, model = self.job, self.job.model
@@ -170,7 +163,9 @@ class _Stage:
         gradients = 4.0 * weight + (0 if is_wide else self.size * weight * (tokens > chunk))
         gradients += 4.0 * weight if is_wide and self.size < 4 else 0.0  # the head, widened
         gradients += tokens * model.hidden_size * (4 if is_wide else self.size)
-        return self._during(self._most_activations() + self._head_kept(), logits=logits, working=gradients)
+        # the last block's output and its norm's, which products read whole
+        head = self.passing + self.whole + (self.passing if self.passing < self.whole else 0.0)
+        return self._during(self._most_activations() + head, logits=logits, working=gradients)
 
     def _backward_starts(self) -> Moment:
         working = self.blocks.last.backward + self.states.one_gradient * self.largest_of_blocks
