@@ -39,13 +39,6 @@ FORMS = frozenset({"pcie", "nvl", "mig", "max", "q"})  # words that distinguish 
 NETWORK = "Ethernet 25"  # assumed between CPU hosts
 CPU_EFFICIENCY = 0.8
 GUESSED = "a guess: `megalite plan calibrate RUN` fits it to this machine"
-SINGLE = (
-    "attention_flops",
-    "memory_bytes_per_s",
-    "layer_s",
-    "link_bytes_per_s",
-    "message_s",
-)  # figures other than core_flops
 Measured = dict[str, Any]
 ROUGH: Measured = {  # typical of a server CPU
     "core_flops": {"fp32": 5e10, "bf16": 5e10},
@@ -228,8 +221,7 @@ def _read_cache(path: Path) -> dict[str, Any]:
 def _is_measured(value: Any) -> bool:
     if not isinstance(value, dict) or not isinstance(flops := value.get("core_flops"), dict):
         return False
-    figures = [value.get(name) for name in SINGLE]
-    figures += [flops.get("fp32"), flops.get("bf16")]
+    figures = [flops.get("fp32"), flops.get("bf16"), *(value.get(name) for name in ROUGH if name != "core_flops")]
     is_loaded = isinstance(value.get("load", 0), float | int)
     return is_loaded and all(isinstance(figure, float | int) and 0 < figure < 1e18 for figure in figures)
 

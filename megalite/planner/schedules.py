@@ -64,11 +64,6 @@ class PipelineTimes:
     between_stages_s: float = 0.0  # until a stage's output is where the next stage can use it
     weight_gradient_s: Sequence[float] | None = None  # the part of `backward_s` that may come later; None: half of it
 
-    @classmethod
-    def equal(cls, stages: int, forward_s: float, backward_s: float, between_stages_s: float = 0.0) -> PipelineTimes:
-        """Every stage takes the same time."""
-        return cls((forward_s,) * stages, (backward_s,) * stages, between_stages_s)
-
     @property
     def stages(self) -> int:
         return len(self.forward_s)

@@ -13,14 +13,10 @@ from megalite.planner.cost.shapes import block_kinds, cut
 from megalite.planner.workload import BYTES, TrainingWorkload
 
 
-def micro_batches_in_flight(p: int, stage: int, micro_batches: int, v: int = 1) -> float:
+def micro_batches_in_flight(p: int, stage: int, micro_batches: int) -> int:
     """Returns the micro-batches that a stage keeps at once: in 1F1B stage i keeps p - i, at most all (Narayanan
     2021)."""
-    if v == 1:
-        return min(p - stage, micro_batches)
-    # chunks of L / (p v) blocks that warm up before the first backward, of v per micro-batch (Megatron-LM)
-    chunks = min(2 * (p - stage - 1) + (v - 1) * p + 1, micro_batches * v)
-    return chunks / v
+    return min(p - stage, micro_batches)
 
 
 @dataclass(frozen=True)

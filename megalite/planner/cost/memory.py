@@ -85,9 +85,7 @@ class _Stage:
         self.largest_of_blocks = in_blocks / largest
         self.states = deepspeed_states(job, shape.parameters, largest)
         self.blocks = stage_blocks(blocks, shape.first_block, shape.blocks, device.widens_bf16)
-        self.in_flight = micro_batches_in_flight(
-            layout.pipeline_parallel_size, stage, job.micro_batches, layout.interleave
-        )
+        self.in_flight = micro_batches_in_flight(layout.pipeline_parallel_size, stage, job.micro_batches)
         self.passing = self.blocks.first.passing
         self.whole = layout.micro_batch_size * job.sequence_length * model.hidden_size * self.size  # hidden states
 

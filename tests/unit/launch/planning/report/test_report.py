@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from launch.errors import LaunchError
-from launch.planning.report.assumptions import assumptions_of
 from launch.planning.report.memory_figure import memory_figure
-from launch.planning.report.page import reliability_of, write_report
+from launch.planning.report.page import assumptions_of, reliability_of, write_report
 from launch.planning.report.timeline_figure import box_id, sample_of, timeline_of
 from launch.planning.report.waterfall_figure import REMEDIES, USEFUL
 from megalite.config import ModelConfig
