@@ -20,7 +20,7 @@ from megalite.config.load import stated_values
 from megalite.config.yaml_text import to_yaml
 from megalite.planner.explanation import caveats, explain, why_nothing_fits
 from megalite.planner.hardware import Cluster
-from megalite.planner.search import SearchResult, judged, options_of, search
+from megalite.planner.search import SearchResult, judged, search
 
 log = get_logger(__name__)
 ALL_AUTO = ("parallel=auto", "training.micro_batch_size=auto", "recompute=auto")
@@ -118,7 +118,7 @@ def best_config(config_path: Path, overrides: Sequence[str], result: SearchResul
     assert result.best is not None
 
     values, _ = stated_values(config_path, overrides)
-    for (section, option), value in options_of(result.best.layout).items():
+    for (section, option), value in result.best.options.items():
         old = values.get(section)
         values[section] = {**(old if isinstance(old, dict) else {}), option: value}
     row = row_of(result.best, result.cluster, 1)

@@ -23,17 +23,7 @@ from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.config.suggestions import OptionPath, dotted
 from megalite.planner.explanation import main_parts, why_nothing_fits
 from megalite.planner.hardware import Cluster
-from megalite.planner.search import (
-    PIPELINE,
-    TENSOR,
-    Check,
-    Ranks,
-    SearchResult,
-    divisors,
-    first_legal,
-    options_of,
-    search,
-)
+from megalite.planner.search import PIPELINE, TENSOR, Check, Ranks, SearchResult, divisors, first_legal, search
 from megalite.planner.units import seconds
 
 DECIDED_LATER = "the layout is auto: rank 0 chooses it when the run starts, by the accelerators it finds"
@@ -193,4 +183,4 @@ def _best(config: Config, result: SearchResult) -> ChosenLayout:
         f"auto: chose {best.layout} for {cluster.accelerators} x {cluster.accelerator_name}, the fastest of {count} "
         f"layout{'s' * (count > 1)} that fit: {seconds(best.time.seconds)} a step, bound by {main_parts(best)}"
     )
-    return ChosenLayout(options_of(best.layout), sentence)
+    return ChosenLayout(best.options, sentence)

@@ -5,16 +5,7 @@ from __future__ import annotations
 from megalite.config import Config
 from megalite.config.auto import CHOOSABLE
 from megalite.config.suggestions import OptionPath, dotted
-from megalite.planner.search import (
-    ALIKE,
-    ROOMY,
-    Dropped,
-    LayoutCandidate,
-    SearchResult,
-    options_of,
-    search,
-    smallest_that_fits,
-)
+from megalite.planner.search import ALIKE, ROOMY, Dropped, LayoutCandidate, SearchResult, search, smallest_that_fits
 from megalite.planner.units import gib, seconds
 
 NOTICEABLE = 1e-3  # of a step
@@ -25,7 +16,13 @@ def explain(result: SearchResult) -> tuple[str, str, str]:
     """Explains what bounds the winner, why the next best loses, and what was dropped."""
     if result.best is None:
         return "nothing fits", "", _dropped(result)
-    return _winner(result.best, result), _next_best(result), _dropped(result)
+    best, fullest = result.best, result.best.fullest
+    where = f" (stage {fullest.stage})" if len(best.memory) > 1 else ""
+    winner = (
+        f"{best.layout}: bound by {main_parts(best)} of {seconds(best.time.seconds)} a step; memory "
+        f"{fullest.total / result.cluster.memory_bytes:.0%} full{where}"
+    )
+    return winner, _next_best(result), _dropped(result)
 
 
 def caveats(result: SearchResult) -> list[str]:
@@ -64,7 +61,7 @@ def _remedy(config: Config, result: SearchResult, free: frozenset[OptionPath]) -
     if stated := sorted(CHOOSABLE - free):
         freed = search(config, cluster)
         if freed.best is not None:
-            values = options_of(freed.best.layout)
+            values = freed.best.options
             differing = [path for path in stated if getattr(getattr(config, path[0]), path[1]) != values[path]]
             changes = ", ".join(f"{dotted(path)} {str(values[path]).lower()}" for path in differing)
             return f"it fits with {changes}"
@@ -89,15 +86,6 @@ def main_parts(candidate: LayoutCandidate) -> str:
     time = candidate.time
     parts = sorted(time.parts.items(), key=lambda part: -part[1])[:3]
     return ", ".join(f"{name} {size / time.seconds:.0%}" for name, size in parts if size > 0.005 * time.seconds)
-
-
-def _winner(best: LayoutCandidate, result: SearchResult) -> str:
-    fullest = best.fullest
-    where = f" (stage {fullest.stage})" if len(best.memory) > 1 else ""
-    return (
-        f"{best.layout}: bound by {main_parts(best)} of {seconds(best.time.seconds)} a step; memory "
-        f"{fullest.total / result.cluster.memory_bytes:.0%} full{where}"
-    )
 
 
 def _next_best(result: SearchResult) -> str:

@@ -67,6 +67,10 @@ class LayoutCandidate:
         return max(self.memory, key=lambda stage: stage.total)
 
     @property
+    def options(self) -> dict[OptionPath, Any]:
+        return options_of(self.layout)
+
+    @property
     def tokens_per_s(self) -> float:
         """Tokens per second of the whole cluster."""
         return self.job.tokens_per_step / self.time.seconds

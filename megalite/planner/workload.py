@@ -95,6 +95,10 @@ class TrainingWorkload:
         return not self.stack.stops_recompute_early or model.norm_placement != "pre" or model.residual_dropout > 0
 
     @property
+    def micro_batch_tokens(self) -> int:
+        return self.layout.micro_batch_size * self.sequence_length
+
+    @property
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.sequence_length
 

@@ -99,7 +99,7 @@ def head_work(job: TrainingWorkload, speed: Speed) -> Passes:
     """Returns the work of logits and their softmax in fp32: 12 bytes each way per logit. Our loss computes both
     gradients in forward: the sum is the same."""
     model, size = job.model, BYTES[job.dtype]
-    tokens, columns = _tokens(job), cut(model.vocab_size, job.layout.tensor_parallel_size)
+    tokens, columns = job.micro_batch_tokens, cut(model.vocab_size, job.layout.tensor_parallel_size)
     product = speed.product(tokens, columns, model.hidden_size, size)
     softmax = speed.moving(12.0 * tokens * columns)
     return Passes(product + softmax, 2.0 * product + softmax, LayerTime())
@@ -116,7 +116,7 @@ def dense_flops(job: TrainingWorkload, layer: int) -> float:
         numbers += hidden * (model.num_experts + 3 * model.num_experts_per_tok * model.moe_intermediate_size)
     else:
         numbers += (3 if model.gated_mlp else 2) * hidden * model.intermediate_size
-    return 2.0 * _tokens(job) * numbers
+    return 2.0 * job.micro_batch_tokens * numbers
 
 
 def score_flops(job: TrainingWorkload, layer: int) -> float:
@@ -124,21 +124,17 @@ def score_flops(job: TrainingWorkload, layer: int) -> float:
     published."""
     model, length = job.model, job.sequence_length
     window = model.sliding_window if model.has_window(layer) else None
-    return 4.0 * _tokens(job) * min(length, window or length) * (model.num_attention_heads * model.head_dim)
+    return 4.0 * job.micro_batch_tokens * min(length, window or length) * (model.num_attention_heads * model.head_dim)
 
 
 def head_flops(job: TrainingWorkload) -> float:
     """Returns the FLOPs of the output head."""
-    return 2.0 * _tokens(job) * job.model.hidden_size * job.model.vocab_size
-
-
-def _tokens(job: TrainingWorkload) -> int:
-    return job.layout.micro_batch_size * job.sequence_length
+    return 2.0 * job.micro_batch_tokens * job.model.hidden_size * job.model.vocab_size
 
 
 def _products(job: TrainingWorkload, layer: int, speed: Speed) -> list[LayerTime]:
     """Returns the matrix products with weights, in order."""
-    model, t, size, tokens = job.model, job.layout.tensor_parallel_size, BYTES[job.dtype], _tokens(job)
+    model, t, size, tokens = job.model, job.layout.tensor_parallel_size, BYTES[job.dtype], job.micro_batch_tokens
     hidden, query = model.hidden_size, cut(model.num_attention_heads * model.head_dim, t)
     key_value = cut(model.num_key_value_heads * model.head_dim, t)
     found = [speed.product(tokens, query + 2 * key_value, hidden, size), speed.product(tokens, hidden, query, size)]
@@ -194,4 +190,4 @@ def _elementwise(job: TrainingWorkload, layer: int, speed: Speed) -> LayerTime:
     heads = model.num_attention_heads + (2 * model.num_key_value_heads if model.rotary_dim(layer) > 0 else 0)
     is_copied = job.stack.attention == "materialized" or model.rotary_dim(layer) > 0
     copies = 2 * size * heads * model.head_dim if is_copied else 0
-    return speed.moving(_tokens(job) * ((norms + sums) / whole_t + (activation + copies) / t))
+    return speed.moving(job.micro_batch_tokens * ((norms + sums) / whole_t + (activation + copies) / t))

@@ -146,7 +146,7 @@ class _Stage:
 
     def _loss(self) -> Moment:
         job, model = self.job, self.job.model
-        tokens = job.layout.micro_batch_size * job.sequence_length
+        tokens = job.micro_batch_tokens
         rows = cut(model.vocab_size, job.layout.tensor_parallel_size)
         chunk = max(CHUNK_TOKENS, CHUNK_BYTES[self.device.kind] // (4 * rows))
         is_wide = self.size == 4 or (self.device.widens_bf16 and job.dtype == "bf16")

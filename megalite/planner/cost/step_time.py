@@ -88,6 +88,7 @@ def step_time(job: TrainingWorkload, cluster: Cluster) -> StepTime:
     between = _between_s(job, cluster)
     waits = _idle(layout.pipeline_parallel_size, cluster) * ((layout.pipeline_parallel_size - 1) / chunks)
     largest = max(shapes, key=lambda shape: shape.parameters)
+    owned = largest.parameters / (1 if job.stack.replicas == "all_reduce" else layout.data_parallel_size)
     exposed = _replicas_s(job, cluster, largest, stages[shapes.index(largest)])
     parts = {
         "matrix products": count * mean.work.matrix_s,
@@ -99,7 +100,7 @@ def step_time(job: TrainingWorkload, cluster: Cluster) -> StepTime:
         "pipeline bubble": waits * (mean.seconds + 2 * chunks * between),
         "between stages": count * 2 * chunks * between + end_ring(layout, cluster).seconds(tied_moved(job)),
         "replicas": exposed,
-        "optimizer": _optimizer_s(job, largest.parameters, speed),
+        "optimizer": OPTIMIZER_BYTES[job.optimizer] * owned / speed.memory_bytes,
     }
     return StepTime(
         parts=parts,
@@ -213,12 +214,6 @@ def _exposed_when_sharded_s(
     waited = 0.0 if job.stack.prefetches_backward else again
     backward = again - waited + scattered
     return waited + _late(forward, stage.forward_s, shape.blocks) + _late(backward, stage.backward_s, shape.blocks)
-
-
-def _optimizer_s(job: TrainingWorkload, numbers: int, speed: Speed) -> float:
-    is_cut = job.stack.replicas != "all_reduce"
-    owned = numbers / (job.layout.data_parallel_size if is_cut else 1)
-    return OPTIMIZER_BYTES[job.optimizer] * owned / speed.memory_bytes
 
 
 def _forward_flops(job: TrainingWorkload) -> float:

@@ -103,11 +103,7 @@ def traffic(volumes: Volumes, job: TrainingWorkload) -> Traffic:
 
 def hidden_state_bytes(job: TrainingWorkload) -> int:
     """Returns the bytes of one micro-batch's hidden states, not cut."""
-    return _tokens(job) * job.model.hidden_size * BYTES[job.dtype]
-
-
-def _tokens(job: TrainingWorkload) -> int:
-    return job.layout.micro_batch_size * job.sequence_length
+    return job.micro_batch_tokens * job.model.hidden_size * BYTES[job.dtype]
 
 
 def tensor_moved(job: TrainingWorkload, stage: StageShape) -> TensorMoved:
@@ -129,8 +125,8 @@ def tensor_moved(job: TrainingWorkload, stage: StageShape) -> TensorMoved:
     kept = 0  # key/value features: an all-gather forward, a reduce-scatter backward
     if model.num_key_value_heads < tp:
         features = 2 * model.num_key_value_heads * model.head_dim
-        kept = blocks * _tokens(job) * features * BYTES[job.dtype]
-    loss = 2 * 4 * _tokens(job) * tp if stage.has_head else 0
+        kept = blocks * job.micro_batch_tokens * features * BYTES[job.dtype]
+    loss = 2 * 4 * job.micro_batch_tokens * tp if stage.has_head else 0
     is_again = layout.recompute == "full"
     again = is_again * blocks * (2 if job.recomputes_the_end else 1) * size
     # into a parallel region nothing forward and a sum backward, out of it a sum forward and nothing backward
@@ -188,7 +184,7 @@ def _pipeline(job: TrainingWorkload) -> tuple[int, int]:
     hidden, count = hidden_state_bytes(job), job.micro_batches
     if layout.sequence_parallel or job.stack.cuts_boundary_tensors:
         hidden //= layout.tensor_parallel_size
-    riders = INTEGER_BYTES * _tokens(job) if job.document_mask else 0
+    riders = INTEGER_BYTES * job.micro_batch_tokens if job.document_mask else 0
     riders += INTEGER_BYTES * layout.micro_batch_size if job.model.has_dropout else 0
     return count * (hidden + riders), count * hidden
 
