@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -30,10 +30,6 @@ from megalite.planner.reliability.failure_rates import DEFAULT_RATE, LLAMA_3, Co
 from megalite.planner.reliability.goodput_model import Reliability, at_scale
 
 OBSERVED = "--rate-per-1000-node-days"
-COMPONENT_OPTIONS = (
-    *(f"{part}_mttf_hours" for part in ("gpu", "nic", "psu", "node")),
-    *(f"{part}_per_node" for part in ("gpus", "nics", "psus")),
-)
 
 
 Hours = Annotated[float | None, typer.Option(help="Mean time to failure of one, in hours; inf: never.")]
@@ -129,8 +125,7 @@ def reliability(
     components = _components(
         given,
         LLAMA_3 if preset == "llama3" else Components(),
-        {name: context.params[name] for name in COMPONENT_OPTIONS},
-        redundant_psu,
+        {field.name: context.params[field.name] for field in fields(Components)},
     )
     rate_per_1000_node_days, rate_source = _rate(rate, components)
     config = None if config_path is None else load_run_config(config_path, overrides or [])
@@ -211,13 +206,9 @@ def _given_options(context: typer.Context) -> set[str]:
     return given
 
 
-def _components(
-    given: set[str], base: Components, values: dict[str, float | int | None], redundant_psu: bool
-) -> Components | None:
+def _components(given: set[str], base: Components, values: dict[str, float | int | None]) -> Components | None:
     """The failure rates of components; None where no option names one, so that a rate of nodes is meant."""
-    component_options = {f"--{name.replace('_', '-')}" for name in values if name != "gpus_per_node"} | {
-        "--redundant-psu"
-    }
+    component_options = {f"--{name.replace('_', '-')}" for name in values if name != "gpus_per_node"}
     named = sorted(given & component_options)
     if not named and base is not LLAMA_3:
         return None
@@ -235,7 +226,7 @@ def _components(
         if name.endswith("_hours") and value is not None and not value > 0:
             raise LaunchError(f"--{name.replace('_', '-')} {value:g}: must be more than 0 hours, or inf for never")
     changes = {name: value for name, value in values.items() if value is not None}
-    return replace(base, redundant_psu=redundant_psu, **changes)  # type: ignore[arg-type]
+    return replace(base, **changes)  # type: ignore[arg-type]
 
 
 def _rate(observed: float | None, components: Components | None) -> tuple[float, str]:

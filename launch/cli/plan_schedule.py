@@ -57,12 +57,11 @@ def schedule(
     _check_size(stages, micro_batches, pieces)
     if not 0 <= between_stages_ms < math.inf:
         raise LaunchError(f"--between-stages-ms {between_stages_ms:g}: give milliseconds of at least 0, such as 0.5")
-    backward_s = _seconds("--backward-ms", backward_ms, stages)
     times = PipelineTimes(
         _seconds("--forward-ms", forward_ms, stages),
-        backward_s,
+        _seconds("--backward-ms", backward_ms, stages),
         between_stages_ms / 1000,
-        None if weight_gradient_ms is None else _weight_gradient_s(weight_gradient_ms, backward_s),
+        None if weight_gradient_ms is None else _seconds("--weight-gradient-ms", weight_gradient_ms, stages),
     )
     if not any((*times.forward_s, *times.backward_s)):
         raise LaunchError("--forward-ms and --backward-ms are 0: a schedule needs work, so give one of them")
@@ -87,16 +86,6 @@ def _check_size(stages: int, micro_batches: int, pieces: int) -> None:
             f"{stages} stages with {micro_batches} micro-batches are too many to draw: more of them repeat what fewer "
             f"show, so take --micro-batches {most // stages}" + (" or fewer" if most // stages > 1 else "")
         )
-
-
-def _weight_gradient_s(text: str, backward_s: tuple[float, ...]) -> tuple[float, ...]:
-    values = _seconds("--weight-gradient-ms", text, len(backward_s))
-    if any(part > whole for part, whole in zip(values, backward_s, strict=True)):
-        raise LaunchError(
-            f"--weight-gradient-ms {text}: cannot be longer than the backward pass, of which it is a part: give at "
-            f"most {1000 * min(backward_s):g}, or a longer --backward-ms"
-        )
-    return values
 
 
 def _seconds(option: str, text: str, stages: int) -> tuple[float, ...]:

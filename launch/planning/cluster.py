@@ -11,7 +11,7 @@ from launch.errors import LaunchError
 from launch.planning.hardware_catalogue import known_hardware
 from launch.planning.this_machine import describe_machine
 from launch.runtime.devices import cpu_count, gpu_count
-from launch.runtime.hostfile import Host, read_hostfile
+from launch.runtime.hostfile import read_hostfile
 from megalite.config import Config
 from megalite.config.suggestions import OptionPath, multiples_near
 from megalite.planner.hardware import Cluster, ClusterFile, cluster_of, read_cluster
@@ -40,7 +40,13 @@ def cluster_at(
         return read_cluster(file, known_hardware())
     if hostfile is not None:
         hosts = read_hostfile(hostfile)
-        return nodes_of(_kind(accelerator), len(hosts), _equal_slots(hostfile, hosts), hostfile.name)
+        fewest, most = (extreme(hosts, key=lambda host: host.slots) for extreme in (min, max))
+        if fewest.slots != most.slots:
+            raise LaunchError(
+                f"hostfile {hostfile}: {most.name} has {most.slots} slots and {fewest.name} {fewest.slots}, but a plan "
+                f"is for nodes that are alike: use {fewest.slots} slots of each, or only the hosts with {most.slots}"
+            )
+        return nodes_of(_kind(accelerator), len(hosts), most.slots, hostfile.name)
     if gpus is not None:
         size = gpus_per_node or min(gpus, 8)
         if gpus % size:
@@ -110,13 +116,3 @@ def _kind(accelerator: str | None) -> str:
     if not gpu_count():
         raise LaunchError("nothing says which accelerators the hosts have: add --accelerator, such as H100")
     return describe_machine().name
-
-
-def _equal_slots(hostfile: Path, hosts: Sequence[Host]) -> int:
-    fewest, most = (extreme(hosts, key=lambda host: host.slots) for extreme in (min, max))
-    if fewest.slots != most.slots:
-        raise LaunchError(
-            f"hostfile {hostfile}: {most.name} has {most.slots} slots and {fewest.name} {fewest.slots}, but a plan is "
-            f"for nodes that are alike: use {fewest.slots} slots of each, or only the hosts with {most.slots}"
-        )
-    return most.slots

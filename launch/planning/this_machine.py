@@ -134,7 +134,10 @@ def _with_cpu(ranks: int, nodes: int, known: Catalogue, limits: MeasurementLimit
     else:
         measured, rough = measured_cpu(name, limits)
         whole, link = _as_accelerator(measured, name, cores)
-    share = min(_threads_of_a_rank(ranks), cores / ranks) / cores
+    # threads of a rank as launch/runtime/local_ranks.py sets them, unless the user does
+    stated = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(stated) if stated.isdecimal() and int(stated) else max(1, cpu_count() // ranks)
+    share = min(threads, cores / ranks) / cores
     part = whole.model_copy(
         update={
             "memory_gib": whole.memory_gib / ranks,
@@ -245,12 +248,6 @@ def _measure(timeout_s: float) -> Measured:
 def _computing_cores() -> int:
     """Physical cores that this process may use; hardware threads share a core's arithmetic units."""
     return max(1, min(cpu_count(), psutil.cpu_count(logical=False) or cpu_count()))
-
-
-def _threads_of_a_rank(ranks: int) -> int:
-    """Threads per rank as launch/runtime/local_ranks.py sets them, unless the user does."""
-    stated = os.environ.get("OMP_NUM_THREADS", "")
-    return int(stated) if stated.isdecimal() and int(stated) else max(1, cpu_count() // ranks)
 
 
 def has_bf16_units() -> bool:

@@ -88,7 +88,10 @@ class PipelineTimes:
         if min(*self.forward_s, *self.backward_s, *self.weight_part_s, self.between_stages_s) < 0:
             raise ConfigError("times of a pipeline stage are negative: give seconds, at least 0")
         if any(part > whole for part, whole in zip(self.weight_part_s, self.backward_s, strict=True)):
-            raise ConfigError("weight_gradient_s is a part of backward_s, and cannot be longer")
+            raise ConfigError(
+                "the weight gradient is a part of the backward pass, and cannot be longer: give at most "
+                f"{1000 * min(self.backward_s):g} ms, or a longer backward pass"
+            )
 
 
 @dataclass(frozen=True)

@@ -130,9 +130,12 @@ def search(
                 dropped.append(Dropped(_layout(config, tp, pp, ranks.count), str(error)))
         if found:
             break
-    found.sort(key=_rank)
-    if found:
-        chosen = _choice(found, cluster)
+    # the simpler of two layouts comes first whose times are equal to six digits
+    found.sort(key=lambda one: (float(f"{one.time.seconds:.6g}"), *_simplicity(one.layout)))
+    if found:  # among those equally fast within the prediction error, one with memory to spare, and the simplest
+        alike = [one for one in found if one.time.seconds <= (1 + ALIKE) * found[0].time.seconds]
+        is_full = ROOMY * cluster.memory_bytes
+        chosen = min(alike, key=lambda one: (one.fullest.total > is_full, *_simplicity(one.layout)))
         found.remove(chosen)
         found.insert(0, chosen)
     dropped.sort(key=lambda one: (one.missing_bytes is None, one.missing_bytes or 0.0, _simplicity(one.layout)))
@@ -307,17 +310,6 @@ def _layout(config: Config, tp: int, pp: int, world_size: int) -> ParallelLayout
         data_parallel_size=max(1, world_size // (tp * pp)),
         micro_batch_size=config.training.micro_batch_size,
     )
-
-
-def _rank(candidate: LayoutCandidate) -> tuple[Any, ...]:
-    """Returns the sort key: time, and the simpler of two that are equal to six digits."""
-    return (float(f"{candidate.time.seconds:.6g}"), *_simplicity(candidate.layout))
-
-
-def _choice(found: Sequence[LayoutCandidate], cluster: Cluster) -> LayoutCandidate:
-    """Returns, among those equally fast within the prediction error, one with memory to spare, and the simplest."""
-    alike = [one for one in found if one.time.seconds <= (1 + ALIKE) * found[0].time.seconds]
-    return min(alike, key=lambda one: (one.fullest.total > ROOMY * cluster.memory_bytes, *_simplicity(one.layout)))
 
 
 def _simplicity(layout: ParallelLayout) -> tuple[Any, ...]:
