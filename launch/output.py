@@ -59,6 +59,18 @@ class Table:
     title: str = ""
     text_columns: Sequence[int] = (0,)
 
+    @classmethod
+    def of(
+        cls,
+        records: Iterable[Mapping[str, Any]],
+        columns: Mapping[str, str],
+        title: str = "",
+        text_columns: Sequence[int] = (0,),
+    ) -> Table:
+        """A table with one row per record; `columns` maps each header to its format, such as `{step_s:.3g}`."""
+        rows = [[template.format_map(record) for template in columns.values()] for record in records]
+        return cls(list(columns), rows, title, text_columns)
+
     def print(self, to: Console | None = None) -> None:
         """Prints on standard output, or on another console."""
         from rich.table import Table as RichTable

@@ -53,6 +53,14 @@ def blocks_in_flight(blocks: int, p: int, v: int = 1) -> float:
     return blocks * (1.0 if v == 1 else 1 + (p - 1) / (p * v))
 
 
+def interleaved_in_flight(p: int, stage: int, micro_batches: int, v: int) -> float:
+    """Returns the micro-batches that a stage of v chunks keeps at once."""
+    if v == 1:
+        return micro_batches_in_flight(p, stage, micro_batches)
+    # chunks of L / (p v) blocks that warm up before the first backward, of v per micro-batch (Megatron-LM)
+    return min(2 * (p - stage - 1) + (v - 1) * p + 1, micro_batches * v) / v
+
+
 def published_states(job: TrainingWorkload, numbers: float) -> States:
     """Returns the states without buffers, as papers count them. ZeRO stage 0 shards nothing."""
     zero, d = job.layout.zero_stage, job.layout.data_parallel_size
@@ -62,6 +70,11 @@ def published_states(job: TrainingWorkload, numbers: float) -> States:
         optimizer=4 * (MOMENTS[job.optimizer] + (size < 4)) * numbers / (d if zero >= 1 else 1),
         gradients=accumulated * numbers / (d if zero >= 2 else 1),
     )
+
+
+def total(states: States) -> float:
+    """Returns the bytes of weights, gradients and optimizer, as ZeRO's paper counts them."""
+    return states.weights + states.gradients + states.optimizer
 
 
 def published_memory_of(job: TrainingWorkload, device: Device) -> tuple[StageMemory, ...]:
@@ -83,7 +96,7 @@ def _stage_memory(job: TrainingWorkload, stage: int, shape: StageShape, device: 
     if stage == 0 and job.micro_batches >= p:
         blocks = blocks_in_flight(shape.blocks * p, p, v)
     else:
-        blocks = micro_batches_in_flight(p, stage, job.micro_batches, v) * shape.blocks
+        blocks = interleaved_in_flight(p, stage, job.micro_batches, v) * shape.blocks
     live = 0.0  # of the block that is recomputed
     if recompute != "none":
         again: Recompute = "none" if job.stack.attention == "materialized" else "selective"
@@ -121,7 +134,7 @@ def figure_1() -> Iterator[Figure]:
         numbers = 12 * int(run["layers"]) * int(run["hidden"]) ** 2 / (int(run["TP"]) * int(run["PP"]))
         states = published_states(replace(MIXED, gradient_accumulation_dtype="fp32"), numbers)
         name = f"{row['model']} {row['mode']}"
-        yield Figure(f"{name}, states", states.total / GIB, float(row["params_and_optimizer_GiB"]))
+        yield Figure(f"{name}, states", total(states) / GIB, float(row["params_and_optimizer_GiB"]))
         yield Figure(f"{name}, activations", _first_stage(run, row["mode"]) / GIB, float(row["activations_GiB"]))
 
 
@@ -141,7 +154,7 @@ def zero_table_1() -> Iterator[Figure]:
         numbers = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}[row["model"]]
         for zero, column in ((1, "Pos"), (2, "Pos+g"), (3, "Pos+g+p")):
             layout = replace(MIXED.layout, zero_stage=zero, data_parallel_size=int(row["DP"]))
-            ours = published_states(replace(MIXED, layout=layout), numbers).total / 1e9
+            ours = total(published_states(replace(MIXED, layout=layout), numbers)) / 1e9
             yield Figure(f"{row['model']} on {row['DP']}, stage {zero}", ours, float(row[f"{column}_formula"]))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from launch.planning.report import write_report
+from launch.planning.report.page import write_report
 from megalite.config import Config
 from megalite.config.auto import CHOOSABLE
 from megalite.planner.hardware import ClusterFile, cluster_of

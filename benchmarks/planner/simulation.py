@@ -13,15 +13,19 @@ from enum import StrEnum
 from statistics import fmean
 
 from benchmarks.planner.published import read
-from megalite.planner.reliability.checkpoint_interval import Save, best_interval_s, expected_ettr, time_shares
+from megalite.planner.reliability.checkpoints import Save, best_interval_s, expected_ettr, time_shares
 from megalite.planner.reliability.failure_rates import rate_of_count
-from megalite.planner.reliability.run_simulation import DAY_S, HOUR_S, SimulatedJob, simulate
-from megalite.planner.reliability.stragglers import expected_slowdown
+from megalite.planner.reliability.run_simulation import DAY_S, HOUR_S, SimulatedJob, expected_slowdown, simulate
 from megalite.planner.schedules import PipelineTimes, Schedule, bubble_closed_form, simulate_schedule
 
 FAILURES = 4000  # of each simulated run that a closed form is held against
 MANY_FAILURES = 20_000  # where intervals are as long as the time between failures: enough for 0.1 points
 SEEDS = range(6)
+
+
+def equal_stages(stages: int, forward_s: float, backward_s: float, between_stages_s: float = 0.0) -> PipelineTimes:
+    """Returns the times of a pipeline whose stages all take the same time."""
+    return PipelineTimes((forward_s,) * stages, (backward_s,) * stages, between_stages_s)
 
 
 def waiting_share(spare_nodes: int, under_repair: float) -> float:
@@ -255,7 +259,7 @@ def stragglers() -> Iterator[Check]:
     note = "an upper limit: if 0.5 % of nodes are 10 % slower in all they do"
     yield Check("MegaScale: gain without stragglers", gain, 0.007, 0.0, Relation.SHOWN, note)
     stages, micro_batches, chunks = 8, 32, 6  # of the 175B model: 192 replicas, batch 6144
-    equal = PipelineTimes.equal(stages, 1.0, 2.0)
+    equal = equal_stages(stages, 1.0, 2.0)
     one_slow = replace(equal, forward_s=(1.0, 1.0, 1.1, *[1.0] * 5))
     usual, slower = (simulate_schedule(Schedule.INTERLEAVED, t, micro_batches, chunks) for t in (equal, one_slow))
     gain = slower.makespan_s / usual.makespan_s - 1
@@ -266,7 +270,7 @@ def stragglers() -> Iterator[Check]:
 def schedules() -> Iterator[Check]:
     for schedule, chunks in ((Schedule.ONE_F_ONE_B, 1), (Schedule.INTERLEAVED, 4), (Schedule.ZERO_BUBBLE, 1)):
         form = bubble_closed_form(schedule, 8, 64, chunks)
-        ours = simulate_schedule(schedule, PipelineTimes.equal(8, 1.0, 2.0), 64, chunks).bubble_fraction
+        ours = simulate_schedule(schedule, equal_stages(8, 1.0, 2.0), 64, chunks).bubble_fraction
         name = f"bubble of {schedule}, 8 stages, 64 micro-batches, {chunks} chunk{'s' * (chunks > 1)}"
         source = "Qi 2023" if schedule is Schedule.ZERO_BUBBLE else "Narayanan 2021"
         yield Check(name, ours, form, 1e-9, Relation.RELATIVE, source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -29,3 +30,10 @@ def check_one_format(*, as_json: bool, as_csv: bool) -> None:
     """Raises LaunchError where both --json and --csv are given."""
     if as_json and as_csv:
         raise LaunchError("--json and --csv are two ways to print the result: give one of them")
+
+
+def finite_number(option: str, value: float, zero: bool = False) -> float:
+    """Returns the value of an option that must be above 0, or from 0 up with `zero`. Raises LaunchError."""
+    if not (value > 0 or (zero and value == 0)) or not math.isfinite(value):
+        raise LaunchError(f"{option} {value:g}: must be a finite number {'from 0 up' if zero else 'above 0'}")
+    return value

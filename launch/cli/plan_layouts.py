@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -25,14 +24,6 @@ from megalite.planner.search import SearchResult, judged, search
 
 log = get_logger(__name__)
 ALL_AUTO = ("parallel=auto", "training.micro_batch_size=auto", "recompute=auto")
-
-
-@dataclass(frozen=True)
-class OwnLayout:
-    """The layout that the config states: its figures, or the reason why it has none."""
-
-    row: LayoutRow | None = None
-    problem: str | None = None
 
 
 def layouts(
@@ -66,16 +57,16 @@ def layouts(
 
     Example: `megalite plan configs/quickstart.yaml --accelerator H100 --gpus 16 --write best.yaml`
     """
-    from launch.planning.cluster import ClusterOptions, cluster_at, search_here
+    from launch.planning.cluster import cluster_at, search_here
 
     check_one_format(as_json=as_json, as_csv=as_csv)
     _check_paths(write, html, [config_path, cluster, hostfile], overwrite)
-    there = cluster_at(ClusterOptions(cluster, hostfile, accelerator, gpus, gpus_per_node))
+    there = cluster_at(cluster, hostfile, accelerator, gpus, gpus_per_node)
     if there is not None and there.accelerators > MOST_ACCELERATORS:
         raise LaunchError(
             f"a cluster of {there.accelerators:,} accelerators: a plan is for {MOST_ACCELERATORS:,} at most"
         )
-    config, own = _load_with_auto(config_path, overrides or [], there)
+    config, own, problem = _load_with_auto(config_path, overrides or [], there)
     result = (
         search_here(config, config.unresolved_options)
         if there is None
@@ -84,20 +75,20 @@ def layouts(
     if result.best is None:
         raise LaunchError(why_nothing_fits(config, result, config.unresolved_options))
     if as_csv:
-        print_csv([asdict(row) for row in rows_of(result, own.row, top)])
+        print_csv(rows_of(result, own, top))
     elif as_json:
-        print_json(search_as_json(result, own.row, own.problem, top))
+        print_json(search_as_json(result, own, problem, top))
     else:
         print(f"cluster: {_cluster_text(result.cluster)}")
-        layouts_table(rows_of(result, own.row, top), result).print()
-        if own.problem is not None:
-            print(f"as written it does not work: {own.problem}")
+        layouts_table(rows_of(result, own, top), result).print()
+        if problem is not None:
+            print(f"as written it does not work: {problem}")
         print("\n".join([*explain(result), *(f"note: {line}" for line in caveats(result))]))
     if write is not None:
         write_file(write, best_config(config_path, overrides or [], result))
         _report(f"wrote {write}; train with: megalite train {write}", beside_result=as_json or as_csv)
     if html is not None:
-        from launch.planning.report import write_report
+        from launch.planning.report.page import write_report
 
         write_report(html, result, result.cluster, f"{config_path} on {_cluster_text(result.cluster)}")
         _report(f"wrote {html}", beside_result=as_json or as_csv)
@@ -133,45 +124,51 @@ def best_config(config_path: Path, overrides: Sequence[str], result: SearchResul
     row = row_of(result.best, result.cluster, 1)
     lines = [
         f"{config_path} with the layout that `megalite plan` has chosen for {_cluster_text(result.cluster)}.",
-        f"Predicted: {row.step_s:.3g} s a step, {row.tokens_per_s:,.0f} tokens/s, MFU "
-        f"{row.model_flops_utilization:.1%}, {row.memory_gib:.3g} GiB of each accelerator's "
-        f"{result.cluster.accelerator.memory_gib:.3g}.",
+        "Predicted: {step_s:.3g} s a step, {tokens_per_s:,.0f} tokens/s, MFU {model_flops_utilization:.1%}, "
+        "{memory_gib:.3g} GiB of each accelerator's ".format_map(row)
+        + f"{result.cluster.accelerator.memory_gib:.3g}.",
         *explain(result),
     ]
     printable = (line if line.isprintable() else repr(line) for line in lines)  # a path may have a line break
     return "".join(f"# {line}\n" for line in printable) + to_yaml(values)
 
 
-def _load_with_auto(path: Path, overrides: Sequence[str], cluster: Cluster | None) -> tuple[Config, OwnLayout]:
-    """Loads the config with every layout option `auto` that no override states, and its layout as written, which may be
-    one that cannot run. A config that has `auto` options is taken as it is."""
+def _load_with_auto(
+    path: Path, overrides: Sequence[str], cluster: Cluster | None
+) -> tuple[Config, LayoutRow | None, str | None]:
+    """Loads the config with every layout option `auto` that no override states. A config that has `auto` options is
+    taken as it is.
+
+    Returns with it the figures of the layout as written, or the reason why it cannot run.
+    """
     try:
         written = load_run_config(path, overrides)
     except ConfigError as error:
         try:
-            return load_run_config(path, [*ALL_AUTO, *overrides]), OwnLayout(problem=str(error))
+            return load_run_config(path, [*ALL_AUTO, *overrides]), None, str(error)
         except ConfigError:  # its message may name overrides that the user has not given
             raise error from None
     if written.unresolved_options:
-        return written, OwnLayout()
-    return load_run_config(path, [*ALL_AUTO, *overrides]), _as_written(written, cluster)
+        return written, None, None
+    config = load_run_config(path, [*ALL_AUTO, *overrides])
+    try:
+        return config, _as_written(written, cluster), None
+    except ConfigError as error:
+        return config, None, str(error)
 
 
-def _as_written(config: Config, cluster: Cluster | None) -> OwnLayout:
-    """Predicts the layout as written, on this machine if there is no cluster."""
+def _as_written(config: Config, cluster: Cluster | None) -> LayoutRow:
+    """Predicts the layout as written, on this machine if there is no cluster. Raises ConfigError if it cannot run."""
     from launch.planning.cluster import here
     from launch.runtime.devices import gpu_count
 
-    try:
-        gpus = gpu_count() or None if cluster is None else cluster.accelerators
-        count = wanted_world_size(config, gpus)
-        there = here(count) if cluster is None else cluster
-        if gpus is not None and count > gpus:
-            return OwnLayout(problem=f"it needs {count} processes, and there are {gpus} accelerators")
-        layout = resolve_layout(config, count, there.accelerator.device)
-        return OwnLayout(row_of(judged(config, layout, there), there, None))
-    except ConfigError as error:
-        return OwnLayout(problem=str(error))
+    gpus = gpu_count() or None if cluster is None else cluster.accelerators
+    count = wanted_world_size(config, gpus)
+    there = here(count) if cluster is None else cluster
+    if gpus is not None and count > gpus:
+        raise ConfigError(f"it needs {count} processes, and there are {gpus} accelerators")
+    layout = resolve_layout(config, count, there.accelerator.device)
+    return row_of(judged(config, layout, there), there, None)
 
 
 def _cluster_text(cluster: Cluster) -> str:

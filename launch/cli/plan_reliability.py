@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from launch.cli.options import MOST_ACCELERATORS, AsJson, Overrides, check_one_format
+from launch.cli.options import MOST_ACCELERATORS, AsJson, Overrides, check_one_format, finite_number
 from launch.errors import LaunchError
 from launch.output import print_csv, print_json
 from launch.planning.tables.reliability import ReliabilityAnswer
 from launch.trainer.run_config import load_run_config
 from megalite.config import Config, ConfigError
 from megalite.planner.cost.shapes import parameters as parameters_of
-from megalite.planner.reliability.checkpoint_size import (
+from megalite.planner.reliability.checkpoints import (
     BYTES_PER_PARAMETER,
     PER_GPU,
     PER_NODE,
@@ -31,17 +30,6 @@ from megalite.planner.reliability.failure_rates import DEFAULT_RATE, LLAMA_3, Co
 from megalite.planner.reliability.goodput_model import Reliability, at_scale
 
 OBSERVED = "--rate-per-1000-node-days"
-COMPONENT_OPTIONS = (
-    *(f"{part}_mttf_hours" for part in ("gpu", "nic", "psu", "node")),
-    *(f"{part}_per_node" for part in ("gpus", "nics", "psus")),
-)
-
-
-class Preset(StrEnum):
-    """Values of --preset."""
-
-    TUTORIAL = "tutorial"
-    LLAMA3 = "llama3"
 
 
 Hours = Annotated[float | None, typer.Option(help="Mean time to failure of one, in hours; inf: never.")]
@@ -113,7 +101,8 @@ def reliability(
         str | None, typer.Option(help="GPU on which to predict that share for CONFIG, such as H100.")
     ] = None,
     preset: Annotated[
-        Preset | None, typer.Option(help="A worked example with all its figures, or the component failures of Llama 3.")
+        Literal["tutorial", "llama3"] | None,
+        typer.Option(help="A worked example with all its figures, or the component failures of Llama 3."),
     ] = None,
     as_json: AsJson = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the row of each number of GPUs as CSV.")] = False,
@@ -128,41 +117,42 @@ def reliability(
 
     check_one_format(as_json=as_json, as_csv=as_csv)
     given = _given_options(context)
-    if preset is Preset.TUTORIAL:
+    if preset == "tutorial":
         if others := sorted(given - {"--preset", "--json", "--csv"}):
             raise LaunchError(f"--preset tutorial has all its figures: leave out {', '.join(others)}, or the preset")
         tables.show_tutorial(as_json=as_json, as_csv=as_csv)
         return
     components = _components(
         given,
-        LLAMA_3 if preset is Preset.LLAMA3 else Components(),
-        {name: context.params[name] for name in COMPONENT_OPTIONS},
-        redundant_psu,
+        LLAMA_3 if preset == "llama3" else Components(),
+        {field.name: context.params[field.name] for field in fields(Components)},
     )
     rate_per_1000_node_days, rate_source = _rate(rate, components)
-    size = _size(config_path, overrides or [], parameters, contents, given)
+    config = None if config_path is None else load_run_config(config_path, overrides or [])
+    given_contents = contents if "--contents" in given else None
+    size, bytes_per_parameter, size_source = _size(config_path, config, parameters, given_contents)
     if writers not in (PER_NODE, PER_GPU) and not (writers.isdecimal() and int(writers) > 0):
         raise LaunchError(f"--writers {writers}: must be {PER_NODE}, {PER_GPU}, or a number from 1 up")
-    limit = None if storage_gb_per_s == math.inf else _positive("--storage-gb-per-s", storage_gb_per_s) * 1e9
+    limit = None if storage_gb_per_s == math.inf else finite_number("--storage-gb-per-s", storage_gb_per_s) * 1e9
     job = Reliability(
         rate_per_1000_node_days=rate_per_1000_node_days,
-        parameters=size.parameters,
-        bytes_per_parameter=size.bytes_per_parameter,
+        parameters=size,
+        bytes_per_parameter=bytes_per_parameter,
         gpus_per_node=gpus_per_node,
-        days=_positive("--days", days),
+        days=finite_number("--days", days),
         storage=Storage(
             writers=writers if writers in (PER_NODE, PER_GPU) else int(writers),
-            writer_bytes_per_s=_positive("--writer-gb-per-s", writer_gb_per_s) * 1e9,
+            writer_bytes_per_s=finite_number("--writer-gb-per-s", writer_gb_per_s) * 1e9,
             storage_bytes_per_s=limit,
-            background=size.background if background is None else background,
-            copy_bytes_per_s=_positive("--copy-gb-per-s", copy_gb_per_s) * 1e9,
+            background=(config is not None and config.checkpoint.background) if background is None else background,
+            copy_bytes_per_s=finite_number("--copy-gb-per-s", copy_gb_per_s) * 1e9,
         ),
-        detection_s=60 * _positive("--detection-minutes", detection_minutes, zero=True),
-        restart_s=60 * _positive("--restart-minutes", restart_minutes, zero=True),
-        interval_s=None if interval_minutes is None else 60 * _positive("--interval-minutes", interval_minutes),
+        detection_s=60 * finite_number("--detection-minutes", detection_minutes, zero=True),
+        restart_s=60 * finite_number("--restart-minutes", restart_minutes, zero=True),
+        interval_s=None if interval_minutes is None else 60 * finite_number("--interval-minutes", interval_minutes),
     )
-    share_at, share_source = _communication(communication_share, accelerator, size.config, gpus_per_node)
-    answer = ReliabilityAnswer(job, rate_source, components, size.source, share_source)
+    share_at, share_source = _communication(communication_share, accelerator, config, gpus_per_node)
+    answer = ReliabilityAnswer(job, rate_source, components, size_source, share_source)
     counts = parse_gpus(gpus, gpus_per_node)
     scales = [at_scale(replace(job, communication_share=share_at(count)), count) for count in counts]
     if as_json:
@@ -216,18 +206,14 @@ def _given_options(context: typer.Context) -> set[str]:
     return given
 
 
-def _components(
-    given: set[str], base: Components, values: dict[str, float | int | None], redundant_psu: bool
-) -> Components | None:
+def _components(given: set[str], base: Components, values: dict[str, float | int | None]) -> Components | None:
     """The failure rates of components; None where no option names one, so that a rate of nodes is meant."""
-    component_options = {f"--{name.replace('_', '-')}" for name in values if name != "gpus_per_node"} | {
-        "--redundant-psu"
-    }
+    component_options = {f"--{name.replace('_', '-')}" for name in values if name != "gpus_per_node"}
     named = sorted(given & component_options)
     if not named and base is not LLAMA_3:
         return None
     if OBSERVED in given:
-        other = named[0] if named else f"--preset {Preset.LLAMA3}"
+        other = named[0] if named else "--preset llama3"
         raise LaunchError(
             f"{OBSERVED} is the rate of whole nodes and {other} makes one of their parts: give one of them"
         )
@@ -240,7 +226,7 @@ def _components(
         if name.endswith("_hours") and value is not None and not value > 0:
             raise LaunchError(f"--{name.replace('_', '-')} {value:g}: must be more than 0 hours, or inf for never")
     changes = {name: value for name, value in values.items() if value is not None}
-    return replace(base, redundant_psu=redundant_psu, **changes)  # type: ignore[arg-type]
+    return replace(base, **changes)  # type: ignore[arg-type]
 
 
 def _rate(observed: float | None, components: Components | None) -> tuple[float, str]:
@@ -253,31 +239,22 @@ def _rate(observed: float | None, components: Components | None) -> tuple[float,
         return components.rate_per_1000_node_days, source
     if observed is None:
         return DEFAULT_RATE, "assumed: Llama 3 saw 3.8"
-    return _positive(OBSERVED, observed), "as given"
-
-
-@dataclass(frozen=True)
-class _ModelSize:
-    parameters: float
-    bytes_per_parameter: float
-    background: bool
-    source: str
-    config: Config | None = None
+    return finite_number(OBSERVED, observed), "as given"
 
 
 def _size(
-    config_path: Path | None, overrides: list[str], parameters: str | None, contents: Contents, given: set[str]
-) -> _ModelSize:
-    if config_path is None:
+    config_path: Path | None, config: Config | None, parameters: str | None, contents: Contents | None
+) -> tuple[float, float, str]:
+    """The model's parameters, the bytes of each in a checkpoint, and the source of the number of parameters."""
+    if config is None:
         number = 70.6e9 if parameters is None else _number("--parameters", parameters)
         source = "Llama 3 70B, as no model is given" if parameters is None else "as given"
-        return _ModelSize(number, BYTES_PER_PARAMETER[contents], False, source)
+        return number, BYTES_PER_PARAMETER[contents or Contents.MASTERS], source
     if parameters is not None:
         raise LaunchError(f"--parameters {parameters} and {config_path} both say how large the model is: give one")
-    config = load_run_config(config_path, overrides)
-    own = "--contents" not in given
-    size = megalite_bytes_per_parameter(config.optimizer.name) if own else BYTES_PER_PARAMETER[contents]
-    return _ModelSize(parameters_of(config.model), size, config.checkpoint.background, str(config_path), config)
+    own = megalite_bytes_per_parameter(config.optimizer.name)
+    size = own if contents is None else BYTES_PER_PARAMETER[contents]
+    return parameters_of(config.model), size, str(config_path)
 
 
 def _number(option: str, text: str) -> float:
@@ -287,13 +264,7 @@ def _number(option: str, text: str) -> float:
         number = float(text[:-1] if scale != 1.0 else text) * scale
     except ValueError:
         raise LaunchError(f"{option} {text} is no number: write it as 70.6e9 or 70.6B") from None
-    return _positive(option, number)
-
-
-def _positive(option: str, value: float, zero: bool = False) -> float:
-    if not (value > 0 or (zero and value == 0)) or not math.isfinite(value):
-        raise LaunchError(f"{option} {value:g}: must be a finite number {'from 0 up' if zero else 'above 0'}")
-    return value
+    return finite_number(option, number)
 
 
 def _communication(
@@ -310,6 +281,6 @@ def _communication(
         raise LaunchError("--accelerator predicts what --communication-share gives: give one of them")
     if config is None:
         raise LaunchError(f"--accelerator {accelerator} predicts the communication of a CONFIG.yaml: give one")
-    from launch.planning.communication_share import predicted_share
+    from launch.planning.prediction import predicted_share
 
     return predicted_share(config, accelerator, gpus_per_node), f"predicted for {accelerator}"

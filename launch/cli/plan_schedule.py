@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -17,21 +16,13 @@ WIDTH = 100
 MOST_TASKS = 2_000_000  # take a few seconds
 
 
-class ScheduleChoice(StrEnum):
-    """Values of --schedule."""
-
-    ONE_F_ONE_B = "1f1b"
-    INTERLEAVED = "interleaved"
-    ZERO_BUBBLE = "zero-bubble"
-    ALL = "all"
-
-
 def schedule(
     stages: Annotated[int, typer.Option(min=1, help="Pipeline-parallel size.")] = 4,
     micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of one optimizer step.")] = 8,
     which: Annotated[
-        ScheduleChoice, typer.Option("--schedule", help="Pipeline schedule; interleaved takes --chunks.")
-    ] = ScheduleChoice.ONE_F_ONE_B,
+        Literal["1f1b", "interleaved", "zero-bubble", "all"],
+        typer.Option("--schedule", help="Pipeline schedule; interleaved takes --chunks."),
+    ] = "1f1b",
     chunks: Annotated[
         int | None, typer.Option(min=1, help="Model chunks per stage of the interleaved schedule; default 2.")
     ] = None,
@@ -57,25 +48,24 @@ def schedule(
     """
     check_one_format(as_json=as_json, as_csv=as_csv)
     pieces = 2 if chunks is None else chunks
-    if chunks is not None and which not in (ScheduleChoice.INTERLEAVED, ScheduleChoice.ALL):
+    if chunks is not None and which not in ("interleaved", "all"):
         raise LaunchError(f"--chunks {chunks} is for interleaving: leave it out, or add --schedule interleaved")
-    if weight_gradient_ms is not None and which not in (ScheduleChoice.ZERO_BUBBLE, ScheduleChoice.ALL):
+    if weight_gradient_ms is not None and which not in ("zero-bubble", "all"):
         raise LaunchError(
             f"--weight-gradient-ms {weight_gradient_ms} is for zero-bubble: leave it out, or add --schedule zero-bubble"
         )
     _check_size(stages, micro_batches, pieces)
     if not 0 <= between_stages_ms < math.inf:
         raise LaunchError(f"--between-stages-ms {between_stages_ms:g}: give milliseconds of at least 0, such as 0.5")
-    backward_s = _seconds("--backward-ms", backward_ms, stages)
     times = PipelineTimes(
         _seconds("--forward-ms", forward_ms, stages),
-        backward_s,
+        _seconds("--backward-ms", backward_ms, stages),
         between_stages_ms / 1000,
-        None if weight_gradient_ms is None else _weight_gradient_s(weight_gradient_ms, backward_s),
+        None if weight_gradient_ms is None else _seconds("--weight-gradient-ms", weight_gradient_ms, stages),
     )
     if not any((*times.forward_s, *times.backward_s)):
         raise LaunchError("--forward-ms and --backward-ms are 0: a schedule needs work, so give one of them")
-    asked = list(Schedule) if which is ScheduleChoice.ALL else [Schedule(which.value)]
+    asked = list(Schedule) if which == "all" else [Schedule(which)]
     timelines = [
         simulate_schedule(each, times, micro_batches, pieces if each is Schedule.INTERLEAVED else 1) for each in asked
     ]
@@ -96,16 +86,6 @@ def _check_size(stages: int, micro_batches: int, pieces: int) -> None:
             f"{stages} stages with {micro_batches} micro-batches are too many to draw: more of them repeat what fewer "
             f"show, so take --micro-batches {most // stages}" + (" or fewer" if most // stages > 1 else "")
         )
-
-
-def _weight_gradient_s(text: str, backward_s: tuple[float, ...]) -> tuple[float, ...]:
-    values = _seconds("--weight-gradient-ms", text, len(backward_s))
-    if any(part > whole for part, whole in zip(values, backward_s, strict=True)):
-        raise LaunchError(
-            f"--weight-gradient-ms {text}: cannot be longer than the backward pass, of which it is a part: give at "
-            f"most {1000 * min(backward_s):g}, or a longer --backward-ms"
-        )
-    return values
 
 
 def _seconds(option: str, text: str, stages: int) -> tuple[float, ...]:

@@ -3,19 +3,18 @@ stragglers. No torch here."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from launch.cli.options import AsJson, check_one_format
+from launch.cli.options import AsJson, check_one_format, finite_number
 from launch.errors import LaunchError
 from launch.output import print_csv, progress_bar
 from launch.planning.tables.simulation import Simulated
 from megalite.config import ConfigError
-from megalite.planner.reliability.checkpoint_interval import Save, best_interval_s
+from megalite.planner.reliability.checkpoints import Save, best_interval_s
 from megalite.planner.reliability.failure_rates import DEFAULT_RATE, PUBLISHED_BAND, nodes_of
 from megalite.planner.reliability.run_simulation import DAY_S, SimulatedJob, simulate, summarise
 
@@ -95,24 +94,25 @@ def simulate_runs(
         nodes = nodes_of(gpus, gpus_per_node)
     except ConfigError as error:
         raise LaunchError(f"--gpus {gpus}: {error}") from None
-    here = DEFAULT_RATE if rate is None else _number("--rate-per-1000-node-days", rate)
+    here = DEFAULT_RATE if rate is None else finite_number("--rate-per-1000-node-days", rate, zero=True)
     run = SimulatedJob(
         nodes=nodes,
-        duration_s=DAY_S * _number("--days", days, above_zero=True),
+        duration_s=DAY_S * finite_number("--days", days),
         interval_s=_interval_s(interval, save, nodes, here),
         save=save,
         rate_per_1000_node_days=here,
-        detection_s=60 * _number("--detection-minutes", detection_minutes),
+        detection_s=60 * finite_number("--detection-minutes", detection_minutes, zero=True),
         hang_share=_share("--hang-share", hang_share),
-        hang_timeout_s=60 * _number("--hang-timeout-minutes", hang_timeout_minutes),
-        restart_s=60 * _number("--restart-minutes", restart_minutes),
+        hang_timeout_s=60 * finite_number("--hang-timeout-minutes", hang_timeout_minutes, zero=True),
+        restart_s=60 * finite_number("--restart-minutes", restart_minutes, zero=True),
         lost_node_share=_share("--lost-node-share", lost_node_share),
         spare_nodes=spare_nodes,
-        repair_s=3600 * _number("--repair-hours", REPAIR_HOURS if repair_hours is None else repair_hours),
-        infant_mortality_shape=_number("--infant-mortality-shape", infant_mortality_shape, above_zero=True),
+        repair_s=3600
+        * finite_number("--repair-hours", REPAIR_HOURS if repair_hours is None else repair_hours, zero=True),
+        infant_mortality_shape=finite_number("--infant-mortality-shape", infant_mortality_shape),
         slow_node_share=_share("--slow-node-share", slow_node_share),
-        slow_node_slowdown=_number("--slow-node-slowdown", slow_node_slowdown),
-        step_jitter=_number("--step-jitter", step_jitter),
+        slow_node_slowdown=finite_number("--slow-node-slowdown", slow_node_slowdown, zero=True),
+        step_jitter=finite_number("--step-jitter", step_jitter, zero=True),
     )
     # one interval for all rates: whoever chooses it does not know the rate
     rates = (here,) if rate is not None else (here, *PUBLISHED_BAND)
@@ -145,8 +145,8 @@ def _simulate(runs: Sequence[SimulatedJob], seeds: range) -> list[Simulated]:
 
 
 def _save(seconds: float, blocked: float | None) -> Save:
-    save_s = _number("--save-seconds", seconds)
-    blocked_s = save_s if blocked is None else _number("--blocked-seconds", blocked)
+    save_s = finite_number("--save-seconds", seconds, zero=True)
+    blocked_s = save_s if blocked is None else finite_number("--blocked-seconds", blocked, zero=True)
     if blocked_s > save_s:
         raise LaunchError(
             f"--blocked-seconds {blocked_s:g} is more than --save-seconds {save_s:g}, of which it is a part: give at "
@@ -168,7 +168,7 @@ def _interval_s(text: str, save: Save, nodes: int, rate: float) -> float:
             minutes = float(text)
         except ValueError:
             raise LaunchError(f"--interval {text}: give minutes, such as 30, or auto") from None
-        interval_s = 60 * _number("--interval", minutes, above_zero=True)
+        interval_s = 60 * finite_number("--interval", minutes)
     if interval_s < LEAST_INTERVAL_S:
         raise LaunchError(
             f"--interval {text}: {interval_s:.3g} s between checkpoints are less than a step takes: give "
@@ -177,12 +177,6 @@ def _interval_s(text: str, save: Save, nodes: int, rate: float) -> float:
     if save.blocked_s + interval_s / 2 <= save.blocked_s:
         raise LaunchError(f"--blocked-seconds {save.blocked_s:g}: they leave no time for training: give fewer")
     return interval_s
-
-
-def _number(option: str, value: float, *, above_zero: bool = False) -> float:
-    if not math.isfinite(value) or value < 0 or (above_zero and not value):
-        raise LaunchError(f"{option} {value:g}: give a number {'above' if above_zero else 'of at least'} 0")
-    return value
 
 
 def _share(option: str, value: float) -> float:

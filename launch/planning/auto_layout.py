@@ -16,7 +16,7 @@ from typing import Any
 from launch.errors import USER_ERRORS, LaunchError
 from launch.planning.cluster import nodes_of, search_here, shares
 from launch.planning.hardware_catalogue import known_hardware
-from launch.planning.this_machine import Care, describe_machine, gpu_in_catalogue, start_patience_s
+from launch.planning.this_machine import MeasurementLimits, describe_machine, gpu_in_catalogue, start_patience_s
 from launch.runtime.devices import Device
 from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
 from megalite.config.known_bad import check_known_bad, installed_versions
@@ -30,7 +30,7 @@ DECIDED_LATER = "the layout is auto: rank 0 chooses it when the run starts, by t
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenLayout:
     """Values for the options that were `auto`."""
 
     options: dict[OptionPath, Any]
@@ -50,18 +50,18 @@ class Chosen:
         ]
 
 
-def choose_here(config: Config, device: Device) -> Chosen:
+def choose_here(config: Config, device: Device) -> ChosenLayout:
     """Chooses a layout for ranks on this machine. Raises LaunchError or ConfigError where nothing fits."""
     return _best(config, search_here(config, config.unresolved_options, known_good(device)))
 
 
-def choose_on(config: Config, cluster: Cluster) -> Chosen:
+def choose_on(config: Config, cluster: Cluster) -> ChosenLayout:
     """Chooses a layout for one rank per accelerator of `cluster`. Raises as `choose_here`."""
     check = known_good(cluster.accelerator.device)
     return _best(config, search(config, cluster, free=config.unresolved_options, check=check))
 
 
-def choose_together(config: Config, device: Device, memory_bytes: int | None) -> Chosen:
+def choose_together(config: Config, device: Device, memory_bytes: int | None) -> ChosenLayout:
     """Chooses a layout on rank 0 for all ranks of the process group; collective. `memory_bytes`: of this rank's GPU."""
     from megalite.engine.distributed import from_all_ranks, from_rank_0
 
@@ -155,12 +155,12 @@ def _products(config: Config, slots: int) -> list[int]:
     return sorted({tp * pp * dp for tp in tensor for pp in pipeline for dp in data if tp * pp * dp <= slots})[::-1]
 
 
-def _choose_for(config: Config, facts: Sequence[tuple[str, int | None]], device: Device) -> Chosen:
+def _choose_for(config: Config, facts: Sequence[tuple[str, int | None]], device: Device) -> ChosenLayout:
     """Chooses on rank 0 while the others wait: a CPU that is not known yet is measured within their timeout."""
     hosts = [name for name, _ in facts]
     nodes, per_node = shares([hosts.count(name) for name in dict.fromkeys(hosts)], len(hosts))
-    care = Care(at_most_s=start_patience_s(config), or_rough=True)
-    machine = describe_machine(per_node, on_cpu=device == "cpu", nodes=nodes, care=care)
+    limits = MeasurementLimits(timeout_s=start_patience_s(config), allow_typical=True)
+    machine = describe_machine(per_node, on_cpu=device == "cpu", nodes=nodes, limits=limits)
     cluster = machine.cluster
     memory = [size for _, size in facts if size is not None]
     if memory:
@@ -174,7 +174,7 @@ def _with_memory(cluster: Cluster, memory_gib: float) -> Cluster:
     return cluster.model_copy(update={"accelerator": accelerator})
 
 
-def _best(config: Config, result: SearchResult) -> Chosen:
+def _best(config: Config, result: SearchResult) -> ChosenLayout:
     best = result.best
     if best is None:
         raise LaunchError(why_nothing_fits(config, result, config.unresolved_options))
@@ -183,4 +183,4 @@ def _best(config: Config, result: SearchResult) -> Chosen:
         f"auto: chose {best.layout} for {cluster.accelerators} x {cluster.accelerator_name}, the fastest of {count} "
         f"layout{'s' * (count > 1)} that fit: {seconds(best.time.seconds)} a step, bound by {main_parts(best)}"
     )
-    return Chosen(best.options, sentence)
+    return ChosenLayout(best.options, sentence)

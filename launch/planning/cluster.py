@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from launch.errors import LaunchError
 from launch.planning.hardware_catalogue import known_hardware
 from launch.planning.this_machine import describe_machine
 from launch.runtime.devices import cpu_count, gpu_count
-from launch.runtime.hostfile import Host, read_hostfile
+from launch.runtime.hostfile import read_hostfile
 from megalite.config import Config
 from megalite.config.suggestions import OptionPath, multiples_near
 from megalite.planner.hardware import Cluster, ClusterFile, cluster_of, read_cluster
@@ -21,38 +20,42 @@ from megalite.planner.search import PIPELINE, TENSOR, Check, SearchResult, searc
 MOST_TRIED = 16  # numbers of ranks on a CPU up to which all are tried; above, only powers of two
 
 
-@dataclass(frozen=True)
-class ClusterOptions:
-    """The options of a command line that describe the cluster."""
+def cluster_at(
+    file: Path | None, hostfile: Path | None, accelerator: str | None, gpus: int | None, gpus_per_node: int | None
+) -> Cluster | None:
+    """Builds the cluster that options of a command line describe; None means this machine.
 
-    file: Path | None = None
-    hostfile: Path | None = None
-    accelerator: str | None = None
-    gpus: int | None = None
-    gpus_per_node: int | None = None
-
-
-def cluster_at(options: ClusterOptions) -> Cluster | None:
-    """Builds the cluster; None means this machine. Raises LaunchError or ConfigError where options contradict."""
-    values = {"--cluster": options.file, "--hostfile": options.hostfile, "--gpus": options.gpus}
+    Raises LaunchError or ConfigError where options contradict each other.
+    """
+    values = {"--cluster": file, "--hostfile": hostfile, "--gpus": gpus}
     given = [option for option, value in values.items() if value is not None]
     if len(given) > 1:
         raise LaunchError(f"{' and '.join(given)} each say which accelerators there are: give one of them")
-    if options.gpus_per_node is not None and options.gpus is None:
+    if gpus_per_node is not None and gpus is None:
         raise LaunchError("--gpus-per-node belongs to --gpus: a cluster file and a hostfile say it themselves")
-    if options.accelerator is not None and given in ([], ["--cluster"]):
+    if accelerator is not None and given in ([], ["--cluster"]):
         wrong = "a cluster file says it itself" if given else "this machine's are looked at"
         raise LaunchError(f"--accelerator belongs to --hostfile or --gpus: {wrong}")
-    if options.file is not None:
-        return read_cluster(options.file, known_hardware())
-    if options.hostfile is not None:
-        hosts = read_hostfile(options.hostfile)
-        return nodes_of(
-            _kind(options.accelerator), len(hosts), _equal_slots(options.hostfile, hosts), options.hostfile.name
-        )
-    if options.gpus is not None:
-        nodes, per_node = counted(options.gpus, options.gpus_per_node)
-        return nodes_of(_kind(options.accelerator), nodes, per_node, "as counted")
+    if file is not None:
+        return read_cluster(file, known_hardware())
+    if hostfile is not None:
+        hosts = read_hostfile(hostfile)
+        fewest, most = (extreme(hosts, key=lambda host: host.slots) for extreme in (min, max))
+        if fewest.slots != most.slots:
+            raise LaunchError(
+                f"hostfile {hostfile}: {most.name} has {most.slots} slots and {fewest.name} {fewest.slots}, but a plan "
+                f"is for nodes that are alike: use {fewest.slots} slots of each, or only the hosts with {most.slots}"
+            )
+        return nodes_of(_kind(accelerator), len(hosts), most.slots, hostfile.name)
+    if gpus is not None:
+        size = gpus_per_node or min(gpus, 8)
+        if gpus % size:
+            usual = "" if gpus_per_node else " that nodes usually have"
+            raise LaunchError(
+                f"--gpus {gpus} is not a multiple of the {size} of a node{usual}: use {multiples_near(gpus, size)}, or "
+                "another --gpus-per-node"
+            )
+        return nodes_of(_kind(accelerator), gpus // size, size, "as counted")
     return None
 
 
@@ -60,18 +63,6 @@ def nodes_of(accelerator: str, nodes: int, per_node: int, name: str) -> Cluster:
     """A cluster of an accelerator in the catalogue."""
     described = ClusterFile(accelerator=accelerator, nodes=nodes, accelerators_per_node=per_node)
     return cluster_of(described, name, known_hardware())
-
-
-def counted(gpus: int, per_node: int | None) -> tuple[int, int]:
-    """Number of nodes, and accelerators per node. Raises LaunchError where `gpus` is not divisible."""
-    size = per_node or min(gpus, 8)
-    if gpus % size:
-        usual = "" if per_node else " that nodes usually have"
-        raise LaunchError(
-            f"--gpus {gpus} is not a multiple of the {size} of a node{usual}: use {multiples_near(gpus, size)}, or "
-            "another --gpus-per-node"
-        )
-    return gpus // size, size
 
 
 def search_here(config: Config, free: frozenset[OptionPath], check: Check | None = None) -> SearchResult:
@@ -125,13 +116,3 @@ def _kind(accelerator: str | None) -> str:
     if not gpu_count():
         raise LaunchError("nothing says which accelerators the hosts have: add --accelerator, such as H100")
     return describe_machine().name
-
-
-def _equal_slots(hostfile: Path, hosts: Sequence[Host]) -> int:
-    fewest, most = (extreme(hosts, key=lambda host: host.slots) for extreme in (min, max))
-    if fewest.slots != most.slots:
-        raise LaunchError(
-            f"hostfile {hostfile}: {most.name} has {most.slots} slots and {fewest.name} {fewest.slots}, but a plan is "
-            f"for nodes that are alike: use {fewest.slots} slots of each, or only the hosts with {most.slots}"
-        )
-    return most.slots

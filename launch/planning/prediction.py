@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
+from launch.errors import LaunchError
+from launch.planning.cluster import nodes_of
 from launch.planning.this_machine import Machine
-from megalite.config import Config, ResolvedLayout
+from megalite.config import Config, ResolvedLayout, resolve_layout
+from megalite.config.suggestions import multiples_near
 from megalite.parallel.mesh import Mesh
 from megalite.planner.cost.memory import TENSORS, Device, StageMemory, memory_of
 from megalite.planner.cost.model_states import MOMENTS
 from megalite.planner.cost.shapes import stages_of
 from megalite.planner.cost.step_time import StepTime, step_time
-from megalite.planner.hardware import as_values
 from megalite.planner.units import gib, seconds
 from megalite.planner.workload import TrainingWorkload
 
@@ -27,6 +30,7 @@ WARM_UP_STEPS = 3  # of a session, in which threads start, caches fill and memor
 KEPT_STEPS = 10_000
 LEAST_WAIT = 0.01  # part of a step that waiting for data takes before it is worth telling
 PROCESS, COPY = "process", "checkpoint copy"
+COMMUNICATION = ("tensor collectives", "between stages", "replicas")  # of `StepTime.parts`
 Facts = dict[str, Any]
 
 
@@ -69,8 +73,7 @@ class Prediction:
 
     def sentences(self) -> list[str]:
         """The prediction as sentences, printed before the first step."""
-        peaks = ", ".join(f"{_stages(stages)}{gib(most)}" for stages, most in _equal_stages(self.memory))
-        sentences = [f"predicted: peak memory {peaks}"]
+        sentences = [f"predicted: peak memory {_peaks(self.memory)}"]
         if self.machine is not None and self.machine.cluster.memory_bytes < (
             most := max(stage.total for stage in self.memory)
         ):
@@ -107,7 +110,7 @@ class Prediction:
                 "calibrated_on": self.machine.whole.calibrated_on,
                 "whole_accelerator": self.machine.whole.model_dump(mode="json"),
                 "link": self.machine.link.model_dump(mode="json"),
-                "cluster": as_values(self.machine.cluster),
+                "cluster": self.machine.cluster.model_dump(mode="json"),
             }
         if self.step is not None:
             facts["step_time_s"] = self.step.seconds
@@ -120,9 +123,8 @@ class SessionMeasurement:
     """The step times of a session so far; keeps two numbers per step."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[float, float]] = deque(
-            maxlen=KEPT_STEPS
-        )  # seconds of computing, and of waiting for data
+        # seconds of computing, and of waiting for data
+        self._steps: deque[tuple[float, float]] = deque(maxlen=KEPT_STEPS)
         self._left_out = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
@@ -182,22 +184,51 @@ def _of_process(one: StageMemory, config: Config, layout: ResolvedLayout, proces
     return StageMemory(one.stage, {PROCESS: float(process_bytes), **one.parts, **copy})
 
 
-def _equal_stages(memory: Sequence[StageMemory]) -> list[tuple[list[int], float]]:
-    """Groups neighbouring stages whose memory rounds to the same number."""
-    groups: list[tuple[list[int], float]] = []
-    for one in memory:
-        if groups and gib(groups[-1][1]) == gib(one.total):
-            groups[-1][0].append(one.stage)
-        else:
-            groups.append(([one.stage], one.total))
-    return groups if len(groups) > 1 else [([], most) for _, most in groups]
-
-
-def _stages(stages: Sequence[int]) -> str:
-    if not stages:
-        return ""
-    return f"stage {stages[0]} " if len(stages) == 1 else f"stages {stages[0]}-{stages[-1]} "
+def _peaks(memory: Sequence[StageMemory]) -> str:
+    """Lists the peak of each stage; neighbouring stages whose memory rounds to the same number are named together."""
+    groups = [(text, [one.stage for one in same]) for text, same in groupby(memory, lambda one: gib(one.total))]
+    if len(groups) == 1:
+        return groups[0][0]
+    return ", ".join(
+        f"stage{'s' * (len(stages) > 1)} {'-'.join(map(str, sorted({stages[0], stages[-1]})))} {text}"
+        for text, stages in groups
+    )
 
 
 def _mib(count: float) -> float:
     return round(count / 2**20, 3)
+
+
+def predicted_share(config: Config, accelerator: str, gpus_per_node: int) -> Callable[[int], float]:
+    """Returns a function from the number of GPUs to the share; only the number of replicas changes with it.
+
+    Each replica keeps the samples that the config gives it; where `parallel.data_parallel_size` is auto, the replicas
+    share `training.global_batch_size`. The function raises LaunchError or ConfigError where the config cannot run on
+    that number.
+    """
+
+    def share(gpus: int) -> float:
+        step = step_time(_job(config, gpus), nodes_of(accelerator, gpus // gpus_per_node, gpus_per_node, "as counted"))
+        return sum(step.parts[part] for part in COMMUNICATION) / step.seconds
+
+    return share
+
+
+def _job(config: Config, gpus: int) -> TrainingWorkload:
+    parallel = config.parallel
+    if parallel.data_parallel_size == "auto":
+        return TrainingWorkload.of(config, resolve_layout(config, gpus, "cuda"))
+    replica = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    there = parallel.data_parallel_size
+    job = TrainingWorkload.of(config, resolve_layout(config, replica * there, "cuda"))
+    if gpus % replica:
+        raise LaunchError(
+            f"--gpus {gpus}: a replica of the model takes {replica} GPUs (tensor x pipeline): use "
+            f"{multiples_near(gpus, replica)}"
+        )
+    replicas = gpus // replica
+    return replace(
+        job,
+        layout=replace(job.layout, data_parallel_size=replicas),
+        global_batch_size=job.global_batch_size // there * replicas,
+    )

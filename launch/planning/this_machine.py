@@ -39,13 +39,6 @@ FORMS = frozenset({"pcie", "nvl", "mig", "max", "q"})  # words that distinguish 
 NETWORK = "Ethernet 25"  # assumed between CPU hosts
 CPU_EFFICIENCY = 0.8
 GUESSED = "a guess: `megalite plan calibrate RUN` fits it to this machine"
-SINGLE = (
-    "attention_flops",
-    "memory_bytes_per_s",
-    "layer_s",
-    "link_bytes_per_s",
-    "message_s",
-)  # figures other than core_flops
 Measured = dict[str, Any]
 ROUGH: Measured = {  # typical of a server CPU
     "core_flops": {"fp32": 5e10, "bf16": 5e10},
@@ -58,12 +51,12 @@ ROUGH: Measured = {  # typical of a server CPU
 
 
 @dataclass(frozen=True)
-class Care:
+class MeasurementLimits:
     """Limits on the measurement of a CPU that is not known yet."""
 
-    at_most_s: float = MEASURING_S
-    beside: int = 0  # ranks that compute at the same time
-    or_rough: bool = False  # take typical figures if the CPU cannot be measured in that time
+    timeout_s: float = MEASURING_S
+    busy_ranks: int = 0  # ranks that compute at the same time
+    allow_typical: bool = False  # take typical figures if the CPU cannot be measured in that time
 
 
 @dataclass(frozen=True)
@@ -79,7 +72,7 @@ class Machine:
 
 
 def describe_machine(
-    ranks: int | None = None, *, on_cpu: bool = False, nodes: int = 1, care: Care | None = None
+    ranks: int | None = None, *, on_cpu: bool = False, nodes: int = 1, limits: MeasurementLimits | None = None
 ) -> Machine:
     """Describes the GPUs of this machine, or `ranks` ranks that share its CPU (default: one per core).
 
@@ -89,7 +82,7 @@ def describe_machine(
     count = 0 if on_cpu else gpu_count()
     if count:
         return _with_gpus(ranks or count, nodes, known)
-    return _with_cpu(ranks or cpu_count(), nodes, known, care or Care())
+    return _with_cpu(ranks or cpu_count(), nodes, known, limits or MeasurementLimits())
 
 
 def start_patience_s(config: Config) -> float:
@@ -131,7 +124,7 @@ def _with_gpus(ranks: int, nodes: int, known: Catalogue) -> Machine:
     return Machine(name, whole, link, _cluster(name, whole, link, ranks, nodes, known), False)
 
 
-def _with_cpu(ranks: int, nodes: int, known: Catalogue, care: Care) -> Machine:
+def _with_cpu(ranks: int, nodes: int, known: Catalogue, limits: MeasurementLimits) -> Machine:
     cores, rough = _computing_cores(), ""
     model = _cpu_info("model name") or platform.processor() or platform.machine()
     name = f"{model}, {cores} core{'s' * (cores > 1)}"
@@ -139,9 +132,12 @@ def _with_cpu(ranks: int, nodes: int, known: Catalogue, care: Care) -> Machine:
         whole = known.accelerators[name]
         link = find_link(whole.intra_node, known)
     else:
-        measured, rough = measured_cpu(name, care)
+        measured, rough = measured_cpu(name, limits)
         whole, link = _as_accelerator(measured, name, cores)
-    share = min(_threads_of_a_rank(ranks), cores / ranks) / cores
+    # threads of a rank as launch/runtime/local_ranks.py sets them, unless the user does
+    stated = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(stated) if stated.isdecimal() and int(stated) else max(1, cpu_count() // ranks)
+    share = min(threads, cores / ranks) / cores
     part = whole.model_copy(
         update={
             "memory_gib": whole.memory_gib / ranks,
@@ -180,7 +176,7 @@ def _as_accelerator(measured: Measured, name: str, cores: int) -> tuple[Accelera
         device="cpu",
         flash_attention=FlashAttention(flash_1=attention, flash_2=attention),
         launch_us=measured["layer_s"] * 1e6,
-        intra_node=between_ranks_of(name),
+        intra_node=f"{name}, between ranks",
         inter_node=NETWORK,
         source="measured here",
     )
@@ -192,12 +188,7 @@ def _as_accelerator(measured: Measured, name: str, cores: int) -> tuple[Accelera
     return accelerator, link
 
 
-def between_ranks_of(name: str) -> str:
-    """Name in a catalogue of the link between ranks of a CPU."""
-    return f"{name}, between ranks"
-
-
-def measured_cpu(name: str, care: Care) -> tuple[Measured, str]:
+def measured_cpu(name: str, limits: MeasurementLimits) -> tuple[Measured, str]:
     """The figures of `measure_cpu.py`, measured now or cached, and the reason if they are typical ones instead.
 
     Raises LaunchError where the measurement fails and typical figures are not allowed.
@@ -207,13 +198,13 @@ def measured_cpu(name: str, care: Care) -> tuple[Measured, str]:
     cached = _read_cache(path)
     found = cached.get(key)
     found = found if _is_measured(found) else None
-    load, cores = max(os.getloadavg()[0], care.beside), _computing_cores()
+    load, cores = max(os.getloadavg()[0], limits.busy_ranks), _computing_cores()
     if found is not None and not load <= cores < found.get("load", 0):
         return found, ""
     try:
-        measured = _measure(care.at_most_s) | {"load": load, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+        measured = _measure(limits.timeout_s) | {"load": load, "date": datetime.now(UTC).isoformat(timespec="seconds")}
     except LaunchError as error:
-        if found is None and not care.or_rough:
+        if found is None and not limits.allow_typical:
             raise
         return (found, "") if found is not None else (ROUGH, f"by rough figures of a CPU: {error}")
     with contextlib.suppress(OSError):  # the folder is not writable: the next run measures again
@@ -233,21 +224,20 @@ def _read_cache(path: Path) -> dict[str, Any]:
 def _is_measured(value: Any) -> bool:
     if not isinstance(value, dict) or not isinstance(flops := value.get("core_flops"), dict):
         return False
-    figures = [value.get(name) for name in SINGLE]
-    figures += [flops.get("fp32"), flops.get("bf16")]
+    figures = [flops.get("fp32"), flops.get("bf16"), *(value.get(name) for name in ROUGH if name != "core_flops")]
     is_loaded = isinstance(value.get("load", 0), float | int)
     return is_loaded and all(isinstance(figure, float | int) and 0 < figure < 1e18 for figure in figures)
 
 
-def _measure(at_most_s: float) -> Measured:
+def _measure(timeout_s: float) -> Measured:
     command = [sys.executable, "-P", str(MEASURING), str(_computing_cores())]
     try:
         # without the thread settings of a rank's environment
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_"))}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=at_most_s, check=True, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True, env=environment)
         measured = json.loads(done.stdout.strip().rpartition("\n")[2])
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"this machine's CPU could not be measured in {at_most_s:g} s") from None
+        raise LaunchError(f"this machine's CPU could not be measured in {timeout_s:g} s") from None
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise LaunchError(f"this machine's CPU could not be measured ({type(error).__name__})") from None
     if not _is_measured(measured):
@@ -258,12 +248,6 @@ def _measure(at_most_s: float) -> Measured:
 def _computing_cores() -> int:
     """Physical cores that this process may use; hardware threads share a core's arithmetic units."""
     return max(1, min(cpu_count(), psutil.cpu_count(logical=False) or cpu_count()))
-
-
-def _threads_of_a_rank(ranks: int) -> int:
-    """Threads per rank as launch/runtime/local_ranks.py sets them, unless the user does."""
-    stated = os.environ.get("OMP_NUM_THREADS", "")
-    return int(stated) if stated.isdecimal() and int(stated) else max(1, cpu_count() // ranks)
 
 
 def has_bf16_units() -> bool:

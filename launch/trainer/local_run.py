@@ -58,10 +58,10 @@ def start_local_run(config: Config, arguments: Sequence[str]) -> int:
     if finish_if_complete(config):
         return 0
     if device == "cpu":  # measured for the run's prediction while nothing else computes here, not beside the ranks
-        from launch.planning.this_machine import Care, describe_machine
+        from launch.planning.this_machine import MeasurementLimits, describe_machine
 
         with suppress(Exception):  # the run does not need it
-            describe_machine(on_cpu=True, care=Care(at_most_s=CPU_MEASUREMENT_S))
+            describe_machine(on_cpu=True, limits=MeasurementLimits(timeout_s=CPU_MEASUREMENT_S))
     environment, summary = rank_environment(config.launch, layout.world_size, device == "cuda")
     ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
     for notice in notices:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from launch.planning.prediction import Prediction, SessionMeasurement, comparison
-from launch.planning.this_machine import Care, Machine, describe_machine, has_bf16_units, start_patience_s
+from launch.planning.this_machine import Machine, MeasurementLimits, describe_machine, has_bf16_units, start_patience_s
 from launch.runtime.devices import Device
 from launch.runtime.logs import get_logger
 from launch.runtime.rank_environment import Rank
@@ -88,7 +88,9 @@ class PredictionTracker(Observer):
             local = ranks_of_a_host(rank, os.environ)
             nodes = -(-rank.world_size // local)
             self.lookup = MachineLookup(
-                lambda: describe_machine(local, on_cpu=device == "cpu", nodes=nodes, care=Care(beside=local))
+                lambda: describe_machine(
+                    local, on_cpu=device == "cpu", nodes=nodes, limits=MeasurementLimits(busy_ranks=local)
+                )
             )
 
     def on_start(self) -> None:

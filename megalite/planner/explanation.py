@@ -16,7 +16,13 @@ def explain(result: SearchResult) -> tuple[str, str, str]:
     """Explains what bounds the winner, why the next best loses, and what was dropped."""
     if result.best is None:
         return "nothing fits", "", _dropped(result)
-    return _winner(result.best, result), _next_best(result), _dropped(result)
+    best, fullest = result.best, result.best.fullest
+    where = f" (stage {fullest.stage})" if len(best.memory) > 1 else ""
+    winner = (
+        f"{best.layout}: bound by {main_parts(best)} of {seconds(best.time.seconds)} a step; memory "
+        f"{fullest.total / result.cluster.memory_bytes:.0%} full{where}"
+    )
+    return winner, _next_best(result), _dropped(result)
 
 
 def caveats(result: SearchResult) -> list[str]:
@@ -57,7 +63,7 @@ def _remedy(config: Config, result: SearchResult, free: frozenset[OptionPath]) -
         if freed.best is not None:
             values = freed.best.options
             differing = [path for path in stated if getattr(getattr(config, path[0]), path[1]) != values[path]]
-            changes = ", ".join(f"{dotted(path)} {_shown(values[path])}" for path in differing)
+            changes = ", ".join(f"{dotted(path)} {str(values[path]).lower()}" for path in differing)
             return f"it fits with {changes}"
     counts = [count for count in NODE_COUNTS if count > cluster.nodes]
     is_one_machine = cluster.accelerator.device == "cpu"  # more ranks bring no memory
@@ -75,24 +81,11 @@ def _remedy(config: Config, result: SearchResult, free: frozenset[OptionPath]) -
     )
 
 
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def main_parts(candidate: LayoutCandidate) -> str:
     """Returns the largest contributors to step time, in percent."""
     time = candidate.time
     parts = sorted(time.parts.items(), key=lambda part: -part[1])[:3]
     return ", ".join(f"{name} {size / time.seconds:.0%}" for name, size in parts if size > 0.005 * time.seconds)
-
-
-def _winner(best: LayoutCandidate, result: SearchResult) -> str:
-    fullest = best.fullest
-    where = f" (stage {fullest.stage})" if len(best.memory) > 1 else ""
-    return (
-        f"{best.layout}: bound by {main_parts(best)} of {seconds(best.time.seconds)} a step; memory "
-        f"{fullest.total / result.cluster.memory_bytes:.0%} full{where}"
-    )
 
 
 def _next_best(result: SearchResult) -> str:

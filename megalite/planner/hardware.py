@@ -186,9 +186,10 @@ def cluster_of(described: ClusterFile, name: str, known: Catalogue | None = None
     known = known or catalogue()
     kind = described.accelerator
     accelerator = find_accelerator(kind, known) if isinstance(kind, str) else kind
+    names = (key for key in known.accelerators if isinstance(kind, str) and key.lower() == kind.lower())
     return Cluster(
         name=name,
-        accelerator_name=_known_as(kind, known) if isinstance(kind, str) else "accelerator",
+        accelerator_name=next(names, "accelerator"),
         accelerator=accelerator,
         nodes=described.nodes,
         accelerators_per_node=described.accelerators_per_node,
@@ -241,15 +242,6 @@ def _names_near(name: str, known: Iterable[str]) -> list[str]:
     return [written[near]] if near else []
 
 
-def _known_as(name: str, known: Catalogue) -> str:
-    return next((key for key in known.accelerators if key.lower() == name.lower()), name)
-
-
 def find_link(value: str | Link, known: Catalogue | None = None) -> Link:
     """Finds a link by name, or returns the one described. Raises ConfigError with the nearest name."""
     return _find("link", value, (known or catalogue()).links) if isinstance(value, str) else value
-
-
-def as_values(cluster: Cluster) -> dict[str, Any]:
-    """Returns the cluster's fields for JSON."""
-    return cluster.model_dump(mode="json")

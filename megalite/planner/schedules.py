@@ -64,11 +64,6 @@ class PipelineTimes:
     between_stages_s: float = 0.0  # until a stage's output is where the next stage can use it
     weight_gradient_s: Sequence[float] | None = None  # the part of `backward_s` that may come later; None: half of it
 
-    @classmethod
-    def equal(cls, stages: int, forward_s: float, backward_s: float, between_stages_s: float = 0.0) -> PipelineTimes:
-        """Every stage takes the same time."""
-        return cls((forward_s,) * stages, (backward_s,) * stages, between_stages_s)
-
     @property
     def stages(self) -> int:
         return len(self.forward_s)
@@ -93,7 +88,10 @@ class PipelineTimes:
         if min(*self.forward_s, *self.backward_s, *self.weight_part_s, self.between_stages_s) < 0:
             raise ConfigError("times of a pipeline stage are negative: give seconds, at least 0")
         if any(part > whole for part, whole in zip(self.weight_part_s, self.backward_s, strict=True)):
-            raise ConfigError("weight_gradient_s is a part of backward_s, and cannot be longer")
+            raise ConfigError(
+                "the weight gradient is a part of the backward pass, and cannot be longer: give at most "
+                f"{1000 * min(self.backward_s):g} ms, or a longer backward pass"
+            )
 
 
 @dataclass(frozen=True)
@@ -274,7 +272,15 @@ def _run(
     plan = [_steps(order, stage, stages, micro_batches, chunks) for stage, order in enumerate(orders)]
     ends_s = [math.inf] * (2 * stages * chunks * micro_batches + 2)
     ends_s[NOTHING] = -math.inf
-    durations, travel_s = _durations(times, chunks), times.between_stages_s if stages > 1 else 0.0
+    input_parts = [whole - part for whole, part in zip(times.backward_s, times.weight_part_s, strict=True)]
+    per_stage: dict[PassKind, Iterable[float]] = {
+        PassKind.FORWARD: times.forward_s,
+        PassKind.BACKWARD: times.backward_s,
+        PassKind.INPUT_GRADIENT: input_parts,
+        PassKind.WEIGHT_GRADIENT: times.weight_part_s,
+    }
+    durations = {kind: [seconds / chunks for seconds in values] for kind, values in per_stage.items()}
+    travel_s = times.between_stages_s if stages > 1 else 0.0
     done: list[list[ScheduledPass]] = [[] for _ in orders]
     free_s = [0.0] * stages
     awake, is_awake = deque(range(stages)), [True] * stages
@@ -296,17 +302,6 @@ def _run(
     return [work for of_stage in done for work in of_stage]
 
 
-def _durations(times: PipelineTimes, chunks: int) -> dict[PassKind, list[float]]:
-    input_parts = [whole - part for whole, part in zip(times.backward_s, times.weight_part_s, strict=True)]
-    per_stage: dict[PassKind, Iterable[float]] = {
-        PassKind.FORWARD: times.forward_s,
-        PassKind.BACKWARD: times.backward_s,
-        PassKind.INPUT_GRADIENT: input_parts,
-        PassKind.WEIGHT_GRADIENT: times.weight_part_s,
-    }
-    return {kind: [seconds / chunks for seconds in values] for kind, values in per_stage.items()}
-
-
 IDLE = "."
 FILL = {PassKind.FORWARD: "-", PassKind.BACKWARD: "=", PassKind.INPUT_GRADIENT: "=", PassKind.WEIGHT_GRADIENT: "~"}
 ROUNDING = 1e-9
@@ -321,8 +316,10 @@ def draw(timeline: Timeline, columns: int = 100) -> list[str]:
     """
     label = len(f"stage {timeline.stages - 1} ")
     most = max(NARROWEST, columns - label)
-    column_s = _column_s(timeline, most)
-    rows = _coarse_rows(timeline, most) if column_s is None else _rows(timeline, column_s)
+    # the shortest pass is a whole number of columns, if there is room
+    shortest_s = min((work.end_s - work.start_s for work in timeline.work if work.end_s > work.start_s), default=1.0)
+    per_work = math.floor(shortest_s * most / timeline.makespan_s + ROUNDING) if timeline.makespan_s else 1
+    rows = _rows(timeline, shortest_s / per_work) if per_work else _coarse_rows(timeline, most)
     return [f"stage {stage}".ljust(label) + row for stage, row in enumerate(rows)]
 
 
@@ -334,14 +331,6 @@ def legend(timeline: Timeline) -> str:
         else f"{FILL[PassKind.BACKWARD]} backward"
     )
     return f"{FILL[PassKind.FORWARD]} forward, {backward}, {IDLE} idle; numbers are micro-batches"
-
-
-def _column_s(timeline: Timeline, columns: int) -> float | None:
-    """Returns the seconds per column, so that the shortest pass is a whole number of columns; None if there is no
-    room."""
-    shortest_s = min((work.end_s - work.start_s for work in timeline.work if work.end_s > work.start_s), default=1.0)
-    per_work = math.floor(shortest_s * columns / timeline.makespan_s + ROUNDING) if timeline.makespan_s else 1
-    return shortest_s / per_work if per_work else None
 
 
 def _rows(timeline: Timeline, column_s: float) -> list[str]:
@@ -362,9 +351,9 @@ def _coarse_rows(timeline: Timeline, columns: int) -> list[str]:
         for column in range(int(work.start_s / column_s), min(columns, math.ceil(work.end_s / column_s))):
             inside_s = min(work.end_s, (column + 1) * column_s) - max(work.start_s, column * column_s)
             row[column][sign] = row[column].get(sign, 0.0) + inside_s
-    return ["".join(_most(signs, column_s) for signs in row) for row in spent]
 
+    def longest(signs: dict[str, float]) -> str:
+        idle_s = column_s - sum(signs.values())
+        return max([(idle_s, IDLE), *((seconds, sign) for sign, seconds in signs.items())])[1]
 
-def _most(signs: dict[str, float], column_s: float) -> str:
-    idle_s = column_s - sum(signs.values())
-    return max([(idle_s, IDLE), *((seconds, sign) for sign, seconds in signs.items())])[1]
+    return ["".join(map(longest, row)) for row in spent]

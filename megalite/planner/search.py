@@ -67,14 +67,13 @@ class LayoutCandidate:
         return max(self.memory, key=lambda stage: stage.total)
 
     @property
+    def options(self) -> dict[OptionPath, Any]:
+        return options_of(self.layout)
+
+    @property
     def tokens_per_s(self) -> float:
         """Tokens per second of the whole cluster."""
         return self.job.tokens_per_step / self.time.seconds
-
-    @property
-    def options(self) -> dict[OptionPath, Any]:
-        """Options of a config with this layout, including the number of replicas."""
-        return options_of(self.layout)
 
 
 @dataclass(frozen=True)
@@ -131,9 +130,12 @@ def search(
                 dropped.append(Dropped(_layout(config, tp, pp, ranks.count), str(error)))
         if found:
             break
-    found.sort(key=_rank)
-    if found:
-        chosen = _choice(found, cluster)
+    # the simpler of two layouts comes first whose times are equal to six digits
+    found.sort(key=lambda one: (float(f"{one.time.seconds:.6g}"), *_simplicity(one.layout)))
+    if found:  # among those equally fast within the prediction error, one with memory to spare, and the simplest
+        alike = [one for one in found if one.time.seconds <= (1 + ALIKE) * found[0].time.seconds]
+        is_full = ROOMY * cluster.memory_bytes
+        chosen = min(alike, key=lambda one: (one.fullest.total > is_full, *_simplicity(one.layout)))
         found.remove(chosen)
         found.insert(0, chosen)
     dropped.sort(key=lambda one: (one.missing_bytes is None, one.missing_bytes or 0.0, _simplicity(one.layout)))
@@ -155,7 +157,7 @@ def needs(job: TrainingWorkload, cluster: Cluster) -> tuple[StageMemory, ...]:
 
 
 def options_of(layout: ParallelLayout) -> dict[OptionPath, Any]:
-    """Returns a layout as options of the config."""
+    """Returns a layout as options of a config, including the number of replicas."""
     return {
         TENSOR: layout.tensor_parallel_size,
         PIPELINE: layout.pipeline_parallel_size,
@@ -208,7 +210,11 @@ def chains(
                 _checked(tried, ranks, check)
             except ConfigError:
                 continue
-            legal = list(_micro_batches(tried, batches, ranks, check))
+            legal = []
+            for batch in batches:
+                one = tried.with_resolved({MICRO_BATCH: batch})
+                with suppress(ConfigError):
+                    legal.append((one, _checked(one, ranks, check)))
             for mode in modes:
                 yield [TrainingWorkload.of(one.with_resolved({RECOMPUTE: mode}), resolved) for one, resolved in legal]
 
@@ -260,15 +266,6 @@ def _simplest(config: Config, tp: int, pp: int, free: frozenset[OptionPath]) -> 
     )
 
 
-def _micro_batches(
-    config: Config, batches: Sequence[int], ranks: Ranks, check: Check | None
-) -> Iterator[tuple[Config, ResolvedLayout]]:
-    for size in batches:
-        one = config.with_resolved({MICRO_BATCH: size})
-        with suppress(ConfigError):
-            yield one, _checked(one, ranks, check)
-
-
 def _checked(config: Config, ranks: Ranks, check: Check | None) -> ResolvedLayout:
     layout = resolve_layout(config, ranks.count, ranks.device)
     if check is not None:
@@ -313,17 +310,6 @@ def _layout(config: Config, tp: int, pp: int, world_size: int) -> ParallelLayout
         data_parallel_size=max(1, world_size // (tp * pp)),
         micro_batch_size=config.training.micro_batch_size,
     )
-
-
-def _rank(candidate: LayoutCandidate) -> tuple[Any, ...]:
-    """Returns the sort key: time, and the simpler of two that are equal to six digits."""
-    return (float(f"{candidate.time.seconds:.6g}"), *_simplicity(candidate.layout))
-
-
-def _choice(found: Sequence[LayoutCandidate], cluster: Cluster) -> LayoutCandidate:
-    """Returns, among those equally fast within the prediction error, one with memory to spare, and the simplest."""
-    alike = [one for one in found if one.time.seconds <= (1 + ALIKE) * found[0].time.seconds]
-    return min(alike, key=lambda one: (one.fullest.total > ROOMY * cluster.memory_bytes, *_simplicity(one.layout)))
 
 
 def _simplicity(layout: ParallelLayout) -> tuple[Any, ...]:

@@ -1,9 +1,24 @@
-"""Formats numbers with their units."""
+"""Numbers with units: sums of figures that belong together, and their formatting."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Self
+
 MIB, GIB = 2**20, 2**30
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
+
+
+@dataclass(frozen=True)
+class Additive:
+    """A dataclass that is added and multiplied field by field."""
+
+    def __add__(self, other: Self) -> Self:
+        theirs = vars(other)
+        return replace(self, **{name: value + theirs[name] for name, value in vars(self).items()})
+
+    def __rmul__(self, factor: float) -> Self:
+        return replace(self, **{name: factor * value for name, value in vars(self).items()})
 
 
 def gib(size_bytes: float) -> str:

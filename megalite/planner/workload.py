@@ -47,40 +47,22 @@ Replicas = Literal["deepspeed", "all_reduce", "sharded_optimizer", "fully_sharde
 @dataclass(frozen=True)
 class Stack:
     """Properties of a training stack that affect time and memory beside the layout. Published tables were made with
-    other stacks; each property is a fact of the software, none is fitted."""
+    other stacks (benchmarks/planner/published.py); each property is a fact of the software, none is fitted."""
 
     name: str
-    attention: Attention = "flash_2"
-    """Scores in memory, or FlashAttention (Dao 2022; Dao 2023), which skips those above the diagonal."""
-
-    overlaps_tensor_gradients: bool = False
-    """Sums over tensor-parallel ranks in backward run behind the products that make gradients of weights."""
-
-    cuts_boundary_tensors: bool = False
-    """Tensors between stages are sent in parts and gathered (Narayanan 2021, section 4.1)."""
-
-    balances_stages: bool = True
-    """Layers are cut where the slowest stage is fastest; else every stage gets as many blocks."""
-
-    stops_recompute_early: bool = True
-    """Recomputation ends at the last number that backward needs (torch's non-reentrant checkpoints)."""
-
-    gradient_dtype: Dtype | None = None
-    """Dtype of gradients between replicas. None: `TrainingWorkload.dtype`."""
-
+    attention: Attention = "flash_2"  # FlashAttention skips scores above the diagonal (Dao 2022; Dao 2023)
+    overlaps_tensor_gradients: bool = False  # sums in backward run behind the products for gradients of weights
+    cuts_boundary_tensors: bool = False  # tensors between stages are sent in parts and gathered (Narayanan 2021, 4.1)
+    balances_stages: bool = True  # layers are cut where the slowest stage is fastest; else stages have as many blocks
+    stops_recompute_early: bool = True  # at the last number that backward needs (torch's non-reentrant checkpoints)
+    gradient_dtype: Dtype | None = None  # of gradients between replicas; None: `TrainingWorkload.dtype`
+    # as DeepSpeed's ZeRO does; an all-reduce of gradients; a reduce-scatter to the owners of optimizer shards and a
+    # gather of weights; or with weights sharded too, as in PyTorch's FSDP
     replicas: Replicas = "deepspeed"
-    """Communication between replicas: as DeepSpeed's ZeRO does; by an all-reduce of gradients; by a reduce-scatter
-    to the owners of optimizer shards and a gather of weights; or with weights sharded too, as in PyTorch's FSDP."""
-
+    # gradients are reduced behind the last micro-batch's backward pass, weights gathered behind the first's forward
     overlaps_replicas: bool = False
-    """Gradients are reduced over replicas behind the backward pass of the last micro-batch, and weights gathered behind
-    the forward pass of the first."""
-
-    prefetches_backward: bool = True
-    """If weights are sharded, those of the next layer are gathered while backward computes this one."""
-
-    waits_for_launches: bool = False
-    """Every kernel is waited for before the next is launched (CUDA_LAUNCH_BLOCKING=1)."""
+    prefetches_backward: bool = True  # sharded weights of the next layer are gathered while backward computes this one
+    waits_for_launches: bool = False  # each kernel is waited for before the next launch (CUDA_LAUNCH_BLOCKING=1)
 
 
 MEGALITE = Stack("megalite")
@@ -111,6 +93,10 @@ class TrainingWorkload:
         it, or because recomputation does not stop early."""
         model = self.model
         return not self.stack.stops_recompute_early or model.norm_placement != "pre" or model.residual_dropout > 0
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        return self.layout.micro_batch_size * self.sequence_length
 
     @property
     def tokens_per_step(self) -> int:

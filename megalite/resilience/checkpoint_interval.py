@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from megalite.monitor.goodput import ENDS
-from megalite.planner.reliability.checkpoint_interval import best_interval_s
+from megalite.planner.reliability.checkpoints import best_interval_s
 
 # If nothing is known. Llama 3 lost a job of 16,384 GPUs every 3 hours (arXiv:2407.21783, section 3.3.4), one machine
 # may run for months. A guess wrong by a factor of 4 makes saves and lost work together cost 25% more.

@@ -425,11 +425,11 @@ def test_ranks_of_unequal_gpus_choose_for_the_smallest(auto: Path, monkeypatch: 
     """And for the hosts that they are on: a network lies between these."""
     asked: list[Cluster] = []
 
-    def machine(ranks: int, *, on_cpu: bool, nodes: int, care: Any) -> Machine:
+    def machine(ranks: int, *, on_cpu: bool, nodes: int, limits: Any) -> Machine:
         cluster = hosts_cluster([ranks] * nodes, ranks * nodes, "cuda", ["NVIDIA H100 80GB HBM3"])
         return Machine("H100", cluster.accelerator, cluster.intra_node, cluster, on_cpu)
 
-    def choose(config: Config, cluster: Cluster) -> automatic.Chosen:
+    def choose(config: Config, cluster: Cluster) -> automatic.ChosenLayout:
         asked.append(cluster)
         return choose_on(config, cluster)
 

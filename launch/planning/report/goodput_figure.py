@@ -20,10 +20,9 @@ from launch.planning.report.svg import (
 )
 from megalite.planner.reliability.failure_rates import DEFAULT_RATE, PUBLISHED_BAND
 from megalite.planner.reliability.goodput_model import (
-    GoodputPoint,
     JobScale,
     Reliability,
-    goodput_against_gpus,
+    at_scale,
     goodput_against_interval,
 )
 from megalite.planner.units import duration, percent, plural
@@ -42,7 +41,7 @@ INTERVAL_TICKS_S = (
 class Curve:
     """Goodput as a function of one choice, with one point marked."""
 
-    points: tuple[tuple[float, GoodputPoint], ...]  # by ascending `x`
+    points: tuple[tuple[float, JobScale], ...]  # by ascending `x`
     marked: tuple[float, float, str]  # x, goodput and label
     axis: str  # title of the `x` axis
     ticks: Mapping[float, str]  # round `x` -> label
@@ -63,7 +62,7 @@ def size_curve(assumed: Reliability, gpus: int) -> Curve:
     while size <= max(LARGEST_SIZE, 4 * gpus):
         sizes.add(size)
         size *= 2
-    points = tuple((float(point.gpus), point) for point in goodput_against_gpus(assumed, sorted(sizes)))
+    points = tuple((float(count), at_scale(assumed, count)) for count in sorted(sizes))
     own = next(point for x, point in points if x == gpus)
     powers = (assumed.gpus_per_node * 4**power for power in range(20))
     ticks = {float(tick): f"{tick:,}" for tick in powers if tick <= points[-1][0]}
@@ -74,7 +73,7 @@ def size_curve(assumed: Reliability, gpus: int) -> Curve:
 def goodput_figure(id_: str, curve: Curve, description: str) -> Element:
     """Draws the curve with its band over the published failure rates, on a logarithmic `x` axis."""
     points = curve.points
-    lowest = min(point.goodput_band[0] for _, point in points)
+    lowest = min(point.goodput_at_high_rate for _, point in points)
     floor = max(0.0, math.floor(lowest * 20) / 20 - 0.0001)
     across = AxisScale(points[0][0], points[-1][0], LEFT, RIGHT, logarithmic=True)
     up = AxisScale(floor * 100, 100.0, BOTTOM, TOP)
@@ -82,8 +81,8 @@ def goodput_figure(id_: str, curve: Curve, description: str) -> Element:
     def at(x: float, goodput: float) -> str:
         return f"{coordinate(across(x))},{coordinate(up(goodput * 100))}"
 
-    upper = [at(x, point.goodput_band[1]) for x, point in points]
-    lower = [at(x, point.goodput_band[0]) for x, point in points]
+    upper = [at(x, point.goodput_at_low_rate) for x, point in points]
+    lower = [at(x, point.goodput_at_high_rate) for x, point in points]
     middle = [at(x, point.goodput) for x, point in points]
     x, y = across(curve.marked[0]), up(curve.marked[1] * 100)
     mark = f"{curve.marked[2]}: {percent(curve.marked[1])}"
@@ -111,8 +110,7 @@ def _hover_targets(id_: str, curve: Curve, across: AxisScale) -> list[Element]:
         start = across(points[index - 1][0]) if index else LEFT
         end = across(points[index + 1][0]) if index + 1 < len(points) else RIGHT
         left, right = (start + across(x)) / 2, (end + across(x)) / 2
-        worse, better = point.goodput_band
-        band = f"{percent(worse)} to {percent(better)} over the band"
+        band = f"{percent(point.goodput_at_high_rate)} to {percent(point.goodput_at_low_rate)} over the band"
         title = f"{curve.format_x(x)}: goodput {percent(point.goodput)}, {band}"
         drawn.append(bar(left, TOP, right - left, BOTTOM - TOP, title, id=f"{id_}-{index}", class_="target"))
     return drawn
@@ -120,7 +118,6 @@ def _hover_targets(id_: str, curve: Curve, across: AxisScale) -> list[Element]:
 
 def goodput_caption(scale: JobScale, assumed: Reliability) -> str:
     """Summarises both curves, with what would shrink the largest loss."""
-    worse, better = scale.goodput_band
     losses = {part: scale.hours[part] for part in ("writes", "rework", "restarts")}
     worst = max(losses, key=lambda part: losses[part])
     remedy = {
@@ -130,9 +127,10 @@ def goodput_caption(scale: JobScale, assumed: Reliability) -> str:
     }[worst]
     low, high = PUBLISHED_BAND
     return (
-        f"The share of wall time that moves training forward; failures, writes and restarts take the rest. Save "
+        "The share of wall time that moves training forward; failures, writes and restarts take the rest. Save "
         f"every {duration(scale.interval_s)}: {percent(scale.goodput)} at {DEFAULT_RATE:g} failures per 1,000 "
-        f"node-days, {percent(worse)} to {percent(better)} over the published band of {low:g} to {high:g}, which is "
-        "shaded. The curve is flat around its best: half or twice the interval costs little. Of "
-        f"{assumed.days:g} days, {duration(scale.lost_hours * 3600)} are lost, most of them to {worst}; {remedy}."
+        f"node-days, {percent(scale.goodput_at_high_rate)} to {percent(scale.goodput_at_low_rate)} over the published "
+        f"band of {low:g} to {high:g}, which is shaded. The curve is flat around its best: half or twice the interval "
+        f"costs little. Of {assumed.days:g} days, {duration(scale.lost_hours * 3600)} are lost, most of them to "
+        f"{worst}; {remedy}."
     )

@@ -1,4 +1,6 @@
-"""The HTML page of the report. It has no script and loads nothing: a Content-Security-Policy makes browsers report it
+"""The report of `megalite plan --html`: one page that holds the whole result, to read offline, print and pass on.
+
+It has no script and loads nothing: a Content-Security-Policy makes browsers report it
 if it ever tries to."""
 
 from __future__ import annotations
@@ -9,23 +11,51 @@ from pathlib import Path
 from string import Template
 from xml.etree.ElementTree import Element, tostring
 
-from launch.planning.report.content import ReportContent
+from launch.output import write_file
 from launch.planning.report.goodput_figure import goodput_caption, goodput_figure, interval_curve, size_curve
 from launch.planning.report.memory_figure import memory_caption, memory_figure
 from launch.planning.report.ranking_table import ranking_caption, ranking_table
 from launch.planning.report.svg import element
-from launch.planning.report.timeline_figure import timeline_caption, timeline_figure
+from launch.planning.report.timeline_figure import timeline_caption, timeline_figure, timeline_of
 from launch.planning.report.waterfall_figure import waterfall_caption, waterfall_figure
+from megalite.planner.cost.memory import CUDA
 from megalite.planner.cost.shapes import parameters
 from megalite.planner.explanation import explain
+from megalite.planner.hardware import Cluster
+from megalite.planner.reliability.checkpoints import PER_NODE, megalite_bytes_per_parameter
+from megalite.planner.reliability.failure_rates import DEFAULT_RATE, PUBLISHED_BAND
+from megalite.planner.reliability.goodput_model import JobScale, Reliability, at_scale
+from megalite.planner.search import LayoutCandidate, SearchResult
 from megalite.planner.units import count, duration, gib, percent, plural, seconds
 
 FOLDER = Path(__file__).parent
 
 
-def render_page(content: ReportContent) -> str:
+def write_report(path: Path, result: SearchResult, cluster: Cluster, title: str) -> None:
+    """Writes the report of a search that found a layout; its figures show the fastest one.
+
+    Raises LaunchError where `path` cannot be written.
+    """
+    assert result.best is not None, "a report needs a layout that fits"
+    write_file(path, _render(result, result.best, cluster, title))
+
+
+def reliability_of(winner: LayoutCandidate, cluster: Cluster) -> tuple[Reliability, JobScale]:
+    """Returns what is assumed about failures, and its result on all accelerators of the winner's nodes."""
+    per_node = cluster.accelerators_per_node
+    assumed = Reliability(
+        parameters=parameters(winner.job.model),
+        bytes_per_parameter=megalite_bytes_per_parameter(winner.job.optimizer),
+        gpus_per_node=per_node,
+    )
+    nodes = -(-winner.layout.world_size // per_node)  # a node fails as a whole
+    return assumed, at_scale(assumed, nodes * per_node)
+
+
+def _render(result: SearchResult, winner: LayoutCandidate, cluster: Cluster, title: str) -> str:
     """Fills in page.html. Every text is escaped; figures and tables are elements."""
-    winner, cluster, scale = content.winner, content.cluster, content.scale
+    assumed, scale = reliability_of(winner, cluster)
+    timeline = timeline_of(winner)
     job, layout, time, limit = winner.job, winner.job.layout, winner.time, cluster.memory_bytes
     model, size = job.model, parameters(job.model)
     size_text = f"{size / 1e9:.3g} billion" if size >= 1e9 else f"{size / 1e6:.3g} million"
@@ -37,9 +67,9 @@ def render_page(content: ReportContent) -> str:
         "goodput: wall time that counts": percent(scale.goodput),
         "between checkpoints": duration(scale.interval_s),
     }
-    by_interval, by_size = interval_curve(content.assumed, scale), size_curve(content.assumed, scale.gpus)
+    by_interval, by_size = interval_curve(assumed, scale), size_curve(assumed, scale.gpus)
     values: dict[str, str | Element | Sequence[Element]] = {
-        "title": content.title,
+        "title": title,
         "job": f"{model.model_type} of {size_text} parameters ({plural(model.num_hidden_layers, 'block')} of width "
         f"{model.hidden_size:,}), {plural(job.global_batch_size, 'sequence')} of "
         f"{plural(job.sequence_length, 'token')} per step, {job.dtype}.",
@@ -51,21 +81,21 @@ def render_page(content: ReportContent) -> str:
         "tiles": [
             element("div", element("b", number), element("span", name), class_="tile") for name, number in tiles.items()
         ],
-        "reasons": [element("li", sentence) for sentence in explain(content.result)],
+        "reasons": [element("li", sentence) for sentence in explain(result)],
         "memory": memory_figure(winner.memory, limit),
         "memory_caption": memory_caption(winner.memory, limit, winner.layout),
-        "ranking": ranking_table(content.result.candidates, limit),
-        "ranking_caption": ranking_caption(content.result),
+        "ranking": ranking_table(result.candidates, limit),
+        "ranking_caption": ranking_caption(result),
         "waterfall": waterfall_figure(time),
         "waterfall_caption": waterfall_caption(time),
-        "timeline": timeline_figure(content.timeline),
-        "timeline_caption": timeline_caption(content.timeline, time),
+        "timeline": timeline_figure(timeline),
+        "timeline_caption": timeline_caption(timeline, time),
         "goodput_by_interval": goodput_figure("goodput-interval", by_interval, "Goodput by checkpoint interval"),
         "goodput_by_size": goodput_figure("goodput-gpus", by_size, "Goodput by number of accelerators"),
-        "goodput_caption": goodput_caption(scale, content.assumed),
+        "goodput_caption": goodput_caption(scale, assumed),
         "assumptions": [
-            element("tr", [element("td", cell, class_="words") for cell in (one.what, one.value, one.source)])
-            for one in content.assumptions
+            element("tr", [element("td", cell, class_="words") for cell in one])
+            for one in assumptions_of(winner, cluster, assumed, scale)
         ],
     }
     style, page = ((FOLDER / name).read_text(encoding="utf-8") for name in ("style.css", "page.html"))
@@ -77,3 +107,65 @@ def _html(value: str | Element | Sequence[Element]) -> str:
         return html.escape(value)
     elements = [value] if isinstance(value, Element) else value
     return "\n".join(tostring(each, encoding="unicode", method="html") for each in elements)
+
+
+def assumptions_of(
+    winner: LayoutCandidate, cluster: Cluster, assumed: Reliability, scale: JobScale
+) -> tuple[tuple[str, str, str], ...]:
+    """Lists the assumptions, the least certain ones first: what is assumed, its value and the source."""
+    job = winner.job
+    accelerator, (low, high) = cluster.accelerator, PUBLISHED_BAND
+    storage = assumed.storage
+    writers = "one writer a node" if storage.writers == PER_NODE else f"writers: {storage.writers}"
+    limit = storage.storage_bytes_per_s
+    at_most = "" if limit is None else f", {limit / 1e9:g} GB/s in total at most"
+    is_guess = accelerator.calibrated_on.startswith("a guess")
+    parts = winner.fullest.parts
+    allocator, context = parts.get("allocator", 0.0), parts.get("context", 0.0)
+    allocator_share = allocator / (winner.fullest.total - allocator - context)
+    peak = cluster.peak_flops(job.dtype) / 1e12
+    return (
+        (
+            "calibrated constant: part of the peak that large matrix products reach",
+            f"{accelerator.efficiency:.3g} of {peak:.4g} TFLOP/s in {job.dtype}",
+            accelerator.calibrated_on if is_guess else f"fitted on {accelerator.calibrated_on}",
+        ),
+        (
+            f"{cluster.accelerator_name}: memory, and its bandwidth",
+            f"{gib(cluster.memory_bytes)}, {accelerator.memory_gb_per_s:.4g} GB/s",
+            accelerator.source or "unknown",
+        ),
+        (
+            "memory besides tensors: unused blocks of the allocator, and the CUDA context",
+            f"{percent(allocator_share)} of tensors + {gib(context)}",
+            "a typical value, not fitted" if abs(allocator_share - CUDA.fragments) < 1e-6 else "docs/planner.md",
+        ),
+        (
+            "link inside a node, each way",
+            f"{cluster.intra_node.gb_per_s:.3g} GB/s",
+            cluster.intra_node.source or "unknown",
+        ),
+        (
+            "links between nodes, each way",
+            f"{cluster.adapters_per_node} x {cluster.inter_node.gb_per_s:.3g} GB/s a node",
+            cluster.inter_node.source or "unknown",
+        ),
+        (
+            "failures per 1,000 node-days",
+            f"{DEFAULT_RATE:g}; published: {low:g} to {high:g}",
+            f"one failure every {duration(scale.mtbf_hours * 3600)} on {plural(scale.nodes, 'node')}, "
+            f"{duration(scale.mtbf_hours_at_high_rate * 3600)} to {duration(scale.mtbf_hours_at_low_rate * 3600)} over "
+            "the band",
+        ),
+        (
+            "checkpoint",
+            f"{count(assumed.checkpoint_bytes)}B, written in {duration(scale.save_duration_s)}",
+            f"{assumed.bytes_per_parameter:g} bytes a parameter; {writers} at {storage.writer_bytes_per_s / 1e9:g} "
+            f"GB/s{at_most}; {'in the background' if storage.background else 'training waits'}",
+        ),
+        (
+            "after a failure",
+            f"{duration(assumed.down_s)} without training",
+            f"{duration(assumed.detection_s)} until it is detected, {duration(assumed.restart_s)} to restart",
+        ),
+    )

@@ -17,7 +17,6 @@ NOISE = 1.03  # published measurements of one setting differ by this factor
 def ranking_table(candidates: Sequence[LayoutCandidate], limit_bytes: float) -> Element:
     """Builds one row per layout, with bars of its step time and of its fullest stage's memory."""
     shown = candidates[:MOST_ROWS]
-    is_interleaved = any(candidate.job.layout.interleave > 1 for candidate in shown)
     fastest, slowest = shown[0].time.seconds, max(candidate.time.seconds for candidate in shown)
     rows = []
     for number, candidate in enumerate(shown, 1):
@@ -33,7 +32,6 @@ def ranking_table(candidates: Sequence[LayoutCandidate], limit_bytes: float) -> 
             "micro-batch": str(layout.micro_batch_size),
             "recompute": layout.recompute,
             "sequence parallel": "yes" if layout.sequence_parallel else "no",
-            **({"interleave": str(layout.interleave)} if is_interleaved else {}),
             "step time": step,
             " ": _inline_bar(f"{row_id}-time", TIME_WIDTH, time.seconds / slowest, "useful", f"{layout}: {step}"),
             "slower by": percent(time.seconds / fastest - 1) if number > 1 else "",

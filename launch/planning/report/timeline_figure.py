@@ -11,7 +11,8 @@ from xml.etree.ElementTree import Element
 
 from launch.planning.report.svg import AxisScale, Child, bar, drawing, element, label, line, slug
 from megalite.planner.cost.step_time import StepTime
-from megalite.planner.schedules import PassKind, Schedule, ScheduledPass, Timeline
+from megalite.planner.schedules import PassKind, PipelineTimes, Schedule, ScheduledPass, Timeline, simulate_schedule
+from megalite.planner.search import LayoutCandidate
 from megalite.planner.units import percent, seconds
 
 WIDTH, LEFT, RIGHT, TOP = 960.0, 62.0, 880.0, 34.0
@@ -29,6 +30,13 @@ class TimelineExcerpt:
 
     stages: tuple[int, ...]
     windows: tuple[tuple[float, float], ...]  # start and end in seconds
+
+
+def timeline_of(winner: LayoutCandidate) -> Timeline:
+    """Simulates the 1F1B schedule of a layout with its predicted times."""
+    stages, between_s = winner.time.stages, winner.time.between_stages_s
+    times = PipelineTimes([stage.forward_s for stage in stages], [stage.backward_s for stage in stages], between_s)
+    return simulate_schedule(Schedule.ONE_F_ONE_B, times, winner.job.micro_batches)
 
 
 def sample_of(timeline: Timeline) -> TimelineExcerpt:
@@ -81,7 +89,7 @@ def timeline_figure(timeline: Timeline) -> Element:
         ]
     x = LEFT
     for kind in (*dict.fromkeys(work.kind.value for work in timeline.work), "idle"):
-        drawn.append(element("rect", x=x, y=TOP - 20, width=13, height=13, class_=f"{slug(kind)} chunk-0"))
+        drawn.append(element("rect", x=x, y=TOP - 20, width=13, height=13, class_=slug(kind)))
         drawn.append(label(x + 19, TOP - 9, kind, "legend"))
         x += 44 + 7.5 * len(kind)
     return drawing("timeline", "The pipeline schedule of one optimizer step", WIDTH, bottom + 30, drawn)
@@ -96,11 +104,9 @@ def _boxes(works: Sequence[ScheduledPass], sample: TimelineExcerpt, scale: AxisS
             continue
         x, end = scale(max(work.start_s, scale.low)), scale(min(work.end_s, scale.high))
         y = TOP + row * rows[work.stage] + 1.5
-        chunk = f" of chunk {work.chunk}" if work.chunk else ""
-        title = f"stage {work.stage}: {work.kind} of micro-batch {work.micro_batch}{chunk}, "
+        title = f"stage {work.stage}: {work.kind} of micro-batch {work.micro_batch}, "
         title += f"{seconds(work.start_s)} to {seconds(work.end_s)}"
-        classes = f"{slug(work.kind)} chunk-{min(work.chunk, 3)}"
-        drawn.append(bar(x, y, end - x, row - 3, title, id=box_id(work), class_=classes))
+        drawn.append(bar(x, y, end - x, row - 3, title, id=box_id(work), class_=slug(work.kind)))
         number = str(work.micro_batch)
         if end - x >= ROOM_FOR_DIGIT * len(number) + AROUND_NUMBER:
             dark = " on-backward" if work.kind is not PassKind.FORWARD else ""
@@ -110,24 +116,21 @@ def _boxes(works: Sequence[ScheduledPass], sample: TimelineExcerpt, scale: AxisS
 
 def box_id(work: ScheduledPass) -> str:
     """The id of the box of one pass."""
-    return f"timeline-stage-{work.stage}-{slug(work.kind)}-{work.micro_batch}" + f"-{work.chunk}" * (work.chunk > 0)
+    return f"timeline-stage-{work.stage}-{slug(work.kind)}-{work.micro_batch}"
 
 
 def timeline_caption(timeline: Timeline, time: StepTime) -> str:
     """Summarises the figure, and names the parts that are not drawn."""
     sample = sample_of(timeline)
-    name = "1F1B" if timeline.schedule is Schedule.ONE_F_ONE_B else timeline.schedule.value
     busy = sum(timeline.busy_s) / timeline.makespan_s / timeline.stages
     after_s = sum(time.parts.get(part, 0.0) for part in AFTER_SCHEDULE)
     sentences = [
-        f"The {name} schedule of one step, simulated from each stage's forward and backward time; numbers are "
+        "The 1F1B schedule of one step, simulated from each stage's forward and backward time; numbers are "
         f"micro-batches, {timeline.micro_batches:,} in a step.",
         f"Stages compute {percent(busy)} of {seconds(timeline.makespan_s)} (the sum above counts "
         f"{seconds(time.seconds - after_s)}); then gradients are reduced over replicas and weights "
         f"updated, which is not drawn ({seconds(after_s)}).",
     ]
-    if timeline.chunks > 1:
-        sentences.append(f"Each stage has {timeline.chunks} chunks of the model; later ones are paler.")
     if timeline.stages > 1:
         sentences.append("With more micro-batches per step, the idle time at start and end weighs less.")
     if len(sample.windows) > 1:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from launch.output import Table, print_csv, print_json
 from launch.runtime.logs import get_logger
-from megalite.planner.reliability import scaling_tutorial as tutorial
 from megalite.planner.reliability.failure_rates import (
     GPUS_PER_NODE,
     HOURS_PER_DAY,
@@ -32,7 +33,9 @@ class ReliabilityAnswer:
 
 
 log = get_logger(__name__)
+TUTORIAL = Path(__file__).with_name("scaling_tutorial.json")  # made by benchmarks/planner/scaling_tutorial.py
 LOW, HIGH = PUBLISHED_BAND
+ROUNDED = ("_s", "_min", "mtbf_hours", "mtbf_hours_at_high_rate", "mtbf_hours_at_low_rate")  # ends of names of figures
 
 
 def show(answer: ReliabilityAnswer, scales: Sequence[JobScale]) -> None:
@@ -89,7 +92,7 @@ def notices(answer: ReliabilityAnswer, scales: Sequence[JobScale]) -> list[str]:
             f"{job.rate_per_1000_node_days:.3g} failures per 1,000 node-days lie outside the published "
             f"{LOW:g} to {HIGH:g}"
         )
-    if job.storage.background and largest.interval_s <= largest.save.duration_s:
+    if job.storage.background and largest.interval_s <= largest.save_duration_s:
         sentences.append(
             f"at {largest.gpus:,} GPUs a save begins as soon as the one before it is complete: storage sets the "
             "interval"
@@ -103,26 +106,10 @@ def notices(answer: ReliabilityAnswer, scales: Sequence[JobScale]) -> list[str]:
 
 def flat(scale: JobScale) -> dict[str, Any]:
     """One row of the CSV output; the names of columns carry the units."""
-    return {
-        "gpus": scale.gpus,
-        "nodes": scale.nodes,
-        "mtbf_hours": scale.mtbf_hours,
-        "mtbf_hours_at_high_rate": scale.mtbf_hours_band[0],
-        "mtbf_hours_at_low_rate": scale.mtbf_hours_band[1],
-        "expected_failures": scale.expected_failures,
-        "expected_failures_at_high_rate": scale.expected_failures_band[0],
-        "expected_failures_at_low_rate": scale.expected_failures_band[1],
-        "failure_probability_per_day": scale.failure_probability_per_day,
-        "save_blocked_s": scale.save.blocked_s,
-        "save_duration_s": scale.save.duration_s,
-        "interval_s": scale.interval_s,
-        "young_interval_s": scale.young_interval_s,
-        **{f"{part}_hours": hours for part, hours in scale.hours.items()},
-        "goodput": scale.goodput,
-        "goodput_at_high_rate": scale.goodput_band[0],
-        "goodput_at_low_rate": scale.goodput_band[1],
-        "ettr_meta": scale.ettr_meta,
-    }
+    row: dict[str, Any] = {}
+    for name, value in vars(scale).items():
+        row |= {f"{part}_hours": hours for part, hours in scale.hours.items()} if name == "hours" else {name: value}
+    return row
 
 
 def as_values(answer: ReliabilityAnswer, scales: Sequence[JobScale]) -> dict[str, Any]:
@@ -142,132 +129,95 @@ def as_values(answer: ReliabilityAnswer, scales: Sequence[JobScale]) -> dict[str
 
 
 def _tables(answer: ReliabilityAnswer, scales: Sequence[JobScale]) -> list[Table]:
-    job, own = answer.job, answer.job.interval_s is not None
-    failures, saves, hours, goodput = [], [], [], []
-    lost = [part for part in scales[0].hours if part != "computation"]
+    job, is_best = answer.job, answer.job.interval_s is None
+    rows = []
     for scale in scales:
-        gpus = f"{scale.gpus:,}"
-        worse, better = scale.mtbf_hours_band
-        many, few = scale.expected_failures_band
-        failures.append(
-            (
-                gpus,
-                f"{scale.nodes:,}",
-                _figures(scale.mtbf_hours),
-                f"{_figures(worse)} to {_figures(better)}",
-                f"{scale.expected_failures:,.1f}",
-                f"{few:,.1f} to {many:,.1f}",
-                f"{scale.failure_probability_per_day:.1%}",
-            )
-        )
-        times = (scale.save.duration_s, scale.save.blocked_s, scale.interval_s / 60, scale.young_interval_s / 60)
-        saves.append((gpus, *map(_figures, times)))
-        hours.append((gpus, *(f"{scale.hours[part]:,.1f}" for part in lost)))
-        worse, better = scale.goodput_band
-        band = f"{100 * worse:.1f}-{better:.1%}"
-        goodput.append((gpus, f"{scale.goodput:.1%}", band, f"{scale.ettr_meta:.1%}"))
+        row = flat(scale)
+        minutes = {"interval_min": row["interval_s"] / 60, "young_interval_min": row["young_interval_s"] / 60}
+        percentages = {"goodput_percent_at_high_rate": 100 * row["goodput_at_high_rate"]}
+        rounded = {name: _figures(value) for name, value in (row | minutes).items() if name.endswith(ROUNDED)}
+        rows.append(row | percentages | rounded)
+    failures = {
+        "GPUs": "{gpus:,}",
+        "nodes": "{nodes:,}",
+        "MTBF\nh": "{mtbf_hours}",
+        f"at {HIGH:g} to {LOW:g}\nh": "{mtbf_hours_at_high_rate} to {mtbf_hours_at_low_rate}",
+        "failures": "{expected_failures:,.1f}",
+        f"at {LOW:g} to {HIGH:g}": "{expected_failures_at_low_rate:,.1f} to {expected_failures_at_high_rate:,.1f}",
+        "probability\nper day": "{failure_probability_per_day:.1%}",
+    }
+    saves = {
+        "GPUs": "{gpus:,}",
+        "duration of a save\ns": "{save_duration_s}",
+        "of which blocking\ns": "{save_blocked_s}",
+        f"interval{' (Daly 2006)' if is_best else ''}\nmin": "{interval_min}",
+        "first order (Young 1974)\nmin": "{young_interval_min}",
+    }
+    lost = [part for part in scales[0].hours if part != "computation"]
+    hours = {"GPUs": "{gpus:,}"} | {f"{part}\nh": f"{{{part}_hours:,.1f}}" for part in lost}
+    goodput = {
+        "GPUs": "{gpus:,}",
+        "goodput": "{goodput:.1%}",
+        f"at\n{HIGH:g} to {LOW:g}": "{goodput_percent_at_high_rate:.1f}-{goodput_at_low_rate:.1%}",
+        "Meta's\nE[ETTR]": "{ettr_meta:.1%}",
+    }
+    published = {
+        "run or cluster": "{system}",
+        "per 1,000 node-days": "{rate_per_1000_node_days:.2f}",
+        "from": "{reckoned}",
+        "source": "{source}",
+    }
+    intervals = "at the best interval" if is_best else "every interval as given"
     communication = f"; communication: {answer.communication_source}" if answer.communication_source else ""
-    save_columns = (
-        "GPUs",
-        "duration of a save\ns",
-        "of which blocking\ns",
-        f"interval{'' if own else ' (Daly 2006)'}\nmin",
-        "first order (Young 1974)\nmin",
-    )
-    failure_columns = (
-        "GPUs",
-        "nodes",
-        "MTBF\nh",
-        f"at {HIGH:g} to {LOW:g}\nh",
-        "failures",
-        f"at {LOW:g} to {HIGH:g}",
-        "probability\nper day",
-    )
     return [
-        Table(failure_columns, failures, f"failures in {job.days:g} days", ()),
-        Table(
-            save_columns, saves, "checkpoints" + (", every interval as given" if own else ", at the best interval"), ()
-        ),
+        Table.of(rows, failures, f"failures in {job.days:g} days", ()),
+        Table.of(rows, saves, f"checkpoints, {intervals}", ()),
         # two tables: one of nine columns would not fit on a terminal
-        Table(
-            ("GPUs", *(f"{part}\nh" for part in lost)),
-            hours,
-            f"hours lost of {job.days * HOURS_PER_DAY:,.4g} h{communication}",
-            (),
-        ),
-        Table(("GPUs", "goodput", f"at\n{HIGH:g} to {LOW:g}", "Meta's\nE[ETTR]"), goodput, "goodput", ()),
-        Table(
-            ("run or cluster", "per 1,000 node-days", "from", "source"),
-            [(row.system, f"{row.rate_per_1000_node_days:.2f}", row.reckoned, row.source) for row in OBSERVATIONS],
-            "published failures",
-            text_columns=(0, 2, 3),
-        ),
+        Table.of(rows, hours, f"hours lost of {job.days * HOURS_PER_DAY:,.4g} h{communication}", ()),
+        Table.of(rows, goodput, "goodput", ()),
+        Table.of(map(asdict, OBSERVATIONS), published, "published failures", text_columns=(0, 2, 3)),
     ]
 
 
 def show_tutorial(*, as_json: bool, as_csv: bool) -> None:
-    """Prints the worked example: its tables and exercises as published, and where it contradicts itself."""
+    """Prints the worked example as published, and where it contradicts itself."""
+    example = json.loads(TUTORIAL.read_text(encoding="utf-8"))
     if as_csv:
-        print_csv([asdict(row) for row in tutorial.scale_table()])
-    elif as_json:
-        print_json(
-            {
-                "node_mttf_hours": tutorial.COMPONENTS.mttf_hours,
-                "checkpoint_bytes": tutorial.CHECKPOINT_BYTES,
-                "checkpoint_write_s": tutorial.CHARGED_SAVE.duration_s,
-                "hourly_checkpoint_share": tutorial.CHARGED_SAVE.duration_s / 3600,
-                "scales": [asdict(row) for row in tutorial.scale_table()],
-                "losses": [asdict(row) | {"ratio": row.ratio} for row in tutorial.loss_table()],
-                "steps": [asdict(row) | {"efficiency": row.efficiency} for row in tutorial.sweep_table()],
-                "exercises": [asdict(exercise) for exercise in tutorial.exercises()],
-                "contradictions": list(tutorial.contradictions()),
-            }
-        )
-    else:
-        _print_tutorial()
-
-
-def _print_tutorial() -> None:
+        print_csv(example["scales"])
+        return
+    if as_json:
+        print_json(example)
+        return
     print(
         'The worked example "Scaling to 1000 GPUs": Llama 3 70B, nodes of 8 GPUs, tensor parallelism 8, 30 days; node '
-        f"MTTF {tutorial.COMPONENTS.mttf_hours:,.1f} h (GPU 50,000 h, network adapter 150,000 h, power supply "
-        "100,000 h)"
+        f"MTTF {example['node_mttf_hours']:,.1f} h (GPU 50,000 h, network adapter 150,000 h, power supply 100,000 h)"
     )
-    Table(
-        ("GPUs", "nodes", "cluster MTBF h", "failures in 30 days", "Young-Daly interval h (60 s write)"),
-        [
-            (str(row.gpus), str(row.nodes), f"{row.mtbf_hours:.1f}", f"{row.failures:.1f}", f"{row.interval_hours:.1f}")
-            for row in tutorial.scale_table()
-        ],
-        "failures",
-        (),
-    ).print()
-    seconds = tutorial.CHARGED_SAVE.duration_s
+    scales = {
+        "GPUs": "{gpus}",
+        "nodes": "{nodes}",
+        "cluster MTBF h": "{mtbf_hours:.1f}",
+        "failures in 30 days": "{failures:.1f}",
+        "Young-Daly interval h (60 s write)": "{interval_hours:.1f}",
+    }
+    Table.of(example["scales"], scales, "failures", ()).print()
+    seconds, hourly = example["checkpoint_write_s"], example["hourly_checkpoint_share"]
     print(
-        f"Checkpoint: 14 bytes per parameter (fp16 weights, three fp32 tensors) = "
-        f"{tutorial.CHECKPOINT_BYTES / 1e9:.1f} GB; one writer of 7 GB/s: {seconds:.1f} s; saved hourly: "
-        f"{seconds / 3600:.2%} of the time"
+        "Checkpoint: 14 bytes per parameter (fp16 weights, three fp32 tensors) = "
+        f"{example['checkpoint_bytes'] / 1e9:.1f} GB; one writer of 7 GB/s: {seconds:.1f} s; saved hourly: "
+        f"{hourly:.2%} of the time"
     )
-    Table(
-        ("GPUs", "communication h", "checkpoints h", "ratio"),
-        [
-            (str(row.gpus), f"{row.communication_hours:.1f}", f"{row.checkpoint_hours:.1f}", f"{row.ratio:.1f}")
-            for row in tutorial.loss_table()
-        ],
-        "hours lost in 30 days",
-        (),
-    ).print()
-    Table(
-        ("GPUs", "communication ms", "efficiency"),
-        [
-            (str(row.gpus), f"{row.communication_s * 1000:.1f}", f"{row.efficiency:.1%}")
-            for row in tutorial.sweep_table()
-        ],
-        "a step",
-        (),
-    ).print()
-    print("Exercises", *(f"- {each.question}: {each.answer}" for each in tutorial.exercises()), sep="\n")
-    print("\nWhere the text contradicts its own numbers", *(f"- {one}" for one in tutorial.contradictions()), sep="\n")
+    losses = {
+        "GPUs": "{gpus}",
+        "communication h": "{communication_hours:.1f}",
+        "checkpoints h": "{checkpoint_hours:.1f}",
+        "ratio": "{ratio:.1f}",
+    }
+    Table.of(example["losses"], losses, "hours lost in 30 days", ()).print()
+    steps = [row | {"communication_ms": 1000 * row["communication_s"]} for row in example["steps"]]
+    columns = {"GPUs": "{gpus}", "communication ms": "{communication_ms:.1f}", "efficiency": "{efficiency:.1%}"}
+    Table.of(steps, columns, "a step", ()).print()
+    print("Exercises", *(f"- {each['question']}: {each['answer']}" for each in example["exercises"]), sep="\n")
+    print("\nWhere the text contradicts its own numbers", *(f"- {one}" for one in example["contradictions"]), sep="\n")
 
 
 def _figures(value: float) -> str:

@@ -10,9 +10,18 @@ from typing import Any
 
 from launch.output import Table, print_json
 from launch.runtime.logs import get_logger
-from megalite.planner.reliability.checkpoint_interval import time_shares
-from megalite.planner.reliability.run_simulation import HOUR_S, PARTS, Outcome, SimulatedJob, Spread, Summary
-from megalite.planner.reliability.stragglers import expected_maximum, probability_of_any, spare_nodes_for
+from megalite.planner.reliability.checkpoints import time_shares
+from megalite.planner.reliability.failure_rates import failure_probability
+from megalite.planner.reliability.run_simulation import (
+    HOUR_S,
+    PARTS,
+    Outcome,
+    SimulatedJob,
+    Spread,
+    Summary,
+    expected_maximum,
+    spare_nodes_for,
+)
 
 log = get_logger(__name__)
 
@@ -68,7 +77,7 @@ def notices(simulated: Sequence[Simulated]) -> list[str]:
     if run.slow_node_share and run.slow_node_slowdown:
         sentences.append(
             f"the probability of a slow node among {run.nodes:,} is "
-            f"{probability_of_any(run.nodes, run.slow_node_share):.1%}, and one holds up every step: an upper "
+            f"{failure_probability(run.slow_node_share, run.nodes):.1%}, and one holds up every step: an upper "
             "limit, for nodes that are slower in all they do and never found out"
         )
     if (

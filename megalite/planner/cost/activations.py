@@ -13,14 +13,10 @@ from megalite.planner.cost.shapes import block_kinds, cut
 from megalite.planner.workload import BYTES, TrainingWorkload
 
 
-def micro_batches_in_flight(p: int, stage: int, micro_batches: int, v: int = 1) -> float:
+def micro_batches_in_flight(p: int, stage: int, micro_batches: int) -> int:
     """Returns the micro-batches that a stage keeps at once: in 1F1B stage i keeps p - i, at most all (Narayanan
     2021)."""
-    if v == 1:
-        return min(p - stage, micro_batches)
-    # chunks of L / (p v) blocks that warm up before the first backward, of v per micro-batch (Megatron-LM)
-    chunks = min(2 * (p - stage - 1) + (v - 1) * p + 1, micro_batches * v)
-    return chunks / v
+    return min(p - stage, micro_batches)
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,10 @@ class _Block:
         """Returns the most that backward needs beside kept tensors: in the feed-forward layer, or later in
         attention."""
         gone = self.feed_forward + self.hidden
-        in_attention = recomputed + self._attention_gradients() - gone
+        # gradients of q, k, v, the projection and the context, and of two copies of the scores
+        scores = 2 * self.scores * max(4, self.attention_size) if self.is_explicit else 0.0
+        gradients = (2 * self.qkv + self.q) * self.tokens * self.attention_size + self.hidden + scores
+        in_attention = recomputed + gradients - gone
         return max(self.feed_forward_gradients, in_attention)
 
     def _outside(self) -> float:
@@ -150,12 +149,6 @@ class _Block:
         per_score += (1 if drops else 0) + (wide if caps else 0)
         masks = self.batch * self.seq**2 if self.job.document_mask else self.seq**2
         return self.scores * per_score + masks + 3 * self.q * self.tokens * wide
-
-    def _attention_gradients(self) -> float:
-        """Returns the bytes of the gradients of q, k, v, the projection and the context, and of two copies of the
-        scores."""
-        scores = 2 * self.scores * max(4, self.attention_size) if self.is_explicit else 0.0
-        return (2 * self.qkv + self.q) * self.tokens * self.attention_size + self.hidden + scores
 
     def _feed_forward(self) -> tuple[float, float]:
         """Returns the bytes kept and those of gradients (models/feed_forward.py, models/experts.py)."""

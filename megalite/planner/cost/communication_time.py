@@ -69,15 +69,10 @@ def _ring(ranks: int, stride: int, cluster: Cluster) -> Ring:
     # all members in a node pass their bytes on through adapters that they share with the other groups of the node;
     # where groups and nodes do not fit, some group has a single member in a node
     members = max(1, per_node // stride) if span % per_node == 0 else 1
-    outside = _adapter_bytes_per_s(cluster) * members
+    shares = cluster.adapters_per_node / per_node  # an accelerator's, of its node's adapters
+    outside = cluster.inter_node.gb_per_s * 1e9 * INTER_NODE_EFFICIENCY * shares * members
     return Ring(ranks, min(outside, _inside_bytes_per_s(cluster)), cluster.inter_node.latency_us * 1e-6)
 
 
 def _inside_bytes_per_s(cluster: Cluster) -> float:
     return cluster.intra_node.gb_per_s * 1e9 * INTRA_NODE_EFFICIENCY
-
-
-def _adapter_bytes_per_s(cluster: Cluster) -> float:
-    """Returns the bandwidth of an accelerator's share of its node's adapters."""
-    shares = cluster.adapters_per_node / cluster.accelerators_per_node
-    return cluster.inter_node.gb_per_s * 1e9 * INTER_NODE_EFFICIENCY * shares

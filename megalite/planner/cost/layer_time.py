@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from megalite.config import ModelConfig
 from megalite.planner.cost.shapes import cut
 from megalite.planner.hardware import Cluster
+from megalite.planner.units import Additive
 from megalite.planner.workload import BYTES, TrainingWorkload
 
 MEMORY_EFFICIENCY = 0.8  # of the bandwidth on the data sheet, that kernels which only move numbers reach
@@ -18,7 +19,7 @@ FLASH_BACKWARD = 2.5  # times the work of the forward pass: it computes the scor
 
 
 @dataclass(frozen=True)
-class LayerTime:
+class LayerTime(Additive):
     """Seconds by the resource that bounds them."""
 
     matrix_s: float = 0.0
@@ -29,30 +30,14 @@ class LayerTime:
     def seconds(self) -> float:
         return self.matrix_s + self.attention_s + self.memory_s
 
-    def __add__(self, other: LayerTime) -> LayerTime:
-        return LayerTime(
-            self.matrix_s + other.matrix_s,
-            self.attention_s + other.attention_s,
-            self.memory_s + other.memory_s,
-        )
-
-    def times(self, factor: float) -> LayerTime:
-        return LayerTime(factor * self.matrix_s, factor * self.attention_s, factor * self.memory_s)
-
 
 @dataclass(frozen=True)
-class Passes:
+class Passes(Additive):
     """Work of one micro-batch: forward, backward and recomputation."""
 
     forward: LayerTime = LayerTime()
     backward: LayerTime = LayerTime()
     again: LayerTime = LayerTime()
-
-    def __add__(self, other: Passes) -> Passes:
-        return Passes(self.forward + other.forward, self.backward + other.backward, self.again + other.again)
-
-    def times(self, count: int) -> Passes:
-        return Passes(self.forward.times(count), self.backward.times(count), self.again.times(count))
 
 
 @dataclass(frozen=True)
@@ -97,14 +82,14 @@ def block_work(job: TrainingWorkload, layer: int, speed: Speed) -> Passes:
     `TrainingWorkload.layout.recompute` decides what is recomputed."""
     dense, core, moved = _products(job, layer, speed), _attention(job, layer, speed), _elementwise(job, layer, speed)
     is_fused = job.stack.attention != "materialized" and not _scores_exist(job.model)
-    core_backward = core.times(FLASH_BACKWARD if is_fused else 2.0)
+    core_backward = (FLASH_BACKWARD if is_fused else 2.0) * core
     forward = sum(dense, core + moved)
-    backward = sum((product.times(2.0) for product in dense), core_backward + moved.times(2.0))
+    backward = sum((2.0 * product for product in dense), core_backward + 2.0 * moved)
     again = LayerTime()
     if job.layout.recompute == "full":
         # experts' outputs are kept: their probabilities are multiplied with them
         needs_all = job.recomputes_the_end or job.model.has_experts(layer)
-        again = forward if needs_all else forward + dense[-1].times(-1.0)
+        again = forward if needs_all else forward + -1.0 * dense[-1]
     elif job.layout.recompute == "selective":
         again = core
     return Passes(forward, backward, again)
@@ -114,10 +99,10 @@ def head_work(job: TrainingWorkload, speed: Speed) -> Passes:
     """Returns the work of logits and their softmax in fp32: 12 bytes each way per logit. Our loss computes both
     gradients in forward: the sum is the same."""
     model, size = job.model, BYTES[job.dtype]
-    tokens, columns = _tokens(job), cut(model.vocab_size, job.layout.tensor_parallel_size)
+    tokens, columns = job.micro_batch_tokens, cut(model.vocab_size, job.layout.tensor_parallel_size)
     product = speed.product(tokens, columns, model.hidden_size, size)
     softmax = speed.moving(12.0 * tokens * columns)
-    return Passes(product + softmax, product.times(2.0) + softmax, LayerTime())
+    return Passes(product + softmax, 2.0 * product + softmax, LayerTime())
 
 
 def dense_flops(job: TrainingWorkload, layer: int) -> float:
@@ -131,28 +116,25 @@ def dense_flops(job: TrainingWorkload, layer: int) -> float:
         numbers += hidden * (model.num_experts + 3 * model.num_experts_per_tok * model.moe_intermediate_size)
     else:
         numbers += (3 if model.gated_mlp else 2) * hidden * model.intermediate_size
-    return 2.0 * _tokens(job) * numbers
+    return 2.0 * job.micro_batch_tokens * numbers
 
 
 def score_flops(job: TrainingWorkload, layer: int) -> float:
     """Returns the FLOPs of attention scores and their products with values; scores above the diagonal count as
     published."""
-    query = job.model.num_attention_heads * job.model.head_dim
-    return 4.0 * _tokens(job) * _seen(job, layer) * query
+    model, length = job.model, job.sequence_length
+    window = model.sliding_window if model.has_window(layer) else None
+    return 4.0 * job.micro_batch_tokens * min(length, window or length) * (model.num_attention_heads * model.head_dim)
 
 
 def head_flops(job: TrainingWorkload) -> float:
     """Returns the FLOPs of the output head."""
-    return 2.0 * _tokens(job) * job.model.hidden_size * job.model.vocab_size
-
-
-def _tokens(job: TrainingWorkload) -> int:
-    return job.layout.micro_batch_size * job.sequence_length
+    return 2.0 * job.micro_batch_tokens * job.model.hidden_size * job.model.vocab_size
 
 
 def _products(job: TrainingWorkload, layer: int, speed: Speed) -> list[LayerTime]:
     """Returns the matrix products with weights, in order."""
-    model, t, size, tokens = job.model, job.layout.tensor_parallel_size, BYTES[job.dtype], _tokens(job)
+    model, t, size, tokens = job.model, job.layout.tensor_parallel_size, BYTES[job.dtype], job.micro_batch_tokens
     hidden, query = model.hidden_size, cut(model.num_attention_heads * model.head_dim, t)
     key_value = cut(model.num_key_value_heads * model.head_dim, t)
     found = [speed.product(tokens, query + 2 * key_value, hidden, size), speed.product(tokens, hidden, query, size)]
@@ -189,12 +171,6 @@ def _scores_exist(model: ModelConfig) -> bool:
     return model.attention_dropout > 0 or model.attn_logit_softcapping is not None
 
 
-def _seen(job: TrainingWorkload, layer: int) -> int:
-    """Returns the tokens that a token attends to, at most."""
-    window = job.model.sliding_window if job.model.has_window(layer) else None
-    return min(job.sequence_length, window or job.sequence_length)
-
-
 def _elementwise(job: TrainingWorkload, layer: int, speed: Speed) -> LayerTime:
     """Returns the work of operations that only move numbers: norms (a read and a write), residual sums (two reads and a
     write, and a mask with dropout), activation, copies of queries, keys and values where they are rotated, and of
@@ -214,4 +190,4 @@ def _elementwise(job: TrainingWorkload, layer: int, speed: Speed) -> LayerTime:
     heads = model.num_attention_heads + (2 * model.num_key_value_heads if model.rotary_dim(layer) > 0 else 0)
     is_copied = job.stack.attention == "materialized" or model.rotary_dim(layer) > 0
     copies = 2 * size * heads * model.head_dim if is_copied else 0
-    return speed.moving(_tokens(job) * ((norms + sums) / whole_t + (activation + copies) / t))
+    return speed.moving(job.micro_batch_tokens * ((norms + sums) / whole_t + (activation + copies) / t))

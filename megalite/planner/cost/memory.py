@@ -25,21 +25,13 @@ class Device:
     """The device of the memory and the overhead of its allocator."""
 
     kind: Literal["cpu", "cuda"]
+    # glibc's malloc as `megalite train` sets it up keeps what is freed, in pieces that rarely suit a large buffer:
+    # each kind of buffer ends up with room of its own, and what counts is the sum of their peaks
     keeps_freed: bool = False
-    """glibc's malloc as `megalite train` sets it up keeps what is freed, in pieces that rarely suit a large buffer:
-    each kind of buffer ends up with room of its own, and what counts is the sum of their peaks."""
-
-    maps_lazily: bool = False
-    """Pages of a buffer count once they are written to."""
-
-    fragments: float = 0.0
-    """Fraction of the tensors' bytes that the allocator reserves and does not use."""
-
-    context_bytes: float = 0.0
-    """Bytes beside tensors."""
-
-    widens_bf16: bool = False
-    """bf16 products are computed in fp32, as on a CPU without bf16 units."""
+    maps_lazily: bool = False  # pages of a buffer count once they are written to
+    fragments: float = 0.0  # fraction of the tensors' bytes that the allocator reserves and does not use
+    context_bytes: float = 0.0  # beside tensors
+    widens_bf16: bool = False  # bf16 products are computed in fp32, as on a CPU without bf16 units
 
 
 CUDA = Device("cuda", fragments=0.07, context_bytes=1.5 * 2**30)
@@ -93,25 +85,28 @@ class _Stage:
         self.largest_of_blocks = in_blocks / largest
         self.states = deepspeed_states(job, shape.parameters, largest)
         self.blocks = stage_blocks(blocks, shape.first_block, shape.blocks, device.widens_bf16)
-        self.in_flight = micro_batches_in_flight(
-            layout.pipeline_parallel_size, stage, job.micro_batches, layout.interleave
-        )
+        self.in_flight = micro_batches_in_flight(layout.pipeline_parallel_size, stage, job.micro_batches)
         self.passing = self.blocks.first.passing
         self.whole = layout.micro_batch_size * job.sequence_length * model.hidden_size * self.size  # hidden states
 
     def memory(self) -> StageMemory:
+        states, always = self.states, self._always()
         moments = {
-            "loss": self._loss(),
+            "loss": self._loss() if self.shape.has_head else {},
             "start of backward": self._backward_starts(),
             "end of backward": self._backward_ends(),
-            "reduction of gradients": self._reduces(),
-            "optimizer step": self._steps(),
-            "update": self._updates(),
+            "reduction of gradients": always
+            | {"gradients": states.gradients, "communication buffers": self._bucket() + states.reducing},
+            "optimizer step": always | {"gradients": states.own_gradients, "step copies": states.stepping},
+            # gradients without a permanent buffer have been copied and freed
+            "update": always | {"step copies": states.updating},
             "gathering of weights": self._gathers(),
         }
-        if not self.shape.has_head:
-            del moments["loss"]
-        name, parts = self._own_room(moments) if self.device.keeps_freed else _fullest(moments)
+        if self.device.keeps_freed:
+            name, parts = self._own_room(moments)
+        else:
+            name = max(moments, key=lambda name: sum(moments[name].values()))
+            parts = moments[name]
         return StageMemory(self.stage, with_device(parts, self.device), name)
 
     def _always(self) -> Moment:
@@ -132,14 +127,11 @@ class _Stage:
             return min(states.bucket, self.size * (self.shape.parameters if numbers is None else numbers))
         return states.bucket
 
-    def _earlier_gradients(self) -> float:
-        """Returns the bytes of earlier micro-batches' gradients, unless their buffer is permanent."""
-        return self.states.gradients if not self.states.stay and self.job.micro_batches > 1 else 0.0
-
     def _during(self, activations: float, **more: float) -> Moment:
         """Returns the bytes during forward or backward of a micro-batch."""
         moment = self._always() | {"gathered weights": self.states.gathered, "activations": activations}
-        moment["gradients"] += self._earlier_gradients()
+        has_earlier = not self.states.stay and self.job.micro_batches > 1  # micro-batches, whose gradients are kept
+        moment["gradients"] += self.states.gradients if has_earlier else 0.0
         for name, size in more.items():
             moment[name] = moment.get(name, 0.0) + size
         return moment
@@ -152,13 +144,9 @@ class _Stage:
             kept += (2 if self.stage == 0 else 5) * self.passing
         return kept
 
-    def _head_kept(self) -> float:
-        """Returns the bytes of the last block's output and its norm's, which products read whole."""
-        return self.passing + self.whole + (self.passing if self.passing < self.whole else 0.0)
-
     def _loss(self) -> Moment:
         job, model = self.job, self.job.model
-        tokens = job.layout.micro_batch_size * job.sequence_length
+        tokens = job.micro_batch_tokens
         rows = cut(model.vocab_size, job.layout.tensor_parallel_size)
         chunk = max(CHUNK_TOKENS, CHUNK_BYTES[self.device.kind] // (4 * rows))
         is_wide = self.size == 4 or (self.device.widens_bf16 and job.dtype == "bf16")
@@ -173,7 +161,9 @@ class _Stage:
         gradients = 4.0 * weight + (0 if is_wide else self.size * weight * (tokens > chunk))
         gradients += 4.0 * weight if is_wide and self.size < 4 else 0.0  # the head, widened
         gradients += tokens * model.hidden_size * (4 if is_wide else self.size)
-        return self._during(self._most_activations() + self._head_kept(), logits=logits, working=gradients)
+        # the last block's output and its norm's, which products read whole
+        head = self.passing + self.whole + (self.passing if self.passing < self.whole else 0.0)
+        return self._during(self._most_activations() + head, logits=logits, working=gradients)
 
     def _backward_starts(self) -> Moment:
         working = self.blocks.last.backward + self.states.one_gradient * self.largest_of_blocks
@@ -196,18 +186,6 @@ class _Stage:
         if not states.gathered:
             moment["communication buffers"] = self._bucket()
         return moment
-
-    def _reduces(self) -> Moment:
-        moment = self._always() | {"gradients": self.states.gradients}
-        moment["communication buffers"] = self._bucket() + self.states.reducing
-        return moment
-
-    def _steps(self) -> Moment:
-        return self._always() | {"gradients": self.states.own_gradients, "step copies": self.states.stepping}
-
-    def _updates(self) -> Moment:
-        """Returns the bytes during the update: gradients without a permanent buffer have been copied and freed."""
-        return self._always() | {"step copies": self.states.updating}
 
     def _gathers(self) -> Moment:
         """Returns gloo's copies: it gathers into a tensor of its own. Its threads have heaps of at most 64 MiB for that
@@ -246,11 +224,6 @@ class _Stage:
             return 0.0
         gathered = self.shape.blocks * (6 if job.layout.recompute == "full" else 4)
         return self.whole * min(1.8 * (gathered + self.shape.has_embedding + self.shape.has_head), 65)
-
-
-def _fullest(moments: Mapping[str, Moment]) -> tuple[str, Moment]:
-    name = max(moments, key=lambda name: sum(moments[name].values()))
-    return name, moments[name]
 
 
 def with_device(parts: Moment, device: Device) -> Moment:

@@ -38,11 +38,6 @@ class States:
     gathered: float = 0.0  # weights that ZeRO-3 gathers
     building: float = 0.0  # first weights and copies of them, freed before the first step
 
-    @property
-    def total(self) -> float:
-        """Bytes of weights, gradients and optimizer, as ZeRO's paper counts them."""
-        return self.weights + self.gradients + self.optimizer
-
 
 def deepspeed_states(job: TrainingWorkload, numbers: float, largest: float) -> States:
     """Returns the states of a stage with so many numbers, `largest` of them in one parameter."""

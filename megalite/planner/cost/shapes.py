@@ -118,14 +118,10 @@ def feed_forward_parameters(model: ModelConfig, layer: int, tp: int) -> int:
     hidden = model.hidden_size
     if model.has_experts(layer):
         assert model.num_experts is not None
-        return model.num_experts * (hidden + _expert_parameters(model, tp))
+        return model.num_experts * (hidden + 3 * cut(model.moe_intermediate_size, tp) * hidden)
     features, matrices = cut(model.intermediate_size, tp), 3 if model.gated_mlp else 2
     biases = features * (matrices - 1) + hidden if model.mlp_bias else 0
     return matrices * features * hidden + biases
-
-
-def _expert_parameters(model: ModelConfig, tp: int) -> int:
-    return 3 * cut(model.moe_intermediate_size, tp) * model.hidden_size
 
 
 def norm_parameters(model: ModelConfig, features: int) -> int:

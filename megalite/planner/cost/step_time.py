@@ -7,7 +7,7 @@ The slowest stage sets the pace of a pipeline; before and after it is full, the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megalite.planner.cost.communication_time import boundary_s, data_ring, end_ring, tensor_ring
@@ -24,6 +24,7 @@ from megalite.planner.cost.layer_time import (
 from megalite.planner.cost.shapes import StageShape, block_kinds, even_stage_shapes, stage_shapes
 from megalite.planner.cost.volumes import Moved, data_moved, hidden_state_bytes, tensor_moved, tied_moved
 from megalite.planner.hardware import Cluster
+from megalite.planner.units import Additive
 from megalite.planner.workload import BYTES, TrainingWorkload
 
 # Adam reads weight, gradient and both moments in fp32, and writes all but the gradient: 28 bytes per parameter
@@ -37,11 +38,18 @@ EXPERTS_HOST_WORK, EXPERT_HOST_WORK = 2.0, 0.1
 
 
 @dataclass(frozen=True)
-class StageTime:
+class StageTime(Additive):
     """Times of one micro-batch on one pipeline stage, in seconds."""
 
     forward_s: float
     backward_s: float  # recomputation included
+    work: LayerTime  # forward, backward and recomputation together, by what bounds it
+    tensor_s: float  # in the tensor-parallel group
+    launch_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,6 @@ class StepTime:
     stages: tuple[StageTime, ...]
     between_stages_s: float  # for one tensor across one boundary
     model_flops: float  # of the whole step: what the mathematics needs, without recomputation
-    hardware_flops: float  # what is computed
     peak_flops: float  # of all accelerators, per second
     hidden_s: float = 0.0  # exchanges between replicas that are taken to run behind computation
 
@@ -66,20 +73,6 @@ class StepTime:
         return self.model_flops / self.seconds / self.peak_flops
 
 
-@dataclass(frozen=True)
-class _StageTime:
-    """Times of one micro-batch on one stage, by kind."""
-
-    work: LayerTime  # forward, backward and recomputation together
-    tensor_s: float
-    launch_s: float
-    time: StageTime
-
-    @property
-    def seconds(self) -> float:
-        return self.time.forward_s + self.time.backward_s
-
-
 def step_time(job: TrainingWorkload, cluster: Cluster) -> StepTime:
     """Predicts a step on as many accelerators of `cluster` as the layout uses. Raises ConfigError for a dtype
     without peak."""
@@ -90,11 +83,12 @@ def step_time(job: TrainingWorkload, cluster: Cluster) -> StepTime:
     by_kind = {kind: block_work(job, kind, speed) for kind in set(block_kinds(job.model))}
     head = head_work(job, speed)
     stages = [_stage(job, shape, cluster, speed, _passes(job, shape, by_kind, head)) for shape in shapes]
-    mean, slowest = _mean(stages), max(stage.seconds for stage in stages)
+    mean, slowest = 1 / len(stages) * sum(stages[1:], stages[0]), max(stage.seconds for stage in stages)
     count, chunks = job.micro_batches, layout.interleave
     between = _between_s(job, cluster)
-    waits = (layout.pipeline_parallel_size - 1) / chunks
+    waits = _idle(layout.pipeline_parallel_size, cluster) * ((layout.pipeline_parallel_size - 1) / chunks)
     largest = max(shapes, key=lambda shape: shape.parameters)
+    owned = largest.parameters / (1 if job.stack.replicas == "all_reduce" else layout.data_parallel_size)
     exposed = _replicas_s(job, cluster, largest, stages[shapes.index(largest)])
     parts = {
         "matrix products": count * mean.work.matrix_s,
@@ -103,21 +97,17 @@ def step_time(job: TrainingWorkload, cluster: Cluster) -> StepTime:
         "tensor collectives": count * mean.tensor_s,
         "launches": count * mean.launch_s,
         "stage imbalance": count * (slowest - mean.seconds),
-        "pipeline bubble": _idle(layout.pipeline_parallel_size, cluster)
-        * waits
-        * (mean.seconds + 2 * chunks * between),
+        "pipeline bubble": waits * (mean.seconds + 2 * chunks * between),
         "between stages": count * 2 * chunks * between + end_ring(layout, cluster).seconds(tied_moved(job)),
         "replicas": exposed,
-        "optimizer": _optimizer_s(job, largest.parameters, speed),
+        "optimizer": OPTIMIZER_BYTES[job.optimizer] * owned / speed.memory_bytes,
     }
-    # forward, and twice as many FLOPs of backward, of all micro-batches and replicas
-    model_flops = 3.0 * _per_step(job, _dense_flops(job) + _score_flops(job))
     return StepTime(
         parts=parts,
-        stages=tuple(stage.time for stage in stages),
+        stages=tuple(stages),
         between_stages_s=between,
-        model_flops=model_flops,
-        hardware_flops=model_flops + _again_flops(job),
+        # forward, and twice as many of backward, of all micro-batches and replicas
+        model_flops=3.0 * (_forward_flops(job) * count * layout.data_parallel_size),
         peak_flops=cluster.peak_flops(job.dtype) * layout.world_size,
         hidden_s=max(0.0, data_ring(layout, cluster).seconds(data_moved(job, largest)) - exposed),
     )
@@ -134,7 +124,7 @@ def _idle(stages: int, cluster: Cluster) -> float:
     return min(1.0, max(0.0, stages / cluster.ranks_per_core - 1) / (stages - 1))
 
 
-def _stage(job: TrainingWorkload, shape: StageShape, cluster: Cluster, speed: Speed, passes: Passes) -> _StageTime:
+def _stage(job: TrainingWorkload, shape: StageShape, cluster: Cluster, speed: Speed, passes: Passes) -> StageTime:
     ring, moved, kinds = tensor_ring(job.layout, cluster), tensor_moved(job, shape), 2 * shape.blocks
     there, back = ring.seconds(moved.forward, kinds), ring.seconds(moved.backward, kinds)
     again = ring.seconds(moved.again, kinds)
@@ -150,13 +140,18 @@ def _stage(job: TrainingWorkload, shape: StageShape, cluster: Cluster, speed: Sp
         pause * (WAITED_LAUNCHES if job.stack.waits_for_launches else 1) if waits else max(0.0, pause - busy)
         for pause, busy in zip(launch, (forward, backward, recomputed), strict=True)
     ]
-    time = StageTime(forward + launch_s[0], backward + recomputed + launch_s[1] + launch_s[2])
-    return _StageTime(passes.forward + passes.backward + passes.again, there + back + again, sum(launch_s), time)
+    return StageTime(
+        forward_s=forward + launch_s[0],
+        backward_s=backward + recomputed + launch_s[1] + launch_s[2],
+        work=passes.forward + passes.backward + passes.again,
+        tensor_s=there + back + again,
+        launch_s=sum(launch_s),
+    )
 
 
 def _passes(job: TrainingWorkload, shape: StageShape, by_kind: Mapping[int, Passes], head: Passes) -> Passes:
     """Returns the work of all blocks of a stage, and of the head if the stage has it."""
-    blocks = [by_kind[kind].times(count) for kind, count in _kinds(job, shape).items()]
+    blocks = [count * by_kind[kind] for kind, count in _kinds(job, shape).items()]
     return sum(blocks, head if shape.has_head else Passes())
 
 
@@ -168,20 +163,6 @@ def _host_blocks(job: TrainingWorkload, layer: int) -> float:
     """Returns the number of dense blocks whose launch takes the host equally long."""
     experts = job.model.num_experts if job.model.has_experts(layer) else None
     return 1.0 if experts is None else EXPERTS_HOST_WORK + EXPERT_HOST_WORK * experts
-
-
-def _mean(stages: Sequence[_StageTime]) -> _StageTime:
-    """Returns the mean over all stages."""
-    share = 1 / len(stages)
-    return _StageTime(
-        work=sum((stage.work for stage in stages), LayerTime()).times(share),
-        tensor_s=sum(stage.tensor_s for stage in stages) * share,
-        launch_s=sum(stage.launch_s for stage in stages) * share,
-        time=StageTime(
-            sum(stage.time.forward_s for stage in stages) * share,
-            sum(stage.time.backward_s for stage in stages) * share,
-        ),
-    )
 
 
 def _between_s(job: TrainingWorkload, cluster: Cluster) -> float:
@@ -196,7 +177,7 @@ def _between_s(job: TrainingWorkload, cluster: Cluster) -> float:
     return boundary_s(whole, 0, layout, cluster)
 
 
-def _replicas_s(job: TrainingWorkload, cluster: Cluster, largest: StageShape, stage: _StageTime) -> float:
+def _replicas_s(job: TrainingWorkload, cluster: Cluster, largest: StageShape, stage: StageTime) -> float:
     """Returns the seconds that communication between replicas adds: all of it, or the part that is not overlapped."""
     ring = data_ring(job.layout, cluster)
     if ring.ranks == 1:
@@ -207,9 +188,7 @@ def _replicas_s(job: TrainingWorkload, cluster: Cluster, largest: StageShape, st
     gathering = ring.seconds(Moved(all_gather=moved.all_gather))
     reducing = ring.seconds(replace(moved, all_gather=0))
     if job.stack.overlaps_replicas:
-        return _late(reducing, stage.time.backward_s, largest.blocks) + _late(
-            gathering, stage.time.forward_s, largest.blocks
-        )
+        return _late(reducing, stage.backward_s, largest.blocks) + _late(gathering, stage.forward_s, largest.blocks)
     return reducing + gathering
 
 
@@ -220,7 +199,7 @@ def _late(communication_s: float, computation_s: float, blocks: int) -> float:
 
 
 def _exposed_when_sharded_s(
-    job: TrainingWorkload, moved: Moved, shape: StageShape, stage: _StageTime, cluster: Cluster
+    job: TrainingWorkload, moved: Moved, shape: StageShape, stage: StageTime, cluster: Cluster
 ) -> float:
     """Returns the exposed seconds of one micro-batch. Weights of a layer are gathered while the one before is
     computed, and gradients are scattered while the next one's are (Rajbhandari 2020; Zhao 2023, section 3.3): the
@@ -234,35 +213,11 @@ def _exposed_when_sharded_s(
     forward, again = gathered / uses, gathered / 2 if uses == 2 else 0.0
     waited = 0.0 if job.stack.prefetches_backward else again
     backward = again - waited + scattered
-    return (
-        waited
-        + _late(forward, stage.time.forward_s, shape.blocks)
-        + _late(backward, stage.time.backward_s, shape.blocks)
-    )
+    return waited + _late(forward, stage.forward_s, shape.blocks) + _late(backward, stage.backward_s, shape.blocks)
 
 
-def _optimizer_s(job: TrainingWorkload, numbers: int, speed: Speed) -> float:
-    is_cut = job.stack.replicas != "all_reduce"
-    owned = numbers / (job.layout.data_parallel_size if is_cut else 1)
-    return OPTIMIZER_BYTES[job.optimizer] * owned / speed.memory_bytes
-
-
-def _again_flops(job: TrainingWorkload) -> float:
-    """Returns the FLOPs of recomputation, counted as published: a forward pass of the blocks, or scores."""
-    if job.layout.recompute == "none":
-        return 0.0
-    dense = _dense_flops(job) - head_flops(job) if job.layout.recompute == "full" else 0.0
-    return _per_step(job, dense + _score_flops(job))
-
-
-def _dense_flops(job: TrainingWorkload) -> float:
-    kinds = Counter(block_kinds(job.model))
-    return sum(count * dense_flops(job, kind) for kind, count in kinds.items()) + head_flops(job)
-
-
-def _score_flops(job: TrainingWorkload) -> float:
-    return sum(count * score_flops(job, kind) for kind, count in Counter(block_kinds(job.model)).items())
-
-
-def _per_step(job: TrainingWorkload, of_one_micro_batch: float) -> float:
-    return of_one_micro_batch * job.micro_batches * job.layout.data_parallel_size
+def _forward_flops(job: TrainingWorkload) -> float:
+    """Returns the FLOPs of the forward pass of one micro-batch."""
+    kinds = Counter(block_kinds(job.model)).items()
+    dense = sum(count * dense_flops(job, kind) for kind, count in kinds) + head_flops(job)
+    return dense + sum(count * score_flops(job, kind) for kind, count in kinds)

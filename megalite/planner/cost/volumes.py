@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalite.planner.cost.shapes import StageShape, embedding_parameters
+from megalite.planner.units import Additive
 from megalite.planner.workload import BYTES, TrainingWorkload
 
 INTEGER_BYTES = 8  # positions and sample numbers travel as int64
@@ -21,26 +22,13 @@ KEPT_BY_ZERO_3 = 1_000_000_000  # parameters; DeepSpeed's default of stage3_max_
 
 
 @dataclass(frozen=True)
-class Moved:
+class Moved(Additive):
     """Bytes that one rank hands to the collectives of one group in one optimizer step."""
 
     all_reduce: int = 0  # of the tensor
     reduce_scatter: int = 0  # of what goes in
     all_gather: int = 0  # of what comes out
     broadcast: int = 0  # of the tensor
-
-    def __add__(self, other: Moved) -> Moved:
-        return Moved(
-            self.all_reduce + other.all_reduce,
-            self.reduce_scatter + other.reduce_scatter,
-            self.all_gather + other.all_gather,
-            self.broadcast + other.broadcast,
-        )
-
-    def times(self, count: int) -> Moved:
-        return Moved(
-            count * self.all_reduce, count * self.reduce_scatter, count * self.all_gather, count * self.broadcast
-        )
 
     def per_link(self, ranks: int) -> int:
         """Bytes that travel from each rank to the next one around a ring of `ranks`.
@@ -83,6 +71,10 @@ class TensorMoved:
     backward: Moved
     again: Moved  # by recomputation
 
+    @property
+    def total(self) -> Moved:
+        return self.forward + self.backward + self.again
+
 
 def volumes(job: TrainingWorkload, stages: Sequence[StageShape]) -> Volumes:
     """Returns the bytes that one rank of each stage moves in one optimizer step, without evaluations and
@@ -90,7 +82,7 @@ def volumes(job: TrainingWorkload, stages: Sequence[StageShape]) -> Volumes:
     activations, gradients = _pipeline(job)
     boundaries, count = len(stages) - 1, job.micro_batches
     return Volumes(
-        tensor=tuple(_sum(tensor_moved(job, stage)).times(count) for stage in stages),
+        tensor=tuple(count * tensor_moved(job, stage).total for stage in stages),
         data=tuple(data_moved(job, stage) for stage in stages),
         activations=(activations,) * boundaries,
         gradients=(gradients,) * boundaries,
@@ -111,11 +103,7 @@ def traffic(volumes: Volumes, job: TrainingWorkload) -> Traffic:
 
 def hidden_state_bytes(job: TrainingWorkload) -> int:
     """Returns the bytes of one micro-batch's hidden states, not cut."""
-    return _tokens(job) * job.model.hidden_size * BYTES[job.dtype]
-
-
-def _tokens(job: TrainingWorkload) -> int:
-    return job.layout.micro_batch_size * job.sequence_length
+    return job.micro_batch_tokens * job.model.hidden_size * BYTES[job.dtype]
 
 
 def tensor_moved(job: TrainingWorkload, stage: StageShape) -> TensorMoved:
@@ -137,8 +125,8 @@ def tensor_moved(job: TrainingWorkload, stage: StageShape) -> TensorMoved:
     kept = 0  # key/value features: an all-gather forward, a reduce-scatter backward
     if model.num_key_value_heads < tp:
         features = 2 * model.num_key_value_heads * model.head_dim
-        kept = blocks * _tokens(job) * features * BYTES[job.dtype]
-    loss = 2 * 4 * _tokens(job) * tp if stage.has_head else 0
+        kept = blocks * job.micro_batch_tokens * features * BYTES[job.dtype]
+    loss = 2 * 4 * job.micro_batch_tokens * tp if stage.has_head else 0
     is_again = layout.recompute == "full"
     again = is_again * blocks * (2 if job.recomputes_the_end else 1) * size
     # into a parallel region nothing forward and a sum backward, out of it a sum forward and nothing backward
@@ -155,10 +143,6 @@ def tensor_moved(job: TrainingWorkload, stage: StageShape) -> TensorMoved:
         backward=Moved(all_reduce=into, reduce_scatter=kept),
         again=Moved(all_reduce=again, all_gather=kept_again),
     )
-
-
-def _sum(moved: TensorMoved) -> Moved:
-    return moved.forward + moved.backward + moved.again
 
 
 def data_moved(job: TrainingWorkload, stage: StageShape) -> Moved:
@@ -200,7 +184,7 @@ def _pipeline(job: TrainingWorkload) -> tuple[int, int]:
     hidden, count = hidden_state_bytes(job), job.micro_batches
     if layout.sequence_parallel or job.stack.cuts_boundary_tensors:
         hidden //= layout.tensor_parallel_size
-    riders = INTEGER_BYTES * _tokens(job) if job.document_mask else 0
+    riders = INTEGER_BYTES * job.micro_batch_tokens if job.document_mask else 0
     riders += INTEGER_BYTES * layout.micro_batch_size if job.model.has_dropout else 0
     return count * (hidden + riders), count * hidden
 

@@ -57,9 +57,12 @@ def _filled(order: Sequence[int], room: Sequence[int], ranks: int) -> list[tuple
 
 def _constructions(costs: Costs, order: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
     """Yields groups of near nodes, filled in turn or in tiles of stages and replicas."""
-    rooms = dict.fromkeys(map(tuple, _rooms(costs)))
-    found = (picks for room in rooms for pool in _pools(costs, order, room) for picks in _arranged(costs, pool, room))
-    yield from map(list, dict.fromkeys(map(tuple, found)))
+    found: dict[tuple[tuple[int, int], ...], None] = {}
+    for room in dict.fromkeys(map(tuple, _rooms(costs))):
+        for pool in _pools(costs, order, room):
+            picks = _picked(costs, pool, room, len(costs.groups) - 1, costs.mesh.world_size)
+            found |= dict.fromkeys(map(tuple, [picks, *_tiles(costs, picks)]))
+    yield from map(list, found)
 
 
 def _rooms(costs: Costs) -> Iterator[list[int]]:
@@ -76,27 +79,20 @@ def _rooms(costs: Costs) -> Iterator[list[int]]:
             yield [part if size >= part else 0 for size in gpus]
 
 
-def _arranged(costs: Costs, pool: Sequence[int], room: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    picks = _picked(costs, pool, room, len(costs.groups) - 1, costs.mesh.world_size)
-    yield picks
-    yield from _tiles(costs, picks)
-
-
 def _pools(costs: Costs, order: Sequence[int], room: Sequence[int]) -> Iterator[list[int]]:
     """Yields for each level the groups with room for all ranks, those of fewest nodes, then the fullest, first."""
     ranks = costs.mesh.world_size
+
+    def key(pool: Sequence[int]) -> tuple[int, int]:
+        sums = list(accumulate(sorted((room[node] for node in pool), reverse=True)))
+        return next(number for number, total in enumerate(sums, 1) if total >= ranks), sums[-1]
+
     for group in costs.groups:
         members: dict[int, list[int]] = {}
         for node in order:
             members.setdefault(int(group[node]), []).append(node)
         fitting = [pool for pool in members.values() if sum(room[node] for node in pool) >= ranks]
-        fitting.sort(key=lambda pool: (_nodes_needed(pool, room, ranks), sum(room[node] for node in pool)))
-        yield from fitting[:POOLS]
-
-
-def _nodes_needed(pool: Sequence[int], room: Sequence[int], ranks: int) -> int:
-    sums = accumulate(sorted((room[node] for node in pool), reverse=True))
-    return next(number for number, total in enumerate(sums, 1) if total >= ranks)
+        yield from sorted(fitting, key=key)[:POOLS]
 
 
 def _picked(costs: Costs, pool: Sequence[int], room: Sequence[int], level: int, ranks: int) -> list[tuple[int, int]]:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from megalite.config.errors import ConfigError
+from megalite.config.yaml_text import parse_yaml
 
 HOURS_PER_DAY = 24.0
 NODE_HOURS = 1000 * HOURS_PER_DAY  # of 1,000 node-days, the unit in which runs publish failures
@@ -82,10 +85,6 @@ class Observation:
     source: str
 
 
-META = "Kokolis et al., HPCA 2025, arXiv:2410.21680"
-OPT = "Zhang et al. 2022, arXiv:2205.01068"
-
-
 def rate_of_count(failures: float, gpus: int, days: float, gpus_per_node: int = GPUS_PER_NODE) -> float:
     """Returns the rate per 1,000 node-days."""
     return 1000 * failures / (gpus / gpus_per_node * days)
@@ -96,28 +95,19 @@ def rate_of_mtbf(mtbf_hours: float, gpus: int, gpus_per_node: int = GPUS_PER_NOD
     return NODE_HOURS / (mtbf_hours * gpus / gpus_per_node)
 
 
-OBSERVATIONS = (
-    Observation("RSC-2, A100", 2.34, "as printed", META),
-    Observation(
-        "BLOOM", rate_of_count(1, 384, 7), "about 1 a week on 384 A100", "BigScience, chronicles of the 176B run"
-    ),
-    Observation(
-        "Llama 3 405B",
-        rate_of_count(419, 16_384, 54),
-        "419 unexpected interruptions in 54 days on 16,384 H100",
-        "Llama 3, arXiv:2407.21783, section 3.3.4 and Table 5",
-    ),
-    Observation("Acme, A100", rate_of_mtbf(36, 1000), "every 1 to 2 days on 1,000 and more", "Hu et al., NSDI 2024"),
-    Observation("RSC-1, A100", 6.50, "as printed", META),
-    Observation(
-        "Crusoe, H200", rate_of_mtbf(14, 1600), "a mean of about 14 h on 1,600", "Crusoe, GTC 2025, via G. Lockwood"
-    ),
-    Observation("OPT-175B", rate_of_count(35 + 70, 992, 60), "35 + 70 restarts in two months on 992 A100", OPT),
-    Observation(
-        "OPT-175B, survey", rate_of_count(40, 992, 14), "40 and more in two weeks on 992 A100", "a survey, transcribed"
-    ),
-    Observation("RSC-1, 8-GPU jobs", rate_of_mtbf(47.7 * 24, 8), "a measured mean of 47.7 days", META),
-    Observation("RSC-1, 1,024-GPU jobs", rate_of_mtbf(7.9, 1024), "a measured mean of 7.9 h", META),
+def _rate(row: dict[str, Any]) -> float:
+    """Returns the rate of a row of the file: `printed`, or reckoned from failures, GPUs and days, or an MTBF."""
+    if "printed" in row:
+        return float(row["printed"])
+    if "failures" in row:
+        return rate_of_count(row["failures"], row["gpus"], row["days"])
+    hours = row["mtbf_hours"] if "mtbf_hours" in row else HOURS_PER_DAY * row["mtbf_days"]
+    return rate_of_mtbf(hours, row["gpus"])
+
+
+OBSERVATIONS = tuple(
+    Observation(row["system"], _rate(row), row["reckoned"], row["source"])
+    for row in parse_yaml(Path(__file__).parents[1].joinpath("failure_rates.yaml").read_text())[0]
 )
 
 MISFITS = (

@@ -1,24 +1,24 @@
 """Cost of failures for a job of a given size: its MTBF, checkpoint interval and lost hours. Pure
 arithmetic, no torch.
 
-`at_scale` answers for one number of GPUs, `goodput_against_interval` and `goodput_against_gpus` are curves to draw.
+`at_scale` answers for one number of GPUs, `goodput_against_interval` for one number at several intervals.
 Every answer comes with the published band of failure rates, because the rate is what is known least.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from megalite.planner.reliability.checkpoint_interval import (
+from megalite.planner.reliability.checkpoints import (
     Save,
+    Storage,
     best_interval_s,
     expected_ettr,
     time_shares,
     young_interval_s,
 )
-from megalite.planner.reliability.checkpoint_size import Storage
 from megalite.planner.reliability.failure_rates import (
     DEFAULT_RATE,
     GPUS_PER_NODE,
@@ -28,9 +28,6 @@ from megalite.planner.reliability.failure_rates import (
     mtbf_hours,
     nodes_of,
 )
-
-Band = tuple[float, float]
-"""Values at the high and the low end of the published failure rates: the worse value first."""
 
 
 @dataclass(frozen=True)
@@ -60,21 +57,28 @@ class Reliability:
 
 @dataclass(frozen=True)
 class JobScale:
-    """A job on so many GPUs."""
+    """A job on so many GPUs; the fields are the columns of `megalite plan reliability --csv`.
+
+    High and low rate are the ends of the published failure rates.
+    """
 
     gpus: int
     nodes: int
     mtbf_hours: float
-    mtbf_hours_band: Band
+    mtbf_hours_at_high_rate: float
+    mtbf_hours_at_low_rate: float
     expected_failures: float  # run time / MTBF: failures also hit restarts
-    expected_failures_band: Band
+    expected_failures_at_high_rate: float
+    expected_failures_at_low_rate: float
     failure_probability_per_day: float  # of at least one
-    save: Save
+    save_blocked_s: float
+    save_duration_s: float
     interval_s: float
     young_interval_s: float  # first order, for comparison
     hours: Mapping[str, float]  # where they go, adding up to those of the run
     goodput: float  # share of the time in steps that count, communication included: ETTR
-    goodput_band: Band  # at the same interval: who sets it does not know the rate
+    goodput_at_high_rate: float  # at the same interval: who sets it does not know the rate
+    goodput_at_low_rate: float
     ettr_meta: float  # by the closed form of arXiv:2410.21680
 
     @property
@@ -87,22 +91,28 @@ def at_scale(job: Reliability, gpus: int) -> JobScale:
     """Returns the job on `gpus`. Raises ConfigError if they are no whole number of nodes."""
     nodes = nodes_of(gpus, job.gpus_per_node)
     mtbf_h = mtbf_hours(job.rate_per_1000_node_days, nodes)
-    low_rate, high_rate = PUBLISHED_BAND
-    mtbf_band = mtbf_hours(high_rate, nodes), mtbf_hours(low_rate, nodes)
+    at_low_rate, at_high_rate = (mtbf_hours(rate, nodes) for rate in PUBLISHED_BAND)
     run_hours = job.days * HOURS_PER_DAY
     node_fails_within_a_day = -math.expm1(-HOURS_PER_DAY / mtbf_h / nodes)
     save = job.storage.save(job.checkpoint_bytes, gpus, nodes)
     interval_s = _interval_s(job, save, mtbf_h * 3600)
     shares = time_shares(interval_s, save, mtbf_h * 3600, job.down_s)
+
+    def productive(mtbf_hours: float) -> float:
+        return time_shares(interval_s, save, mtbf_hours * 3600, job.down_s).productive
+
     return JobScale(
         gpus=gpus,
         nodes=nodes,
         mtbf_hours=mtbf_h,
-        mtbf_hours_band=mtbf_band,
+        mtbf_hours_at_high_rate=at_high_rate,
+        mtbf_hours_at_low_rate=at_low_rate,
         expected_failures=run_hours / mtbf_h,
-        expected_failures_band=(run_hours / mtbf_band[0], run_hours / mtbf_band[1]),
+        expected_failures_at_high_rate=run_hours / at_high_rate,
+        expected_failures_at_low_rate=run_hours / at_low_rate,
         failure_probability_per_day=failure_probability(node_fails_within_a_day, nodes),
-        save=save,
+        save_blocked_s=save.blocked_s,
+        save_duration_s=save.duration_s,
         interval_s=interval_s,
         young_interval_s=young_interval_s(save.blocked_s, mtbf_h * 3600),
         hours={
@@ -113,24 +123,15 @@ def at_scale(job: Reliability, gpus: int) -> JobScale:
             "restarts": run_hours * shares.restarts,
         },
         goodput=shares.productive,
-        goodput_band=_goodput_band(job, interval_s, save, mtbf_band),
+        goodput_at_high_rate=productive(at_high_rate),
+        goodput_at_low_rate=productive(at_low_rate),
         ettr_meta=expected_ettr(interval_s, save, mtbf_h * 3600, job.down_s),
     )
 
 
-@dataclass(frozen=True)
-class GoodputPoint:
-    """One point of a curve."""
-
-    gpus: int
-    interval_s: float
-    goodput: float
-    goodput_band: Band
-
-
-def goodput_against_interval(job: Reliability, gpus: int, points: int = 61, spread: float = 30.0) -> list[GoodputPoint]:
-    """Returns the curve from the best interval divided by `spread` to it times `spread`, in equal ratios, the best
-    among them.
+def goodput_against_interval(job: Reliability, gpus: int, points: int = 61, spread: float = 30.0) -> list[JobScale]:
+    """Returns the job at intervals from the best one divided by `spread` to it times `spread`, in equal ratios, the
+    best among them.
 
     Intervals that are shorter than a save takes are left out: one save at a time is on its way.
     """
@@ -139,22 +140,7 @@ def goodput_against_interval(job: Reliability, gpus: int, points: int = 61, spre
     best_s = _interval_s(replace(job, interval_s=None), save, mtbf_s)
     tried_s = [best_s * spread ** (2 * number / (points - 1) - 1) for number in range(points)]
     shortest_s = save.duration_s if job.storage.background else 0.0
-    scales = (at_scale(replace(job, interval_s=tried), gpus) for tried in tried_s if tried >= shortest_s)
-    return [_point(scale) for scale in scales]
-
-
-def goodput_against_gpus(job: Reliability, gpus: Iterable[int]) -> list[GoodputPoint]:
-    """Returns the curve over numbers of GPUs, each at its best interval or at the job's own."""
-    return [_point(at_scale(job, count)) for count in gpus]
-
-
-def _point(scale: JobScale) -> GoodputPoint:
-    return GoodputPoint(scale.gpus, scale.interval_s, scale.goodput, scale.goodput_band)
-
-
-def _goodput_band(job: Reliability, interval_s: float, save: Save, mtbf_hours_band: Band) -> Band:
-    worse, better = (time_shares(interval_s, save, mtbf_h * 3600, job.down_s).productive for mtbf_h in mtbf_hours_band)
-    return worse, better
+    return [at_scale(replace(job, interval_s=tried), gpus) for tried in tried_s if tried >= shortest_s]
 
 
 def _interval_s(job: Reliability, save: Save, mtbf_s: float) -> float:

@@ -322,8 +322,8 @@ def test_figures_of_a_row_are_those_of_the_candidate(files: tuple[str, str]) -> 
     best = search(config, cluster).best
     assert best is not None
     row = row_of(best, cluster, 1)
-    assert row.memory_gib == pytest.approx(best.fullest.total / 2**30)
-    assert row.memory_used == pytest.approx(row.memory_gib / cluster.accelerator.memory_gib)
-    assert row.accelerators == 4
-    assert row.tokens_per_s == pytest.approx(best.job.tokens_per_step / row.step_s)
-    assert row.tokens_per_s_per_accelerator == pytest.approx(row.tokens_per_s / 4)
+    assert row["memory_gib"] == pytest.approx(best.fullest.total / 2**30)
+    assert row["memory_used"] == pytest.approx(row["memory_gib"] / cluster.accelerator.memory_gib)
+    assert row["accelerators"] == 4
+    assert row["tokens_per_s"] == pytest.approx(best.job.tokens_per_step / row["step_s"])
+    assert row["tokens_per_s_per_accelerator"] == pytest.approx(row["tokens_per_s"] / 4)

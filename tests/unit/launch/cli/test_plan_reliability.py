@@ -16,8 +16,8 @@ from launch import output
 from launch.cli.plan import plan_app
 from launch.cli.plan_reliability import parse_gpus
 from launch.errors import LaunchError
-from launch.planning import communication_share as reliability_communication
-from launch.planning.communication_share import COMMUNICATION, predicted_share
+from launch.planning import prediction
+from launch.planning.prediction import COMMUNICATION, predicted_share
 from launch.trainer.run_config import load_run_config
 from megalite.config import ConfigError
 from megalite.planner.hardware import find_accelerator
@@ -212,5 +212,5 @@ def test_the_batch_grows_with_the_replicas(tiny: dict[str, Any], tmp_path: Path)
     tiny["parallel"] = {"data_parallel_size": 2}
     config = load_run_config(write_config(tmp_path / "c.yaml", tiny))
     for gpus in (2, 8, 64):
-        job = reliability_communication._job(config, gpus)
+        job = prediction._job(config, gpus)
         assert (job.layout.data_parallel_size, job.global_batch_size, job.micro_batches) == (gpus, 2 * gpus, 2)

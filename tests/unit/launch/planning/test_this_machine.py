@@ -22,7 +22,13 @@ from launch.errors import LaunchError
 from launch.planning import measure_cpu
 from launch.planning import this_machine as machine_module
 from launch.planning.prediction import COPY, Prediction, comparison
-from launch.planning.this_machine import Care, Machine, describe_machine, gpu_in_catalogue, start_patience_s
+from launch.planning.this_machine import (
+    Machine,
+    MeasurementLimits,
+    describe_machine,
+    gpu_in_catalogue,
+    start_patience_s,
+)
 from launch.runtime.rank_environment import Rank
 from launch.trainer import prediction_tracker as prediction_tracker
 from launch.trainer.prediction_tracker import MachineLookup, PredictionTracker, ranks_of_a_host
@@ -64,7 +70,7 @@ def four_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """No GPU, four cores, an empty home; the number of times that the CPU was measured, in a list."""
     times: list[int] = []
 
-    def measure(at_most_s: float) -> dict[str, Any]:
+    def measure(timeout_s: float) -> dict[str, Any]:
         times.append(1)
         return MEASURED
 
@@ -241,7 +247,7 @@ def test_what_a_busy_machine_did_is_measured_again_when_it_is_idle(
     describe_machine(1)
     assert len(four_cores) == 1, "still as busy"
     load(3.0)
-    describe_machine(1, care=Care(beside=8))
+    describe_machine(1, limits=MeasurementLimits(busy_ranks=8))
     assert len(four_cores) == 1, "ranks start beside it"
     describe_machine(1)
     load(9.0)
@@ -252,17 +258,17 @@ def test_what_a_busy_machine_did_is_measured_again_when_it_is_idle(
 
 
 def test_measuring_again_may_fail(four_cores: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(at_most_s: float) -> Any:
-        raise LaunchError(f"not in {at_most_s:g} s")
+    def fail(timeout_s: float) -> Any:
+        raise LaunchError(f"not in {timeout_s:g} s")
 
-    describe_machine(1, care=Care(beside=8))
+    describe_machine(1, limits=MeasurementLimits(busy_ranks=8))
     monkeypatch.setattr(machine_module, "_measure", fail)
     found = describe_machine(1)
     assert found.whole.launch_us == pytest.approx(200) and found.rough == ""
     monkeypatch.setattr(machine_module, "_read_cache", lambda path: {})
     with pytest.raises(LaunchError, match="not in 60 s"):
         describe_machine(1)
-    rough = describe_machine(1, care=Care(at_most_s=7, or_rough=True))
+    rough = describe_machine(1, limits=MeasurementLimits(timeout_s=7, allow_typical=True))
     assert rough.rough == "by rough figures of a CPU: not in 7 s" and rough.cluster.peak_flops("fp32") > 0
 
 
@@ -298,8 +304,8 @@ def test_nobody_waits_for_a_look_at_the_machine(
     """The run begins, and says that its CPU is still being measured; later it is known."""
     measured, asked = threading.Event(), []
 
-    def slow(ranks: int, *, on_cpu: bool, nodes: int, care: Care) -> Machine:
-        asked.append(care.beside)
+    def slow(ranks: int, *, on_cpu: bool, nodes: int, limits: MeasurementLimits) -> Machine:
+        asked.append(limits.busy_ranks)
         measured.wait(30)
         raise LaunchError("it has taken too long")
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.planner.simulation import equal_stages
 from megalite.config import ConfigError
 from megalite.planner.schedules import (
     PassKind,
@@ -92,14 +93,14 @@ def test_nothing_starts_before_what_it_needs_has_arrived(drawn: tuple[Timeline, 
 
 @given(st.integers(1, 12), st.integers(1, 30), SECONDS, SECONDS)
 def test_1f1b_with_equal_stages_is_the_closed_form(p: int, m: int, forward_s: float, backward_s: float) -> None:
-    timeline = simulate_schedule(Schedule.ONE_F_ONE_B, PipelineTimes.equal(p, forward_s, backward_s), m)
+    timeline = simulate_schedule(Schedule.ONE_F_ONE_B, equal_stages(p, forward_s, backward_s), m)
     assert timeline.makespan_s == pytest.approx((m + p - 1) * (forward_s + backward_s))
     assert timeline.bubble_fraction == pytest.approx((p - 1) / m, abs=1e-9)
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(2, 5), SECONDS, SECONDS)
 def test_interleaving_divides_the_bubble_by_the_chunks(p: int, groups: int, v: int, f: float, b: float) -> None:
-    timeline = simulate_schedule(Schedule.INTERLEAVED, PipelineTimes.equal(p, f, b), groups * p, v)
+    timeline = simulate_schedule(Schedule.INTERLEAVED, equal_stages(p, f, b), groups * p, v)
     assert timeline.bubble_fraction == pytest.approx((p - 1) / (v * groups * p), abs=1e-9)
 
 
@@ -126,7 +127,7 @@ def test_zero_bubble_is_below_1f1b(p: int, m: int, f: float, backward_s: float, 
 @pytest.mark.parametrize("schedule", Schedule)
 def test_the_closed_form_of_each_schedule_is_what_is_simulated(schedule: Schedule) -> None:
     chunks = 2 if schedule is Schedule.INTERLEAVED else 1
-    timeline = simulate_schedule(schedule, PipelineTimes.equal(4, 1.0, 2.0), 16, chunks)
+    timeline = simulate_schedule(schedule, equal_stages(4, 1.0, 2.0), 16, chunks)
     assert timeline.bubble_fraction == pytest.approx(bubble_closed_form(schedule, 4, 16, chunks))
 
 
@@ -148,7 +149,7 @@ def test_1f1b_waits_for_at_most_two_transfers_a_micro_batch(p: int, m: int, f: f
     """The planner's step time counts f + b + 2 p2p for each of m + p - 1: a ceiling that the simulation comes near to,
     because in steady state each stage waits for its activation and its gradient."""
     travel_s = away * min(f, b)
-    timeline = simulate_schedule(Schedule.ONE_F_ONE_B, PipelineTimes.equal(p, f, b, travel_s), m)
+    timeline = simulate_schedule(Schedule.ONE_F_ONE_B, equal_stages(p, f, b, travel_s), m)
     assert timeline.makespan_s <= (m + p - 1) * (f + b + 2 * travel_s) * (1 + 1e-9)
     assert timeline.makespan_s >= (m + p - 1) * (f + b) + 2 * (p - 1) * travel_s - 1e-6
 
@@ -179,7 +180,7 @@ def test_1f1b_is_the_order_in_which_deepspeed_works(stages: int, micro_batches: 
 
 def test_a_large_pipeline_takes_seconds() -> None:
     started = time.perf_counter()
-    timeline = simulate_schedule(Schedule.INTERLEAVED, PipelineTimes.equal(64, 1.0, 2.0), 512, 4)
+    timeline = simulate_schedule(Schedule.INTERLEAVED, equal_stages(64, 1.0, 2.0), 512, 4)
     assert len(timeline.work) == 64 * 512 * 4 * 2
     assert time.perf_counter() - started < 20  # 1.5 s where nothing else runs
 
@@ -187,10 +188,10 @@ def test_a_large_pipeline_takes_seconds() -> None:
 @pytest.mark.parametrize(
     ("schedule", "times", "micro_batches", "chunks", "words"),
     [
-        (Schedule.INTERLEAVED, PipelineTimes.equal(4, 1, 2), 10, 2, "no multiple of it: use 8"),
-        (Schedule.INTERLEAVED, PipelineTimes.equal(4, 1, 2), 8, 1, "with one, use 1f1b"),
-        (Schedule.ONE_F_ONE_B, PipelineTimes.equal(4, 1, 2), 8, 2, "use interleaved"),
-        (Schedule.ONE_F_ONE_B, PipelineTimes.equal(4, 1, 2), 0, 1, "at least one"),
+        (Schedule.INTERLEAVED, equal_stages(4, 1, 2), 10, 2, "no multiple of it: use 8"),
+        (Schedule.INTERLEAVED, equal_stages(4, 1, 2), 8, 1, "with one, use 1f1b"),
+        (Schedule.ONE_F_ONE_B, equal_stages(4, 1, 2), 8, 2, "use interleaved"),
+        (Schedule.ONE_F_ONE_B, equal_stages(4, 1, 2), 0, 1, "at least one"),
         (Schedule.ONE_F_ONE_B, PipelineTimes((1, 1), (2,)), 4, 1, "2 and 1"),
         (Schedule.ONE_F_ONE_B, PipelineTimes((1, -1), (2, 2)), 4, 1, "negative"),
         (Schedule.ZERO_BUBBLE, PipelineTimes((1, 1), (2, 2), 0, (3, 1)), 4, 1, "cannot be longer"),
@@ -204,7 +205,7 @@ def test_impossible_pipelines_are_named(
 
 
 def test_a_drawing_shows_the_timeline() -> None:
-    timeline = simulate_schedule(Schedule.ONE_F_ONE_B, PipelineTimes.equal(2, 1.0, 2.0), 2)
+    timeline = simulate_schedule(Schedule.ONE_F_ONE_B, equal_stages(2, 1.0, 2.0), 2)
     assert draw(timeline, columns=26) == [
         "stage 0 0-1-....0===..1===",
         "stage 1 ..0-0===1-1===....",
@@ -222,6 +223,6 @@ def test_a_drawing_fits_and_shows_every_stage(drawn: tuple[Timeline, PipelineTim
 
 
 def test_a_drawing_of_a_large_pipeline_has_no_numbers() -> None:
-    timeline = simulate_schedule(Schedule.ONE_F_ONE_B, PipelineTimes.equal(4, 1.0, 2.0), 300)
+    timeline = simulate_schedule(Schedule.ONE_F_ONE_B, equal_stages(4, 1.0, 2.0), 300)
     lines = draw(timeline)
     assert all(set(line.split(maxsplit=2)[2]) <= set("-=.") and len(line) == 100 for line in lines)

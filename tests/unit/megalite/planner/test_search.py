@@ -99,7 +99,7 @@ def test_every_layout_that_is_found_works(problem: tuple[Config, Cluster]) -> No
     assert all(later > earlier * (1 - 1e-5) for earlier, later in itertools.pairwise(times[1:])), "fastest first"
     assert not times or times[0] <= 1.01 * min(times) * (1 + 1e-5), "the choice is as fast as the fastest"
     for candidate in result.candidates:
-        written = config.with_resolved(candidate.options).model_dump(mode="json")
+        written = config.with_resolved(module.options_of(candidate.layout)).model_dump(mode="json")
         read = Config.model_validate(written)
         layout = resolve_layout(read, cluster.accelerators, "cpu")
         assert TrainingWorkload.of(read, layout) == candidate.job

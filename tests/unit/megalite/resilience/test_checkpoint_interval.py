@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.planner.reliability.checkpoint_interval import best_interval_s
+from megalite.planner.reliability.checkpoints import best_interval_s
 from megalite.resilience.checkpoint_interval import ASSUMED_HOURS, FailureHistory, IntervalPlanner
 
 

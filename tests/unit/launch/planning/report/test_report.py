@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from launch.errors import LaunchError
-from launch.planning.report import report_content, write_report
 from launch.planning.report.memory_figure import memory_figure
-from launch.planning.report.timeline_figure import box_id, sample_of
+from launch.planning.report.page import assumptions_of, reliability_of, write_report
+from launch.planning.report.timeline_figure import box_id, sample_of, timeline_of
 from launch.planning.report.waterfall_figure import REMEDIES, USEFUL
 from megalite.config import ModelConfig
 from megalite.planner.cost.memory import CUDA, StageMemory, memory_of
@@ -148,7 +148,7 @@ def test_the_waterfall_climbs_to_the_total(seen: Seen, llama: SearchResult) -> N
 
 @pytest.mark.slow
 def test_the_timeline_shows_every_piece_of_work_at_its_time(seen: Seen, llama: SearchResult) -> None:
-    timeline = report_content(llama, llama.cluster, "").timeline
+    timeline = timeline_of(llama.candidates[0])
     assert timeline.stages == 8 and timeline.micro_batches == 32
     boxes = {box_id(work): seen.elements[box_id(work)] for work in timeline.work}
     assert len(boxes) == 2 * 8 * 32
@@ -258,7 +258,7 @@ def test_a_page_of_many_stages_and_micro_batches_stays_small_and_says_what_it_le
     path = tmp_path / "large.html"
     write_report(path, result, result.cluster, "large")
     assert path.stat().st_size < 1_000_000
-    timeline = report_content(result, result.cluster, "").timeline
+    timeline = timeline_of(result.candidates[0])
     assert (timeline.stages, timeline.micro_batches) == (64, 512)
     sample = sample_of(timeline)
     seen = look_at(path)
@@ -291,7 +291,9 @@ def test_nothing_comes_from_elsewhere(page: Path) -> None:
 
 
 def test_assumptions_name_the_constant_the_rate_and_its_band(page: Path, llama: SearchResult) -> None:
-    said = {one.what: f"{one.value} {one.source}" for one in report_content(llama, llama.cluster, "").assumptions}
+    winner = llama.candidates[0]
+    assumptions = assumptions_of(winner, llama.cluster, *reliability_of(winner, llama.cluster))
+    said = {what: f"{value} {source}" for what, value, source in assumptions}
     constant = next(words for what, words in said.items() if what.startswith("calibrated constant"))
     accelerator = llama.cluster.accelerator
     assert f"{accelerator.efficiency:g} of 989" in constant and accelerator.calibrated_on in constant
@@ -314,9 +316,8 @@ def test_every_part_of_a_step_is_known_to_the_waterfall(llama: SearchResult) -> 
     [
         (MODEL, ParallelLayout(8, 1, 1), 4),
         (MODEL, ParallelLayout(1, 1, 5), 5),
-        (MODEL, ParallelLayout(8, 4, 1, interleave=4), 16),
     ],
-    ids=["one stage", "part of a node", "interleaved"],
+    ids=["one stage", "part of a node"],
 )
 def test_other_shapes_of_plans_are_drawn(
     model: ModelConfig, layout: ParallelLayout, sequences: int, tmp_path: Path
@@ -325,7 +326,6 @@ def test_other_shapes_of_plans_are_drawn(
     write_report(tmp_path / "plan.html", result, result.cluster, "plan")
     source = (tmp_path / "plan.html").read_text(encoding="utf-8")
     assert source.count("<svg") == 5 + 2  # figures, and the bars of one row
-    assert ("interleaved schedule" in source) == (layout.interleave > 1)
 
 
 def test_a_folder_that_is_not_there_is_one_sentence(llama: SearchResult, tmp_path: Path) -> None:

@@ -13,21 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.planner.scaling_tutorial import first_order_shares
 from megalite.config.errors import ConfigError
-from megalite.planner.reliability.checkpoint_interval import (
-    Save,
-    best_interval_s,
-    expected_ettr,
-    first_order_shares,
-    time_shares,
-    young_interval_s,
-)
-from megalite.planner.reliability.checkpoint_size import (
+from megalite.planner.reliability.checkpoints import (
     BYTES_PER_PARAMETER,
     PER_GPU,
     Contents,
+    Save,
     Storage,
+    best_interval_s,
+    expected_ettr,
     megalite_bytes_per_parameter,
+    time_shares,
+    young_interval_s,
 )
 from megalite.planner.reliability.failure_rates import (
     DEFAULT_RATE,
@@ -45,7 +43,6 @@ from megalite.planner.reliability.failure_rates import (
 from megalite.planner.reliability.goodput_model import (
     Reliability,
     at_scale,
-    goodput_against_gpus,
     goodput_against_interval,
 )
 
@@ -311,11 +308,12 @@ def test_hours_add_up_and_the_band_holds_what_lies_in_it(job: Reliability, nodes
     assert sum(scale.hours.values()) == pytest.approx(job.days * 24)
     assert scale.hours["communication"] + scale.hours["computation"] == pytest.approx(job.days * 24 * scale.goodput)
     assert scale.expected_failures == pytest.approx(job.days * 24 / scale.mtbf_hours)
-    worse, better = scale.goodput_band
+    worse, better = scale.goodput_at_high_rate, scale.goodput_at_low_rate
     assert worse <= better
     low, high = PUBLISHED_BAND
     if low <= job.rate_per_1000_node_days <= high:
-        assert scale.mtbf_hours_band[0] * (1 - 1e-9) <= scale.mtbf_hours <= scale.mtbf_hours_band[1] * (1 + 1e-9)
+        assert scale.mtbf_hours_at_high_rate * (1 - 1e-9) <= scale.mtbf_hours
+        assert scale.mtbf_hours <= scale.mtbf_hours_at_low_rate * (1 + 1e-9)
         assert worse - 1e-9 <= scale.goodput <= better + 1e-9
 
 
@@ -327,7 +325,7 @@ def test_twice_the_nodes_fail_twice_as_often_and_save_more_often(job: Reliabilit
     assert large.failure_probability_per_day > small.failure_probability_per_day or math.isclose(
         small.failure_probability_per_day, 1.0
     )
-    assert large.interval_s <= small.interval_s * (1 + 1e-9) or large.save.blocked_s > 0.1 * large.mtbf_hours * 3600
+    assert large.interval_s <= small.interval_s * (1 + 1e-9) or large.save_blocked_s > 0.1 * large.mtbf_hours * 3600
     assert large.goodput <= small.goodput + 1e-9
 
 
@@ -346,20 +344,18 @@ def test_the_curve_over_intervals_is_highest_at_the_best_one(background: bool) -
     assert highest.interval_s == pytest.approx(best_s, rel=0.15)
     assert [point.interval_s for point in points] == sorted(point.interval_s for point in points)
     assert points[-1].interval_s == pytest.approx(30 * best_s) and points[-1].goodput < highest.goodput
-    shortest = at_scale(job, 1024).save.duration_s if background else best_s / 30
+    shortest = at_scale(job, 1024).save_duration_s if background else best_s / 30
     assert points[0].interval_s >= shortest * (1 - 1e-9)
-    assert all(point.goodput_band[0] <= point.goodput <= point.goodput_band[1] for point in points)
+    assert all(point.goodput_at_high_rate <= point.goodput <= point.goodput_at_low_rate for point in points)
 
 
-def test_the_curve_over_gpus_falls_and_is_that_of_each_scale() -> None:
+def test_goodput_falls_with_the_number_of_gpus() -> None:
     job, gpus = Reliability(storage=Storage(writers=1)), [8 * 2**power for power in range(12)]
-    points = goodput_against_gpus(job, gpus)
-    assert [point.gpus for point in points] == gpus
+    points = [at_scale(job, count) for count in gpus]
     assert all(before.goodput > after.goodput for before, after in pairwise(points))
-    assert points[7].goodput == at_scale(job, 1024).goodput
 
 
 def test_background_saves_lose_less_than_blocking_ones() -> None:
     blocking, behind = (at_scale(Reliability(storage=Storage(1, background=b)), 1024) for b in (False, True))
     assert behind.hours["writes"] < blocking.hours["writes"] and behind.goodput > blocking.goodput
-    assert behind.interval_s >= behind.save.duration_s, "one save at a time is on its way"
+    assert behind.interval_s >= behind.save_duration_s, "one save at a time is on its way"

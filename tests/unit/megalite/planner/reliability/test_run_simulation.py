@@ -14,13 +14,19 @@ from hypothesis import strategies as st
 
 from benchmarks.planner.simulation import Check, Relation, simulated_best_interval_s, validation_rows, waiting_share
 from megalite.config import ConfigError
-from megalite.planner.reliability.checkpoint_interval import Save, time_shares
-from megalite.planner.reliability.run_simulation import DAY_S, HOUR_S, PARTS, SimulatedJob, Spread, simulate, summarise
-from megalite.planner.reliability.stragglers import (
+from megalite.planner.reliability.checkpoints import Save, time_shares
+from megalite.planner.reliability.failure_rates import failure_probability
+from megalite.planner.reliability.run_simulation import (
+    DAY_S,
+    HOUR_S,
+    PARTS,
+    SimulatedJob,
+    Spread,
     expected_maximum,
     expected_slowdown,
-    probability_of_any,
+    simulate,
     spare_nodes_for,
+    summarise,
 )
 
 RUN = SimulatedJob(
@@ -244,7 +250,7 @@ def test_stragglers_slow_every_step() -> None:
 
 def test_rare_slow_nodes_are_in_some_runs_only() -> None:
     """One in 2,048 on average: 63 % of runs begin with at least one."""
-    assert probability_of_any(2048, 1 / 2048) == pytest.approx(1 - math.exp(-1), abs=1e-3)
+    assert failure_probability(1 / 2048, 2048) == pytest.approx(1 - math.exp(-1), abs=1e-3)
     run = replace(RUN, rate_per_1000_node_days=0.0, slow_node_share=1 / 2048, slow_node_slowdown=0.1)
     slowed = [simulate(run, seed).hours["stragglers"] > 0 for seed in range(400)]
     assert fmean(slowed) == pytest.approx(0.632, abs=0.07)

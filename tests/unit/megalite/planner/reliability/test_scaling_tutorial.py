@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from megalite.planner.reliability import scaling_tutorial as tutorial
+from benchmarks.planner import scaling_tutorial as tutorial
 
 SCALE = """
 8 1 4285.7 0.2 12.0
@@ -96,3 +98,8 @@ def test_each_contradiction_is_told_with_its_number(words: str) -> None:
 
 def test_contradictions_are_sentences() -> None:
     assert all(sentence[0].isupper() and sentence.endswith(".") for sentence in tutorial.contradictions())
+
+
+def test_the_stored_answer_is_the_computed_one() -> None:
+    """Catches a formula that was changed without `python -m benchmarks.planner.scaling_tutorial`."""
+    assert json.loads(tutorial.TUTORIAL.read_text()) == tutorial.answer()

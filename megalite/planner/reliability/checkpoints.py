@@ -1,4 +1,5 @@
-"""Checkpoint interval and useful time of a job with random failures: closed forms. Pure arithmetic, no torch.
+"""Checkpoints of a job with random failures: their size, the time to write them, the best interval between them, and
+the useful time of the job, by closed forms. Pure arithmetic, no torch.
 
 Failures are a Poisson process with a mean time between failures (MTBF) M. All durations are in seconds.
 """
@@ -7,6 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import StrEnum
+
+from megalite.planner.cost.model_states import MOMENTS
 
 TOO_LONG = 700.0  # exp of more is no float: nothing is ever finished
 
@@ -49,6 +53,60 @@ class Save:
             raise ValueError(f"a save that takes {self.duration_s} s cannot block training for {self.blocked_s} s")
 
 
+class Contents(StrEnum):
+    """Tensors that a checkpoint holds of each parameter."""
+
+    MASTERS = "masters"
+    """fp32 weights and both Adam moments, 4 + 4 + 4: what megalite writes. The weights in half precision are these,
+    rounded, so they are not stored (docs/checkpoints.md)."""
+
+    MIXED = "mixed"
+    """Half-precision weights beside the three fp32 tensors, 2 + 4 + 4 + 4: what many stacks and worked examples
+    count."""
+
+    GRADIENTS = "gradients"
+    """The three fp32 tensors and fp32 gradients, 4 + 4 + 4 + 4: everything that a step in fp32 leaves behind. With
+    half-precision weights as well it would be 18."""
+
+
+BYTES_PER_PARAMETER = {Contents.MASTERS: 12, Contents.MIXED: 14, Contents.GRADIENTS: 16}
+PER_NODE = "nodes"
+PER_GPU = "gpus"
+
+
+def megalite_bytes_per_parameter(optimizer: str) -> int:
+    """Returns the bytes per parameter in checkpoints of `megalite train`: weights and moments in fp32."""
+    return 4 * (1 + MOMENTS[optimizer])
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Writers of a checkpoint and their speed."""
+
+    writers: int | str = PER_NODE  # a number of them, one per node, or one per GPU
+    writer_bytes_per_s: float = 7e9  # the worked example's; about one NVMe drive
+    storage_bytes_per_s: float | None = 100e9  # all writers together get no more; None: no limit
+    background: bool = False
+    copy_bytes_per_s: float = 10e9  # per GPU, to host memory: how long a background save blocks
+
+    def writers_on(self, gpus: int, nodes: int) -> int:
+        """Returns the number of writers, at most one per GPU: each writes what it holds."""
+        if isinstance(self.writers, int):
+            return min(self.writers, gpus)
+        return nodes if self.writers == PER_NODE else gpus
+
+    def save(self, checkpoint_bytes: float, gpus: int, nodes: int) -> Save:
+        """Returns the times of a save with equal parts for all writers. In the background a copy to the host blocks,
+        each GPU its own part, and the write begins after it."""
+        together = self.writers_on(gpus, nodes) * self.writer_bytes_per_s
+        limit = together if self.storage_bytes_per_s is None else self.storage_bytes_per_s
+        write_s = checkpoint_bytes / min(together, limit)
+        if not self.background:
+            return Save(write_s, write_s)
+        copy_s = checkpoint_bytes / gpus / self.copy_bytes_per_s
+        return Save(copy_s, copy_s + write_s)
+
+
 @dataclass(frozen=True)
 class TimeShares:
     """Shares of all wall time, adding up to one."""
@@ -78,19 +136,6 @@ def time_shares(interval_s: float, save: Save, mean_time_between_failures_s: flo
     productive = segments_per_mtbf * interval_s / mtbf_s
     writes = segments_per_mtbf * save.blocked_s / mtbf_s
     return TimeShares(productive, writes, max(0.0, 1.0 - restarts - productive - writes), restarts)
-
-
-def first_order_shares(
-    interval_s: float, save: Save, mean_time_between_failures_s: float, restart_s: float
-) -> TimeShares:
-    """Returns the sum that Young 1974 minimizes: delta/tau + tau/2M, and R/M for restarts; good while it is small.
-
-    Failures hit in the middle of an interval, and neither saves nor restarts.
-    """
-    mtbf_s = mean_time_between_failures_s
-    writes, restarts = save.blocked_s / interval_s, restart_s / mtbf_s
-    rework = (interval_s / 2 + save.duration_s - save.blocked_s) / mtbf_s
-    return TimeShares(max(0.0, 1.0 - writes - rework - restarts), writes, rework, restarts)
 
 
 def expected_ettr(interval_s: float, save: Save, mean_time_between_failures_s: float, restart_s: float) -> float:

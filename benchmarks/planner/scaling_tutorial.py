@@ -1,5 +1,9 @@
 """Recomputes the worked example "Scaling to 1000 GPUs": its tables and exercises as printed, and the contradictions
-between its text and its numbers. Pure arithmetic, no torch.
+between its text and its numbers.
+
+    python -m benchmarks.planner.scaling_tutorial    # writes the answer that `--preset tutorial` prints
+
+The answer depends on no option, so `megalite plan reliability` reads it from a file; a test compares the two.
 
 Llama 3 70B on DGX H100 nodes of 8 GPUs, tensor parallelism 8, no pipeline, 30 days. What it counts is first order and
 its own: one writer, an interval for writes of 60 s, no restarts. For figures to plan with: reliability.py.
@@ -7,10 +11,19 @@ its own: one writer, an interval for writes of 60 s, no restarts. For figures to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from megalite.planner.reliability.checkpoint_interval import Save, first_order_shares, young_interval_s
-from megalite.planner.reliability.checkpoint_size import BYTES_PER_PARAMETER, Contents, Storage
+from launch.planning.tables.reliability import TUTORIAL
+from megalite.planner.reliability.checkpoints import (
+    BYTES_PER_PARAMETER,
+    Contents,
+    Save,
+    Storage,
+    TimeShares,
+    young_interval_s,
+)
 from megalite.planner.reliability.failure_rates import (
     HOURS_PER_DAY,
     PUBLISHED_BAND,
@@ -29,6 +42,19 @@ COMPUTE_S = 6.6428  # of a step, as printed: traffic of weights, without FLOPs
 CHECKPOINT_BYTES = PARAMETERS * BYTES_PER_PARAMETER[Contents.MIXED]
 ONE_WRITER = Storage(writers=1, storage_bytes_per_s=None)
 CHARGED_SAVE = ONE_WRITER.save(CHECKPOINT_BYTES, 8, 1)
+
+
+def first_order_shares(
+    interval_s: float, save: Save, mean_time_between_failures_s: float, restart_s: float
+) -> TimeShares:
+    """Returns the sum that Young 1974 minimizes: delta/tau + tau/2M, and R/M for restarts; good while it is small.
+
+    Failures hit in the middle of an interval, and neither saves nor restarts.
+    """
+    mtbf_s = mean_time_between_failures_s
+    writes, restarts = save.blocked_s / interval_s, restart_s / mtbf_s
+    rework = (interval_s / 2 + save.duration_s - save.blocked_s) / mtbf_s
+    return TimeShares(max(0.0, 1.0 - writes - rework - restarts), writes, rework, restarts)
 
 
 @dataclass(frozen=True)
@@ -255,3 +281,22 @@ def _of_rates() -> tuple[str, ...]:
         f"{low:.0f} to {high:.0f}, by which 1,024 GPUs have {mtbf_hours(high, 128):.1f} to {mtbf_hours(low, 128):.1f} "
         "h.",
     )
+
+
+def answer() -> dict[str, Any]:
+    """Returns everything that `megalite plan reliability --preset tutorial` prints."""
+    return {
+        "node_mttf_hours": COMPONENTS.mttf_hours,
+        "checkpoint_bytes": CHECKPOINT_BYTES,
+        "checkpoint_write_s": CHARGED_SAVE.duration_s,
+        "hourly_checkpoint_share": CHARGED_SAVE.duration_s / 3600,
+        "scales": [asdict(row) for row in scale_table()],
+        "losses": [asdict(row) | {"ratio": row.ratio} for row in loss_table()],
+        "steps": [asdict(row) | {"efficiency": row.efficiency} for row in sweep_table()],
+        "exercises": [asdict(exercise) for exercise in exercises()],
+        "contradictions": list(contradictions()),
+    }
+
+
+if __name__ == "__main__":
+    TUTORIAL.write_text(json.dumps(answer(), indent=2) + "\n", encoding="utf-8")
