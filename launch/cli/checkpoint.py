@@ -40,13 +40,14 @@ def list_(place: Place, as_json: AsJson = False) -> None:
     """
     from launch.checkpoints import report
     from launch.checkpoints.listing import list_place
+    from launch.checkpoints.summary import summarize_folder
 
     listing = list_place(place)
-    rows = listing.rows(datetime.now(UTC))
+    folders = [summarize_folder(listed, listing.latest, datetime.now(UTC)) for listed in listing.checkpoints]
     if as_json:
-        print_json({"place": place, "checkpoints": report.as_json(rows), "left_overs": list(listing.left_overs)})
+        print_json({"place": place, "checkpoints": report.as_json(folders), "left_overs": listing.left_overs})
         return
-    report.listing_table(rows).print()
+    report.listing_table(folders).print()
     for line in report.left_overs_lines(listing.left_overs):
         print(line)
 
@@ -70,13 +71,12 @@ def show(
     url, manifest, passed_over = newest_complete(place)
     facts = summarize_checkpoint(manifest)
     if as_json:
-        names = {"tensor_shapes": report.as_json(manifest.tensors)} if tensors else {}
+        names = {"tensor_shapes": manifest.tensors} if tensors else {}
         print_json({"url": url, **report.as_json(facts), **names})
         return
     age_s = age_seconds(manifest, datetime.now(UTC))
-    lines = [f"passed over: {why}" for why in passed_over] + [*report.summary_lines(url, facts, age_s)]
-    print("\n".join(lines))
-    report.files_table(facts).print()
+    print(*(f"passed over: {why}" for why in passed_over), *report.summary_lines(url, facts, age_s), sep="\n")
+    report.files_table(facts["files"]).print()
     if tensors:
         report.tensors_table(manifest.tensors).print()
 
@@ -105,12 +105,12 @@ def verify(
     from launch.checkpoints.verification import bytes_to_read, verify_checkpoint  # with torch: after mistakes
 
     with _advancing("reading", sum(map(bytes_to_read, folders)) if deep else 0) as advance:
-        verdicts = [verify_checkpoint(folder, deep=deep, advance=advance) for folder in folders]
-    passed = all(verdict.passed for verdict in verdicts)
+        results = [verify_checkpoint(folder, deep=deep, advance=advance) for folder in folders]
+    passed = all(result.passed for result in results)
     if as_json:
-        print_json({"passed": passed, "deep": deep, "checkpoints": report.as_json(verdicts)})
+        print_json({"passed": passed, "deep": deep, "checkpoints": report.as_json(results)})
     else:
-        print("\n".join(report.verification_lines(verdicts, deep=deep)))
+        print(*report.verification_lines(results, deep=deep), sep="\n")
     if not passed:
         raise typer.Exit(VERIFY_FAILED_CODE)
 
@@ -144,9 +144,9 @@ def diff(
     if as_json:
         print_json({"equal": equal, "tolerance": tolerance, **report.as_json(found)})
     else:
-        if any(tensor.different for tensor in found.tensors):
+        if found.different:
             report.difference_table(found, tolerance, everything=everything).print()
-        print("\n".join(report.difference_lines(found, tolerance, everything=everything)))
+        print(*report.difference_lines(found, tolerance, everything=everything), sep="\n")
     if not equal:
         raise typer.Exit(VERIFY_FAILED_CODE)
 
@@ -199,12 +199,12 @@ def _print_plan(plan: PrunePlan, as_json: bool, *, done: bool) -> None:
         print_json({"deleted": done and not plan.is_empty, **report.as_json(plan)})
         return
     report.prune_table(plan).print()
-    print("\n".join(report.prune_lines(plan)))
+    print(report.prune_line(plan))
 
 
 @contextmanager
 def _advancing(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar over `total` bytes; yields a function that advances it by a number of bytes."""
+    """Shows a progress bar over `total` bytes; yields a function that advances it by a number of bytes."""
     done = 0
     with progress_bar(is_bytes=True) as report_progress:
 

@@ -156,7 +156,7 @@ def fetch_from_mirror(config: Config, progress: Callable[[], None]) -> None:
     from megalite.checkpoint.remote.transfer import fetch_newest, newest_on_mirror
 
     if not config.checkpoint.resume:
-        if newest_on_mirror(mirror)[0] is not None:
+        if newest_on_mirror(mirror) is not None:
             raise LaunchError(
                 f"{mirror} already holds checkpoints, and checkpoint.resume is false: choose another mirror"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Protocol
 
@@ -103,6 +104,13 @@ class CheckpointReader:
                 inside = tuple(slice(w.start - b.start, w.stop - b.start) for w, b in zip(source, bounds, strict=True))
                 return self._files[file].read(key, inside)
         return None
+
+    def stored_numbers(self) -> dict[tuple[str, str], int]:
+        """Returns how many numbers of each tensor the files hold, by kind and name."""
+        return {
+            key: sum(prod(s.stop - s.start for s in source) for source, *_ in blocks)
+            for key, blocks in self._blocks.items()
+        }
 
     def _shape(self, name: str) -> tuple[int, ...]:
         if name not in self.manifest.tensors:

@@ -46,7 +46,7 @@ def test_what_is_mirrored_comes_back_equal(kind: str, tmp_path: Path, request: p
     mirror.on_commit(folder)
     assert mirror.close(60)
     (far,), (near,) = list_checkpoints(url), list_checkpoints(tmp_path / "near")
-    assert far == Listed(near.name, f"{url}/{near.name}", near.step, near.manifest, None, near.bytes)
+    assert far == Listed(near.name, f"{url}/{near.name}", near.manifest, None, near.bytes)
     assert [report.event for report in reports] == ["mirrored"] and reports[0].facts["step"] == 7
     assert mirror.stats.uploads == 1 and mirror.stats.bytes == sum(f.size for f in near.manifest.files.values())
 
