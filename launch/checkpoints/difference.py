@@ -74,17 +74,17 @@ def difference(
     first: CheckpointReader, second: CheckpointReader, advance: Callable[[int], None] = lambda numbers: None
 ) -> Difference:
     """Compares everything; calls `advance` with the number of values that have just been compared."""
-    ours, theirs = _shapes(first.manifest), _shapes(second.manifest)
-    both = [key for key in ours if key in theirs]
-    tensors = [_compare(first, second, *key, advance) for key in both if ours[key] == theirs[key]]
-    other_shapes = [key for key in both if ours[key] != theirs[key]]
+    left, right = _shapes(first.manifest), _shapes(second.manifest)
+    both = [key for key in left if key in right]
+    tensors = [_compare(first, second, *key, advance) for key in both if left[key] == right[key]]
+    other_shapes = [key for key in both if left[key] != right[key]]
     return Difference(
         first=str(first.folder),
         second=str(second.folder),
         tensors=tuple(sorted(tensors, key=_sort_key, reverse=True)),
-        only_in_first=tuple(" ".join(key) for key in ours if key not in theirs),
-        only_in_second=tuple(" ".join(key) for key in theirs if key not in ours),
-        shapes=tuple(ValueDifference(" ".join(key), list(ours[key]), list(theirs[key])) for key in other_shapes),
+        only_in_first=tuple(" ".join(key) for key in left if key not in right),
+        only_in_second=tuple(" ".join(key) for key in right if key not in left),
+        shapes=tuple(ValueDifference(" ".join(key), list(left[key]), list(right[key])) for key in other_shapes),
         progress=_differences(_progress(first.manifest), _progress(second.manifest)),
         settings=_differences(_settings(first.manifest), _settings(second.manifest)),
     )
@@ -92,8 +92,8 @@ def difference(
 
 def numbers_in_common(first: Manifest, second: Manifest) -> int:
     """Returns the number of values that `difference` compares."""
-    theirs = _shapes(second)
-    return sum(prod(shape) for key, shape in _shapes(first).items() if theirs.get(key) == shape)
+    right = _shapes(second)
+    return sum(prod(shape) for key, shape in _shapes(first).items() if right.get(key) == shape)
 
 
 def _shapes(manifest: Manifest) -> dict[tuple[str, str], Shape]:

@@ -37,7 +37,7 @@ MAIN_OPTIONS = {
 def summarize_folder(listed: Listed, latest: str | None, now: datetime) -> dict[str, Any]:
     """Returns the facts about one checkpoint folder, complete or not, as `ls --json` prints them.
 
-    `latest` is the name in the pointer of that name, `now` timezone-aware. What only the manifest tells is None where
+    `latest` is the name in the pointer of that name, `now` timezone-aware. Facts from the manifest are None where
     the checkpoint is not complete.
     """
     manifest = listed.manifest

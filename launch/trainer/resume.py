@@ -114,11 +114,11 @@ def agree_on_start(config: Config, rank: Rank, data: RunData, activity: Activity
     if not is_same_on_all_ranks(data.training.fingerprint):  # others wait here for rank 0's preparation
         raise LaunchError("the ranks do not see the same data: data.path must be on storage that all hosts share")
     root = checkpoints_of(config)
-    own, skipped = newest_intact(root, looked=activity.progress)
+    own, skipped = newest_intact(root, progress=activity.progress)
     if own is None:
         if rank.rank == 0:
             fetch_from_mirror(config, activity.progress)
-        own, skipped = newest_intact(root, looked=activity.progress)
+        own, skipped = newest_intact(root, progress=activity.progress)
     start = find_start(config, data, own, skipped)
     if not is_same_on_all_ranks(start.hub.fingerprint if start.hub is not None else None):
         raise LaunchError(

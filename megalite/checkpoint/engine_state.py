@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -64,21 +63,16 @@ def _contributed(engine: Engine) -> Iterator[tuple[nn.Parameter, int, int]]:
             yield parameter, start, stop
 
 
-@overload
-def load_engine(engine: Engine, reader: CheckpointReader, *, weights_only: Literal[False]) -> None: ...
-
-
-@overload
-def load_engine(engine: Engine, reader: WeightReader, *, weights_only: Literal[True]) -> None: ...
-
-
-def load_engine(engine: Engine, reader: CheckpointReader | WeightReader, *, weights_only: bool) -> None:
+def load_engine(engine: Engine, reader: WeightReader, *, weights_only: bool) -> None:
     """Loads this rank's weights, and the state of optimizer and loss scale unless `weights_only`, from its blocks of
     what `reader` reads.
 
-    Collective. Raises CheckpointError where that is of another model.
+    Collective. Raises CheckpointError where that is of another model. Only a CheckpointReader reads more than weights.
     """
-    checkpoint = reader if isinstance(reader, CheckpointReader) and not weights_only else None
+    checkpoint = None
+    if not weights_only:
+        assert isinstance(reader, CheckpointReader), "there is no optimizer state in a Hugging Face folder"
+        checkpoint = reader
     moments = _prepare_moments(engine, checkpoint) if checkpoint is not None else ()
     for _, parameter in engine.parameters():
         shard = parameter.shard  # type: ignore[attr-defined]

@@ -40,7 +40,7 @@ class Manifest(BaseModel):
     """Contents of a checkpoint."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    digest: str = ""  # SHA-256 of what follows it in the file: only this tells of a bit that flipped in `state`
+    digest: str = ""  # SHA-256 of what follows it in the file: the only check that finds a bit that flipped in `state`
     format: Literal["megalite-checkpoint"] = "megalite-checkpoint"
     version: Literal[2] = 2
     step: Count
@@ -135,7 +135,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(data: bytes, path: Path | str) -> Manifest:
-    """Parses a manifest and checks all that it says of itself; `path` is for messages. Raises CheckpointError."""
+    """Parses a manifest and checks that it is consistent; `path` is for messages. Raises CheckpointError."""
     try:
         manifest = Manifest.model_validate_json(data)
     except ValidationError as error:

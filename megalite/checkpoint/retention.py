@@ -1,8 +1,8 @@
 """Retention: keeps the newest N checkpoints, every Mth step and the K of lowest evaluation loss, and deletes safely.
 
 A checkpoint is renamed to a hidden name before its files go, so a kill in between leaves it whole or gone. The newest
-complete one, and so the only one, always stays. Folders that are not complete are nobody's to judge: they are neither
-counted nor deleted.
+complete one, and so the only one, always stays. Folders that are not complete are neither counted nor
+deleted.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A `Store` is one such URL. fsspec and its libraries transfer in parts and concurrently; this module adds that every call
 ends: requests have timeouts, and a transfer without progress is cancelled, so that a stalled server causes a
-StorageError and never a hang. Messages contain no credentials, whatever a library's error says.
+StorageError and never a hang. Messages contain no credentials, whatever a library's error contains.
 
 Guarantees for the upload of one file: on an object store (s3, gs, az) the object appears complete or not at all; for
 `file:` a temporary name is synced and renamed. Other protocols guarantee nothing: the manifest, which is sent last,
@@ -50,14 +50,14 @@ class Listed:
     """One checkpoint folder, complete or not."""
 
     name: str  # step_00000010
-    url: str  # of the folder; a plain path where a plain path was asked for
+    url: str  # of the folder; a plain path for a local folder
     manifest: Manifest | None  # None where it is not a complete checkpoint
     problem: str | None  # one sentence: why it is not a complete checkpoint; None for a complete one
     bytes: int  # of its files as they lie there
 
     @property
     def step(self) -> int | None:
-        """None where neither the manifest nor the name tells."""
+        """The step by the manifest, or else by the name; None if neither has one."""
         if self.manifest is not None:
             return self.manifest.step
         return step_of(self.name) if STEP.fullmatch(self.name) else None
@@ -274,7 +274,7 @@ def list_checkpoints(where: str | Path, patience: Patience = PATIENCE) -> list[L
     """Lists all checkpoint folders, complete or not, by step, of a URL or of a local folder as `find_latest` takes it.
 
     `where` may be a folder of checkpoints, a run's folder, or a checkpoint itself; where there is nothing, the list is
-    empty. Raises StorageError where a URL cannot be asked.
+    empty. Raises StorageError where the store does not answer.
     """
     if isinstance(where, Path) or "://" not in where:
         root = Path(where)
@@ -299,7 +299,7 @@ def _inspect_folder(folder: Path) -> Listed:
     except CheckpointError as error:
         problem = str(error)
     size = 0
-    with suppress(OSError):  # then `problem` tells why
+    with suppress(OSError):  # then `problem` has the reason
         size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     return Listed(folder.name, str(folder), manifest, problem, size)
 

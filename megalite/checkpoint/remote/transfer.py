@@ -121,7 +121,7 @@ def _delete(store: Store, name: str, files: Collection[str]) -> None:
 def newest_on_mirror(url: str, patience: Patience = PATIENCE) -> Listed | None:
     """Returns the newest checkpoint at `url` with valid manifest and sizes; None if there is none.
 
-    Raises StorageError where the store cannot be asked: that is not the same as none.
+    Raises StorageError where the store does not answer: that is not the same as none.
     """
     newest_first = _newest_first(Store(url, patience), patience)
     return next((listed for listed in newest_first if listed.manifest is not None), None)
