@@ -12,8 +12,7 @@ from launch.checkpoints.listing import CHECKPOINTS, list_place, local_path
 from launch.errors import LaunchError
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import MANIFEST, find_latest
-from megalite.checkpoint.remote.storage import Listed
-from megalite.checkpoint.retention import Retention, RetentionCandidate, clean_up, prune, which_to_delete
+from megalite.checkpoint.retention import Retention, RetentionCandidate, clean_up, prune, reasons_to_keep
 
 LOCK = ".lock"  # of a run folder, as in launch/trainer/run_folder.py
 
@@ -74,27 +73,15 @@ def plan_prune(place: str, policy: Retention) -> PrunePlan:
         raise CheckpointError(f"{place}: is one checkpoint: give the folder that contains it")
     listing = list_place(place)
     complete = [RetentionCandidate.of(one.name, one.manifest) for one in listing.checkpoints if one.manifest]
-    deleted = {candidate.name for candidate in which_to_delete(complete, policy)}
-    not_newest = {candidate.name for candidate in which_to_delete(complete, Retention(policy.keep_last))}
-    fates = []
+    reasons, fates = reasons_to_keep(complete, policy), []
     for one in listing.checkpoints:
-        goes = one.name in deleted
         loss = one.manifest.evaluation_loss if one.manifest else None
-        why = _why(one, policy, is_newest=one.name not in not_newest, goes=goes)
-        fates.append(Fate(one.name, one.step, one.bytes, loss, goes, why))
+        reason = reasons.get(one.name)
+        if one.problem is not None:
+            reason = "not complete, so no rule applies: check it with megalite checkpoint verify"
+        why = f"stays: {reason}" if reason else "goes: nothing keeps it"
+        fates.append(Fate(one.name, one.step, one.bytes, loss, reason is None, why))
     return PrunePlan(Path(listing.root), tuple(fates), listing.left_overs)
-
-
-def _why(one: Listed, policy: Retention, *, is_newest: bool, goes: bool) -> str:
-    if one.problem is not None:
-        return "stays: not complete, so no rule applies: check it with megalite checkpoint verify"
-    if goes:
-        return "goes: nothing keeps it"
-    if is_newest:
-        return f"stays: among the newest {policy.keep_last}"
-    if policy.keep_every and one.step is not None and one.step % policy.keep_every == 0:
-        return f"stays: a multiple of {policy.keep_every} steps"
-    return f"stays: among the best {policy.keep_best}"
 
 
 def carry_out(plan: PrunePlan, policy: Retention) -> None:

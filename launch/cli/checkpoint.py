@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from launch.cli.options import AsJson
 from launch.errors import VERIFY_FAILED_CODE, LaunchError
 from launch.output import print_json, progress_bar
-
-if TYPE_CHECKING:
-    from launch.checkpoints.pruning import PrunePlan
 
 checkpoint_app = typer.Typer(
     help="List, inspect, verify, compare and delete checkpoints of any layout.",
@@ -169,37 +166,27 @@ def prune(
 
     Example: `megalite checkpoint prune runs/quickstart --keep-last 3 --keep-every 1000 --dry-run`
     """
+    from launch.checkpoints import report
     from launch.checkpoints.pruning import carry_out, no_run_in, plan_prune
     from megalite.checkpoint.retention import Retention
 
     policy = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
-    if dry_run:
-        _print_plan(plan_prune(place, policy), as_json, done=False)
-        return
-    if not yes and (as_json or not sys.stdin.isatty()):
+    if not (dry_run or yes) and (as_json or not sys.stdin.isatty()):
         raise LaunchError("prune asks before it deletes, and there is no terminal to ask on: add --yes, or --dry-run")
-    with no_run_in(place):
+    with nullcontext() if dry_run else no_run_in(place):
         plan = plan_prune(place, policy)
         if not as_json:
-            _print_plan(plan, as_json, done=False)
-        if not plan.is_empty:
+            report.prune_table(plan).print()
+            print(report.prune_line(plan))
+        is_deleting = not dry_run and not plan.is_empty
+        if is_deleting:
             if not yes:
                 typer.confirm("Delete them?", abort=True, err=True)
             carry_out(plan, policy)
     if as_json:
-        _print_plan(plan, as_json, done=True)
-    elif not plan.is_empty:
+        print_json({"deleted": is_deleting, **report.as_json(plan)})
+    elif is_deleting:
         print("deleted")
-
-
-def _print_plan(plan: PrunePlan, as_json: bool, *, done: bool) -> None:
-    from launch.checkpoints import report
-
-    if as_json:
-        print_json({"deleted": done and not plan.is_empty, **report.as_json(plan)})
-        return
-    report.prune_table(plan).print()
-    print(report.prune_line(plan))
 
 
 @contextmanager
