@@ -50,19 +50,19 @@ def newest_complete(place: str) -> tuple[str, Manifest, list[str]]:
     checkpoint is complete.
     """
     passed_over: list[str] = []
-    for listed in reversed(list_checkpoints(place)):
+    for listed in reversed(checkpoints_in(place)):
         if listed.manifest is not None:
             return listed.url, listed.manifest, passed_over
         passed_over.append(str(listed.problem))
-    raise CheckpointError(passed_over[0]) if passed_over else _nothing_in(place)
+    raise CheckpointError(passed_over[0])
 
 
-def local_folders(place: str) -> list[Path]:
-    """Lists all checkpoint folders of a local place, complete or not. Raises CheckpointError where there are none."""
-    checkpoints = list_checkpoints(local_path(place))
+def checkpoints_in(place: str) -> list[Listed]:
+    """Lists all checkpoint folders of a place, complete or not. Raises CheckpointError where there are none."""
+    checkpoints = list_checkpoints(place)
     if not checkpoints:
         raise _nothing_in(place)
-    return [Path(listed.url) for listed in checkpoints]
+    return checkpoints
 
 
 def local_path(place: str) -> Path:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -96,9 +97,9 @@ def verify(
     Example: `megalite checkpoint verify runs/quickstart --deep`
     """
     from launch.checkpoints import report
-    from launch.checkpoints.listing import local_folders
+    from launch.checkpoints.listing import checkpoints_in, local_path
 
-    folders = local_folders(place)
+    folders = [Path(listed.url) for listed in checkpoints_in(str(local_path(place)))]
     from launch.checkpoints.verification import bytes_to_read, verify_checkpoint  # with torch: after mistakes
 
     with _advancing("reading", sum(map(bytes_to_read, folders)) if deep else 0) as advance:

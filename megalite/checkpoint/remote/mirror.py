@@ -56,7 +56,10 @@ class Mirror:
 
         The newest goes first; an older one that waits is dropped unless the policy would keep it forever.
         """
-        candidate = _candidate(folder)
+        try:
+            candidate = RetentionCandidate.of(folder.name, read_manifest(folder))
+        except CheckpointError:  # its upload reports why
+            candidate = RetentionCandidate(folder.name, step_of(folder.name))
         with self._changed:
             assert not self._is_closing, "a closed mirror takes nothing"
             self._arrived.pop(folder, None)  # a step may be saved again, with other content
@@ -198,10 +201,3 @@ class Mirror:
     def _report(self, event: str, sentence: str, folder: Path, **facts: float | str) -> None:
         with suppress(Exception):  # a console or a disk that fails must not end the copies
             self._notify(event, sentence, {"step": step_of(folder.name), "mirror": self._url, **facts})
-
-
-def _candidate(folder: Path) -> RetentionCandidate:
-    try:
-        return RetentionCandidate.of(folder.name, read_manifest(folder))
-    except CheckpointError:  # its upload reports why
-        return RetentionCandidate(folder.name, step_of(folder.name))
