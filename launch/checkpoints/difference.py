@@ -5,7 +5,7 @@ Tensors are read in blocks of rows, so memory is bounded by two blocks, not by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isnan, prod
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.huggingface.folder import row_blocks
-from megalite.checkpoint.manifest import WEIGHT, Manifest, Slices
+from megalite.checkpoint.manifest import WEIGHT, Manifest
 from megalite.checkpoint.reader import CheckpointReader
 
 Shape = tuple[int, ...]
@@ -33,7 +33,7 @@ class TensorDifference:
     max_rel: float  # max_abs relative to the largest finite magnitude of the tensor in either
 
     def within(self, tolerance: float) -> bool:
-        """True if no number differs by more than `tolerance` x the largest magnitude; False with NaN."""
+        """Returns whether no number differs by more than `tolerance` x the largest magnitude, and none is NaN."""
         return self.max_rel <= tolerance
 
 
@@ -59,8 +59,13 @@ class Difference:
     progress: tuple[ValueDifference, ...]  # step, position in the data, optimizer steps
     settings: tuple[ValueDifference, ...]  # config, layout, past losses: may differ between equal states
 
+    @property
+    def different(self) -> list[TensorDifference]:
+        """The tensors that do not have the same bits."""
+        return [tensor for tensor in self.tensors if tensor.different]
+
     def is_equal(self, tolerance: float) -> bool:
-        """True if a run would continue in the same way from either checkpoint."""
+        """Returns whether a run would continue in the same way from either checkpoint."""
         other = (self.only_in_first, self.only_in_second, self.shapes, self.progress)
         return not any(other) and all(tensor.within(tolerance) for tensor in self.tensors)
 
@@ -69,75 +74,55 @@ def difference(
     first: CheckpointReader, second: CheckpointReader, advance: Callable[[int], None] = lambda numbers: None
 ) -> Difference:
     """Compares everything; calls `advance` with the number of values that have just been compared."""
-    ours, theirs = _tensors(first.manifest), _tensors(second.manifest)
-    both = [key for key in ours if key in theirs]
-    same_shape = [key for key in both if ours[key] == theirs[key]]
-    tensors = [_compare(first, second, kind, name, ours[kind, name], advance) for kind, name in same_shape]
+    left, right = _shapes(first.manifest), _shapes(second.manifest)
+    both = [key for key in left if key in right]
+    tensors = [_compare(first, second, *key, advance) for key in both if left[key] == right[key]]
+    other_shapes = [key for key in both if left[key] != right[key]]
     return Difference(
         first=str(first.folder),
         second=str(second.folder),
         tensors=tuple(sorted(tensors, key=_sort_key, reverse=True)),
-        only_in_first=tuple(" ".join(key) for key in ours if key not in theirs),
-        only_in_second=tuple(" ".join(key) for key in theirs if key not in ours),
-        shapes=tuple(
-            ValueDifference(" ".join(key), list(ours[key]), list(theirs[key]))
-            for key in both
-            if ours[key] != theirs[key]
-        ),
+        only_in_first=tuple(" ".join(key) for key in left if key not in right),
+        only_in_second=tuple(" ".join(key) for key in right if key not in left),
+        shapes=tuple(ValueDifference(" ".join(key), list(left[key]), list(right[key])) for key in other_shapes),
         progress=_differences(_progress(first.manifest), _progress(second.manifest)),
         settings=_differences(_settings(first.manifest), _settings(second.manifest)),
     )
 
 
 def numbers_in_common(first: Manifest, second: Manifest) -> int:
-    """The number of values that `difference` compares."""
-    theirs = _tensors(second)
-    return sum(prod(shape) for key, shape in _tensors(first).items() if theirs.get(key) == shape)
+    """Returns the number of values that `difference` compares."""
+    right = _shapes(second)
+    return sum(prod(shape) for key, shape in _shapes(first).items() if right.get(key) == shape)
 
 
-def blocks_of(shape: Shape) -> Iterator[Slices]:
-    """Yields slices that cover an fp32 tensor in blocks of rows."""
-    yield from row_blocks(shape, 4) if shape else [()]
-
-
-def _tensors(manifest: Manifest) -> dict[tuple[str, str], Shape]:
+def _shapes(manifest: Manifest) -> dict[tuple[str, str], Shape]:
+    """Returns the shapes of all tensors by kind and name."""
     kinds = (WEIGHT, *manifest.moments)
     return {(kind, name): shape for kind in kinds for name, shape in manifest.tensors.items()}
 
 
 def _compare(
-    first: CheckpointReader,
-    second: CheckpointReader,
-    kind: str,
-    name: str,
-    shape: Shape,
-    advance: Callable[[int], None],
+    first: CheckpointReader, second: CheckpointReader, kind: str, name: str, advance: Callable[[int], None]
 ) -> TensorDifference:
-    different, largest, scale = 0, 0.0, 0.0
-    for block in blocks_of(shape):
+    shape = first.shapes[name]
+    different, scale, largest = 0, 0.0, torch.zeros(())
+    for block in row_blocks(shape, 4):
         a, b = (reader.read(name, block, kind) for reader in (first, second))
         differs = a.view(torch.int32) != b.view(torch.int32)
         different += int(differs.sum())
-        # equal bits are no difference: inf - inf would be NaN
-        largest = _max(largest, float(torch.where(differs, a - b, 0.0).abs().max()))
+        # equal bits are no difference, as inf - inf would be; NaN stays the largest
+        largest = torch.maximum(largest, torch.where(differs, a - b, 0.0).abs().max())
         scale = max(scale, *(float(side.nan_to_num(0.0, 0.0, 0.0).abs().max()) for side in (a, b)))
         advance(a.numel())
-    return TensorDifference(kind, name, prod(shape), different, largest, largest / scale if scale else largest)
-
-
-def _max(a: float, b: float) -> float:
-    """The larger value, or NaN if either is NaN, which `max` would drop."""
-    return a if isnan(a) else b if isnan(b) else max(a, b)
+    max_abs = float(largest)
+    return TensorDifference(kind, name, prod(shape), different, max_abs, max_abs / scale if scale else max_abs)
 
 
 def _sort_key(tensor: TensorDifference) -> tuple[bool, float, float, int]:
+    """Orders by size of the difference, NaN last."""
     is_nan = isnan(tensor.max_rel)
-    return (
-        is_nan,
-        0.0 if is_nan else tensor.max_rel,
-        0.0 if isnan(tensor.max_abs) else tensor.max_abs,
-        tensor.different,
-    )
+    return (is_nan, 0.0 if is_nan else tensor.max_rel, 0.0 if is_nan else tensor.max_abs, tensor.different)
 
 
 def _progress(manifest: Manifest) -> dict[str, Any]:

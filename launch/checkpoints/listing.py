@@ -8,10 +8,8 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
-from launch.checkpoints.summary import age_seconds, holds, layout_text
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import LATEST, STEP, Manifest
 from megalite.checkpoint.remote.storage import Listed, Store, list_checkpoints
@@ -21,60 +19,28 @@ LEFT_OVER = re.compile(r"\.step_[0-9]+\.[a-z]+")  # folders of interrupted saves
 
 
 @dataclass(frozen=True)
-class CheckpointRow:
-    """One checkpoint folder, complete or not. The last four fields are None where the manifest cannot be read."""
-
-    name: str
-    url: str
-    is_latest: bool  # the pointer `latest` names it
-    problem: str | None  # a sentence; None: complete
-    step: int | None
-    size: int  # bytes on disk
-    age_s: float | None
-    layout: str | None
-    evaluation_loss: float | None
-    holds: str | None
-
-
-@dataclass(frozen=True)
 class Listing:
     """The checkpoints of a place."""
 
-    place: str  # as given
     root: str  # the folder of the checkpoints
     checkpoints: tuple[Listed, ...]  # by step
     latest: str | None  # name of the checkpoint that the pointer `latest` names
     left_overs: tuple[str, ...]  # names of folders of interrupted saves
-
-    def rows(self, now: datetime) -> tuple[CheckpointRow, ...]:
-        """One row per checkpoint. `now` must be timezone-aware."""
-        return tuple(
-            CheckpointRow(
-                name=one.name,
-                url=one.url,
-                is_latest=one.name == self.latest,
-                problem=one.problem,
-                step=one.step,
-                size=one.bytes,
-                age_s=age_seconds(one.manifest, now) if one.manifest else None,
-                layout=layout_text(one.manifest) if one.manifest else None,
-                evaluation_loss=one.manifest.evaluation_loss if one.manifest else None,
-                holds=holds(one.manifest) if one.manifest else None,
-            )
-            for one in self.checkpoints
-        )
 
 
 def list_place(place: str) -> Listing:
     """Lists a place. Raises CheckpointError where it has no checkpoints or cannot be read."""
     if not is_url(place) and Path(place).name in ("", ".."):  # such as `.`, whose name is shown
         place = str(Path(place).resolve())
-    checkpoints = list_checkpoints(place)
-    root = _root(place, checkpoints)
+    checkpoints, root = list_checkpoints(place), place
+    if checkpoints:
+        root = checkpoints[0].url.rpartition("/")[0] or "."
+    elif not is_url(place) and (Path(place) / CHECKPOINTS).is_dir():
+        root = str(Path(place) / CHECKPOINTS)
     latest, left_overs = _pointer_and_left_overs(root)
     if not checkpoints and not left_overs:
         raise _nothing_in(place)
-    return Listing(place, root, tuple(checkpoints), latest, tuple(left_overs))
+    return Listing(root, tuple(checkpoints), latest, tuple(left_overs))
 
 
 def newest_complete(place: str) -> tuple[str, Manifest, list[str]]:
@@ -84,19 +50,19 @@ def newest_complete(place: str) -> tuple[str, Manifest, list[str]]:
     checkpoint is complete.
     """
     passed_over: list[str] = []
-    for listed in reversed(list_checkpoints(place)):
-        if listed.manifest is not None and listed.problem is None:
+    for listed in reversed(checkpoints_in(place)):
+        if listed.manifest is not None:
             return listed.url, listed.manifest, passed_over
         passed_over.append(str(listed.problem))
-    raise CheckpointError(passed_over[0]) if passed_over else _nothing_in(place)
+    raise CheckpointError(passed_over[0])
 
 
-def local_folders(place: str) -> list[Path]:
-    """All checkpoint folders of a local place, complete or not. Raises CheckpointError where there are none."""
-    checkpoints = list_checkpoints(local_path(place))
+def checkpoints_in(place: str) -> list[Listed]:
+    """Lists all checkpoint folders of a place, complete or not. Raises CheckpointError where there are none."""
+    checkpoints = list_checkpoints(place)
     if not checkpoints:
         raise _nothing_in(place)
-    return [Path(listed.url) for listed in checkpoints]
+    return checkpoints
 
 
 def local_path(place: str) -> Path:
@@ -107,7 +73,7 @@ def local_path(place: str) -> Path:
 
 
 def is_url(place: str) -> bool:
-    """True if a place is an fsspec URL, not a path."""
+    """Returns whether a place is an fsspec URL, not a path."""
     return "://" in place
 
 
@@ -122,17 +88,8 @@ def _nothing_in(place: str) -> CheckpointError:
     return CheckpointError(f"{place}: holds no checkpoints: give a run_dir, its checkpoints folder, or one checkpoint")
 
 
-def _root(place: str, checkpoints: list[Listed]) -> str:
-    """The folder of the checkpoints."""
-    if checkpoints:
-        parent, _, _ = checkpoints[0].url.rpartition("/")
-        return parent or "."
-    inner = f"{place.rstrip('/')}/{CHECKPOINTS}"
-    return inner if not is_url(place) and Path(inner).is_dir() else place
-
-
 def _pointer_and_left_overs(root: str) -> tuple[str | None, list[str]]:
-    """The name in the pointer `latest`, if there is one, and the folders of interrupted saves."""
+    """Returns the name in the pointer `latest`, if there is one, and the folders of interrupted saves."""
     if is_url(root):
         store = Store(root)
         files, folders = store.entries()

@@ -11,9 +11,8 @@ from pathlib import Path
 from launch.checkpoints.listing import CHECKPOINTS, list_place, local_path
 from launch.errors import LaunchError
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.manifest import MANIFEST
-from megalite.checkpoint.remote.storage import Listed
-from megalite.checkpoint.retention import Retention, RetentionCandidate, clean_up, prune, which_to_delete
+from megalite.checkpoint.manifest import MANIFEST, find_latest
+from megalite.checkpoint.retention import Retention, RetentionCandidate, clean_up, prune, reasons_to_keep
 
 LOCK = ".lock"  # of a run folder, as in launch/trainer/run_folder.py
 
@@ -39,49 +38,33 @@ class PrunePlan:
     left_overs: tuple[str, ...]  # folders of interrupted saves, deleted as well
 
     @property
-    def going(self) -> tuple[str, ...]:
-        """Names of the checkpoints to delete."""
-        return tuple(fate.name for fate in self.fates if fate.goes)
+    def to_delete(self) -> list[Fate]:
+        """The checkpoints to delete, oldest first."""
+        return [fate for fate in self.fates if fate.goes]
 
     @property
     def is_empty(self) -> bool:
         """True if there is nothing to delete."""
-        return not self.going and not self.left_overs
-
-    @property
-    def freed(self) -> int:
-        """Total bytes of the checkpoints to delete."""
-        return sum(fate.size for fate in self.fates if fate.goes)
+        return not self.to_delete and not self.left_overs
 
 
 @contextmanager
 def no_run_in(place: str) -> Iterator[None]:
     """Keeps runs from starting in the run folder of `place`. Raises LaunchError where one is active."""
-    folder = _checkpoints(place)
+    path = local_path(place)
+    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     with ExitStack() as held:
         # `checkpoints` may be a link to other storage: the run folder is where the link is
-        for path in {folder.absolute().parent / LOCK, folder.resolve().parent / LOCK}:
-            if path.is_file():
-                held.enter_context(_locked(path))
+        for lock in {folder.absolute().parent / LOCK, folder.resolve().parent / LOCK}:
+            if lock.is_file():
+                try:
+                    fcntl.flock(held.enter_context(lock.open()), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise LaunchError(
+                        f"a run is using {lock.parent}, and deletes by its own checkpoint.keep_last, keep_every and "
+                        "keep_best: wait until it has ended, or use --dry-run"
+                    ) from None
         yield
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open() as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LaunchError(
-                f"a run is using {path.parent}, and deletes by its own checkpoint.keep_last, keep_every and keep_best: "
-                "wait until it has ended, or use --dry-run"
-            ) from None
-        yield
-
-
-def _checkpoints(place: str) -> Path:
-    path = local_path(place)
-    return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
 
 
 def plan_prune(place: str, policy: Retention) -> PrunePlan:
@@ -89,40 +72,16 @@ def plan_prune(place: str, policy: Retention) -> PrunePlan:
     if (local_path(place) / MANIFEST).is_file():
         raise CheckpointError(f"{place}: is one checkpoint: give the folder that contains it")
     listing = list_place(place)
-    listed = listing.checkpoints
-    complete = [
-        RetentionCandidate.of(one.name, one.manifest)
-        for one in listed
-        if one.manifest is not None and one.problem is None
-    ]
-    going = {saved.name for saved in which_to_delete(complete, policy)}
-    newest = {saved.name for saved in complete} - {
-        s.name for s in which_to_delete(complete, Retention(policy.keep_last))
-    }
-    fates = (
-        Fate(
-            name=one.name,
-            step=one.step,
-            size=one.bytes,
-            evaluation_loss=one.manifest.evaluation_loss if one.manifest else None,
-            goes=one.name in going,
-            why=_why(one, policy, is_newest=one.name in newest, goes=one.name in going),
-        )
-        for one in listed
-    )
+    complete = [RetentionCandidate.of(one.name, one.manifest) for one in listing.checkpoints if one.manifest]
+    reasons, fates = reasons_to_keep(complete, policy), []
+    for one in listing.checkpoints:
+        loss = one.manifest.evaluation_loss if one.manifest else None
+        reason = reasons.get(one.name)
+        if one.problem is not None:
+            reason = "not complete, so no rule applies: check it with megalite checkpoint verify"
+        why = f"stays: {reason}" if reason else "goes: nothing keeps it"
+        fates.append(Fate(one.name, one.step, one.bytes, loss, reason is None, why))
     return PrunePlan(Path(listing.root), tuple(fates), listing.left_overs)
-
-
-def _why(one: Listed, policy: Retention, *, is_newest: bool, goes: bool) -> str:
-    if one.problem is not None:
-        return "stays: not complete, so no rule applies: check it with megalite checkpoint verify"
-    if goes:
-        return "goes: nothing keeps it"
-    if is_newest:
-        return f"stays: among the newest {policy.keep_last}"
-    if policy.keep_every and one.step is not None and one.step % policy.keep_every == 0:
-        return f"stays: a multiple of {policy.keep_every} steps"
-    return f"stays: among the best {policy.keep_best}"
 
 
 def carry_out(plan: PrunePlan, policy: Retention) -> None:
@@ -133,10 +92,11 @@ def carry_out(plan: PrunePlan, policy: Retention) -> None:
     """
     from launch.checkpoints.verification import verify_checkpoint  # imports torch, which a dry run does not need
 
-    if plan.going:
-        newest = next(fate for fate in reversed(plan.fates) if fate.why.startswith("stays: among the newest"))
-        verified = verify_checkpoint(plan.root / newest.name, deep=False)
-        if not verified.passed:
-            raise CheckpointError(f"nothing was deleted, for the newest checkpoint is damaged: {verified.problems[0]}")
+    if plan.to_delete:
+        newest, _ = find_latest(plan.root)
+        assert newest is not None, "the newest complete checkpoint is never deleted"
+        problems = verify_checkpoint(newest, deep=False).problems
+        if problems:
+            raise CheckpointError(f"nothing was deleted, for the newest checkpoint is damaged: {problems[0]}")
         prune(plan.root, policy)
     clean_up(plan.root)

@@ -1,17 +1,16 @@
-"""Summarises a manifest: layout, age, contents, the main options of its config. No torch.
+"""Summarises manifests as plain values, for people and for `--json`: layout, age, contents, main options. No torch.
 
 A manifest may come from anywhere: entries that are not as our runs write them are left out, never an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import datetime
 from math import prod
 from typing import Any
 
 from megalite.checkpoint.manifest import Manifest, printable
+from megalite.checkpoint.remote.storage import Listed
 
 LAYOUT = {
     "tensor_parallel_size": "tp",
@@ -33,92 +32,72 @@ MAIN_OPTIONS = {
     "optimizer": ("name", "learning_rate"),
     "precision": ("dtype",),
 }
-FULL, WEIGHTS_ONLY = "full", "weights only"
-UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
-@dataclass(frozen=True)
-class CheckpointSummary:
-    """The main facts about one complete checkpoint."""
+def summarize_folder(listed: Listed, latest: str | None, now: datetime) -> dict[str, Any]:
+    """Returns the facts about one checkpoint folder, complete or not, as `ls --json` prints them.
 
-    step: int
-    written: str  # ISO 8601 with offset; empty where unknown
-    layout: str
-    holds: str  # FULL, or WEIGHTS_ONLY
-    evaluation_loss: float | None
-    tensors: int
-    parameters: int  # number of weights; tied ones count once
-    moments: tuple[str, ...]
-    optimizer_steps: int
-    state: dict[str, Any]  # position in the data and other counters of the run
-    loss_scaler: dict[str, float]
-    tokenizer: str | None
-    config: dict[str, Any]  # main options by dotted name
-    size: int  # bytes of the files
-    files: dict[str, int]  # name -> bytes
+    `latest` is the name in the pointer of that name, `now` timezone-aware. Facts from the manifest are None where
+    the checkpoint is not complete.
+    """
+    manifest = listed.manifest
+    return {
+        "name": listed.name,
+        "url": listed.url,
+        "is_latest": listed.name == latest,
+        "problem": listed.problem,  # a sentence; None: complete
+        "step": listed.step,
+        "size": listed.bytes,  # on disk
+        "age_s": age_seconds(manifest, now) if manifest else None,
+        "layout": layout_text(manifest) if manifest else None,
+        "evaluation_loss": manifest.evaluation_loss if manifest else None,
+        "holds": _holds(manifest) if manifest else None,
+    }
 
 
-def summarize_checkpoint(manifest: Manifest) -> CheckpointSummary:
-    """Summarises a manifest."""
-    return CheckpointSummary(
-        step=manifest.step,
-        written=manifest.written,
-        layout=layout_text(manifest),
-        holds=holds(manifest),
-        evaluation_loss=manifest.evaluation_loss,
-        tensors=len(manifest.tensors),
-        parameters=sum(map(prod, manifest.tensors.values())),
-        moments=manifest.moments,
-        optimizer_steps=manifest.optimizer_steps,
-        state=manifest.state,
-        loss_scaler=manifest.loss_scaler,
-        tokenizer=manifest.tokenizer,
-        config=dict(_main_options(manifest.config)),
-        size=size_of(manifest),
-        files={name: file.size for name, file in manifest.files.items()},
-    )
+def summarize_checkpoint(manifest: Manifest) -> dict[str, Any]:
+    """Returns the main facts about a complete checkpoint, as `show --json` prints them."""
+    return {
+        "step": manifest.step,
+        "written": manifest.written,  # ISO 8601 with offset; empty where unknown
+        "layout": layout_text(manifest),
+        "holds": _holds(manifest),
+        "evaluation_loss": manifest.evaluation_loss,
+        "tensors": len(manifest.tensors),
+        "parameters": sum(map(prod, manifest.tensors.values())),  # tied ones count once
+        "moments": manifest.moments,
+        "optimizer_steps": manifest.optimizer_steps,
+        "state": manifest.state,
+        "loss_scaler": manifest.loss_scaler,
+        "tokenizer": manifest.tokenizer,
+        "config": {
+            f"{section}.{option}": values[option]
+            for section, options in MAIN_OPTIONS.items()
+            for option in options
+            if isinstance(values := manifest.config.get(section), dict) and values.get(option) is not None
+        },
+        "size": sum(file.size for file in manifest.files.values()),
+        "files": {name: file.size for name, file in manifest.files.items()},
+    }
 
 
 def layout_text(manifest: Manifest) -> str:
-    """The layout that wrote a checkpoint, such as `tp2 pp2 dp2 zero1 bf16`; any layout can read it."""
+    """Returns the layout that wrote a checkpoint, such as `tp2 pp2 dp2 zero1 bf16`; any layout can read it."""
     sizes = [f"{short}{manifest.layout[name]}" for name, short in LAYOUT.items() if name in manifest.layout]
     precision = manifest.config.get("precision")
     dtype = precision.get("dtype") if isinstance(precision, dict) else None
     return printable(" ".join([*(sizes or ["one process"]), *([str(dtype)] if dtype else [])]))
 
 
-def holds(manifest: Manifest) -> str:
-    """FULL if a run can resume from it; WEIGHTS_ONLY if it holds only weights to start from."""
-    return FULL if manifest.state else WEIGHTS_ONLY
-
-
-def size_of(manifest: Manifest) -> int:
-    """Total bytes of its files."""
-    return sum(file.size for file in manifest.files.values())
+def _holds(manifest: Manifest) -> str:
+    """Returns "full" if a run can resume from it, "weights only" if it holds only weights to start from."""
+    return "full" if manifest.state else "weights only"
 
 
 def age_seconds(manifest: Manifest, now: datetime) -> float | None:
-    """Seconds since it was written, negative if a clock was set back; None where unknown. `now` is timezone-aware."""
+    """Returns the seconds since it was written, negative if a clock was set back; None where unknown."""
     try:
         written = datetime.fromisoformat(manifest.written)
     except ValueError:
         return None
     return (now - written).total_seconds() if written.tzinfo else None
-
-
-def age_text(seconds: float | None) -> str:
-    """An age with its unit, such as `3 h`; empty where unknown."""
-    if seconds is None:
-        return ""
-    if seconds < 0:
-        return "in the future"
-    size, unit = next((u for u in UNITS if seconds >= u[0]), UNITS[-1])
-    return f"{int(seconds // size)} {unit}"
-
-
-def _main_options(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for section, options in MAIN_OPTIONS.items():
-        values = config.get(section)
-        for option in options:
-            if isinstance(values, dict) and values.get(option) is not None:
-                yield f"{section}.{option}", values[option]

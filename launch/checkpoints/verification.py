@@ -6,19 +6,17 @@ A `deep` verification reads every byte: it checks the digest of each file, and t
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from safetensors import safe_open
-
-from launch.checkpoints.difference import blocks_of
 from megalite.checkpoint.durable_files import verify_digest
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.manifest import WEIGHT, Manifest, parse_entry, printable, read_manifest
+from megalite.checkpoint.huggingface.folder import row_blocks
+from megalite.checkpoint.manifest import WEIGHT, Manifest, read_manifest
 from megalite.checkpoint.reader import CheckpointReader
 
 READERS = min(8, os.cpu_count() or 1)  # files that are hashed concurrently: hashing releases the GIL
@@ -41,7 +39,7 @@ class Verification:
 
 
 def bytes_to_read(folder: Path) -> int:
-    """The bytes that a deep verification reads: every file twice."""
+    """Returns the bytes that a deep verification reads: every file twice."""
     try:
         return 2 * sum(file.size for file in read_manifest(folder).files.values())
     except CheckpointError:
@@ -56,13 +54,9 @@ def verify_checkpoint(folder: Path, *, deep: bool, advance: Advance = lambda siz
         return Verification(folder, None, 0, 0, (str(error),))
     problems = list(_changed_files(folder, manifest, advance)) if deep else []
     try:
-        reader = CheckpointReader(folder)
+        problems += _damaged_tensors(CheckpointReader(folder), advance, deep=deep)
     except CheckpointError as error:
         problems.append(str(error))
-    else:
-        problems += _incomplete_tensors(reader)
-        if deep:
-            problems += _nonfinite_tensors(reader, advance)
     size = sum(file.size for file in manifest.files.values())
     return Verification(folder, manifest.step, len(manifest.tensors), size, tuple(problems))
 
@@ -80,35 +74,21 @@ def _changed_files(folder: Path, manifest: Manifest, advance: Advance) -> Iterat
                 yield f"{error.filename}: cannot be read: {error.strerror}"
 
 
-def _incomplete_tensors(reader: CheckpointReader) -> Iterator[str]:
-    """Yields tensors with missing numbers; the reader has checked that none is stored twice or outside its tensor."""
-    stored: Counter[tuple[str, str]] = Counter()
-    for file_name in reader.manifest.files:
-        with safe_open(reader.folder / file_name, framework="np") as file:
-            for key in file.keys():  # noqa: SIM118
-                shape = file.get_slice(key).get_shape()
-                kind, name, _ = parse_entry(key, shape)
-                stored[kind, name] += prod(shape)
-    kinds = (WEIGHT, *reader.manifest.moments)
-    for kind in kinds:
-        for name, shape in reader.manifest.tensors.items():
-            if missing := prod(shape) - stored.pop((kind, name), 0):
-                whole = prod(shape)
-                yield f"{reader.folder}: {kind} of {name} is not whole: {missing} of its {whole} numbers are missing"
-    for kind, name in stored:
-        yield f"{reader.folder}: holds {printable(f'{kind} of {name}')}, which its manifest does not name"
+def _damaged_tensors(reader: CheckpointReader, advance: Advance, *, deep: bool) -> Iterator[str]:
+    """Yields a sentence per tensor with numbers that are missing or, if `deep`, not finite.
 
-
-def _nonfinite_tensors(reader: CheckpointReader, advance: Advance) -> Iterator[str]:
+    The reader has checked that no number is stored twice, outside its tensor or for a tensor unknown to the manifest.
+    """
+    stored = reader.stored_numbers()
     for kind in (WEIGHT, *reader.manifest.moments):
         for name, shape in reader.manifest.tensors.items():
-            nonfinite = 0
-            for block in blocks_of(shape):
-                try:
+            whole, nonfinite = prod(shape), 0
+            if missing := whole - stored.pop((kind, name), 0):
+                yield f"{reader.folder}: {kind} of {name} is not whole: {missing} of its {whole} numbers are missing"
+            for block in row_blocks(shape, 4) if deep else ():
+                with suppress(CheckpointError):  # a block with missing numbers
                     numbers = reader.read(name, block, kind)
-                except CheckpointError:
-                    break  # incomplete: reported already
-                nonfinite += numbers.numel() - int(numbers.isfinite().sum())
-                advance(numbers.nbytes)
+                    nonfinite += numbers.numel() - int(numbers.isfinite().sum())
+                    advance(numbers.nbytes)
             if nonfinite:
                 yield f"{reader.folder}: {kind} of {name} has {nonfinite} numbers that are not finite (NaN or infinity)"

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from launch.cli.options import AsJson
 from launch.errors import VERIFY_FAILED_CODE, LaunchError
 from launch.output import print_json, progress_bar
-
-if TYPE_CHECKING:
-    from launch.checkpoints.pruning import PrunePlan
 
 checkpoint_app = typer.Typer(
     help="List, inspect, verify, compare and delete checkpoints of any layout.",
@@ -40,13 +38,14 @@ def list_(place: Place, as_json: AsJson = False) -> None:
     """
     from launch.checkpoints import report
     from launch.checkpoints.listing import list_place
+    from launch.checkpoints.summary import summarize_folder
 
     listing = list_place(place)
-    rows = listing.rows(datetime.now(UTC))
+    folders = [summarize_folder(listed, listing.latest, datetime.now(UTC)) for listed in listing.checkpoints]
     if as_json:
-        print_json({"place": place, "checkpoints": report.as_json(rows), "left_overs": list(listing.left_overs)})
+        print_json({"place": place, "checkpoints": report.as_json(folders), "left_overs": listing.left_overs})
         return
-    report.listing_table(rows).print()
+    report.listing_table(folders).print()
     for line in report.left_overs_lines(listing.left_overs):
         print(line)
 
@@ -70,13 +69,12 @@ def show(
     url, manifest, passed_over = newest_complete(place)
     facts = summarize_checkpoint(manifest)
     if as_json:
-        names = {"tensor_shapes": report.as_json(manifest.tensors)} if tensors else {}
+        names = {"tensor_shapes": manifest.tensors} if tensors else {}
         print_json({"url": url, **report.as_json(facts), **names})
         return
     age_s = age_seconds(manifest, datetime.now(UTC))
-    lines = [f"passed over: {why}" for why in passed_over] + [*report.summary_lines(url, facts, age_s)]
-    print("\n".join(lines))
-    report.files_table(facts).print()
+    print(*(f"passed over: {why}" for why in passed_over), *report.summary_lines(url, facts, age_s), sep="\n")
+    report.files_table(facts["files"]).print()
     if tensors:
         report.tensors_table(manifest.tensors).print()
 
@@ -99,18 +97,18 @@ def verify(
     Example: `megalite checkpoint verify runs/quickstart --deep`
     """
     from launch.checkpoints import report
-    from launch.checkpoints.listing import local_folders
+    from launch.checkpoints.listing import checkpoints_in, local_path
 
-    folders = local_folders(place)
+    folders = [Path(listed.url) for listed in checkpoints_in(str(local_path(place)))]
     from launch.checkpoints.verification import bytes_to_read, verify_checkpoint  # with torch: after mistakes
 
     with _advancing("reading", sum(map(bytes_to_read, folders)) if deep else 0) as advance:
-        verdicts = [verify_checkpoint(folder, deep=deep, advance=advance) for folder in folders]
-    passed = all(verdict.passed for verdict in verdicts)
+        results = [verify_checkpoint(folder, deep=deep, advance=advance) for folder in folders]
+    passed = all(result.passed for result in results)
     if as_json:
-        print_json({"passed": passed, "deep": deep, "checkpoints": report.as_json(verdicts)})
+        print_json({"passed": passed, "deep": deep, "checkpoints": report.as_json(results)})
     else:
-        print("\n".join(report.verification_lines(verdicts, deep=deep)))
+        print(*report.verification_lines(results, deep=deep), sep="\n")
     if not passed:
         raise typer.Exit(VERIFY_FAILED_CODE)
 
@@ -144,9 +142,9 @@ def diff(
     if as_json:
         print_json({"equal": equal, "tolerance": tolerance, **report.as_json(found)})
     else:
-        if any(tensor.different for tensor in found.tensors):
+        if found.different:
             report.difference_table(found, tolerance, everything=everything).print()
-        print("\n".join(report.difference_lines(found, tolerance, everything=everything)))
+        print(*report.difference_lines(found, tolerance, everything=everything), sep="\n")
     if not equal:
         raise typer.Exit(VERIFY_FAILED_CODE)
 
@@ -169,42 +167,32 @@ def prune(
 
     Example: `megalite checkpoint prune runs/quickstart --keep-last 3 --keep-every 1000 --dry-run`
     """
+    from launch.checkpoints import report
     from launch.checkpoints.pruning import carry_out, no_run_in, plan_prune
     from megalite.checkpoint.retention import Retention
 
     policy = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
-    if dry_run:
-        _print_plan(plan_prune(place, policy), as_json, done=False)
-        return
-    if not yes and (as_json or not sys.stdin.isatty()):
+    if not (dry_run or yes) and (as_json or not sys.stdin.isatty()):
         raise LaunchError("prune asks before it deletes, and there is no terminal to ask on: add --yes, or --dry-run")
-    with no_run_in(place):
+    with nullcontext() if dry_run else no_run_in(place):
         plan = plan_prune(place, policy)
         if not as_json:
-            _print_plan(plan, as_json, done=False)
-        if not plan.is_empty:
+            report.prune_table(plan).print()
+            print(report.prune_line(plan))
+        is_deleting = not dry_run and not plan.is_empty
+        if is_deleting:
             if not yes:
                 typer.confirm("Delete them?", abort=True, err=True)
             carry_out(plan, policy)
     if as_json:
-        _print_plan(plan, as_json, done=True)
-    elif not plan.is_empty:
+        print_json({"deleted": is_deleting, **report.as_json(plan)})
+    elif is_deleting:
         print("deleted")
-
-
-def _print_plan(plan: PrunePlan, as_json: bool, *, done: bool) -> None:
-    from launch.checkpoints import report
-
-    if as_json:
-        print_json({"deleted": done and not plan.is_empty, **report.as_json(plan)})
-        return
-    report.prune_table(plan).print()
-    print("\n".join(report.prune_lines(plan)))
 
 
 @contextmanager
 def _advancing(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar over `total` bytes; yields a function that advances it by a number of bytes."""
+    """Shows a progress bar over `total` bytes; yields a function that advances it by a number of bytes."""
     done = 0
     with progress_bar(is_bytes=True) as report_progress:
 

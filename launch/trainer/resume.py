@@ -108,11 +108,11 @@ def agree_on_start(config: Config, rank: Rank, data: RunData, activity: Activity
         clear_exports(config)
     if not is_same_on_all_ranks(data.training.fingerprint):  # others wait here for rank 0's preparation
         raise LaunchError("the ranks do not see the same data: data.path must be on storage that all hosts share")
-    own, skipped = newest_intact(root, looked=activity.progress)
+    own, skipped = newest_intact(root, progress=activity.progress)
     if own is None:
         if rank.rank == 0:
             fetch_from_mirror(config, activity.progress)
-        own, skipped = newest_intact(root, looked=activity.progress)
+        own, skipped = newest_intact(root, progress=activity.progress)
     start = find_start(config, data, own, skipped)
     if not is_same_on_all_ranks(start.hub.fingerprint if start.hub is not None else None):
         raise LaunchError(
@@ -149,7 +149,7 @@ def fetch_from_mirror(config: Config, progress: Callable[[], None]) -> None:
     from megalite.checkpoint.remote.transfer import fetch_newest, newest_on_mirror
 
     if not config.checkpoint.resume:
-        if newest_on_mirror(mirror)[0] is not None:
+        if newest_on_mirror(mirror) is not None:
             raise LaunchError(
                 f"{mirror} already holds checkpoints, and checkpoint.resume is false: choose another mirror"
             )

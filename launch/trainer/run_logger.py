@@ -13,7 +13,6 @@ from megalite.monitor.events import EVENTS, EventLog, read_events
 from megalite.monitor.observer import Nonfatal, Observer
 
 if TYPE_CHECKING:
-    from megalite.checkpoint.remote.mirror import UploadReport
     from megalite.checkpoint.saver import Saved
     from megalite.resilience.checkpoint_interval import IntervalPlanner
 
@@ -109,10 +108,10 @@ class RunLogger(Observer):
             with self._nonfatal("events.jsonl"):
                 self._events.write(name, **facts)
 
-    def log_upload(self, report: UploadReport) -> None:
+    def log_upload(self, event: str, sentence: str, facts: dict[str, Any]) -> None:
         """Logs the result of an upload to the mirror."""
-        self.event(report.event, **report.facts)
-        self.log_notice(report.sentence)
+        self.event(event, **facts)
+        self.log_notice(sentence)
 
     def log_prediction_error(self, memory: Sequence[RankMemory | None]) -> None:
         """Logs the prediction beside what the run needed; `memory` has one entry per rank, or none."""

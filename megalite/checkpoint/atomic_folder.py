@@ -1,7 +1,7 @@
 """Creates a folder that appears under its name complete or not at all, even if the process is killed.
 
-It is made under a hidden name beside its own, with a lock file in it: what a killed process has left carries a lock
-that nobody holds, and the next one removes it.
+It is made under a hidden name beside its own, with a lock file in it: a folder whose lock no process holds is the
+leftover of a killed one, and the next process removes it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LOCK = "conversion.lock"
 def new_folder(folder: Path, *, overwrite: bool, marker: str) -> Iterator[Path]:
     """Yields a hidden folder beside `folder`; renames it to `folder` at the end, or removes it if the block raises.
 
-    What is there already is replaced only with `overwrite`, and only if it holds a file `marker`, which tells that it
-    is of the kind that is written here, and no folders of others. Raises CheckpointError, one sentence.
+    What is there already is replaced only with `overwrite`, and only if it holds a file `marker`, as folders of
+    the kind that is written here do, and no other folders. Raises CheckpointError, one sentence.
     """
     folder = folder.resolve()
     check_replaceable(folder, overwrite, marker)
@@ -38,13 +38,15 @@ def new_folder(folder: Path, *, overwrite: bool, marker: str) -> Iterator[Path]:
         lock = _locked(temporary)
         try:
             yield temporary
-            check_replaceable(folder, overwrite, marker)  # somebody else may have made it meanwhile
+            check_replaceable(folder, overwrite, marker)  # another process may have made it meanwhile
             _publish(temporary, folder)
         finally:
             os.close(lock)
             remove(temporary)
     except OSError as error:
-        raise CheckpointError(cannot_write(folder, error)) from None
+        if why := NO_ROOM.get(error.errno or 0):
+            why = f"{why}: free some space, or choose another disk; nothing was left there"
+        raise CheckpointError(f"{folder}: {why or f'cannot be written: {error.strerror or error}'}") from None
     remove(_replaced(folder))
 
 
@@ -77,14 +79,6 @@ def room_at(folder: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-def cannot_write(folder: Path, error: OSError) -> str:
-    """Returns the message for a folder that cannot be written."""
-    why = NO_ROOM.get(error.errno or 0)
-    if why is not None:
-        return f"{folder}: {why}: free some space, or choose another disk; nothing was left there"
-    return f"{folder}: cannot be written: {error.strerror or error}"
-
-
 def _replaced(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.replaced")
 
@@ -101,7 +95,7 @@ def _locked(temporary: Path) -> int:
             f"{temporary}: another conversion is writing there: wait for it, or choose another name"
         ) from None
     except OSError:
-        pass  # a file system without locks: two conversions of one name are not told apart there
+        pass  # a file system without locks: two conversions of one name cannot be kept apart there
     for path in temporary.iterdir():  # of a save without a lock
         if path.name != LOCK:
             remove(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -140,7 +134,7 @@ def _is_held(lock: Path) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return True  # or nobody can tell
+        return True  # or it cannot be known
     finally:
         os.close(descriptor)
     return False

@@ -43,7 +43,7 @@ def write_durably(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         sync(temporary)
-        temporary.replace(path)  # while it is held: nobody else writes into what becomes `path`
+        temporary.replace(path)  # while it is locked: no other process writes into what becomes `path`
     sync(path.parent)
 
 

@@ -6,13 +6,9 @@ global tensors: nothing is gathered, so a save needs no memory beyond the copy o
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from typing import Literal, overload
-
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import WEIGHT, entry
@@ -32,10 +28,16 @@ def own_blocks(engine: Engine) -> tuple[list[Block], dict[str, tuple[int, ...]]]
     first stage a tied weight: the others follow its copy, and their masters and moments differ by rounding.
     """
     moments = moment_names(engine)
+    tied = tied_weights(engine.deepspeed.module)
+    copies = {weight for weight, group in tied if dist.get_group_rank(group, dist.get_rank()) > 0}
     blocks: list[Block] = []
     shapes: dict[str, tuple[int, ...]] = {}
-    for parameter, start, stop in _contributed(engine):
-        pieces = list(parameter.shard.pieces_of_range(start, stop))  # type: ignore[attr-defined]
+    for _, parameter in engine.parameters():
+        shard = parameter.shard  # type: ignore[attr-defined]
+        start, stop = own_range(parameter)
+        if start == stop or (shard.is_replicated and engine.coordinate.tensor_rank) or parameter in copies:
+            continue
+        pieces = list(shard.pieces_of_range(start, stop))
         for kind in (WEIGHT, *moments):
             numbers = owned_fp32_values(parameter, kind)
             blocks += [Block(entry(kind, piece.name, piece.source), piece.of(numbers)) for piece in pieces]
@@ -45,40 +47,22 @@ def own_blocks(engine: Engine) -> tuple[list[Block], dict[str, tuple[int, ...]]]
 
 def own_size(engine: Engine) -> tuple[int, torch.device]:
     """Returns how many numbers `own_blocks` has after the first optimizer step, and their device."""
-    kinds, count, device = 1 + len(MOMENTS[engine.config.optimizer.name]), 0, torch.device("cpu")
-    for parameter, start, stop in _contributed(engine):
-        pieces = parameter.shard.pieces_of_range(start, stop)  # type: ignore[attr-defined]  # padding is not saved
-        count += kinds * sum(math.prod(s.stop - s.start for s in piece.source) for piece in pieces)
-        device = owned_fp32_values(parameter, WEIGHT).device
-    return count, device
+    blocks, _ = own_blocks(engine)
+    weights = [block.numbers for block in blocks if block.key.startswith(f"{WEIGHT}/")]
+    count = (1 + len(MOMENTS[engine.config.optimizer.name])) * sum(numbers.numel() for numbers in weights)
+    return count, weights[0].device if weights else torch.device("cpu")
 
 
-def _contributed(engine: Engine) -> Iterator[tuple[nn.Parameter, int, int]]:
-    """Yields parameters with the range of their numbers that this rank contributes."""
-    tied = tied_weights(engine.deepspeed.module)
-    copies = {weight for weight, group in tied if dist.get_group_rank(group, dist.get_rank()) > 0}
-    for _, parameter in engine.parameters():
-        start, stop = own_range(parameter)
-        is_replica = parameter.shard.is_replicated and engine.coordinate.tensor_rank  # type: ignore[attr-defined]
-        if start < stop and not is_replica and parameter not in copies:
-            yield parameter, start, stop
-
-
-@overload
-def load_engine(engine: Engine, reader: CheckpointReader, *, weights_only: Literal[False]) -> None: ...
-
-
-@overload
-def load_engine(engine: Engine, reader: WeightReader, *, weights_only: Literal[True]) -> None: ...
-
-
-def load_engine(engine: Engine, reader: CheckpointReader | WeightReader, *, weights_only: bool) -> None:
+def load_engine(engine: Engine, reader: WeightReader, *, weights_only: bool) -> None:
     """Loads this rank's weights, and the state of optimizer and loss scale unless `weights_only`, from its blocks of
     what `reader` reads.
 
-    Collective. Raises CheckpointError where that is of another model.
+    Collective. Raises CheckpointError where that is of another model. Only a CheckpointReader reads more than weights.
     """
-    checkpoint = reader if isinstance(reader, CheckpointReader) and not weights_only else None
+    checkpoint = None
+    if not weights_only:
+        assert isinstance(reader, CheckpointReader), "there is no optimizer state in a Hugging Face folder"
+        checkpoint = reader
     moments = _prepare_moments(engine, checkpoint) if checkpoint is not None else ()
     for _, parameter in engine.parameters():
         shard = parameter.shard  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ class CheckpointError(ValueError):
 class StorageError(CheckpointError):
     """Raised if a store fails; the checkpoints on it may be sound.
 
-    `is_lasting`: asking again helps only after somebody has changed something (a bucket, a permission, a disk).
+    `is_lasting`: a retry helps only after a user has changed something (a bucket, a permission, a disk).
     """
 
     def __init__(self, sentence: str, *, is_lasting: bool = False) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -40,7 +40,7 @@ class Manifest(BaseModel):
     """Contents of a checkpoint."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    digest: str = ""  # SHA-256 of what follows it in the file: only this tells of a bit that flipped in `state`
+    digest: str = ""  # SHA-256 of what follows it in the file: the only check that finds a bit that flipped in `state`
     format: Literal["megalite-checkpoint"] = "megalite-checkpoint"
     version: Literal[2] = 2
     step: Count
@@ -69,11 +69,19 @@ def step_folder(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def step_of(name: str) -> int:
+    """Returns the step in the name of a checkpoint folder."""
+    return int(name.removeprefix("step_"))
+
+
+def step_names(names: Iterable[str]) -> list[str]:
+    """Returns the names of checkpoint folders among `names` by step, without copies (`step_00000005_kept`)."""
+    return sorted(filter(STEP.fullmatch, names), key=step_of)
+
+
 def step_folders(root: Path) -> list[Path]:
-    """Lists checkpoint folders in `root` by step, complete or not, without copies (`step_00000005_kept`)."""
-    return sorted(
-        (path for path in root.glob("step_*") if STEP.fullmatch(path.name)), key=lambda path: int(path.name[5:])
-    )
+    """Lists checkpoint folders in `root` by step, complete or not."""
+    return [root / name for name in step_names(path.name for path in root.glob("step_*"))]
 
 
 def entry(kind: str, name: str, source: Slices) -> str:
@@ -96,39 +104,38 @@ def read_manifest(folder: Path) -> Manifest:
 
     Nothing of it is trusted: names and numbers may have been made up to harm the reader.
     """
+    path = folder / MANIFEST
     try:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: there is no such checkpoint folder")
-        manifest = _parse(folder / MANIFEST)
-        if STEP.fullmatch(folder.name) and int(folder.name[5:]) != manifest.step:
+        if not path.is_file():
+            raise CheckpointError(
+                f"{folder}: not a complete checkpoint: it has no {MANIFEST}, the save was interrupted"
+            )
+        if path.is_symlink():
+            raise CheckpointError(f"{path}: is a link, which may lead outside its folder: copy the file itself")
+        if (size := path.stat().st_size) > MANIFEST_BYTES:
+            raise CheckpointError(f"{path}: not a manifest of this version: {size} bytes are too many for one")
+        manifest = parse_manifest(path.read_bytes(), path)
+        if STEP.fullmatch(folder.name) and step_of(folder.name) != manifest.step:
             raise CheckpointError(
                 f"{folder}: its {MANIFEST} is of step {manifest.step}: a copy of another step's folder; "
                 f"copies have other names than a run's own, such as {step_folder(manifest.step)}_kept"
             )
-        for name, file in manifest.files.items():
-            _check_file(folder, name, file)
+        for name, recorded in manifest.files.items():
+            file = folder / name
+            if file.is_symlink():
+                raise CheckpointError(
+                    f"{folder}: {name} is a link, which may lead outside its folder: copy the file itself"
+                )
+            check_size(folder, name, recorded, file.stat().st_size if file.is_file() else None)
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be read: {error.strerror or error}") from None
-    claimed, held = sum(map(prod, manifest.tensors.values())), sum(file.size for file in manifest.files.values())
-    if claimed > held:  # a number takes a byte at least: no reader allocates more than the files could fill
-        raise CheckpointError(f"{folder / MANIFEST}: names more numbers than the {held} bytes of its files can hold")
     return manifest
 
 
-def _parse(path: Path) -> Manifest:
-    if not path.is_file():
-        raise CheckpointError(
-            f"{path.parent}: not a complete checkpoint: it has no {MANIFEST}, the save was interrupted"
-        )
-    if path.is_symlink():
-        raise CheckpointError(f"{path}: is a link, which may lead outside its folder: copy the file itself")
-    if (size := path.stat().st_size) > MANIFEST_BYTES:
-        raise CheckpointError(f"{path}: not a manifest of this version: {size} bytes are too many for one")
-    return parse_manifest(path.read_bytes(), path)
-
-
 def parse_manifest(data: bytes, path: Path | str) -> Manifest:
-    """Parses a manifest; `path` is for messages. Raises CheckpointError."""
+    """Parses a manifest and checks that it is consistent; `path` is for messages. Raises CheckpointError."""
     try:
         manifest = Manifest.model_validate_json(data)
     except ValidationError as error:
@@ -138,24 +145,25 @@ def parse_manifest(data: bytes, path: Path | str) -> Manifest:
         raise CheckpointError(f"{path}: not a manifest of this version: {why}") from None
     if manifest.digest and manifest.digest != _digest_of(data):
         raise CheckpointError(f"{path}: has changed since it was written: its digest differs")
+    for name in manifest.files:
+        if PurePosixPath(name).name != name or not name.isprintable():
+            raise CheckpointError(f"{path}: names a file outside its folder: {printable(name)}")
+    claimed, held = sum(map(prod, manifest.tensors.values())), sum(file.size for file in manifest.files.values())
+    if claimed > held:  # a number takes a byte at least: no reader allocates more than the files could fill
+        raise CheckpointError(f"{path}: names more numbers than the {held} bytes of its files can hold")
     return manifest
+
+
+def check_size(folder: Path | str, name: str, recorded: FileEntry, actual: int | None) -> None:
+    """Raises CheckpointError if the size of a file in `folder` is not the recorded one; None: it is missing."""
+    if actual != recorded.size:
+        found = "is missing" if actual is None else f"has {actual} bytes, not {recorded.size}"
+        raise CheckpointError(f"{folder}: not a complete checkpoint: {name} {found}")
 
 
 def _digest_of(text: bytes) -> str:
     """Returns the digest of all fields but the first, which is the digest itself."""
     return hashlib.sha256(text.partition(b",")[2]).hexdigest()
-
-
-def _check_file(folder: Path, name: str, file: FileEntry) -> None:
-    path = folder / name
-    if Path(name).name != name or not name.isprintable():
-        raise CheckpointError(f"{folder / MANIFEST}: names a file outside its folder: {printable(name)}")
-    if path.is_symlink():
-        raise CheckpointError(f"{folder}: {name} is a link, which may lead outside its folder: copy the file itself")
-    actual = path.stat().st_size if path.is_file() else None
-    if actual != file.size:
-        found = "is missing" if actual is None else f"has {actual} bytes, not {file.size}"
-        raise CheckpointError(f"{folder}: not a complete checkpoint: {name} {found}")
 
 
 def printable(text: str) -> str:

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.huggingface.reader import HubReader
 from megalite.checkpoint.huggingface.weight_files import SafetensorsFile
 from megalite.checkpoint.manifest import WEIGHT, Slices, find_latest, parse_entry, printable, read_manifest
 
 MANY_BLOCKS = 1000  # of one tensor, above which they are not compared with one another
 Stored = tuple[Slices, str, str]  # block of the global tensor, file, key in the file
-
-
-class WeightReader(Protocol):
-    """A source of weights: one of our checkpoints, or a Hugging Face folder (huggingface/reader.py)."""
-
-    folder: Path
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Global shape of each tensor, by canonical name."""
-
-    def fill(self, target: Tensor, name: str, source: Slices, kind: str = WEIGHT) -> None:
-        """Copies a slice of the global tensor `name` into a tensor of its shape, on any device."""
 
 
 class CheckpointReader:
@@ -104,10 +92,20 @@ class CheckpointReader:
                 return self._files[file].read(key, inside)
         return None
 
+    def stored_numbers(self) -> dict[tuple[str, str], int]:
+        """Returns how many numbers of each tensor the files hold, by kind and name."""
+        return {
+            key: sum(prod(s.stop - s.start for s in source) for source, *_ in blocks)
+            for key, blocks in self._blocks.items()
+        }
+
     def _shape(self, name: str) -> tuple[int, ...]:
         if name not in self.manifest.tensors:
             raise CheckpointError(f"{self.folder}: holds no tensor {name}: it is of another model")
         return self.manifest.tensors[name]
+
+
+WeightReader = CheckpointReader | HubReader  # a source of weights, as `load_engine` takes it
 
 
 def _overlap(blocks: list[Stored]) -> tuple[str, str] | None:

@@ -1,8 +1,8 @@
 """Retention: keeps the newest N checkpoints, every Mth step and the K of lowest evaluation loss, and deletes safely.
 
 A checkpoint is renamed to a hidden name before its files go, so a kill in between leaves it whole or gone. The newest
-complete one, and so the only one, always stays. Folders that are not complete are nobody's to judge: they are neither
-counted nor deleted.
+complete one, and so the only one, always stays. Folders that are not complete are neither counted nor
+deleted.
 """
 
 from __future__ import annotations
@@ -49,20 +49,26 @@ class RetentionCandidate:
         return cls(name, manifest.step, manifest.evaluation_loss)
 
 
-def which_to_delete(
-    candidates: Iterable[RetentionCandidate], policy: Retention, protect: Collection[str] = ()
-) -> list[RetentionCandidate]:
-    """Returns the complete checkpoints that no reason keeps, oldest first; never one named in `protect`."""
+def reasons_to_keep(candidates: Iterable[RetentionCandidate], policy: Retention) -> dict[str, str]:
+    """Returns the first reason that keeps each complete checkpoint, by name; those that may be deleted are missing."""
     newest_first = sorted(candidates, key=lambda one: (one.step, one.name), reverse=True)
-    if policy.keep_last == 0:
-        return []
-    stays = {one.name for one in newest_first[: policy.keep_last]} | set(protect)
-    if policy.keep_every:
-        stays |= {one.name for one in newest_first if one.step % policy.keep_every == 0}
     evaluated = [one for one in newest_first if one.evaluation_loss is not None and math.isfinite(one.evaluation_loss)]
     best_first = sorted(evaluated, key=lambda one: one.evaluation_loss or 0.0)  # of equal ones the newer first
-    stays |= {one.name for one in best_first[: policy.keep_best]}
-    return [one for one in reversed(newest_first) if one.name not in stays]
+    reasons = {one.name: f"among the best {policy.keep_best}" for one in best_first[: policy.keep_best]}
+    for place, one in enumerate(newest_first):
+        if policy.keep_last == 0 or place < policy.keep_last:
+            reasons[one.name] = f"among the newest {policy.keep_last}"
+        elif policy.keep_every and one.step % policy.keep_every == 0:
+            reasons[one.name] = f"a multiple of {policy.keep_every} steps"
+    return reasons
+
+
+def which_to_delete(
+    candidates: Collection[RetentionCandidate], policy: Retention, protect: Collection[str] = ()
+) -> list[RetentionCandidate]:
+    """Returns the complete checkpoints that no reason keeps, oldest first; never one named in `protect`."""
+    kept = {*reasons_to_keep(candidates, policy), *protect}
+    return sorted((one for one in candidates if one.name not in kept), key=lambda one: (one.step, one.name))
 
 
 def prune(root: Path, policy: Retention, protect: Iterable[Path] = ()) -> list[Path]:
@@ -90,10 +96,7 @@ def _delete(folder: Path) -> None:
             remove(hidden)
         folder.rename(hidden)
         sync(folder.parent)
-        if hidden.is_symlink():  # to other storage: what it points to is not ours to delete
-            hidden.unlink()
-        else:
-            shutil.rmtree(hidden)
+        _remove(hidden)
     except OSError as error:
         raise CheckpointError(
             f"{folder}: cannot be deleted, though checkpoint.keep_last and its like no longer keep it: "
@@ -101,11 +104,19 @@ def _delete(folder: Path) -> None:
         ) from None
 
 
+def _remove(path: Path) -> None:
+    """Removes a folder, a file, or a link, whose target on other storage stays. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
 def clean_up(root: Path) -> list[Path]:
     """Removes leftovers of interrupted saves and deletions, which have hidden names in `root`; returns them.
 
-    A checkpoint that a kill found between its two names, on its way to be replaced, gets its own back. For the start of
-    a run only: a save that is going on has such names. Raises CheckpointError.
+    A checkpoint that a kill found between its two names, on its way to be replaced, gets its own back. Call it only at
+    the start of a run: a save in progress has such names. Raises CheckpointError.
     """
     try:
         for path in root.glob(".step_*.replaced"):
@@ -114,10 +125,7 @@ def clean_up(root: Path) -> list[Path]:
                 path.rename(own)
         left_over = sorted(path for kind in LEFT_OVER for path in root.glob(f".step_*.{kind}"))
         for path in left_over:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+            _remove(path)
     except OSError as error:
         raise CheckpointError(f"{root}: cannot be cleaned up: {error.strerror or error}: make it writable") from None
     return left_over

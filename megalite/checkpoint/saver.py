@@ -2,7 +2,7 @@
 
 Every rank has a `Saver`. Their threads meet in collectives of a process group of their own, so that a checkpoint is
 committed when all ranks' files are on disk, and a failure of one rank is known to all. Nothing that goes wrong here
-ends a run: the outcome says what it was, and the next save tries again.
+ends a run: the outcome has the reason, and the next save tries again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ from megalite.engine.parameter_state import moment_names, optimizer_step_count
 
 LONGEST_SAVE = timedelta(hours=6)
 PAGE_NUMBERS = 1024  # fp32 in a page, of the smallest size there is
+Written = tuple[
+    dict[str, FileEntry], dict[str, tuple[int, ...]], Counter[str]
+]  # a rank's files, shapes, and numbers by kind
 
 
 @dataclass(frozen=True)
@@ -66,13 +70,15 @@ class Saver:
         Not collective, and done in a thread.
         """
         if self._background:
-            self._host.prepare(*own_size(self._engine))
+            size = own_size(self._engine)
+            self._thread = threading.Thread(target=self._host.allocate, args=size, name="host memory", daemon=True)
+            self._thread.start()
 
     def save(self, manifest: Manifest) -> float:
         """Saves the engine's state as it is now; collective. Returns the seconds that training waited.
 
-        `manifest` says step, config and the run's state; what is in the files is filled in here. Waits first for the
-        save before.
+        `manifest` has step, config and the run's state; the contents of the files are filled in here. Waits first for
+        the previous save.
         """
         started = time.monotonic()
         self.wait()
@@ -81,37 +87,33 @@ class Saver:
         failure: Exception | None = None
         try:
             blocks, shapes = own_blocks(self._engine)
-            manifest = self._filled_in(manifest)
-            if self._background:
-                blocks = self._host.copy(blocks)
-        except Exception as error:  # no memory, for one: the other ranks must hear of it
-            failure = error
-        if not self._background:
-            self._write(manifest, blocks, shapes, started, None, failure)
-            return time.monotonic() - started
-        blocked = time.monotonic() - started
-        arguments = (manifest, blocks, shapes, started, blocked, failure)
-        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
-        self._thread.start()
-        return blocked
-
-    def _filled_in(self, manifest: Manifest) -> Manifest:
-        return manifest.model_copy(
-            update={
+            facts = {
                 "written": now(),
                 "moments": moment_names(self._engine),
                 "optimizer_steps": optimizer_step_count(self._engine),
                 "loss_scaler": loss_scaler_state(self._engine.deepspeed.optimizer),
             }
-        )
+            manifest = manifest.model_copy(update=facts)
+            if self._background:
+                blocks = self._host.copy(blocks)
+        except Exception as error:  # no memory, for one: the other ranks must hear of it
+            failure = error
+        blocked = time.monotonic() - started if self._background else None
+        write = partial(self._write, manifest, blocks, shapes, started, blocked, failure)
+        if blocked is None:
+            write()
+            return time.monotonic() - started
+        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+        self._thread.start()
+        return blocked
 
     def finished(self) -> list[Saved]:
         """Returns the outcomes that are new since the last call; another rank may learn of one a step later."""
-        told, self._outcomes = self._outcomes, []
-        return told
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
 
     def wait(self) -> None:
-        """Waits until no save is in progress."""
+        """Waits until neither a save nor its preparation is in progress."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -132,7 +134,7 @@ class Saver:
             self._gather(lambda: self._start(folder, size))
             prefix = f"rank_{dist.get_rank():05d}"
             written = self._gather(
-                lambda: _Written(write_blocks(temporary_folder(folder), prefix, blocks), shapes, _counts(blocks))
+                lambda: (write_blocks(temporary_folder(folder), prefix, blocks), shapes, _counts(blocks))
             )
             self._gather(lambda: self._commit(folder, manifest, written))
         except Exception as error:  # whatever it is, training goes on
@@ -141,7 +143,7 @@ class Saver:
                 discard(folder)
         total = time.monotonic() - started
         if failure is None and dist.get_rank() == 0 and self._committed is not None:
-            with contextlib.suppress(Exception):  # it has told what failed: the checkpoint is complete all the same
+            with contextlib.suppress(Exception):  # a hook logs its failure; the checkpoint is complete all the same
                 self._committed(folder)
         blocked = total if blocked is None else blocked
         self._outcomes = [*self._outcomes, Saved(manifest.step, folder, failure, blocked, total, size)]
@@ -151,20 +153,22 @@ class Saver:
             temporary = start(folder)
             check_room(temporary, size)
 
-    def _commit(self, folder: Path, manifest: Manifest, written: Sequence[_Written]) -> None:
+    def _commit(self, folder: Path, manifest: Manifest, written: Sequence[Written]) -> None:
         if dist.get_rank() == 0:
-            files = {name: file for one in written for name, file in one.files.items()}
-            tensors = {name: shape for one in written for name, shape in one.shapes.items()}
-            whole = sum(math.prod(shape) for shape in tensors.values())
+            files = {name: file for own, _, _ in written for name, file in own.items()}
+            tensors = {name: shape for _, own, _ in written for name, shape in own.items()}
+            counts = sum((own for _, _, own in written), Counter[str]())
+            whole = sum(map(math.prod, tensors.values()))
             for kind in (WEIGHT, *manifest.moments):  # nothing is committed that a reader would find incomplete
-                count = sum(one.counts[kind] for one in written)
-                if count != whole:
-                    raise CheckpointError(f"{folder}: the ranks hold {count} numbers of {kind}, the model has {whole}")
+                if counts[kind] != whole:
+                    raise CheckpointError(
+                        f"{folder}: the ranks hold {counts[kind]} numbers of {kind}, the model has {whole}"
+                    )
             sync(temporary_folder(folder))
             commit(folder, manifest.model_copy(update={"files": files, "tensors": tensors}))
 
     def _gather(self, action: Callable[[], Any]) -> list[Any]:
-        """Every rank's result of `action`; a failure on one rank is raised on all.
+        """Returns every rank's result of `action`; a failure on one rank is raised on all.
 
         A rank that fails alone would leave the others waiting in the next collective.
         """
@@ -179,15 +183,6 @@ class Saver:
             if why is not None:
                 raise CheckpointError(why if rank == 0 else f"rank {rank}: {why}")
         return [value for value, _ in everyone]
-
-
-@dataclass(frozen=True)
-class _Written:
-    """Files that one rank has written."""
-
-    files: dict[str, FileEntry]
-    shapes: dict[str, tuple[int, ...]]
-    counts: Counter[str]  # numbers by kind
 
 
 def _size(blocks: Sequence[Block], error_before: Exception | None) -> int:
@@ -208,18 +203,19 @@ class _HostMemory:
 
     def __init__(self) -> None:
         self._numbers = torch.empty(0)
-        self._thread: threading.Thread | None = None
 
-    def prepare(self, count: int, device: torch.device) -> None:
-        """Allocates memory for `count` numbers of `device` in the background."""
-        self._thread = threading.Thread(target=self._make_room, args=(count, device), name="host memory", daemon=True)
-        self._thread.start()
+    def allocate(self, count: int, device: torch.device) -> None:
+        """Allocates memory for `count` numbers of `device`, and maps it."""
+        with contextlib.suppress(RuntimeError, MemoryError):  # the save tries again and reports it
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # a thread begins with the first one
+                self._numbers = torch.empty(count, pin_memory=True)
+            else:
+                self._numbers = torch.empty(count)
+                self._numbers.numpy()[::PAGE_NUMBERS] = 0  # without the interpreter's lock
 
     def copy(self, blocks: Sequence[Block]) -> list[Block]:
         """Copies the blocks; all are copied when this returns."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
         needed = sum(block.numbers.numel() for block in blocks)
         gpu = next((block.numbers.device for block in blocks if block.numbers.is_cuda), None)
         if self._numbers.numel() < needed:
@@ -234,12 +230,3 @@ class _HostMemory:
         if gpu is not None:
             torch.cuda.current_stream(gpu).synchronize()
         return copied
-
-    def _make_room(self, count: int, device: torch.device) -> None:
-        with contextlib.suppress(RuntimeError, MemoryError):  # the save tries again, and says so
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # a thread begins with the first one
-                self._numbers = torch.empty(count, pin_memory=True)
-            else:
-                self._numbers = torch.empty(count)
-                self._numbers.numpy()[::PAGE_NUMBERS] = 0  # without the interpreter's lock

@@ -8,7 +8,7 @@ temporary folder, which the next run removes.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,7 +22,7 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.safetensors_writer import Entry, into_files, write_safetensors
 from megalite.checkpoint.manifest import LATEST, MANIFEST, WEIGHT, FileEntry, Manifest, entry
 
-FILE_BYTES = 2 << 30  # a file is closed once it holds this much
+FILE_BYTES = 2 << 30  # of a file, unless one block is larger
 SPARE_BYTES = 1 << 20  # for the manifest and the logs
 
 
@@ -34,34 +34,21 @@ class Block:
     numbers: Tensor
 
 
-def write_blocks(folder: Path, prefix: str, blocks: Iterable[Block]) -> dict[str, FileEntry]:
+def write_blocks(folder: Path, prefix: str, blocks: Sequence[Block]) -> dict[str, FileEntry]:
     """Writes and syncs files `prefix_NNN.safetensors`; returns their entries for the manifest.
 
     Raises CheckpointError where that cannot be.
     """
     files: dict[str, FileEntry] = {}
-    for number, group in enumerate(_files(blocks)):
+    numbers = {block.key: block.numbers for block in blocks}
+    entries = [Entry(key, tuple(values.shape), torch.float32) for key, values in numbers.items()]
+    for number, group in enumerate(into_files(entries, FILE_BYTES)):
         path = folder / f"{prefix}_{number:03d}.safetensors"
-        numbers = {block.key: block.numbers for block in group}
-        entries = [Entry(block.key, tuple(block.numbers.shape), torch.float32) for block in group]
         try:
-            files[path.name] = write_safetensors(path, entries, lambda e, numbers=numbers: [numbers[e.key]])  # type: ignore[misc]
+            files[path.name] = write_safetensors(path, group, lambda entry: [numbers[entry.key]])
         except OSError as error:
             raise CheckpointError(cannot_write(path, error)) from None
     return files
-
-
-def _files(blocks: Iterable[Block]) -> Iterator[list[Block]]:
-    group: list[Block] = []
-    size = 0
-    for block in blocks:
-        group.append(block)
-        size += block.numbers.nbytes
-        if size >= FILE_BYTES:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
 
 
 def cannot_write(path: Path, error: OSError) -> str:

@@ -52,7 +52,7 @@ class Exports(Protocol):
 
 
 class Checkpoints:
-    """One per rank. Methods are collective unless they say otherwise."""
+    """The checkpoints of a run, as seen by one rank. Methods are collective unless documented otherwise."""
 
     def __init__(
         self,

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megalite.checkpoint.manifest import MANIFEST, Manifest
-from megalite.checkpoint.remote.mirror import Mirror, UploadReport
+from megalite.checkpoint.remote.mirror import Mirror
 from megalite.checkpoint.remote.storage import Patience, list_checkpoints
 from megalite.checkpoint.retention import Retention
 from tests.helpers.single_rank import write_single
@@ -44,9 +44,20 @@ def write_large(root: Path, step: int) -> Path:
     return folder
 
 
-def mirror_to(url: str, policy: Retention = KEEP_ALL, attempts: int = 2) -> tuple[Mirror, list[UploadReport]]:
+class UploadReport(NamedTuple):
+    """What a mirror hands to `notify`."""
+
+    event: str
+    sentence: str
+    facts: dict[str, Any]
+
+
+def mirror_to(
+    url: str, policy: Retention = KEEP_ALL, attempts: int = 2, patience: Patience = SHORT
+) -> tuple[Mirror, list[UploadReport]]:
     reports: list[UploadReport] = []
-    return Mirror(url, policy, reports.append, replace(SHORT, attempts=attempts)), reports
+    notify = lambda *report: reports.append(UploadReport(*report))  # noqa: E731
+    return Mirror(url, policy, notify, replace(patience, attempts=attempts)), reports
 
 
 def until(holds: Callable[[], object]) -> None:

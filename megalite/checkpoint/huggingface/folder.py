@@ -66,12 +66,12 @@ class HuggingFaceFolder:
             self._open(folder / name, listed)
 
     def _open(self, path: Path, listed: set[str] | None) -> None:
-        file: WeightFile
-        if path.suffix == ".bin":
-            file = PickleFile(path)
-            self._tell_of_pickles(file)
-        else:
-            file = SafetensorsFile(path)
+        file = PickleFile(path) if path.suffix == ".bin" else SafetensorsFile(path)
+        if isinstance(file, PickleFile):
+            notice = "its weights are .bin pickles, read without running any code in them; an export writes safetensors"
+            if not file.is_mapped:
+                notice += "; they are of the format before torch 1.6, so each file was read whole into memory"
+            self.notices = (notice,)
         if listed is not None and set(file.shapes) != listed:
             name = min(set(file.shapes) ^ listed)
             which = "holds {}, which the index places elsewhere" if name in file.shapes else "holds no {}"
@@ -82,12 +82,6 @@ class HuggingFaceFolder:
         self._tags |= file.tags
         self._places |= {name: (file, name) for name in file.shapes}
 
-    def _tell_of_pickles(self, file: PickleFile) -> None:
-        notice = "its weights are .bin pickles, read without running any code in them; an export writes safetensors"
-        if not file.is_mapped:
-            notice += "; they are of the format before torch 1.6, so each file was read whole into memory"
-        self.notices = (notice,)
-
     @property
     def bytes(self) -> int:
         """Size of all files with weights."""
@@ -96,11 +90,6 @@ class HuggingFaceFolder:
     def dtype(self, name: str) -> torch.dtype:
         """Returns the dtype that a tensor is stored in."""
         return DTYPES[self._tags[name]]
-
-    @property
-    def dtypes(self) -> set[torch.dtype]:
-        """Stored dtypes of the tensors that are read."""
-        return {DTYPES[tag] for tag in self._tags.values() if tag in DTYPES}
 
     def add_prefix(self, prefix: str, wanted: Iterable[str]) -> None:
         """Adds `prefix` to the folder's names if they are those of a model without its head, which lack it."""
@@ -136,17 +125,17 @@ class HuggingFaceFolder:
                     f"{self.folder}: {name} is stored as {self._tags[name]}: only {', '.join(DTYPES)} are read"
                 )
         for copy, original in copies.items():
-            if copy in self.shapes and not self._are_equal(copy, original):
+            if copy in self.shapes and not (
+                self.shapes[copy] == self.shapes[original]
+                and all(
+                    torch.equal(self.read(copy, block).float(), self.read(original, block).float())
+                    for block in row_blocks(self.shapes[copy], 4)
+                )
+            ):
                 raise CheckpointError(
                     f"{self.folder}: {copy} is not {original}, though config.json ties them: "
                     "set tie_word_embeddings to false there if both are meant"
                 )
-
-    def _are_equal(self, name: str, other: str) -> bool:
-        if self.shapes[name] != self.shapes[other]:
-            return False
-        blocks = row_blocks(self.shapes[name], 4)
-        return all(torch.equal(self.read(name, block).float(), self.read(other, block).float()) for block in blocks)
 
     def read(self, name: str, source: Slices | None = None) -> Tensor:
         """Returns a slice (default: all) of a tensor in its stored dtype, a view of the mapped file."""

@@ -1,6 +1,6 @@
 """Reads weights straight from a Hugging Face folder: every rank reads the blocks it needs, without a checkpoint.
 
-In: the folder's tensors, and the table that says where our weights lie in them (`models/hub/tensor_layout.py` makes it;
+In: the folder's tensors, and the table of where our weights lie in them (`models/hub/tensor_layout.py` makes it;
 this room knows no family). Out: what `load_engine` asks of a checkpoint. Numbers go from the mapped file to where the
 optimizer keeps them, so a load needs no memory but for a block of a tensor that lies in many places on disk.
 """

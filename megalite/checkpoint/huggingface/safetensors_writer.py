@@ -19,7 +19,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,18 +77,24 @@ def write_safetensors(
     hashed: Callable[[memoryview], None] = sha256.update if is_hashed else lambda piece: None
     pieces = [np.frombuffer(mmap.mmap(-1, PIECE_BYTES, mmap.MAP_PRIVATE), np.uint8) for _ in range(PIECES)]  # aligned
     under_way: deque[tuple[Future[None], Future[None]]] = deque()
-    with _opened(path) as file, ThreadPoolExecutor(1) as hashing, ThreadPoolExecutor(1) as writing:
+    with (
+        open(path, "wb", buffering=0, opener=_open_direct) as file,
+        ThreadPoolExecutor(1) as hashing,
+        ThreadPoolExecutor(1) as writing,
+    ):
+        descriptor = file.fileno()
         for piece, length in _filled(itertools.cycle(pieces), _chunks(entries, blocks)):
             under_way.append(
-                (hashing.submit(hashed, piece[:length].data), writing.submit(_write, file, piece, length, size))
+                (hashing.submit(hashed, piece[:length].data), writing.submit(_write, descriptor, piece, length, size))
             )
             size += length
             if len(under_way) == PIECES:  # the oldest piece is filled next
-                _finish(under_way.popleft())
-        for step in under_way:
-            _finish(step)
-        os.ftruncate(file, size)
-        os.fsync(file)
+                for future in under_way.popleft():
+                    future.result()
+        for future in itertools.chain.from_iterable(under_way):
+            future.result()
+        os.ftruncate(descriptor, size)
+        os.fsync(descriptor)
     return FileEntry(size=size, sha256=sha256.hexdigest() if is_hashed else "")
 
 
@@ -116,25 +121,14 @@ def _filled(pieces: Iterator[Piece], chunks: Iterable[memoryview]) -> Iterator[t
         yield piece, length
 
 
-def _finish(step: tuple[Future[None], Future[None]]) -> None:
-    for future in step:
-        future.result()
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    """Opens an empty file, with O_DIRECT if the file system supports it; returns its descriptor."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+def _open_direct(path: str, flags: int) -> int:
+    """Opens a file with O_DIRECT if the file system supports it; returns its descriptor."""
     try:
-        descriptor = os.open(path, flags | os.O_DIRECT, 0o666)
+        return os.open(path, flags | os.O_DIRECT, 0o666)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        descriptor = os.open(path, flags, 0o666)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+        return os.open(path, flags, 0o666)
 
 
 def _write(descriptor: int, piece: Piece, length: int, offset: int) -> None:

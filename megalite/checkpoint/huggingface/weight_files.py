@@ -13,7 +13,6 @@ import re
 import zipfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,17 +24,7 @@ from megalite.checkpoint.manifest import Slices, printable
 
 Shape = tuple[int, ...]
 AHEAD_BYTES = 16 << 20  # asked of the disk before they are read: page faults alone ask for 128 KB at a time
-UNWANTED = re.compile(r"GLOBAL ([\w.]+)")  # in what torch says of a pickle that wants to call something
-
-
-class WeightFile(Protocol):
-    """One open file of weights."""
-
-    shapes: dict[str, Shape]
-    tags: dict[str, str]  # how numbers are stored, in safetensors' words: F32, BF16, I8 ...
-
-    def read(self, name: str, source: Slices) -> Tensor:
-        """Returns a slice of a tensor in its stored dtype."""
+UNWANTED = re.compile(r"GLOBAL ([\w.]+)")  # in torch's message about a pickle that would call something
 
 
 class SafetensorsFile:
@@ -43,7 +32,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.shapes: dict[str, Shape] = {}
-        self.tags: dict[str, str] = {}
+        self.tags: dict[str, str] = {}  # how numbers are stored, in safetensors' words: F32, BF16, I8 ...
         try:
             self._file = safe_open(path, framework="pt")
             for name in self._file.keys():  # noqa: SIM118  # no mapping
@@ -90,13 +79,16 @@ class PickleFile:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=self.is_mapped)
         except pickle.UnpicklingError as error:
             found = UNWANTED.search(str(error))
-            asks = f"it asks for {printable(found[1])}, which is no weight" if found else ""
+            asks = f"it asks for {printable(found[1])}, which is no weight" if found else None
             what = asks or "it is not a pickle of weights alone"
             raise CheckpointError(f"{path}: {what}: none of its code was run, do not trust where it is from") from None
         except Exception as error:  # a pickle can be wrong in any way
             why = next(iter(str(error).splitlines()), type(error).__name__)
             raise CheckpointError(f"{path}: not readable as weights, perhaps cut short: {printable(why)}") from None
-        if not isinstance(loaded, dict) or not all(map(_is_plain, loaded.values())):
+        if not isinstance(loaded, dict) or not all(
+            isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+            for value in loaded.values()
+        ):
             raise CheckpointError(f"{path}: holds something else than named tensors")
         self._tensors: dict[str, Tensor] = {str(name): tensor for name, tensor in loaded.items()}
         self.shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
@@ -107,5 +99,4 @@ class PickleFile:
         return self._tensors[name].detach()[source]
 
 
-def _is_plain(value: object) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+WeightFile = SafetensorsFile | PickleFile

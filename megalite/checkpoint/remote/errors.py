@@ -8,27 +8,9 @@ from typing import Any
 from megalite.checkpoint.errors import StorageError
 from megalite.checkpoint.manifest import printable
 
-# by name: which of these packages are installed is not known here
-NO_CREDENTIALS = {
-    "NoCredentialsError",
-    "PartialCredentialsError",
-    "CredentialRetrievalError",
-    "ProfileNotFound",
-    "UnauthorizedSSOTokenError",
-    "SSOTokenLoadError",
-    "TokenRetrievalError",
-    "DefaultCredentialsError",
-    "RefreshError",
-}
-NO_ANSWER = {
-    "EndpointConnectionError",
-    "ConnectTimeoutError",
-    "ReadTimeoutError",
-    "ConnectionClosedError",
-    "HTTPClientError",
-    "ClientConnectorError",
-    "ServerDisconnectedError",
-}
+# in the names of classes: which of these packages are installed is not known here
+NO_CREDENTIALS = re.compile("Credentials|CredentialRetrieval|ProfileNotFound|SSOToken|TokenRetrieval|RefreshError")
+NO_ANSWER = re.compile("EndpointConnection|Connect(or|Timeout|ionClosed)|ReadTimeout|HTTPClient|ServerDisconnected")
 SECRETS = (
     (re.compile(r"(\w+://[^\s\"'?]+)\?[^\s\"']+"), r"\1"),  # a query, as of a signed URL
     (re.compile(r"-----BEGIN[^-]*-----.*?(-----END[^-]*-----|$)", re.DOTALL), "***"),
@@ -63,9 +45,9 @@ def error_code(error: BaseException) -> str | None:
 
 def explained(url: str, error: BaseException) -> StorageError:
     """Explains `error` at `url` to the user."""
-    names = {kind.__name__ for one in (error, error.__cause__) if one for kind in type(one).__mro__}
+    names = " ".join(kind.__name__ for one in (error, error.__cause__) if one for kind in type(one).__mro__)
     text = scrubbed((isinstance(error, OSError) and error.strerror) or str(error))
-    if names & NO_CREDENTIALS:
+    if NO_CREDENTIALS.search(names):
         return StorageError(
             f"{url}: no credentials for it were found ({text}): set them as its provider documents (environment "
             "variables, a profile, or the machine's role), never in the config",
@@ -80,6 +62,6 @@ def explained(url: str, error: BaseException) -> StorageError:
         )
     if isinstance(error, FileNotFoundError):
         return StorageError(f"{url}: there is no such bucket or folder ({text})", is_lasting=True)
-    if isinstance(error, TimeoutError) or names & NO_ANSWER:
+    if isinstance(error, TimeoutError) or NO_ANSWER.search(names):
         return StorageError(f"{url}: no answer in time ({text or type(error).__name__})")
     return StorageError(f"{url}: {text or type(error).__name__}")

@@ -10,37 +10,18 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megalite.checkpoint.errors import CheckpointError, StorageError
-from megalite.checkpoint.manifest import FileEntry, read_manifest
+from megalite.checkpoint.manifest import FileEntry, read_manifest, step_of
 from megalite.checkpoint.remote.errors import scrubbed
 from megalite.checkpoint.remote.storage import PATIENCE, Patience, Store
 from megalite.checkpoint.remote.transfer import Damaged, prune_store, upload
 from megalite.checkpoint.retention import Retention, RetentionCandidate, which_to_delete
 
 CANCEL_S = 5.0  # for what is under way when a mirror is closed
-
-
-@dataclass(frozen=True)
-class UploadReport:
-    """Outcome of one upload, for the console and for events.jsonl."""
-
-    event: Literal["mirrored", "mirror_failed"]
-    sentence: str
-    facts: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class MirrorStats:
-    """Counters of a mirror."""
-
-    uploads: int = 0  # checkpoints that have become whole on the mirror
-    failures: int = 0  # that were reported: each after its retries
-    seconds: float = 0.0  # spent on both
-    bytes: int = 0  # of files that arrived
 
 
 class Mirror:
@@ -50,11 +31,13 @@ class Mirror:
         self,
         url: str,
         policy: Retention,
-        notify: Callable[[UploadReport], None],
+        notify: Callable[[str, str, dict[str, Any]], None],
         patience: Patience = PATIENCE,
     ) -> None:
-        """`notify` is called in the uploading thread. Raises CheckpointError where `url` cannot be used on this
-        machine; asks no server.
+        """`notify` gets the outcome of each upload in the uploading thread: an event ("mirrored" or "mirror_failed"), a
+        sentence for the console and facts for events.jsonl.
+
+        Raises CheckpointError where `url` cannot be used on this machine; asks no server.
         """
         self._url, self._policy, self._notify, self._patience = url, policy, notify, patience
         self._given_up = threading.Event()
@@ -67,14 +50,16 @@ class Mirror:
         self._arrived: dict[Path, dict[str, FileEntry]] = {}  # what upload() has sent of unfinished ones
         self._is_awake = self._is_closing = self._is_last_lost = False
         self._thread: threading.Thread | None = None
-        self.stats = MirrorStats()
 
     def on_commit(self, folder: Path) -> None:
         """Takes a complete checkpoint for upload, and again those whose upload has failed.
 
-        The newest goes first; an older one that waits is dropped unless the policy would keep it for good.
+        The newest goes first; an older one that waits is dropped unless the policy would keep it forever.
         """
-        candidate = _candidate(folder)
+        try:
+            candidate = RetentionCandidate.of(folder.name, read_manifest(folder))
+        except CheckpointError:  # its upload reports why
+            candidate = RetentionCandidate(folder.name, step_of(folder.name))
         with self._changed:
             assert not self._is_closing, "a closed mirror takes nothing"
             self._arrived.pop(folder, None)  # a step may be saved again, with other content
@@ -96,7 +81,7 @@ class Mirror:
     def close(self, timeout_s: float) -> bool:
         """Waits until all checkpoints are on the mirror, retrying failed uploads; returns whether they are.
 
-        Gives up after `timeout_s`, and at once where only somebody's help could make it work.
+        Gives up after `timeout_s`, and immediately for an error that a retry cannot cure.
         """
         with self._changed:
             self._is_closing = self._is_awake = True
@@ -117,7 +102,7 @@ class Mirror:
             try:
                 while self._waiting and not self._given_up.is_set() and self._mirror_newest():
                     pass
-            except Exception as error:  # a mistake of ours; the thread lives on, the next offer may fare better
+            except Exception as error:  # a mistake of ours; the thread goes on, the next upload may succeed
                 self._report_failure(self._last or Path(), StorageError(scrubbed(repr(error))))
 
     def _mirror_newest(self) -> bool:
@@ -128,10 +113,7 @@ class Mirror:
         started = time.monotonic()
         try:
             sent = self._upload(folder)
-        except _Superseded:
-            return True
         except CheckpointError as error:
-            self._count(seconds=time.monotonic() - started)
             self._report_failure(folder, error)
             if isinstance(error, Damaged):
                 self._forget(folder, candidate, is_lost=True)
@@ -140,16 +122,16 @@ class Mirror:
             with self._changed:
                 self._busy = None
                 self._drop_superfluous()
-        seconds = time.monotonic() - started
-        self._forget(folder, candidate, is_lost=False)
-        self._count(uploads=1, seconds=seconds, bytes=sent)
-        said = f"{folder.name} is on {self._url} ({sent / 1e9:.2f} GB sent in {seconds:.1f} s)"
-        self._report("mirrored", said, folder, bytes=sent, seconds=round(seconds, 3))
-        self._prune(folder)
+        if sent is not None:
+            self._forget(folder, candidate, is_lost=False)
+            seconds = time.monotonic() - started
+            sentence = f"{folder.name} is on {self._url} ({sent / 1e9:.2f} GB sent in {seconds:.1f} s)"
+            self._report("mirrored", sentence, folder, bytes=sent, seconds=round(seconds, 3))
+            self._prune(folder)
         return True
 
-    def _upload(self, folder: Path) -> int:
-        """Uploads with retries; returns the bytes sent. Raises _Superseded if a newer checkpoint waits."""
+    def _upload(self, folder: Path) -> int | None:
+        """Uploads with retries; returns the bytes sent, or None if it has failed and a newer checkpoint waits."""
         arrived = self._arrived.setdefault(folder, {})
         attempt = 0
         while True:
@@ -167,7 +149,7 @@ class Mirror:
                 wait_s = self._patience.delay_s(attempt)
                 self._changed.wait_for(lambda: self._given_up.is_set() or self._newest() != folder, timeout=wait_s)
                 if self._newest() != folder:
-                    raise _Superseded
+                    return None
 
     def _prune(self, uploaded: Path) -> None:
         protect = {uploaded.name, *(path.name for path in self.pinned())}
@@ -176,7 +158,6 @@ class Mirror:
             there = prune_store(self._store, self._policy, protect, known)
         except StorageError as error:
             self._store = self._open()
-            self._count(failures=1)
             self._report("mirror_failed", f"old checkpoints stay on the mirror: {error}", uploaded, reason=str(error))
         else:
             with self._changed:
@@ -194,8 +175,8 @@ class Mirror:
         if self._policy.keep_last == 0 or not self._waiting:
             return
         keep = {path.name for path in (self._newest(), self._busy) if path is not None}
-        for_good = replace(self._policy, keep_last=1)
-        dropped = which_to_delete([*self._there, *self._waiting.values()], for_good, keep)
+        lasting = replace(self._policy, keep_last=1)
+        dropped = which_to_delete([*self._there, *self._waiting.values()], lasting, keep)
         for path, candidate in list(self._waiting.items()):
             if candidate in dropped:
                 del self._waiting[path]
@@ -208,9 +189,6 @@ class Mirror:
                 del self._waiting[folder]
             self._arrived.pop(folder, None)
 
-    def _count(self, **more: float) -> None:
-        self.stats = replace(self.stats, **{name: getattr(self.stats, name) + value for name, value in more.items()})
-
     def _report_failure(self, folder: Path, error: Exception) -> None:
         if isinstance(error, Damaged):
             then = ""
@@ -218,26 +196,8 @@ class Mirror:
             then = ": the run ends without this copy"
         else:
             then = ": it is tried again after the next checkpoint"
-        self._count(failures=1)
         self._report("mirror_failed", f"mirroring {folder.name} failed: {error}{then}", folder, reason=str(error))
 
-    def _report(
-        self, event: Literal["mirrored", "mirror_failed"], sentence: str, folder: Path, **facts: float | str
-    ) -> None:
+    def _report(self, event: str, sentence: str, folder: Path, **facts: float | str) -> None:
         with suppress(Exception):  # a console or a disk that fails must not end the copies
-            self._notify(UploadReport(event, sentence, {"step": _step_of(folder), "mirror": self._url, **facts}))
-
-
-class _Superseded(Exception):
-    """Raised if a newer checkpoint waits and this one's upload keeps failing."""
-
-
-def _candidate(folder: Path) -> RetentionCandidate:
-    try:
-        return RetentionCandidate.of(folder.name, read_manifest(folder))
-    except CheckpointError:  # the upload will tell
-        return RetentionCandidate(folder.name, _step_of(folder))
-
-
-def _step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step_"))
+            self._notify(event, sentence, {"step": step_of(folder.name), "mirror": self._url, **facts})

@@ -2,7 +2,7 @@
 
 A `Store` is one such URL. fsspec and its libraries transfer in parts and concurrently; this module adds that every call
 ends: requests have timeouts, and a transfer without progress is cancelled, so that a stalled server causes a
-StorageError and never a hang. Messages contain no credentials, whatever a library's error says.
+StorageError and never a hang. Messages contain no credentials, whatever a library's error contains.
 
 Guarantees for the upload of one file: on an object store (s3, gs, az) the object appears complete or not at all; for
 `file:` a temporary name is synced and renamed. Other protocols guarantee nothing: the manifest, which is sent last,
@@ -15,7 +15,7 @@ import asyncio
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -29,9 +29,11 @@ from megalite.checkpoint.manifest import (
     MANIFEST_BYTES,
     STEP,
     Manifest,
+    check_size,
     parse_manifest,
-    printable,
     read_manifest,
+    step_names,
+    step_of,
 )
 from megalite.checkpoint.remote.errors import error_code, explained
 from megalite.config.rules import problem_with_url
@@ -48,11 +50,17 @@ class Listed:
     """One checkpoint folder, complete or not."""
 
     name: str  # step_00000010
-    url: str  # of the folder; a plain path where a plain path was asked for
-    step: int | None  # None where neither the manifest nor the name tells
-    manifest: Manifest | None  # None where there is none that can be read
+    url: str  # of the folder; a plain path for a local folder
+    manifest: Manifest | None  # None where it is not a complete checkpoint
     problem: str | None  # one sentence: why it is not a complete checkpoint; None for a complete one
     bytes: int  # of its files as they lie there
+
+    @property
+    def step(self) -> int | None:
+        """The step by the manifest, or else by the name; None if neither has one."""
+        if self.manifest is not None:
+            return self.manifest.step
+        return step_of(self.name) if STEP.fullmatch(self.name) else None
 
 
 @dataclass(frozen=True)
@@ -75,17 +83,16 @@ class Patience:
 PATIENCE = Patience()
 
 
-def check_url(url: str) -> None:
-    """Raises CheckpointError if `url` cannot hold checkpoints or its library is missing. Contacts no server."""
+def check_url(url: str) -> type[Any]:
+    """Returns fsspec's class for `url`. Contacts no server.
+
+    Raises CheckpointError if `url` cannot hold checkpoints or its library is missing.
+    """
+    import fsspec
+
     problem = problem_with_url(url)
     if problem is not None:
         raise CheckpointError(f"the URL of a place for checkpoints {problem}")
-    _filesystem_class(url)
-
-
-def _filesystem_class(url: str) -> type[Any]:
-    import fsspec
-
     protocol = urlsplit(url).scheme
     if protocol not in fsspec.available_protocols():
         raise CheckpointError(
@@ -97,18 +104,6 @@ def _filesystem_class(url: str) -> type[Any]:
         extra = EXTRAS.get(protocol)
         remedy = f"pip install 'megalite[{extra}]'" if extra else error
         raise CheckpointError(f"{url}: {protocol}: needs a package that is not installed: {remedy}") from None
-
-
-def _options(protocol: str, patience: Patience) -> dict[str, Any]:
-    """Returns our timeouts under the names of the protocol's own library."""
-    if protocol in ("s3", "s3a"):
-        retries = {"total_max_attempts": patience.requests, "mode": "standard"}
-        timeouts = {"connect_timeout": patience.connect_s, "read_timeout": patience.read_s}
-        parts = {"default_block_size": PART_BYTES, "max_concurrency": PARTS_AT_ONCE}
-        return {"config_kwargs": timeouts | {"retries": retries}, "use_listings_cache": False, **parts}
-    if protocol in ("gs", "gcs"):
-        return {"requests_timeout": patience.stall_s, "use_listings_cache": False}
-    return {}
 
 
 def join(folder: str, name: str) -> str:
@@ -123,15 +118,26 @@ class Store:
     """
 
     def __init__(self, url: str, patience: Patience = PATIENCE, given_up: threading.Event | None = None) -> None:
-        check_url(url)
+        filesystem, protocol = check_url(url), urlsplit(url).scheme
+        from fsspec.callbacks import Callback
+
         self.url = url.rstrip("/")
         self._patience, self._given_up = patience, given_up or threading.Event()
-        self._protocol = urlsplit(url).scheme
-        self._fs = _filesystem_class(url)(**_options(self._protocol, patience), skip_instance_cache=True)
-        if self._protocol in ("s3", "s3a"):
+        self._extra = EXTRAS.get(protocol)
+        options: dict[str, Any] = {}  # our timeouts under the names of the protocol's own library
+        if self._extra == "s3":
+            retries = {"total_max_attempts": patience.requests, "mode": "standard"}
+            timeouts = {"connect_timeout": patience.connect_s, "read_timeout": patience.read_s}
+            parts = {"default_block_size": PART_BYTES, "max_concurrency": PARTS_AT_ONCE}
+            options = {"config_kwargs": timeouts | {"retries": retries}, "use_listings_cache": False, **parts}
+        elif self._extra == "gcs":
+            options = {"requests_timeout": patience.stall_s, "use_listings_cache": False}
+        self._fs = filesystem(**options, skip_instance_cache=True)
+        if self._extra == "s3":
             self._fs.retries = 1  # botocore's are enough: s3fs would repeat each of them
         self._root = self._fs._strip_protocol(self.url).rstrip("/")
-        self._moved = 0.0  # time.monotonic() of the last progress
+        self._progress_time = 0.0  # time.monotonic() of the last progress
+        self._callback = Callback(hooks={"progress": lambda *_, **__: self._note_progress()})
 
     @property
     def local_root(self) -> Path | None:
@@ -166,9 +172,10 @@ class Store:
     def put(self, local: Path, name: str) -> None:
         """Uploads a file and compares the size that arrived; S3 also compares the CRC that botocore sends."""
         path, expected = self._path(name), local.stat().st_size
+        parts = {"chunksize": max(PART_BYTES, -(-expected // MOST_PARTS))} if self._extra else {}
         try:
             if self.local_root is None:
-                self._call("put_file", str(local), path, **self._parts(expected))
+                self._call("put_file", str(local), path, callback=self._callback, **parts)
             else:
                 _copy_durably(local, Path(path))
             arrived = self._call("info", path)["size"]
@@ -184,29 +191,24 @@ class Store:
     def get(self, name: str, local: Path) -> None:
         """Downloads a file to `local` and syncs it."""
         try:
-            self._call("get_file", self._path(name), str(local), callback=self._progress())
+            self._call("get_file", self._path(name), str(local), callback=self._callback)
             sync(local)
         except OSError as error:
             raise explained(self.url_of(name), error) from None
 
-    def remove(self, names: Iterable[str]) -> None:
-        """Removes files that exist."""
+    def remove(self, names: Iterable[str], *, recursive: bool = False) -> None:
+        """Removes files that exist, and folders with their contents if `recursive`."""
         paths = [self._path(name) for name in names]
         if paths:
             with suppress(FileNotFoundError):
-                self._call("rm", paths)
-
-    def remove_folder(self, name: str) -> None:
-        """Removes a folder and its contents if it exists."""
-        with suppress(FileNotFoundError):
-            self._call("rm", self._path(name), recursive=True)
+                self._call("rm", paths, recursive=recursive)
 
     def abort_uploads(self, prefix: str) -> None:
         """Aborts multipart uploads of names that begin with `prefix`, which nothing will complete.
 
         No listing shows them, but S3 charges for them. Other stores drop theirs by themselves.
         """
-        if self._protocol not in ("s3", "s3a"):
+        if self._extra != "s3":
             return
         bucket, key, _ = self._fs.split_path(self._path(prefix))
         for upload in self._call("call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=key).get("Uploads", []):
@@ -222,21 +224,8 @@ class Store:
     def _path(self, name: str) -> str:
         return join(self._root, name)
 
-    def _progress(self) -> Any:
-        from fsspec.callbacks import Callback
-
-        class Moved(Callback):  # type: ignore[misc]
-            def call(_, *arguments: Any, **values: Any) -> None:
-                self._moved = time.monotonic()
-
-        return Moved()
-
-    def _parts(self, size: int) -> dict[str, Any]:
-        """Returns the options for sending a file of `size` bytes."""
-        chosen: dict[str, Any] = {"callback": self._progress()}
-        if self._protocol in EXTRAS:
-            chosen["chunksize"] = max(PART_BYTES, -(-size // MOST_PARTS))
-        return chosen
+    def _note_progress(self) -> None:
+        self._progress_time = time.monotonic()
 
     def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Calls a method of the filesystem. Raises FileNotFoundError, or StorageError for any other error."""
@@ -259,11 +248,11 @@ class Store:
 
         aiohttp's timeouts begin once a request has been sent: they do not see a server that stops taking it.
         """
-        self._moved = time.monotonic()
+        self._note_progress()
         is_transfer = method in ("_put_file", "_get_file")
         task = asyncio.ensure_future(getattr(self._fs, method)(*arguments, **options))
         while not (await asyncio.wait({task}, timeout=POLL_S))[0]:
-            has_stalled = time.monotonic() - self._moved > self._patience.stall_s
+            has_stalled = time.monotonic() - self._progress_time > self._patience.stall_s
             if has_stalled or (is_transfer and self._given_up.is_set()):
                 task.cancel()
                 await asyncio.wait({task}, timeout=POLL_S)
@@ -285,85 +274,51 @@ def list_checkpoints(where: str | Path, patience: Patience = PATIENCE) -> list[L
     """Lists all checkpoint folders, complete or not, by step, of a URL or of a local folder as `find_latest` takes it.
 
     `where` may be a folder of checkpoints, a run's folder, or a checkpoint itself; where there is nothing, the list is
-    empty. Raises StorageError where a URL cannot be asked.
+    empty. Raises StorageError where the store does not answer.
     """
     if isinstance(where, Path) or "://" not in where:
-        return _list_local(Path(where))
+        root = Path(where)
+        if (root / "checkpoints").is_dir():
+            root = root / "checkpoints"
+        names = step_names(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+        folders = [root / name for name in names] or ([root] if (root / MANIFEST).is_file() else [])
+        return [_inspect_folder(folder) for folder in folders]
     store = Store(where, patience)
-    files, folders = store.entries()
-    if "checkpoints" in folders:
+    files, children = store.entries()
+    if "checkpoints" in children:
         store = Store(f"{store.url}/checkpoints", patience)
-        files, folders = store.entries()
-    names = step_names(folders)
-    if not names and MANIFEST in files:
-        return [look_at(store, "")]
-    return [look_at(store, name) for name in names]
+        files, children = store.entries()
+    names = step_names(children) or ([""] if MANIFEST in files else [])
+    return [inspect_checkpoint(store, name) for name in names]
 
 
-def step_names(folders: list[str]) -> list[str]:
-    """Returns the folders named as checkpoints, oldest first."""
-    return sorted((name for name in folders if STEP.fullmatch(name)), key=_step_of)
-
-
-def _step_of(name: str) -> int:
-    return int(name.removeprefix("step_"))
-
-
-def _list_local(root: Path) -> list[Listed]:
-    if (root / "checkpoints").is_dir():
-        root = root / "checkpoints"
-    names = step_names([path.name for path in root.iterdir() if path.is_dir()]) if root.is_dir() else []
-    if not names and (root / MANIFEST).is_file():
-        return [_look_at_folder(root)]
-    return [_look_at_folder(root / name) for name in names]
-
-
-def _look_at_folder(folder: Path) -> Listed:
+def _inspect_folder(folder: Path) -> Listed:
     manifest = problem = None
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         problem = str(error)
     size = 0
-    with suppress(OSError):  # then `problem` tells why
+    with suppress(OSError):  # then `problem` has the reason
         size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-    return _listed(folder.name, str(folder), manifest, problem, size)
+    return Listed(folder.name, str(folder), manifest, problem, size)
 
 
-def look_at(store: Store, name: str) -> Listed:
-    """Inspects checkpoint `name` on a store: its manifest, and whether the files that it lists are complete.
+def inspect_checkpoint(store: Store, name: str) -> Listed:
+    """Reads the manifest of checkpoint `name` on a store, and compares the sizes of the files that it lists.
 
     Raises StorageError.
     """
     files, _ = store.entries(name)
     url = store.url_of(name)
+    data = store.read(join(name, MANIFEST)) if files.get(MANIFEST, 0) <= MANIFEST_BYTES else b""
     manifest = problem = None
     try:
-        manifest = _parse(url, store.read(join(name, MANIFEST)) if files.get(MANIFEST, 0) <= MANIFEST_BYTES else b"")
-        _check_sizes(url, manifest, files)
-    except StorageError:
-        raise
+        if data is None:
+            raise CheckpointError(f"{url}: not a complete checkpoint: it has no {MANIFEST}, its upload was interrupted")
+        manifest = parse_manifest(data, f"{url}/{MANIFEST}")
+        for file, recorded in manifest.files.items():
+            check_size(url, file, recorded, files.get(file))
     except CheckpointError as error:
-        problem = str(error)
-    return _listed(PurePosixPath(url).name, url, manifest, problem, sum(files.values()))
-
-
-def _listed(name: str, url: str, manifest: Manifest | None, problem: str | None, size: int) -> Listed:
-    step = manifest.step if manifest else _step_of(name) if STEP.fullmatch(name) else None
-    return Listed(name=name, url=url, step=step, manifest=manifest, problem=problem, bytes=size)
-
-
-def _parse(url: str, data: bytes | None) -> Manifest:
-    if data is None:
-        raise CheckpointError(f"{url}: not a complete checkpoint: it has no {MANIFEST}, its upload was interrupted")
-    return parse_manifest(data, f"{url}/{MANIFEST}")
-
-
-def _check_sizes(url: str, manifest: Manifest, files: Mapping[str, int]) -> None:
-    for name, file in manifest.files.items():
-        if PurePosixPath(name).name != name or not name.isprintable():
-            raise CheckpointError(f"{url}/{MANIFEST}: names a file outside its folder: {printable(name)}")
-        actual = files.get(name)
-        if actual != file.size:
-            found = "is missing" if actual is None else f"has {actual} bytes, not {file.size}"
-            raise CheckpointError(f"{url}: not a complete checkpoint: {name} {found}")
+        manifest, problem = None, str(error)
+    return Listed(PurePosixPath(url).name, url, manifest, problem, sum(files.values()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,8 @@ from typing import TypeVar
 
 from megalite.checkpoint.durable_files import verify_digest, write_durably
 from megalite.checkpoint.errors import CheckpointError, StorageError
-from megalite.checkpoint.manifest import MANIFEST, FileEntry, read_manifest
-from megalite.checkpoint.remote.storage import PATIENCE, Listed, Patience, Store, join, look_at, step_names
+from megalite.checkpoint.manifest import MANIFEST, FileEntry, read_manifest, step_names
+from megalite.checkpoint.remote.storage import PATIENCE, Listed, Patience, Store, inspect_checkpoint, join
 from megalite.checkpoint.retention import Retention, RetentionCandidate, which_to_delete
 
 MARK = "incomplete"  # name of the file that marks a folder as ours and unfinished
@@ -97,8 +97,8 @@ def prune_store(
     for name in names:
         if name in complete:
             continue
-        listed = look_at(store, name)
-        if listed.problem is None and listed.manifest is not None:
+        listed = inspect_checkpoint(store, name)
+        if listed.manifest is not None:
             complete[name] = RetentionCandidate.of(name, listed.manifest)
         elif name not in protect:
             files, _ = store.entries(name)
@@ -115,95 +115,72 @@ def prune_store(
 def _delete(store: Store, name: str, files: Collection[str]) -> None:
     store.remove([join(name, MANIFEST)] if MANIFEST in files else [])
     store.remove(join(name, file) for file in files if file not in (MANIFEST, MARK))
-    store.remove_folder(name)
+    store.remove([name], recursive=True)
 
 
-def newest_on_mirror(url: str, patience: Patience = PATIENCE) -> tuple[Listed | None, list[str]]:
-    """Returns the newest checkpoint at `url` with valid manifest and sizes, and why newer ones were skipped.
+def newest_on_mirror(url: str, patience: Patience = PATIENCE) -> Listed | None:
+    """Returns the newest checkpoint at `url` with valid manifest and sizes; None if there is none.
 
-    Raises StorageError where the store cannot be asked: that is not the same as none.
+    Raises StorageError where the store does not answer: that is not the same as none.
     """
-    store = Store(url, patience)
-    skipped: list[str] = []
-    for name in reversed(_with_retries(patience, lambda: step_names(store.entries()[1]))):
-        listed = _with_retries(patience, partial(look_at, store, name))
-        if listed.problem is None:
-            return listed, skipped
-        skipped.append(listed.problem)
-    return None, skipped
+    newest_first = _newest_first(Store(url, patience), patience)
+    return next((listed for listed in newest_first if listed.manifest is not None), None)
 
 
-def fetch_newest(
-    url: str,
-    root: Path,
-    progress: Callable[[str], None],
-    patience: Patience = PATIENCE,
-) -> Path | None:
+def fetch_newest(url: str, root: Path, progress: Callable[[str], None], patience: Patience = PATIENCE) -> Path | None:
     """Downloads the newest valid checkpoint at `url` into `root`; returns None if there is none.
 
     `progress` gets one sentence for each that is passed over, and how the download goes. Raises StorageError where the
     store fails, and CheckpointError where `root` cannot take it: an older checkpoint would be no answer to either.
     """
     store = Store(url, patience)
-    for name in reversed(_with_retries(patience, lambda: step_names(store.entries()[1]))):
+    for listed in _newest_first(store, patience):
         try:
-            return _fetch(store, name, root, progress, patience)
+            return _fetch(store, listed, root, progress, patience)
         except Damaged as error:
             progress(f"passed over: {error}")
     return None
 
 
-def fetch(url: str, name: str, root: Path, progress: Callable[[str], None], patience: Patience = PATIENCE) -> Path:
-    """Downloads checkpoint `name` of `url` into `root`, verifies all digests and commits it; returns its folder.
+def _newest_first(store: Store, patience: Patience) -> Iterator[Listed]:
+    for name in reversed(_with_retries(patience, lambda: step_names(store.entries()[1]))):
+        yield _with_retries(patience, partial(inspect_checkpoint, store, name))
+
+
+def _fetch(store: Store, listed: Listed, root: Path, progress: Callable[[str], None], patience: Patience) -> Path:
+    """Downloads a checkpoint into `root`, verifies all digests and commits it; returns its folder.
 
     Raises Damaged, StorageError, or CheckpointError where it cannot be written.
     """
-    return _fetch(Store(url, patience), name, root, progress, patience)
-
-
-def _fetch(store: Store, name: str, root: Path, progress: Callable[[str], None], patience: Patience) -> Path:
     from megalite.checkpoint.writer import check_room, commit, discard, start  # brings torch along
 
-    listed = _with_retries(patience, lambda: look_at(store, name))
-    if listed.manifest is None or listed.problem is not None:
-        raise Damaged(listed.problem or f"{listed.url}: not a complete checkpoint")
-    folder = root / name
+    if listed.manifest is None:
+        raise Damaged(str(listed.problem))
+    folder = root / listed.name
     temporary = start(folder)
     try:
         check_room(root, listed.bytes)
         progress(f"fetching {listed.url} ({listed.bytes / 1e9:.2f} GB)")
-        _download(store, listed, temporary, progress, patience)
-        _check_as_a_reader(listed, temporary)
+        done, reported = 0, time.monotonic()
+        for file, recorded in listed.manifest.files.items():
+            _with_retries(patience, partial(store.get, join(listed.name, file), temporary / file))
+            try:
+                verify_digest(temporary / file, recorded)
+            except CheckpointError:
+                raise Damaged(f"{listed.url}: {file} is not what was written: its digest differs") from None
+            done += recorded.size
+            if time.monotonic() - reported > PROGRESS_INTERVAL_S:
+                reported = time.monotonic()
+                progress(f"fetching {listed.url}: {done / 1e9:.2f} of {listed.bytes / 1e9:.2f} GB")
+        write_durably(temporary / MANIFEST, listed.manifest.sealed())
+        try:
+            read_manifest(temporary)
+        except CheckpointError as error:
+            raise Damaged(str(error).replace(str(temporary), listed.url)) from None
         commit(folder, listed.manifest)
     finally:
         discard(folder)
     return folder
-
-
-def _download(
-    store: Store, listed: Listed, temporary: Path, progress: Callable[[str], None], patience: Patience
-) -> None:
-    assert listed.manifest is not None
-    done, reported = 0, time.monotonic()
-    for file, recorded in listed.manifest.files.items():
-        _with_retries(patience, partial(store.get, join(listed.name, file), temporary / file))
-        try:
-            verify_digest(temporary / file, recorded)
-        except CheckpointError:
-            raise Damaged(f"{listed.url}: {file} is not what was written: its digest differs") from None
-        done += recorded.size
-        if time.monotonic() - reported > PROGRESS_INTERVAL_S:
-            reported = time.monotonic()
-            progress(f"fetching {listed.url}: {done / 1e9:.2f} of {listed.bytes / 1e9:.2f} GB")
-
-
-def _check_as_a_reader(listed: Listed, temporary: Path) -> None:
-    assert listed.manifest is not None
-    write_durably(temporary / MANIFEST, listed.manifest.sealed())
-    try:
-        read_manifest(temporary)
-    except CheckpointError as error:
-        raise Damaged(str(error).replace(str(temporary), listed.url)) from None
 
 
 def _with_retries(patience: Patience, action: Callable[[], Result]) -> Result:

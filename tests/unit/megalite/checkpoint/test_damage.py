@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from launch.checkpoints.listing import list_place
 from launch.checkpoints.report import listing_table, summary_lines
-from launch.checkpoints.summary import summarize_checkpoint
+from launch.checkpoints.summary import summarize_checkpoint, summarize_folder
 from launch.checkpoints.verification import verify_checkpoint
 from megalite.checkpoint.manifest import MANIFEST, Manifest, find_latest, read_manifest
 from tests.helpers.damaging import FILES, FIRST, NUMBERS, SECOND, forge, is_refused, put, read_all, write
@@ -93,8 +93,8 @@ def test_any_value_of_any_field_is_refused_or_read(whole: Path, folder: Path, fi
     forge(folder, lambda m: m.update({field: value}))
     is_refused(folder)
     verify_checkpoint(folder, deep=True)
-    table = listing_table(list_place(str(folder.parent)).rows(datetime.now(UTC)))
-    assert len(table.rows) == 1
+    (listed,) = list_place(str(folder.parent)).checkpoints
+    assert len(listing_table([summarize_folder(listed, None, datetime.now(UTC))]).rows) == 1
     if find_latest(folder)[0]:
         assert all(line.isprintable() for line in summary_lines("", summarize_checkpoint(read_manifest(folder)), None))
 

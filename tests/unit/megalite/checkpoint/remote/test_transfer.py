@@ -16,7 +16,7 @@ import pytest
 from megalite.checkpoint.errors import CheckpointError, StorageError
 from megalite.checkpoint.manifest import LATEST, MANIFEST, FileEntry
 from megalite.checkpoint.remote.errors import explained
-from megalite.checkpoint.remote.storage import Listed, Store, check_url, look_at
+from megalite.checkpoint.remote.storage import Listed, Store, check_url, inspect_checkpoint
 from megalite.checkpoint.remote.transfer import MARK, fetch_newest, newest_on_mirror, prune_store, upload
 from megalite.checkpoint.retention import Retention
 from tests.helpers.mirrors import (
@@ -79,10 +79,10 @@ def test_killed_at_every_change_of_an_upload_no_half_copy_looks_whole(s3: Gate, 
     for number in range(1, 20):
         upload(store, old, {})
         is_killed = killed_at_change(number, s3, partial(start_upload, place, new))
-        listed = look_at(store, new.name)
+        listed = inspect_checkpoint(store, new.name)
         assert listed.problem is not None or is_sound(store, listed), "old and new are mixed"
         upload(store, new, {})
-        listed = look_at(store, new.name)
+        listed = inspect_checkpoint(store, new.name)
         assert listed.problem is None and is_sound(store, listed)
         assert set(store.entries(new.name)[0]) == set(files_of(new))
         if not is_killed:
@@ -97,7 +97,7 @@ def test_killed_at_every_change_of_a_deletion_no_half_copy_looks_whole(s3: Gate,
     for number in range(1, 20):
         upload(store, write(tmp_path, 1), {})
         is_killed = killed_at_change(number, s3, partial(start_prune, place))
-        problem = look_at(store, "step_00000001").problem
+        problem = inspect_checkpoint(store, "step_00000001").problem
         assert problem is None or MANIFEST in problem, "files have gone before the manifest"
         if not is_killed:
             break
@@ -110,7 +110,7 @@ def test_killed_at_every_change_of_a_deletion_no_half_copy_looks_whole(s3: Gate,
 def test_killed_in_the_middle_of_a_large_file_its_parts_do_not_stay(s3: Gate, place: str, tmp_path: Path) -> None:
     folder = write_large(tmp_path, 1)
     assert killed_at_change(3, s3, partial(start_upload, place, folder))  # mark, begin, a part
-    assert len(pending_uploads()) == 1 and newest_on_mirror(place, SHORT)[0] is None
+    assert len(pending_uploads()) == 1 and newest_on_mirror(place, SHORT) is None
     mirror, _ = mirror_to(place)
     mirror.on_commit(folder)
     assert mirror.close(60) and complete(place) == [folder.name] and not pending_uploads()
