@@ -62,9 +62,9 @@ check: $(DEV_INSTALLED)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
 
-# Tests of one file stay on one of the workers.
-WORKERS ?= 2
-PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+# Tests of one file stay on one of the workers, so that they share their fixtures.
+WORKERS ?= 3
+PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: check
 	$(PYTEST) tests/unit tests/ranks tests/e2e
@@ -74,7 +74,8 @@ test-unit: $(DEV_INSTALLED)
 
 # Every matrix in full, all documented commands and the cluster tier: hours on two cores, before a release.
 test-all: check test-packages
-	$(PYTEST) --exhaustive tests
+	$(PYTEST) --exhaustive tests/unit tests/ranks tests/e2e
+	$(VENV)/bin/python -m pytest --exhaustive tests/cluster
 
 # Several hosts on this machine, made of namespaces: Linux, root, and programs that Debian has.
 test-cluster: test-packages

@@ -51,16 +51,14 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("exhaustive" if config.getoption("--exhaustive") else "default")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks tests with their tier, keeps a file's tests and the cluster's on one worker, and begins with slow tiers."""
+    """Marks tests with their tier, and begins with the slow tiers."""
     if not config.getoption("--exhaustive") and "exhaustive" not in config.getoption("markexpr"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("exhaustive")])
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
     for item in items:
         tier = tier_of(item.nodeid)
         item.add_marker(tier)
-        item.add_marker(pytest.mark.xdist_group(tier if tier == "cluster" else item.nodeid.partition("::")[0]))
         if not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(TIMEOUT_S[tier]))
     slowest_first = ["cluster", "e2e", "ranks", "unit"]
@@ -68,7 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    _seconds[report.nodeid.partition("@")[0]] += report.duration
+    _seconds[report.nodeid] += report.duration
 
 
 def _seconds_by_tier() -> Counter[str]:

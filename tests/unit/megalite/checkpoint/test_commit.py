@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megalite.checkpoint import durable_files, writer
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import find_latest, read_manifest
 from megalite.checkpoint.reader import CheckpointReader, open_checkpoint
+from tests.helpers import rank_pool  # noqa: F401 - its fork server has torch imported
 from tests.helpers.audit import verify_digests
 from tests.helpers.saving import forge
 from tests.helpers.single_rank import write_single
@@ -35,27 +38,23 @@ def test_any_slice_comes_back(tmp_path: Path) -> None:
     verify_digests(reader.folder)
 
 
-WRITER = """
-import os, sys, signal
-from pathlib import Path
-import tests.unit.megalite.checkpoint.test_commit as here
-from megalite.checkpoint import durable_files, writer
-folder, fatal = Path(sys.argv[1]), int(sys.argv[2])
-calls = 0
-def dying(function):
-    def call(*arguments):
-        global calls
-        calls += 1
-        if calls == fatal:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*arguments)
-    return call
-# every durable moment of a save: file written, file synced, manifest, rename, folder synced, latest
-writer.sync, durable_files.sync, os.fsync = dying(writer.sync), dying(durable_files.sync), dying(os.fsync)
-Path.rename, Path.replace = dying(Path.rename), dying(Path.replace)
-here.write(folder, 2)
-print("done")
-"""
+def write_until_killed(folder: Path, fatal: int) -> None:
+    """A save whose process gets SIGKILL right before one of its durable moments: sync, rename or replace."""
+    calls = itertools.count(1)
+
+    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if next(calls) == fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments)
+
+        return call
+
+    patches: list[tuple[Any, str]] = [(writer, "sync"), (durable_files, "sync"), (os, "fsync")]
+    patches += [(Path, "rename"), (Path, "replace")]
+    for owner, name in patches:
+        setattr(owner, name, dying(getattr(owner, name)))
+    write(folder, 2)
 
 
 @pytest.mark.slow
@@ -65,14 +64,16 @@ def test_killed_at_every_durable_moment_the_old_checkpoint_stays_whole(tmp_path:
     for fatal in range(1, 40):
         folder = tmp_path / str(fatal)
         write(folder, 1)
-        done = subprocess.run([sys.executable, "-c", WRITER, str(folder), str(fatal)], capture_output=True, check=False)
+        process = multiprocessing.get_context("forkserver").Process(target=write_until_killed, args=(folder, fatal))
+        process.start()
+        process.join()
         latest, skipped = find_latest(folder)
         assert latest is not None and not skipped, "an interrupted save must leave only hidden folders"
         verify_digests(latest)
-        if done.returncode == 0:
+        if process.exitcode == 0:
             assert latest.name == "step_00000002" and not list(folder.glob(".*"))
             break
-        assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+        assert process.exitcode == -signal.SIGKILL
         survived += 1
         write(folder, 2)  # the next save removes what the killed one left
         assert not list(folder.glob(".*")) and read_manifest(folder / "step_00000002").step == 2
