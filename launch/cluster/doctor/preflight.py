@@ -81,14 +81,24 @@ def preflight(
 ) -> PreflightReport:
     """Runs the checks. A problem of a host becomes a finding, never an exception."""
     began = time.monotonic()
-    questions = _Questions(connections, errors, hosts, settings)
+    run_dir = str(settings.run_dir) if settings.run_dir else None
+    question: dict[str, Any] = {
+        "root": str(INSTALLATION),
+        "packages": list(PACKAGES),
+        "python_path": [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path],
+        "folders": [*ROOM, *([run_dir] if run_dir else [])],
+        "files": [str(path) for path in settings.data_files],
+        "caches": [path for path in [os.environ.get("TORCH_EXTENSIONS_DIR")] if path],
+    }
+    answers = Answers(tuple(hosts), settings, str(INSTALLATION), local.facts(**question))
+    answers.errors.update({name: str(error) for name, error in errors.items()})
+    names = tuple(host.name for host in hosts)
+    questions = _Questions({name: connections[name] for name in names if name in connections}, answers, run_dir)
     with questions.cleaned_up():
-        questions.collect_facts()
+        questions.collect_facts(question)
         questions.probe_connections()
         questions.compare_code()
-    answers = questions.answers
     findings = (*shared_findings(answers), *own_findings(answers))
-    names = tuple(host.name for host in hosts)
     device: Device = "cuda" if on_gpus(answers) else "cpu"
     return PreflightReport(names, findings, addresses(answers), answers.facts, device, time.monotonic() - began)
 
@@ -96,39 +106,22 @@ def preflight(
 class _Questions:
     """Rounds of requests to all hosts; the second round needs the answers of the first."""
 
-    def __init__(
-        self,
-        connections: Mapping[str, HostConnection],
-        errors: Mapping[str, HostError],
-        hosts: Sequence[Host],
-        settings: Settings,
-    ) -> None:
-        self._connections = {host.name: connections[host.name] for host in hosts if host.name in connections}
+    def __init__(self, connections: Mapping[str, HostConnection], answers: Answers, run_dir: str | None) -> None:
+        self._connections, self._answers, self._run_dir = connections, answers, run_dir
         self._mark = f".doctor_{uuid.uuid4().hex[:12]}_"  # prefix of token files and of greetings
         self._made: dict[str, list[str]] = {}  # host or HERE -> folders that it created
         self._ports: dict[str, int] = {}
-        self._run_dir = str(settings.run_dir) if settings.run_dir else None
-        self._question: dict[str, Any] = {
-            "root": str(INSTALLATION),
-            "packages": list(PACKAGES),
-            "python_path": [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path],
-            "folders": [*ROOM, *([self._run_dir] if self._run_dir else [])],
-            "files": [str(path) for path in settings.data_files],
-            "caches": [path for path in [os.environ.get("TORCH_EXTENSIONS_DIR")] if path],
-        }
-        self.answers = Answers(tuple(hosts), settings, str(INSTALLATION), local.facts(**self._question))
-        self.answers.errors.update({name: str(error) for name, error in errors.items()})
 
-    def collect_facts(self) -> None:
+    def collect_facts(self, question: Mapping[str, Any]) -> None:
         """Round 1: collects facts and clock offsets; each host writes a token file and opens a listening socket."""
 
         def ask(name: str) -> None:
             connection = self._connections[name]
-            self.answers.clocks[name] = clock_of(connection)
+            self._answers.clocks[name] = clock_of(connection)
             self._ports[name] = connection.ask("listen", greeting=self._mark + name)["port"]
             if self._run_dir is not None:
                 self._note_token(name, connection.ask("write_token", **self._token(name)))
-            self.answers.facts[name] = connection.ask("facts", timeout_s=ANSWER_S, **self._question)
+            self._answers.facts[name] = connection.ask("facts", timeout_s=ANSWER_S, **question)
 
         if self._run_dir is not None:
             self._note_token(HERE, local.write_token(**self._token(HERE)))
@@ -136,16 +129,12 @@ class _Questions:
 
     def probe_connections(self) -> None:
         """Round 2: each host reads the tokens of all hosts and connects to all others."""
-        answers = self.answers
+        answers = self._answers
         tokens = {name: self._token(name) for name, problem in answers.token_problems.items() if problem is None}
         texts = {token["name"]: token["text"] for token in tokens.values()}
         targets = {
-            name: {
-                "addresses": own_addresses(answers.facts[name]),
-                "port": self._ports[name],
-                "greeting": self._mark + name,
-            }
-            for name in answers.there
+            name: {"addresses": own_addresses(facts), "port": self._ports[name], "greeting": self._mark + name}
+            for name, facts in answers.there.items()
         }
 
         def ask(name: str) -> None:
@@ -163,8 +152,8 @@ class _Questions:
 
     def compare_code(self) -> None:
         """Finds the source files in which hosts differ from the majority."""
-        answers = self.answers
-        codes = {name: answers.facts[name]["code"] for name in answers.there}
+        answers = self._answers
+        codes = {name: facts["code"] for name, facts in answers.there.items()}
         right = usual(codes, answers.here["code"])
         other = [name for name in answers.there if codes[name] and codes[name] != right]
         if not other:
@@ -200,9 +189,9 @@ class _Questions:
 
     def _on_all(self, ask: Callable[[str], None], names: Sequence[str] | None = None) -> None:
         """Runs `ask` for hosts that have answered so far; one that fails is not asked again."""
-        answering = [name for name in self._connections if name not in self.answers.errors]
+        answering = [name for name in self._connections if name not in self._answers.errors]
         _, failed = in_parallel(answering if names is None else names, ask)
-        self.answers.errors.update({name: str(error) for name, error in failed.items()})
+        self._answers.errors.update({name: str(error) for name, error in failed.items()})
 
     def _token(self, name: str, **more: Any) -> dict[str, Any]:
         token = {"folder": self._run_dir, "name": self._mark + name.replace(" ", "_")}
@@ -210,7 +199,7 @@ class _Questions:
 
     def _note_token(self, name: str, answer: Mapping[str, Any]) -> None:
         self._made[name] = answer["made"]
-        self.answers.token_problems[name] = answer["problem"]
+        self._answers.token_problems[name] = answer["problem"]
 
 
 def clock_of(connection: HostConnection) -> tuple[float, float]:
