@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from launch.backends.submission import load_checked_config
-from launch.cli.options import ConfigPath, Exclude, Hostfile, Include, Overrides, SshPort
+from launch.cli.options import (
+    ConfigPath,
+    Exclude,
+    FirstWait,
+    Grace,
+    Hostfile,
+    Include,
+    LongestWait,
+    Overrides,
+    Restarts,
+    Silence,
+    SshPort,
+    TopologyPath,
+)
 from launch.cluster.deepspeed_launcher import Launcher
 from launch.errors import LaunchError
 
@@ -19,14 +31,11 @@ def launch(
     overrides: Overrides = None,
     include: Include = None,
     exclude: Exclude = None,
-    launcher: Annotated[Launcher, typer.Option(help="Back end with which deepspeed starts the ranks.")] = Launcher.PDSH,
+    launcher: Annotated[Launcher, typer.Option(help="Back end with which deepspeed starts the ranks.")] = "pdsh",
     launcher_args: Annotated[str, typer.Option(help="Extra arguments of the launcher.")] = "",
-    restarts: Annotated[int, typer.Option(min=0, help="Maximum number of restarts.")] = 5,
+    restarts: Restarts = 5,
     spares: Annotated[int, typer.Option(min=0, metavar="K", help="Keep the last K hosts in reserve.")] = 0,
-    topology: Annotated[
-        Path | None,
-        typer.Option(help="Slurm's topology.conf, or a file like it; hosts are placed by it."),
-    ] = None,
+    topology: TopologyPath = None,
     ssh_port: SshPort = None,
     wait_for_hosts: Annotated[
         float,
@@ -37,17 +46,10 @@ def launch(
     host_timeout: Annotated[
         float, typer.Option(min=5, help="Seconds without an answer until a host counts as lost.")
     ] = 20.0,
-    silence: Annotated[
-        float,
-        typer.Option(min=0, help="Seconds without a heartbeat of a rank until the run is restarted; 0: never."),
-    ] = 60.0,
-    grace: Annotated[
-        float, typer.Option(min=0, help="Seconds that ranks have to save after SIGTERM or SIGHUP.")
-    ] = 120.0,
-    first_wait: Annotated[
-        float, typer.Option(min=0, help="Seconds before the first restart; doubled for each further one.")
-    ] = 1.0,
-    longest_wait: Annotated[float, typer.Option(min=0, help="Maximum seconds before a restart.")] = 300.0,
+    silence: Silence = 60.0,
+    grace: Grace = 120.0,
+    first_wait: FirstWait = 1.0,
+    longest_wait: LongestWait = 300.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be started where; connect to no host.")
     ] = False,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.cluster.deepspeed_launcher import Rendezvous, check_launcher, launcher_command
+from launch.cluster.deepspeed_launcher import check_launcher, launcher_command
 from launch.cluster.doctor.findings import Severity
 from launch.cluster.doctor.preflight import PreflightReport
 from launch.cluster.doctor.report import conclusion
@@ -17,6 +16,7 @@ from launch.cluster.host_selection import expected_device, per_node, unused_slot
 from launch.cluster.placement import place_hosts
 from launch.cluster.supervisor import FOLDER, Options
 from launch.errors import LaunchError
+from launch.output import print_json
 from launch.planning.auto_layout import layout_or_likely
 from launch.runtime.forwarded_environment import PLAIN
 from launch.runtime.hostfile import Host
@@ -78,21 +78,15 @@ def describe(config: Config, hosts: Sequence[Host], options: Options, *, as_json
     command = launcher_command(
         options.launcher,
         placed,
-        Rendezvous(f"ADDRESS_OF_{placed[0].name}", 0),
-        folder / "hostfile",
-        folder / "config.yaml",
+        (f"ADDRESS_OF_{placed[0].name}", 0),
+        folder,
         ssh_port=options.ssh_port,
         launcher_args=options.launcher_args,
     )
     if as_json:
-        facts = {
-            "hosts": {host.name: list(host.devices) for host in placed},
-            "spares": spares,
-            "notices": notices,
-            "ranks": layout.world_size,
-            "command": command,
-        }
-        print(json.dumps(facts, indent=2))
+        devices = {host.name: list(host.devices) for host in placed}
+        facts = {"hosts": devices, "spares": spares, "notices": notices, "ranks": layout.world_size}
+        print_json({**facts, "command": command})
         return
     first = 0
     for host in placed:

@@ -6,22 +6,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 from launch.cluster.ssh.connection import HostConnection, HostError, in_parallel
+from launch.supervision.liveness import STOPPED_S
 
 POLL_S = 2.0  # between two questions to a host
-STOPPED_S = 10.0  # a rank that is stopped for longer does not go on by itself
 KILL_S = 30.0  # timeout of a kill request; the agent gives the kernel 20 s
-
-
-@dataclass
-class _HostState:
-    """The last answer of one host."""
-
-    ranks: dict[int, dict[str, Any]] = field(default_factory=dict)  # process id -> rank, state
-    stopped_since: dict[int, float] = field(default_factory=dict)  # process id -> time.monotonic
 
 
 class HostMonitor:
@@ -39,7 +30,8 @@ class HostMonitor:
     ) -> None:
         """`guard` holds the arguments of the `guard` request, which a new agent gets after a reconnection."""
         self._connections, self._guard, self._reconnect, self._lease_s = connections, guard, reconnect, lease_s
-        self._states = {name: _HostState() for name in connections}
+        # host -> process id of a rank that is stopped -> its number, and time.monotonic when that was first seen
+        self._stopped: dict[str, dict[int, tuple[int, float]]] = {name: {} for name in connections}
         self._is_over = threading.Event()
 
     def __enter__(self) -> Self:
@@ -57,9 +49,8 @@ class HostMonitor:
             silent_s = now - connection.heard
             if silent_s > self._lease_s + POLL_S / 2:
                 return name, f"host {name} has not answered for {silent_s:.0f} s"
-            for process, since in dict(self._states[name].stopped_since).items():
+            for process, (rank, since) in self._stopped[name].items():
                 if now - since > STOPPED_S:
-                    rank = self._states[name].ranks.get(process, {}).get("rank", "?")
                     return name, f"rank {rank} (process {process} on {name}) has been stopped for {now - since:.0f} s"
         return None
 
@@ -105,7 +96,6 @@ class HostMonitor:
                     connection.ask("guard", timeout_s=self._lease_s, **self._guard)
                     self._connections[name] = connection
                 answer, now = connection.ask("ranks", timeout_s=self._lease_s), time.monotonic()
-                state = self._states[name]
-                state.ranks = {one["process"]: one for one in answer["ranks"]}
-                stopped = [process for process, one in state.ranks.items() if one["state"] == "T"]
-                state.stopped_since = {process: state.stopped_since.get(process, now) for process in stopped}
+                seen = self._stopped[name]
+                stopped = {one["process"]: one["rank"] for one in answer["ranks"] if one["state"] == "T"}
+                self._stopped[name] = {pid: (rank, seen.get(pid, (rank, now))[1]) for pid, rank in stopped.items()}

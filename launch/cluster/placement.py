@@ -22,8 +22,6 @@ from megalite.planner.placement.cost import Costs, Node, Picks
 from megalite.planner.placement.search import first_fit, search
 from megalite.planner.workload import TrainingWorkload
 
-__all__ = ["Node", "Placement", "nodes_of", "place", "place_hosts", "place_run"]
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -42,7 +40,19 @@ def place(nodes: Sequence[Node], mesh: Mesh, traffic: Traffic, needs_gib: float 
     First fit fills the nodes in the given order. Nodes whose GPUs are known to have less than `needs_gib` are left out.
     Raises LaunchError if there are too few slots.
     """
-    large = _with_room(nodes, mesh, needs_gib)
+
+    def is_large(node: Node) -> bool:
+        return node.gpus > 0 and (node.memory_gib is None or node.memory_gib >= needs_gib)
+
+    large = [node for node in nodes if is_large(node)]
+    room = sum(node.gpus for node in large)
+    if room < mesh.world_size:
+        missing = [node.name for node in nodes if not is_large(node)]
+        small = f" ({_listed(missing)} left out: no free slot, or less than {needs_gib:.3g} GiB of memory)"
+        raise LaunchError(
+            f"the layout {mesh} needs {mesh.world_size} slots, and {_counted(len(large), 'host')} with {room} free "
+            f"ones were given{small if missing else ''}: use a smaller layout or more hosts"
+        )
     costs = Costs(large, mesh, traffic)
     best = search(costs, large)
     return _placement(costs, large, best), _placement(costs, large, first_fit(costs))
@@ -72,24 +82,6 @@ def place_hosts(
     by_name = {host.name: host for host in hosts}
     chosen = tuple(replace(by_name[name], devices=by_name[name].devices[:count]) for name, count in placement.hosts)
     return chosen, placement.notices
-
-
-def _with_room(nodes: Sequence[Node], mesh: Mesh, needs_gib: float) -> list[Node]:
-    """Returns the nodes with enough memory. Raises LaunchError if they are too few."""
-
-    def is_large(node: Node) -> bool:
-        return node.gpus > 0 and (node.memory_gib is None or node.memory_gib >= needs_gib)
-
-    large = [node for node in nodes if is_large(node)]
-    room = sum(node.gpus for node in large)
-    if room >= mesh.world_size:
-        return large
-    missing = [node.name for node in nodes if not is_large(node)]
-    small = f" ({_listed(missing)} left out: no free slot, or less than {needs_gib:.3g} GiB of memory)"
-    raise LaunchError(
-        f"the layout {mesh} needs {mesh.world_size} slots, and {_counted(len(large), 'host')} with {room} free ones "
-        f"were given{small if missing else ''}: use a smaller layout or more hosts"
-    )
 
 
 def _placement(costs: Costs, nodes: Sequence[Node], picks: Picks) -> Placement:

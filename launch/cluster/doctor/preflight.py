@@ -61,16 +61,8 @@ class PreflightReport:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the report as values that JSON can hold."""
-        return {
-            "passed": self.passed,
-            "seconds": round(self.seconds, 3),
-            "hosts": list(self.hosts),
-            "failed_hosts": list(self.failed_hosts),
-            "findings": [asdict(finding) for finding in self.findings],
-            "device": self.device,
-            "addresses": dict(self.addresses),
-            "facts": {name: dict(facts) for name, facts in self.facts.items()},
-        }
+        shown = {"passed": self.passed, "failed_hosts": list(self.failed_hosts), **asdict(self)}
+        return shown | {"seconds": round(self.seconds, 3)}
 
 
 def preflight(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from launch.cluster.doctor.bandwidth import Links
-from launch.cluster.doctor.findings import Finding, Severity, fold
+from launch.cluster.doctor.findings import FAIL, OK, WARN, fold
 from launch.cluster.doctor.preflight import PreflightReport
 from launch.output import Cell, StyledCell, Table
 
-STYLES = {Severity.OK: "green", Severity.WARN: "yellow", Severity.FAIL: "bold red"}
+STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 
 
 def table(report: PreflightReport) -> Table:
@@ -18,12 +16,13 @@ def table(report: PreflightReport) -> Table:
     previous = None
     for finding in report.findings:
         style = STYLES[finding.verdict]
+        is_of_all = len(finding.hosts) == len(report.hosts) > 1
         rows.append(
             [
                 "" if finding.check == previous else finding.check,
                 StyledCell(finding.verdict, style),
-                _hosts_of(finding, report.hosts),
-                StyledCell(finding.sentence, "" if finding.verdict == Severity.OK else style),
+                f"all {len(report.hosts)}" if is_of_all else fold(finding.hosts) or "-",
+                StyledCell(finding.sentence, "" if finding.verdict == OK else style),
                 finding.remedy,
             ]
         )
@@ -34,7 +33,7 @@ def table(report: PreflightReport) -> Table:
 def conclusion(report: PreflightReport) -> str:
     """Summarises the report in one line."""
     count, failed = len(report.hosts), report.failed_hosts
-    hosts, warnings = f"{count} host{'s' * (count > 1)}", sum(one.verdict == Severity.WARN for one in report.findings)
+    hosts, warnings = f"{count} host{'s' * (count > 1)}", sum(one.verdict == WARN for one in report.findings)
     suffix = f", {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
     if report.passed:
         return f"{hosts} can train together{suffix} ({report.seconds:.1f} s)"
@@ -46,32 +45,14 @@ def conclusion(report: PreflightReport) -> str:
     return f"{what}{without}{suffix} ({report.seconds:.1f} s)"
 
 
-def _hosts_of(finding: Finding, hosts: Sequence[str]) -> str:
-    if not finding.hosts:
-        return "-"
-    if len(finding.hosts) == len(hosts) > 1:
-        return f"all {len(hosts)}"
-    return fold(finding.hosts)
-
-
 def links_table(links: Links) -> Table:
     """Builds a table with a row per link, the slow ones marked."""
-    slow = StyledCell("SLOW", STYLES[Severity.WARN])
-    return Table(
-        ("from", "to", "GB/s", "latency us", ""),
-        [
-            (
-                link.source,
-                link.target,
-                f"{link.gigabytes_per_s:.3g}",
-                f"{link.latency_us:.0f}",
-                slow if link.is_outlier else "",
-            )
-            for link in links.links
-        ],
-        title=f"links, {links.backend}" if links.backend else "links",
-        text_columns=(0, 1, 4),
-    )
+    rows: list[list[Cell]] = []
+    for link in links.links:
+        slow = StyledCell("SLOW", STYLES[WARN]) if link.is_outlier else ""
+        rows.append([link.source, link.target, f"{link.gigabytes_per_s:.3g}", f"{link.latency_us:.0f}", slow])
+    title = f"links, {links.backend}" if links.backend else "links"
+    return Table(("from", "to", "GB/s", "latency us", ""), rows, title, text_columns=(0, 1, 4))
 
 
 def links_conclusion(links: Links) -> str:
