@@ -19,7 +19,6 @@ from launch.runtime.logs import get_logger
 from launch.trainer.run_config import load_run_config
 
 if TYPE_CHECKING:
-    from launch.cluster.doctor.findings import Settings
     from launch.cluster.ssh.connection import HostConnection
 
 log = get_logger(__name__)
@@ -49,14 +48,22 @@ def doctor(
 
     Example: `megalite doctor --hostfile hosts configs/quickstart.yaml`
     """
-    from launch.cluster.doctor import report as reports
     from launch.cluster.doctor.bandwidth import measure
+    from launch.cluster.doctor.findings import Settings
     from launch.cluster.doctor.preflight import preflight
     from launch.cluster.ssh.connection import connect_all
     from launch.runtime.hostfile import read_hostfile, select_hosts
 
     hosts = select_hosts(read_hostfile(hostfile), include, exclude)
-    settings = _settings(config_path, overrides or [], run_dir)
+    if config_path is None:
+        settings = Settings(run_dir=run_dir.absolute() if run_dir is not None else None)
+    elif run_dir is not None:
+        raise LaunchError(
+            f"--run-dir {run_dir} is for a doctor without a config, and {config_path} has a run_dir: drop one of them"
+        )
+    else:
+        config = load_run_config(config_path, overrides or [])
+        settings = replace(Settings.of(config), layout_of=config)
     began = time.monotonic()
     try:
         connections, errors = connect_all([host.name for host in hosts], ssh_port=ssh_port)
@@ -70,12 +77,12 @@ def doctor(
     if as_json:
         print_json({**report.as_json(), "bandwidth": None if links is None else asdict(links)})
     else:
-        reports.table(report).print()
+        report.table().print()
         if links is not None:
             if links.links:
-                reports.links_table(links).print()
-            print(reports.links_conclusion(links))
-        print(reports.conclusion(report))
+                links.table().print()
+            print(links.conclusion())
+        print(report.conclusion())
     if not report.passed or (links is not None and links.problem):
         raise typer.Exit(FAILED_CODE)
 
@@ -98,16 +105,3 @@ def _closing(connections: Mapping[str, HostConnection]) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, previous)
         close()
-
-
-def _settings(config_path: Path | None, overrides: list[str], run_dir: Path | None) -> Settings:
-    from launch.cluster.doctor.findings import Settings
-
-    if config_path is None:
-        return Settings(run_dir=run_dir.absolute() if run_dir is not None else None)
-    if run_dir is not None:
-        raise LaunchError(
-            f"--run-dir {run_dir} is for a doctor without a config, and {config_path} has a run_dir: drop one of them"
-        )
-    config = load_run_config(config_path, overrides)
-    return replace(Settings.of(config), layout_of=config)

@@ -11,7 +11,6 @@ from pathlib import Path
 from launch.cluster.deepspeed_launcher import check_launcher, launcher_command
 from launch.cluster.doctor.findings import Severity
 from launch.cluster.doctor.preflight import PreflightReport
-from launch.cluster.doctor.report import conclusion
 from launch.cluster.host_selection import expected_device, per_node, unused_slots, wanted_ranks
 from launch.cluster.placement import place_hosts
 from launch.cluster.supervisor import FOLDER, Options
@@ -30,7 +29,7 @@ log = get_logger(__name__)
 
 def log_report(report: PreflightReport) -> None:
     """Logs the conclusion of a preflight and every finding that is not OK."""
-    log.log(logging.INFO if report.passed else logging.WARNING, "%s", conclusion(report))
+    log.log(logging.INFO if report.passed else logging.WARNING, "%s", report.conclusion())
     for finding in report.findings:
         if finding.verdict != Severity.OK:
             check = f"{finding.check} failed" if finding.verdict == Severity.FAIL else finding.check

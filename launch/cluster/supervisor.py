@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from launch.cluster.attempt import HostsAttempt
+from launch.cluster.attempt import HostMonitor, HostsAttempt
 from launch.cluster.deepspeed_launcher import (
     Launcher,
     check_launcher,
@@ -29,7 +29,6 @@ from launch.cluster.deepspeed_launcher import (
 )
 from launch.cluster.doctor.findings import Finding, Settings
 from launch.cluster.doctor.preflight import PreflightReport, preflight
-from launch.cluster.host_monitor import HostMonitor
 from launch.cluster.host_selection import (
     NotEnoughHosts,
     choose_hosts,
@@ -238,8 +237,8 @@ class HostsSupervisor(Supervisor):
     def _run(self, assignment: HostAssignment, signals: StopSignals) -> AttemptEnd:
         attempt, self._began = uuid.uuid4().hex, time.monotonic()
         connections = {host.name: self._connections[host.name] for host in assignment.hosts}
-        given = forwarded_environment(os.environ, user_environment_files(os.environ))
-        guard = {"attempt": attempt, "lease_s": self._options.host_timeout_s, "private": given.private}
+        shown, private = forwarded_environment(os.environ, user_environment_files(os.environ))
+        guard = {"attempt": attempt, "lease_s": self._options.host_timeout_s, "private": private}
         answers, errors = in_parallel(
             list(connections), lambda name: connections[name].ask("guard", timeout_s=GUARD_S, **guard)
         )
@@ -249,7 +248,7 @@ class HostsSupervisor(Supervisor):
         options = self._options
         ranks = max(host.slots for host in assignment.hosts)
         own, _ = rank_environment(self._config.launch, ranks, assignment.device == "cuda", cores=assignment.cores)
-        shown = own | given.shown | {ATTEMPT: attempt, PRIVATE: next(iter(answers.values()))["private_environment"]}
+        shown = own | shown | {ATTEMPT: attempt, PRIVATE: next(iter(answers.values()))["private_environment"]}
         if options.launcher != "pdsh":  # MPI and srun set only rank numbers, and mpirun makes a terminal
             address, port = assignment.master
             shown |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TTY_COMPATIBLE": "0"}

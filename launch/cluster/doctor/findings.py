@@ -29,6 +29,7 @@ class Severity(enum.StrEnum):
 
 
 OK, WARN, FAIL = Severity
+STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 
 
 @dataclass(frozen=True)

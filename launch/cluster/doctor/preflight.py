@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launch.cluster.doctor.cross_host_checks import addresses, own_addresses, shared_findings
-from launch.cluster.doctor.findings import HERE, Answers, Finding, Settings, Severity, usual
+from launch.cluster.doctor.findings import FAIL, HERE, OK, STYLES, WARN, Answers, Finding, Settings, fold, usual
 from launch.cluster.doctor.host_checks import ROOM, on_gpus, own_findings
 from launch.cluster.ssh.connection import HostConnection, HostError, in_parallel
+from launch.output import Cell, StyledCell, Table
 from launch.runtime import host_probe as local
 from launch.runtime.devices import Device
 from launch.runtime.hostfile import Host
@@ -45,7 +46,7 @@ class PreflightReport:
     @property
     def failures(self) -> list[Finding]:
         """The findings that prevent a run from starting."""
-        return [finding for finding in self.findings if finding.verdict == Severity.FAIL]
+        return [finding for finding in self.findings if finding.verdict == FAIL]
 
     @property
     def passed(self) -> bool:
@@ -63,6 +64,39 @@ class PreflightReport:
         """Returns the report as values that JSON can hold."""
         shown = {"passed": self.passed, "failed_hosts": list(self.failed_hosts), **asdict(self)}
         return shown | {"seconds": round(self.seconds, 3)}
+
+    def table(self) -> Table:
+        """Builds a table of findings and remedies, in the order in which checks depend on each other."""
+        rows: list[list[Cell]] = []
+        previous = None
+        for finding in self.findings:
+            style = STYLES[finding.verdict]
+            is_of_all = len(finding.hosts) == len(self.hosts) > 1
+            rows.append(
+                [
+                    "" if finding.check == previous else finding.check,
+                    StyledCell(finding.verdict, style),
+                    f"all {len(self.hosts)}" if is_of_all else fold(finding.hosts) or "-",
+                    StyledCell(finding.sentence, "" if finding.verdict == OK else style),
+                    finding.remedy,
+                ]
+            )
+            previous = finding.check
+        return Table(("check", "", "hosts", "found", "what to do"), rows, "findings", range(5))
+
+    def conclusion(self) -> str:
+        """Summarises the report in one line."""
+        count, failed = len(self.hosts), self.failed_hosts
+        hosts, warnings = f"{count} host{'s' * (count > 1)}", sum(one.verdict == WARN for one in self.findings)
+        suffix = f", {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
+        if self.passed:
+            return f"{hosts} can train together{suffix} ({self.seconds:.1f} s)"
+        if not failed:
+            return f"{hosts} can NOT train together as it is{suffix} ({self.seconds:.1f} s)"
+        rest = [name for name in self.hosts if name not in failed]
+        without = f"; without {'it' if len(failed) == 1 else 'them'}, {fold(rest)} could" if rest else ""
+        what = f"{len(failed)} of {hosts} can NOT train: {fold(list(failed))}"
+        return f"{what}{without}{suffix} ({self.seconds:.1f} s)"
 
 
 def preflight(

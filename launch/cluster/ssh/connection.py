@@ -54,9 +54,7 @@ class HostError(LaunchError):
 class HostConnection:
     """Connection to an agent on a host. Thread-safe."""
 
-    def __init__(
-        self, name: str, *, ssh_port: int | None = None, timeout_s: float = 10.0, patience_s: float = PATIENCE_S
-    ) -> None:
+    def __init__(self, name: str, *, ssh_port: int | None = None, patience_s: float = PATIENCE_S) -> None:
         """Connects; `patience_s` is how long a link may be interrupted.
 
         Raises HostError if the host, or Python on it, cannot be reached.
@@ -84,7 +82,7 @@ class HostConnection:
         threading.Thread(target=self._read, name=f"answers of {name}", daemon=True).start()
         try:
             self._send(program)
-            self.ask("ping", timeout_s=timeout_s)
+            self.ask("ping")
         except HostError:
             self.close()
             raise
@@ -184,13 +182,12 @@ def ssh_options(port: int | None, patience_s: float) -> list[str]:
 
 
 def connect_all(
-    names: Sequence[str], *, ssh_port: int | None = None, timeout_s: float = 10.0, patience_s: float = PATIENCE_S
+    names: Sequence[str], *, ssh_port: int | None = None, patience_s: float = PATIENCE_S
 ) -> tuple[dict[str, HostConnection], dict[str, HostError]]:
     """Connects to all hosts in parallel; returns the connections, and the errors of hosts that cannot be reached."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # three files per host
-    connect = partial(HostConnection, ssh_port=ssh_port, timeout_s=timeout_s, patience_s=patience_s)
-    return in_parallel(names, connect)
+    return in_parallel(names, partial(HostConnection, ssh_port=ssh_port, patience_s=patience_s))
 
 
 def in_parallel(names: Iterable[str], work: Callable[[str], Result]) -> tuple[dict[str, Result], dict[str, HostError]]:

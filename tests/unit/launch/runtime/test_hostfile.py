@@ -156,14 +156,14 @@ def test_what_ranks_need_travels_and_secrets_do_so_in_private(tmp_path: Path) ->
         "MLFLOW_TRACKING_PASSWORD": "word",
         "AZURE_STORAGE_SAS": "sig",
     }
-    found = forwarded_environment(variables, [tmp_path / ".deepspeed_env", tmp_path / "nothing"])
-    assert found.shown == {
+    shown, private = forwarded_environment(variables, [tmp_path / ".deepspeed_env", tmp_path / "nothing"])
+    assert shown == {
         "NCCL_DEBUG": "INFO",
         "GLOO_SOCKET_IFNAME": "eth0",
         "WANDB_PROJECT": "p",
         "MY_VARIABLE": "1",
     }
-    assert found.private == {
+    assert private == {
         "WANDB_API_KEY": "123",
         "AWS_SECRET_ACCESS_KEY": "k",
         "HF_TOKEN": "t",
