@@ -154,7 +154,7 @@ class HostsSupervisor(Supervisor):
         for finding in report.failures:
             if not finding.hosts:
                 raise LaunchError(f"the hosts cannot train together: {finding}")
-        unfit = report.failed_hosts.keys() | self._stuck
+        unfit = self._stuck.union(report.failed_hosts)
         fit = [host for host in self._hosts if host.name not in unfit]
         config, wanted = self._with_layout(fit, report)
         choice = choose_hosts(

@@ -54,15 +54,13 @@ class PreflightReport:
         return not self.failures
 
     @property
-    def failed_hosts(self) -> dict[str, list[Finding]]:
-        """Hosts to leave out of a run, with their failures. A failure without hosts is only in `failures`."""
-        return {
-            name: reasons for name in self.hosts if (reasons := [one for one in self.failures if name in one.hosts])
-        }
+    def failed_hosts(self) -> list[str]:
+        """Hosts to leave out of a run. A failure without hosts is only in `failures`."""
+        return [name for name in self.hosts if any(name in failure.hosts for failure in self.failures)]
 
     def as_json(self) -> dict[str, Any]:
         """Returns the report as values that JSON can hold."""
-        shown = {"passed": self.passed, "failed_hosts": list(self.failed_hosts), **asdict(self)}
+        shown = {"passed": self.passed, "failed_hosts": self.failed_hosts, **asdict(self)}
         return shown | {"seconds": round(self.seconds, 3)}
 
     def table(self) -> Table:
@@ -95,7 +93,7 @@ class PreflightReport:
             return f"{hosts} can NOT train together as it is{suffix} ({self.seconds:.1f} s)"
         rest = [name for name in self.hosts if name not in failed]
         without = f"; without {'it' if len(failed) == 1 else 'them'}, {fold(rest)} could" if rest else ""
-        what = f"{len(failed)} of {hosts} can NOT train: {fold(list(failed))}"
+        what = f"{len(failed)} of {hosts} can NOT train: {fold(failed)}"
         return f"{what}{without}{suffix} ({self.seconds:.1f} s)"
 
 

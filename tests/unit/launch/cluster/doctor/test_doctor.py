@@ -185,7 +185,7 @@ def test_what_fails_on_one_host_names_it_alone_and_a_remedy(
     (failure,) = report.failures
     assert (failure.check, failure.hosts) == (check, ("node2",))
     assert words in failure.sentence and remedy in failure.remedy and bool(failure.remedy) == bool(remedy)
-    assert report.failed_hosts == {"node2": [failure]}
+    assert report.failed_hosts == ["node2"] and report.failures == [failure]
     assert "1 of 4 hosts can NOT train: node2; without it, node[1,3-4] could" in report.conclusion()
 
 
