@@ -21,10 +21,9 @@ if __name__ == "__main__" and sys.path[0] == str(Path(__file__).resolve().parent
 from launch.errors import FAILED_CODE, INTERRUPTED_CODE, PREEMPTED_CODE, USER_ERROR_CODE, USER_ERRORS, LaunchError
 from launch.runtime.console import Console, outlive_readers
 from launch.runtime.logs import configure_logging, get_logger
-from launch.runtime.network import choose_interface
 from launch.runtime.processes import end_with_parent
 from launch.runtime.rank_environment import Rank, take_private_environment, this_rank
-from launch.runtime.rank_process import is_left_alone, run_to_the_end, tell_once
+from launch.runtime.rank_process import choose_interface, is_unsupervised, run_to_the_end, tell_once
 from launch.trainer.run import ENDINGS, leave_together, run
 from launch.trainer.run_config import load_run_config
 from megalite.checkpoint.durable_files import NO_ROOM
@@ -94,7 +93,7 @@ def _train(arguments: Sequence[str], console: Console, exit_stack: ExitStack) ->
 def _keep_console(console: Console, config: Config, rank: Rank) -> None:
     """Sends this rank's output to a file in the run folder once its console has gone."""
     kept = config.run_dir / f"console_rank_{rank.rank}.log"
-    if not is_left_alone(rank):
+    if not is_unsupervised(rank):
         console.keep_in(kept)
         return
     # stdout was an ssh pipe; once it closes no launcher remains to stop these ranks

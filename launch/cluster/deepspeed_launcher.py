@@ -16,12 +16,14 @@ from typing import Literal
 
 from launch.cluster.ssh.connection import keep_alive
 from launch.errors import LaunchError
+from launch.runtime.forwarded_environment import PLAIN
 from launch.runtime.hostfile import Host, hostfile_text, include_filter
 from launch.runtime.modules import RANK_SCRIPT
 from megalite.config import Config
 
 Launcher = Literal["pdsh", "openmpi", "mpich", "slurm"]  # with which `deepspeed` starts ranks on other hosts
 NEEDS: dict[Launcher, str] = {"pdsh": "pdsh", "openmpi": "mpirun", "mpich": "mpirun", "slurm": "srun"}  # its program
+FOLDER = ".launch"  # in the run's folder: a folder of files for each attempt
 HOSTFILE, CONFIG, ENVIRONMENT, TASKS = "hostfile", "config.yaml", "environment", "tasks"  # files of an attempt
 
 
@@ -51,6 +53,17 @@ def check_launcher(launcher: Launcher, hosts: Sequence[Host], ssh_port: int | No
         raise LaunchError("--launcher mpich cannot be told an --ssh-port: name the port in ~/.ssh/config")
     if launcher in ("mpich", "slurm") and len({host.slots for host in hosts}) > 1:
         raise LaunchError(f"--launcher {launcher} needs equally many slots on all hosts: use --launcher pdsh")
+
+
+def check_paths(run_dir: Path) -> None:
+    """Raises LaunchError if shells on the hosts would change one of the paths on the launcher's command line."""
+    paths = {"run_dir": run_dir, "this folder": Path.cwd(), "Python": Path(sys.executable), "megalite": RANK_SCRIPT}
+    for what, path in paths.items():
+        if not PLAIN.fullmatch(str(path)):
+            raise LaunchError(
+                f"{what}, {path}, has characters that shells on the hosts would change: choose a path of letters, "
+                "digits and _ - . / alone"
+            )
 
 
 def write_files(folder: Path, hosts: Sequence[Host], shown: Mapping[str, str], config: Config) -> None:

@@ -12,10 +12,11 @@ from launch.cluster.doctor.findings import Finding
 from launch.cluster.placement import place_hosts
 from launch.cluster.switch_topology import Topology
 from launch.errors import LaunchError
-from launch.planning.auto_layout import most_ranks, why_fewer
+from launch.planning.auto_layout import layout_or_likely, most_ranks, why_fewer
 from launch.runtime.devices import Device
 from launch.runtime.hostfile import Host
 from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
+from megalite.planner.search import Ranks
 
 
 class NotEnoughHosts(LaunchError):
@@ -57,6 +58,17 @@ def wanted_ranks(config: Config, hosts: Sequence[Host], spares: int, device: Dev
             "a smaller parallel layout"
         )
     return wanted
+
+
+def likely_layout(config: Config, hosts: Sequence[Host], spares: int) -> tuple[Config, ResolvedLayout, list[str]]:
+    """Predicts config, layout and notices before any host is asked.
+
+    Raises LaunchError or ConfigError if there is no layout for these hosts.
+    """
+    device = expected_device()
+    count = wanted_ranks(config, hosts, spares, device)
+    likely, layout, later = layout_or_likely(config, Ranks(count, per_node(hosts), device))
+    return likely, layout, [*later, *unused_slots(config, hosts, spares, count, device)]
 
 
 def unused_slots(config: Config, hosts: Sequence[Host], spares: int, ranks: int, device: Device) -> list[str]:

@@ -14,20 +14,21 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from launch.cluster.attempt import HostMonitor, HostsAttempt
 from launch.cluster.deepspeed_launcher import (
+    FOLDER,
     Launcher,
     check_launcher,
     launcher_command,
     launcher_environment,
     write_files,
 )
-from launch.cluster.doctor.findings import Finding, Settings
+from launch.cluster.doctor.findings import FAIL, OK, Finding, Settings
 from launch.cluster.doctor.preflight import PreflightReport, preflight
 from launch.cluster.host_selection import (
     NotEnoughHosts,
@@ -45,6 +46,7 @@ from launch.runtime.devices import Device
 from launch.runtime.forwarded_environment import forwarded_environment, user_environment_files
 from launch.runtime.hostfile import Host
 from launch.runtime.local_ranks import rank_environment
+from launch.runtime.logs import get_logger
 from launch.runtime.processes import StopSignals
 from launch.runtime.rank_environment import ATTEMPT, PRIVATE
 from launch.supervision.liveness import HeartbeatMonitor
@@ -53,7 +55,8 @@ from megalite.config import Config, ConfigError
 from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.planner.search import Ranks, first_legal
 
-FOLDER = ".launch"  # in the run's folder: files for the launcher of the current attempt
+log = get_logger(__name__)
+
 RETRY_S = 10.0  # between two searches for hosts that boot
 GUARD_S = 10.0
 
@@ -85,20 +88,10 @@ class HostAssignment:
 class HostsSupervisor(Supervisor):
     """Restarts a run on several hosts. Use as `with HostsSupervisor(...) as supervisor: supervisor.run()`."""
 
-    def __init__(
-        self,
-        config: Config,
-        hosts: Sequence[Host],
-        policy: Policy,
-        options: Options,
-        show_report: Callable[[PreflightReport], None],
-    ) -> None:
-        """`show_report` gets the preflight report of the first attempt, and later ones that exclude a host.
-
-        Raises LaunchError or ConfigError if the layout does not fit these hosts.
-        """
+    def __init__(self, config: Config, hosts: Sequence[Host], policy: Policy, options: Options) -> None:
+        """Raises LaunchError or ConfigError if the layout does not fit these hosts."""
         super().__init__(policy, config.run_dir, config.total_steps)
-        self._config, self._hosts, self._options, self._show_report = config, tuple(hosts), options, show_report
+        self._config, self._hosts, self._options = config, tuple(hosts), options
         self._world_size = wanted_ranks(config, hosts, options.spares, expected_device())
         self._connections: dict[str, HostConnection] = {}
         self._attempts = 0
@@ -149,7 +142,10 @@ class HostsSupervisor(Supervisor):
         if self._remove_stale_locks(report):
             report = preflight(self._connections, errors, self._hosts, settings)
         if report.findings != self._shown_findings and (self._attempts == 1 or report.failures):
-            self._show_report(report)
+            log.log(logging.INFO if report.passed else logging.WARNING, "%s", report.conclusion())
+            for finding in report.findings:
+                if finding.verdict != OK:
+                    log.warning("%s%s: %s", finding.check, " failed" if finding.verdict == FAIL else "", finding)
         self._shown_findings = report.findings
         for finding in report.failures:
             if not finding.hosts:
@@ -236,36 +232,22 @@ class HostsSupervisor(Supervisor):
 
     def _run(self, assignment: HostAssignment, signals: StopSignals) -> AttemptEnd:
         attempt, self._began = uuid.uuid4().hex, time.monotonic()
+        lease_s = self._options.host_timeout_s
         connections = {host.name: self._connections[host.name] for host in assignment.hosts}
         shown, private = forwarded_environment(os.environ, user_environment_files(os.environ))
-        guard = {"attempt": attempt, "lease_s": self._options.host_timeout_s, "private": private}
+        guard = {"attempt": attempt, "lease_s": lease_s, "private": private}
         answers, errors = in_parallel(
             list(connections), lambda name: connections[name].ask("guard", timeout_s=GUARD_S, **guard)
         )
         for error in errors.values():
             in_parallel(list(answers), lambda name: connections[name].ask("release"))
             raise error
-        options = self._options
-        ranks = max(host.slots for host in assignment.hosts)
-        own, _ = rank_environment(self._config.launch, ranks, assignment.device == "cuda", cores=assignment.cores)
-        shown = own | shown | {ATTEMPT: attempt, PRIVATE: next(iter(answers.values()))["private_environment"]}
-        if options.launcher != "pdsh":  # MPI and srun set only rank numbers, and mpirun makes a terminal
-            address, port = assignment.master
-            shown |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TTY_COMPATIBLE": "0"}
         folder = (self._run_dir / FOLDER / attempt).absolute()
-        write_files(folder, assignment.hosts, shown, assignment.config)
-        command = launcher_command(
-            options.launcher,
-            assignment.hosts,
-            assignment.master,
-            folder,
-            ssh_port=options.ssh_port,
-            launcher_args=options.launcher_args,
-        )
-        environment = launcher_environment(folder, options.host_timeout_s)
-        reconnect = partial(HostConnection, ssh_port=options.ssh_port, patience_s=options.host_timeout_s)
+        shown |= {ATTEMPT: attempt, PRIVATE: next(iter(answers.values()))["private_environment"]}
+        command, environment = self._command(assignment, shown, folder), launcher_environment(folder, lease_s)
+        reconnect = partial(HostConnection, ssh_port=self._options.ssh_port, patience_s=lease_s)
         with (
-            HostMonitor(connections, guard, reconnect, options.host_timeout_s) as monitor,
+            HostMonitor(connections, guard, reconnect, lease_s) as monitor,
             HeartbeatMonitor(self._run_dir, attempt, self._policy.heartbeat_timeout_s) as heartbeats,
         ):
             ended = HostsAttempt(command, environment, monitor, self._policy.grace_s, heartbeats.reason).run(signals)
@@ -280,3 +262,20 @@ class HostsSupervisor(Supervisor):
         self._stuck |= set(ended.facts.get("stuck", []))
         facts = {"id": attempt, "hosts": {host.name: host.slots for host in assignment.hosts}, "lost": lost}
         return replace(ended, facts=facts | ended.facts)
+
+    def _command(self, assignment: HostAssignment, shown: dict[str, str], folder: Path) -> list[str]:
+        """Writes the files of the launcher and returns its command line; `shown` are variables that all may see."""
+        options, hosts, (address, port) = self._options, assignment.hosts, assignment.master
+        ranks = max(host.slots for host in hosts)
+        own, _ = rank_environment(self._config.launch, ranks, assignment.device == "cuda", cores=assignment.cores)
+        if options.launcher != "pdsh":  # MPI and srun set only rank numbers, and mpirun makes a terminal
+            shown = shown | {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TTY_COMPATIBLE": "0"}
+        write_files(folder, hosts, own | shown, assignment.config)
+        return launcher_command(
+            options.launcher,
+            hosts,
+            assignment.master,
+            folder,
+            ssh_port=options.ssh_port,
+            launcher_args=options.launcher_args,
+        )

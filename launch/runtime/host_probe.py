@@ -47,6 +47,7 @@ def facts(
     space is reported for `folders`, sizes for `files`, and compile locks for the torch extension folders in `caches`.
     """
     listing = start_listing_gpus()
+    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return {
         "hostname": socket.gethostname(),
         "python": platform.python_version(),
@@ -60,7 +61,10 @@ def facts(
         "interfaces": interfaces(),
         "ssh_address": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[2] or None,
         "infiniband": names_in("/sys/class/infiniband"),
-        "limits": {"nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[0], "memlock": memlock()},
+        "limits": {
+            "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            "memlock": None if memlock == resource.RLIM_INFINITY else memlock,  # bytes that a process may pin
+        },
         "folders": {path: within(PATIENCE_S, partial(space, path), None) for path in folders},
         "files": {path: within(PATIENCE_S, partial(size_of, path), None) for path in files},
         "locks": within(PATIENCE_S * 2, lambda: compile_locks(caches), []),
@@ -165,12 +169,6 @@ def names_in(folder: str) -> list[str]:
     with contextlib.suppress(OSError):
         return sorted(path.name for path in Path(folder).iterdir())
     return []
-
-
-def memlock() -> int | None:
-    """Returns the bytes that a process may pin; None for no limit."""
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def space(path: str) -> dict[str, int] | None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -118,10 +117,12 @@ def preflight(
     answers.errors.update({name: str(error) for name, error in errors.items()})
     names = tuple(host.name for host in hosts)
     questions = _Questions({name: connections[name] for name in names if name in connections}, answers, run_dir)
-    with questions.cleaned_up():
+    try:
         questions.collect_facts(question)
         questions.probe_connections()
         questions.compare_code()
+    finally:
+        questions.clean_up()
     findings = (*shared_findings(answers), *own_findings(answers))
     device: Device = "cuda" if on_gpus(answers) else "cpu"
     return PreflightReport(names, findings, addresses(answers), answers.facts, device, time.monotonic() - began)
@@ -194,22 +195,18 @@ class _Questions:
                 pairs = digests[name].items() ^ digests[model].items()
                 answers.changed_files[name] = sorted({file for file, _ in pairs})
 
-    @contextmanager
-    def cleaned_up(self) -> Iterator[None]:
-        """Context in which hosts may be asked; removes files and closes ports at its end."""
-        try:
-            yield
-        finally:
+    def clean_up(self) -> None:
+        """Removes files and closes ports on all hosts that still answer."""
 
-            def ask(name: str) -> None:
-                connection = self._connections[name]
-                connection.ask("stop_listening")
-                if self._run_dir is not None:
-                    connection.ask("remove_token", **self._token(name, made=self._made.get(name, [])))
+        def ask(name: str) -> None:
+            connection = self._connections[name]
+            connection.ask("stop_listening")
+            if self._run_dir is not None:
+                connection.ask("remove_token", **self._token(name, made=self._made.get(name, [])))
 
-            self._on_all(ask)
-            for name in sorted(self._made, key=HERE.__eq__):  # tokens of lost hosts are visible here; HERE comes last
-                local.remove_token(**self._token(name, made=self._made[name] if name == HERE else []))
+        self._on_all(ask)
+        for name in sorted(self._made, key=HERE.__eq__):  # tokens of lost hosts are visible here; HERE comes last
+            local.remove_token(**self._token(name, made=self._made[name] if name == HERE else []))
 
     def _on_all(self, ask: Callable[[str], None], names: Sequence[str] | None = None) -> None:
         """Runs `ask` for hosts that have answered so far; one that fails is not asked again."""
