@@ -109,8 +109,8 @@ def _notices(costs: Costs, nodes: Sequence[Node], picks: Picks) -> Iterator[str]
             why = f"no host has {tp} free slots (the largest has {largest})"
         groups = _counted(costs.mesh.world_size // tp, "tensor-parallel group")
         yield (
-            f"{len(cut)} of {groups} of {tp} ranks span several hosts, because {why}: their all-reduces, the most frequent traffic of all, leave the host; a "
-            "tensor_parallel_size that divides the hosts' slots avoids it"
+            f"{len(cut)} of {groups} of {tp} ranks span several hosts, because {why}: their all-reduces, the most "
+            "frequent traffic of all, leave the host; a tensor_parallel_size that divides the hosts' slots avoids it"
         )
     unknown = [node.name for node in nodes if not node.switches]
     if 0 < len(unknown) < len(nodes):

@@ -90,7 +90,7 @@ class Agent:
         self._renewed, self._private = time.monotonic(), Path()
         self._sent: dict[int, float] = {}  # answer id -> time.monotonic
         own: tuple[Action, ...] = (self.guard, self.ranks, self.signal, self.kill, self.release)
-        self._actions = {**actions, "ping": dict, **{action.__name__: action for action in own}}
+        self._actions: dict[str, Action] = {**actions, "ping": dict, **{action.__name__: action for action in own}}
 
     def guard(self, attempt: str, lease_s: float, private: dict[str, str]) -> dict[str, Any]:
         """Starts to guard an attempt.
