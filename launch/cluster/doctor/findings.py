@@ -88,7 +88,7 @@ class Answers:
 
 
 class Problems:
-    """What one check has found wrong with hosts; those with the same problem share a finding."""
+    """Collects what one check finds wrong with hosts; those with the same problem share a finding."""
 
     def __init__(self, check: str) -> None:
         self._check = check
