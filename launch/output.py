@@ -42,10 +42,6 @@ def styled(cells: Iterable[str], style: str | None) -> list[Cell]:
     return [StyledCell(cell, style) if style else cell for cell in cells]
 
 
-def _as_styled(cell: Cell) -> StyledCell:
-    return cell if isinstance(cell, StyledCell) else StyledCell(cell, "")
-
-
 @dataclass(frozen=True)
 class Table:
     """A table in which every cell is shown whole, however narrow the terminal.
@@ -77,7 +73,11 @@ class Table:
         from rich.text import Text
 
         to = to or console()
-        rows = [None if row is None else [Text(*_as_styled(cell)) for cell in row] for row in self.rows]
+
+        def texts(row: Sequence[Cell]) -> list[Text]:
+            return [Text(cell) if isinstance(cell, str) else Text(*cell) for cell in row]
+
+        rows = [None if row is None else texts(row) for row in self.rows]
         cells = [[name, *(row[place].plain for row in rows if row)] for place, name in enumerate(self.columns)]
         borders = len(cells) + 1
         padding = 1 if sum(self._least_widths(cells)) + borders + 2 * len(cells) <= to.width else 0

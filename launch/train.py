@@ -37,10 +37,9 @@ from launch.errors import (
 from launch.runtime.console import Console, outlive_readers
 from launch.runtime.devices import Device
 from launch.runtime.logs import configure_logging, get_logger
-from launch.runtime.network import choose_interface
 from launch.runtime.processes import end_with_parent
 from launch.runtime.rank_environment import ATTEMPT, Rank, take_private_environment, this_rank
-from launch.runtime.rank_process import be_deterministic, is_left_alone, run_to_the_end, tell_once
+from launch.runtime.rank_process import be_deterministic, choose_interface, is_unsupervised, run_to_the_end, tell_once
 from launch.trainer.checkpoint_hooks import CheckpointHooks, manifest_maker
 from launch.trainer.data import evaluation_batches, open_data, training_batches
 from launch.trainer.prediction_tracker import PredictionTracker, memory_of_ranks
@@ -130,7 +129,7 @@ def _load_and_run(arguments: Sequence[str], console: Console, exit_stack: ExitSt
 def _keep_console(console: Console, config: Config, rank: Rank) -> None:
     """Sends this rank's output to a file in the run folder once its console has gone."""
     kept = config.run_dir / f"console_rank_{rank.rank}.log"
-    if not is_left_alone(rank):
+    if not is_unsupervised(rank):
         console.keep_in(kept)
         return
     # stdout was an ssh pipe; once it closes no launcher remains to stop these ranks

@@ -104,8 +104,8 @@ def main(arguments: Sequence[str]) -> int:
     _connect(address, int(count))
     for number in STOP_SIGNALS:  # Ray's own handlers print stack traces; its workers end with this process
         signal.signal(number, lambda number, _: os._exit(128 + number))
-    environment = forwarded_environment(os.environ, [])
-    variables = environment.shown | environment.private | {ATTEMPT: os.environ.get(ATTEMPT, "")}
+    shown, private = forwarded_environment(os.environ, [])
+    variables = shown | private | {ATTEMPT: os.environ.get(ATTEMPT, "")}
     job = RayJob(tuple(run), str(Path.cwd()), str(logs), int(gpus), float(grace_s), variables)
     with _echoed(logs / "rank_0.log"):
         return _fit(job, int(count))

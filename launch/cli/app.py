@@ -7,10 +7,9 @@ run), 75 (stopped on request after saving), 86 (the run hung). No torch here.
 
 from __future__ import annotations
 
-import enum
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -20,7 +19,7 @@ from launch.cli.doctor import doctor
 from launch.cli.inference import evaluate, generate
 from launch.cli.kubernetes import k8s
 from launch.cli.launch import launch
-from launch.cli.options import AsJson, ConfigPath, Overrides
+from launch.cli.options import AsJson, ConfigPath, FirstWait, Grace, LongestWait, Overrides, Restarts, Silence
 from launch.cli.place import place
 from launch.cli.plan import plan_app
 from launch.cli.prepare import prepare
@@ -46,16 +45,8 @@ app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(plan_app, name="plan")
 app.command("import")(import_)
-app.command()(export)
-app.command()(generate)
-app.command()(evaluate)
-app.command()(k8s)
-app.command()(launch)
-app.command()(doctor)
-app.command()(slurm)
-app.command()(place)
-app.command()(prepare)
-app.command()(ray)
+for command in (export, generate, evaluate, k8s, launch, doctor, slurm, place, prepare, ray):
+    app.command()(command)
 
 
 @app.callback()
@@ -68,13 +59,6 @@ def set_verbosity(
         raise LaunchError("--verbose and --quiet contradict each other: give one of them")
     if verbose or quiet:
         configure_logging("DEBUG" if verbose else "WARNING")
-
-
-class ReferenceName(enum.StrEnum):
-    """The reference that `megalite verify` compares layouts with."""
-
-    TRANSFORMERS = "transformers"
-    SELF = "self"
 
 
 @app.command()
@@ -122,24 +106,14 @@ def supervise(
     command: Annotated[
         list[str], typer.Argument(help="Command that starts the run, with its config.", metavar="COMMAND")
     ],
-    restarts: Annotated[int, typer.Option(min=0, help="Maximum number of restarts.")] = 5,
-    first_wait: Annotated[
-        float, typer.Option(min=0, help="Seconds before the first restart; doubles each time.")
-    ] = 1.0,
-    longest_wait: Annotated[float, typer.Option(min=0, help="Maximum seconds before a restart.")] = 300.0,
-    grace: Annotated[
-        float,
-        typer.Option(
-            min=0, help="Seconds from SIGTERM or SIGHUP until remaining processes are killed; SIGUSR1 sets no limit."
-        ),
-    ] = 120.0,
+    restarts: Restarts = 5,
+    first_wait: FirstWait = 1.0,
+    longest_wait: LongestWait = 300.0,
+    grace: Grace = 120.0,
     run_dir: Annotated[
         Path | None, typer.Option(help="Run folder; default: that of the config named in COMMAND.")
     ] = None,
-    silence: Annotated[
-        float,
-        typer.Option(min=0, help="Heartbeat timeout: restart all ranks after this many seconds without one; 0: never."),
-    ] = 60.0,
+    silence: Silence = 60.0,
 ) -> None:
     """Run COMMAND and restart it when it fails; the run resumes from its newest complete checkpoint.
 
@@ -164,8 +138,8 @@ def verify(
         str, typer.Option(help='"auto", or layouts such as "tp=2,pp=2,accumulation=3;dp=2,zero=3".')
     ] = "auto",
     reference: Annotated[
-        ReferenceName, typer.Option(help="Reference: transformers, or our own serial model (self).")
-    ] = ReferenceName.TRANSFORMERS,
+        Literal["transformers", "self"], typer.Option(help="Reference: transformers, or our own serial model (self).")
+    ] = "transformers",
     steps: Annotated[int, typer.Option(min=1, help="Steps of each short training run.")] = 3,
     full: Annotated[bool, typer.Option("--full", help="Do not shrink a large model.")] = False,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of weights and batches; default: a random one.")] = None,
@@ -188,7 +162,7 @@ def verify(
     plan = make_plan(
         load_run_config(config_path, overrides or []),
         layouts=layouts,
-        reference=reference.value,
+        reference=reference,
         steps=steps,
         full=full,
         seed=seed,

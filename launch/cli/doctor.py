@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -13,15 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from launch.cli.options import Exclude, Hostfile, Include, Overrides, SshPort
+from launch.cli.options import AsJson, Exclude, Hostfile, Include, Overrides, SshPort
 from launch.errors import FAILED_CODE, INTERRUPTED_CODE, LaunchError
+from launch.output import print_json
 from launch.runtime.logs import get_logger
 from launch.trainer.run_config import load_run_config
 
 if TYPE_CHECKING:
-    from launch.cluster.doctor.bandwidth import Links
-    from launch.cluster.doctor.findings import Settings
-    from launch.cluster.doctor.preflight import PreflightReport
     from launch.cluster.ssh.connection import HostConnection
 
 log = get_logger(__name__)
@@ -41,7 +38,7 @@ def doctor(
         Path | None, typer.Option(help="Folder that all hosts must share, if there is no CONFIG.yaml.")
     ] = None,
     bandwidth: Annotated[bool, typer.Option("--bandwidth", help="Also measure the links between hosts.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check all hosts in parallel for problems that would prevent a run; start nothing.
 
@@ -52,12 +49,21 @@ def doctor(
     Example: `megalite doctor --hostfile hosts configs/quickstart.yaml`
     """
     from launch.cluster.doctor.bandwidth import measure
+    from launch.cluster.doctor.findings import Settings
     from launch.cluster.doctor.preflight import preflight
     from launch.cluster.ssh.connection import connect_all
     from launch.runtime.hostfile import read_hostfile, select_hosts
 
     hosts = select_hosts(read_hostfile(hostfile), include, exclude)
-    settings = _settings(config_path, overrides or [], run_dir)
+    if config_path is None:
+        settings = Settings(run_dir=run_dir.absolute() if run_dir is not None else None)
+    elif run_dir is not None:
+        raise LaunchError(
+            f"--run-dir {run_dir} is for a doctor without a config, and {config_path} has a run_dir: drop one of them"
+        )
+    else:
+        config = load_run_config(config_path, overrides or [])
+        settings = replace(Settings.of(config), layout_of=config)
     began = time.monotonic()
     try:
         connections, errors = connect_all([host.name for host in hosts], ssh_port=ssh_port)
@@ -68,7 +74,15 @@ def doctor(
     except KeyboardInterrupt:
         log.error("interrupted before the checks were complete")
         raise typer.Exit(INTERRUPTED_CODE) from None
-    _print(report, links, as_json)
+    if as_json:
+        print_json({**report.as_json(), "bandwidth": None if links is None else asdict(links)})
+    else:
+        report.table().print()
+        if links is not None:
+            if links.links:
+                links.table().print()
+            print(links.conclusion())
+        print(report.conclusion())
     if not report.passed or (links is not None and links.problem):
         raise typer.Exit(FAILED_CODE)
 
@@ -91,31 +105,3 @@ def _closing(connections: Mapping[str, HostConnection]) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, previous)
         close()
-
-
-def _settings(config_path: Path | None, overrides: list[str], run_dir: Path | None) -> Settings:
-    from launch.cluster.doctor.findings import Settings
-
-    if config_path is None:
-        return Settings(run_dir=run_dir.absolute() if run_dir is not None else None)
-    if run_dir is not None:
-        raise LaunchError(
-            f"--run-dir {run_dir} is for a doctor without a config, and {config_path} has a run_dir: drop one of them"
-        )
-    config = load_run_config(config_path, overrides)
-    return replace(Settings.of(config), layout_of=config)
-
-
-def _print(report: PreflightReport, links: Links | None, as_json: bool) -> None:
-    if as_json:
-        measured = None if links is None else asdict(links)
-        print(json.dumps({**report.as_json(), "bandwidth": measured}, indent=2))
-        return
-    from launch.cluster.doctor import report as reports
-
-    reports.table(report).print()
-    if links is not None:
-        if links.links:
-            reports.links_table(links).print()
-        print(reports.links_conclusion(links))
-    print(reports.conclusion(report))

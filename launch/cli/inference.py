@@ -2,51 +2,23 @@
 
 from __future__ import annotations
 
-import enum
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from launch.cli.options import AsJson
 from launch.errors import INTERRUPTED_CODE
 
-if TYPE_CHECKING:
-    from launch.inference.session import ModelPlacement
-
-
-class DeviceName(enum.StrEnum):
-    """Values of --device."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class DtypeName(enum.StrEnum):
-    """Values of --dtype."""
-
-    AUTO = "auto"
-    FP32 = "fp32"
-    BF16 = "bf16"
-    FP16 = "fp16"
-
-
-class SplitName(enum.StrEnum):
-    """Values of --split."""
-
-    HELD_OUT = "held_out"
-    TRAIN = "train"
-
-
 ModelPath = Annotated[
     str, typer.Argument(help="Hugging Face folder, hub id, checkpoint, or run folder.", metavar="MODEL")
 ]
 TensorParallelSize = Annotated[int, typer.Option(min=1, help="Number of local processes that share the model.")]
-DeviceOption = Annotated[DeviceName, typer.Option(help="Device; auto: GPUs, if there are any.")]
-DtypeOption = Annotated[
-    DtypeName, typer.Option(help="Dtype of the computation; auto: as stored on GPUs, fp32 on a CPU.")
+Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device; auto: GPUs, if there are any.")]
+Dtype = Annotated[
+    Literal["auto", "fp32", "bf16", "fp16"],
+    typer.Option(help="Dtype of the computation; auto: as stored on GPUs, fp32 on a CPU."),
 ]
 
 
@@ -68,8 +40,8 @@ def generate(
         bool, typer.Option("--chat", help="Treat prompts as user messages: apply the chat template.")
     ] = False,
     tensor_parallel_size: TensorParallelSize = 1,
-    device: DeviceOption = DeviceName.AUTO,
-    dtype: DtypeOption = DtypeName.AUTO,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Continue prompts, one after another; streams the text to stdout and reports the speed on stderr.
@@ -79,8 +51,9 @@ def generate(
     Example: `megalite generate runs/quickstart/hf --prompt "def main(" --temperature 0.8 --top-p 0.95`
     """
     from launch.inference.generate import GenerateRequest, run
+    from launch.inference.session import ModelPlacement
 
-    place = _place(model, tensor_parallel_size, device, dtype)
+    place = ModelPlacement(model, tensor_parallel_size, device, dtype)
     request = GenerateRequest(place, prompt, max_new_tokens, temperature, top_k, top_p, seed, chat, as_json)
     _exit_with(lambda: run(request))
 
@@ -96,7 +69,9 @@ def evaluate(
         typer.Option(help="Prefix of prepared data to score; default: that of the run. May be repeated."),
     ] = None,
     text_field: Annotated[str, typer.Option(help="Field that holds the text in .jsonl and datasets.")] = "text",
-    split: Annotated[SplitName | None, typer.Option(help="Split of prepared data; default: held_out.")] = None,
+    split: Annotated[
+        Literal["held_out", "train"] | None, typer.Option(help="Split of prepared data; default: held_out.")
+    ] = None,
     held_out_fraction: Annotated[
         float | None, typer.Option(help="Held-out fraction of prepared data; default: that of the run, else 0.01.")
     ] = None,
@@ -111,8 +86,8 @@ def evaluate(
         typer.Option(min=1, help="Tokens between windows over text; default: the sequence length (no overlap)."),
     ] = None,
     tensor_parallel_size: TensorParallelSize = 1,
-    device: DeviceOption = DeviceName.AUTO,
-    dtype: DtypeOption = DtypeName.AUTO,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Compute the loss, the perplexity and, for text, the bits per byte of a model.
@@ -124,14 +99,15 @@ def evaluate(
     Example: `megalite evaluate runs/quickstart/hf --text README.md --sequence-length 256 --stride 128`
     """
     from launch.inference.evaluate import EvaluateRequest, run
+    from launch.inference.session import ModelPlacement
 
-    place = _place(model, tensor_parallel_size, device, dtype)
+    place = ModelPlacement(model, tensor_parallel_size, device, dtype)
     request = EvaluateRequest(
         place,
         text or [],
         data or [],
         text_field,
-        split.value if split else None,
+        split,
         held_out_fraction,
         samples,
         sequence_length,
@@ -139,12 +115,6 @@ def evaluate(
         as_json,
     )
     _exit_with(lambda: run(request))
-
-
-def _place(path: str, tensor_parallel_size: int, device: DeviceName, dtype: DtypeName) -> ModelPlacement:
-    from launch.inference.session import ModelPlacement
-
-    return ModelPlacement(path, tensor_parallel_size, device.value, dtype.value)
 
 
 def _exit_with(run: Callable[[], int]) -> None:

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from launch.backends.submission import load_checked_config
-from launch.cli.options import ConfigPath, Exclude, Hostfile, Include, Overrides, SshPort
+from launch.cli.options import (
+    ConfigPath,
+    Exclude,
+    FirstWait,
+    Grace,
+    Hostfile,
+    Include,
+    LongestWait,
+    Overrides,
+    Restarts,
+    Silence,
+    SshPort,
+    TopologyPath,
+)
 from launch.cluster.deepspeed_launcher import Launcher
 from launch.errors import LaunchError
+from launch.output import print_json
+from launch.runtime.logs import get_logger
+from megalite.config import Config
+
+if TYPE_CHECKING:
+    from launch.cluster.supervisor import Options
+    from launch.runtime.hostfile import Host
+
+log = get_logger(__name__)
 
 
 def launch(
@@ -19,14 +42,11 @@ def launch(
     overrides: Overrides = None,
     include: Include = None,
     exclude: Exclude = None,
-    launcher: Annotated[Launcher, typer.Option(help="Back end with which deepspeed starts the ranks.")] = Launcher.PDSH,
+    launcher: Annotated[Launcher, typer.Option(help="Back end with which deepspeed starts the ranks.")] = "pdsh",
     launcher_args: Annotated[str, typer.Option(help="Extra arguments of the launcher.")] = "",
-    restarts: Annotated[int, typer.Option(min=0, help="Maximum number of restarts.")] = 5,
+    restarts: Restarts = 5,
     spares: Annotated[int, typer.Option(min=0, metavar="K", help="Keep the last K hosts in reserve.")] = 0,
-    topology: Annotated[
-        Path | None,
-        typer.Option(help="Slurm's topology.conf, or a file like it; hosts are placed by it."),
-    ] = None,
+    topology: TopologyPath = None,
     ssh_port: SshPort = None,
     wait_for_hosts: Annotated[
         float,
@@ -37,17 +57,10 @@ def launch(
     host_timeout: Annotated[
         float, typer.Option(min=5, help="Seconds without an answer until a host counts as lost.")
     ] = 20.0,
-    silence: Annotated[
-        float,
-        typer.Option(min=0, help="Seconds without a heartbeat of a rank until the run is restarted; 0: never."),
-    ] = 60.0,
-    grace: Annotated[
-        float, typer.Option(min=0, help="Seconds that ranks have to save after SIGTERM or SIGHUP.")
-    ] = 120.0,
-    first_wait: Annotated[
-        float, typer.Option(min=0, help="Seconds before the first restart; doubled for each further one.")
-    ] = 1.0,
-    longest_wait: Annotated[float, typer.Option(min=0, help="Maximum seconds before a restart.")] = 300.0,
+    silence: Silence = 60.0,
+    grace: Grace = 120.0,
+    first_wait: FirstWait = 1.0,
+    longest_wait: LongestWait = 300.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be started where; connect to no host.")
     ] = False,
@@ -66,7 +79,8 @@ def launch(
 
     config = load_checked_config(config_path, overrides)
     hosts = select_hosts(read_hostfile(hostfile), include, exclude)
-    from launch.cluster.description import check_launchable, describe, likely_layout, log_report
+    from launch.cluster.deepspeed_launcher import check_launcher, check_paths
+    from launch.cluster.host_selection import likely_layout
     from launch.cluster.supervisor import HostsSupervisor, Options
     from launch.cluster.switch_topology import read_topology
     from launch.supervision.supervisor import Policy
@@ -82,17 +96,55 @@ def launch(
         wait_for_hosts_s=60 * wait_for_hosts,
         topology=read_topology(topology) if topology is not None else None,
     )
-    check_launchable(config, hosts, options)
+    check_launcher(launcher, hosts, ssh_port)
+    check_paths(config.run_dir.absolute())
     if dry_run:
         open_data(config)
-        describe(config, hosts, options, as_json=as_json)
+        _print_dry_run(config, hosts, options, as_json=as_json)
         return
     if as_json:
         raise LaunchError("--json belongs to --dry-run: a run's results are in metrics.jsonl and receipt.json")
     likely_layout(config, hosts, spares)
     if finish_if_complete(config):
         return
-    with HostsSupervisor(
-        config, hosts, Policy(restarts, first_wait, longest_wait, grace, silence), options, log_report
-    ) as supervisor:
+    policy = Policy(restarts, first_wait, longest_wait, grace, silence)
+    with HostsSupervisor(config, hosts, policy, options) as supervisor:
         raise typer.Exit(supervisor.run())
+
+
+def _print_dry_run(config: Config, hosts: Sequence[Host], options: Options, *, as_json: bool) -> None:
+    """Prints the dry run: hosts in rank order and the launcher's command. Connects to no host."""
+    from launch.cluster.deepspeed_launcher import FOLDER, check_launcher, launcher_command
+    from launch.cluster.host_selection import likely_layout
+    from launch.cluster.placement import place_hosts
+
+    main = hosts[: len(hosts) - options.spares]
+    likely, layout, later = likely_layout(config, hosts, options.spares)
+    placed, notices = place_hosts(likely, layout, main, options.topology)
+    notices = (*later, *notices)
+    check_launcher(options.launcher, placed, options.ssh_port)
+    used = {host.name for host in placed}
+    spares = [host.name for host in hosts if host.name not in used]
+    folder = (config.run_dir / FOLDER / "ATTEMPT").absolute()
+    command = launcher_command(
+        options.launcher,
+        placed,
+        (f"ADDRESS_OF_{placed[0].name}", 0),
+        folder,
+        ssh_port=options.ssh_port,
+        launcher_args=options.launcher_args,
+    )
+    if as_json:
+        devices = {host.name: list(host.devices) for host in placed}
+        facts = {"hosts": devices, "spares": spares, "notices": notices, "ranks": layout.world_size}
+        print_json({**facts, "command": command})
+        return
+    first = 0
+    for host in placed:
+        print(f"{host.name}: ranks {first} to {first + host.slots - 1} on devices {', '.join(map(str, host.devices))}")
+        first += host.slots
+    for notice in notices:
+        log.info(notice)
+    print(f"spare: {', '.join(spares) or 'none'}")
+    print(shlex.join(command))
+    print("dry run: nothing was started")

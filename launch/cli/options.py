@@ -23,6 +23,22 @@ Include = Annotated[
     typer.Option(help="Use only these hosts and slots, such as node1@node2:0,1.", metavar="HOST[:SLOTS]@..."),
 ]
 Exclude = Annotated[str | None, typer.Option(help="Do not use these hosts and slots.", metavar="HOST[:SLOTS]@...")]
+TopologyPath = Annotated[
+    Path | None, typer.Option(help="Slurm's topology.conf, or the output of `scontrol show topology`.")
+]
+Restarts = Annotated[int, typer.Option(min=0, help="Maximum number of restarts.")]
+FirstWait = Annotated[float, typer.Option(min=0, help="Seconds before the first restart; doubles each time.")]
+LongestWait = Annotated[float, typer.Option(min=0, help="Maximum seconds before a restart.")]
+Grace = Annotated[
+    float,
+    typer.Option(
+        min=0, help="Seconds from SIGTERM or SIGHUP until remaining processes are killed; SIGUSR1 sets no limit."
+    ),
+]
+Silence = Annotated[
+    float,
+    typer.Option(min=0, help="Heartbeat timeout: restart all ranks after this many seconds without one; 0: never."),
+]
 SshPort = Annotated[int | None, typer.Option(min=1, max=65535, help="Port of sshd on the hosts.")]
 
 

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch.cli.options import ConfigPath, Overrides
+from launch.cli.options import AsJson, ConfigPath, Overrides, TopologyPath
 from launch.cluster.switch_topology import Topology, expand_hosts, read_topology
 from launch.errors import LaunchError
+from launch.output import Table, print_json
 from launch.runtime.logs import get_logger
 from launch.trainer.run_config import load_run_config
 from megalite.config import Config, ResolvedLayout, resolve_layout
 from megalite.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
-    from launch.cluster.placement import Node, Placement
-    from launch.output import Table
+    from launch.cluster.placement import Placement
+    from megalite.planner.placement.cost import Node
 
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class HostRow:
-    """Ranks, stages and replicas of a run on one host."""
-
-    host: str
-    first_rank: int
-    last_rank: int
-    stages: tuple[int, ...]
-    replicas: tuple[int, ...]
 
 
 def place(
@@ -43,13 +32,11 @@ def place(
     nodes: Annotated[
         str | None, typer.Option(help='Hosts as "NAMES:GPUS" or "NAMES:GPUS:GIB", such as "node[1-8]:8:80;old[1-4]:4".')
     ] = None,
-    topology: Annotated[
-        Path | None, typer.Option(help="Slurm's topology.conf, or the output of `scontrol show topology`.")
-    ] = None,
+    topology: TopologyPath = None,
     names: Annotated[
         bool, typer.Option("--names", help="Print the host of each rank on a line, as in SLURM_HOSTFILE.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Choose hosts and their order for a layout so that little traffic crosses hosts and switches; start nothing.
 
@@ -58,12 +45,20 @@ def place(
 
     Example: `megalite place configs/quickstart.yaml --nodes "node[1-4]:2"`
     """
-    from launch.cluster.placement import place_run
+    from launch.cluster.placement import nodes_of, place_run
+    from launch.planning.auto_layout import sizes_in_words
+    from launch.runtime.hostfile import read_hostfile
 
     if names and as_json:
         raise LaunchError("--names and --json are two ways to print the result: give one of them")
     config = load_run_config(config_path, overrides or [])
-    available = _nodes(hostfile, nodes, read_topology(topology) if topology is not None else None)
+    switches = read_topology(topology) if topology is not None else None
+    if hostfile is not None and nodes is None:
+        available = nodes_of(read_hostfile(hostfile), switches)
+    elif nodes is not None and hostfile is None:
+        available = parse_nodes(nodes, switches)
+    else:
+        raise LaunchError("say which hosts there are: give either --hostfile or --nodes")
     layout = _layout(config, sum(node.gpus for node in available))
     best, first_fit = place_run(config, layout, available)
     if names:
@@ -72,30 +67,50 @@ def place(
         for name, count in best.hosts:
             print(*[name] * count, sep="\n")
         return
-    rows = host_rows(best, Mesh.of(layout))
+    rows, notices = _host_rows(best, Mesh.of(layout)), [*layout.notices, *best.notices]
     if as_json:
-        print(json.dumps(_as_json(layout, rows, best, first_fit), indent=2))
+        result = {"layout": asdict(layout), "ranks": rows, "placement": _facts(best), "first_fit": _facts(first_fit)}
+        print_json({**result, "notices": notices})
         return
-    _host_table(rows, layout).print()
-    _crossing_table(best, first_fit).print()
-    for notice in (*layout.notices, *best.notices):
+    cells = []
+    for row in rows:
+        ranks = range(row["first_rank"], row["last_rank"] + 1)
+        cells.append((row["host"], _span(ranks), _span(row["stages"]), _span(row["replicas"])))
+    title = f"{layout.world_size} ranks ({sizes_in_words(config, layout)}) on {len(rows)} hosts"
+    Table(("host", "ranks", "stages", "replicas"), cells, title).print()
+    levels = [(level, _size(size), _size(first_fit.crossing[level])) for level, size in best.crossing.items()]
+    levels.append(("hosts", str(len(best.hosts)), str(len(first_fit.hosts))))
+    if len(best.crossing) > 2:
+        levels.append(("leaf switches", str(best.leaves), str(first_fit.leaves)))
+    Table(("", "this placement", "hosts as given"), levels, "bytes of one optimizer step").print()
+    for notice in notices:
         log.info(notice)
 
 
-def host_rows(placement: Placement, mesh: Mesh) -> list[HostRow]:
-    """Returns the part of each host, in rank order."""
+def _host_rows(placement: Placement, mesh: Mesh) -> list[dict[str, Any]]:
+    """Returns the ranks, stages and replicas on each host, in rank order."""
     rows, first = [], 0
     for name, count in placement.hosts:
         at = [mesh.coordinate(rank) for rank in range(first, first + count)]
-        stages, replicas = ({c.pipeline_rank for c in at}, {c.data_rank for c in at})
-        rows.append(HostRow(name, first, first + count - 1, tuple(sorted(stages)), tuple(sorted(replicas))))
+        stages, replicas = sorted({c.pipeline_rank for c in at}), sorted({c.data_rank for c in at})
+        ranks = {"host": name, "first_rank": first, "last_rank": first + count - 1}
+        rows.append({**ranks, "stages": stages, "replicas": replicas})
         first += count
     return rows
 
 
+def _facts(placement: Placement) -> dict[str, Any]:
+    return {
+        "bytes_per_step": placement.crossing,
+        "cost": placement.cost,
+        "hosts": len(placement.hosts),
+        "leaves": placement.leaves,
+    }
+
+
 def parse_nodes(text: str, topology: Topology | None) -> list[Node]:
     """Parses `NAMES:GPUS[:GIB];...`, with names as a Slurm host list. Raises LaunchError if it is malformed."""
-    from launch.cluster.placement import Node
+    from megalite.planner.placement.cost import Node
 
     found: dict[str, Node] = {}
     for part in text.split(";"):
@@ -111,64 +126,11 @@ def parse_nodes(text: str, topology: Topology | None) -> list[Node]:
     return list(found.values())
 
 
-def _nodes(hostfile: Path | None, nodes: str | None, topology: Topology | None) -> list[Node]:
-    from launch.cluster.placement import nodes_of
-    from launch.runtime.hostfile import read_hostfile
-
-    if hostfile is not None and nodes is None:
-        return nodes_of(read_hostfile(hostfile), topology)
-    if nodes is not None and hostfile is None:
-        return parse_nodes(nodes, topology)
-    raise LaunchError("say which hosts there are: give either --hostfile or --nodes")
-
-
 def _layout(config: Config, room: int) -> ResolvedLayout:
     """Returns the layout on the ranks of the config, or if data parallelism is auto, on as many as fit `room` slots."""
     parallel = config.parallel
     replica, replicas = parallel.tensor_parallel_size * parallel.pipeline_parallel_size, parallel.data_parallel_size
     return resolve_layout(config, replica * (max(1, room // replica) if replicas == "auto" else replicas), "cuda")
-
-
-def _as_json(layout: ResolvedLayout, rows: Sequence[HostRow], best: Placement, first_fit: Placement) -> dict[str, Any]:
-    def facts(placement: Placement) -> dict[str, Any]:
-        return {
-            "bytes_per_step": placement.crossing,
-            "cost": placement.cost,
-            "hosts": len(placement.hosts),
-            "leaves": placement.leaves,
-        }
-
-    return {
-        "layout": asdict(layout),
-        "ranks": [asdict(row) for row in rows],
-        "placement": facts(best),
-        "first_fit": facts(first_fit),
-        "notices": [*layout.notices, *best.notices],
-    }
-
-
-def _host_table(rows: Sequence[HostRow], layout: ResolvedLayout) -> Table:
-    from launch.output import Table
-
-    return Table(
-        ("host", "ranks", "stages", "replicas"),
-        [
-            (row.host, _span(range(row.first_rank, row.last_rank + 1)), _span(row.stages), _span(row.replicas))
-            for row in rows
-        ],
-        title=f"{layout.world_size} ranks (tensor {layout.tensor_parallel_size} x pipeline "
-        f"{layout.pipeline_parallel_size} x data {layout.data_parallel_size}) on {len(rows)} hosts",
-    )
-
-
-def _crossing_table(best: Placement, first_fit: Placement) -> Table:
-    from launch.output import Table
-
-    rows = [(level, _size(size), _size(first_fit.crossing[level])) for level, size in best.crossing.items()]
-    rows.append(("hosts", str(len(best.hosts)), str(len(first_fit.hosts))))
-    if len(best.crossing) > 2:
-        rows.append(("leaf switches", str(best.leaves), str(first_fit.leaves)))
-    return Table(("", "this placement", "hosts as given"), rows, title="bytes of one optimizer step")
 
 
 def _span(numbers: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ from launch.cli.options import AsJson
 from launch.output import print_json, spinner
 
 if TYPE_CHECKING:
-    from data_pipeline.prepare.prepare import PrepareProgress, PrepareSummary
+    from data_pipeline.prepare.prepare import PrepareProgress
 
 PYTHON_STDLIB = "python-stdlib"  # text that every machine with Python has
 
@@ -66,16 +66,10 @@ def prepare(
         )
     if as_json:
         print_json(asdict(summary))
-    else:
-        print(_sentence(summary))
-
-
-def _sentence(summary: PrepareSummary) -> str:
-    if summary.dry_run:
+    elif summary.dry_run:
         size = f", {summary.source_bytes:,} bytes" if summary.source_bytes is not None else ""
-        return f"dry run: would encode {summary.source_count} sources{size} into {summary.output}.bin ({summary.dtype})"
-    done = "already prepared" if summary.reused else f"prepared in {summary.seconds:.1f} s"
-    return (
-        f"{summary.output}.bin: {summary.document_count:,} documents, {summary.token_count:,} tokens, vocabulary "
-        f"{summary.vocab_size:,}, {done}"
-    )
+        print(f"dry run: would encode {summary.source_count} sources{size} into {summary.output}.bin ({summary.dtype})")
+    else:
+        done = "already prepared" if summary.reused else f"prepared in {summary.seconds:.1f} s"
+        counts = f"{summary.document_count:,} documents, {summary.token_count:,} tokens"
+        print(f"{summary.output}.bin: {counts}, vocabulary {summary.vocab_size:,}, {done}")

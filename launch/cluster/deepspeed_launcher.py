@@ -1,44 +1,30 @@
 """Builds the command line and the files of the stock `deepspeed` launcher for several hosts, with safe settings.
 
-Input: hosts in rank order, their rendezvous, and the variables of their environment.
+Input: hosts in rank order, the address at which their ranks meet, and the variables of their environment.
 """
 
 from __future__ import annotations
 
-import enum
 import os
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from launch.cluster.ssh.connection import keep_alive
 from launch.errors import LaunchError
+from launch.runtime.forwarded_environment import PLAIN
 from launch.runtime.hostfile import Host, hostfile_text, include_filter
 from launch.runtime.modules import RANK_SCRIPT
+from megalite.config import Config
 
-TASKS = "tasks"
-NEEDS = {"pdsh": "pdsh", "openmpi": "mpirun", "mpich": "mpirun", "slurm": "srun"}  # launcher -> program
-
-
-class Launcher(enum.StrEnum):
-    """Back end with which `deepspeed` starts ranks on other hosts."""
-
-    PDSH = "pdsh"
-    OPENMPI = "openmpi"
-    MPICH = "mpich"
-    SLURM = "slurm"
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Address and port at which the ranks of one attempt find each other."""
-
-    address: str
-    port: int
+Launcher = Literal["pdsh", "openmpi", "mpich", "slurm"]  # with which `deepspeed` starts ranks on other hosts
+NEEDS: dict[Launcher, str] = {"pdsh": "pdsh", "openmpi": "mpirun", "mpich": "mpirun", "slurm": "srun"}  # its program
+FOLDER = ".launch"  # in the run's folder: a folder of files for each attempt
+HOSTFILE, CONFIG, ENVIRONMENT, TASKS = "hostfile", "config.yaml", "environment", "tasks"  # files of an attempt
 
 
 def check_launcher(launcher: Launcher, hosts: Sequence[Host], ssh_port: int | None = None) -> None:
@@ -46,13 +32,13 @@ def check_launcher(launcher: Launcher, hosts: Sequence[Host], ssh_port: int | No
     program = NEEDS[launcher]
     if shutil.which(program) is None:
         raise LaunchError(f"--launcher {launcher} needs {program}, which is not on PATH: install it, or choose another")
-    if launcher is Launcher.SLURM and "SLURM_JOB_ID" not in os.environ:
+    if launcher == "slurm" and "SLURM_JOB_ID" not in os.environ:
         raise LaunchError("--launcher slurm works inside an allocation: run it under salloc, or use `megalite slurm`")
-    if launcher is Launcher.PDSH:
+    if launcher == "pdsh":
         return
-    if launcher in (Launcher.OPENMPI, Launcher.MPICH):
+    if program == "mpirun":
         done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=30, check=False)
-        if ("Open MPI" in done.stdout or "OpenRTE" in done.stdout) != (launcher is Launcher.OPENMPI):
+        if ("Open MPI" in done.stdout or "OpenRTE" in done.stdout) != (launcher == "openmpi"):
             raise LaunchError(
                 f"--launcher {launcher} needs its own mpirun, but {shutil.which('mpirun')} is another's: put it first "
                 "on PATH"
@@ -63,59 +49,69 @@ def check_launcher(launcher: Launcher, hosts: Sequence[Host], ssh_port: int | No
                 f"--launcher {launcher} starts the first slots of a host, but of {host.name} {list(host.devices)} are "
                 "asked for: use --launcher pdsh, or whole hosts"
             )
-    if launcher is Launcher.MPICH and ssh_port is not None:
+    if launcher == "mpich" and ssh_port is not None:
         raise LaunchError("--launcher mpich cannot be told an --ssh-port: name the port in ~/.ssh/config")
-    if launcher in (Launcher.MPICH, Launcher.SLURM) and len({host.slots for host in hosts}) > 1:
+    if launcher in ("mpich", "slurm") and len({host.slots for host in hosts}) > 1:
         raise LaunchError(f"--launcher {launcher} needs equally many slots on all hosts: use --launcher pdsh")
 
 
-def write_files(folder: Path, hosts: Sequence[Host], shown: Mapping[str, str]) -> tuple[Path, Path]:
-    """Writes the hostfile, the environment file, and a list with a host per rank for srun; returns the first two."""
-    hostfile, environment = folder / "hostfile", folder / "environment"
-    hostfile.write_text(hostfile_text(hosts))
-    environment.write_text("".join(f"{name}={value}\n" for name, value in shown.items()))  # no secrets
-    (folder / TASKS).write_text("".join(f"{host.name}\n" * host.slots for host in hosts))
-    return hostfile, environment
+def check_paths(run_dir: Path) -> None:
+    """Raises LaunchError if shells on the hosts would change one of the paths on the launcher's command line."""
+    paths = {"run_dir": run_dir, "this folder": Path.cwd(), "Python": Path(sys.executable), "megalite": RANK_SCRIPT}
+    for what, path in paths.items():
+        if not PLAIN.fullmatch(str(path)):
+            raise LaunchError(
+                f"{what}, {path}, has characters that shells on the hosts would change: choose a path of letters, "
+                "digits and _ - . / alone"
+            )
+
+
+def write_files(folder: Path, hosts: Sequence[Host], shown: Mapping[str, str], config: Config) -> None:
+    """Writes the config of the ranks and what the launcher reads into a new folder; `shown` holds no secrets."""
+    folder.mkdir(parents=True)
+    (folder / CONFIG).write_text(config.to_yaml())
+    (folder / HOSTFILE).write_text(hostfile_text(hosts))
+    (folder / ENVIRONMENT).write_text("".join(f"{name}={value}\n" for name, value in shown.items()))
+    (folder / TASKS).write_text("".join(f"{host.name}\n" * host.slots for host in hosts))  # a host per rank, for srun
 
 
 def launcher_command(
     launcher: Launcher,
     hosts: Sequence[Host],
-    rendezvous: Rendezvous,
-    hostfile: Path,
-    config_path: Path,
+    master: tuple[str, int],
+    folder: Path,
     *,
     ssh_port: int | None = None,
     launcher_args: str = "",
 ) -> list[str]:
-    """Returns the command line that starts the ranks."""
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile)]
-    command += ["--launcher", launcher.value, "--no_ssh_check", "--no_local_rank", "--log_level", "warning"]
+    """Returns the command line that starts the ranks, with the files that `write_files` has put into `folder`.
+
+    `master` is the address and port at which the ranks find each other.
+    """
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(folder / HOSTFILE)]
+    command += ["--launcher", launcher, "--no_ssh_check", "--no_local_rank", "--log_level", "warning"]
     command += ["--force_multi"]  # a single host that is left need not be this machine
-    command += ["--master_addr", rendezvous.address, "--master_port", str(rendezvous.port)]
+    command += ["--master_addr", master[0], "--master_port", str(master[1])]
+    arguments: list[str] = []
     if ssh_port is not None:
         command += ["--ssh_port", str(ssh_port)]
-    if launcher is Launcher.PDSH:
+    if launcher == "pdsh":
         command += ["--include", include_filter(hosts)]
-    arguments = [*_default_arguments(launcher, ssh_port), *shlex.split(launcher_args)]
+    elif launcher == "openmpi":
+        # Open MPI would bind each rank to one core; ranks choose their threads themselves
+        arguments += ["--bind-to", "none", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+        arguments += [] if ssh_port is None else ["--mca", "plm_rsh_args", f"-p {ssh_port}"]
+    elif launcher == "slurm":
+        arguments += ["--distribution=arbitrary"]  # keeps the order of SLURM_HOSTFILE; a node list would be sorted
+    arguments += shlex.split(launcher_args)
     if arguments:
         command += [f"--launcher_args={shlex.join(arguments)}"]
-    return [*command, str(RANK_SCRIPT), str(config_path)]
+    return [*command, str(RANK_SCRIPT), str(folder / CONFIG)]
 
 
-def launcher_environment(environment_file: Path, patience_s: float) -> dict[str, str]:
+def launcher_environment(folder: Path, patience_s: float) -> dict[str, str]:
     """Returns the environment of the launcher's own process, without variables it would put on command lines."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW")}
     options = [*shlex.split(kept.get("PDSH_SSH_ARGS_APPEND", "")), *(f"-o{one}" for one in keep_alive(patience_s))]
-    own = {"DS_ENV_FILE": str(environment_file), "PDSH_SSH_ARGS_APPEND": " ".join(options)}
-    return kept | own | {"SLURM_HOSTFILE": str(environment_file.with_name(TASKS))}
-
-
-def _default_arguments(launcher: Launcher, ssh_port: int | None) -> list[str]:
-    if launcher is Launcher.OPENMPI:
-        # Open MPI would bind each rank to one core; ranks choose their threads themselves
-        arguments = ["--bind-to", "none", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
-        return arguments if ssh_port is None else [*arguments, "--mca", "plm_rsh_args", f"-p {ssh_port}"]
-    if launcher is Launcher.SLURM:
-        return ["--distribution=arbitrary"]  # keeps the order of SLURM_HOSTFILE; a node list would be sorted
-    return []
+    own = {"DS_ENV_FILE": str(folder / ENVIRONMENT), "PDSH_SSH_ARGS_APPEND": " ".join(options)}
+    return kept | own | {"SLURM_HOSTFILE": str(folder / TASKS)}

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from launch.cluster.doctor.findings import Finding
 from launch.cluster.placement import place_hosts
 from launch.cluster.switch_topology import Topology
 from launch.errors import LaunchError
-from launch.planning.auto_layout import most_ranks, why_fewer
+from launch.planning.auto_layout import layout_or_likely, most_ranks, why_fewer
 from launch.runtime.devices import Device
 from launch.runtime.hostfile import Host
 from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
+from megalite.planner.search import Ranks
 
 
 class NotEnoughHosts(LaunchError):
@@ -45,7 +47,8 @@ def wanted_ranks(config: Config, hosts: Sequence[Host], spares: int, device: Dev
     slots = sum(host.slots for host in hosts[: len(hosts) - spares])
     if config.unresolved_options:
         return most_ranks(config, slots, per_node(hosts), device)
-    replica, data = _replica(config), config.parallel.data_parallel_size
+    parallel = config.parallel
+    replica, data = parallel.tensor_parallel_size * parallel.pipeline_parallel_size, parallel.data_parallel_size
     wanted = slots // replica * replica if data == "auto" else replica * data
     if wanted > slots or not wanted:
         count = len(hosts) - spares
@@ -55,6 +58,17 @@ def wanted_ranks(config: Config, hosts: Sequence[Host], spares: int, device: Dev
             "a smaller parallel layout"
         )
     return wanted
+
+
+def likely_layout(config: Config, hosts: Sequence[Host], spares: int) -> tuple[Config, ResolvedLayout, list[str]]:
+    """Predicts config, layout and notices before any host is asked.
+
+    Raises LaunchError or ConfigError if there is no layout for these hosts.
+    """
+    device = expected_device()
+    count = wanted_ranks(config, hosts, spares, device)
+    likely, layout, later = layout_or_likely(config, Ranks(count, per_node(hosts), device))
+    return likely, layout, [*later, *unused_slots(config, hosts, spares, count, device)]
 
 
 def unused_slots(config: Config, hosts: Sequence[Host], spares: int, ranks: int, device: Device) -> list[str]:
@@ -88,9 +102,16 @@ def choose_hosts(
     slots = sum(host.slots for host in fit)
     layout = resolve_layout(config, wanted, device)
     if slots < wanted:
-        smaller = _smaller(config, device, slots) if may_shrink else None
+        smaller = None
+        if may_shrink and config.parallel.data_parallel_size == "auto":
+            smaller = _largest_layout(config, device, slots)
         if smaller is None:
-            reason = f" ({_summary(why_not)})" if why_not else ""
+            reason = ""
+            if why_not:
+                first = why_not[0]
+                is_named = any(f"host {name} " in first.sentence for name in first.hosts)
+                text = f"{first.sentence}: {first.remedy}".rstrip(": ") if is_named else str(first)
+                reason = f" ({text}{f'; and {len(why_not) - 1} more' if len(why_not) > 1 else ''})"
             raise NotEnoughHosts(
                 f"{wanted} ranks are needed, and hosts that are fit have {slots} slots{reason}: mend them, leave them "
                 "out with --exclude, or name others in the hostfile"
@@ -108,26 +129,10 @@ def choose_hosts(
     return Choice(hosts, layout, notices)
 
 
-def _smaller(config: Config, device: Device, slots: int) -> ResolvedLayout | None:
+def _largest_layout(config: Config, device: Device, slots: int) -> ResolvedLayout | None:
     """Returns the largest layout on `slots` slots that divides the batch evenly; None if there is none."""
-    if config.parallel.data_parallel_size != "auto":
-        return None
-    replica = _replica(config)
+    replica = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
     for replicas in range(slots // replica, 0, -1):
-        try:
+        with suppress(ConfigError):
             return resolve_layout(config, replicas * replica, device)
-        except ConfigError:
-            continue
     return None
-
-
-def _replica(config: Config) -> int:
-    return config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
-
-
-def _summary(failures: Sequence[Finding]) -> str:
-    """Returns the first failure as text, and how many more there are."""
-    first = failures[0]
-    named = any(f"host {name} " in first.sentence for name in first.hosts)
-    text = f"{first.sentence}: {first.remedy}".rstrip(": ") if named else str(first)
-    return f"{text}; and {len(failures) - 1} more" if len(failures) > 1 else text

@@ -7,7 +7,7 @@ placement is the bytes of one optimizer step, with a higher weight for those tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from launch.cluster.switch_topology import Topology
@@ -21,8 +21,6 @@ from megalite.planner.cost.volumes import Traffic, traffic, volumes
 from megalite.planner.placement.cost import Costs, Node, Picks
 from megalite.planner.placement.search import first_fit, search
 from megalite.planner.workload import TrainingWorkload
-
-__all__ = ["Node", "Placement", "nodes_of", "place", "place_hosts", "place_run"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,19 @@ def place(nodes: Sequence[Node], mesh: Mesh, traffic: Traffic, needs_gib: float 
     First fit fills the nodes in the given order. Nodes whose GPUs are known to have less than `needs_gib` are left out.
     Raises LaunchError if there are too few slots.
     """
-    large = _with_room(nodes, mesh, needs_gib)
+
+    def is_large(node: Node) -> bool:
+        return node.gpus > 0 and (node.memory_gib is None or node.memory_gib >= needs_gib)
+
+    large = [node for node in nodes if is_large(node)]
+    room = sum(node.gpus for node in large)
+    if room < mesh.world_size:
+        missing = [node.name for node in nodes if not is_large(node)]
+        small = f" ({_listed(missing)} left out: no free slot, or less than {needs_gib:.3g} GiB of memory)"
+        raise LaunchError(
+            f"the layout {mesh} needs {mesh.world_size} slots, and {_counted(len(large), 'host')} with {room} free "
+            f"ones were given{small if missing else ''}: use a smaller layout or more hosts"
+        )
     costs = Costs(large, mesh, traffic)
     best = search(costs, large)
     return _placement(costs, large, best), _placement(costs, large, first_fit(costs))
@@ -74,61 +84,37 @@ def place_hosts(
     return chosen, placement.notices
 
 
-def _with_room(nodes: Sequence[Node], mesh: Mesh, needs_gib: float) -> list[Node]:
-    """Returns the nodes with enough memory. Raises LaunchError if they are too few."""
-
-    def is_large(node: Node) -> bool:
-        return node.gpus > 0 and (node.memory_gib is None or node.memory_gib >= needs_gib)
-
-    large = [node for node in nodes if is_large(node)]
-    room = sum(node.gpus for node in large)
-    if room >= mesh.world_size:
-        return large
-    missing = [node.name for node in nodes if not is_large(node)]
-    small = f" ({_listed(missing)} left out: no free slot, or less than {needs_gib:.3g} GiB of memory)"
-    raise LaunchError(
-        f"the layout {mesh} needs {mesh.world_size} slots, and {_counted(len(large), 'host')} with {room} free ones "
-        f"were given{small if missing else ''}: use a smaller layout or more hosts"
-    )
-
-
 def _placement(costs: Costs, nodes: Sequence[Node], picks: Picks) -> Placement:
     per_level = costs.bytes_per_level(picks)
     cost, leaves, *_ = costs.score(picks)
-    notices = _tensor_notice(costs, picks)
-    unknown = [node.name for node in nodes if not node.switches]
-    if 0 < len(unknown) < len(nodes):
-        notices = (*notices, f"the topology does not name {_listed(unknown)}: taken to be far from all others")
     return Placement(
         hosts=tuple((nodes[node].name, count) for node, count in picks),
         crossing=dict(zip(costs.levels, per_level, strict=True)),
         cost=cost,
         leaves=leaves,
-        notices=notices,
+        notices=tuple(_notices(costs, nodes, picks)),
     )
 
 
-def _tensor_notice(costs: Costs, picks: Picks) -> tuple[str, ...]:
-    """Reports tensor-parallel groups that span several hosts."""
+def _notices(costs: Costs, nodes: Sequence[Node], picks: Picks) -> Iterator[str]:
+    """Reports tensor-parallel groups that span several hosts, and hosts that are missing from the topology."""
     tp, end, cut = costs.mesh.tensor_parallel_size, 0, set()
     for _, count in picks:
         end += count
         if end % tp:
             cut.add(end // tp)
-    if not cut:
-        return ()
-    groups = costs.mesh.world_size // tp
-    largest = max(costs.gpus)
-    why = (
-        f"no host has {tp} free slots (the largest has {largest})"
-        if largest < tp
-        else "too few hosts have room for whole groups"
-    )
-    return (
-        f"{len(cut)} of {_counted(groups, 'tensor-parallel group')} of {tp} ranks span several hosts, because {why}: "
-        "their all-reduces, the most frequent traffic of all, leave the host; a tensor_parallel_size that divides the "
-        "hosts' slots avoids it",
-    )
+    if cut:
+        largest, why = max(costs.gpus), "too few hosts have room for whole groups"
+        if largest < tp:
+            why = f"no host has {tp} free slots (the largest has {largest})"
+        groups = _counted(costs.mesh.world_size // tp, "tensor-parallel group")
+        yield (
+            f"{len(cut)} of {groups} of {tp} ranks span several hosts, because {why}: their all-reduces, the most "
+            "frequent traffic of all, leave the host; a tensor_parallel_size that divides the hosts' slots avoids it"
+        )
+    unknown = [node.name for node in nodes if not node.switches]
+    if 0 < len(unknown) < len(nodes):
+        yield f"the topology does not name {_listed(unknown)}: taken to be far from all others"
 
 
 def _listed(names: Sequence[str]) -> str:

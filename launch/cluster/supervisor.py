@@ -14,23 +14,22 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from launch.cluster.attempt import HostsAttempt
+from launch.cluster.attempt import HostMonitor, HostsAttempt
 from launch.cluster.deepspeed_launcher import (
+    FOLDER,
     Launcher,
-    Rendezvous,
     check_launcher,
     launcher_command,
     launcher_environment,
     write_files,
 )
-from launch.cluster.doctor.findings import Finding, Settings
+from launch.cluster.doctor.findings import FAIL, OK, Finding, Settings
 from launch.cluster.doctor.preflight import PreflightReport, preflight
-from launch.cluster.host_monitor import HostMonitor
 from launch.cluster.host_selection import (
     NotEnoughHosts,
     choose_hosts,
@@ -47,15 +46,17 @@ from launch.runtime.devices import Device
 from launch.runtime.forwarded_environment import forwarded_environment, user_environment_files
 from launch.runtime.hostfile import Host
 from launch.runtime.local_ranks import rank_environment
+from launch.runtime.logs import get_logger
 from launch.runtime.processes import StopSignals
-from launch.runtime.rank_environment import ATTEMPT
+from launch.runtime.rank_environment import ATTEMPT, PRIVATE
 from launch.supervision.liveness import HeartbeatMonitor
 from launch.supervision.supervisor import AttemptEnd, Policy, Supervisor, sleep
 from megalite.config import Config, ConfigError
 from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.planner.search import Ranks, first_legal
 
-FOLDER = ".launch"  # in the run's folder: files for the launcher of the current attempt
+log = get_logger(__name__)
+
 RETRY_S = 10.0  # between two searches for hosts that boot
 GUARD_S = 10.0
 
@@ -64,7 +65,7 @@ GUARD_S = 10.0
 class Options:
     """Options of `megalite launch` besides hosts and config."""
 
-    launcher: Launcher = Launcher.PDSH
+    launcher: Launcher = "pdsh"
     launcher_args: str = ""
     spares: int = 0  # the last hosts of the list, used only if others are lost
     ssh_port: int | None = None
@@ -81,33 +82,21 @@ class HostAssignment:
     config: Config  # with a resolved layout
     device: Device
     cores: int  # of the host with the fewest
-    rendezvous: Rendezvous
+    master: tuple[str, int]  # address and port at which the ranks find each other
 
 
 class HostsSupervisor(Supervisor):
     """Restarts a run on several hosts. Use as `with HostsSupervisor(...) as supervisor: supervisor.run()`."""
 
-    def __init__(
-        self,
-        config: Config,
-        hosts: Sequence[Host],
-        policy: Policy,
-        options: Options,
-        show_report: Callable[[PreflightReport], None],
-    ) -> None:
-        """`show_report` gets the preflight report of the first attempt, and later ones that exclude a host.
-
-        Raises LaunchError or ConfigError if the layout does not fit these hosts.
-        """
+    def __init__(self, config: Config, hosts: Sequence[Host], policy: Policy, options: Options) -> None:
+        """Raises LaunchError or ConfigError if the layout does not fit these hosts."""
         super().__init__(policy, config.run_dir, config.total_steps)
-        self._config, self._hosts, self._options, self._show_report = config, tuple(hosts), options, show_report
+        self._config, self._hosts, self._options = config, tuple(hosts), options
         self._world_size = wanted_ranks(config, hosts, options.spares, expected_device())
         self._connections: dict[str, HostConnection] = {}
         self._attempts = 0
         self._began = time.monotonic()  # start of the last attempt
-        self._last_hosts: tuple[str, ...] = ()
-        self._notices: tuple[str, ...] = ()
-        self._layout_notices: tuple[str, ...] = ()
+        self._logged: dict[str, Sequence[str]] = {}  # subject -> notices of the last attempt
         self._shown_findings: tuple[Finding, ...] = ()
         self._stuck: set[str] = set()  # hosts with a process that cannot be killed and may hold GPUs
 
@@ -153,12 +142,15 @@ class HostsSupervisor(Supervisor):
         if self._remove_stale_locks(report):
             report = preflight(self._connections, errors, self._hosts, settings)
         if report.findings != self._shown_findings and (self._attempts == 1 or report.failures):
-            self._show_report(report)
+            log.log(logging.INFO if report.passed else logging.WARNING, "%s", report.conclusion())
+            for finding in report.findings:
+                if finding.verdict != OK:
+                    log.warning("%s%s: %s", finding.check, " failed" if finding.verdict == FAIL else "", finding)
         self._shown_findings = report.findings
         for finding in report.failures:
             if not finding.hosts:
                 raise LaunchError(f"the hosts cannot train together: {finding}")
-        unfit = report.failed_hosts.keys() | self._stuck
+        unfit = self._stuck.union(report.failed_hosts)
         fit = [host for host in self._hosts if host.name not in unfit]
         config, wanted = self._with_layout(fit, report)
         choice = choose_hosts(
@@ -171,23 +163,25 @@ class HostsSupervisor(Supervisor):
             topology=self._options.topology,
             why_not=report.failures,
         )
-        for notice in choice.notices if choice.notices != self._notices else ():
-            self._log(notice, logging.INFO)
-        self._notices = choice.notices
+        self._log_if_new("hosts", choice.notices)
         check_launcher(self._options.launcher, choice.hosts, self._options.ssh_port)
         check_known_bad(config, choice.layout, installed_versions(), report.device)
         hosts = choice.hosts
-        if self._options.launcher is Launcher.OPENMPI:  # it puts the ranks of this machine first
+        if self._options.launcher == "openmpi":  # it puts the ranks of this machine first
             here = [host for host in hosts if report.facts[host.name]["hostname"] == socket.gethostname()]
             hosts = (*here, *(host for host in hosts if host not in here))
         first = hosts[0].name
-        rendezvous = Rendezvous(report.addresses[first], self._connections[first].ask("free_port")["port"])
-        names = tuple(host.name for host in hosts)
-        if names != self._last_hosts:
-            self._log(f"hosts of this attempt, in rank order: {', '.join(names)}", logging.INFO)
-        self._last_hosts = names
+        master = (report.addresses[first], self._connections[first].ask("free_port")["port"])
+        names = [host.name for host in hosts]
+        self._log_if_new("order", [f"hosts of this attempt, in rank order: {', '.join(names)}"])
         cores = min(report.facts[name]["cores"] for name in names)
-        return HostAssignment(hosts, config, report.device, cores, rendezvous)
+        return HostAssignment(hosts, config, report.device, cores, master)
+
+    def _log_if_new(self, subject: str, notices: Sequence[str]) -> None:
+        """Logs the notices of an attempt on a subject, unless the attempt before had the same ones."""
+        for notice in notices if notices != self._logged.get(subject) else ():
+            self._log(notice, logging.INFO)
+        self._logged[subject] = notices
 
     def _with_layout(self, fit: Sequence[Host], report: PreflightReport) -> tuple[Config, int]:
         """Returns the config of an attempt and its ranks. A layout that is auto is chosen for the hosts in `fit`."""
@@ -209,10 +203,7 @@ class HostsSupervisor(Supervisor):
             if self._attempts == 1:
                 raise
             raise NotEnoughHosts(f"there is no layout for the hosts that are fit: {error}") from None
-        layout_notices = (*notices, chosen.sentence)
-        for notice in layout_notices if layout_notices != self._layout_notices else ():
-            self._log(notice, logging.INFO)
-        self._layout_notices = layout_notices
+        self._log_if_new("layout", [*notices, chosen.sentence])
         return self._config.with_resolved(chosen.options), wanted
 
     def _remove_stale_locks(self, report: PreflightReport) -> bool:
@@ -241,24 +232,25 @@ class HostsSupervisor(Supervisor):
 
     def _run(self, assignment: HostAssignment, signals: StopSignals) -> AttemptEnd:
         attempt, self._began = uuid.uuid4().hex, time.monotonic()
+        lease_s = self._options.host_timeout_s
         connections = {host.name: self._connections[host.name] for host in assignment.hosts}
-        environment, private = self._environment(assignment, attempt)
-        guard = {"attempt": attempt, "lease_s": self._options.host_timeout_s, "private": private}
+        shown, private = forwarded_environment(os.environ, user_environment_files(os.environ))
+        guard = {"attempt": attempt, "lease_s": lease_s, "private": private}
         answers, errors = in_parallel(
             list(connections), lambda name: connections[name].ask("guard", timeout_s=GUARD_S, **guard)
         )
         for error in errors.values():
             in_parallel(list(answers), lambda name: connections[name].ask("release"))
             raise error
-        environment["MEGALITE_PRIVATE_ENVIRONMENT"] = next(iter(answers.values()))["private_environment"]
         folder = (self._run_dir / FOLDER / attempt).absolute()
-        command, own = self._command(assignment, environment, folder)
-        reconnect = partial(HostConnection, ssh_port=self._options.ssh_port, patience_s=self._options.host_timeout_s)
+        shown |= {ATTEMPT: attempt, PRIVATE: next(iter(answers.values()))["private_environment"]}
+        command, environment = self._command(assignment, shown, folder), launcher_environment(folder, lease_s)
+        reconnect = partial(HostConnection, ssh_port=self._options.ssh_port, patience_s=lease_s)
         with (
-            HostMonitor(connections, guard, reconnect, self._options.host_timeout_s) as monitor,
+            HostMonitor(connections, guard, reconnect, lease_s) as monitor,
             HeartbeatMonitor(self._run_dir, attempt, self._policy.heartbeat_timeout_s) as heartbeats,
         ):
-            ended = HostsAttempt(command, own, monitor, self._policy.grace_s, heartbeats.reason).run(signals)
+            ended = HostsAttempt(command, environment, monitor, self._policy.grace_s, heartbeats.reason).run(signals)
             lost = monitor.lost()
         shutil.rmtree(folder, ignore_errors=True)
         self._connections |= connections  # the monitor may have reconnected
@@ -271,37 +263,19 @@ class HostsSupervisor(Supervisor):
         facts = {"id": attempt, "hosts": {host.name: host.slots for host in assignment.hosts}, "lost": lost}
         return replace(ended, facts=facts | ended.facts)
 
-    def _environment(self, assignment: HostAssignment, attempt: str) -> tuple[dict[str, str], dict[str, str]]:
-        """Returns public variables, for command lines, and private ones, which only the ranks may read."""
-        ranks = max(host.slots for host in assignment.hosts)
+    def _command(self, assignment: HostAssignment, shown: dict[str, str], folder: Path) -> list[str]:
+        """Writes the files of the launcher and returns its command line; `shown` are variables that all may see."""
+        options, hosts, (address, port) = self._options, assignment.hosts, assignment.master
+        ranks = max(host.slots for host in hosts)
         own, _ = rank_environment(self._config.launch, ranks, assignment.device == "cuda", cores=assignment.cores)
-        given = forwarded_environment(os.environ, user_environment_files(os.environ))
-        shown = own | given.shown | {ATTEMPT: attempt}
-        return shown, given.private
-
-    def _command(
-        self, assignment: HostAssignment, environment: dict[str, str], folder: Path
-    ) -> tuple[list[str], dict[str, str]]:
-        """Writes the files of the launcher; returns its command line and its own environment."""
-        folder.mkdir(parents=True)
-        config_path = folder / "config.yaml"
-        config_path.write_text(assignment.config.to_yaml())
-        if (
-            self._options.launcher is not Launcher.PDSH
-        ):  # MPI and srun set only rank numbers, and mpirun makes a terminal
-            environment |= {
-                "MASTER_ADDR": assignment.rendezvous.address,
-                "MASTER_PORT": str(assignment.rendezvous.port),
-            }
-            environment["TTY_COMPATIBLE"] = "0"
-        hostfile, environment_file = write_files(folder, assignment.hosts, environment)
-        command = launcher_command(
-            self._options.launcher,
-            assignment.hosts,
-            assignment.rendezvous,
-            hostfile,
-            config_path,
-            ssh_port=self._options.ssh_port,
-            launcher_args=self._options.launcher_args,
+        if options.launcher != "pdsh":  # MPI and srun set only rank numbers, and mpirun makes a terminal
+            shown = shown | {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TTY_COMPATIBLE": "0"}
+        write_files(folder, hosts, own | shown, assignment.config)
+        return launcher_command(
+            options.launcher,
+            hosts,
+            assignment.master,
+            folder,
+            ssh_port=options.ssh_port,
+            launcher_args=options.launcher_args,
         )
-        return command, launcher_environment(environment_file, self._options.host_timeout_s)

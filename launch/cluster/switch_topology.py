@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from launch.errors import LaunchError
@@ -34,7 +34,7 @@ class _Switch:
     where: str  # file and line
     nodes: tuple[str, ...] = ()
     switches: tuple[str, ...] = ()
-    parent: str | None = field(default=None)
+    parent: str | None = None
 
 
 def read_topology(path: Path) -> Topology:
@@ -51,7 +51,12 @@ def parse_topology(text: str, source: str) -> Topology:
     """Parses a topology; `source` names it in errors. Raises LaunchError with the line number if it is malformed."""
     switches: dict[str, _Switch] = {}
     for where, line in _lines(text, source):
-        options = _options(line, where)
+        options = {}
+        for option in line.split():
+            key, equals, value = option.partition("=")
+            if not equals or not value:
+                raise LaunchError(f"{where}: {option!r} is not NAME=VALUE: correct it")
+            options[key.lower()] = value
         kind = next((kind for kind in KINDS if kind in options), None)
         if kind is None:
             if "blocksizes" in options:
@@ -96,7 +101,7 @@ def _numbers(text: str, hosts: str, where: str) -> Iterator[str]:
 def _lines(text: str, source: str) -> Iterator[tuple[str, str]]:
     """Yields position and text of each line that is not empty; a backslash at the end continues it."""
     begun, kept = 0, ""
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate([*text.splitlines(), ""], 1):
         begun = begun if kept else number
         kept += line.partition("#")[0].strip()
         if kept.endswith("\\"):
@@ -105,18 +110,6 @@ def _lines(text: str, source: str) -> Iterator[tuple[str, str]]:
         if kept.strip():
             yield f"{source}:{begun}", kept.strip()
         kept = ""
-    if kept.strip():
-        yield f"{source}:{begun}", kept.strip()
-
-
-def _options(line: str, where: str) -> dict[str, str]:
-    options = {}
-    for option in line.split():
-        key, equals, value = option.partition("=")
-        if not equals or not value:
-            raise LaunchError(f"{where}: {option!r} is not NAME=VALUE: correct it")
-        options[key.lower()] = value
-    return options
 
 
 def _paths(switches: dict[str, _Switch]) -> dict[str, tuple[str, ...]]:

@@ -68,7 +68,11 @@ class _Stream(io.RawIOBase):
         left = whole = bytes(data)
         error, deadline = None, time.monotonic() + self._patience_s
         try:
-            while left and self._takes_more(deadline):
+            while left:
+                # errors count as ready; after a wait in vain, writes do not wait until the reader reads again
+                if not self._ready.poll(1000 * max(0.0, deadline - time.monotonic())):
+                    self._patience_s = 0.0
+                    break
                 try:
                     left = left[os.write(self._own, left[:CHUNK_BYTES]) :]
                     self._patience_s = PATIENCE_S
@@ -83,13 +87,6 @@ class _Stream(io.RawIOBase):
         if left:
             self._lose(left, error)
         return len(whole)
-
-    def _takes_more(self, deadline: float) -> bool:
-        """Waits once for a reader that does not read; after that, writes do not wait until it reads again."""
-        is_ready = bool(self._ready.poll(1000 * max(0.0, deadline - time.monotonic())))  # errors count as ready
-        if not is_ready:
-            self._patience_s = 0.0
-        return is_ready
 
 
 def _open_nonblocking(descriptor: int) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from launch.errors import LaunchError
+from launch.runtime.processes import TREES
 from launch.runtime.rank_environment import ATTEMPT
 
 NAME = re.compile(r"(KEY|TOKEN|SECRET|PASS|PASSWD|PASSWORD|PWD|CREDENTIALS?|AUTH|SAS)S?(_|$)", re.IGNORECASE)
@@ -23,30 +23,17 @@ FORWARDED = re.compile(  # variables of this shell that ranks on other hosts nee
     r"(NCCL|GLOO|TORCH|UCX|OMP|MKL|KMP|HF|HUGGINGFACE|MLFLOW|TRANSFORMERS|TOKENIZERS|WANDB|AWS|S3|GOOGLE|GCS|AZURE|FSSPEC|DS|DEEPSPEED"
     r"|CUDA|PYTORCH|MEGALITE|GLIBC)_.*|(HTTPS?|NO|ALL)_PROXY|https?_proxy|no_proxy|SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE"
 )
-
-
-NOT_FORWARDED = {  # specific to this host or this process
-    "CUDA_VISIBLE_DEVICES",
-    "MEGALITE_TREES",
-    ATTEMPT,
-    "DS_ENV_FILE",
-}
-
-
+NOT_FORWARDED = {"CUDA_VISIBLE_DEVICES", TREES, ATTEMPT, "DS_ENV_FILE"}  # specific to this host or this process
 PLAIN = re.compile(r"[\w@%+=:./-]+")  # neither a shell nor srun changes these
 
 
-@dataclass(frozen=True)
-class Environment:
-    """Variables of the ranks, besides those that their launcher sets."""
-
-    shown: dict[str, str]  # on command lines, which every user of a host can read
-    private: dict[str, str]  # secrets, and values that a shell would change
-
-
-def forwarded_environment(variables: Mapping[str, str], environment_files: Sequence[Path]) -> Environment:
+def forwarded_environment(
+    variables: Mapping[str, str], environment_files: Sequence[Path]
+) -> tuple[dict[str, str], dict[str, str]]:
     """Selects the variables that ranks need from this process's `variables` and from `.deepspeed_env` files.
 
+    Returns those for command lines, which every user of a host can read, and private ones: secrets, and values that a
+    shell would change.
     Files may have comments and empty lines, on which DeepSpeed itself fails. Raises LaunchError for any other line that
     is not NAME=VALUE.
     """
@@ -57,7 +44,7 @@ def forwarded_environment(variables: Mapping[str, str], environment_files: Seque
         if path.is_file():
             wanted |= _read_environment_file(path)
     shown = {name: value for name, value in wanted.items() if PLAIN.fullmatch(value) and not is_secret(name, value)}
-    return Environment(shown, {name: value for name, value in wanted.items() if name not in shown})
+    return shown, {name: value for name, value in wanted.items() if name not in shown}
 
 
 def user_environment_files(variables: Mapping[str, str]) -> list[Path]:

@@ -35,7 +35,7 @@ LISTEN_S = 60.0
 MAX_CONNECTING = 64  # connections attempted at the same time
 GET_ADDRESS = 0x8915  # SIOCGIFADDR, linux/sockios.h
 FOLDER = -1  # in place of a size
-_listening: dict[int, socket.socket] = {}  # port -> server
+_listening: list[socket.socket] = []
 
 
 def facts(
@@ -47,6 +47,7 @@ def facts(
     space is reported for `folders`, sizes for `files`, and compile locks for the torch extension folders in `caches`.
     """
     listing = start_listing_gpus()
+    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return {
         "hostname": socket.gethostname(),
         "python": platform.python_version(),
@@ -60,7 +61,10 @@ def facts(
         "interfaces": interfaces(),
         "ssh_address": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[2] or None,
         "infiniband": names_in("/sys/class/infiniband"),
-        "limits": {"nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[0], "memlock": memlock()},
+        "limits": {
+            "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            "memlock": None if memlock == resource.RLIM_INFINITY else memlock,  # bytes that a process may pin
+        },
         "folders": {path: within(PATIENCE_S, partial(space, path), None) for path in folders},
         "files": {path: within(PATIENCE_S, partial(size_of, path), None) for path in files},
         "locks": within(PATIENCE_S * 2, lambda: compile_locks(caches), []),
@@ -167,12 +171,6 @@ def names_in(folder: str) -> list[str]:
     return []
 
 
-def memlock() -> int | None:
-    """Returns the bytes that a process may pin; None for no limit."""
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
-
-
 def space(path: str) -> dict[str, int] | None:
     """Returns the free bytes and inodes of the file system that holds `path`, or will hold it."""
     for place in (Path(path), *Path(path).parents):
@@ -230,17 +228,14 @@ def free_port() -> dict[str, int]:
         return {"port": int(probe.getsockname()[1])}
 
 
-def listen(greeting: str, port: int = 0) -> dict[str, int]:
+def listen(greeting: str) -> dict[str, int]:
     """Accepts connections on all addresses and sends `greeting`, until `stop_listening` or for LISTEN_S."""
-    with contextlib.suppress(OSError):
-        return _listen(socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True), greeting)
-    return _listen(socket.create_server(("", port)), greeting)
-
-
-def _listen(server: socket.socket, greeting: str) -> dict[str, int]:
-    number = int(server.getsockname()[1])
+    try:
+        server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    except OSError:
+        server = socket.create_server(("", 0))
     server.listen(1024)
-    _listening[number] = server
+    _listening.append(server)
     deadline = time.monotonic() + LISTEN_S
 
     def greet() -> None:
@@ -253,15 +248,14 @@ def _listen(server: socket.socket, greeting: str) -> dict[str, int]:
                     client.sendall(greeting.encode() + b"\n")
 
     threading.Thread(target=greet, daemon=True).start()
-    return {"port": number}
+    return {"port": int(server.getsockname()[1])}
 
 
 def stop_listening() -> dict[str, Any]:
     """Closes all ports that `listen` has opened."""
     while _listening:
-        _, server = _listening.popitem()
         with contextlib.suppress(OSError):
-            server.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
+            _listening.pop().shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
     return {}
 
 
@@ -372,15 +366,9 @@ def run_program(command: list[str], environment: dict[str, str], folder: str, li
 
 
 ACTIONS: dict[str, Callable[..., dict[str, Any]]] = {
-    "facts": facts,
-    "file_digests": file_digests,
-    "clock": clock,
-    "free_port": free_port,
-    "listen": listen,
-    "stop_listening": stop_listening,
-    "connect": connect,
-    "write_token": write_token,
-    "read_tokens": read_tokens,
-    "remove_token": remove_token,
-    "run_program": run_program,
+    action.__name__: action
+    for action in (
+        *(facts, file_digests, clock, free_port, run_program),
+        *(listen, stop_listening, connect, write_token, read_tokens, remove_token),
+    )
 }

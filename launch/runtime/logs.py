@@ -10,28 +10,25 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 
 LEVEL = "MEGALITE_LOG_LEVEL"
 PACKAGES = ("launch", "megalite", "models", "data_pipeline")
 
 
-class _Formatter(logging.Formatter):
-    def __init__(self, rank: int | None) -> None:
-        super().__init__(datefmt="%H:%M:%S")
-        self._rank = rank
-
-    def format(self, record: logging.LogRecord) -> str:
-        start = "" if self._rank is None else f"[{self.formatTime(record, self.datefmt)} rank {self._rank}] "
-        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        return f"{start}megalite: {level}{record.getMessage()}"
-
-
 class _ConsoleHandler(logging.Handler):
     """Writes to the current `sys.stdout` and `sys.stderr`, as `print` does."""
 
+    def __init__(self, rank: int | None) -> None:
+        super().__init__()
+        self._rank = rank
+
     def emit(self, record: logging.LogRecord) -> None:
+        at = time.strftime("%H:%M:%S", time.localtime(record.created))
+        start = "" if self._rank is None else f"[{at} rank {self._rank}] "
+        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
-        print(self.format(record), file=stream, flush=True)
+        print(f"{start}megalite: {level}{record.getMessage()}", file=stream, flush=True)
 
 
 def configure_logging(level: str | None = None, *, rank: int | None = None) -> None:
@@ -42,8 +39,7 @@ def configure_logging(level: str | None = None, *, rank: int | None = None) -> N
     if level is not None:
         os.environ[LEVEL] = level
     known = logging.getLevelNamesMapping()
-    handler = _ConsoleHandler()
-    handler.setFormatter(_Formatter(rank))
+    handler = _ConsoleHandler(rank)
     for package in PACKAGES:
         logger = logging.getLogger(package)
         logger.handlers = [handler]

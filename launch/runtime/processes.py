@@ -24,7 +24,7 @@ from typing import Self
 import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-MARK = "MEGALITE_TREES"  # environment variable of a tree's processes: ids of the trees they belong to, outermost first
+TREES = "MEGALITE_TREES"  # environment variable of a tree's processes: ids of the trees they belong to, outermost first
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TICK_S = 0.1
 REPEAT_S = 2.0  # Slurm signals each process of a job, so the same signal arrives directly and through a supervisor
@@ -84,7 +84,7 @@ class ProcessTree:
         self._is_alone, self._mark = is_alone, uuid.uuid4().hex
         self.process = subprocess.Popen(
             command,
-            env={**environment, MARK: f"{environment.get(MARK, '')}:{self._mark}"},
+            env={**environment, TREES: f"{environment.get(TREES, '')}:{self._mark}"},
             start_new_session=True,
             preexec_fn=partial(end_with_parent, os.getpid()),
         )
@@ -101,7 +101,7 @@ class ProcessTree:
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
                 is_own = self._is_alone or os.getsid(child.pid) == self.process.pid
-                if is_own or self._mark in child.environ().get(MARK, "").split(":"):
+                if is_own or self._mark in child.environ().get(TREES, "").split(":"):
                     family += [child, *child.children(recursive=True)]
         return [process for process in family if _is_running(process)]
 

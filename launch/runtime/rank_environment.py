@@ -124,16 +124,12 @@ def _with_given(given: Mapping[str, int], found: Rank) -> Rank:
 
 def _from_variables(environment: Environment, given: Mapping[str, int]) -> Rank:
     """Reads the variables of deepspeed, torchrun, or a user's own script."""
-    launcher, several = "", None
-    size = given["WORLD_SIZE"]
-    if "CROSS_SIZE" in environment:
-        launcher, several = "deepspeed", _number(environment, "CROSS_SIZE") > 1
-    elif "GROUP_WORLD_SIZE" in environment:
-        launcher, several = "torchrun", _number(environment, "GROUP_WORLD_SIZE") > 1
-    else:
-        local_sizes = [_number(environment, name) for name in LOCAL_SIZES if name in environment]
-        several = min(local_sizes) < size if local_sizes else None
-    return Rank(given["RANK"], given["LOCAL_RANK"], size, launcher, several)
+    of_world = given["RANK"], given["LOCAL_RANK"], given["WORLD_SIZE"]
+    for launcher, hosts in (("deepspeed", "CROSS_SIZE"), ("torchrun", "GROUP_WORLD_SIZE")):
+        if hosts in environment:
+            return Rank(*of_world, launcher, _number(environment, hosts) > 1)
+    local_sizes = [_number(environment, name) for name in LOCAL_SIZES if name in environment]
+    return Rank(*of_world, "", min(local_sizes) < given["WORLD_SIZE"] if local_sizes else None)
 
 
 def _from_open_mpi(environment: Environment) -> Rank | None:

@@ -71,10 +71,6 @@ class RunFolder:
         # between `started` and the first record, the last record is of the previous session
         return self.has_new_session(before) and self.step > self.resumed_step and self.last_record != before.last_record
 
-    def has_same_progress(self, other: RunFolder | None) -> bool:
-        """Returns whether both have reached the same step and checkpoint."""
-        return other is not None and (self.checkpoint, self.step) == (other.checkpoint, other.step)
-
     def __str__(self) -> str:
         step = f"after step {self.step}" if self.step else "before its first step ended"
         held = f"newest checkpoint: step {self.checkpoint}" if self.checkpoint is not None else "no checkpoint yet"

@@ -111,7 +111,7 @@ class Supervisor(ABC):
         self._policy, self._run_dir, self._total_steps = policy, run_dir, total_steps
         self._nonfatal = Nonfatal(log.warning)
         self._folder = RunFolder.read(run_dir) or RunFolder()  # when it could last be read
-        self._trained: RunFolder | None = None  # after the last attempt that trained and failed
+        self._progress: tuple[int | None, int] | None = None  # checkpoint and step of the last attempt that trained
         self._restarts = self._startup_failures = 0
         self._wait_s = policy.first_wait_s
 
@@ -165,9 +165,9 @@ class Supervisor(ABC):
             return "there is nothing to start it on"
         if after is not None and after.has_trained(before):
             self._startup_failures = 0
-            if ended.reason is None and after.has_same_progress(self._trained):
+            if ended.reason is None and (after.checkpoint, after.step) == self._progress:
                 return f"it failed twice in a row {after}, without progress"
-            self._trained = after
+            self._progress = after.checkpoint, after.step
         else:
             self._startup_failures += 1
             if self._startup_failures >= STARTUP_FAILURES:

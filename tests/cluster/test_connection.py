@@ -141,7 +141,7 @@ def test_a_connection_that_breaks_is_made_anew_and_the_ranks_hear_nothing_of_it(
     path = job.start_rank(0, "saves")
     head = job.on_head(
         """
-        from launch.cluster.host_monitor import HostMonitor
+        from launch.cluster.attempt import HostMonitor
         connections = {"node2": HostConnection("node2")}
         connections["node2"].ask("guard", **guard)
         with HostMonitor(connections, guard, HostConnection, guard["lease_s"]) as monitor:
@@ -163,8 +163,7 @@ def test_asked_a_second_time_a_launch_waits_for_no_save(job: Job) -> None:
     head = job.on_head(
         """
         import os
-        from launch.cluster.attempt import HostsAttempt
-        from launch.cluster.host_monitor import HostMonitor
+        from launch.cluster.attempt import HostMonitor, HostsAttempt
         from launch.runtime.processes import StopSignals
         connections = {"node2": HostConnection("node2")}
         connections["node2"].ask("guard", **guard)

@@ -15,10 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.backends.submission import fit_layout
-from launch.cluster.deepspeed_launcher import Rendezvous
-from launch.cluster.description import likely_layout
 from launch.cluster.doctor.preflight import PreflightReport
-from launch.cluster.host_selection import NotEnoughHosts, choose_hosts, per_node, wanted_ranks
+from launch.cluster.host_selection import NotEnoughHosts, choose_hosts, likely_layout, per_node, wanted_ranks
 from launch.cluster.supervisor import HostAssignment, HostsSupervisor, Options
 from launch.errors import LaunchError
 from launch.planning import auto_layout as automatic
@@ -330,7 +328,7 @@ HOSTS = (Host("node1", (0, 1)), Host("node2", (0, 1)), Host("node3", (0, 1)))
 
 def supervisor_of(config: Config, attempts: int, monkeypatch: pytest.MonkeyPatch) -> HostsSupervisor:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    made = HostsSupervisor(config, HOSTS, Policy(), Options(), lambda report: None)
+    made = HostsSupervisor(config, HOSTS, Policy(), Options())
     made._attempts = attempts
     return made
 
@@ -376,7 +374,7 @@ def test_hosts_that_are_too_few_for_any_layout_are_waited_for(auto: Path, monkey
     monkeypatch.setattr("launch.cluster.supervisor.hosts_cluster", small_cpus)
     four = load_run_config(auto, ["parallel.tensor_parallel_size=4"])
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    made = HostsSupervisor(four, HOSTS[:2], Policy(), Options(), lambda report: None)
+    made = HostsSupervisor(four, HOSTS[:2], Policy(), Options())
     made._attempts = 2
     with pytest.raises(NotEnoughHosts, match=r"no layout for the hosts that are fit: .*tensor_parallel_size 4"):
         made._with_layout(HOSTS[:1], report_on(HOSTS[:1]))
@@ -386,7 +384,7 @@ def test_hosts_that_are_too_few_for_any_layout_are_waited_for(auto: Path, monkey
         return cpus(2, nodes=ranks // 2, memory_gib=0.001 if ranks < 4 else 4.0)
 
     monkeypatch.setattr("launch.cluster.supervisor.hosts_cluster", too_small)
-    made = HostsSupervisor(load_run_config(auto), HOSTS[:2], Policy(), Options(), lambda report: None)
+    made = HostsSupervisor(load_run_config(auto), HOSTS[:2], Policy(), Options())
     made._attempts = 2
     with pytest.raises(NotEnoughHosts, match="fits in no layout"):
         made._with_layout(HOSTS[:1], report_on(HOSTS[:1]))
@@ -407,7 +405,7 @@ def test_the_hosts_device_decides_how_many_ranks_there_are(auto: Path, monkeypat
             raise ConfigError("known to hang")
 
     monkeypatch.setattr(automatic, "check_known_bad", only_two_on_a_cpu)
-    made = HostsSupervisor(load_run_config(auto), HOSTS[:2], Policy(), Options(), lambda report: None)
+    made = HostsSupervisor(load_run_config(auto), HOSTS[:2], Policy(), Options())
     made._attempts = 1
     assert made._world_size == 4
     assert made._with_layout(HOSTS[:2], report_on(HOSTS[:2]))[1] == 2
@@ -415,9 +413,9 @@ def test_the_hosts_device_decides_how_many_ranks_there_are(auto: Path, monkeypat
 
 def test_ranks_on_hosts_are_given_the_chosen_layout(auto: Path, tmp_path: Path) -> None:
     config = load_run_config(auto)
-    made = HostsSupervisor(config, HOSTS[:1], Policy(), Options(), lambda report: None)
+    made = HostsSupervisor(config, HOSTS[:1], Policy(), Options())
     chosen = config.with_resolved(choose_on(config, cpus(2)).options)
-    made._command(HostAssignment(HOSTS[:1], chosen, "cpu", 2, Rendezvous("localhost", 1)), {}, tmp_path / "attempt")
+    made._command(HostAssignment(HOSTS[:1], chosen, "cpu", 2, ("localhost", 1)), {}, tmp_path / "attempt")
     assert load_config(tmp_path / "attempt" / "config.yaml") == chosen and not chosen.unresolved_options
 
 

@@ -15,8 +15,10 @@ from statistics import median
 from typing import Any
 
 from launch.cluster.doctor.bandwidth_rank import PREFIX
+from launch.cluster.doctor.findings import STYLES, WARN
 from launch.cluster.doctor.preflight import PreflightReport
 from launch.cluster.ssh.connection import HostConnection, HostError, in_parallel
+from launch.output import Cell, StyledCell, Table
 from launch.runtime.modules import BANDWIDTH_RANK, INSTALLATION
 
 LIMIT_S = 90.0
@@ -47,6 +49,28 @@ class Links:
     links: tuple[MeasuredLink, ...] = ()
     seconds: float = 0.0
     problem: str | None = None
+
+    def table(self) -> Table:
+        """Builds a table with a row per link, the slow ones marked."""
+        rows: list[list[Cell]] = []
+        for link in self.links:
+            slow = StyledCell("SLOW", STYLES[WARN]) if link.is_outlier else ""
+            rows.append([link.source, link.target, f"{link.gigabytes_per_s:.3g}", f"{link.latency_us:.0f}", slow])
+        title = f"links, {self.backend}" if self.backend else "links"
+        return Table(("from", "to", "GB/s", "latency us", ""), rows, title, text_columns=(0, 1, 4))
+
+    def conclusion(self) -> str:
+        """Summarises the bandwidth measurement in one line."""
+        if self.problem is not None:
+            return f"links were NOT measured: {self.problem}"
+        if not self.links:
+            return "one host has no links to measure"
+        slow = [f"{link.source} to {link.target}" for link in self.links if link.is_outlier]
+        speeds = (
+            f"all-reduce of {len(self.hosts)} hosts: {self.all_reduce_gigabytes_per_s:.3g} GB/s, "
+            f"{self.all_reduce_latency_us:.0f} us ({self.seconds:.1f} s)"
+        )
+        return f"{speeds}; slower than half the others: {', '.join(slow)}" if slow else speeds
 
 
 def measure(connections: Mapping[str, HostConnection], report: PreflightReport) -> Links:

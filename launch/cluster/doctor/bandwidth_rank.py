@@ -17,6 +17,8 @@ from datetime import timedelta
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from launch.runtime.processes import PR_SET_PDEATHSIG
+
 if TYPE_CHECKING:
     import torch
 
@@ -25,7 +27,6 @@ REPEATS = 5
 PINGS = 50
 SMALL, LARGE = 64 << 10, {"cpu": 16 << 20, "cuda": 256 << 20}  # bytes
 LONG_ENOUGH_S = 0.05  # a transfer of this duration can be measured
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def phases(size: int) -> list[list[tuple[int, int]]]:

@@ -6,34 +6,29 @@ Pure functions from answers to findings.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 
-from launch.cluster.doctor.findings import HERE, Answers, Facts, Finding, Judgement, Severity, fold, gather, usual
+from launch.cluster.doctor.findings import FAIL, HERE, OK, WARN, Answers, Facts, Finding, Problems, fold, usual
 from launch.cluster.doctor.host_checks import on_gpus
-from launch.planning.auto_layout import layout_or_likely
+from launch.planning.auto_layout import layout_or_likely, sizes_in_words
 from launch.runtime.devices import Device
 from megalite.config import ConfigError
 from megalite.planner.search import Ranks
 
-OK, WARN, FAIL = Severity
 SKEW_S = 2.0
-Judged = Iterator[tuple[str, Judgement]]
 
 
 def shared_findings(answers: Answers) -> list[Finding]:
     """Runs all checks of this module."""
-    findings = check_reachable(answers)
+    reachable = Problems("reachable")
+    for name, sentence in answers.errors.items():
+        reachable.add(name, FAIL, sentence)
+    findings = reachable.findings([host.name for host in answers.hosts], "answers")
     if answers.there:
         findings += check_layout(answers) + check_machines(answers) + check_network(answers)
         findings += check_run_dir(answers) + check_data(answers) + check_clock(answers)
     return findings
-
-
-def check_reachable(answers: Answers) -> list[Finding]:
-    """Reports every host that did not answer."""
-    problems = [(name, Judgement(FAIL, sentence)) for name, sentence in answers.errors.items()]
-    return gather("reachable", [host.name for host in answers.hosts], problems, "answers")
 
 
 def check_layout(answers: Answers) -> list[Finding]:
@@ -50,47 +45,41 @@ def check_layout(answers: Answers) -> list[Finding]:
         return [Finding("layout", FAIL, (), str(error))]
     if later:
         return [Finding("layout", OK, (), f"{later[0]}; {ranks} slots")]
-    sizes = f"tensor {layout.tensor_parallel_size} x pipeline {layout.pipeline_parallel_size}"
-    return [Finding("layout", OK, (), f"{sizes} x data {layout.data_parallel_size} on {ranks} slots")]
+    return [Finding("layout", OK, (), f"{sizes_in_words(config, layout)} on {ranks} slots")]
 
 
 def check_machines(answers: Answers) -> list[Finding]:
     """Checks that no machine has two names, which would put two ranks on each of its GPUs."""
+    problems = Problems("machines")
     first: dict[tuple[str, tuple[str, ...]], str] = {}
-
-    def judge() -> Judged:
-        for name in answers.there:
-            facts = answers.facts[name]
-            other = first.setdefault((facts["hostname"], tuple(sorted(facts["interfaces"].values()))), name)
-            if other != name:
-                yield name, Judgement(FAIL, f"is the same machine as {other}", "name each machine once in the hostfile")
-
-    return gather("machines", [], list(judge()), "")
+    for name, facts in answers.there.items():
+        other = first.setdefault((facts["hostname"], tuple(sorted(facts["interfaces"].values()))), name)
+        if other != name:
+            problems.add(name, FAIL, f"is the same machine as {other}", "name each machine once in the hostfile")
+    return problems.findings([], "")
 
 
 def check_network(answers: Answers) -> list[Finding]:
     """Checks TCP between all pairs of hosts on ephemeral ports: ranks connect to all others, not only to the master."""
+    problems = Problems("network")
     names = [name for name in answers.there if name in answers.links]
+    if len(names) < 2:
+        return []
     broken = {
         (name, other): link["problem"]
         for name in names
         for other, link in answers.links[name].items()
         if other in names and "problem" in link
     }
-    remedy = "open all ports between the hosts of a run (firewall, security group), or correct the route"
-
-    def judge() -> Judged:
-        for name in faulty_hosts(names, broken):
-            to = [other for one, other in broken if one == name]
-            back = [one for one, other in broken if other == name]
-            where, pair = (f"to {fold(to)}", (name, to[0])) if to else (f"from {fold(back)}", (back[0], name))
-            both = " and back" if to and set(to) == set(back) else ""
-            yield name, Judgement(FAIL, f"no TCP connection {where}{both} ({broken[pair]})", remedy)
-
-    if len(names) < 2:
-        return []
+    for name in faulty_hosts(names, broken):
+        to = [other for one, other in broken if one == name]
+        back = [one for one, other in broken if other == name]
+        where, pair = (f"to {fold(to)}", (name, to[0])) if to else (f"from {fold(back)}", (back[0], name))
+        both = " and back" if to and set(to) == set(back) else ""
+        remedy = "open all ports between the hosts of a run (firewall, security group), or correct the route"
+        problems.add(name, FAIL, f"no TCP connection {where}{both} ({broken[pair]})", remedy)
     slowest_ms = max(link.get("seconds", 0.0) for one in answers.links.values() for link in one.values()) * 1e3
-    return gather("network", names, judge(), f"TCP to and from all others, connected within {slowest_ms:.1f} ms")
+    return problems.findings(names, f"TCP to and from all others, connected within {slowest_ms:.1f} ms")
 
 
 def faulty_hosts(order: Sequence[str], broken: Iterable[tuple[str, str]]) -> list[str]:
@@ -110,9 +99,9 @@ def faulty_hosts(order: Sequence[str], broken: Iterable[tuple[str, str]]) -> lis
 def addresses(answers: Answers) -> dict[str, str]:
     """Returns the address at which most hosts reach each host (the ssh address for a single host)."""
     found = {}
-    for name in answers.there:
+    for name, facts in answers.there.items():
         used = {one: links[name]["address"] for one, links in answers.links.items() if "address" in links.get(name, {})}
-        found[name] = usual(used) or own_addresses(answers.facts[name])[0]
+        found[name] = usual(used) or own_addresses(facts)[0]
     return found
 
 
@@ -131,63 +120,52 @@ def check_run_dir(answers: Answers) -> list[Finding]:
     if run_dir is None:
         sentence = "not checked whether the run folder is shared"
         return [Finding("run folder", WARN, (), sentence, "name it: CONFIG.yaml or --run-dir")]
-    problems = answers.token_problems
-    readers = [name for name in (*answers.there, HERE) if name in answers.tokens_seen and not problems.get(name)]
+    problems, here = Problems("run folder"), list[Finding]()
+    unwritten = answers.token_problems
+    readers = [name for name in (*answers.there, HERE) if name in answers.tokens_seen and not unwritten.get(name)]
     views = {name: frozenset(answers.tokens_seen[name] & set(readers)) for name in readers}
     shared = usual(views, views.get(HERE))
-    remedy = f"mount the same storage at {run_dir} on all hosts, or choose another run_dir"
-
-    def judge() -> Judged:
-        for name in (*answers.there, HERE):
-            if problems.get(name):
-                yield name, Judgement(FAIL, f"cannot write to {run_dir}: {problems[name]}", remedy)
-            elif name in views and views[name] != shared:
-                missing = sorted(set(shared) - {name} - views[name]) or [name]
-                unseen = fold(missing) if missing != [name] else "others"
-                yield name, Judgement(FAIL, f"does not see in {run_dir} what {unseen} wrote there", remedy)
-
-    judged = list(judge())
-    findings = gather("run folder", answers.there, [one for one in judged if one[0] != HERE], f"{run_dir} is shared")
-    findings += [
-        Finding("run folder", FAIL, (), f"{HERE} {one.sentence}", "start the run where its folder is mounted")
-        for name, one in judged
-        if name == HERE
-    ]
-    return findings
+    for name in (*answers.there, HERE):
+        if unwritten.get(name):
+            sentence = f"cannot write to {run_dir}: {unwritten[name]}"
+        elif name in views and views[name] != shared:
+            missing = sorted(set(shared) - {name} - views[name]) or [name]
+            unseen = fold(missing) if missing != [name] else "others"
+            sentence = f"does not see in {run_dir} what {unseen} wrote there"
+        else:
+            continue
+        if name == HERE:
+            remedy = "start the run where its folder is mounted"
+            here = [Finding("run folder", FAIL, (), f"{HERE} {sentence}", remedy)]
+        else:
+            remedy = f"mount the same storage at {run_dir} on all hosts, or choose another run_dir"
+            problems.add(name, FAIL, sentence, remedy)
+    return problems.findings(answers.there, f"{run_dir} is shared") + here
 
 
 def check_data(answers: Answers) -> list[Finding]:
     """Checks that the files of prepared data exist and have the same size on all hosts."""
-    findings = []
+    problems = Problems("data")
     for path in map(str, answers.settings.data_files):
-        sizes = {name: answers.facts[name]["files"][path] for name in answers.there}
+        sizes = {name: facts["files"][path] for name, facts in answers.there.items()}
         right = usual(sizes, answers.here["files"][path])
-
-        def judge(path: str = path, sizes: dict[str, int | None] = sizes, right: int | None = right) -> Judged:
-            for name, size in sizes.items():
-                if size is None:
-                    yield name, Judgement(FAIL, f"{path} is not there", "put the data on shared storage, or copy it")
-                elif size != right:
-                    sentence = f"{path} has {size:,} bytes, and {right:,} on the others"
-                    yield name, Judgement(FAIL, sentence, "copy it again, or put it on shared storage")
-
-        findings += gather("data", [], judge(), "")
-    fine = [name for name in answers.there if all(name not in finding.hosts for finding in findings)]
-    if answers.settings.data_files and fine:
-        findings.insert(0, Finding("data", OK, tuple(fine), "files are there, equally long"))
-    return findings
+        for name, size in sizes.items():
+            if size is None:
+                problems.add(name, FAIL, f"{path} is not there", "put the data on shared storage, or copy it")
+            elif size != right:
+                sentence = f"{path} has {size:,} bytes, and {right:,} on the others"
+                problems.add(name, FAIL, sentence, "copy it again, or put it on shared storage")
+    return problems.findings(answers.there if answers.settings.data_files else (), "files are there, equally long")
 
 
 def check_clock(answers: Answers) -> list[Finding]:
     """Compares each clock with the median of all hosts and this machine."""
+    problems = Problems("clock")
     reference = median([0.0, *(ahead for ahead, _ in answers.clocks.values())])
-
-    def judge() -> Judged:
-        for name, (ahead, uncertainty) in answers.clocks.items():
-            skew = ahead - reference
-            if abs(skew) > SKEW_S + uncertainty:
-                sentence = f"its clock is {abs(skew):.1f} s {'ahead' if skew > 0 else 'behind'}"
-                yield name, Judgement(WARN, sentence, "start chrony or ntpd there: times in logs will mislead")
-
+    for name, (ahead, uncertainty) in answers.clocks.items():
+        skew = ahead - reference
+        if abs(skew) > SKEW_S + uncertainty:
+            sentence = f"its clock is {abs(skew):.1f} s {'ahead' if skew > 0 else 'behind'}"
+            problems.add(name, WARN, sentence, "start chrony or ntpd there: times in logs will mislead")
     names = [name for name in answers.there if name in answers.clocks]
-    return gather("clock", names, judge(), f"within {SKEW_S:.0f} s of each other")
+    return problems.findings(names, f"within {SKEW_S:.0f} s of each other")

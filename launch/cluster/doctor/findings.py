@@ -28,13 +28,8 @@ class Severity(enum.StrEnum):
     FAIL = "FAIL"
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """Result of a check for one host. Equal judgements of several hosts become one finding."""
-
-    verdict: Severity
-    sentence: str  # continues a sentence that begins with the host's name
-    remedy: str = ""
+OK, WARN, FAIL = Severity
+STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 
 
 @dataclass(frozen=True)
@@ -80,32 +75,37 @@ class Answers:
     facts: dict[str, Facts] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)  # host -> why it does not answer
     clocks: dict[str, tuple[float, float]] = field(default_factory=dict)  # host -> seconds ahead of here, uncertainty
-    changed_files: dict[str, list[str]] = field(
-        default_factory=dict
-    )  # host -> source files that differ from the other hosts
-    token_problems: dict[str, str | None] = field(
-        default_factory=dict
-    )  # host or HERE -> why it could not write its token
+    changed_files: dict[str, list[str]] = field(default_factory=dict)  # host -> source files unlike the other hosts'
+    token_problems: dict[str, str | None] = field(default_factory=dict)  # host or HERE -> why it wrote no token
     tokens_seen: dict[str, set[str]] = field(default_factory=dict)  # host or HERE -> owners of the tokens it could read
     links: dict[str, dict[str, Facts]] = field(default_factory=dict)  # from -> to -> result of `connect`
 
     @property
-    def there(self) -> list[str]:
-        """The hosts that answered, in the hostfile's order."""
-        return [host.name for host in self.hosts if host.name in self.facts and host.name not in self.errors]
+    def there(self) -> dict[str, Facts]:
+        """The facts of the hosts that answered, in the hostfile's order."""
+        names = (host.name for host in self.hosts if host.name not in self.errors)
+        return {name: self.facts[name] for name in names if name in self.facts}
 
 
-def gather(check: str, names: Sequence[str], judged: Iterable[tuple[str, Judgement]], fine: str) -> list[Finding]:
-    """Groups equal judgements into findings; hosts in `names` without a judgement share an OK finding, `fine`."""
-    groups: dict[Judgement, list[str]] = {}
-    for name, judgement in judged:
-        groups.setdefault(judgement, []).append(name)
-    bad = {name for group in groups.values() for name in group}
-    good = tuple(name for name in names if name not in bad)
-    findings = [Finding(check, Severity.OK, good, fine)] if good else []
-    for one, group in groups.items():
-        findings.append(Finding(check, one.verdict, tuple(group), one.sentence, one.remedy))
-    return findings
+class Problems:
+    """Collects what one check finds wrong with hosts; those with the same problem share a finding."""
+
+    def __init__(self, check: str) -> None:
+        self._check = check
+        self._hosts: dict[tuple[Severity, str, str], list[str]] = {}  # verdict, sentence, remedy -> hosts
+
+    def add(self, host: str, verdict: Severity, sentence: str, remedy: str = "") -> None:
+        """Adds a problem; `sentence` continues one that begins with the host's name."""
+        self._hosts.setdefault((verdict, sentence, remedy), []).append(host)
+
+    def findings(self, names: Iterable[str], fine: str) -> list[Finding]:
+        """Returns a finding per problem; before them, hosts in `names` without one share an OK finding, `fine`."""
+        bad = {host for hosts in self._hosts.values() for host in hosts}
+        good = tuple(name for name in names if name not in bad)
+        findings = [Finding(self._check, OK, good, fine)] if good else []
+        for (verdict, sentence, remedy), hosts in self._hosts.items():
+            findings.append(Finding(self._check, verdict, tuple(hosts), sentence, remedy))
+        return findings
 
 
 def usual(values: Mapping[str, Any], here: Any = None) -> Any:

@@ -5,12 +5,10 @@ Pure functions from answers to findings. Hosts with the same result share a find
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
-from launch.cluster.doctor.findings import Answers, Facts, Finding, Judgement, Severity, gather, usual
+from launch.cluster.doctor.findings import FAIL, WARN, Answers, Finding, Problems, usual
 
-OK, WARN, FAIL = Severity
 MIB, GIB = 1 << 20, 1 << 30
 SHM = "/dev/shm"
 ROOM = {SHM: 128 * MIB, "/tmp": GIB}  # a warning below this; containers have 64 MiB of /dev/shm by default
@@ -18,12 +16,11 @@ RUN_ROOM = 10 * GIB
 SHOWN_FILES = 3
 FILES = 256  # open files of a rank, besides its sockets to the others
 SOCKETS_PER_RANK = 16
-Judged = Iterator[tuple[str, Judgement]]
 
 
 def own_findings(answers: Answers) -> list[Finding]:
     """Runs all checks of this module."""
-    checks: tuple[Callable[[Answers], list[Finding]], ...] = (
+    checks = (
         check_python,
         check_packages,
         check_code,
@@ -38,44 +35,40 @@ def own_findings(answers: Answers) -> list[Finding]:
 
 def on_gpus(answers: Answers) -> bool:
     """Returns whether ranks will compute on GPUs, judging by the facts of the hosts."""
-    facts = [answers.facts[name] for name in answers.there]
+    facts = answers.there.values()
     is_cpu_only = answers.settings.on_cpu or all("+cpu" in (one["versions"]["torch"] or "") for one in facts)
     return not is_cpu_only and any(one["gpus"] or one["gpu_problem"] for one in facts)
 
 
 def check_python(answers: Answers) -> list[Finding]:
     """Compares Python versions. Patch-level differences are compatible."""
-    versions = _of_each(answers, lambda facts: facts["python"])
+    problems = Problems("python")
+    versions = {name: facts["python"] for name, facts in answers.there.items()}
     right = usual(versions, answers.here["python"])
-
-    def judge() -> Judged:
-        for name, version in versions.items():
-            if version != right:
-                is_far = version.split(".")[:2] != right.split(".")[:2]
-                sentence = f"Python {version}, and {right} on the others"
-                yield name, Judgement(FAIL if is_far else WARN, sentence, "make the virtual environments alike")
-
-    return gather("python", answers.there, judge(), f"{right}, {answers.here['executable']}")
+    for name, version in versions.items():
+        if version != right:
+            is_far = version.split(".")[:2] != right.split(".")[:2]
+            sentence = f"Python {version}, and {right} on the others"
+            problems.add(name, FAIL if is_far else WARN, sentence, "make the virtual environments alike")
+    return problems.findings(answers.there, f"{right}, {answers.here['executable']}")
 
 
 def check_packages(answers: Answers) -> list[Finding]:
     """Compares the versions of packages between hosts; those of this machine only break ties."""
+    problems = Problems("packages")
     here = answers.here["versions"]
-    versions = _of_each(answers, lambda facts: facts["versions"])
+    versions = {name: facts["versions"] for name, facts in answers.there.items()}
     right = {package: usual({name: versions[name][package] for name in versions}, here[package]) for package in here}
-
-    def judge() -> Judged:
-        for name, own in versions.items():
-            wrong = [package for package in own if own[package] != right[package]]
-            missing = [package for package in own if own[package] is None and right[package] is None]
-            problems = [f"{package} {own[package] or 'is not installed'}, not {right[package]}" for package in wrong]
-            problems += [f"{package} is not installed" for package in missing]
-            if problems:
-                wanted = " ".join(f"{package}=={right[package] or here[package]}" for package in [*wrong, *missing])
-                remedy = f"there: {answers.here['executable']} -m pip install {wanted}"
-                yield name, Judgement(FAIL, "; ".join(problems), remedy)
-
-    findings = gather("packages", answers.there, judge(), _listed(right))
+    for name, own in versions.items():
+        wrong = [package for package in own if own[package] != right[package]]
+        missing = [package for package in own if own[package] is None and right[package] is None]
+        wrongs = [f"{package} {own[package] or 'is not installed'}, not {right[package]}" for package in wrong]
+        wrongs += [f"{package} is not installed" for package in missing]
+        if wrongs:
+            wanted = " ".join(f"{package}=={right[package] or here[package]}" for package in [*wrong, *missing])
+            remedy = f"there: {answers.here['executable']} -m pip install {wanted}"
+            problems.add(name, FAIL, "; ".join(wrongs), remedy)
+    findings = problems.findings(answers.there, _listed(right))
     other = {package: version for package, version in here.items() if version != right[package]}
     if other:
         sentence = f"this machine has {_listed(other)}, the hosts have {_listed({name: right[name] for name in other})}"
@@ -85,23 +78,20 @@ def check_packages(answers: Answers) -> list[Finding]:
 
 def check_code(answers: Answers) -> list[Finding]:
     """Compares the code: ranks with different code compute different results, or wait for each other for ever."""
-    digests = _of_each(answers, lambda facts: facts["code"])
+    problems = Problems("code")
+    digests = {name: facts["code"] for name, facts in answers.there.items()}
     right = usual(digests, answers.here["code"])
     remedy = f"put the same commit at {answers.root} everywhere, or use shared storage"
-
-    def judge() -> Judged:
-        for name, digest in digests.items():
-            if digest is None:
-                yield name, Judgement(FAIL, f"the code at {answers.root} cannot be read", remedy)
-            elif not digest:
-                yield name, Judgement(FAIL, f"megalite is not at {answers.root}", remedy)
-            elif digest != right:
-                changed = answers.changed_files.get(name, [])
-                more = f" and {len(changed) - SHOWN_FILES} more files" if len(changed) > SHOWN_FILES else ""
-                sentence = f"other code than elsewhere: {', '.join(changed[:SHOWN_FILES])}{more}"
-                yield name, Judgement(FAIL, sentence, remedy)
-
-    findings = gather("code", answers.there, judge(), f"{right or 'none'}, {answers.root}")
+    for name, digest in digests.items():
+        if digest is None:
+            problems.add(name, FAIL, f"the code at {answers.root} cannot be read", remedy)
+        elif not digest:
+            problems.add(name, FAIL, f"megalite is not at {answers.root}", remedy)
+        elif digest != right:
+            changed = answers.changed_files.get(name, [])
+            more = f" and {len(changed) - SHOWN_FILES} more files" if len(changed) > SHOWN_FILES else ""
+            problems.add(name, FAIL, f"other code than elsewhere: {', '.join(changed[:SHOWN_FILES])}{more}", remedy)
+    findings = problems.findings(answers.there, f"{right or 'none'}, {answers.root}")
     if right != answers.here["code"]:
         findings.append(Finding("code", WARN, (), "this machine has other code than the hosts", remedy))
     return findings
@@ -109,51 +99,45 @@ def check_code(answers: Answers) -> list[Finding]:
 
 def check_devices(answers: Answers) -> list[Finding]:
     """Checks that there are as many GPUs as slots in use, or on CPUs, enough cores for all slots."""
+    problems = Problems("devices")
     uses_gpus = on_gpus(answers)
-    names = _of_each(answers, lambda facts: ", ".join(dict.fromkeys(facts["gpus"])))
+    hosts = {host.name: host for host in answers.hosts}
+    names = {name: ", ".join(dict.fromkeys(facts["gpus"])) for name, facts in answers.there.items()}
     right = usual(names)
-
-    def judge() -> Judged:
-        for host in answers.hosts:
-            facts = answers.facts.get(host.name)
-            if facts is None or host.name not in names:
-                continue
-            count, wanted = len(facts["gpus"]), max(host.devices) + 1
-            if not uses_gpus:
-                if host.slots > facts["cores"]:
-                    sentence = f"{host.slots} ranks share {facts['cores']} cores"
-                    yield host.name, Judgement(WARN, sentence, "slots beyond the cores make a run slower")
-            elif facts["gpu_problem"]:
-                remedy = "look at nvidia-smi there, or set DS_ACCELERATOR=cpu here"
-                yield host.name, Judgement(FAIL, facts["gpu_problem"], remedy)
-            elif count < wanted:
-                sentence = f"{count} GPU{'s' * (count != 1)}, and the hostfile's slots need {wanted}"
-                yield host.name, Judgement(FAIL, sentence, "correct its slots, or look at nvidia-smi there")
-            elif names[host.name] != right:
-                sentence = f"{names[host.name]}, and {right} on the others"
-                yield host.name, Judgement(WARN, sentence, "all ranks go as fast as the slowest")
-
-    return gather("devices", answers.there, judge(), right if uses_gpus else "CPU, cores for all slots")
+    for name, facts in answers.there.items():
+        count, wanted = len(facts["gpus"]), max(hosts[name].devices) + 1
+        if not uses_gpus:
+            if hosts[name].slots > facts["cores"]:
+                sentence = f"{hosts[name].slots} ranks share {facts['cores']} cores"
+                problems.add(name, WARN, sentence, "slots beyond the cores make a run slower")
+        elif facts["gpu_problem"]:
+            remedy = "look at nvidia-smi there, or set DS_ACCELERATOR=cpu here"
+            problems.add(name, FAIL, facts["gpu_problem"], remedy)
+        elif count < wanted:
+            sentence = f"{count} GPU{'s' * (count != 1)}, and the hostfile's slots need {wanted}"
+            problems.add(name, FAIL, sentence, "correct its slots, or look at nvidia-smi there")
+        elif names[name] != right:
+            sentence = f"{names[name]}, and {right} on the others"
+            problems.add(name, WARN, sentence, "all ranks go as fast as the slowest")
+    return problems.findings(answers.there, right if uses_gpus else "CPU, cores for all slots")
 
 
 def check_own_name(answers: Answers) -> list[Finding]:
     """Checks what the host's own name resolves to: gloo listens there unless `megalite launch` names an interface."""
+    problems = Problems("own name")
     remedy = (
         "`megalite launch` copes; for plain deepspeed correct /etc/hosts, or put GLOO_SOCKET_IFNAME into .deepspeed_env"
     )
-
-    def judge() -> Judged:
-        for name in answers.there if len(answers.hosts) > 1 else ():
-            own = answers.facts[name]["own_name"]
-            usable = [address for address in own["addresses"] if address not in own["foreign"]]
-            if not own["addresses"]:
-                yield name, Judgement(WARN, "its own name does not resolve", remedy)
-            elif not usable:
-                yield name, Judgement(WARN, f"its own name leads to another host ({own['addresses'][0]})", remedy)
-            elif usable[0] in own["loopback"]:
-                yield name, Judgement(WARN, f"its own name leads to loopback ({usable[0]})", remedy)
-
-    return gather("own name", answers.there, judge(), "leads to an address others can reach")
+    for name, facts in answers.there.items() if len(answers.hosts) > 1 else ():
+        own = facts["own_name"]
+        usable = [address for address in own["addresses"] if address not in own["foreign"]]
+        if not own["addresses"]:
+            problems.add(name, WARN, "its own name does not resolve", remedy)
+        elif not usable:
+            problems.add(name, WARN, f"its own name leads to another host ({own['addresses'][0]})", remedy)
+        elif usable[0] in own["loopback"]:
+            problems.add(name, WARN, f"its own name leads to loopback ({usable[0]})", remedy)
+    return problems.findings(answers.there, "leads to an address others can reach")
 
 
 def check_room(answers: Answers) -> list[Finding]:
@@ -161,63 +145,51 @@ def check_room(answers: Answers) -> list[Finding]:
     run_dir = str(answers.settings.run_dir) if answers.settings.run_dir else None
     findings = []
     for path, enough in {**({run_dir: RUN_ROOM} if run_dir else {}), **ROOM}.items():
+        problems = Problems("room")
         remedy = "start the container with --shm-size=16g" if path == SHM else "free some space"
-
-        def judge(path: str = path, enough: int = enough, remedy: str = remedy) -> Judged:
-            for name in answers.there:
-                room = answers.facts[name]["folders"][path]
-                if room is None:
-                    yield name, Judgement(FAIL, f"{path} does not answer", "look at its file system (df, mount)")
-                elif room["bytes"] < MIB or not room["files"]:
-                    yield name, Judgement(FAIL, f"nothing is free in {path}", remedy)
-                elif room["bytes"] < enough:
-                    yield name, Judgement(WARN, f"only {_size(room['bytes'])} free in {path}", remedy)
-
-        rooms = [answers.facts[name]["folders"][path] for name in answers.there]
-        least = min((room["bytes"] for room in rooms if room), default=0)
-        findings += gather("room", answers.there, judge(), f"{_size(least)} or more free in {path}")
+        rooms = {name: facts["folders"][path] for name, facts in answers.there.items()}
+        for name, room in rooms.items():
+            if room is None:
+                problems.add(name, FAIL, f"{path} does not answer", "look at its file system (df, mount)")
+            elif room["bytes"] < MIB or not room["files"]:
+                problems.add(name, FAIL, f"nothing is free in {path}", remedy)
+            elif room["bytes"] < enough:
+                problems.add(name, WARN, f"only {_size(room['bytes'])} free in {path}", remedy)
+        least = min((room["bytes"] for room in rooms.values() if room), default=0)
+        findings += problems.findings(answers.there, f"{_size(least)} or more free in {path}")
     return findings
 
 
 def check_locks(answers: Answers) -> list[Finding]:
     """Checks for compile locks without a holder; on shared storage, the holder may be on another host."""
-    locks = [(name, lock) for name in answers.there for lock in answers.facts[name]["locks"]]
+    problems = Problems("compile locks")
+    locks = [(name, lock) for name, facts in answers.there.items() for lock in facts["locks"]]
     held = {lock["path"] for _, lock in locks if lock["holder"]}
-    ages = {lock["path"]: max(one["age_s"] for _, one in locks if one["path"] == lock["path"]) for _, lock in locks}
-
-    def judge() -> Judged:
-        for name, lock in locks:
-            path = lock["path"]
-            if path in held:
-                yield name, Judgement(WARN, f"{path}: an extension of torch is being compiled", "ranks wait for it")
-            else:
-                sentence = f"ranks would wait for ever for a lock that a dead compiler left {_age(ages[path])} ago"
-                yield name, Judgement(FAIL, sentence, f"rm {path}")
-
-    return gather("compile locks", answers.there, judge(), "none left behind")
+    for name, lock in locks:
+        path = lock["path"]
+        if path in held:
+            problems.add(name, WARN, f"{path}: an extension of torch is being compiled", "ranks wait for it")
+        else:
+            age = _age(max(one["age_s"] for _, one in locks if one["path"] == path))
+            sentence = f"ranks would wait for ever for a lock that a dead compiler left {age} ago"
+            problems.add(name, FAIL, sentence, f"rm {path}")
+    return problems.findings(answers.there, "none left behind")
 
 
 def check_limits(answers: Answers) -> list[Finding]:
     """Checks how many files a process may open and how much memory it may pin."""
+    problems = Problems("limits")
     ranks = sum(host.slots for host in answers.hosts)
     needed = FILES + SOCKETS_PER_RANK * ranks
-
-    def judge() -> Judged:
-        for name in answers.there:
-            facts = answers.facts[name]
-            files, pinned = facts["limits"]["nofile"], facts["limits"]["memlock"]
-            if 0 <= files < needed:  # -1: any number
-                sentence = f"a process may open {files} files, and {ranks} ranks can need {needed}"
-                yield name, Judgement(WARN, sentence, "raise nofile in /etc/security/limits.conf")
-            if facts["infiniband"] and pinned is not None:
-                sentence = f"a process may pin {_size(pinned)}, too little for InfiniBand"
-                yield name, Judgement(WARN, sentence, "set memlock unlimited in /etc/security/limits.conf")
-
-    return gather("limits", answers.there, judge(), f"enough open files for {ranks} ranks")
-
-
-def _of_each(answers: Answers, value: Callable[[Facts], Any]) -> dict[str, Any]:
-    return {name: value(answers.facts[name]) for name in answers.there}
+    for name, facts in answers.there.items():
+        files, pinned = facts["limits"]["nofile"], facts["limits"]["memlock"]
+        if 0 <= files < needed:  # -1: any number
+            sentence = f"a process may open {files} files, and {ranks} ranks can need {needed}"
+            problems.add(name, WARN, sentence, "raise nofile in /etc/security/limits.conf")
+        if facts["infiniband"] and pinned is not None:
+            sentence = f"a process may pin {_size(pinned)}, too little for InfiniBand"
+            problems.add(name, WARN, sentence, "set memlock unlimited in /etc/security/limits.conf")
+    return problems.findings(answers.there, f"enough open files for {ranks} ranks")
 
 
 def _listed(versions: dict[str, Any]) -> str:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from launch.cluster.doctor.cross_host_checks import addresses, own_addresses, shared_findings
-from launch.cluster.doctor.findings import HERE, Answers, Finding, Settings, Severity, usual
+from launch.cluster.doctor.findings import FAIL, HERE, OK, STYLES, WARN, Answers, Finding, Settings, fold, usual
 from launch.cluster.doctor.host_checks import ROOM, on_gpus, own_findings
 from launch.cluster.ssh.connection import HostConnection, HostError, in_parallel
+from launch.output import Cell, StyledCell, Table
 from launch.runtime import host_probe as local
 from launch.runtime.devices import Device
 from launch.runtime.hostfile import Host
@@ -45,7 +45,7 @@ class PreflightReport:
     @property
     def failures(self) -> list[Finding]:
         """The findings that prevent a run from starting."""
-        return [finding for finding in self.findings if finding.verdict == Severity.FAIL]
+        return [finding for finding in self.findings if finding.verdict == FAIL]
 
     @property
     def passed(self) -> bool:
@@ -53,24 +53,47 @@ class PreflightReport:
         return not self.failures
 
     @property
-    def failed_hosts(self) -> dict[str, list[Finding]]:
-        """Hosts to leave out of a run, with their failures. A failure without hosts is only in `failures`."""
-        return {
-            name: reasons for name in self.hosts if (reasons := [one for one in self.failures if name in one.hosts])
-        }
+    def failed_hosts(self) -> list[str]:
+        """Hosts to leave out of a run. A failure without hosts is only in `failures`."""
+        return [name for name in self.hosts if any(name in failure.hosts for failure in self.failures)]
 
     def as_json(self) -> dict[str, Any]:
         """Returns the report as values that JSON can hold."""
-        return {
-            "passed": self.passed,
-            "seconds": round(self.seconds, 3),
-            "hosts": list(self.hosts),
-            "failed_hosts": list(self.failed_hosts),
-            "findings": [asdict(finding) for finding in self.findings],
-            "device": self.device,
-            "addresses": dict(self.addresses),
-            "facts": {name: dict(facts) for name, facts in self.facts.items()},
-        }
+        shown = {"passed": self.passed, "failed_hosts": self.failed_hosts, **asdict(self)}
+        return shown | {"seconds": round(self.seconds, 3)}
+
+    def table(self) -> Table:
+        """Builds a table of findings and remedies, in the order in which checks depend on each other."""
+        rows: list[list[Cell]] = []
+        previous = None
+        for finding in self.findings:
+            style = STYLES[finding.verdict]
+            is_of_all = len(finding.hosts) == len(self.hosts) > 1
+            rows.append(
+                [
+                    "" if finding.check == previous else finding.check,
+                    StyledCell(finding.verdict, style),
+                    f"all {len(self.hosts)}" if is_of_all else fold(finding.hosts) or "-",
+                    StyledCell(finding.sentence, "" if finding.verdict == OK else style),
+                    finding.remedy,
+                ]
+            )
+            previous = finding.check
+        return Table(("check", "", "hosts", "found", "what to do"), rows, "findings", range(5))
+
+    def conclusion(self) -> str:
+        """Summarises the report in one line."""
+        count, failed = len(self.hosts), self.failed_hosts
+        hosts, warnings = f"{count} host{'s' * (count > 1)}", sum(one.verdict == WARN for one in self.findings)
+        suffix = f", {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
+        if self.passed:
+            return f"{hosts} can train together{suffix} ({self.seconds:.1f} s)"
+        if not failed:
+            return f"{hosts} can NOT train together as it is{suffix} ({self.seconds:.1f} s)"
+        rest = [name for name in self.hosts if name not in failed]
+        without = f"; without {'it' if len(failed) == 1 else 'them'}, {fold(rest)} could" if rest else ""
+        what = f"{len(failed)} of {hosts} can NOT train: {fold(failed)}"
+        return f"{what}{without}{suffix} ({self.seconds:.1f} s)"
 
 
 def preflight(
@@ -81,14 +104,26 @@ def preflight(
 ) -> PreflightReport:
     """Runs the checks. A problem of a host becomes a finding, never an exception."""
     began = time.monotonic()
-    questions = _Questions(connections, errors, hosts, settings)
-    with questions.cleaned_up():
-        questions.collect_facts()
+    run_dir = str(settings.run_dir) if settings.run_dir else None
+    question: dict[str, Any] = {
+        "root": str(INSTALLATION),
+        "packages": list(PACKAGES),
+        "python_path": [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path],
+        "folders": [*ROOM, *([run_dir] if run_dir else [])],
+        "files": [str(path) for path in settings.data_files],
+        "caches": [path for path in [os.environ.get("TORCH_EXTENSIONS_DIR")] if path],
+    }
+    answers = Answers(tuple(hosts), settings, str(INSTALLATION), local.facts(**question))
+    answers.errors.update({name: str(error) for name, error in errors.items()})
+    names = tuple(host.name for host in hosts)
+    questions = _Questions({name: connections[name] for name in names if name in connections}, answers, run_dir)
+    try:
+        questions.collect_facts(question)
         questions.probe_connections()
         questions.compare_code()
-    answers = questions.answers
+    finally:
+        questions.clean_up()
     findings = (*shared_findings(answers), *own_findings(answers))
-    names = tuple(host.name for host in hosts)
     device: Device = "cuda" if on_gpus(answers) else "cpu"
     return PreflightReport(names, findings, addresses(answers), answers.facts, device, time.monotonic() - began)
 
@@ -96,39 +131,22 @@ def preflight(
 class _Questions:
     """Rounds of requests to all hosts; the second round needs the answers of the first."""
 
-    def __init__(
-        self,
-        connections: Mapping[str, HostConnection],
-        errors: Mapping[str, HostError],
-        hosts: Sequence[Host],
-        settings: Settings,
-    ) -> None:
-        self._connections = {host.name: connections[host.name] for host in hosts if host.name in connections}
+    def __init__(self, connections: Mapping[str, HostConnection], answers: Answers, run_dir: str | None) -> None:
+        self._connections, self._answers, self._run_dir = connections, answers, run_dir
         self._mark = f".doctor_{uuid.uuid4().hex[:12]}_"  # prefix of token files and of greetings
         self._made: dict[str, list[str]] = {}  # host or HERE -> folders that it created
         self._ports: dict[str, int] = {}
-        self._run_dir = str(settings.run_dir) if settings.run_dir else None
-        self._question: dict[str, Any] = {
-            "root": str(INSTALLATION),
-            "packages": list(PACKAGES),
-            "python_path": [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path],
-            "folders": [*ROOM, *([self._run_dir] if self._run_dir else [])],
-            "files": [str(path) for path in settings.data_files],
-            "caches": [path for path in [os.environ.get("TORCH_EXTENSIONS_DIR")] if path],
-        }
-        self.answers = Answers(tuple(hosts), settings, str(INSTALLATION), local.facts(**self._question))
-        self.answers.errors.update({name: str(error) for name, error in errors.items()})
 
-    def collect_facts(self) -> None:
+    def collect_facts(self, question: Mapping[str, Any]) -> None:
         """Round 1: collects facts and clock offsets; each host writes a token file and opens a listening socket."""
 
         def ask(name: str) -> None:
             connection = self._connections[name]
-            self.answers.clocks[name] = clock_of(connection)
+            self._answers.clocks[name] = clock_of(connection)
             self._ports[name] = connection.ask("listen", greeting=self._mark + name)["port"]
             if self._run_dir is not None:
                 self._note_token(name, connection.ask("write_token", **self._token(name)))
-            self.answers.facts[name] = connection.ask("facts", timeout_s=ANSWER_S, **self._question)
+            self._answers.facts[name] = connection.ask("facts", timeout_s=ANSWER_S, **question)
 
         if self._run_dir is not None:
             self._note_token(HERE, local.write_token(**self._token(HERE)))
@@ -136,16 +154,12 @@ class _Questions:
 
     def probe_connections(self) -> None:
         """Round 2: each host reads the tokens of all hosts and connects to all others."""
-        answers = self.answers
+        answers = self._answers
         tokens = {name: self._token(name) for name, problem in answers.token_problems.items() if problem is None}
         texts = {token["name"]: token["text"] for token in tokens.values()}
         targets = {
-            name: {
-                "addresses": own_addresses(answers.facts[name]),
-                "port": self._ports[name],
-                "greeting": self._mark + name,
-            }
-            for name in answers.there
+            name: {"addresses": own_addresses(facts), "port": self._ports[name], "greeting": self._mark + name}
+            for name, facts in answers.there.items()
         }
 
         def ask(name: str) -> None:
@@ -163,8 +177,8 @@ class _Questions:
 
     def compare_code(self) -> None:
         """Finds the source files in which hosts differ from the majority."""
-        answers = self.answers
-        codes = {name: answers.facts[name]["code"] for name in answers.there}
+        answers = self._answers
+        codes = {name: facts["code"] for name, facts in answers.there.items()}
         right = usual(codes, answers.here["code"])
         other = [name for name in answers.there if codes[name] and codes[name] != right]
         if not other:
@@ -181,28 +195,24 @@ class _Questions:
                 pairs = digests[name].items() ^ digests[model].items()
                 answers.changed_files[name] = sorted({file for file, _ in pairs})
 
-    @contextmanager
-    def cleaned_up(self) -> Iterator[None]:
-        """Context in which hosts may be asked; removes files and closes ports at its end."""
-        try:
-            yield
-        finally:
+    def clean_up(self) -> None:
+        """Removes files and closes ports on all hosts that still answer."""
 
-            def ask(name: str) -> None:
-                connection = self._connections[name]
-                connection.ask("stop_listening")
-                if self._run_dir is not None:
-                    connection.ask("remove_token", **self._token(name, made=self._made.get(name, [])))
+        def ask(name: str) -> None:
+            connection = self._connections[name]
+            connection.ask("stop_listening")
+            if self._run_dir is not None:
+                connection.ask("remove_token", **self._token(name, made=self._made.get(name, [])))
 
-            self._on_all(ask)
-            for name in sorted(self._made, key=HERE.__eq__):  # tokens of lost hosts are visible here; HERE comes last
-                local.remove_token(**self._token(name, made=self._made[name] if name == HERE else []))
+        self._on_all(ask)
+        for name in sorted(self._made, key=HERE.__eq__):  # tokens of lost hosts are visible here; HERE comes last
+            local.remove_token(**self._token(name, made=self._made[name] if name == HERE else []))
 
     def _on_all(self, ask: Callable[[str], None], names: Sequence[str] | None = None) -> None:
         """Runs `ask` for hosts that have answered so far; one that fails is not asked again."""
-        answering = [name for name in self._connections if name not in self.answers.errors]
+        answering = [name for name in self._connections if name not in self._answers.errors]
         _, failed = in_parallel(answering if names is None else names, ask)
-        self.answers.errors.update({name: str(error) for name, error in failed.items()})
+        self._answers.errors.update({name: str(error) for name, error in failed.items()})
 
     def _token(self, name: str, **more: Any) -> dict[str, Any]:
         token = {"folder": self._run_dir, "name": self._mark + name.replace(" ", "_")}
@@ -210,7 +220,7 @@ class _Questions:
 
     def _note_token(self, name: str, answer: Mapping[str, Any]) -> None:
         self._made[name] = answer["made"]
-        self.answers.token_problems[name] = answer["problem"]
+        self._answers.token_problems[name] = answer["problem"]
 
 
 def clock_of(connection: HostConnection) -> tuple[float, float]:

@@ -89,15 +89,8 @@ class Agent:
         self._attempt, self._lease_s = "", float("inf")
         self._renewed, self._private = time.monotonic(), Path()
         self._sent: dict[int, float] = {}  # answer id -> time.monotonic
-        own: dict[str, Action] = {
-            "ping": dict,
-            "guard": self.guard,
-            "ranks": self.ranks,
-            "signal": self.signal,
-            "kill": self.kill,
-            "release": self.release,
-        }
-        self._actions = {**actions, **own}
+        own: tuple[Action, ...] = (self.guard, self.ranks, self.signal, self.kill, self.release)
+        self._actions: dict[str, Action] = {**actions, "ping": dict, **{action.__name__: action for action in own}}
 
     def guard(self, attempt: str, lease_s: float, private: dict[str, str]) -> dict[str, Any]:
         """Starts to guard an attempt.

@@ -54,22 +54,23 @@ class HostError(LaunchError):
 class HostConnection:
     """Connection to an agent on a host. Thread-safe."""
 
-    def __init__(
-        self, name: str, *, ssh_port: int | None = None, timeout_s: float = 10.0, patience_s: float = PATIENCE_S
-    ) -> None:
+    def __init__(self, name: str, *, ssh_port: int | None = None, patience_s: float = PATIENCE_S) -> None:
         """Connects; `patience_s` is how long a link may be interrupted.
 
         Raises HostError if the host, or Python on it, cannot be reached.
         """
         self.name = name
         self.heard = time.monotonic()  # time of the last answer
+        self.is_open = True  # False once ssh, or the agent, has ended
         program = json.dumps([*(path.read_text() for path in PROGRAM), "main(ACTIONS)"]).encode()
         loader = LOADER.format(len(program))
         remote = f"exec {shlex.quote(sys.executable)} -I -u -c {shlex.quote(loader)}"
+        options = [f"-o{option}" for option in (*keep_alive(patience_s), f"ConnectTimeout={CONNECT_S}")]
+        port = ["-p", str(ssh_port)] if ssh_port is not None else []
         try:
             self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - of ssh, and of Python there
             self._process = subprocess.Popen(
-                ["ssh", *ssh_options(ssh_port, patience_s), name, remote],
+                ["ssh", *options, "-T", *port, name, remote],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
@@ -80,11 +81,10 @@ class HostConnection:
         self._numbers, self._confirmed = itertools.count(), -1
         self._waiting: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}
         self._lock = threading.Lock()
-        self._is_open = True
         threading.Thread(target=self._read, name=f"answers of {name}", daemon=True).start()
         try:
             self._send(program)
-            self.ask("ping", timeout_s=timeout_s)
+            self.ask("ping")
         except HostError:
             self.close()
             raise
@@ -93,7 +93,7 @@ class HostConnection:
         """Sends a request and returns the reply. Raises HostError if there is none within `timeout_s`, or an error."""
         number, answers = next(self._numbers), queue.SimpleQueue[dict[str, Any] | None]()
         with self._lock:
-            if not self._is_open:
+            if not self.is_open:
                 raise self._lost()
             self._waiting[number] = answers
         try:
@@ -113,11 +113,6 @@ class HostConnection:
             raise HostError(f"host {self.name} cannot do what it was asked ({action}): {answer['error']}")
         reply: dict[str, Any] = answer["reply"]
         return reply
-
-    @property
-    def is_open(self) -> bool:
-        """False once ssh, or the agent, has ended."""
-        return self._is_open
 
     def close(self) -> None:
         """Closes the connection; the agent then ends the ranks that it still guards, and itself."""
@@ -153,7 +148,7 @@ class HostConnection:
                     if waiting is not None:
                         waiting.put(answer)
         with self._lock:
-            self._is_open = False
+            self.is_open = False
             for waiting in self._waiting.values():
                 waiting.put(None)
 
@@ -173,24 +168,13 @@ def keep_alive(patience_s: float) -> list[str]:
     return ["BatchMode=yes", "ServerAliveInterval=5", f"ServerAliveCountMax={int(patience_s / 5) + 2}"]
 
 
-def ssh_options(port: int | None, patience_s: float) -> list[str]:
-    """Returns all arguments of ssh except the host and the command."""
-    options = [*keep_alive(patience_s), f"ConnectTimeout={CONNECT_S}"]
-    return [
-        *(argument for option in options for argument in ("-o", option)),
-        "-T",
-        *(["-p", str(port)] if port is not None else []),
-    ]
-
-
 def connect_all(
-    names: Sequence[str], *, ssh_port: int | None = None, timeout_s: float = 10.0, patience_s: float = PATIENCE_S
+    names: Sequence[str], *, ssh_port: int | None = None, patience_s: float = PATIENCE_S
 ) -> tuple[dict[str, HostConnection], dict[str, HostError]]:
     """Connects to all hosts in parallel; returns the connections, and the errors of hosts that cannot be reached."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # three files per host
-    connect = partial(HostConnection, ssh_port=ssh_port, timeout_s=timeout_s, patience_s=patience_s)
-    return in_parallel(names, connect)
+    return in_parallel(names, partial(HostConnection, ssh_port=ssh_port, patience_s=patience_s))
 
 
 def in_parallel(names: Iterable[str], work: Callable[[str], Result]) -> tuple[dict[str, Result], dict[str, HostError]]:

@@ -16,13 +16,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from launch.cluster.placement import Node, Placement, place, place_hosts
+from launch.cluster.placement import Placement, place, place_hosts
 from launch.cluster.switch_topology import parse_topology
 from launch.errors import LaunchError
 from launch.runtime.hostfile import Host
 from megalite.config import resolve_layout
 from megalite.parallel.mesh import Mesh
 from megalite.planner.cost.volumes import Traffic
+from megalite.planner.placement.cost import Node
 from tests.helpers.engine_cases import Case
 
 DEPTHS = (0, 1, 2, 3)

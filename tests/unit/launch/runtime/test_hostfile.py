@@ -9,15 +9,18 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.cluster.deepspeed_launcher import Launcher, Rendezvous, check_launcher, launcher_command, write_files
+from launch.cluster.deepspeed_launcher import ENVIRONMENT, check_launcher, launcher_command, write_files
 from launch.errors import LaunchError
 from launch.runtime.forwarded_environment import forwarded_environment, user_environment_files
 from launch.runtime.hostfile import Host, hostfile_text, include_filter, read_hostfile, select_hosts
+from launch.trainer.run_config import load_run_config
+from tests.conftest import write_config
 
 NODES = (Host("node1", (0, 1)), Host("node2", (0, 1, 2)))
 
@@ -111,18 +114,19 @@ def test_what_deepspeed_is_given_leads_back_to_the_same_hosts(chosen: list[set[i
     assert select_hosts(full, include_filter(hosts), None) == hosts
 
 
-def test_deepspeed_itself_reads_them_so(tmp_path: Path) -> None:
+def test_deepspeed_itself_reads_them_so(tmp_path: Path, tiny: dict[str, Any]) -> None:
     """Its own runner makes of our words the command for pdsh: hosts in our order, their devices, our variables."""
     hosts = (Host("node2", (0, 2)), Host("node1", (0, 1)))
     shown = {"WORDS": "a=b:c", "MEGALITE_ATTEMPT": "123"}
-    hostfile, environment = write_files(tmp_path, hosts, shown)
-    command = launcher_command(Launcher.PDSH, hosts, Rendezvous("10.1.2.3", 4567), hostfile, tmp_path / "config.yaml")
+    folder = tmp_path / "attempt"
+    write_files(folder, hosts, shown, load_run_config(write_config(tmp_path / "c.yaml", tiny), []))
+    command = launcher_command("pdsh", hosts, ("10.1.2.3", 4567), folder)
     (tmp_path / "bin").mkdir()
     pdsh = tmp_path / "bin" / "pdsh"
     pdsh.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     pdsh.chmod(0o755)
     path = f"{pdsh.parent}:{os.environ['PATH']}"
-    variables = os.environ | {"PATH": path, "DS_ENV_FILE": str(environment), "DS_ACCELERATOR": "cpu"}
+    variables = os.environ | {"PATH": path, "DS_ENV_FILE": str(folder / ENVIRONMENT), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True, cwd=tmp_path)
     words = done.stdout.splitlines()
     assert words[words.index("-w") + 1] == "node2,node1"
@@ -130,7 +134,7 @@ def test_deepspeed_itself_reads_them_so(tmp_path: Path) -> None:
     assert "export WORDS=a=b:c; " in exports and "export MEGALITE_ATTEMPT=123; " in exports
     (world,) = (word.partition("=")[2] for word in words if word.startswith("--world_info="))
     assert json.loads(base64.urlsafe_b64decode(world)) == {"node2": [0, 2], "node1": [0, 1]}
-    assert {"--master_addr=10.1.2.3", "--master_port=4567", "--no_local_rank", str(tmp_path / "config.yaml")} <= set(
+    assert {"--master_addr=10.1.2.3", "--master_port=4567", "--no_local_rank", str(folder / "config.yaml")} <= set(
         words
     )
 
@@ -152,14 +156,14 @@ def test_what_ranks_need_travels_and_secrets_do_so_in_private(tmp_path: Path) ->
         "MLFLOW_TRACKING_PASSWORD": "word",
         "AZURE_STORAGE_SAS": "sig",
     }
-    found = forwarded_environment(variables, [tmp_path / ".deepspeed_env", tmp_path / "nothing"])
-    assert found.shown == {
+    shown, private = forwarded_environment(variables, [tmp_path / ".deepspeed_env", tmp_path / "nothing"])
+    assert shown == {
         "NCCL_DEBUG": "INFO",
         "GLOO_SOCKET_IFNAME": "eth0",
         "WANDB_PROJECT": "p",
         "MY_VARIABLE": "1",
     }
-    assert found.private == {
+    assert private == {
         "WANDB_API_KEY": "123",
         "AWS_SECRET_ACCESS_KEY": "k",
         "HF_TOKEN": "t",
@@ -185,35 +189,35 @@ def test_launchers_that_cannot_do_it_are_told(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     part, alike, different = [Host("a", (1,))], [Host("a", (0,)), Host("b", (0,))], list(NODES)
-    check_launcher(Launcher.PDSH, part)
+    check_launcher("pdsh", part)
     monkeypatch.setenv("MPI", "HYDRA build details")
-    check_launcher(Launcher.MPICH, alike)
+    check_launcher("mpich", alike)
     with pytest.raises(LaunchError, match="--launcher mpich cannot be told an --ssh-port"):
-        check_launcher(Launcher.MPICH, alike, 2222)
+        check_launcher("mpich", alike, 2222)
     with pytest.raises(LaunchError, match="equally many slots"):
-        check_launcher(Launcher.MPICH, different)
+        check_launcher("mpich", different)
     with pytest.raises(LaunchError, match=r"--launcher openmpi needs its own mpirun, but .*/mpirun is another's"):
-        check_launcher(Launcher.OPENMPI, different)
+        check_launcher("openmpi", different)
     monkeypatch.setenv("MPI", "mpirun (Open MPI) 4.1.4")
-    check_launcher(Launcher.OPENMPI, different)
+    check_launcher("openmpi", different)
     with pytest.raises(LaunchError, match="--launcher mpich needs its own mpirun"):
-        check_launcher(Launcher.MPICH, alike)
+        check_launcher("mpich", alike)
     with pytest.raises(LaunchError, match="starts the first slots of a host"):
-        check_launcher(Launcher.OPENMPI, part)
+        check_launcher("openmpi", part)
     with pytest.raises(LaunchError, match="inside an allocation"):
-        check_launcher(Launcher.SLURM, alike)
+        check_launcher("slurm", alike)
     (tmp_path / "pdsh").unlink()
     with pytest.raises(LaunchError, match="--launcher pdsh needs pdsh, which is not on PATH"):
-        check_launcher(Launcher.PDSH, alike)
+        check_launcher("pdsh", alike)
 
 
 def test_commands_of_the_other_launchers() -> None:
-    rendezvous, files = Rendezvous("a", 1), (Path("/h"), Path("/c.yaml"))
-    openmpi = launcher_command(Launcher.OPENMPI, NODES, rendezvous, *files, ssh_port=2222, launcher_args="--verbose")
+    master, folder = ("a", 1), Path("/f")
+    openmpi = launcher_command("openmpi", NODES, master, folder, ssh_port=2222, launcher_args="--verbose")
     assert "--include" not in openmpi and openmpi[:3] == [sys.executable, "-m", "deepspeed.launcher.runner"]
     (given,) = (word.partition("=")[2] for word in openmpi if word.startswith("--launcher_args="))
     assert shlex.split(given)[-4:] == ["--mca", "plm_rsh_args", "-p 2222", "--verbose"]
-    slurm = launcher_command(Launcher.SLURM, [Host("a", (0, 1)), Host("b", (0, 1))], rendezvous, *files)
+    slurm = launcher_command("slurm", [Host("a", (0, 1)), Host("b", (0, 1))], master, folder)
     assert "--launcher_args=--distribution=arbitrary" in slurm
     assert all("--force_multi" in words for words in (openmpi, slurm))
 

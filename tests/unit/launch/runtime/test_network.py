@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from launch.runtime.network import INTERFACE, choose_interface, interface_to, is_loopback
 from launch.runtime.rank_environment import Rank
+from launch.runtime.rank_process import INTERFACE, choose_interface, interface_to, is_loopback
 from tests.helpers.commands import ROOT
 
 RANK = Rank(0, 0, 4, "Slurm", True, ("node2", 4000))
@@ -34,7 +34,7 @@ exec "$PYTHON" -c "$PROGRAM"
 """
 PROGRAM = """
 import json, os
-from launch.runtime.network import choose_interface
+from launch.runtime.rank_process import choose_interface
 from launch.runtime.rank_environment import Rank
 rank = json.loads(os.environ["RANK_FACTS"])
 environment = json.loads(os.environ["GIVEN"])

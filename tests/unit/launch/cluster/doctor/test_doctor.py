@@ -18,7 +18,6 @@ from launch.cluster.doctor.cross_host_checks import addresses, faulty_hosts, sha
 from launch.cluster.doctor.findings import HERE, Answers, Finding, Settings, Severity, fold, usual
 from launch.cluster.doctor.host_checks import on_gpus, own_findings
 from launch.cluster.doctor.preflight import PreflightReport
-from launch.cluster.doctor.report import conclusion, table
 from launch.runtime.hostfile import Host
 from launch.trainer.run_config import load_run_config
 from tests.conftest import write_config
@@ -171,8 +170,8 @@ def test_sixty_four_hosts_with_which_all_is_well_are_one_line_a_check() -> None:
     assert report.passed and not report.failed_hosts
     assert {finding.verdict for finding in report.findings} == {Severity.OK}
     assert all(len(finding.hosts) == 64 for finding in report.findings)
-    assert len(table(report).rows) == len(report.findings) <= 16
-    assert "64 hosts can train together" in conclusion(report)
+    assert len(report.table().rows) == len(report.findings) <= 16
+    assert "64 hosts can train together" in report.conclusion()
 
 
 @pytest.mark.parametrize(("check", "change", "words", "remedy"), FAILURES)
@@ -186,8 +185,8 @@ def test_what_fails_on_one_host_names_it_alone_and_a_remedy(
     (failure,) = report.failures
     assert (failure.check, failure.hosts) == (check, ("node2",))
     assert words in failure.sentence and remedy in failure.remedy and bool(failure.remedy) == bool(remedy)
-    assert report.failed_hosts == {"node2": [failure]}
-    assert "1 of 4 hosts can NOT train: node2; without it, node[1,3-4] could" in conclusion(report)
+    assert report.failed_hosts == ["node2"] and report.failures == [failure]
+    assert "1 of 4 hosts can NOT train: node2; without it, node[1,3-4] could" in report.conclusion()
 
 
 @pytest.mark.parametrize(("check", "change", "words"), WARNINGS)
@@ -198,7 +197,7 @@ def test_what_a_run_survives_is_a_warning(check: str, change: Change, words: str
     (warning,) = [finding for finding in report.findings if finding.verdict != Severity.OK]
     assert (warning.check, warning.hosts, warning.verdict) == (check, ("node2",), Severity.WARN)
     assert words in warning.sentence and warning.remedy
-    assert report.passed and "can train together, 1 warning" in conclusion(report)
+    assert report.passed and "can train together, 1 warning" in report.conclusion()
 
 
 def test_of_two_hosts_that_differ_this_machine_says_which_is_right() -> None:
@@ -219,7 +218,7 @@ def test_this_machine_may_be_the_one_that_differs() -> None:
     assert not report.failed_hosts and failure.check == "run folder" and HERE in failure.sentence
     warned = {one.check for one in report.findings if one.verdict == Severity.WARN}
     assert warned == {"code", "packages"}
-    assert "2 hosts can NOT train together as it is, 2 warnings" in conclusion(report)
+    assert "2 hosts can NOT train together as it is, 2 warnings" in report.conclusion()
 
 
 def test_a_folder_shared_by_none_is_everybodys_fault() -> None:
@@ -339,5 +338,5 @@ def test_a_table_fits_a_narrow_terminal() -> None:
     fact("versions", torch="2.12.0")(answers)
     for width in (80, 160):
         console = Console(width=width, record=True, file=io.StringIO())
-        table(report_of(answers)).print(console)
+        report_of(answers).table().print(console)
         assert max(map(len, console.export_text().splitlines())) <= width
