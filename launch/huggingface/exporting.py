@@ -154,7 +154,7 @@ def export_hugging_face(
                     f"{export.reader.folder}: in {export.dtype} {stream.notices[0]}, so nothing was written; "
                     "--no-validate converts it as it is"
                 )
-            validation = validate_logits(export.model, export.read, folder, folder, report)
+            validation = validate_logits(export.model, export.read, folder, report)
     return ConvertSummary(
         source=str(export.reader.folder),
         target=str(hf_dir),

@@ -120,7 +120,7 @@ def import_hugging_face(
                     "it is"
                 )
             read = CheckpointReader(written).read
-            validation = validate_logits(source.model, read, source.files.folder, written, report)
+            validation = validate_logits(source.model, read, source.files.folder, report)
     return ConvertSummary(
         source=str(source.files.folder),
         target=str(checkpoint),

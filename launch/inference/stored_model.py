@@ -14,9 +14,8 @@ from typing import Any
 from data_pipeline.meta import read_meta
 from launch.errors import LaunchError
 from launch.huggingface.exporting import open_newest, tokenizer_of
-from launch.huggingface.hub_folder import local_folder, model_of
+from launch.huggingface.hub_folder import load_tokenizer, local_folder, model_of
 from launch.huggingface.hub_model import TOKENIZER, HubModel, is_same_tokenizer, open_hub_model
-from launch.huggingface.transformers_model import load_tokenizer
 from launch.trainer.resume import IMPORTED
 from megalite.checkpoint.huggingface.json_files import CONFIG
 from megalite.checkpoint.manifest import Manifest
