@@ -9,7 +9,6 @@ that does not fit into memory twice is compared by its first layers, at full wid
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,7 +23,7 @@ from launch.huggingface.progress import ReportProgress
 from launch.huggingface.serial_model import Read, global_shapes, serial_model
 from launch.parity.comparison import TOLERANCES
 from launch.parity.logit_comparison import ModelPair
-from launch.parity.probes import PADDED_TOKENS, needed_length, probes, real_text, wanted_length
+from launch.parity.probes import PADDED_TOKENS, Probe, needed_length, probes, real_text, wanted_length
 from launch.parity.reference_models import SerialReference, TransformersModel, load_transformers
 from megalite.checkpoint.huggingface.folder import tokenizer_files
 from megalite.checkpoint.huggingface.json_files import CONFIG, read_json
@@ -38,9 +37,6 @@ SECONDS = 60.0  # estimated time of all comparisons of one model
 LEAST_LAYERS, LEAST_TOKENS = 2, 16
 ROWS_OF_SCORES = 4  # fp32 matrices [seq, seq] at once with fused attention; without it there are two per head
 PROBES = 5
-
-Text = Callable[[int], Tensor | None]
-"""Returns at least this many tokens of real text; None without a tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -59,42 +55,47 @@ def validate_logits(model: ModelConfig, read: Read, hf_dir: Path, report: Report
     Raises LaunchError naming the first layer that differs.
     """
     started, first, wanted = time.monotonic(), layers_of_every_kind(model), wanted_length(model)
-    text, notices = _text_of(hf_dir, model)
-    outcomes: list[Validation] = []
+    text, notices = _real_text(hf_dir, model, wanted)
     length, needed_tokens, needed, free = 0, needed_length(model), _memory(model), _free_memory()
-    if needed <= free / 2:
-        pair = model_pair(model, read, hf_dir)
+    differences: list[float] = []
+    compared: list[str] = []
+
+    def compare(pair: ModelPair, where: str) -> int:
         length = _affordable(pair, wanted)
-        outcomes.append(_compare(pair, length, text, report, ""))
-        del pair
+        for number, probe in enumerate(probes(pair.ours.model, length, text)):
+            report("comparing logits", number, PROBES)
+            difference, rounding = _difference(pair, probe)
+            if rounding is not None:
+                notices.append(
+                    f"on {probe.name}{where} logits are {difference:.1e} of their spread apart: rounding, by which "
+                    f"transformers differs from itself ({rounding:.1e})"
+                )
+            differences.append(difference)
+            compared.append(f"{probe.name}{where}")
+        return length
+
+    if needed <= free / 2:
+        length = compare(model_pair(model, read, hf_dir), "")
     else:
-        notices += (
+        notices.append(
             f"of {model.num_hidden_layers} layers only the first {first} were compared: both models take "
-            f"{needed / 1e9:,.1f} GB in fp32, and {free / 1e9:,.1f} GB are free",
+            f"{needed / 1e9:,.1f} GB in fp32, and {free / 1e9:,.1f} GB are free"
         )
-    if not outcomes or (length <= needed_tokens and first < model.num_hidden_layers):
+    if not compared or (length <= needed_tokens and first < model.num_hidden_layers):
         config = _shortened_config(hf_dir, first)
-        model = model_of(model_config(config), str(hf_dir / CONFIG))
-        if _memory(model) > free / 2:
+        smaller = model_of(model_config(config), str(hf_dir / CONFIG))
+        if _memory(smaller) > free / 2:
             raise LaunchError(
                 f"{hf_dir}: {free / 1e9:,.1f} GB of memory are free, too few to compare even {first} layers "
                 "with transformers, so nothing was written: free some memory, or convert with --no-validate"
             )
-        pair = model_pair(model, read, hf_dir, config)
-        shorter = _affordable(pair, wanted)
-        length = max(length, shorter)
-        outcomes.append(_compare(pair, shorter, text, report, f" in the first {first} layers"))
+        length = max(length, compare(model_pair(smaller, read, hf_dir, config), f" in the first {first} layers"))
     if length <= needed_tokens:
-        notices += (
+        notices.append(
             f"compared were at most {length} tokens in a row: more than {needed_tokens}, where its sliding window or "
-            "rotary scaling shows, take too long or too much memory here",
+            "rotary scaling shows, take too long or too much memory here"
         )
-    return Validation(
-        max(outcome.difference or 0.0 for outcome in outcomes),
-        tuple(sentence for outcome in outcomes for sentence in outcome.compared),
-        notices + tuple(notice for outcome in outcomes for notice in outcome.notices),
-        time.monotonic() - started,
-    )
+    return Validation(max(differences), tuple(compared), tuple(notices), time.monotonic() - started)
 
 
 def model_pair(model: ModelConfig, read: Read, hf_dir: Path, config: dict[str, Any] | None = None) -> ModelPair:
@@ -135,42 +136,35 @@ def _free_memory() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _text_of(hf_dir: Path, model: ModelConfig) -> tuple[Text, tuple[str, ...]]:
-    """Returns the source of real text, and a notice if there is none although there is a tokenizer."""
+def _real_text(hf_dir: Path, model: ModelConfig, length: int) -> tuple[Tensor | None, list[str]]:
+    """Returns tokens of real text, and a notice if there are none although there is a tokenizer."""
     if not tokenizer_files(hf_dir):
-        return lambda length: None, ()
+        return None, []
     try:
-        tokenizer = load_tokenizer(hf_dir)
-        tokens = real_text(tokenizer, 1, model.vocab_size)
+        tokens = real_text(load_tokenizer(hf_dir), length, model.vocab_size)
     except Exception as error:  # of a kind that is not installed, or broken, which says nothing about the weights
-        return lambda length: None, (f"no real text was compared: {' '.join(str(error).split())}",)
+        return None, [f"no real text was compared: {' '.join(str(error).split())}"]
     if tokens is None:
-        return lambda length: None, ("no real text was compared: the tokenizer makes tokens the model does not know",)
-    return lambda length: real_text(tokenizer, length, model.vocab_size), ()
+        return None, ["no real text was compared: the tokenizer makes tokens the model does not know"]
+    return tokens, []
 
 
-def _compare(pair: ModelPair, length: int, text: Text, report: ReportProgress, where: str) -> Validation:
-    """Compares logits on all probes. Raises LaunchError if they differ by more than rounding."""
-    model, worst, compared, notices = pair.ours.model, 0.0, [], []
-    for number, probe in enumerate(probes(model, length, text(length))):
-        report("comparing logits", number, PROBES)
-        difference, allowed = pair.difference(probe), TOLERANCE
-        if not difference <= TOLERANCE:  # NaN is not
-            allowed = max(TOLERANCE, ROUNDING_FACTOR * pair.rounding(probe))
-            if not difference <= allowed:
-                layer = pair.first_different_layer(probe, allowed)
-                raise LaunchError(
-                    f"{model.model_type}: our decoder's logits and transformers' are {difference:.1e} of their "
-                    f"spread apart on {probe.name}, more than {allowed:.1e}, and {layer} is the first layer that "
-                    "differs: the conversion would change the model, so nothing was written"
-                )
-            notices.append(
-                f"on {probe.name}{where} logits are {difference:.1e} of their spread apart: rounding, by which "
-                f"transformers differs from itself ({allowed / ROUNDING_FACTOR:.1e})"
-            )
-        worst = max(worst, difference)
-        compared.append(f"{probe.name}{where}")
-    return Validation(worst, tuple(compared), tuple(notices))
+def _difference(pair: ModelPair, probe: Probe) -> tuple[float, float | None]:
+    """Returns the difference of logits, and that by which transformers differs from itself if ours is larger than
+    `TOLERANCE`. Raises LaunchError if rounding does not explain it."""
+    difference = pair.difference(probe)
+    if difference <= TOLERANCE:  # NaN is not
+        return difference, None
+    rounding = pair.rounding(probe)
+    allowed = max(TOLERANCE, ROUNDING_FACTOR * rounding)
+    if not difference <= allowed:
+        layer = pair.first_different_layer(probe, allowed)
+        raise LaunchError(
+            f"{pair.ours.model.model_type}: our decoder's logits and transformers' are {difference:.1e} of their "
+            f"spread apart on {probe.name}, more than {allowed:.1e}, and {layer} is the first layer that "
+            "differs: the conversion would change the model, so nothing was written"
+        )
+    return difference, allowed / ROUNDING_FACTOR
 
 
 def _affordable(pair: ModelPair, wanted: int) -> int:

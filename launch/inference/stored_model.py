@@ -15,7 +15,7 @@ from data_pipeline.meta import read_meta
 from launch.errors import LaunchError
 from launch.huggingface.exporting import open_newest, tokenizer_of
 from launch.huggingface.hub_folder import load_tokenizer, local_folder, model_of
-from launch.huggingface.hub_model import TOKENIZER, HubModel, is_same_tokenizer, open_hub_model
+from launch.huggingface.model_folder import TOKENIZER, ModelFolder, is_same_tokenizer, open_model_folder
 from launch.trainer.resume import IMPORTED
 from megalite.checkpoint.huggingface.json_files import CONFIG
 from megalite.checkpoint.manifest import Manifest
@@ -33,7 +33,7 @@ class StoredModel:
     carried: Mapping[str, Any]  # Hugging Face's config, generation_config, dtype; empty for a run from scratch
     run: Mapping[str, Any]  # config of the run that saved it; empty if it was not saved by a run
     tokenizer: Path | None  # its folder
-    hub: HubModel | None = None
+    hub: ModelFolder | None = None
     manifest: Manifest | None = None  # if it is one of our checkpoints
 
     @property
@@ -80,8 +80,8 @@ def open_stored(path: str | Path) -> StoredModel:
     """Opens a model. Raises CheckpointError, FamilyError or LaunchError if there is none that we support."""
     folder = local_folder(path)
     if (folder / CONFIG).is_file():
-        hub = open_hub_model(folder)
-        return StoredModel(hub.folder, hub.model, hub.reader, hub.carried, {}, hub.folder, hub=hub)
+        hub = open_model_folder(folder)
+        return StoredModel(hub.folder, hub.model, hub.reader, hub.carried(), {}, hub.folder, hub=hub)
     reader = open_newest(folder)
     config = reader.manifest.config
     files, _ = tokenizer_of(reader)

@@ -71,21 +71,21 @@ class ReferenceAnswer:
 def compare(seen: Observations, answer: ReferenceAnswer) -> list[Deviation]:
     """Returns the deviation of every array of the truth, in the order of computation."""
     pooled, noise, still = _pooled_errors(answer), _noise(answer), _without_gradient(answer)
-    findings = []
+    deviations = []
     for quantity, arrays in answer.truth.items():
         if quantity.kind in OF_REFERENCES:
             continue
         largest = max(_size(_measured(quantity, name, value, answer), answer) for name, value in arrays.items())
         floor = largest * (FLOOR**2 if quantity.kind in SQUARED else FLOOR)
         unknown = set(seen.get(quantity, {})) - set(arrays) if quantity.kind in OF_PARAMETERS else set()
-        findings += [Deviation(quantity, name, float("nan"), 0.0) for name in sorted(unknown)]
+        deviations += [Deviation(quantity, name, float("nan"), 0.0) for name in sorted(unknown)]
         for name, value in arrays.items():
             if (quantity.training, name) in noise:
                 continue
             truth = _measured(quantity, name, value, answer)
             mine = seen.get(quantity, {}).get(name)
             if mine is None or mine.shape != value.shape:
-                findings.append(Deviation(quantity, name, float("nan"), 0.0))
+                deviations.append(Deviation(quantity, name, float("nan"), 0.0))
                 continue
             mine = _measured(quantity, name, mine, answer)
             theirs = _measured(quantity, name, answer.theirs[quantity][name], answer)
@@ -98,8 +98,8 @@ def compare(seen: Observations, answer: ReferenceAnswer) -> list[Deviation]:
             tolerance = _tolerance(quantity, value, scale, answer)
             bound = min(MOST, max(tolerance, OF_TRANSFORMERS * their_error))
             ratio = None if error <= bound else _clean_ratio(mine, truth)
-            findings.append(Deviation(quantity, name, error, bound, ratio))
-    return findings
+            deviations.append(Deviation(quantity, name, error, bound, ratio))
+    return deviations
 
 
 def _measured(quantity: Quantity, name: str, value: np.ndarray, answer: ReferenceAnswer) -> np.ndarray:
@@ -210,6 +210,6 @@ def _clean_ratio(mine: np.ndarray, truth: np.ndarray) -> float | None:
     return exact if whole > 1 and abs(ratio / exact - 1) < 1e-3 else None
 
 
-def worst(findings: Iterable[Deviation], kind: str | None = None) -> Deviation:
+def worst(deviations: Iterable[Deviation], kind: str | None = None) -> Deviation:
     """Returns the deviation with the largest error in units of its bound, of one kind of quantity or of all."""
-    return max((f for f in findings if kind is None or f.quantity.kind == kind), key=lambda finding: finding.excess)
+    return max((d for d in deviations if kind is None or d.quantity.kind == kind), key=lambda d: d.excess)

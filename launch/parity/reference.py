@@ -143,7 +143,8 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 def _rows(model: Model, batch: Batch) -> Rows:
     arrays = (batch.tokens, batch.positions, batch.samples)
-    return Rows(*(None if array is None else torch.from_numpy(array).to(model.device) for array in arrays))
+    tensors = (None if array is None else torch.from_numpy(array).to(model.device) for array in arrays)
+    return Rows(*tensors)  # type: ignore[arg-type]  # tokens are always there
 
 
 def _loss(model: Model, batch: Batch, reduction: str = "mean") -> Tensor:

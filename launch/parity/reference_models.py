@@ -46,7 +46,8 @@ class Model(ABC):
 
     def __init__(self, model: ModelConfig, module: nn.Module) -> None:
         """module: in evaluation mode."""
-        self.model, self.module = model, module
+        self.model = model
+        self.module: Any = module
 
     @classmethod
     @abstractmethod
@@ -136,7 +137,7 @@ class TransformersModel(Model):
             options = {"position_ids": (rows.real.cumsum(1) - 1).clamp(min=0), "attention_mask": rows.real.long()}
         if columns is not None:
             options["logits_to_keep"] = columns
-        with layer_outputs(self.module, self.model, columns) if layers else nullcontext({}) as outputs:
+        with layer_outputs(self.module, self.model, columns, is_on=layers) as outputs:
             logits: Tensor = self.module(rows.tokens, use_cache=False, **options).logits
         return {**outputs, HEAD: logits}
 
@@ -191,15 +192,19 @@ def load_transformers(kind: Any, folder: Path | None, config: Mapping[str, Any] 
 
 @contextmanager
 def layer_outputs(
-    module: nn.Module, model: ModelConfig, columns: Tensor | slice | None = None
+    module: Any, model: ModelConfig, columns: Tensor | slice | None = None, *, is_on: bool = True
 ) -> Iterator[dict[str, Tensor]]:
-    """Collects the output `[B, K, hidden]` of every layer but the head in the forward passes inside the block.
+    """Collects the output `[B, K, hidden]` of every layer but the head in the forward passes inside the block; nothing
+    unless `is_on`.
 
     module: our decoder, a stage of it, or a causal language model of transformers, of the sizes of `model`. The latter
     may scale embeddings or add positions outside of any module, so its embedding is observed as the input of its first
     block, under the name of our last layer before the blocks, and its last norm as the input of its head.
     """
     outputs: dict[str, Tensor] = {}
+    if not is_on:
+        yield outputs
+        return
     specs = decoder_layers(model)[:-1]
     columns = slice(None) if columns is None else columns
 
@@ -222,7 +227,7 @@ def layer_outputs(
         inputs = ((theirs[0], embedding, columns), (head, specs[-1].name, slice(None)))
         handles = [part.register_forward_pre_hook(partial(on_input, *at), with_kwargs=True) for part, *at in inputs]
     else:
-        ours = {part.layer_name: part for part in module.modules() if hasattr(part, "layer_name")}
+        ours: dict[str, nn.Module] = {part.layer_name: part for part in module.modules() if hasattr(part, "layer_name")}
         named = {spec.name: ours[spec.name] for spec in specs if spec.name in ours}
         handles = []
     handles += [part.register_forward_hook(partial(on_output, name)) for name, part in named.items()]
@@ -267,7 +272,7 @@ class SerialReference(Model):
         return cls(config.model, module.to(device=device, dtype=dtype).eval())
 
     def outputs(self, rows: Rows, columns: Tensor | None = None, *, layers: bool = False) -> dict[str, Tensor]:
-        with layer_outputs(self.module, self.model, columns) if layers else nullcontext({}) as outputs:
+        with layer_outputs(self.module, self.model, columns, is_on=layers) as outputs:
             samples = rows.samples if self.model.has_dropout else None
             hidden, weight = self.module(rows.tokens, rows.positions, samples)
         hidden = hidden if columns is None else hidden[:, columns]
