@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -53,19 +53,15 @@ class _Export:
     model: ModelConfig
     layout: HubLayout
     dtype: str  # in config.json
-    entries: list[Entry]  # the tensors to write, each with its dtype
+    entries: dict[str, Entry]  # the tensors to write by their keys, each with its dtype
     tokenizer: list[Path]
     notices: tuple[str, ...]
-
-    @cached_property
-    def _dtypes(self) -> dict[str, Any]:
-        return {entry.key: entry.dtype for entry in self.entries}
 
     def read(self, name: str, source: tuple[slice, ...]) -> Any:
         """Returns a block of our weight `name` rounded to the dtype of its tensor in the folder."""
 
         def rounded(hub: str, block: tuple[slice, ...]) -> Any:
-            return self.layout.read_hub(self.reader.read, hub, block).to(self._dtypes[hub])
+            return self.layout.read_hub(self.reader.read, hub, block).to(self.entries[hub].dtype)
 
         return self.layout.read_own(rounded, name, source)
 
@@ -92,9 +88,9 @@ def _plan(export: _Export, hf_dir: Path, max_shard_bytes: int) -> ConversionPlan
         tensors=len(export.entries),
         parameters=parameters,
         dtype=export.dtype,
-        files=tuple(shard_names(export.entries, max_shard_bytes)),
+        files=tuple(shard_names(list(export.entries.values()), max_shard_bytes)),
         bytes_read=4 * parameters,
-        bytes_written=sum(entry.size for entry in export.entries),
+        bytes_written=sum(entry.size for entry in export.entries.values()),
         bytes_free=room_at(hf_dir.resolve()),
         notices=export.notices,
     )
@@ -132,7 +128,7 @@ def export_hugging_face(
             def blocks(entry: Entry) -> Iterator[Tensor]:
                 return stream.blocks(read_hub, entry.key, entry.shape, entry.dtype)
 
-            write_weights(folder, export.entries, blocks, max_shard_bytes)
+            write_weights(folder, list(export.entries.values()), blocks, max_shard_bytes)
 
         def compare() -> Validation:
             return validate_logits(export.model, export.read, folder, report)
@@ -158,9 +154,9 @@ def _prepare(checkpoint: Path, dtype: str | None) -> _Export:
     for name in (usual, *dtypes.values()):
         if name not in DTYPES:
             raise LaunchError(f"dtype {name!r} is none of {', '.join(DTYPES)}")
-    entries = [
-        Entry(tensor.name, tensor.shape, DTYPES[dtypes.get(tensor.name, usual)]) for tensor in layout.tensors.values()
-    ]
+    entries = {
+        name: Entry(name, tensor.shape, DTYPES[dtypes.get(name, usual)]) for name, tensor in layout.tensors.items()
+    }
     tokenizer, notices = tokenizer_of(reader)
     return _Export(reader, model, layout, usual, entries, tokenizer, notices)
 

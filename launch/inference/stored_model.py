@@ -6,7 +6,7 @@ here, so a command can check the model before it starts ranks, and each rank ope
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from data_pipeline.meta import read_meta
 from launch.errors import LaunchError
 from launch.huggingface.exporting import open_newest, tokenizer_of
 from launch.huggingface.hub_folder import load_tokenizer, local_folder, model_of
-from launch.huggingface.model_folder import TOKENIZER, ModelFolder, is_same_tokenizer, open_model_folder
-from launch.trainer.resume import IMPORTED
+from launch.huggingface.model_folder import ModelFolder, open_model_folder
+from launch.trainer.resume import IMPORTED, check_tokenizer
 from megalite.checkpoint.huggingface.json_files import CONFIG
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.reader import WeightReader
@@ -66,13 +66,15 @@ class StoredModel:
             return
         if self.hub is not None:
             self.hub.check_tokenizer(prefix, meta.tokenizer, meta.tokenizer_sha256)
-        elif self.manifest is not None and self.manifest.tokenizer_sha256 not in (None, meta.tokenizer_sha256):
-            own = self.tokenizer and self.tokenizer / TOKENIZER
-            if own and is_same_tokenizer(Path(meta.tokenizer), meta.tokenizer_sha256, own):
-                return
+        elif self.manifest is not None:
+            check_tokenizer(self.manifest, self.folder, prefix, meta.tokenizer, meta.tokenizer_sha256)
+
+    def check_ids(self, ids: Sequence[int], source: str) -> None:
+        """Raises LaunchError if the model has no embedding for a token that its tokenizer makes of `source`."""
+        if max(ids, default=0) >= self.model.vocab_size:
             raise LaunchError(
-                f"{prefix} was prepared with another tokenizer ({meta.tokenizer}) than what {self.folder} was trained "
-                f"on ({self.manifest.tokenizer}): prepare it again with that one"
+                f"{self.folder}: its tokenizer makes token {max(ids)} of {source}, but its model knows only "
+                f"{self.model.vocab_size}: it is another model's tokenizer"
             )
 
 

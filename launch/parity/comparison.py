@@ -138,13 +138,11 @@ def _pooled_errors(answer: ReferenceAnswer) -> dict[Quantity, float]:
     """
     if answer.dtype == "fp32":
         errors = dict.fromkeys(SCALARS, 0.0)
-        for quantity, arrays in answer.truth.items():
-            if quantity.kind in SCALARS:
-                theirs = answer.theirs[quantity]
-                errors[quantity.kind] = max(
-                    errors[quantity.kind], *(_relative(theirs[n], v) for n, v in arrays.items())
-                )
-        return {quantity: errors[quantity.kind] for quantity in answer.truth if quantity.kind in SCALARS}
+        of_scalars = {quantity: arrays for quantity, arrays in answer.truth.items() if quantity.kind in SCALARS}
+        for quantity, arrays in of_scalars.items():
+            found = (_relative(answer.theirs[quantity][name], value) for name, value in arrays.items())
+            errors[quantity.kind] = max(errors[quantity.kind], *found)
+        return {quantity: errors[quantity.kind] for quantity in of_scalars}
     pooled: dict[Quantity, float] = {}
     noise = _noise(answer)
     for training, kind in answer.truth:

@@ -209,7 +209,7 @@ def _start_from(source: Path, config: Config, data: RunData) -> Start:
     weights = checkpoint_at(source)
     manifest = read_manifest(weights)
     _check_model(manifest, config, weights)
-    _check_tokenizer(manifest, config, weights, data)
+    check_tokenizer(manifest, weights, Path(config.data.path[0]), data.tokenizer, data.tokenizer_sha256)
     return Start(weights, manifest, notices=(f"taking the weights of {weights}",))
 
 
@@ -225,19 +225,22 @@ def _check_model(manifest: Manifest, config: Config, folder: Path) -> None:
             )
 
 
-def _check_tokenizer(manifest: Manifest, config: Config, folder: Path, data: RunData) -> None:
+def check_tokenizer(
+    manifest: Manifest, folder: Path, data: Path, prepared_with: str | None, sha256: str | None
+) -> None:
+    """Raises LaunchError if `data` was prepared with another tokenizer than the checkpoint's."""
     from launch.huggingface.model_folder import TOKENIZER, is_same_tokenizer
 
-    known, ours = manifest.tokenizer_sha256, data.tokenizer_sha256
-    if known is None or ours in (None, known):
+    known = manifest.tokenizer_sha256
+    if known is None or sha256 in (None, known):
         return
-    if data.tokenizer and manifest.tokenizer:
+    if prepared_with and manifest.tokenizer:
         own = Path(manifest.tokenizer) / TOKENIZER
-        if own.is_file() and is_same_tokenizer(Path(data.tokenizer), ours, own):
+        if own.is_file() and is_same_tokenizer(Path(prepared_with), sha256, own):
             return
     raise LaunchError(
-        f"{config.data.path[0]} was prepared with another tokenizer ({data.tokenizer}) than what {folder} was trained "
-        f"on ({manifest.tokenizer}), so its ids mean other text to this model: prepare it again with that one"
+        f"{data} was prepared with another tokenizer ({prepared_with}) than what {folder} was trained on "
+        f"({manifest.tokenizer}), so its ids mean other text to this model: prepare it again with that one"
     )
 
 
