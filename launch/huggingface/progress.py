@@ -12,7 +12,7 @@ import torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conversion:
+class ConversionEnds:
     """The two sides of a conversion."""
 
     source: str
@@ -27,7 +27,7 @@ class Conversion:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConversionPlan(Conversion):
+class ConversionPlan(ConversionEnds):
     """Describes a conversion before it is made."""
 
     files: tuple[str, ...]  # with weights, on the Hugging Face side
@@ -35,7 +35,7 @@ class ConversionPlan(Conversion):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertSummary(Conversion):
+class ConvertSummary(ConversionEnds):
     """Describes a finished conversion: its cost, and the difference between our logits and those of transformers."""
 
     logit_difference: float | None  # largest, over the logits' standard deviation; None without validation

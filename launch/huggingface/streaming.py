@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from launch.errors import LaunchError
-from launch.huggingface.progress import (
-    Conversion,
-    ConversionPlan,
-    ConvertSummary,
-    PeakMemory,
-    ReportProgress,
-    one_thread,
-)
+from launch.huggingface.progress import ConversionPlan, ConvertSummary, PeakMemory, ReportProgress, one_thread
 from launch.huggingface.serial_model import Read
 from launch.huggingface.validation import Validation
 from megalite.checkpoint.huggingface.folder import row_blocks
@@ -107,7 +100,7 @@ def convert(
     if validate is not None and stream.not_finite:
         raise LaunchError(f"{what} {stream.notices[0]}, so nothing was written; --no-validate converts it as it is")
     validation = Validation() if validate is None else validate()
-    both = {each.name: getattr(plan, each.name) for each in fields(Conversion)}
+    both = {each.name: getattr(plan, each.name) for each in fields(ConvertSummary) if hasattr(plan, each.name)}
     return ConvertSummary(
         **both | {"notices": (*plan.notices, *stream.notices, *validation.notices)},
         logit_difference=validation.difference,

@@ -28,14 +28,14 @@ TOLERANCES = {
 """In float32. Scalars: relative. Arrays: relative to their largest entry; weights: to their largest change."""
 ADAMW_WEIGHT = 1e-2  # an entry whose gradient is only rounding moves by a large part of the learning rate
 OF_TRANSFORMERS = 2.0
-UNKNOWN = 0.1  # a half-precision gradient with this error in transformers is only compared in float32
-MOST = 0.9  # the widest bound: a weight that never moved has an error of 1
+MOSTLY_ROUNDING = 0.1  # a half-precision gradient with this error in transformers is only compared in float32
+WIDEST_BOUND = 0.9  # the widest bound: a weight that never moved has an error of 1
 FLOOR = 1e-2  # smallest scale of an array, relative to the largest of its kind: a key's bias has gradient zero
 SCALARS = ("loss", "evaluation loss", "gradient norm")
 SQUARED = ("exp_avg_sq",)
 OF_PARAMETERS = ("gradient", "weight", "exp_avg", "exp_avg_sq")
 ADAMW = Quantity("adamw", "weight")
-NOTHING = 1e-9  # relative to the largest first moment: less is float64 rounding of a zero gradient
+NO_GRADIENT = 1e-9  # relative to the largest first moment: less is float64 rounding of a zero gradient
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def compare(seen: Observations, answer: ReferenceAnswer) -> list[Deviation]:
                 error = _size(mine - truth, answer) / scale
                 their_error = max(_size(theirs - truth, answer) / scale, pooled.get(quantity, 0.0))
             tolerance = _tolerance(quantity, value, scale, answer)
-            bound = min(MOST, max(tolerance, OF_TRANSFORMERS * their_error))
+            bound = min(WIDEST_BOUND, max(tolerance, OF_TRANSFORMERS * their_error))
             ratio = None if error <= bound else _clean_ratio(mine, truth)
             deviations.append(Deviation(quantity, name, error, bound, ratio))
     return deviations
@@ -175,7 +175,7 @@ def _noise(answer: ReferenceAnswer) -> set[tuple[str, str]]:
             largest = max(float(np.linalg.norm(gradient)) for gradient in gradients.values())
             for name, gradient in gradients.items():
                 is_small = np.linalg.norm(gradient) < FLOOR * largest
-                if is_small or _relative_size(answer.theirs[quantity][name] - gradient, gradient) > UNKNOWN:
+                if is_small or _relative_size(answer.theirs[quantity][name] - gradient, gradient) > MOSTLY_ROUNDING:
                     noise.add((quantity.training, name))
     return noise
 
@@ -184,7 +184,7 @@ def _without_gradient(answer: ReferenceAnswer) -> set[str]:
     """Returns parameters that AdamW moves only by decay and rounding: a key's bias, q and k of a window of one."""
     moments = answer.truth.get(Quantity(ADAMW.training, "exp_avg"), {})
     largest = max((float(np.abs(moment).max(initial=0.0)) for moment in moments.values()), default=0.0)
-    return {name for name, moment in moments.items() if np.abs(moment).max(initial=0.0) < NOTHING * largest}
+    return {name for name, moment in moments.items() if np.abs(moment).max(initial=0.0) < NO_GRADIENT * largest}
 
 
 def _relative_size(difference: np.ndarray, value: np.ndarray) -> float:
