@@ -43,7 +43,7 @@ from launch.runtime.local_ranks import rank_environment
 from megalite.config import Config, LaunchConfig, resolve_layout
 
 if TYPE_CHECKING:
-    from launch.huggingface.hub_model import HubModel
+    from launch.huggingface.model_folder import ModelFolder
     from megalite.engine.engine import Engine
 
 RESULTS = Path(__file__).parent / "results" / "initialize.md"
@@ -95,13 +95,13 @@ def load_rank(rank: int, folder: Path, parallel: dict[str, int], ranks: int, rep
     """Turns of plain reads and of reading slices, and the memory of a load."""
     import torch
 
-    from launch.huggingface.hub_model import open_hub_model
+    from launch.huggingface.model_folder import open_model_folder
     from megalite.checkpoint.engine_state import load_engine
     from megalite.engine.parameter_state import refresh
 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
-    engine = _engine(open_hub_model(folder), parallel, ranks)
-    ranges, needed = _ranges(engine, open_hub_model(folder), folder)
+    engine = _engine(open_model_folder(folder), parallel, ranks)
+    ranges, needed = _ranges(engine, open_model_folder(folder), folder)
     memory = mmap.mmap(-1, sum(size for *_, size in ranges), mmap.MAP_PRIVATE | mmap.MAP_POPULATE)
     facts = {"needed": needed / 1e6, "ranges": len(memory) / 1e6}
     turns = []
@@ -113,7 +113,7 @@ def load_rank(rank: int, folder: Path, parallel: dict[str, int], ranks: int, rep
     with peak(held, "reading"):
         _slices(engine, folder)
     with peak(held, "loading"):
-        load_engine(engine, open_hub_model(folder).reader, weights_only=True)
+        load_engine(engine, open_model_folder(folder).reader, weights_only=True)
     with peak(held, "exchange"):
         refresh(engine)
     return [turn | held for turn in turns]
@@ -136,7 +136,7 @@ def _pair(rank: int, engine: Engine, folder: Path, ranges: list[Range], memory: 
     return seconds
 
 
-def _engine(hub: HubModel, parallel: dict[str, int], ranks: int) -> Engine:
+def _engine(hub: ModelFolder, parallel: dict[str, int], ranks: int) -> Engine:
     from megalite.engine.build import build_engine
     from models.decoder import decoder_layers
 
@@ -160,18 +160,18 @@ def _engine(hub: HubModel, parallel: dict[str, int], ranks: int) -> Engine:
 
 def _slices(engine: Engine, folder: Path) -> None:
     """`load_engine`, as a run calls it, up to the point where no file is read any more."""
-    from launch.huggingface.hub_model import open_hub_model
+    from launch.huggingface.model_folder import open_model_folder
     from megalite.checkpoint import engine_state as loading
 
     refresh = loading.refresh
     loading.refresh = lambda engine: None
     try:
-        loading.load_engine(engine, open_hub_model(folder).reader, weights_only=True)
+        loading.load_engine(engine, open_model_folder(folder).reader, weights_only=True)
     finally:
         loading.refresh = refresh
 
 
-def _ranges(engine: Engine, hub: HubModel, folder: Path) -> tuple[list[Range], int]:
+def _ranges(engine: Engine, hub: ModelFolder, folder: Path) -> tuple[list[Range], int]:
     """Returns the ranges of the files that hold this rank's slices, and how many of their bytes are its own."""
     from megalite.checkpoint.huggingface.reader import HubReader
     from megalite.checkpoint.manifest import Slices

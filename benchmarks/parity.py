@@ -45,7 +45,7 @@ def run(cases: list[tuple[ParityLayout, bool]]) -> list[tuple[ParityLayout, bool
         verdict = sessions[family].run(layout)
         results.append((layout, tied, verdict))
         outcome = (
-            "pass" if verdict.passed else f"FAIL {verdict.crash or verdict.disagreements or worst(verdict.findings)}"
+            "pass" if verdict.passed else f"FAIL {verdict.crash or verdict.disagreements or worst(verdict.deviations)}"
         )
         print(
             f"[{index}/{len(cases)}] {time.monotonic() - started:5.0f} s {layout} {'tied' * tied}: {outcome}",
@@ -81,7 +81,7 @@ def report(results: list[tuple[ParityLayout, bool, LayoutResult]]) -> str:
         "|---:|---:|---:|---:|---|---:|" + "---:|" * (len(KINDS) + 1),
     ]
     for (tp, pp, dp, zero, is_cut), verdicts in sorted(rows.items()):
-        findings = [finding for verdict in verdicts for finding in verdict.findings]
+        findings = [finding for verdict in verdicts for finding in verdict.deviations]
         errors = [max(f.error for f in findings if f.quantity.kind in kinds) for kinds in KINDS.values()]
         cells = [tp, pp, dp, zero, "yes" if is_cut else "no", f"{sum(v.passed for v in verdicts)}/{len(verdicts)}"]
         cells += [f"{error:.0e}" for error in errors]

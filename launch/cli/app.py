@@ -168,17 +168,17 @@ def verify(
         seed=seed,
         timeout_s=timeout,
     )
-    say = console(stderr=True).print
-    say(reports.introduction(plan))
+    log_line = console(stderr=True).print
+    log_line(reports.introduction(plan))
     if dry_run:
-        say(f"dry run: {'; '.join(map(str, plan.layouts))}; nothing was started")
+        log_line(f"dry run: {'; '.join(map(str, plan.layouts))}; nothing was started")
         if as_json:
             print_json(reports.plan_as_json(plan))
         return
     try:
-        report = run(plan, say)
+        report = run(plan)
     except KeyboardInterrupt:
-        log.warning("interrupted; no verdict")
+        log.warning("interrupted; no result")
         raise typer.Exit(INTERRUPTED_CODE) from None
     if as_json:
         print_json(reports.as_json(report))

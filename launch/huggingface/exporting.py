@@ -6,28 +6,22 @@ its name only after transformers has computed our logits with it.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from data_pipeline.tokenizer import inspect_tokenizer
 from launch.errors import LaunchError
 from launch.huggingface.hub_folder import model_of
 from launch.huggingface.model_folder import DTYPES
-from launch.huggingface.progress import (
-    ConversionPlan,
-    ConvertSummary,
-    PeakMemory,
-    ReportProgress,
-    no_progress,
-    one_thread,
-)
+from launch.huggingface.progress import ConversionPlan, ConvertSummary, ReportProgress, no_progress
 from launch.huggingface.serial_model import global_shapes
-from launch.huggingface.streaming import CheckpointBlocks, Stream
+from launch.huggingface.streaming import Stream, checkpoint_blocks, convert
 from launch.huggingface.validation import Validation, validate_logits
 from megalite.checkpoint.atomic_folder import check_replaceable, check_room, new_folder, room_at
 from megalite.checkpoint.durable_files import digest
@@ -60,31 +54,15 @@ class _Export:
     model: ModelConfig
     layout: HubLayout
     dtype: str  # in config.json
-    entries: list[Entry]  # the tensors to write, each with its dtype
+    entries: dict[str, Entry]  # the tensors to write by their keys, each with its dtype
     tokenizer: list[Path]
     notices: tuple[str, ...]
-
-    @property
-    def bytes_written(self) -> int:
-        return sum(entry.size for entry in self.entries)
-
-    @property
-    def bytes_read(self) -> int:
-        return 4 * self.parameters
-
-    @property
-    def parameters(self) -> int:
-        return sum(map(prod, self.reader.manifest.tensors.values()))
-
-    @cached_property
-    def _dtypes(self) -> dict[str, Any]:
-        return {entry.key: entry.dtype for entry in self.entries}
 
     def read(self, name: str, source: tuple[slice, ...]) -> Any:
         """Returns a block of our weight `name` rounded to the dtype of its tensor in the folder."""
 
         def rounded(hub: str, block: tuple[slice, ...]) -> Any:
-            return self.layout.read_hub(self.reader.read, hub, block).to(self._dtypes[hub])
+            return self.layout.read_hub(self.reader.read, hub, block).to(self.entries[hub].dtype)
 
         return self.layout.read_own(rounded, name, source)
 
@@ -99,19 +77,23 @@ def plan_export(
 ) -> ConversionPlan:
     """Describes what `export_hugging_face` would do. Raises what it would raise before it writes."""
     check_replaceable(hf_dir.resolve(), overwrite, CONFIG)
-    export = _prepare(checkpoint, dtype)
+    return _plan(_prepare(checkpoint, dtype), hf_dir, max_shard_bytes)
+
+
+def _plan(export: _Export, hf_dir: Path, max_shard_bytes: int) -> ConversionPlan:
+    parameters = sum(map(prod, export.reader.manifest.tensors.values()))
     return ConversionPlan(
-        str(export.reader.folder),
-        str(hf_dir),
-        export.model.model_type,
-        len(export.entries),
-        export.parameters,
-        export.dtype,
-        tuple(shard_names(export.entries, max_shard_bytes)),
-        export.bytes_read,
-        export.bytes_written,
-        room_at(hf_dir.resolve()),
-        export.notices,
+        source=str(export.reader.folder),
+        target=str(hf_dir),
+        model_type=export.model.model_type,
+        tensors=len(export.entries),
+        parameters=parameters,
+        dtype=export.dtype,
+        files=tuple(shard_names(list(export.entries.values()), max_shard_bytes)),
+        bytes_read=4 * parameters,
+        bytes_written=sum(entry.size for entry in export.entries.values()),
+        bytes_free=room_at(hf_dir.resolve()),
+        notices=export.notices,
     )
 
 
@@ -133,45 +115,27 @@ def export_hugging_face(
     """
     check_replaceable(hf_dir.resolve(), overwrite, CONFIG)
     export = _prepare(checkpoint, dtype)
-    check_room(hf_dir.resolve(), export.bytes_written)
+    plan = _plan(export, hf_dir, max_shard_bytes)
+    check_room(hf_dir.resolve(), plan.bytes_written)
     kept = export.reader.manifest.config.get("hugging_face") or {}
     described = hf_config(export.model, export.dtype, kept.get("config") or _token_ids(export.tokenizer))
     generation = kept.get("generation_config") or {key: described[key] for key in TOKEN_IDS}
     with new_folder(hf_dir, overwrite=overwrite, marker=CONFIG) as folder:
         write_configs(folder, described, generation)
         copy_tokenizer(export.tokenizer, folder)
-        stream, started = Stream(hf_dir, export.bytes_written, report), time.monotonic()
-        with PeakMemory() as peak, one_thread():
-            blocks = CheckpointBlocks(export.reader)
-            read_hub = partial(export.layout.read_hub, blocks.read)
-            write_weights(
-                folder, export.entries, lambda e: stream.blocks(read_hub, e.key, e.shape, e.dtype), max_shard_bytes
-            )
-        seconds = time.monotonic() - started
-        validation = Validation()
-        if validate:
-            if stream.not_finite:
-                raise LaunchError(
-                    f"{export.reader.folder}: in {export.dtype} {stream.notices[0]}, so nothing was written; "
-                    "--no-validate converts it as it is"
-                )
-            validation = validate_logits(export.model, export.read, folder, folder, report)
-    return ConvertSummary(
-        source=str(export.reader.folder),
-        target=str(hf_dir),
-        model_type=export.model.model_type,
-        tensors=len(export.entries),
-        parameters=export.parameters,
-        dtype=export.dtype,
-        logit_difference=validation.difference,
-        compared=validation.compared,
-        bytes_read=export.bytes_read,
-        bytes_written=export.bytes_written,
-        seconds=seconds,
-        validation_seconds=validation.seconds,
-        peak_memory_bytes=peak.bytes,
-        notices=(*export.notices, *stream.notices, *validation.notices),
-    )
+        read_hub = partial(export.layout.read_hub, checkpoint_blocks(export.reader))
+
+        def write(stream: Stream) -> None:
+            def blocks(entry: Entry) -> Iterator[Tensor]:
+                return stream.blocks(read_hub, entry.key, entry.shape, entry.dtype)
+
+            write_weights(folder, list(export.entries.values()), blocks, max_shard_bytes)
+
+        def compare() -> Validation:
+            return validate_logits(export.model, export.read, folder, report)
+
+        what = f"{export.reader.folder}: in {export.dtype}"
+        return convert(plan, write, compare if validate else None, what, report)
 
 
 def _prepare(checkpoint: Path, dtype: str | None) -> _Export:
@@ -191,9 +155,9 @@ def _prepare(checkpoint: Path, dtype: str | None) -> _Export:
     for name in (usual, *dtypes.values()):
         if name not in DTYPES:
             raise LaunchError(f"dtype {name!r} is none of {', '.join(DTYPES)}")
-    entries = [
-        Entry(tensor.name, tensor.shape, DTYPES[dtypes.get(tensor.name, usual)]) for tensor in layout.tensors.values()
-    ]
+    entries = {
+        name: Entry(name, tensor.shape, DTYPES[dtypes.get(name, usual)]) for name, tensor in layout.tensors.items()
+    }
     tokenizer, notices = tokenizer_of(reader)
     return _Export(reader, model, layout, usual, entries, tokenizer, notices)
 

@@ -55,7 +55,7 @@ def _download(hub_id: str, patterns: list[str]) -> Path:
         # its locks let one of several ranks on a machine download, and the others use the result
         return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=IGNORED))
     except Exception as error:  # network, permission, unknown id: the hub's errors have no common class
-        raise LaunchError(f"{hub_id}: no folder here, and the hub did not give it: {first_line(error)}") from None
+        raise LaunchError(f"{hub_id}: no folder here, and the hub did not give it: {_first_line(error)}") from None
 
 
 def hub_config(place: Path) -> tuple[Path, ModelConfig]:
@@ -85,6 +85,16 @@ def model_of(options: Any, where: str) -> ModelConfig:
         raise CheckpointError(f"{where}: {describe_validation_error(error, ModelConfig)}") from None
 
 
-def first_line(error: Exception) -> str:
+def load_tokenizer(folder: Path) -> Any:
+    """Loads the tokenizer of a folder with transformers. Raises LaunchError if it refuses."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise LaunchError(f"{folder}: transformers cannot load its tokenizer: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
     """Returns the first line of an error message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

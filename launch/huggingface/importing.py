@@ -5,29 +5,21 @@ The checkpoint appears under its name only after our serial model and transforme
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from launch.errors import LaunchError
 from launch.huggingface.hub_folder import is_hub_id, local_folder, model_of
 from launch.huggingface.model_folder import DTYPES, ModelFolder, open_model_folder
-from launch.huggingface.progress import (
-    ConversionPlan,
-    ConvertSummary,
-    PeakMemory,
-    ReportProgress,
-    no_progress,
-    one_thread,
-)
+from launch.huggingface.progress import ConversionPlan, ConvertSummary, ReportProgress, no_progress
 from launch.huggingface.serial_model import global_shapes
-from launch.huggingface.streaming import Stream
+from launch.huggingface.streaming import Stream, convert
 from launch.huggingface.validation import Validation, validate_logits
 from megalite.checkpoint.atomic_folder import check_replaceable, check_room, new_folder, room_at
-from megalite.checkpoint.durable_files import digest
 from megalite.checkpoint.huggingface.folder import INDEX, WEIGHTS, tokenizer_files
 from megalite.checkpoint.huggingface.json_files import CONFIG, read_json
 from megalite.checkpoint.manifest import MANIFEST, STEP, Manifest, step_folder
@@ -44,19 +36,23 @@ def plan_import(
     _check_dtype(dtype)
     if is_hub_id(hf_dir):
         return _plan_of_hub_id(str(hf_dir), checkpoint)
-    source = open_model_folder(local_folder(hf_dir))
+    return _plan(open_model_folder(hf_dir), checkpoint, dtype)
+
+
+def _plan(source: ModelFolder, checkpoint: Path, dtype: str | None) -> ConversionPlan:
+    parameters = _parameters(source.shapes)
     return ConversionPlan(
-        str(source.files.folder),
-        str(checkpoint),
-        source.model.model_type,
-        len(source.layout.tensors),
-        _parameters(source.shapes),
-        dtype or source.dtype,
-        tuple(source.files.files),
-        source.files.bytes,
-        4 * _parameters(source.shapes),
-        room_at(checkpoint.resolve()),
-        source.files.notices,
+        source=str(source.folder),
+        target=str(checkpoint),
+        model_type=source.model.model_type,
+        tensors=len(source.layout.tensors),
+        parameters=parameters,
+        dtype=dtype or source.dtype,
+        files=tuple(source.files.files),
+        bytes_read=source.files.bytes,
+        bytes_written=4 * parameters,
+        bytes_free=room_at(checkpoint.resolve()),
+        notices=source.files.notices,
     )
 
 
@@ -67,19 +63,18 @@ def _plan_of_hub_id(place: str, checkpoint: Path) -> ConversionPlan:
     parameters = _parameters(global_shapes(model))
     places = read_json(folder / INDEX).get("weight_map") if (folder / INDEX).is_file() else {"": WEIGHTS}
     stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    size = 4 if stored == "float32" else 2
     return ConversionPlan(
-        place,
-        str(checkpoint),
-        model.model_type,
-        None,
-        parameters,
-        stored,
-        tuple(sorted(set(map(str, places.values())))) if isinstance(places, dict) else (),
-        size * parameters,
-        4 * parameters,
-        room_at(checkpoint.resolve()),
-        ("only its config.json was fetched from the hub: its tensors were not looked at",),
+        source=place,
+        target=str(checkpoint),
+        model_type=model.model_type,
+        tensors=None,
+        parameters=parameters,
+        dtype=stored,
+        files=tuple(sorted(set(map(str, places.values())))) if isinstance(places, dict) else (),
+        bytes_read=(4 if stored == "float32" else 2) * parameters,
+        bytes_written=4 * parameters,
+        bytes_free=room_at(checkpoint.resolve()),
+        notices=("only its config.json was fetched from the hub: its tensors were not looked at",),
     )
 
 
@@ -99,44 +94,21 @@ def import_hugging_face(
     """
     _check_target(checkpoint, overwrite)
     _check_dtype(dtype)
-    source = open_model_folder(local_folder(hf_dir))
-    shapes, size = source.shapes, 4 * _parameters(source.shapes)
-    check_room(checkpoint.resolve(), size)
+    source = open_model_folder(hf_dir)
+    plan = _plan(source, checkpoint, dtype)
+    check_room(checkpoint.resolve(), plan.bytes_written)
     with new_folder(checkpoint, overwrite=overwrite, marker=MANIFEST) as written:
-        stream, started = Stream(checkpoint, size, report), time.monotonic()
-        with PeakMemory() as peak, one_thread():
-            write_weights_only(
-                written,
-                shapes,
-                lambda name: stream.blocks(source.read, name, shapes[name], torch.float32),
-                _manifest(source, dtype),
-            )
-        seconds = time.monotonic() - started
-        validation = Validation()
-        if validate:
-            if stream.not_finite:
-                raise LaunchError(
-                    f"{source.files.folder}: {stream.notices[0]}, so nothing was written; --no-validate converts it as "
-                    "it is"
-                )
-            read = CheckpointReader(written).read
-            validation = validate_logits(source.model, read, source.files.folder, written, report)
-    return ConvertSummary(
-        source=str(source.files.folder),
-        target=str(checkpoint),
-        model_type=source.model.model_type,
-        tensors=len(source.layout.tensors),
-        parameters=_parameters(shapes),
-        dtype=dtype or source.dtype,
-        logit_difference=validation.difference,
-        compared=validation.compared,
-        bytes_read=source.files.bytes,
-        bytes_written=size,
-        seconds=seconds,
-        validation_seconds=validation.seconds,
-        peak_memory_bytes=peak.bytes,
-        notices=(*source.files.notices, *stream.notices, *validation.notices),
-    )
+
+        def write(stream: Stream) -> None:
+            def blocks(name: str) -> Iterator[Tensor]:
+                return stream.blocks(source.read, name, source.shapes[name], torch.float32)
+
+            write_weights_only(written, source.shapes, blocks, _manifest(source, dtype))
+
+        def compare() -> Validation:
+            return validate_logits(source.model, CheckpointReader(written).read, source.folder, report)
+
+        return convert(plan, write, compare if validate else None, f"{source.folder}:", report)
 
 
 def _check_target(checkpoint: Path, overwrite: bool) -> None:
@@ -159,14 +131,13 @@ def _parameters(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def _manifest(source: ModelFolder, dtype: str | None) -> Manifest:
-    folder = source.files.folder.resolve()
-    tokenizer = folder / "tokenizer.json"
+    folder = source.folder.resolve()
     return Manifest(
         step=0,
         # not part of `model`, because only exports use it
         config={"model": source.model.model_dump(mode="json"), "hugging_face": source.carried(dtype)},
         tokenizer=str(folder) if tokenizer_files(folder) else None,
-        tokenizer_sha256=digest(tokenizer).sha256 if tokenizer.is_file() else None,
+        tokenizer_sha256=source.tokenizer_sha256,
         state={},
         tensors={},
         files={},

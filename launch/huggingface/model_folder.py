@@ -1,23 +1,32 @@
 """Reads a Hugging Face folder as one of our models: checks its config and tensors, and reads our weights from them.
 
-In: a path. Out: a `ModelFolder`, from which any block of any of our weights can be read. Nothing is written.
+In: a path or hub id. Out: a `ModelFolder`, from which any block of any of our weights can be read: imports convert it,
+runs start from it without a conversion. Every defect of the folder is found here, from config.json and the headers of
+its files, before weights are read. Nothing is written.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from launch.huggingface.hub_folder import model_of_config
+from data_pipeline.tokenizer import load_tokenizer
+from launch.errors import LaunchError
+from launch.huggingface.hub_folder import local_folder, model_of_config
 from launch.huggingface.serial_model import global_shapes
+from megalite.checkpoint.durable_files import digest
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.huggingface.folder import HuggingFaceFolder
+from megalite.checkpoint.huggingface.folder import HuggingFaceFolder, tokenizer_files
 from megalite.checkpoint.huggingface.json_files import CONFIG
+from megalite.checkpoint.huggingface.reader import HubReader
 from megalite.checkpoint.manifest import Slices
 from megalite.config import ModelConfig
 from models.families import family
@@ -27,6 +36,7 @@ from models.hub.tensor_layout import HubLayout
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 EMBEDDING = "model.embed_tokens.weight"
+TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,28 @@ class ModelFolder:
     model: ModelConfig
     shapes: Mapping[str, tuple[int, ...]]  # our weights, by canonical name
     layout: HubLayout
+
+    @property
+    def folder(self) -> Path:
+        return self.files.folder
+
+    @cached_property
+    def reader(self) -> HubReader:
+        """Reads our weights for an engine."""
+        return HubReader(self.folder, self.files.read, self.layout, self.shapes)
+
+    @cached_property
+    def tokenizer_sha256(self) -> str | None:
+        """The hash of its tokenizer.json; None if it has none."""
+        tokenizer = self.folder / TOKENIZER
+        return digest(tokenizer).sha256 if tokenizer.is_file() else None
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the model's options and the sizes of the files, which must be equal on all hosts."""
+        sizes = {name: (self.folder / name).stat().st_size for name in self.files.files}
+        identity = json.dumps([self.model.model_dump(mode="json"), sizes], sort_keys=True)
+        return hashlib.sha256(identity.encode()).hexdigest()
 
     def read(self, name: str, source: Slices) -> Tensor:
         """Returns a block of our weight `name`, in the dtype it is stored in."""
@@ -68,9 +100,22 @@ class ModelFolder:
         others = {} if dtype else {name: stored for name, stored in self.dtypes.items() if stored != usual}
         return kept | {"dtypes": others} if others else kept
 
+    def check_tokenizer(self, data: Path, prepared_with: str | None, sha256: str | None) -> None:
+        """Raises LaunchError if `data` was prepared with another tokenizer: its ids would mean other text here."""
+        if sha256 is None or self.tokenizer_sha256 in (None, sha256):
+            return
+        if prepared_with is not None and is_same_tokenizer(Path(prepared_with), sha256, self.folder / TOKENIZER):
+            return
+        raise LaunchError(
+            f"{data} was prepared with another tokenizer ({prepared_with}) than that of {self.folder}, so its ids mean "
+            f"other text to this model: prepare it again with --tokenizer {self.folder}, or, if the model is meant to "
+            "learn those ids, put that tokenizer's files into the model's folder"
+        )
 
-def open_model_folder(folder: Path) -> ModelFolder:
-    """Opens a folder. Raises CheckpointError or FamilyError if it is not a model that we support."""
+
+def open_model_folder(place: str | Path) -> ModelFolder:
+    """Opens a folder or hub id. Raises CheckpointError, FamilyError or LaunchError if it is missing or unsupported."""
+    folder = local_folder(place)
     files = HuggingFaceFolder(folder)
     _check_counts(files)
     model = model_of_config(files.config, folder)
@@ -102,3 +147,11 @@ def _check_counts(files: HuggingFaceFolder) -> None:
                 f"{files.folder}: holds {len(files.shapes)} tensors, but its config.json has "
                 f"{keys.get(option, option)} {asked}"
             )
+
+
+def is_same_tokenizer(place: Path, sha256: str, other: Path) -> bool:
+    """True if the tokenizer at `place` still has this hash and equals another one, formatting aside."""
+    path = next((path for path in tokenizer_files(place) if path.name == TOKENIZER), None)
+    if path is None or digest(path).sha256 != sha256:
+        return False
+    return load_tokenizer(path).to_str() == load_tokenizer(other).to_str()

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
 
-@dataclass(frozen=True)
-class ConversionPlan:
-    """Describes a conversion before it is made."""
+@dataclass(frozen=True, kw_only=True)
+class ConversionEnds:
+    """The two sides of a conversion."""
 
     source: str
     target: str
@@ -22,31 +21,28 @@ class ConversionPlan:
     tensors: int | None  # on the Hugging Face side; None if they are not downloaded yet
     parameters: int
     dtype: str  # of the Hugging Face side
-    files: tuple[str, ...]  # with weights, on the Hugging Face side
-    bytes_read: int
+    bytes_read: int  # of weights
     bytes_written: int
-    bytes_free: int  # where the target is going to be
     notices: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class ConvertSummary:
+@dataclass(frozen=True, kw_only=True)
+class ConversionPlan(ConversionEnds):
+    """Describes a conversion before it is made."""
+
+    files: tuple[str, ...]  # with weights, on the Hugging Face side
+    bytes_free: int  # where the target is going to be
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertSummary(ConversionEnds):
     """Describes a finished conversion: its cost, and the difference between our logits and those of transformers."""
 
-    source: str
-    target: str
-    model_type: str
-    tensors: int  # on the Hugging Face side
-    parameters: int
-    dtype: str  # of the Hugging Face side
     logit_difference: float | None  # largest, over the logits' standard deviation; None without validation
     compared: tuple[str, ...]  # the comparisons made, a phrase each
-    bytes_read: int  # of weights
-    bytes_written: int
     seconds: float  # of reading and writing; validation has its own
     validation_seconds: float
     peak_memory_bytes: int | None  # of reading and writing, beyond what the process held before; None: unknown here
-    notices: tuple[str, ...] = ()
 
 
 ReportProgress = Callable[[str, int, int], None]
@@ -63,31 +59,24 @@ def no_progress(what: str, done: int, total: int) -> None:
 class PeakMemory:
     """Measures the largest growth of this process's own memory (without pages of files) inside a `with` block."""
 
-    def __init__(self) -> None:
-        self._ended, self._before = threading.Event(), own_memory()
-        self._largest = self._before
-        self._thread = threading.Thread(target=self._watch, name="memory", daemon=True)
+    bytes: int | None = None  # None where the system does not report it
 
     def __enter__(self) -> PeakMemory:
+        self._ended, self._before = threading.Event(), own_memory()
+        self._thread = threading.Thread(target=self._watch, name="memory", daemon=True)
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         self._thread.join()
-        self._look()
-
-    @property
-    def bytes(self) -> int | None:
-        """Returns None where the system does not report it."""
-        return None if self._largest is None or self._before is None else self._largest - self._before
 
     def _watch(self) -> None:
-        while self._before is not None and not self._ended.wait(SAMPLE_S):
-            self._look()
-
-    def _look(self) -> None:
-        self._largest = max(self._largest or 0, own_memory() or 0)
+        while self._before is not None:
+            is_last = self._ended.wait(SAMPLE_S)
+            self.bytes = max(self.bytes or 0, (own_memory() or 0) - self._before)
+            if is_last:
+                return
 
 
 def own_memory() -> int | None:

@@ -58,6 +58,7 @@ def filled_model(
 def _named_layer(spec: LayerSpec, tp: TensorParallel) -> nn.Module:
     """Builds a layer with uninitialized weights and sets the canonical names of its shards."""
     layer = spec.build(tp)
+    layer.layer_name = spec.name  # type: ignore[assignment]  # any attribute may be set on a module
     for path, parameter in layer.named_parameters():
         parameter.shard = dataclasses.replace(parameter.shard, name=f"{spec.name}.{path}")  # type: ignore[attr-defined]
     return layer

@@ -1,16 +1,19 @@
-"""Streams weights from one format to the other: block by block, in the target's dtype, counted and checked."""
+"""Streams weights from one format to the other: block by block, in the target's dtype, counted, checked, validated."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
-from launch.huggingface.progress import ReportProgress
+from launch.errors import LaunchError
+from launch.huggingface.progress import ConversionPlan, ConvertSummary, PeakMemory, ReportProgress, one_thread
 from launch.huggingface.serial_model import Read
+from launch.huggingface.validation import Validation
 from megalite.checkpoint.huggingface.folder import row_blocks
 from megalite.checkpoint.manifest import Slices
 from megalite.checkpoint.reader import CheckpointReader
@@ -19,7 +22,7 @@ from megalite.checkpoint.reader import CheckpointReader
 class Stream:
     """The blocks of one conversion."""
 
-    def __init__(self, target: Path, total_bytes: int, report: ReportProgress) -> None:
+    def __init__(self, target: str, total_bytes: int, report: ReportProgress) -> None:
         """Prepares to write `total_bytes` to `target`."""
         self._what, self._total, self._report = f"writing {target}", total_bytes, report
         self._buffer = _ReusedBuffer()
@@ -65,16 +68,44 @@ class _ReusedBuffer:
         return held[: shape.numel()].view(shape)
 
 
-class CheckpointBlocks:
-    """Reads blocks of a checkpoint's weights, as views of its files or into a buffer that the next read overwrites."""
+def checkpoint_blocks(reader: CheckpointReader) -> Read:
+    """Returns a reader of fp32 blocks: views of a checkpoint's files, or numbers that the next call overwrites."""
+    buffer = _ReusedBuffer()
 
-    def __init__(self, reader: CheckpointReader) -> None:
-        self._reader, self._buffer = reader, _ReusedBuffer()
-
-    def read(self, name: str, source: Slices) -> Tensor:
-        """Returns a block in fp32."""
-        if (view := self._reader.view(name, source)) is not None:
+    def read(name: str, source: Slices) -> Tensor:
+        if (view := reader.view(name, source)) is not None:
             return view
-        numbers = self._buffer.view(torch.Size([s.stop - s.start for s in source]), torch.float32)
-        self._reader.fill(numbers, name, source)
+        numbers = buffer.view(torch.Size([s.stop - s.start for s in source]), torch.float32)
+        reader.fill(numbers, name, source)
         return numbers
+
+    return read
+
+
+def convert(
+    plan: ConversionPlan,
+    write: Callable[[Stream], object],
+    validate: Callable[[], Validation] | None,
+    what: str,
+    report: ReportProgress,
+) -> ConvertSummary:
+    """Calls `write`, which passes all weights through a stream, and then `validate`.
+
+    Raises LaunchError with `what` if weights that are to be validated are not finite.
+    """
+    stream, started = Stream(plan.target, plan.bytes_written, report), time.monotonic()
+    with PeakMemory() as peak, one_thread():
+        write(stream)
+    seconds = time.monotonic() - started
+    if validate is not None and stream.not_finite:
+        raise LaunchError(f"{what} {stream.notices[0]}, so nothing was written; --no-validate converts it as it is")
+    validation = Validation() if validate is None else validate()
+    both = {each.name: getattr(plan, each.name) for each in fields(ConvertSummary) if hasattr(plan, each.name)}
+    return ConvertSummary(
+        **both | {"notices": (*plan.notices, *stream.notices, *validation.notices)},
+        logit_difference=validation.difference,
+        compared=validation.compared,
+        seconds=seconds,
+        validation_seconds=validation.seconds,
+        peak_memory_bytes=peak.bytes,
+    )

@@ -9,33 +9,34 @@ that does not fit into memory twice is compared by its first layers, at full wid
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import psutil
 from torch import Tensor
 
 from launch.errors import LaunchError
-from launch.huggingface.logit_comparison import ModelPair
-from launch.huggingface.probes import PADDED_TOKENS, needed_length, probes, real_text, wanted_length
+from launch.huggingface.hub_folder import load_tokenizer, model_of
 from launch.huggingface.progress import ReportProgress
-from launch.huggingface.serial_model import Read, global_shapes
-from launch.huggingface.transformers_model import load_tokenizer
-from launch.huggingface.truncated_copy import layers_of_every_kind, truncated_copy
+from launch.huggingface.serial_model import Read, global_shapes, serial_model
+from launch.parity.comparison import TOLERANCES
+from launch.parity.logit_comparison import ModelPair
+from launch.parity.probes import PADDED_TOKENS, Probe, needed_length, probes, real_text, wanted_length
+from launch.parity.reference_models import SerialReference, TransformersModel, load_transformers
 from megalite.checkpoint.huggingface.folder import tokenizer_files
+from megalite.checkpoint.huggingface.json_files import CONFIG, read_json
 from megalite.config import ModelConfig
+from megalite.parallel.collectives import TensorParallel
+from models.families import family, model_config
 
-TOLERANCE = 1e-5  # relative to the logits' standard deviation, in fp32; both models run the same operations
+TOLERANCE = TOLERANCES["logits"]  # relative to the logits' standard deviation; both models run the same operations
 ROUNDING_FACTOR = 3  # allowed multiple of the difference between two ways in which transformers computes the same
 SECONDS = 60.0  # estimated time of all comparisons of one model
-LEAST_TOKENS = 16
+LEAST_LAYERS, LEAST_TOKENS = 2, 16
 ROWS_OF_SCORES = 4  # fp32 matrices [seq, seq] at once with fused attention; without it there are two per head
 PROBES = 5
-
-Text = Callable[[int], Tensor | None]
-"""Returns at least this many tokens of real text; None without a tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -48,54 +49,82 @@ class Validation:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """The result of comparing one pair of models."""
-
-    difference: float
-    length: int  # tokens of the longest rows
-    compared: tuple[str, ...]
-    notices: tuple[str, ...]
-
-
-def validate_logits(model: ModelConfig, read: Read, hf_dir: Path, scratch: Path, report: ReportProgress) -> Validation:
+def validate_logits(model: ModelConfig, read: Read, hf_dir: Path, report: ReportProgress) -> Validation:
     """Compares the decoder of `model`, with the weights that `read` returns, to transformers' model in `hf_dir`.
 
-    `scratch`: a folder for a smaller copy if one is needed. Raises LaunchError naming the first layer that differs.
+    Raises LaunchError naming the first layer that differs.
     """
     started, first, wanted = time.monotonic(), layers_of_every_kind(model), wanted_length(model)
-    text, notices = _text_of(hf_dir, model)
-    outcomes: list[_Outcome] = []
-    needed, free = _memory(model), _free_memory()
-    if needed <= free / 2:
-        outcomes.append(_compare(ModelPair(model, read, hf_dir), wanted, text, report, ""))
-    else:
-        notices += (
-            f"of {model.num_hidden_layers} layers only the first {first} were compared: both models take "
-            f"{needed / 1e9:,.1f} GB in fp32, and {free / 1e9:,.1f} GB are free",
-        )
-    needed_tokens = needed_length(model)
-    if not outcomes or (outcomes[0].length <= needed_tokens and first < model.num_hidden_layers):
-        with truncated_copy(hf_dir, first, scratch) as (smaller, folder):
-            if _memory(smaller) > free / 2:
-                raise LaunchError(
-                    f"{hf_dir}: {free / 1e9:,.1f} GB of memory are free, too few to compare even {first} layers "
-                    "with transformers, so nothing was written: free some memory, or convert with --no-validate"
+    text, notices = _real_text(hf_dir, model, wanted)
+    length, needed_tokens, needed, free = 0, needed_length(model), _memory(model), _free_memory()
+    differences: list[float] = []
+    compared: list[str] = []
+
+    def compare(pair: ModelPair, where: str) -> int:
+        length = _affordable(pair, wanted)
+        for number, probe in enumerate(probes(pair.ours.model, length, text)):
+            report("comparing logits", number, PROBES)
+            difference, rounding = _difference(pair, probe)
+            if rounding is not None:
+                notices.append(
+                    f"on {probe.name}{where} logits are {difference:.1e} of their spread apart: rounding, by which "
+                    f"transformers differs from itself ({rounding:.1e})"
                 )
-            where = f" in the first {first} layers"
-            outcomes.append(_compare(ModelPair(smaller, read, folder), wanted, text, report, where))
-    length = max(outcome.length for outcome in outcomes)
-    if length <= needed_tokens:
-        notices += (
-            f"compared were at most {length} tokens in a row: more than {needed_tokens}, where its sliding window or "
-            "rotary scaling shows, take too long or too much memory here",
+            differences.append(difference)
+            compared.append(f"{probe.name}{where}")
+        return length
+
+    if needed <= free / 2:
+        length = compare(model_pair(model, read, hf_dir), "")
+    else:
+        notices.append(
+            f"of {model.num_hidden_layers} layers only the first {first} were compared: both models take "
+            f"{needed / 1e9:,.1f} GB in fp32, and {free / 1e9:,.1f} GB are free"
         )
-    return Validation(
-        max(outcome.difference for outcome in outcomes),
-        tuple(sentence for outcome in outcomes for sentence in outcome.compared),
-        notices + tuple(notice for outcome in outcomes for notice in outcome.notices),
-        time.monotonic() - started,
+    if not compared or (length <= needed_tokens and first < model.num_hidden_layers):
+        config = _shortened_config(hf_dir, first)
+        smaller = model_of(model_config(config), str(hf_dir / CONFIG))
+        if _memory(smaller) > free / 2:
+            raise LaunchError(
+                f"{hf_dir}: {free / 1e9:,.1f} GB of memory are free, too few to compare even {first} layers "
+                "with transformers, so nothing was written: free some memory, or convert with --no-validate"
+            )
+        length = max(length, compare(model_pair(smaller, read, hf_dir, config), f" in the first {first} layers"))
+    if length <= needed_tokens:
+        notices.append(
+            f"compared were at most {length} tokens in a row: more than {needed_tokens}, where its sliding window or "
+            "rotary scaling shows, take too long or too much memory here"
+        )
+    return Validation(max(differences), tuple(compared), tuple(notices), time.monotonic() - started)
+
+
+def model_pair(model: ModelConfig, read: Read, hf_dir: Path, config: dict[str, Any] | None = None) -> ModelPair:
+    """Builds our decoder and transformers' from a folder, with other options than its own if there is a `config`."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = load_transformers(AutoModelForCausalLM, hf_dir, config)
+    return ModelPair(
+        SerialReference(model, serial_model(model, TensorParallel(), read)),
+        TransformersModel(model, theirs, runs_documents_alone=True),
     )
+
+
+def layers_of_every_kind(model: ModelConfig) -> int:
+    """Returns the smallest number of first layers that contains every kind of layer of `model`, at least two."""
+    layers = range(model.num_hidden_layers)
+    kinds = [(model.has_window(layer), model.has_experts(layer), model.rotary_dim(layer)) for layer in layers]
+    last_new = max(kinds.index(kind) for kind in set(kinds))
+    return min(model.num_hidden_layers, max(LEAST_LAYERS, last_new + 1))
+
+
+def _shortened_config(hf_dir: Path, layers: int) -> dict[str, Any]:
+    """Returns config.json with fewer layers; lists with one entry per layer are shortened too."""
+    config = read_json(hf_dir / CONFIG)
+    key = family(config.get("model_type")).all_keys["num_hidden_layers"]
+    return {
+        name: value[:layers] if isinstance(value, list) and len(value) == config[key] else value
+        for name, value in config.items()
+    } | {key: layers}
 
 
 def _memory(model: ModelConfig) -> int:
@@ -107,48 +136,40 @@ def _free_memory() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _text_of(hf_dir: Path, model: ModelConfig) -> tuple[Text, tuple[str, ...]]:
-    """Returns the source of real text, and a notice if there is none although there is a tokenizer."""
+def _real_text(hf_dir: Path, model: ModelConfig, length: int) -> tuple[Tensor | None, list[str]]:
+    """Returns tokens of real text, and a notice if there are none although there is a tokenizer."""
     if not tokenizer_files(hf_dir):
-        return lambda length: None, ()
+        return None, []
     try:
-        tokenizer = load_tokenizer(hf_dir)
-        tokens = real_text(tokenizer, 1, model.vocab_size)
+        tokens = real_text(load_tokenizer(hf_dir), length, model.vocab_size)
     except Exception as error:  # of a kind that is not installed, or broken, which says nothing about the weights
-        return lambda length: None, (f"no real text was compared: {' '.join(str(error).split())}",)
+        return None, [f"no real text was compared: {' '.join(str(error).split())}"]
     if tokens is None:
-        return lambda length: None, ("no real text was compared: the tokenizer makes tokens the model does not know",)
-    return lambda length: real_text(tokenizer, length, model.vocab_size), ()
+        return None, ["no real text was compared: the tokenizer makes tokens the model does not know"]
+    return tokens, []
 
 
-def _compare(pair: ModelPair, wanted: int, text: Text, report: ReportProgress, where: str) -> _Outcome:
-    """Compares logits on all probes. Raises LaunchError if they differ by more than rounding."""
-    length = _affordable(pair, wanted)
-    worst, compared, notices = 0.0, [], []
-    for number, probe in enumerate(probes(pair.model, length, text(length))):
-        report("comparing logits", number, PROBES)
-        difference, allowed = pair.difference(probe), TOLERANCE
-        if not difference <= TOLERANCE:  # NaN is not
-            allowed = max(TOLERANCE, ROUNDING_FACTOR * pair.rounding(probe))
-            if not difference <= allowed:
-                layer = pair.first_different_layer(probe, allowed)
-                raise LaunchError(
-                    f"{pair.model.model_type}: our decoder's logits and transformers' are {difference:.1e} of their "
-                    f"spread apart on {probe.name}, more than {allowed:.1e}, and {layer} is the first layer that "
-                    "differs: the conversion would change the model, so nothing was written"
-                )
-            notices.append(
-                f"on {probe.name}{where} logits are {difference:.1e} of their spread apart: rounding, by which "
-                f"transformers differs from itself ({allowed / ROUNDING_FACTOR:.1e})"
-            )
-        worst = max(worst, difference)
-        compared.append(f"{probe.name}{where}")
-    return _Outcome(worst, length, tuple(compared), tuple(notices))
+def _difference(pair: ModelPair, probe: Probe) -> tuple[float, float | None]:
+    """Returns the difference of logits, and that by which transformers differs from itself if ours is larger than
+    `TOLERANCE`. Raises LaunchError if rounding does not explain it."""
+    difference = pair.difference(probe)
+    if difference <= TOLERANCE:  # NaN is not
+        return difference, None
+    rounding = pair.rounding(probe)
+    allowed = max(TOLERANCE, ROUNDING_FACTOR * rounding)
+    if not difference <= allowed:
+        layer = pair.first_different_layer(probe, allowed)
+        raise LaunchError(
+            f"{pair.ours.model.model_type}: our decoder's logits and transformers' are {difference:.1e} of their "
+            f"spread apart on {probe.name}, more than {allowed:.1e}, and {layer} is the first layer that "
+            "differs: the conversion would change the model, so nothing was written"
+        )
+    return difference, allowed / ROUNDING_FACTOR
 
 
 def _affordable(pair: ModelPair, wanted: int) -> int:
     """Returns the largest length of rows, at most `wanted`, that takes `SECONDS` and a quarter of the free memory."""
-    model, seconds = pair.model, pair.seconds_per_token()
+    model, seconds = pair.ours.model, pair.seconds_per_token()
     weights = sum(map(prod, global_shapes(model).values()))
     scores_share = 2 * model.num_hidden_layers * model.num_attention_heads * model.head_dim / weights  # per token
     matrices = ROWS_OF_SCORES if model.attn_logit_softcapping is None else 2 * model.num_attention_heads

@@ -70,6 +70,25 @@ class EvaluateRequest:
                 raise LaunchError(f"{option} belongs to {'--data' if self.text else '--text'}: leave it out")
 
 
+BATCH_TOKENS = 8192  # read at once, unless one row is longer
+Tokens = NDArray[np.int64]  # [batch, seq]
+Batch = tuple[Tokens, Tokens, Tokens | None]  # tokens, targets, positions where documents share a row
+
+
+@dataclass
+class Score:
+    """Running sums."""
+
+    loss: float = 0.0  # nats
+    tokens: int = 0  # predicted, each once
+    documents: int = 0
+    bytes: int = 0  # of the predicted text, UTF-8
+
+    @property
+    def mean(self) -> float:
+        return self.loss / max(1, self.tokens)
+
+
 @dataclass(frozen=True)
 class Texts:
     """Documents, each scored separately."""
@@ -77,6 +96,22 @@ class Texts:
     sources: list[Source]
     sequence_length: int  # tokens that the model reads at once
     stride: int
+
+    def batches(self, loaded: Loaded, score: Score) -> Iterator[Batch]:
+        """Yields the windows of all documents; counts documents and their bytes."""
+        for batch in equally_long_batches(self._windows(loaded.stored, score), BATCH_TOKENS):
+            yield batch.tokens, batch.targets, None
+
+    def _windows(self, stored: StoredModel, score: Score) -> Iterator[Window]:
+        tokenizer = stored.load_tokenizer()
+        for text in documents(self.sources):
+            ids = tokenizer(text, verbose=False)["input_ids"]
+            stored.check_ids(ids, "the text")
+            # the first token is not predicted, so its bytes do not count; a special token has none
+            first = tokenizer.decode(ids[:1], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            score.bytes += max(0, len(text.encode()) - len(first.encode()))
+            score.documents += 1
+            yield from document_windows(np.array(ids, dtype=np.int64), self.sequence_length, self.stride)
 
 
 @dataclass(frozen=True)
@@ -91,6 +126,15 @@ class Prepared:
     @property
     def sequence_length(self) -> int:
         return self.samples.sequence_length
+
+    def batches(self, loaded: Loaded, score: Score) -> Iterator[Batch]:
+        """Yields the samples in their order."""
+        size = max(1, BATCH_TOKENS // self.sequence_length)
+        for first in range(0, self.count, size):
+            count = min(size, self.count - first)
+            plan = BatchPlan(count, count, data_parallel_rank=0, data_parallel_size=1, document_mask=self.document_mask)
+            (batch,) = global_batch(self.samples, plan, consumed_samples=first)
+            yield batch.tokens, batch.targets, batch.positions
 
 
 def scored_data(request: EvaluateRequest, stored: StoredModel) -> Texts | Prepared:
@@ -138,25 +182,6 @@ def _section(kind: type[ANY], stored: StoredModel, name: str) -> ANY | None:
         raise CheckpointError(f"{stored.folder}: {describe_validation_error(error, kind)}") from None
 
 
-BATCH_TOKENS = 8192  # read at once, unless one row is longer
-Tokens = NDArray[np.int64]  # [batch, seq]
-Batch = tuple[Tokens, Tokens, Tokens | None]  # tokens, targets, positions where documents share a row
-
-
-@dataclass
-class Score:
-    """Running sums."""
-
-    loss: float = 0.0  # nats
-    tokens: int = 0  # predicted, each once
-    documents: int = 0
-    bytes: int = 0  # of the predicted text, UTF-8
-
-    @property
-    def mean(self) -> float:
-        return self.loss / max(1, self.tokens)
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """The result of an evaluation."""
@@ -175,17 +200,18 @@ class Evaluation:
     samples_per_epoch: int | None = None  # available in the split
 
 
+@torch.no_grad()
 def evaluate(request: EvaluateRequest, loaded: Loaded, progress: Callable[[Score], None]) -> Evaluation:
     """Scores the data; all ranks run this together. Raises LaunchError or DataError if there is nothing to score."""
     data, score, started = scored_data(request, loaded.stored), Score(), time.perf_counter()
-    batches: Iterator[Batch]
-    if isinstance(data, Texts):
-        windows = equally_long_batches(_windows(data, loaded, score), BATCH_TOKENS)
-        batches = ((batch.tokens, batch.targets, None) for batch in windows)
-    else:
-        batches = _sample_batches(data)
-    for tokens, targets, positions in batches:
-        score.loss += _loss(loaded, tokens, targets, positions)
+    model = loaded.stored.model
+    for tokens, targets, positions in data.batches(loaded, score):
+        inputs = (None if part is None else torch.from_numpy(part).to(loaded.device) for part in (tokens, positions))
+        hidden, head = loaded.module(*inputs)
+        expected = torch.from_numpy(targets).to(loaded.device)
+        score.loss += float(
+            head_loss(hidden, head, expected, model.vocab_size, loaded.tp, model.final_logit_softcapping)
+        )
         score.tokens += int((targets != IGNORED_TARGET).sum())
         progress(score)
     if score.tokens == 0:
@@ -208,33 +234,6 @@ def evaluate(request: EvaluateRequest, loaded: Loaded, progress: Callable[[Score
     )
 
 
-@torch.no_grad()
-def _loss(loaded: Loaded, tokens: Tokens, targets: Tokens, positions: Tokens | None) -> float:
-    """Returns the loss summed over the targets."""
-    inputs = (part if part is None else torch.from_numpy(part).to(loaded.device) for part in (tokens, positions))
-    hidden, head = loaded.module(*inputs)
-    model, expected = loaded.stored.model, torch.from_numpy(targets).to(loaded.device)
-    return float(head_loss(hidden, head, expected, model.vocab_size, loaded.tp, model.final_logit_softcapping))
-
-
-def _windows(texts: Texts, loaded: Loaded, score: Score) -> Iterator[Window]:
-    """Yields the windows of all documents; counts documents and their bytes."""
-    stored = loaded.stored
-    tokenizer = stored.load_tokenizer()
-    for text in documents(texts.sources):
-        ids = tokenizer(text, verbose=False)["input_ids"]
-        if max(ids, default=0) >= stored.model.vocab_size:
-            raise LaunchError(
-                f"{stored.folder}: its tokenizer makes token {max(ids)} of the text, but its model knows only "
-                f"{stored.model.vocab_size}: it is another model's tokenizer"
-            )
-        # the first token is not predicted, so its bytes do not count; a special token has none
-        first = tokenizer.decode(ids[:1], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        score.bytes += max(0, len(text.encode()) - len(first.encode()))
-        score.documents += 1
-        yield from document_windows(np.array(ids, dtype=np.int64), texts.sequence_length, texts.stride)
-
-
 def documents(sources: list[Source]) -> Iterator[str]:
     """Yields whole documents: a piece of one would lack its context."""
     pieces: list[str] = []
@@ -244,15 +243,6 @@ def documents(sources: list[Source]) -> Iterator[str]:
             if piece.ends_document:
                 yield "".join(pieces)
                 pieces.clear()
-
-
-def _sample_batches(data: Prepared) -> Iterator[Batch]:
-    size = max(1, BATCH_TOKENS // data.sequence_length)
-    for first in range(0, data.count, size):
-        count = min(size, data.count - first)
-        plan = BatchPlan(count, count, data_parallel_rank=0, data_parallel_size=1, document_mask=data.document_mask)
-        (batch,) = global_batch(data.samples, plan, consumed_samples=first)
-        yield batch.tokens, batch.targets, batch.positions
 
 
 def run(request: EvaluateRequest) -> int:

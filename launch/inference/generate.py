@@ -59,12 +59,10 @@ class TextStream:
         return text
 
     def _pending(self) -> str:
-        context = self._decoded(self._tokens[self._first : self._done])
-        return self._decoded(self._tokens[self._first :])[len(context) :]
-
-    def _decoded(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
+        parts = self._tokens[self._first : self._done], self._tokens[self._first :]
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        context, text = (self._tokenizer.decode(tokens, **options) for tokens in parts)
+        return text[len(context) :]
 
 
 Write = Callable[[str], object]
@@ -98,10 +96,6 @@ class GenerateRequest:
             raise LaunchError(f"top_p {self.top_p} is not above 0 and at most 1")
         if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
             raise LaunchError("top_k and top_p choose among tokens to draw: set temperature above 0, such as 1.0")
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_k, self.top_p)
 
 
 @dataclass(frozen=True)
@@ -156,9 +150,10 @@ def generations(request: GenerateRequest, loaded: Loaded, write: Write) -> Itera
     """
     model, tokenizer = loaded.stored.model, loaded.stored.load_tokenizer()
     prompts, ends = _prompts(request, loaded.stored, tokenizer), loaded.stored.end_tokens(tokenizer)
+    sampling = Sampling(request.temperature, request.top_k, request.top_p)
     for number, (prompt, tokens) in enumerate(zip(request.prompts, prompts, strict=True)):
         generator = torch.Generator().manual_seed(request.seed + number)
-        choose = partial(request.sampling.choose, generator=generator)
+        choose = partial(sampling.choose, generator=generator)
         stream, pieces = TextStream(tokenizer, tokens), []
         write("" if request.chat else prompt)
         times, token = [time.perf_counter()], -1
@@ -185,12 +180,8 @@ def _prompts(request: GenerateRequest, stored: StoredModel, tokenizer: Any) -> l
     """Returns the token ids of each prompt; for an empty one the token before a document. Raises LaunchError."""
     prompts = [_tokens_of(prompt, request.chat, stored, tokenizer) for prompt in request.prompts]
     model, new = stored.model, request.max_new_tokens
-    largest, longest = max(map(max, prompts)), max(map(len, prompts))
-    if largest >= model.vocab_size:
-        raise LaunchError(
-            f"{stored.folder}: its tokenizer makes token {largest} of the prompt, but its model knows only "
-            f"{model.vocab_size}: it is another model's tokenizer"
-        )
+    stored.check_ids([token for prompt in prompts for token in prompt], "the prompt")
+    longest = max(map(len, prompts))
     room = model.max_position_embeddings + 1 - longest  # the last new token is never read
     if model.position_embedding == "learned" and new > room:
         raise LaunchError(
@@ -220,12 +211,11 @@ def _tokens_of(prompt: str, chat: bool, stored: StoredModel, tokenizer: Any) -> 
 
 def run(request: GenerateRequest) -> int:
     """Runs `megalite generate`. Returns the exit code."""
+
+    def check(request: GenerateRequest, stored: StoredModel) -> None:
+        _prompts(request, stored, stored.load_tokenizer())
+
     return run_anywhere("launch.inference.generate", request, check, show)
-
-
-def check(request: GenerateRequest, stored: StoredModel) -> None:
-    """Raises LaunchError if the prompts are not valid for the model."""
-    _prompts(request, stored, stored.load_tokenizer())
 
 
 def show(request: GenerateRequest, loaded: Loaded) -> None:

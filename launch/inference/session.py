@@ -76,13 +76,10 @@ def resolve(place: ModelPlacement, stored: StoredModel) -> ModelPlacement:
     return replace(place, path=str(stored.folder), device=device, dtype=dtype)
 
 
-def load(place: ModelPlacement, rank: int = 0) -> Loaded:
-    """Opens the model and reads the weights of one of its `tensor_parallel_size` ranks."""
-    stored = open_stored(place.path)
-    return _load(resolve(place, stored), stored, rank)
-
-
-def _load(place: ModelPlacement, stored: StoredModel, rank: int) -> Loaded:
+def load(place: ModelPlacement, rank: int = 0, stored: StoredModel | None = None) -> Loaded:
+    """Reads the weights of one of the model's `tensor_parallel_size` ranks; opens the model unless it is `stored`."""
+    stored = stored or open_stored(place.path)
+    place = resolve(place, stored)
     device = torch.device("cpu" if place.device == "cpu" else f"cuda:{rank}")
     tp = TensorParallel(place.tensor_parallel_size, rank)
     module = filled_model(stored.model, tp, stored.weights.fill, device, DTYPES[place.dtype])
@@ -102,7 +99,7 @@ def run(
     check(request, stored)
     size = place.tensor_parallel_size
     if size == 1:
-        work(request, _load(place, stored, 0))
+        work(request, load(place, 0, stored))
         return 0
     environment, description = rank_environment(LaunchConfig(), size, place.device == "cuda")
     print(f"megalite: starting {size} ranks on {place.device} ({description})", file=sys.stderr, flush=True)

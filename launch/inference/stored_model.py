@@ -6,7 +6,7 @@ here, so a command can check the model before it starts ranks, and each rank ope
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,9 @@ from typing import Any
 from data_pipeline.meta import read_meta
 from launch.errors import LaunchError
 from launch.huggingface.exporting import open_newest, tokenizer_of
-from launch.huggingface.hub_folder import local_folder, model_of
-from launch.huggingface.hub_model import TOKENIZER, HubModel, is_same_tokenizer, open_hub_model
-from launch.huggingface.transformers_model import load_tokenizer
-from launch.trainer.resume import IMPORTED
+from launch.huggingface.hub_folder import load_tokenizer, local_folder, model_of
+from launch.huggingface.model_folder import ModelFolder, open_model_folder
+from launch.trainer.resume import IMPORTED, check_tokenizer
 from megalite.checkpoint.huggingface.json_files import CONFIG
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.reader import WeightReader
@@ -34,7 +33,7 @@ class StoredModel:
     carried: Mapping[str, Any]  # Hugging Face's config, generation_config, dtype; empty for a run from scratch
     run: Mapping[str, Any]  # config of the run that saved it; empty if it was not saved by a run
     tokenizer: Path | None  # its folder
-    hub: HubModel | None = None
+    hub: ModelFolder | None = None
     manifest: Manifest | None = None  # if it is one of our checkpoints
 
     @property
@@ -67,13 +66,15 @@ class StoredModel:
             return
         if self.hub is not None:
             self.hub.check_tokenizer(prefix, meta.tokenizer, meta.tokenizer_sha256)
-        elif self.manifest is not None and self.manifest.tokenizer_sha256 not in (None, meta.tokenizer_sha256):
-            own = self.tokenizer and self.tokenizer / TOKENIZER
-            if own and is_same_tokenizer(Path(meta.tokenizer), meta.tokenizer_sha256, own):
-                return
+        elif self.manifest is not None:
+            check_tokenizer(self.manifest, self.folder, prefix, meta.tokenizer, meta.tokenizer_sha256)
+
+    def check_ids(self, ids: Sequence[int], source: str) -> None:
+        """Raises LaunchError if the model has no embedding for a token that its tokenizer makes of `source`."""
+        if max(ids, default=0) >= self.model.vocab_size:
             raise LaunchError(
-                f"{prefix} was prepared with another tokenizer ({meta.tokenizer}) than what {self.folder} was trained "
-                f"on ({self.manifest.tokenizer}): prepare it again with that one"
+                f"{self.folder}: its tokenizer makes token {max(ids)} of {source}, but its model knows only "
+                f"{self.model.vocab_size}: it is another model's tokenizer"
             )
 
 
@@ -81,8 +82,8 @@ def open_stored(path: str | Path) -> StoredModel:
     """Opens a model. Raises CheckpointError, FamilyError or LaunchError if there is none that we support."""
     folder = local_folder(path)
     if (folder / CONFIG).is_file():
-        hub = open_hub_model(folder)
-        return StoredModel(hub.folder, hub.model, hub.reader, hub.carried, {}, hub.folder, hub=hub)
+        hub = open_model_folder(folder)
+        return StoredModel(hub.folder, hub.model, hub.reader, hub.carried(), {}, hub.folder, hub=hub)
     reader = open_newest(folder)
     config = reader.manifest.config
     files, _ = tokenizer_of(reader)

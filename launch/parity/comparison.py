@@ -28,14 +28,14 @@ TOLERANCES = {
 """In float32. Scalars: relative. Arrays: relative to their largest entry; weights: to their largest change."""
 ADAMW_WEIGHT = 1e-2  # an entry whose gradient is only rounding moves by a large part of the learning rate
 OF_TRANSFORMERS = 2.0
-UNKNOWN = 0.1  # a half-precision gradient with this error in transformers is only compared in float32
-MOST = 0.9  # the widest bound: a weight that never moved has an error of 1
+MOSTLY_ROUNDING = 0.1  # a half-precision gradient with this error in transformers is only compared in float32
+WIDEST_BOUND = 0.9  # the widest bound: a weight that never moved has an error of 1
 FLOOR = 1e-2  # smallest scale of an array, relative to the largest of its kind: a key's bias has gradient zero
 SCALARS = ("loss", "evaluation loss", "gradient norm")
 SQUARED = ("exp_avg_sq",)
 OF_PARAMETERS = ("gradient", "weight", "exp_avg", "exp_avg_sq")
 ADAMW = Quantity("adamw", "weight")
-NOTHING = 1e-9  # relative to the largest first moment: less is float64 rounding of a zero gradient
+NO_GRADIENT = 1e-9  # relative to the largest first moment: less is float64 rounding of a zero gradient
 
 
 @dataclass(frozen=True)
@@ -71,21 +71,21 @@ class ReferenceAnswer:
 def compare(seen: Observations, answer: ReferenceAnswer) -> list[Deviation]:
     """Returns the deviation of every array of the truth, in the order of computation."""
     pooled, noise, still = _pooled_errors(answer), _noise(answer), _without_gradient(answer)
-    findings = []
+    deviations = []
     for quantity, arrays in answer.truth.items():
         if quantity.kind in OF_REFERENCES:
             continue
         largest = max(_size(_measured(quantity, name, value, answer), answer) for name, value in arrays.items())
         floor = largest * (FLOOR**2 if quantity.kind in SQUARED else FLOOR)
         unknown = set(seen.get(quantity, {})) - set(arrays) if quantity.kind in OF_PARAMETERS else set()
-        findings += [Deviation(quantity, name, float("nan"), 0.0) for name in sorted(unknown)]
+        deviations += [Deviation(quantity, name, float("nan"), 0.0) for name in sorted(unknown)]
         for name, value in arrays.items():
             if (quantity.training, name) in noise:
                 continue
             truth = _measured(quantity, name, value, answer)
             mine = seen.get(quantity, {}).get(name)
             if mine is None or mine.shape != value.shape:
-                findings.append(Deviation(quantity, name, float("nan"), 0.0))
+                deviations.append(Deviation(quantity, name, float("nan"), 0.0))
                 continue
             mine = _measured(quantity, name, mine, answer)
             theirs = _measured(quantity, name, answer.theirs[quantity][name], answer)
@@ -96,10 +96,10 @@ def compare(seen: Observations, answer: ReferenceAnswer) -> list[Deviation]:
                 error = _size(mine - truth, answer) / scale
                 their_error = max(_size(theirs - truth, answer) / scale, pooled.get(quantity, 0.0))
             tolerance = _tolerance(quantity, value, scale, answer)
-            bound = min(MOST, max(tolerance, OF_TRANSFORMERS * their_error))
+            bound = min(WIDEST_BOUND, max(tolerance, OF_TRANSFORMERS * their_error))
             ratio = None if error <= bound else _clean_ratio(mine, truth)
-            findings.append(Deviation(quantity, name, error, bound, ratio))
-    return findings
+            deviations.append(Deviation(quantity, name, error, bound, ratio))
+    return deviations
 
 
 def _measured(quantity: Quantity, name: str, value: np.ndarray, answer: ReferenceAnswer) -> np.ndarray:
@@ -138,13 +138,11 @@ def _pooled_errors(answer: ReferenceAnswer) -> dict[Quantity, float]:
     """
     if answer.dtype == "fp32":
         errors = dict.fromkeys(SCALARS, 0.0)
-        for quantity, arrays in answer.truth.items():
-            if quantity.kind in SCALARS:
-                theirs = answer.theirs[quantity]
-                errors[quantity.kind] = max(
-                    errors[quantity.kind], *(_relative(theirs[n], v) for n, v in arrays.items())
-                )
-        return {quantity: errors[quantity.kind] for quantity in answer.truth if quantity.kind in SCALARS}
+        of_scalars = {quantity: arrays for quantity, arrays in answer.truth.items() if quantity.kind in SCALARS}
+        for quantity, arrays in of_scalars.items():
+            found = (_relative(answer.theirs[quantity][name], value) for name, value in arrays.items())
+            errors[quantity.kind] = max(errors[quantity.kind], *found)
+        return {quantity: errors[quantity.kind] for quantity in of_scalars}
     pooled: dict[Quantity, float] = {}
     noise = _noise(answer)
     for training, kind in answer.truth:
@@ -177,7 +175,7 @@ def _noise(answer: ReferenceAnswer) -> set[tuple[str, str]]:
             largest = max(float(np.linalg.norm(gradient)) for gradient in gradients.values())
             for name, gradient in gradients.items():
                 is_small = np.linalg.norm(gradient) < FLOOR * largest
-                if is_small or _relative_size(answer.theirs[quantity][name] - gradient, gradient) > UNKNOWN:
+                if is_small or _relative_size(answer.theirs[quantity][name] - gradient, gradient) > MOSTLY_ROUNDING:
                     noise.add((quantity.training, name))
     return noise
 
@@ -186,7 +184,7 @@ def _without_gradient(answer: ReferenceAnswer) -> set[str]:
     """Returns parameters that AdamW moves only by decay and rounding: a key's bias, q and k of a window of one."""
     moments = answer.truth.get(Quantity(ADAMW.training, "exp_avg"), {})
     largest = max((float(np.abs(moment).max(initial=0.0)) for moment in moments.values()), default=0.0)
-    return {name for name, moment in moments.items() if np.abs(moment).max(initial=0.0) < NOTHING * largest}
+    return {name for name, moment in moments.items() if np.abs(moment).max(initial=0.0) < NO_GRADIENT * largest}
 
 
 def _relative_size(difference: np.ndarray, value: np.ndarray) -> float:
@@ -210,6 +208,6 @@ def _clean_ratio(mine: np.ndarray, truth: np.ndarray) -> float | None:
     return exact if whole > 1 and abs(ratio / exact - 1) < 1e-3 else None
 
 
-def worst(findings: Iterable[Deviation], kind: str | None = None) -> Deviation:
+def worst(deviations: Iterable[Deviation], kind: str | None = None) -> Deviation:
     """Returns the deviation with the largest error in units of its bound, of one kind of quantity or of all."""
-    return max((f for f in findings if kind is None or f.quantity.kind == kind), key=lambda finding: finding.excess)
+    return max((d for d in deviations if kind is None or d.quantity.kind == kind), key=lambda d: d.excess)

@@ -35,7 +35,7 @@ class LayoutResult:
     layout: ParityLayout
     dtype: str
     seconds: float
-    findings: tuple[Deviation, ...] = ()
+    deviations: tuple[Deviation, ...] = ()
     disagreements: tuple[str, ...] = ()  # ranks that hold different copies of the same numbers
     crash: str | None = None  # why the ranks did not finish, in a sentence
     traceback: str = ""  # of the rank that failed
@@ -43,11 +43,11 @@ class LayoutResult:
 
     @property
     def passed(self) -> bool:
-        return not self.crash and not self.disagreements and all(finding.passed for finding in self.findings)
+        return not self.crash and not self.disagreements and not self.failures
 
     @property
     def failures(self) -> list[Deviation]:
-        return [finding for finding in self.findings if not finding.passed]
+        return [deviation for deviation in self.deviations if not deviation.passed]
 
 
 @dataclass(frozen=True)
@@ -64,20 +64,21 @@ class Diagnosis:
 
 
 def diagnose(
-    verdict: LayoutResult,
+    result: LayoutResult,
     run: Callable[[ParityLayout], LayoutResult],
     answer: ReferenceAnswer,
     known_bad: Sequence[str],
 ) -> Diagnosis:
     """Switches axes off one at a time while the failure remains, and describes the smallest failing layout."""
-    failing = _smallest(verdict, run)
+    failing = _smallest(result, run)
     smallest = failing.layout
     axes = tuple(axis for axis in smallest.axes if axis not in {NEEDS.get(other) for other in smallest.axes})
     sentences = [_axes_sentence(axes, failing)]
     if failing.crash:
         sentences.append(failing.crash)
     else:
-        sentences += [*failing.disagreements[:3], *_where(failing), *_factor(failing), *_norm(failing, answer)]
+        sentences += [*failing.disagreements[:3], *_first_difference(failing)]
+        sentences += [*_factor(failing), *_norm(failing, answer)]
     sentences += [f"known: {row}" for row in known_bad]
     return Diagnosis(axes, smallest, tuple(sentences))
 
@@ -102,13 +103,13 @@ def _axes_sentence(axes: tuple[str, ...], failing: LayoutResult) -> str:
     return f"caused by {names}: {failing.layout} fails, and passes {without}"
 
 
-def _where(verdict: LayoutResult) -> list[str]:
+def _first_difference(result: LayoutResult) -> list[str]:
     """Names the first quantity that differs in the order of computation; later steps repeat the first one's errors."""
-    by_kind: dict[str, list[Deviation]] = {}
-    for finding in verdict.failures:
-        if finding.quantity.kind not in SCALARS or finding.name in (FIRST_STEP, BEFORE):
-            by_kind.setdefault(finding.quantity.kind, []).append(finding)
-    if not verdict.failures:
+    failures, by_kind = result.failures, dict[str, list[Deviation]]()
+    for failure in failures:
+        if failure.quantity.kind not in SCALARS or failure.name in (FIRST_STEP, BEFORE):
+            by_kind.setdefault(failure.quantity.kind, []).append(failure)
+    if not failures:
         return []
     if "activation" in by_kind:
         return [f"forward: the first layer whose output differs is {by_kind['activation'][0].name}"]
@@ -120,45 +121,40 @@ def _where(verdict: LayoutResult) -> list[str]:
         return [f"backward: the forward pass agrees, {count} gradients differ, nearest to the loss that of {first}"]
     if "gradient norm" in by_kind:
         return ["norm: all gradients agree, their global norm does not, and so clipping is wrong"]
-    arrays = [finding for finding in verdict.failures if finding.quantity.kind not in SCALARS]
-    if not arrays:
-        later = verdict.failures[0]
-        return [f"later: the first step agrees, the {later.quantity} of {later.name} does not"]
-    moved = worst(arrays)
+    if not by_kind:
+        return [f"later: the first step agrees, the {failures[0].quantity} of {failures[0].name} does not"]
+    moved = worst(failure for failure in failures if failure.quantity.kind not in SCALARS)
     return [f"update: gradients and their norm agree, the {moved.quantity} does not, most of all that of {moved.name}"]
 
 
-def _factor(verdict: LayoutResult) -> list[str]:
+def _factor(result: LayoutResult) -> list[str]:
     """Recognises a missed or doubled reduction by its whole factor."""
     for kind in ("gradient", "weight", "exp_avg", "loss"):
-        factors = [f for f in verdict.failures if f.quantity.kind == kind and f.ratio is not None]
-        if factors:
-            ratio, layout = factors[0].ratio, verdict.layout
-            assert ratio is not None
-            times = str(round(ratio)) if ratio > 1 else f"1/{round(1 / ratio)}"
-            sizes = [
-                axis
-                for axis in ("tp", "pp", "dp", "accumulation")
-                if getattr(layout, axis) == round(max(ratio, 1 / ratio))
-            ]
-            hint = f", which is the size of {' or '.join(sizes)}" if sizes else ""
-            what = "missed or taken twice as a mean" if ratio < 1 else "done twice, or a mean missed"
-            return [f"the {kind} of {factors[0].name} is {times} of the reference{hint}: a sum is {what}"]
+        for failure in result.failures:
+            if failure.quantity.kind == kind and (ratio := failure.ratio) is not None:
+                factor = round(max(ratio, 1 / ratio))
+                axes = ("tp", "pp", "dp", "accumulation")
+                sizes = " or ".join(axis for axis in axes if getattr(result.layout, axis) == factor)
+                hint = f", which is the size of {sizes}" if sizes else ""
+                times, cause = (
+                    (f"1/{factor}", "missed or taken twice as a mean")
+                    if ratio < 1
+                    else (str(factor), "done twice, or a mean missed")
+                )
+                return [f"the {kind} of {failure.name} is {times} of the reference{hint}: a sum is {cause}"]
     return []
 
 
-def _norm(verdict: LayoutResult, answer: ReferenceAnswer) -> list[str]:
+def _norm(result: LayoutResult, answer: ReferenceAnswer) -> list[str]:
     """Names the parameter whose square is missing from the norm or counted twice, if only the norm is wrong."""
-    wrong = {(finding.quantity.kind, finding.name) for finding in verdict.failures}
-    if ("gradient norm", FIRST_STEP) not in wrong:
-        return []
-    if any(kind == "gradient" for kind, _ in wrong):
+    wrong = {(failure.quantity.kind, failure.name) for failure in result.failures}
+    if ("gradient norm", FIRST_STEP) not in wrong or any(kind == "gradient" for kind, _ in wrong):
         return []
     for quantity, gradients in answer.truth.items():
         if quantity.kind != "gradient":
             continue
         truth = float(answer.truth[Quantity(quantity.training, "gradient norm")][FIRST_STEP][0])
-        seen = verdict.first_norms[quantity.training]
+        seen = result.first_norms[quantity.training]
         missing = truth**2 - seen**2
         for name, gradient in gradients.items():
             square = float(np.square(gradient).sum())

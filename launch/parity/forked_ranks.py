@@ -59,8 +59,9 @@ class RankProcesses:
             for rank in range(world_size):
                 ours, theirs = _CONTEXT.Pipe()
                 self.pipes.append(ours)
-                given = (theirs, rank, world_size, port, *arguments)
-                process = _CONTEXT.Process(target=target, args=given, daemon=True)
+                process = _CONTEXT.Process(
+                    target=target, args=(theirs, rank, world_size, port, *arguments), daemon=True
+                )
                 process.start()
                 self.processes.append(process)
                 theirs.close()
@@ -73,7 +74,23 @@ class RankProcesses:
 
         Raises RankFailure with the first failure that is received.
         """
-        return _collect(self.pipes, deadline)
+        results: dict[int, Any] = {}
+        while len(results) < len(self.pipes):
+            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in results}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RankFailure(f"no answer from ranks {sorted(waiting.values())} within the time limit")
+            for pipe in self.pipes:
+                if pipe in ready:
+                    rank = waiting[pipe]
+                    try:
+                        succeeded, value = pickle.loads(pipe.recv_bytes())
+                    except (EOFError, ConnectionResetError):
+                        raise RankFailure(f"rank {rank} died") from None
+                    if not succeeded:
+                        raise RankFailure(f"rank {rank}: {value[0]}", value[1])
+                    results[rank] = value
+        return [results[rank] for rank in range(len(self.pipes))]
 
     def kill(self) -> None:
         """Kills all processes and waits for them."""
@@ -92,26 +109,6 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
         return ranks.answers(time.monotonic() + timeout_s)
     finally:
         ranks.kill()
-
-
-def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
-    results: dict[int, Any] = {}
-    while len(results) < len(pipes):
-        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            missing = sorted(set(range(len(pipes))) - set(results))
-            raise RankFailure(f"no answer from ranks {missing} within the time limit")
-        for pipe in ready:
-            rank = pipes.index(pipe)  # type: ignore[arg-type]
-            try:
-                succeeded, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-            except (EOFError, ConnectionResetError):
-                raise RankFailure(f"rank {rank} died") from None
-            if not succeeded:
-                raise RankFailure(f"rank {rank}: {value[0]}", value[1])
-            results[rank] = value
-    return [results[rank] for rank in range(len(pipes))]
 
 
 def become_rank(rank: int, world_size: int, port: int) -> None:

@@ -7,7 +7,7 @@ torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from launch.errors import LaunchError
 from megalite.config import Config, ConfigError, resolve_layout
@@ -105,19 +105,19 @@ def _parse(entry: str) -> ParityLayout:
     return ParityLayout(**values)
 
 
+CHOICES: dict[str, tuple[dict[str, Any], str]] = {
+    "sequence_parallel": ({"": True, "true": True, "false": False}, "true or false"),
+    "recompute": ({mode: mode for mode in get_args(Recompute)}, "none, selective or full"),
+    "zero": ({"1": 1, "2": 2, "3": 3}, "1, 2 or 3 (stage 0 is served by 1)"),
+}
+
+
 def _value(name: str, value: str, word: str) -> Any:
-    if name == "sequence_parallel":
-        if value not in ("", "true", "false"):
-            raise LaunchError(f'--layouts: "{word}": sequence_parallel is true or false')
-        return value != "false"
-    if name == "recompute":
-        if value not in ("none", "selective", "full"):
-            raise LaunchError(f'--layouts: "{word}": recompute is none, selective or full')
-        return value
-    if name == "zero" and value not in ("1", "2", "3"):
-        raise LaunchError(f'--layouts: "{word}": zero is 1, 2 or 3 (stage 0 is served by 1)')
-    if not value.isdecimal() or int(value) < 1:
-        raise LaunchError(f'--layouts: "{word}": {name} is a whole number from 1, as in {name}=2')
+    choices, expected = CHOICES.get(name, ({}, f"a whole number from 1, as in {name}=2"))
+    if value in choices:
+        return choices[value]
+    if choices or not value.isdecimal() or int(value) < 1:
+        raise LaunchError(f'--layouts: "{word}": {name} is {expected}')
     return int(value)
 
 

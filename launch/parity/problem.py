@@ -20,7 +20,7 @@ import numpy as np
 from launch.errors import LaunchError
 from launch.parity.layout import ParityLayout
 from launch.parity.small_model import small_model
-from megalite.config import Config, ModelConfig
+from megalite.config import Config
 from megalite.config.model import DROPOUTS
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
@@ -134,7 +134,10 @@ def make_problem(
     sequence_length = _sequence_length(config, layouts, changes, full)
     model = config.model if full else small_model(config.model, layouts, sequence_length, changes)
     if not keep_dropout:
-        model = _without_dropout(model, changes)
+        dropouts = {name: getattr(model, name) for name in DROPOUTS if getattr(model, name)}
+        because = "because transformers draws other masks than we do"
+        changes += [f"model.{name} {value} -> 0, {because}" for name, value in dropouts.items()]
+        model = model.model_copy(update=dict.fromkeys(dropouts, 0.0))
     if model.vocab_size == 1:
         raise LaunchError("model.vocab_size 1 has nothing to verify, its loss is always 0: use 2 tokens or more")
     # at 0.02 a narrow model's attention is uniform, and a wrong rotation or mask has no effect
@@ -183,13 +186,6 @@ def _optimizer(config: Config, changes: list[str]) -> dict[str, Any]:
     epsilon = max(options.eps, SMALLEST_EPSILON)
     _note_change(changes, "optimizer.eps", options.eps, epsilon)
     return {"learning_rate": rate, "eps": epsilon}
-
-
-def _without_dropout(model: ModelConfig, changes: list[str]) -> ModelConfig:
-    dropouts = {name: 0.0 for name in DROPOUTS if getattr(model, name)}
-    for name in dropouts:
-        changes.append(f"model.{name} {getattr(model, name)} -> 0, because transformers draws other masks than we do")
-    return model.model_copy(update=dropouts)
 
 
 def _sequence_length(config: Config, layouts: Sequence[ParityLayout], changes: list[str], full: bool) -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,12 +12,13 @@ from torch import Tensor, nn
 from launch.parity.layout import ParityLayout
 from launch.parity.observations import COPIES, ArrayBlock, Quantity, around, by_step, whole
 from launch.parity.problem import Batch, ParityProblem, Training
+from launch.parity.reference_models import layer_outputs
 from launch.runtime.devices import Device
 from megalite.config import Config, resolve_layout
 from megalite.engine.build import build_engine
 from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import moment_names, read_parameter, reading_gradients, refresh, write_weight
-from megalite.parallel.layers import BlockInput, initialize_
+from megalite.parallel.layers import initialize_
 from megalite.parallel.shard import Shard
 from megalite.resilience.replica_check import find_disagreements
 from models.decoder import decoder_layers
@@ -126,33 +126,15 @@ def _forward(engine: Engine, layout: ParityLayout, training: Training) -> Iterat
     """Yields every layer's output and the logits, for the first batch at the initial weights."""
     batch = training.batches[0]
     sequence, tp = batch.tokens.shape[1], engine.coordinate.tensor_rank
-    outputs: dict[str, Tensor] = {}
-    hooks = [
-        module.register_forward_hook(_keep(outputs, str(module.layer_name)))
-        for module in engine.deepspeed.module.modules()
-        if hasattr(module, "layer_name")
-    ]
-    for rows in _rows(engine, layout, batch):
-        outputs.clear()
-        logits = engine.logits(batch.rows(rows) if engine.needs_data else None)
-        for name, hidden in outputs.items():
-            length = hidden.shape[1]
-            cut = slice(tp * length, (tp + 1) * length) if length < sequence else slice(0, sequence)
-            shape = (len(batch.tokens), sequence, hidden.shape[2])
-            where = (rows, cut, slice(0, shape[2]))
-            yield ArrayBlock(Quantity(training.name, "activation"), name, shape, where, hidden.float().cpu().numpy())
-        if logits is not None:
-            shape = (len(batch.tokens), sequence, logits.shape[2])
-            where = (rows, slice(0, sequence), slice(0, shape[2]))
-            yield ArrayBlock(Quantity(training.name, "logits"), "logits", shape, where, logits.float().cpu().numpy())
-    for hook in hooks:
-        hook.remove()
-
-
-def _keep(outputs: dict[str, Tensor], name: str) -> Callable[[nn.Module, Any, Any], None]:
-    def keep(_: nn.Module, __: Any, output: Any) -> None:
-        hidden = output.hidden if isinstance(output, BlockInput) else output
-        if isinstance(hidden, Tensor):  # the head returns hidden states and its weight
-            outputs[name] = hidden.detach().clone()
-
-    return keep
+    with layer_outputs(engine.deepspeed.module, training.config.model) as outputs:
+        for rows in _rows(engine, layout, batch):
+            outputs.clear()
+            logits = engine.logits(batch.rows(rows) if engine.needs_data else None)
+            observed = [("activation", name, hidden) for name, hidden in outputs.items()]
+            observed += [] if logits is None else [("logits", "logits", logits)]
+            for kind, name, value in observed:
+                length = value.shape[1]
+                cut = slice(tp * length, (tp + 1) * length) if length < sequence else slice(0, sequence)
+                shape = (len(batch.tokens), sequence, value.shape[2])
+                where, numbers = (rows, cut, slice(0, shape[2])), value.float().cpu().numpy()
+                yield ArrayBlock(Quantity(training.name, kind), name, shape, where, numbers)

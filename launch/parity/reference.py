@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from launch.parity.observations import NEAR_CHOICES, TOKEN_LOSS, Observations, Quantity, around, by_step
 from launch.parity.problem import FP16_SCALE_POWER, Batch, Dtype, ParityProblem, Training
-from launch.parity.reference_models import Model, as_numpy
+from launch.parity.reference_models import HEAD, Model, Rows, as_numpy
 from megalite.engine.deepspeed_config import MOMENTS
 
 TORCH_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,11 +27,11 @@ SGD_MOVEMENT = 0.02  # fraction of the norm of all weights per clipped step: abo
 def sgd_settings(kind: type[Model], problem: ParityProblem, device: str) -> tuple[float, float]:
     """Returns a learning rate, and a clip that is active only at the noisy steps of `ParityProblem.sgd`, both rounded
     to two digits so that every reference gives the same."""
-    model = kind(problem, torch.float32, device)
+    model = kind.of(problem, torch.float32, device)
     norms = []
     for batch in problem.sgd(1.0, 0.0).batches[:2]:
         model.module.zero_grad()
-        _loss(model.logits(batch), batch).backward()
+        _loss(model, batch).backward()
         norms.append(_norm([parameter.grad for parameter in model.module.parameters()]))
     clip = (norms[0] * norms[-1]) ** 0.5 if len(norms) > 1 else norms[0] / 2
     weights = _norm([parameter.detach() for parameter in model.module.parameters()])
@@ -42,8 +42,8 @@ def solve(
     kind: type[Model], problem: ParityProblem, training: Training, dtype: Dtype, device: str, accumulation: int = 1
 ) -> Observations:
     """Trains on one process; sums gradients of half-precision micro-batches in the config's format."""
-    model = kind(problem, TORCH_DTYPES[dtype], device)
-    exact = kind(problem, torch.float64 if dtype == "fp64" else torch.float32, device)
+    model = kind.of(problem, TORCH_DTYPES[dtype], device)
+    exact = kind.of(problem, torch.float64 if dtype == "fp64" else torch.float32, device)
     pairs = list(zip(exact.module.parameters(), model.module.parameters(), strict=True))
     optimizer = _optimizer(training, exact)
     seen: Observations = {}
@@ -57,10 +57,11 @@ def solve(
         for router in model.routers()
     ]
     first = training.batches[0]
-    activations, logits = _hidden_states(model, first)
-    see("logits", {"logits": logits})
-    see("activation", activations)
-    before, tokens, norms = _evaluate(model, first), [], []
+    with torch.no_grad():
+        outputs = {name: as_numpy(value) for name, value in model.outputs(_rows(model, first), layers=True).items()}
+        see("logits", {"logits": outputs.pop(HEAD)})
+        see("activation", outputs)
+        before, tokens, norms = _loss(model, first).item(), [], []
     for step, batch in enumerate(training.batches):
         tokens.append(_backward(model, exact, batch, training, accumulation))
         if step == 0:
@@ -78,7 +79,8 @@ def solve(
     see(TOKEN_LOSS, {f"step {step}": losses for step, losses in enumerate(tokens, start=1)})
     see("loss", by_step([float(losses.mean(dtype=np.float64)) for losses in tokens]))
     see("gradient norm", by_step(norms))
-    see("evaluation loss", around(before, _evaluate(model, first)))
+    with torch.no_grad():
+        see("evaluation loss", around(before, _loss(model, first).item()))
     see("weight", exact.named(lambda parameter: parameter.detach()))
     for moment in MOMENTS[training.config.optimizer.name]:
         see(moment, exact.named(lambda parameter: optimizer.state[parameter][moment]))  # noqa: B023
@@ -118,11 +120,11 @@ def _backward(model: Model, exact: Model, batch: Batch, training: Training, accu
     sums_in_fp32 = training.config.precision.gradient_accumulation_dtype == "fp32"
     exact.module.zero_grad()
     model.module.zero_grad()
-    model.module.train(model.drops)
+    model.module.train(model.model.has_dropout)
     valid, rows, losses = int((batch.targets != -100).sum()), len(batch.tokens) // accumulation, []
     for index in range(accumulation):
         part = batch.rows(slice(index * rows, (index + 1) * rows))
-        of_tokens = _loss(model.logits(part), part, reduction="none")
+        of_tokens = _loss(model, part, reduction="none")
         (of_tokens.sum() / valid * scale).backward()
         losses.append(as_numpy(of_tokens)[part.targets.flatten() != -100])
         if not sums_in_fp32 and index < accumulation - 1:
@@ -139,23 +141,17 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-@torch.no_grad()
-def _evaluate(model: Model, batch: Batch) -> float:
-    return _loss(model.logits(batch), batch).item()
+def _rows(model: Model, batch: Batch) -> Rows:
+    arrays = (batch.tokens, batch.positions, batch.samples)
+    tensors = (None if array is None else torch.from_numpy(array).to(model.device) for array in arrays)
+    return Rows(*tensors)  # type: ignore[arg-type]  # tokens are always there
 
 
-def _loss(logits: Tensor, batch: Batch, reduction: str = "mean") -> Tensor:
+def _loss(model: Model, batch: Batch, reduction: str = "mean") -> Tensor:
+    logits = model.outputs(_rows(model, batch))[HEAD]
     wide = logits if logits.dtype == torch.float64 else logits.float()
     targets = torch.from_numpy(batch.targets).to(logits.device)
     return nn.functional.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction=reduction)
-
-
-def _hidden_states(model: Model, batch: Batch) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Returns the output of every layer `[rows, seq, hidden]` by its name, and the logits."""
-    outputs: dict[str, np.ndarray] = {}
-    with model.watch(lambda name, hidden: outputs.update({name: as_numpy(hidden)})), torch.no_grad():
-        logits = as_numpy(model.logits(batch))
-    return outputs, logits
 
 
 def _norm(tensors: list[Any]) -> float:

@@ -1,16 +1,18 @@
-"""Reference models on one process: transformers' own class, and our serial model.
+"""Reference models on one process: transformers' own class and our serial model, with the same interface.
 
-In: a `ParityProblem` and a number format. Out: logits and hidden states, and the values of parameters (weights,
-gradients, moments) as global arrays under our names.
+In: a `ParityProblem`, or a Hugging Face folder, and a number format. Out: logits and the outputs of all layers, and the
+values of parameters (weights, gradients, moments) as global arrays under our names. Letters of shapes: B rows, S tokens
+of a row, K of them whose outputs are wanted.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -18,40 +20,52 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from launch.errors import LaunchError
-from launch.huggingface.layer_outputs import Keep, watch_layers
-from launch.huggingface.transformers_model import from_pretrained
-from launch.parity.problem import Batch, ParityProblem
+from launch.parity.problem import ParityProblem
 from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import SerialModel, make_layer, named_shards
 from megalite.parallel.loss import head_logits
 from models.decoder import decoder_layers
 from models.families import family, hf_config
+from models.hub.tensor_layout import HubLayout
 
 BY_LENGTH = ("dynamic", "longrope")  # rope_type whose angles depend on the length of the sequence
+HEAD = "lm_head"  # its output is the logits
+
+
+class Rows(NamedTuple):
+    """Rows of tokens, in a form that every model takes."""
+
+    tokens: Tensor  # [B, S]
+    positions: Tensor | None = None  # [B, S], 0 where a document, or padding before one, begins
+    samples: Tensor | None = None  # [B], positions of the rows in the data, for dropout
+    real: Tensor | None = None  # bool [B, S]: tokens that are not padding; None: all
 
 
 class Model(ABC):
     """A model on one process in one number format."""
 
-    model: ModelConfig
-    module: nn.Module  # in evaluation mode
-    drops = False  # has dropout, with the same masks as all layouts
+    def __init__(self, model: ModelConfig, module: nn.Module) -> None:
+        """module: in evaluation mode."""
+        self.model = model
+        self.module: Any = module
+
+    @classmethod
+    @abstractmethod
+    def of(cls, problem: ParityProblem, dtype: torch.dtype, device: str) -> Self:
+        """Builds the model of a problem with its initial weights. Raises LaunchError if that is impossible."""
 
     @abstractmethod
-    def __init__(self, problem: ParityProblem, dtype: torch.dtype, device: str) -> None: ...
+    def outputs(self, rows: Rows, columns: Tensor | None = None, *, layers: bool = False) -> dict[str, Tensor]:
+        """Returns the logits `[B, K, vocab]` under `HEAD`, after the output `[B, K, hidden]` of every other layer by
+        name if `layers`.
 
-    @abstractmethod
-    def logits(self, batch: Batch) -> Tensor:
-        """Returns `[rows, seq, vocab]`."""
+        columns: the tokens of each row whose outputs are wanted, `[K]`; all by default.
+        """
 
     @abstractmethod
     def named(self, value_of: Callable[[nn.Parameter], Tensor]) -> dict[str, np.ndarray]:
         """Returns `value_of` every parameter (of its shape) as global arrays by canonical name."""
-
-    def watch(self, keep: Keep) -> AbstractContextManager[None]:
-        """Passes hidden states `[rows, seq, hidden]` of every forward pass inside the block to `keep`."""
-        return watch_layers(self.module, self.model, keep)
 
     def routers(self) -> list[nn.Module]:
         """Returns the routers of experts: modules of `[..., hidden]` with a `weight` `[experts, hidden]`."""
@@ -69,60 +83,64 @@ class TransformersModel(Model):
     enter and leave by transformers' own conversion from and to the layout on disk.
     """
 
-    def __init__(self, problem: ParityProblem, dtype: torch.dtype, device: str) -> None:
-        initial = {name: torch.from_numpy(value) for name, value in initial_weights(problem).items()}
-        self._shapes = {name: tuple(value.shape) for name, value in initial.items()}
-        self.model = model = problem.config.model
-        self._layout = family(model.model_type).layout(model, self._shapes)
-        # for these rope types transformers rotates all rows of a call by the longest sequence among them
-        self._is_one_length_a_call = model.rope_scaling is not None and model.rope_scaling.rope_type in BY_LENGTH
-        self._part_of: tuple[Batch, tuple[np.ndarray, np.ndarray]] | None = None  # part being computed: rows, columns
+    _shapes: Mapping[str, tuple[int, ...]]  # our weights by canonical name; set by `of`
+    _layout: HubLayout
+
+    def __init__(self, model: ModelConfig, module: nn.Module, *, runs_documents_alone: bool = False) -> None:
+        super().__init__(model, module)
+        # for some rope types transformers rotates all rows of a call by the longest sequence among them
+        depends_on_length = model.rope_scaling is not None and model.rope_scaling.rope_type in BY_LENGTH
+        self.runs_documents_alone = runs_documents_alone or depends_on_length
+
+    @classmethod
+    def of(cls, problem: ParityProblem, dtype: torch.dtype, device: str) -> Self:
+        import transformers
+
+        model, initial = problem.config.model, initial_weights(problem)
+        described, shapes = family(model.model_type), {name: value.shape for name, value in initial.items()}
+        layout, read = described.layout(model, shapes), _reading({k: torch.from_numpy(v) for k, v in initial.items()})
         on_disk = {
-            name: self._layout.read_hub(_reading(initial), name, _everything(tensor.shape)).clone()
-            for name, tensor in self._layout.tensors.items()
+            name: layout.read_hub(read, name, _everything(tensor.shape)).clone()
+            for name, tensor in layout.tensors.items()
         }
-        module = _load(model, on_disk)
+        kind = getattr(transformers, described.architecture)
+        module = load_transformers(kind, None, hf_config(model, "fp32"), state_dict=on_disk)
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        self.module = module.to(device=device, dtype=dtype)
+        module = module.to(device=device, dtype=dtype)
         for name, buffer in buffers.items():  # rotary angles are float32 in every format, transformers' and ours
             parent, leaf = name.rsplit(".", 1)
             setattr(module.get_submodule(parent), leaf, buffer.to(device))
+        made = cls(model, module)
+        made._shapes, made._layout = shapes, layout
+        return made
 
-    def logits(self, batch: Batch) -> Tensor:
+    def outputs(self, rows: Rows, columns: Tensor | None = None, *, layers: bool = False) -> dict[str, Tensor]:
         is_double = next(self.module.parameters()).dtype == torch.float64
         with _ReallyFloat64(self.module) if is_double else nullcontext():
-            if batch.positions is None or not self._is_one_length_a_call:
-                # from positions that restart, without a mask, transformers derives the mask of each layer and window
-                return self._logits(batch.tokens, batch.positions)
-            logits: Tensor | None = None
-            for rows, columns in _documents_by_length(batch):  # each document is a row of its own
-                self._part_of = batch, (rows, columns)
-                part = self._logits(batch.tokens[rows, columns], None)
-                logits = part.new_zeros((*batch.tokens.shape, part.shape[-1])) if logits is None else logits
-                logits[rows, columns] = part
-            self._part_of = None
-            assert logits is not None, "a batch without documents"
-            return logits
+            if rows.positions is None or rows.real is not None or not self.runs_documents_alone:
+                return self._pass(rows, columns, layers)
+            tokens, wholes = rows.tokens, dict[str, Tensor]()
+            columns = torch.arange(tokens.shape[1], device=tokens.device) if columns is None else columns
+            for row, start, end in _documents(rows.positions):
+                inside = (columns >= start) & (columns < end)
+                if inside.any():
+                    document = Rows(tokens[row : row + 1, start:end])
+                    for name, value in self._pass(document, columns[inside] - start, layers).items():
+                        if name not in wholes:
+                            wholes[name] = value.new_zeros(len(tokens), len(columns), value.shape[2])
+                        wholes[name][row, inside] = value[0]
+            return wholes
 
-    def _logits(self, tokens: np.ndarray, positions: np.ndarray | None) -> Tensor:
-        position_ids = None if positions is None else torch.from_numpy(positions).to(self.device)
-        return self.module(torch.from_numpy(tokens).to(self.device), position_ids=position_ids, use_cache=False).logits
-
-    @contextmanager
-    def watch(self, keep: Keep) -> Iterator[None]:
-        """Passes hidden states `[rows, seq, hidden]` to `keep`, filled in part by part if documents run separately."""
-        wholes: dict[str, Tensor] = {}
-
-        def keep_whole(name: str, hidden: Tensor) -> None:
-            if self._part_of is not None:
-                batch, where = self._part_of
-                whole = wholes.setdefault(name, hidden.new_zeros((*batch.tokens.shape, hidden.shape[-1])))
-                whole[where] = hidden
-                hidden = whole
-            keep(name, hidden)
-
-        with watch_layers(self.module, self.model, keep_whole):
-            yield
+    def _pass(self, rows: Rows, columns: Tensor | None, layers: bool) -> dict[str, Tensor]:
+        # from positions that restart, without a mask, transformers derives the mask of each layer and window
+        options = {"position_ids": rows.positions}
+        if rows.real is not None:
+            options = {"position_ids": (rows.real.cumsum(1) - 1).clamp(min=0), "attention_mask": rows.real.long()}
+        if columns is not None:
+            options["logits_to_keep"] = columns
+        with layer_outputs(self.module, self.model, columns, is_on=layers) as outputs:
+            logits: Tensor = self.module(rows.tokens, use_cache=False, **options).logits
+        return {**outputs, HEAD: logits}
 
     def named(self, value_of: Callable[[nn.Parameter], Tensor]) -> dict[str, np.ndarray]:
         from transformers.core_model_loading import revert_weight_conversion
@@ -135,35 +153,99 @@ class TransformersModel(Model):
         return {name: as_numpy(block) for name, block in blocks}
 
 
-def _load(model: ModelConfig, on_disk: dict[str, Tensor]) -> Any:
-    """Builds transformers' model with these weights in float32. Raises LaunchError if it does not accept them."""
-    import transformers
+def load_transformers(kind: Any, folder: Path | None, config: Mapping[str, Any] | None = None, **options: Any) -> Any:
+    """Loads a model of transformers' class `kind` with its output head, in fp32 and evaluation mode.
 
-    values = hf_config(model, "fp32")
+    folder: where its weights are; None: in the option `state_dict`. config: as in config.json; None: the folder's.
+    Raises LaunchError if transformers refuses, or has no weights of a parameter.
+    """
+    from transformers import AutoConfig
+    from transformers.utils import logging
+
+    subject, advice = (str(folder), "") if folder else ("this model", ": try --reference self")
+    logging.disable_progress_bar()
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # it lists layers that a shortened config leaves out
     try:
-        config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-        kind = getattr(transformers, family(model.model_type).architecture)
-        module, report = from_pretrained(kind, None, config=config, state_dict=on_disk, dtype=torch.float32)
-    except Exception as error:  # whatever it raises is about the options it was given
+        if config is not None:
+            options["config"] = AutoConfig.for_model(**config)
+        # fused experts accept only widths that are multiples of 16 bytes, and change from version to version
+        module, report = kind.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            experts_implementation="eager",
+            output_loading_info=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            **options,
+        )
+    except Exception as error:  # whatever transformers raises is about the model it was given
         reason = " ".join(str(error).split())
-        raise LaunchError(f"transformers does not build this model, {reason}: try --reference self") from None
-    wrong = sorted(set(report["missing_keys"]) | set(report["unexpected_keys"]))
-    if wrong:  # transformers would initialize missing weights at random
-        raise LaunchError(f"transformers takes other weights than ours, of {', '.join(wrong)}: try --reference self")
-    return module
+        raise LaunchError(f"{subject}: transformers cannot load it: {reason}{advice}") from None
+    finally:
+        logging.set_verbosity(verbosity)
+    if missing := report["missing_keys"]:  # transformers would initialize them at random
+        raise LaunchError(f"{subject}: transformers finds no weights for {', '.join(sorted(missing))}{advice}")
+    if folder is None and (unexpected := report["unexpected_keys"]):
+        raise LaunchError(f"{subject}: transformers knows no weights {', '.join(sorted(unexpected))}{advice}")
+    return module.eval()
 
 
-def _documents_by_length(batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields, for each length, rows and columns `[documents, length]` of the tokens of all documents of this length."""
-    assert batch.positions is not None
-    seq = batch.positions.shape[1]
-    rows, starts = np.nonzero(batch.positions == 0)
-    ends = np.append(starts[1:], 0)
-    lengths = np.where(ends > starts, ends, seq) - starts  # the next document starts a row of its own
-    for length in np.unique(lengths):
-        is_so_long = lengths == length
-        columns = starts[is_so_long, None] + np.arange(length)
-        yield np.repeat(rows[is_so_long, None], length, axis=1), columns
+@contextmanager
+def layer_outputs(
+    module: Any, model: ModelConfig, columns: Tensor | slice | None = None, *, is_on: bool = True
+) -> Iterator[dict[str, Tensor]]:
+    """Collects the output `[B, K, hidden]` of every layer but the head in the forward passes inside the block; nothing
+    unless `is_on`.
+
+    module: our decoder, a stage of it, or a causal language model of transformers, of the sizes of `model`. The latter
+    may scale embeddings or add positions outside of any module, so its embedding is observed as the input of its first
+    block, under the name of our last layer before the blocks, and its last norm as the input of its head.
+    """
+    outputs: dict[str, Tensor] = {}
+    if not is_on:
+        yield outputs
+        return
+    specs = decoder_layers(model)[:-1]
+    columns = slice(None) if columns is None else columns
+
+    def keep(name: str, value: Any, columns: Tensor | slice = columns) -> None:
+        outputs[name] = (value[0] if isinstance(value, tuple) else value).detach()[:, columns].clone()
+
+    def on_output(name: str, _: nn.Module, inputs: Any, output: Any) -> None:
+        keep(name, output)
+
+    def on_input(name: str, columns: Tensor | slice, _: nn.Module, inputs: Any, named_inputs: Any) -> None:
+        keep(name, inputs or named_inputs["hidden_states"], columns)
+
+    if hasattr(module, "get_output_embeddings"):
+        blocks = [spec for spec in specs if spec.is_block]
+        lists = (part for part in module.modules() if isinstance(part, nn.ModuleList))
+        theirs = next(part for part in lists if len(part) == len(blocks))
+        named = {spec.name: block for spec, block in zip(blocks, theirs, strict=True)}
+        embedding, head = specs[specs.index(blocks[0]) - 1].name, module.get_output_embeddings()
+        # the input of the head has been reduced to the columns already
+        inputs = ((theirs[0], embedding, columns), (head, specs[-1].name, slice(None)))
+        handles = [part.register_forward_pre_hook(partial(on_input, *at), with_kwargs=True) for part, *at in inputs]
+    else:
+        ours: dict[str, nn.Module] = {part.layer_name: part for part in module.modules() if hasattr(part, "layer_name")}
+        named = {spec.name: ours[spec.name] for spec in specs if spec.name in ours}
+        handles = []
+    handles += [part.register_forward_hook(partial(on_output, name)) for name, part in named.items()]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _documents(positions: Tensor) -> list[tuple[int, int, int]]:
+    """Returns the row, start and end of every packed document, short ones first: transformers' dynamic rotary scaling
+    remembers the longest sequence until it sees a short one."""
+    found = (positions == 0).nonzero().tolist()
+    ends = [start or positions.shape[1] for _, start in found[1:]] + [positions.shape[1]]
+    documents = [(row, start, end) for (row, start), end in zip(found, ends, strict=True)]
+    return sorted(documents, key=lambda document: document[2] - document[1])
 
 
 def _reading(tensors: Mapping[str, Tensor]) -> Callable[[str, tuple[slice, ...]], Tensor]:
@@ -175,26 +257,28 @@ def _everything(shape: tuple[int, ...]) -> tuple[slice, ...]:
 
 
 class SerialReference(Model):
-    """Our own layers in order, for what transformers does not compute, such as our dropout."""
+    """Our own layers in order: for what transformers does not compute, such as our dropout, and to compare with it."""
 
-    def __init__(self, problem: ParityProblem, dtype: torch.dtype, device: str) -> None:
+    @classmethod
+    def of(cls, problem: ParityProblem, dtype: torch.dtype, device: str) -> Self:
         config = problem.config
-        self.model, self.drops = config.model, config.model.has_dropout
-        make = partial(make_layer, seed=config.training.seed, initializer_range=self.model.initializer_range)
-        module = SerialModel(decoder_layers(self.model), TensorParallel(), make)
+        make = partial(make_layer, seed=config.training.seed, initializer_range=config.model.initializer_range)
+        module = SerialModel(decoder_layers(config.model), TensorParallel(), make)
         with torch.no_grad():
             for _, parameter in named_shards(module):
                 for piece in parameter.shard.pieces():  # type: ignore[attr-defined]
                     value = parameter[piece.target].numpy()
                     start = problem.initial_value(piece.name, value, piece.source, piece.shape)
                     parameter[piece.target] = torch.from_numpy(start)
-        self.module = module.to(device=device, dtype=dtype).eval()
+        return cls(config.model, module.to(device=device, dtype=dtype).eval())
 
-    def logits(self, batch: Batch) -> Tensor:
-        arrays = batch.tokens, batch.positions, batch.samples if self.drops else None
-        inputs = (None if array is None else torch.from_numpy(array).to(self.device) for array in arrays)
-        hidden, weight = self.module(*inputs)
-        return head_logits(hidden, weight, self.model.vocab_size, TensorParallel(), self.model.final_logit_softcapping)
+    def outputs(self, rows: Rows, columns: Tensor | None = None, *, layers: bool = False) -> dict[str, Tensor]:
+        with layer_outputs(self.module, self.model, columns, is_on=layers) as outputs:
+            samples = rows.samples if self.model.has_dropout else None
+            hidden, weight = self.module(rows.tokens, rows.positions, samples)
+        hidden = hidden if columns is None else hidden[:, columns]
+        cap = self.model.final_logit_softcapping
+        return {**outputs, HEAD: head_logits(hidden, weight, self.model.vocab_size, TensorParallel(), cap)}
 
     def named(self, value_of: Callable[[nn.Parameter], Tensor]) -> dict[str, np.ndarray]:
         return {
@@ -242,7 +326,7 @@ def _wider(value: Any) -> Any:
 
 def initial_weights(problem: ParityProblem) -> dict[str, np.ndarray]:
     """Returns the global weights that every layout and reference starts from."""
-    return SerialReference(problem, torch.float32, "cpu").named(lambda parameter: parameter.detach())
+    return SerialReference.of(problem, torch.float32, "cpu").named(lambda parameter: parameter.detach())
 
 
 def as_numpy(value: Tensor) -> np.ndarray:

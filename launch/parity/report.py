@@ -36,51 +36,49 @@ def table(report: ParityReport) -> Table:
     columns = ("layout", "dtype", *COLUMNS, "nearest to its bound", "error", "bound", "result")
     return Table(
         columns,
-        [styled(row(verdict), None if verdict.passed else "red") for verdict in report.verdicts],
+        [styled(_row(result), None if result.passed else "red") for result in report.results],
         "relative errors, measured against float64",
         [place for place, name in enumerate(columns) if name not in (*COLUMNS, "error", "bound")],
     )
 
 
-def row(verdict: LayoutResult) -> list[str]:
-    """Builds the cells of one layout."""
-    cells = [str(verdict.layout).replace(",", " "), verdict.dtype]
-    outcome = "pass" if verdict.passed else "FAIL"
-    if verdict.crash:
-        return [*cells, *[""] * len(COLUMNS), verdict.crash, "", "", outcome]
+def _row(result: LayoutResult) -> list[str]:
+    cells, outcome = [str(result.layout).replace(",", " "), result.dtype], "pass" if result.passed else "FAIL"
+    if result.crash:
+        return [*cells, *[""] * len(COLUMNS), result.crash, "", "", outcome]
     for kinds in COLUMNS.values():
-        errors = [finding.error for finding in verdict.findings if finding.quantity.kind in kinds]
+        errors = [deviation.error for deviation in result.deviations if deviation.quantity.kind in kinds]
         cells.append(f"{np.max(errors):.1e}" if errors else "")  # keeps NaN; in half precision all may be too noisy
-    if verdict.disagreements and all(finding.passed for finding in verdict.findings):
-        return [*cells, verdict.disagreements[0], "", "", outcome]
-    top = worst(verdict.findings)
+    if result.disagreements and not result.failures:
+        return [*cells, result.disagreements[0], "", "", outcome]
+    top = worst(result.deviations)
     name = top.name.removeprefix("model.").removesuffix(".weight")
     return [*cells, f"{top.quantity}, {name}", f"{top.error:.1e}", f"{top.bound:.1e}", outcome]
 
 
 def conclusion(report: ParityReport) -> list[str]:
     """Summarises the result, with the diagnosis of every failure."""
-    failed = [verdict for verdict in report.verdicts if not verdict.passed]
     lines = []
     for diagnosis in report.diagnoses:
         lines.append(f"why {diagnosis.smallest} fails:")
         lines += [f"  - {sentence}" for sentence in diagnosis.sentences]
-    reference = "transformers" if report.plan.reference == "transformers" else "our serial model"
-    count, seed, formats = len(report.plan.layouts), report.plan.problem.seed, " and ".join(report.plan.dtypes)
+    plan, failed = report.plan, {result.layout for result in report.results if not result.passed}
+    reference = "transformers" if plan.reference == "transformers" else "our serial model"
+    computes, count = f"what {reference} computes, in {' and '.join(plan.dtypes)}", len(plan.layouts)
     if failed:
         lines.append(
-            f"{len({verdict.layout for verdict in failed})} of {count} layouts do NOT compute what {reference} "
-            f"computes, in {formats} ({report.seconds:.0f} s; --seed {seed} repeats it)"
+            f"{len(failed)} of {count} layouts do NOT compute {computes} ({report.seconds:.0f} s; "
+            f"--seed {plan.problem.seed} repeats it)"
         )
     else:
-        lines.append(f"all {count} layouts compute what {reference} computes, in {formats} ({report.seconds:.0f} s)")
-        if all(verdict.layout.world_size == 1 for verdict in report.verdicts):
+        lines.append(f"all {count} layouts compute {computes} ({report.seconds:.0f} s)")
+        if all(layout.world_size == 1 for layout in plan.layouts):
             lines.append("but all of them are one process: nothing parallel was verified")
     return lines
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
-    """The plan of a verification for `--json`."""
+    """Returns the plan of a verification for `--json`."""
     return {
         "reference": plan.reference,
         "device": plan.device,
@@ -95,11 +93,11 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 
 def as_json(report: ParityReport) -> dict[str, Any]:
-    """The whole result for `--json`."""
+    """Returns the whole result for `--json`."""
     return plan_as_json(report.plan) | {
         "passed": report.passed,
         "seconds": round(report.seconds, 1),
-        "layouts": [_verdict(verdict) for verdict in report.verdicts],
+        "layouts": [_result_as_json(result) for result in report.results],
         "diagnoses": [
             {"axes": [AXES[axis] for axis in d.axes], "smallest": str(d.smallest), "sentences": d.sentences}
             for d in report.diagnoses
@@ -107,26 +105,26 @@ def as_json(report: ParityReport) -> dict[str, Any]:
     }
 
 
-def _verdict(verdict: LayoutResult) -> dict[str, Any]:
+def _result_as_json(result: LayoutResult) -> dict[str, Any]:
     return {
-        "layout": str(verdict.layout),
-        "dtype": verdict.dtype,
-        "passed": verdict.passed,
-        "seconds": round(verdict.seconds, 1),
-        "crash": verdict.crash,
-        "traceback": verdict.traceback,
-        "disagreements": verdict.disagreements,
-        "worst": _finding(worst(verdict.findings)) if verdict.findings else None,
-        "failures": [_finding(finding) for finding in verdict.failures],
+        "layout": str(result.layout),
+        "dtype": result.dtype,
+        "passed": result.passed,
+        "seconds": round(result.seconds, 1),
+        "crash": result.crash,
+        "traceback": result.traceback,
+        "disagreements": result.disagreements,
+        "worst": _deviation_as_json(worst(result.deviations)) if result.deviations else None,
+        "failures": [_deviation_as_json(deviation) for deviation in result.failures],
     }
 
 
-def _finding(finding: Deviation) -> dict[str, Any]:
+def _deviation_as_json(deviation: Deviation) -> dict[str, Any]:
     return {
-        "training": finding.quantity.training,
-        "quantity": finding.quantity.kind,
-        "name": finding.name,
-        "error": finding.error if np.isfinite(finding.error) else None,  # JSON has no NaN
-        "bound": finding.bound,
-        "ratio": finding.ratio,
+        "training": deviation.quantity.training,
+        "quantity": deviation.quantity.kind,
+        "name": deviation.name,
+        "error": deviation.error,
+        "bound": deviation.bound,
+        "ratio": deviation.ratio,
     }

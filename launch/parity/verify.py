@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from launch.errors import LaunchError
+from launch.output import console
 from launch.parity.comparison import ReferenceAnswer, compare
 from launch.parity.diagnosis import Diagnosis, LayoutResult, diagnose
 from launch.parity.forked_ranks import RankFailure, run_ranks, warm_up
@@ -48,13 +49,13 @@ class ParityReport:
     """The results of all layouts, and the causes of failures."""
 
     plan: Plan
-    verdicts: tuple[LayoutResult, ...]
+    results: tuple[LayoutResult, ...]
     diagnoses: tuple[Diagnosis, ...]
     seconds: float
 
     @property
     def passed(self) -> bool:
-        return all(verdict.passed for verdict in self.verdicts)
+        return all(result.passed for result in self.results)
 
 
 def make_plan(
@@ -121,30 +122,30 @@ def _legal(
     return tuple(runnable), tuple(left_out)
 
 
-def verify(plan: Plan, say: Callable[[str], None]) -> ParityReport:
-    """Runs the plan; calls `say` with messages about progress."""
+def verify(plan: Plan) -> ParityReport:
+    """Runs the plan; prints progress to stderr."""
     started = time.monotonic()
     environment, _ = rank_environment(
         plan.problem.config.launch, max(layout.world_size for layout in plan.layouts), plan.device == "cuda"
     )
     # looking for GPUs must not initialize CUDA in the fork server, which could not fork afterwards
     warm_up(environment | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
-    verdicts, diagnoses = [], []
-    asked = plan.problem.config.model.num_experts_per_tok
+    results, diagnoses, log = [], [], console(stderr=True).print
+    wanted = plan.problem.config.model.num_experts_per_tok
     for dtype in plan.dtypes:
-        say(f"reference: {plan.reference} in float64 and {dtype} on one process")
+        log(f"reference: {plan.reference} in float64 and {dtype} on one process")
         session = Session(References(plan, dtype), plan.timeout_s)
-        if (chosen := session.references.problem.config.model.num_experts_per_tok) != asked:
-            say(f"{dtype}: each token goes to all {chosen} experts, because rounding would decide to which {asked}")
+        if (experts := session.references.problem.config.model.num_experts_per_tok) != wanted:
+            log(f"{dtype}: each token goes to all {experts} experts, because rounding would decide to which {wanted}")
         if near := session.references.near_choices:
-            say(f"{near} choices of experts are so near that rounding may decide: one that differs shows as an error")
+            log(f"{near} choices of experts are so near that rounding may decide: one that differs shows as an error")
         for index, layout in enumerate(plan.layouts, start=1):
-            verdict = session.run(layout)
-            verdicts.append(verdict)
-            outcome = "pass" if verdict.passed else "FAIL"
-            say(f"[{index}/{len(plan.layouts)}] {dtype} {layout}: {outcome} ({verdict.seconds:.1f} s)")
-        diagnoses += session.explain([v for v in verdicts if v.dtype == dtype and not v.passed], say)
-    return ParityReport(plan, tuple(verdicts), tuple(diagnoses), time.monotonic() - started)
+            result = session.run(layout)
+            results.append(result)
+            outcome = "pass" if result.passed else "FAIL"
+            log(f"[{index}/{len(plan.layouts)}] {dtype} {layout}: {outcome} ({result.seconds:.1f} s)")
+        diagnoses += session.explain([result for result in results if result.dtype == dtype and not result.passed])
+    return ParityReport(plan, tuple(results), tuple(diagnoses), time.monotonic() - started)
 
 
 def _solve(rank: int, problem: ParityProblem, layout: ParityLayout, trainings: Sequence[Training]) -> list[ArrayBlock]:
@@ -205,44 +206,42 @@ class Session:
     references: References
     timeout_s: float
     solve: Callable[..., list[ArrayBlock]] = _solve  # what ranks run
-    _verdicts: dict[ParityLayout, LayoutResult] = field(default_factory=dict)
+    _results: dict[ParityLayout, LayoutResult] = field(default_factory=dict)
 
     def run(self, layout: ParityLayout) -> LayoutResult:
         """Returns the result of a layout."""
-        if layout not in self._verdicts:
-            self._verdicts[layout] = self._run(layout)
-        return self._verdicts[layout]
-
-    def _run(self, layout: ParityLayout) -> LayoutResult:
-        started = time.monotonic()
-        dtype, problem, trainings = self.references.dtype, self.references.problem, self.references.trainings
-        try:
-            ranks = run_ranks(self.solve, layout.world_size, problem, layout, trainings, timeout_s=self.timeout_s)
-        except RankFailure as failure:
-            seconds = time.monotonic() - started
-            return LayoutResult(layout, dtype, seconds, crash=str(failure), traceback=failure.rank_traceback)
-        return self.compared(layout, ranks, time.monotonic() - started)
+        if layout not in self._results:
+            started, references = time.monotonic(), self.references
+            work = (self.solve, layout.world_size, references.problem, layout, references.trainings)
+            try:
+                ranks = run_ranks(*work, timeout_s=self.timeout_s)
+                self._results[layout] = self.compared(layout, ranks, time.monotonic() - started)
+            except RankFailure as failure:
+                seconds, trace = time.monotonic() - started, failure.rank_traceback
+                self._results[layout] = LayoutResult(
+                    layout, references.dtype, seconds, crash=str(failure), traceback=trace
+                )
+        return self._results[layout]
 
     def compared(self, layout: ParityLayout, ranks: Sequence[Iterable[ArrayBlock]], seconds: float) -> LayoutResult:
         """Compares the observations of the ranks of a layout."""
         seen, disagreements = assemble(ranks)
         disagreements += [sentence for quantity in seen if quantity.kind == COPIES for sentence in seen[quantity]]
-        findings = compare(seen, self.references.answer(layout.accumulation))
+        deviations = compare(seen, self.references.answer(layout.accumulation))
         norms = {q.training: float(v[FIRST_STEP][0]) for q, v in seen.items() if q.kind == "gradient norm"}
         return LayoutResult(
-            layout, self.references.dtype, seconds, tuple(findings), tuple(disagreements), first_norms=norms
+            layout, self.references.dtype, seconds, tuple(deviations), tuple(disagreements), first_norms=norms
         )
 
-    def explain(self, failed: Sequence[LayoutResult], say: Callable[[str], None]) -> list[Diagnosis]:
+    def explain(self, failed: Sequence[LayoutResult]) -> list[Diagnosis]:
         """Diagnoses every failure that an earlier diagnosis does not explain, smallest layouts first."""
         diagnoses: list[Diagnosis] = []
-        for verdict in sorted(failed, key=lambda v: (len(v.layout.axes), v.layout.world_size)):
-            if not any(diagnosis.explains(verdict.layout) for diagnosis in diagnoses):
-                say(f"looking for the cause of {verdict.layout}")
-                answer = self.references.answer(verdict.layout.accumulation)
-                config, device = self.references.problem.config, self.references.device
-                known = known_bad(verdict.layout, config, device)
-                diagnoses.append(diagnose(verdict, self.run, answer, known))
+        for result in sorted(failed, key=lambda result: (len(result.layout.axes), result.layout.world_size)):
+            layout = result.layout
+            if not any(diagnosis.explains(layout) for diagnosis in diagnoses):
+                console(stderr=True).print(f"looking for the cause of {layout}")
+                known = known_bad(layout, self.references.problem.config, self.references.device)
+                diagnoses.append(diagnose(result, self.run, self.references.answer(layout.accumulation), known))
         return diagnoses
 
 

@@ -28,7 +28,7 @@ from megalite.config.model import DROPOUTS
 from megalite.training.state import TrainState
 
 if TYPE_CHECKING:
-    from launch.huggingface.hub_model import HubModel
+    from launch.huggingface.model_folder import ModelFolder
     from megalite.engine.activity import Activity
     from megalite.engine.engine import Engine
 
@@ -45,7 +45,7 @@ class Start:
     manifest: Manifest | None = None  # of `checkpoint`
     is_resume: bool = False  # the run's own checkpoint, state included; otherwise only weights are loaded
     notices: tuple[str, ...] = ()
-    hub: HubModel | None = None  # instead of a checkpoint; with neither, weights are initialized
+    hub: ModelFolder | None = None  # instead of a checkpoint; with neither, weights are initialized
 
     @property
     def step(self) -> int:
@@ -56,7 +56,7 @@ class Start:
     def inherited(self) -> dict[str, Any]:
         """Special tokens and generation config of the Hugging Face model that the first of these runs began with."""
         if self.hub is not None:
-            return {IMPORTED: self.hub.carried}
+            return {IMPORTED: self.hub.carried()}
         kept = self.manifest.config.get(IMPORTED) if self.manifest else None
         return {IMPORTED: kept} if kept else {}
 
@@ -190,11 +190,11 @@ def find_start(config: Config, data: RunData, own: Path | None, skipped: Sequenc
 
 
 def _start_from(source: Path, config: Config, data: RunData) -> Start:
-    from launch.huggingface.hub_model import open_hub_model  # pulls in torch
+    from launch.huggingface.model_folder import open_model_folder  # pulls in torch
     from megalite.checkpoint.huggingface.folder import check_tokenizer_links, tokenizer_files
 
     if is_hub_model(source):
-        hub = open_hub_model(source)
+        hub = open_model_folder(source)
         refuse_other_model(config.model, hub.model, type(hub.model).model_fields, f"{hub.folder}/config.json")
         hub.check_tokenizer(Path(config.data.path[0]), data.tokenizer, data.tokenizer_sha256)
         check_tokenizer_links(tokenizer_files(hub.folder))  # they are copied once the engine is built
@@ -202,7 +202,7 @@ def _start_from(source: Path, config: Config, data: RunData) -> Start:
     weights = checkpoint_at(source)
     manifest = read_manifest(weights)
     _check_model(manifest, config, weights)
-    _check_tokenizer(manifest, config, weights, data)
+    check_tokenizer(manifest, weights, Path(config.data.path[0]), data.tokenizer, data.tokenizer_sha256)
     return Start(weights, manifest, notices=(f"taking the weights of {weights}",))
 
 
@@ -218,19 +218,22 @@ def _check_model(manifest: Manifest, config: Config, folder: Path) -> None:
             )
 
 
-def _check_tokenizer(manifest: Manifest, config: Config, folder: Path, data: RunData) -> None:
-    from launch.huggingface.hub_model import TOKENIZER, is_same_tokenizer
+def check_tokenizer(
+    manifest: Manifest, folder: Path, data: Path, prepared_with: str | None, sha256: str | None
+) -> None:
+    """Raises LaunchError if `data` was prepared with another tokenizer than the checkpoint's."""
+    from launch.huggingface.model_folder import TOKENIZER, is_same_tokenizer
 
-    known, ours = manifest.tokenizer_sha256, data.tokenizer_sha256
-    if known is None or ours in (None, known):
+    known = manifest.tokenizer_sha256
+    if known is None or sha256 in (None, known):
         return
-    if data.tokenizer and manifest.tokenizer:
+    if prepared_with and manifest.tokenizer:
         own = Path(manifest.tokenizer) / TOKENIZER
-        if own.is_file() and is_same_tokenizer(Path(data.tokenizer), ours, own):
+        if own.is_file() and is_same_tokenizer(Path(prepared_with), sha256, own):
             return
     raise LaunchError(
-        f"{config.data.path[0]} was prepared with another tokenizer ({data.tokenizer}) than what {folder} was trained "
-        f"on ({manifest.tokenizer}), so its ids mean other text to this model: prepare it again with that one"
+        f"{data} was prepared with another tokenizer ({prepared_with}) than what {folder} was trained on "
+        f"({manifest.tokenizer}), so its ids mean other text to this model: prepare it again with that one"
     )
 
 

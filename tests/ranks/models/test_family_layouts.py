@@ -113,7 +113,7 @@ def test_bf16_is_as_near_to_float64_as_transformers(name: str) -> None:
     verdict = verdicts(ParityLayout(tp=2), ROUNDED_ANEW, "bf16")[name]
     assert_passes(verdict)
     assert isinstance(verdict, LayoutResult)
-    judged = {finding.name for finding in verdict.findings if finding.quantity.kind == "gradient"}
+    judged = {finding.name for finding in verdict.deviations if finding.quantity.kind == "gradient"}
     assert len(judged) > 10, "hardly any gradient is more than noise, so nothing was verified"
 
 

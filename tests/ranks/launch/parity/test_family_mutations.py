@@ -77,6 +77,6 @@ def test_a_planted_defect_is_caught_and_its_axis_named(
     verdict = session.run(layout)
     assert not verdict.passed, f"{defect.__name__} was not noticed on {layout}"
     assert verdict.crash is None, explain(verdict)
-    (diagnosis,) = session.explain([verdict], say=lambda _: None)
+    (diagnosis,) = session.explain([verdict])
     assert diagnosis.axes == axes, diagnosis.sentences
     assert any(said in sentence for sentence in diagnosis.sentences), diagnosis.sentences

@@ -166,7 +166,7 @@ def test_a_planted_defect_is_caught_and_its_axis_named(
     verdict = session.run(layout)
     assert not verdict.passed, f"{defect.__name__} was not noticed on {layout}"
     assert verdict.crash is None, explain(verdict)
-    (diagnosis,) = session.explain([verdict], say=lambda _: None)
+    (diagnosis,) = session.explain([verdict])
     assert diagnosis.axes == axes, diagnosis.sentences
     assert any(said in sentence for sentence in diagnosis.sentences), diagnosis.sentences
 
@@ -177,5 +177,5 @@ def test_ranks_that_wait_for_each_other_are_a_failure_with_an_axis() -> None:
     session = _session(layout, defects.one_rank_skips_an_all_reduce, {}, timeout_s=20.0)
     verdict = session.run(layout)
     assert verdict.crash is not None and not verdict.passed
-    (diagnosis,) = session.explain([verdict], say=lambda _: None)
+    (diagnosis,) = session.explain([verdict])
     assert diagnosis.axes == ("tp",), diagnosis.sentences

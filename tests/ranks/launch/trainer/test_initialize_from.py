@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from data_pipeline.tokenizer import train_tokenizer
 from launch.errors import LaunchError
 from launch.huggingface import hub_folder
-from launch.huggingface.hub_model import open_hub_model
 from launch.huggingface.importing import import_hugging_face
+from launch.huggingface.model_folder import open_model_folder
 from launch.inference.stored_model import open_stored
 from launch.trainer.data import open_data
 from launch.trainer.resume import Start, find_start
@@ -68,7 +68,7 @@ def started(rank: int, cases: list[Case], folders: list[Path]) -> list[dict[str,
     """Weights right after the start, and the loss of the first step, of each model in each case."""
     found = []
     for case, folder in itertools.product(cases, folders):
-        hub = open_hub_model(folder)
+        hub = open_model_folder(folder)
         of_this = of_model(case, hub.model)
         engine = engine_of(of_this)
         load_engine(engine, hub.reader, weights_only=True)
@@ -99,7 +99,7 @@ def test_every_layout_starts_with_transformers_weights_and_loss(ranks: int, fold
     results = run_ranks(started, ranks, LAYOUTS[ranks], [folders[model.name] for model in STARTED[ranks]])
     for number, (case, hub_model) in enumerate(itertools.product(LAYOUTS[ranks], STARTED[ranks])):
         of_ranks = [result[number] for result in results]
-        hub = open_hub_model(folders[hub_model.name])
+        hub = open_model_folder(folders[hub_model.name])
         wanted = loss_of_transformers(hub_model, of_model(case, hub.model))
         assert [one["loss"] for one in of_ranks] == [pytest.approx(wanted, rel=SAME)] * ranks, f"{hub_model}, {case}"
         weights, shapes = assemble(of_ranks), hub.reader.shapes
@@ -269,7 +269,7 @@ def test_a_tokenizer_that_was_only_saved_anew_is_the_same(tuned: dict[str, Any],
     path.write_text(json.dumps(json.loads(path.read_text())))  # other spaces, other bytes
     tuned["training"]["initialize_from"] = str(folder)
     config = load(tuned, tmp_path)
-    data, model = open_data(config), open_hub_model(folder)
+    data, model = open_data(config), open_model_folder(folder)
     assert model.tokenizer_sha256 != data.tokenizer_sha256
     model.check_tokenizer(Path(config.data.path[0]), data.tokenizer, data.tokenizer_sha256)
     import_hugging_face(folder, tmp_path / "imported", validate=False)
@@ -321,7 +321,7 @@ def test_a_model_of_the_hub_is_found_in_its_cache(
     monkeypatch.setattr(hub_folder, "_download", recorded)
     assert load(tuned, tmp_path).model.hidden_size == 48
     assert fetched and hub_folder.WEIGHTS not in fetched  # a dry run needs none
-    assert open_hub_model(Path("some/model")).model.hidden_size == 48
+    assert open_model_folder(Path("some/model")).model.hidden_size == 48
     assert hub_folder.WEIGHTS in fetched
     tuned["training"]["initialize_from"] = "some/other"
     with pytest.raises(ValueError, match="some/other: no folder here, and the hub did not give it"):

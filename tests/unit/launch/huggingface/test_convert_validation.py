@@ -19,10 +19,10 @@ from launch.errors import USER_ERRORS
 from launch.huggingface import validation
 from launch.huggingface.exporting import export_hugging_face
 from launch.huggingface.importing import import_hugging_face
-from launch.huggingface.logit_comparison import ModelPair
 from launch.huggingface.model_folder import open_model_folder
-from launch.huggingface.probes import probes, wanted_length
-from launch.huggingface.truncated_copy import layers_of_every_kind
+from launch.huggingface.validation import layers_of_every_kind, model_pair
+from launch.parity.logit_comparison import ModelPair
+from launch.parity.probes import probes, wanted_length
 from megalite.config import ModelConfig
 from models.families import model_config
 from tests.helpers.hub_models import HUB_MODELS, YARN, HubModel
@@ -78,7 +78,7 @@ def test_the_first_layer_that_differs_is_named(tmp_path: Path, name: str) -> Non
         def read(name: str, source: Any, spoilt: str = spoilt) -> torch.Tensor:
             return folder.read(name, source).roll(1 if name == spoilt else 0, -1)
 
-        pair = ModelPair(folder.model, read, folder.files.folder)
+        pair = model_pair(folder.model, read, folder.files.folder)
         for probe in probes(folder.model, 30, None):
             if spoilt == "model.embed_tokens.weight" and folder.model.tie_word_embeddings:
                 assert pair.difference(probe) > 1e-2
@@ -87,7 +87,7 @@ def test_the_first_layer_that_differs_is_named(tmp_path: Path, name: str) -> Non
 
 def test_the_right_weights_differ_in_no_layer(tmp_path: Path) -> None:
     folder = open_model_folder(MODELS["gemma2"].save(tmp_path / "hf"))
-    pair = ModelPair(folder.model, folder.read, folder.files.folder)
+    pair = model_pair(folder.model, folder.read, folder.files.folder)
     for probe in probes(folder.model, 40, None):
         assert pair.first_different_layer(probe, 1e-4) == "lm_head"
         assert pair.difference(probe) < 5e-5 and pair.rounding(probe) < 5e-5
@@ -135,7 +135,7 @@ def little_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if a token took a second in all layers, and none in the first two."""
     measured = ModelPair.seconds_per_token
     monkeypatch.setattr(
-        ModelPair, "seconds_per_token", lambda pair: 1.0 if pair.model.num_hidden_layers > 2 else measured(pair)
+        ModelPair, "seconds_per_token", lambda pair: 1.0 if pair.ours.model.num_hidden_layers > 2 else measured(pair)
     )
     yield
 
@@ -151,7 +151,7 @@ def test_where_long_rows_take_too_long_the_first_layers_read_them(tmp_path: Path
 def test_a_model_too_large_for_the_memory_is_compared_by_its_first_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Config.json and its lists of layers are shortened, and nothing of the smaller copy stays."""
+    """Config.json and its lists of layers are shortened."""
     hub_model = replace(MODELS[name], switches=MODELS[name].switches | {"num_hidden_layers": 6})
     first = layers_of_every_kind(_model(hub_model))
     sizes = [validation._memory(_model(replace(hub_model, switches=hub_model.switches | {"num_hidden_layers": count})))

@@ -13,7 +13,7 @@ from launch.parity.layout import ParityLayout
 from launch.parity.observations import NEAR_CHOICES, Observations, Quantity
 from launch.parity.problem import Batch, ParityProblem, Training
 from launch.parity.reference import solve
-from launch.parity.reference_models import Model, SerialReference, TransformersModel
+from launch.parity.reference_models import HEAD, Model, Rows, SerialReference, TransformersModel
 from launch.parity.verify import MOST_NEAR_CHOICES
 from megalite.config import ModelConfig
 from models.families import model_config
@@ -30,12 +30,12 @@ def asked(name: str, **switches: Any) -> ParityProblem:
     return problem([ParityLayout()], model=model.model_dump(mode="json"), sequence=sequence, steps=1)
 
 
-def hidden_states(model: Model, batch: Batch) -> dict[str, np.ndarray]:
-    """All that a model observes of a forward pass, copied at the end of it."""
-    kept: dict[str, torch.Tensor] = {}
-    with model.watch(lambda name, hidden: kept.update({name: hidden})), torch.no_grad():
-        kept["logits"] = model.logits(batch)
-    return {name: value.numpy() for name, value in kept.items()}
+def hidden_states(model: Model, batch: Batch) -> dict[str, torch.Tensor]:
+    """All that a model observes of a forward pass, and its logits."""
+    assert batch.positions is not None
+    with torch.no_grad():
+        rows = Rows(torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions))
+        return model.outputs(rows, layers=True)
 
 
 # a hidden size whose root is exact: transformers rounds Gemma's factor of embeddings to float32, also in float64
@@ -69,29 +69,29 @@ def test_transformers_computes_packed_documents_as_if_each_were_alone(name: str)
     """It derives documents and windows from positions; a version that no longer does would be a wrong reference."""
     made = asked(name)
     batch = made.training().batches[0]
-    model = TransformersModel(made, torch.float64, "cpu")
+    model = TransformersModel.of(made, torch.float64, "cpu")
     packed = hidden_states(model, batch)
-    model._is_one_length_a_call = True
+    model.runs_documents_alone = True
     alone = hidden_states(model, batch)
     assert packed.keys() == alone.keys()
     for layer, hidden in packed.items():
-        assert np.abs(hidden - alone[layer]).max() <= 1e-12 * np.abs(hidden).max(), layer
+        assert (hidden - alone[layer]).abs().max() <= 1e-12 * hidden.abs().max(), layer
 
 
 def test_documents_whose_angles_depend_on_their_length_are_computed_alone() -> None:
     """Packed with a longer one transformers would rotate a short document by the long factors."""
     made = asked("phi3-longrope")
     batch = made.training().batches[0]
-    model = TransformersModel(made, torch.float64, "cpu")
-    right = hidden_states(model, batch)["logits"]
-    model._is_one_length_a_call = False
-    assert np.abs(hidden_states(model, batch)["logits"] - right).max() > 1e-3 * np.abs(right).max()
+    model = TransformersModel.of(made, torch.float64, "cpu")
+    right = hidden_states(model, batch)[HEAD]
+    model.runs_documents_alone = False
+    assert (hidden_states(model, batch)[HEAD] - right).abs().max() > 1e-3 * right.abs().max()
 
 
 def test_weights_gradients_and_moments_come_back_under_our_names_as_they_went_in() -> None:
     for name in ("gpt2", "phi3", "gpt_neox", "mixtral", "qwen3_moe-some-dense"):
         made = asked(name)
-        ours, theirs = (kind(made, torch.float32, "cpu") for kind in (SerialReference, TransformersModel))
+        ours, theirs = (kind.of(made, torch.float32, "cpu") for kind in (SerialReference, TransformersModel))
         expected, found = (model.named(lambda parameter: parameter.detach()) for model in (ours, theirs))
         assert expected.keys() == found.keys()
         assert all(np.array_equal(expected[name], found[name]) for name in expected)

@@ -1,4 +1,4 @@
-"""Inputs on which two models are compared: tokens, and where documents begin in the form that each model expects.
+"""Inputs on which our decoder is compared with transformers' model.
 
 In: a model's sizes and perhaps a tokenizer. Out: `Probe`s of given lengths: padded rows, packed documents, real text,
 random tokens.
@@ -15,28 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from launch.parity.reference_models import Rows
 from megalite.config import ModelConfig
 
 PADDED_TOKENS = 64  # in the longest padded row: padding does not depend on length
 MARGIN = 32  # tokens beyond a window or threshold
 USUAL_TOKENS = 128  # without either
+MOST_COMPARED = 256  # tokens of a row, evenly spaced: logits of all tokens of a long row would fill the memory
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Rows of tokens, and the selection of their logits to compare."""
+    """Rows of tokens on which two models are compared."""
 
     name: str
-    tokens: Tensor  # [batch, seq]
-    compared: Tensor  # bool [batch, seq]: tokens that are not padding
-    positions: Tensor | None = None  # [batch, seq], for us: 0 where a document, or padding before one, begins
-    attention_mask: Tensor | None = None  # [batch, seq], for transformers: 0 is padding
-    position_ids: Tensor | None = None  # [batch, seq], for transformers
-    documents: tuple[int, ...] = ()  # lengths of packed documents; transformers runs them one by one
+    rows: Rows
 
     @property
-    def length(self) -> int:
-        return self.tokens.shape[1]
+    def columns(self) -> Tensor:
+        """The compared tokens of a row `[K]`, the last one among them."""
+        length = self.rows.tokens.shape[1]
+        return torch.linspace(0, length - 1, min(length, MOST_COMPARED)).round().long().unique()
 
 
 def wanted_length(model: ModelConfig) -> int:
@@ -74,42 +73,21 @@ def probes(model: ModelConfig, length: int, text: Tensor | None) -> Iterator[Pro
     if threshold is not None:  # the longest row of a batch decides about the scaling of all its rows
         short = min(short, threshold)
     lengths = sorted({short, (short + 1) // 2, 1}, reverse=True)
-    shape = f"{len(lengths)} x {short}"
-    tokens, places = drawn(len(lengths), short), torch.arange(short).expand(len(lengths), short)
-    real = places < torch.tensor(lengths).unsqueeze(1)
+    shape, places = f"{len(lengths)} x {short}", torch.arange(short).expand(len(lengths), short)
     # padding after the text changes nothing before it, so our model needs no mask
-    yield Probe(f"rows padded on the right ({shape})", tokens, real, attention_mask=real.long())
+    real = places < torch.tensor(lengths).unsqueeze(1)
+    yield Probe(f"rows padded on the right ({shape})", Rows(drawn(len(lengths), short), real=real))
     first = short - torch.tensor(lengths).unsqueeze(1)
     real = places >= first
-    yield Probe(
-        f"rows padded on the left ({shape})",
-        drawn(len(lengths), short),
-        real,
-        positions=torch.where(real, places - first, places),  # to us padding before the text is another document
-        attention_mask=real.long(),
-        position_ids=(places - first).clamp(min=0),
-    )
+    positions = torch.where(real, places - first, places)  # to us padding before the text is another document
+    yield Probe(f"rows padded on the left ({shape})", Rows(drawn(len(lengths), short), positions, real=real))
     if length >= 3:
-        yield _packed(drawn(1, length))
+        packed = (1, length // 3, length - 1 - length // 3)
+        positions = torch.cat([torch.arange(count) for count in packed]).unsqueeze(0)
+        yield Probe(f"packed documents ({' + '.join(map(str, packed))})", Rows(drawn(1, length), positions))
     if text is not None:
-        tokens = text[:length].unsqueeze(0)
-        yield Probe(f"real text (1 x {length})", tokens, torch.ones_like(tokens, dtype=torch.bool))
-    tokens = drawn(2, length)
-    yield Probe(f"random tokens (2 x {length})", tokens, torch.ones_like(tokens, dtype=torch.bool))
-
-
-def _packed(tokens: Tensor) -> Probe:
-    """Packs three documents into a row: one of a single token, a short and a long one."""
-    length = tokens.shape[1]
-    lengths = (1, length // 3, length - 1 - length // 3)
-    positions = torch.cat([torch.arange(count) for count in lengths])
-    return Probe(
-        f"packed documents ({' + '.join(map(str, lengths))})",
-        tokens,
-        torch.ones_like(tokens, dtype=torch.bool),
-        positions=positions.unsqueeze(0),
-        documents=lengths,
-    )
+        yield Probe(f"real text (1 x {length})", Rows(text[:length].unsqueeze(0)))
+    yield Probe(f"random tokens (2 x {length})", Rows(drawn(2, length)))
 
 
 def real_text(tokenizer: Any, length: int, vocab_size: int) -> Tensor | None:
