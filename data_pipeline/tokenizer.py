@@ -1,7 +1,7 @@
 """Trains a small byte-level BPE tokenizer, or inspects an existing one.
 
-A tokenizer is a folder with `tokenizer.json` (as `transformers` writes it) or that file itself. Training is
-deterministic, and its result is reused when nothing it was made from has changed.
+A tokenizer is given as a folder with `tokenizer.json` (as `transformers` writes it), or as the path of that file.
+Training is deterministic; an earlier result is reused if texts, size and version of the library are the same.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ _TRANSFORMERS_CONFIG = {
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """The facts about a tokenizer that a corpus depends on."""
+    """A tokenizer's file, and what prepared data records of it."""
 
     given: str  # the path as the user wrote it
     path: Path  # tokenizer.json

@@ -1,4 +1,4 @@
-"""Command-line options of `megalite launch`: a supervised run on the hosts of a hostfile."""
+"""The command `megalite launch`: a monitored run on the hosts of a hostfile; launch/cluster implements it."""
 
 from __future__ import annotations
 

@@ -33,14 +33,14 @@ def simulate_runs(
         float | None,
         typer.Option(
             "--rate-per-1000-node-days",
-            help=f"Failure rate; default {DEFAULT_RATE:.0f}, with the published extremes, 2 and 14, beside it.",
+            help=f"Failure rate; default {DEFAULT_RATE:.0f}, beside 2 and 14, the extremes of published rates.",
         ),
     ] = None,
     save_seconds: Annotated[
         float, typer.Option(help="Seconds from the start of a checkpoint until it is usable.")
     ] = 60.0,
     blocked_seconds: Annotated[
-        float | None, typer.Option(help="Seconds of it during which training waits; default: all of them.")
+        float | None, typer.Option(help="Seconds of each save during which training waits; default: the whole save.")
     ] = None,
     interval: Annotated[
         str, typer.Option(help="Minutes of training between checkpoints; auto: the optimum (Daly 2006).")

@@ -14,6 +14,7 @@ import importlib.metadata
 import ipaddress
 import os
 import platform
+import random
 import resource
 import site
 import socket
@@ -32,6 +33,8 @@ ROOMS = ("megalite", "models", "data_pipeline", "launch")
 PATIENCE_S = 2.0  # for a name server or a file system; training would hang in it as well
 GPUS_S = 20.0  # the driver takes seconds to initialise many GPUs
 LISTEN_S = 60.0
+# below what Linux gives to outgoing connections (net.ipv4.ip_local_port_range) and Kubernetes to services
+QUIET_PORTS = range(15_000, 30_000)
 MAX_CONNECTING = 64  # connections attempted at the same time
 GET_ADDRESS = 0x8915  # SIOCGIFADDR, linux/sockios.h
 FOLDER = -1  # in place of a size
@@ -222,7 +225,14 @@ def clock() -> dict[str, float]:
 
 
 def free_port() -> dict[str, int]:
-    """Returns a TCP port that is free at the moment."""
+    """Returns a TCP port that is free at the moment, if possible one that the kernel gives to no outgoing connection.
+
+    Ranks that start on this host make many connections, any of which could take the port before rank 0 listens on it.
+    """
+    for port in random.SystemRandom().sample(QUIET_PORTS, 50):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return {"port": port}
     with socket.socket() as probe:
         probe.bind(("", 0))
         return {"port": int(probe.getsockname()[1])}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import os
-import socket
 import sys
 from collections.abc import Sequence
 
+from launch.runtime import host_probe
 from launch.runtime.devices import cpu_count
 from launch.runtime.modules import RANK
 from launch.runtime.processes import ProcessTree, StopSignals, decode_launcher_exit_code, wait_for
@@ -74,6 +74,4 @@ def start_local_ranks(ranks: int, environment: dict[str, str], arguments: Sequen
 
 def free_port() -> int:
     """Returns a TCP port of this machine that is free at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return host_probe.free_port()["port"]

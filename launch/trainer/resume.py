@@ -1,4 +1,4 @@
-"""Finds and loads the start of a run: fresh, given weights, or its own newest complete checkpoint.
+"""Decides where a run starts, and loads it: from scratch, given weights, or the run's newest complete checkpoint.
 
 No torch at import.
 """
@@ -54,7 +54,8 @@ class Start:
 
     @property
     def inherited(self) -> dict[str, Any]:
-        """Special tokens and generation config of the Hugging Face model that the first of these runs began with."""
+        """Special tokens and generation config of the Hugging Face model that this run, or the run that wrote its
+        checkpoint, was initialized from."""
         if self.hub is not None:
             return {IMPORTED: self.hub.carried()}
         kept = self.manifest.config.get(IMPORTED) if self.manifest else None
@@ -63,7 +64,7 @@ class Start:
 
 @dataclass(frozen=True)
 class RunSetup:
-    """A run on this rank before its engine is built."""
+    """What this rank needs to build the engine of a run."""
 
     config: Config
     layout: ResolvedLayout
@@ -139,7 +140,9 @@ def load_state(engine: Engine, setup: RunSetup) -> TrainState:
 
 
 def fetch_from_mirror(config: Config, progress: Callable[[], None]) -> None:
-    """Fetches the mirror's newest checkpoint, if there is a mirror; on one rank, if `run_dir` has no intact one.
+    """Downloads the newest checkpoint of the run's mirror, if it has one, when `run_dir` has no intact checkpoint.
+
+    Call it on one rank.
 
     Raises LaunchError if the mirror belongs to another run, StorageError if it does not answer.
     """

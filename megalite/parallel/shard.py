@@ -1,8 +1,8 @@
-"""The cut of a parameter over tensor-parallel ranks, recorded by the layer that cuts it.
+"""How one parameter is split over tensor-parallel ranks, recorded by the layer that splits it.
 
 A `Shard` is enough to derive everything else about the parameter: which elements of global tensors a rank holds
-(initial weights, Hugging Face import, checkpoint reshape), what to write back, and whether the parameter counts once or
-on every tensor-parallel rank in a gradient norm. Pure integers, no torch.
+(initial weights, Hugging Face import and export, checkpoints), and whether a gradient norm sums the parameter over
+tensor-parallel ranks (split) or counts it once (replicated). Integer arithmetic only; imports no torch.
 """
 
 from __future__ import annotations

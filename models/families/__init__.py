@@ -1,6 +1,7 @@
 """The supported model families of Hugging Face, by transformers' `model_type`.
 
-To add one, write a file with a `Family` in this folder and add it to `FAMILIES`.
+A file here declares, as data, what the keys of a family's config.json mean and what its tensors are called on disk. To
+add one, write a file with a `Family` in this folder and add it to `FAMILIES`.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Gemma 2: norms around attention and feed-forward layer, soft caps, every other layer with a window."""
+"""The family Gemma 2: norms around attention and feed-forward layer, soft caps, a window in every other layer."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Gemma 3, text only: as Gemma 2, but norms of queries and keys instead of soft caps, and two rotary bases."""
+"""The family Gemma 3, text only: as Gemma 2, but norms of queries and keys for soft caps, two rotary bases."""
 
 from models.families.gemma2 import GEMMA_DEFAULTS, GEMMA_FIXED, GEMMA_KEYS, SCORE_SCALE
 from models.hub.config_parts import typed_layers

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, LayerNorm, and matrices that are transposed on disk (Conv1D)."""
+"""The family GPT-2: learned positions, LayerNorm, and matrices that are transposed on disk (Conv1D)."""
 
 from typing import Any
 

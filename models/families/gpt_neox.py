@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: attention and feed-forward layer side by side, q, k and v fused head by head."""
+"""The family GPT-NeoX, with Pythia: attention and feed-forward layer side by side, q, k and v fused head by head."""
 
 from models.hub.family import Family
 from models.hub.rope_config import rope

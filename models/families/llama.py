@@ -1,4 +1,4 @@
-"""Llama and all models of type `llama`: Llama 2, 3 and 3.x, TinyLlama, SmolLM2, Yi, DeepSeek's distillations."""
+"""The family Llama, all models of type `llama`: Llama 2 and 3.x, TinyLlama, SmolLM2, Yi, DeepSeek's distillations."""
 
 from models.hub.family import Family
 

@@ -1,4 +1,4 @@
-"""Mistral, with one sliding window for all layers (7B v0.1) or none, and Ministral, whose layers differ."""
+"""The families Mistral, with one sliding window for all layers or none, and Ministral, whose layers differ."""
 
 from models.hub.config_parts import one_window, typed_layers
 from models.hub.family import Family

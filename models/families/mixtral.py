@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with experts in every layer, two of eight for each token."""
+"""The family Mixtral: Mistral with experts in every layer, two of eight for each token."""
 
 from models.hub.config_parts import one_window
 from models.hub.family import Family

@@ -1,4 +1,4 @@
-"""OLMo-2: norms of the outputs of attention and feed-forward layer, and of all heads of queries and keys at once."""
+"""The family OLMo-2: RMSNorm on the outputs of attention and feed-forward layer and on all heads of q and k at once."""
 
 from models.hub.family import Family
 

@@ -1,4 +1,4 @@
-"""OLMo-3: OLMo-2 with a window in three of four layers, and YaRN in the fourth."""
+"""The family OLMo-3: OLMo-2 with a sliding window in three of every four layers, and YaRN rotation in the fourth."""
 
 from models.hub.config_parts import typed_layers
 from models.hub.family import Family

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4: fused projections on disk, LongRoPE, in Phi-4-mini a part of each head rotated."""
+"""The family Phi-3, with Phi-3.5 and Phi-4: fused projections on disk, LongRoPE, partial rotation in Phi-4-mini."""
 
 from typing import Any
 

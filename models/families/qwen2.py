@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases of queries, keys and values, and a sliding window that is usually off."""
+"""The family Qwen2, with Qwen2.5: biases of queries, keys and values, and a sliding window that is usually off."""
 
 from models.hub.config_parts import switched_window
 from models.hub.family import Family

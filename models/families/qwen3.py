@@ -1,4 +1,4 @@
-"""Qwen3, dense: a norm of each head of queries and keys, and a head width independent of the hidden size."""
+"""The family Qwen3, dense: RMSNorm on each query and key head, and a `head_dim` independent of the hidden size."""
 
 from models.families.qwen2 import QWEN_DEFAULTS
 from models.hub.config_parts import switched_window

@@ -1,4 +1,4 @@
-"""Qwen3 with experts: some layers may be dense."""
+"""The family Qwen3-MoE, Qwen3 with experts: some layers may be dense."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama without rotary embedding in every fourth layer."""
+"""The family SmolLM3: Llama without rotary embedding in every fourth layer."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""StarCoder2: LayerNorm, a plain GELU feed-forward layer, biases everywhere, a sliding window."""
+"""The family StarCoder2: LayerNorm, a plain GELU feed-forward layer, biases everywhere, a sliding window."""
 
 from models.hub.config_parts import one_window
 from models.hub.family import Family
