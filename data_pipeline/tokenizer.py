@@ -51,7 +51,7 @@ def inspect_tokenizer(tokenizer: Path) -> TokenizerFile:
     if not path.is_file():
         raise DataError(
             f"tokenizer {tokenizer} has no tokenizer.json: give a folder written by `save_pretrained`, or train one "
-            "with data_pipeline.tokenizer.train_tokenizer"
+            "with `megalite prepare --train-vocab-size`"
         )
     vocabulary = load_tokenizer(path).get_vocab(with_added_tokens=True)
     if not vocabulary:

@@ -8,9 +8,8 @@ costs nothing. Memory: about 2 chunks of text per worker, and 4 bytes per docume
 
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -164,7 +163,7 @@ def _encode_missing(
 
 
 def _encoded(job: PreparationPlan, chunks: Iterator[tuple[Path, list[TextPiece]]], workers: int) -> Iterator[PartSize]:
-    """Encodes chunks into parts and yields the parts' sizes in order.
+    """Encodes chunks into parts and yields the parts' sizes as they are done.
 
     At most two chunks per worker process are on their way, so memory does not grow with the corpus; one worker is this
     process.
@@ -174,14 +173,14 @@ def _encoded(job: PreparationPlan, chunks: Iterator[tuple[Path, list[TextPiece]]
             yield encode_part(job.tokenizer, chunk, job.end_token, path)
         return
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=exit_with_parent)
-    pending: deque[Future[PartSize]] = deque()
+    pending: set[Future[PartSize]] = set()
     try:
         for path, chunk in chunks:
-            pending.append(pool.submit(encode_part, job.tokenizer, chunk, job.end_token, path))
+            pending.add(pool.submit(encode_part, job.tokenizer, chunk, job.end_token, path))
             if len(pending) == 2 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+        yield from (future.result() for future in as_completed(pending))
     except BrokenProcessPool as error:
         raise DataError(
             "a worker process of prepare died (out of memory, or started from a script without "

@@ -92,11 +92,12 @@ def fit_layout(
     from megalite.planner.search import PIPELINE, TENSOR, Ranks
 
     or_option = "" if ranks_option is None else f", or give {ranks_option}"
+    give_option = "" if ranks_option is None else f"give {ranks_option}, or "
     per_node = gpus_per_node or cpu_ranks_per_node
     if per_node is None and {TENSOR, PIPELINE} & config.unresolved_options:
         raise LaunchError(
-            "parallel is auto, so nothing says how many ranks a node has on the CPU: state "
-            f"parallel.tensor_parallel_size, pipeline_parallel_size and data_parallel_size{or_option}"
+            f"parallel is auto, so nothing says how many ranks a node has on the CPU: {give_option}state "
+            "parallel.tensor_parallel_size, pipeline_parallel_size and data_parallel_size"
         )
     world_size = nodes * per_node if per_node else wanted_world_size(config, None)
     ranks, left_over = divmod(world_size, nodes)

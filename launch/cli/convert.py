@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from launch.cli.options import AsJson
 from launch.errors import INTERRUPTED_CODE, LaunchError
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from launch.huggingface.progress import ConversionPlan, ConvertSummary
 
 log = get_logger(__name__)
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)i?B?", re.IGNORECASE)
+POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 class StoredDtype(enum.StrEnum):
@@ -108,10 +110,11 @@ def export(
 
 def parse_size(text: str) -> int:
     """Parses a size such as "500MB", "2 GB" (powers of 1000) or "1GiB" (of 1024) into bytes. Raises LaunchError."""
-    try:
-        size = int(TypeAdapter(ByteSize).validate_python(text.strip()))
-    except ValidationError:
-        size = 0
+    found = SIZE.fullmatch(text.strip())
+    size = 0
+    if found:
+        base = 1024 if "i" in text.lower() else 1000
+        size = int(float(found[1]) * base ** POWERS[found[2].lower()])
     if size < 1:
         raise LaunchError(f"max-shard-size {text!r} is no size of a file: give one such as 500MB or 2GB")
     return size

@@ -137,7 +137,7 @@ def _deliver(job: PodJob, heading: str, notices: list[str], delivery: Delivery, 
     from launch.backends.kubernetes.cluster import check, check_claims, create, open_cluster
 
     delivery.check()
-    cluster = None
+    cluster, unchecked = None, []
     if delivery.submit:
         cluster = open_cluster(context, job.namespace)
         job = replace(job, namespace=cluster.namespace)
@@ -146,14 +146,16 @@ def _deliver(job: PodJob, heading: str, notices: list[str], delivery: Delivery, 
     text = to_yaml(objects, heading)
     done = delivery.write(text, f"; hand it on with: kubectl apply -f {delivery.file}")
     if cluster is not None and delivery.dry_run:
-        notices += check(cluster, objects)
+        unchecked = check(cluster, objects)
+        notices += unchecked
         done.append(f"{cluster} takes them")
     elif cluster is not None:
         create(cluster, objects)
         done.append(f"{cluster} has created them")
     if delivery.dry_run:
         done.append("dry run: nothing was written or created")
-    validation = NOT_VALIDATED if cluster is None else "validated by the API server"
+    but = " except the TrainJob" if unchecked else ""
+    validation = NOT_VALIDATED if cluster is None else f"validated by the API server{but}"
     facts = {"heading": heading, "validation": validation, "objects": objects}
     summary = f"{heading}; {validation}\nobjects: {', '.join(map(name_of, objects))}"
     delivery.report(text, facts, notices, done, summary)

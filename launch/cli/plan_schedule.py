@@ -10,6 +10,7 @@ import typer
 from launch.cli.options import AsJson, check_one_format
 from launch.errors import LaunchError
 from launch.output import Table, print_csv, print_json
+from megalite.config import ConfigError
 from megalite.planner.schedules import PipelineTimes, Schedule, Timeline, bubble_closed_form, simulate_schedule
 
 WIDTH = 100
@@ -57,12 +58,12 @@ def schedule(
     _check_size(stages, micro_batches, pieces)
     if not 0 <= between_stages_ms < math.inf:
         raise LaunchError(f"--between-stages-ms {between_stages_ms:g}: give milliseconds of at least 0, such as 0.5")
-    times = PipelineTimes(
-        _seconds("--forward-ms", forward_ms, stages),
-        _seconds("--backward-ms", backward_ms, stages),
-        between_stages_ms / 1000,
-        None if weight_gradient_ms is None else _seconds("--weight-gradient-ms", weight_gradient_ms, stages),
-    )
+    forward_s, backward_s = _seconds("--forward-ms", forward_ms, stages), _seconds("--backward-ms", backward_ms, stages)
+    weight_s = None if weight_gradient_ms is None else _seconds("--weight-gradient-ms", weight_gradient_ms, stages)
+    try:
+        times = PipelineTimes(forward_s, backward_s, between_stages_ms / 1000, weight_s)
+    except ConfigError as error:
+        raise LaunchError(f"--weight-gradient-ms {weight_gradient_ms}: {error}") from None
     if not any((*times.forward_s, *times.backward_s)):
         raise LaunchError("--forward-ms and --backward-ms are 0: a schedule needs work, so give one of them")
     asked = list(Schedule) if which == "all" else [Schedule(which)]

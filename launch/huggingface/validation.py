@@ -84,7 +84,9 @@ def validate_logits(model: ModelConfig, read: Read, hf_dir: Path, report: Report
     if not compared or (length <= needed_tokens and first < model.num_hidden_layers):
         config = _shortened_config(hf_dir, first)
         smaller = model_of(model_config(config), str(hf_dir / CONFIG))
-        if _memory(smaller) > free / 2:
+        # transformers reads each pickle whole
+        whole_file = max((path.stat().st_size for path in hf_dir.glob("pytorch_model*.bin")), default=0)
+        if _memory(smaller) + whole_file > free / 2:
             raise LaunchError(
                 f"{hf_dir}: {free / 1e9:,.1f} GB of memory are free, too few to compare even {first} layers "
                 "with transformers, so nothing was written: free some memory, or convert with --no-validate"

@@ -57,9 +57,13 @@ class RunLogger(Observer):
     def __exit__(self, *_: object) -> None:
         if not self._is_rank_zero:
             return
+        self._write_last_receipt()  # before the plot is drawn, seconds in which the process may be killed
         self.close()
         if (failures := self._nonfatal.sentence()) != "":
             self.log_notice(failures)
+            self._write_last_receipt()
+
+    def _write_last_receipt(self) -> None:
         with self._nonfatal("receipt.json"):
             self._write_receipt(goodput=self._goodput.summary(), failures=self._nonfatal.summary())
 

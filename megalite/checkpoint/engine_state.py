@@ -6,9 +6,11 @@ global tensors: nothing is gathered, so a save needs no memory beyond the copy o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import WEIGHT, entry
@@ -28,16 +30,9 @@ def own_blocks(engine: Engine) -> tuple[list[Block], dict[str, tuple[int, ...]]]
     first stage a tied weight: the others follow its copy, and their masters and moments differ by rounding.
     """
     moments = moment_names(engine)
-    tied = tied_weights(engine.deepspeed.module)
-    copies = {weight for weight, group in tied if dist.get_group_rank(group, dist.get_rank()) > 0}
     blocks: list[Block] = []
     shapes: dict[str, tuple[int, ...]] = {}
-    for _, parameter in engine.parameters():
-        shard = parameter.shard  # type: ignore[attr-defined]
-        start, stop = own_range(parameter)
-        if start == stop or (shard.is_replicated and engine.coordinate.tensor_rank) or parameter in copies:
-            continue
-        pieces = list(shard.pieces_of_range(start, stop))
+    for parameter, pieces in _own_pieces(engine):
         for kind in (WEIGHT, *moments):
             numbers = owned_fp32_values(parameter, kind)
             blocks += [Block(entry(kind, piece.name, piece.source), piece.of(numbers)) for piece in pieces]
@@ -46,11 +41,27 @@ def own_blocks(engine: Engine) -> tuple[list[Block], dict[str, tuple[int, ...]]]
 
 
 def own_size(engine: Engine) -> tuple[int, torch.device]:
-    """Returns how many numbers `own_blocks` has after the first optimizer step, and their device."""
-    blocks, _ = own_blocks(engine)
-    weights = [block.numbers for block in blocks if block.key.startswith(f"{WEIGHT}/")]
-    count = (1 + len(MOMENTS[engine.config.optimizer.name])) * sum(numbers.numel() for numbers in weights)
-    return count, weights[0].device if weights else torch.device("cpu")
+    """Returns how many numbers `own_blocks` has after the first optimizer step, and their device.
+
+    One parameter is read at a time: reading those that are offloaded to NVMe copies them to the GPU.
+    """
+    kinds, count, device = 1 + len(MOMENTS[engine.config.optimizer.name]), 0, torch.device("cpu")
+    for parameter, pieces in _own_pieces(engine):
+        numbers = owned_fp32_values(parameter, WEIGHT)
+        count += kinds * sum(piece.of(numbers).numel() for piece in pieces)
+        device = numbers.device
+    return count, device
+
+
+def _own_pieces(engine: Engine) -> Iterator[tuple[nn.Parameter, list[RangePiece]]]:
+    """Yields the parameters that this rank contributes, each with the blocks of its part."""
+    tied = tied_weights(engine.deepspeed.module)
+    copies = {weight for weight, group in tied if dist.get_group_rank(group, dist.get_rank()) > 0}
+    for _, parameter in engine.parameters():
+        shard = parameter.shard  # type: ignore[attr-defined]
+        start, stop = own_range(parameter)
+        if start < stop and not (shard.is_replicated and engine.coordinate.tensor_rank) and parameter not in copies:
+            yield parameter, list(shard.pieces_of_range(start, stop))
 
 
 def load_engine(engine: Engine, reader: WeightReader, *, weights_only: bool) -> None:

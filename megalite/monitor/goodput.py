@@ -91,8 +91,8 @@ class Goodput(Observer):
         """Writes the event `ending`, one of ENDS, with the account of the session, and logs the run's."""
         self._past["saves"] += _seconds(save_blocked_s)
         ours = {"session_s": round(self._session_s(), 3), "goodput": self.shares()["productive"]}
+        log.info(self.sentence())  # first: it does not depend on a file that can be written
         self._write(ending, save_blocked_s=save_blocked_s, **ours, **facts)
-        log.info(self.sentence())
 
     def seconds(self) -> dict[str, float]:
         """Returns the wall time of the run so far by category; what no category explains is `other`."""

@@ -17,10 +17,17 @@ MEASURED |= {"evaluation_s", "save_blocked_s"}
 
 
 @pytest.mark.slow
-def test_two_runs_of_one_config_are_equal_to_the_bit(tiny: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("tensor_parallel_size", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_two_runs_of_one_config_are_equal_to_the_bit(
+    tiny: dict[str, Any], tmp_path: Path, tensor_parallel_size: int
+) -> None:
     """Would catch dropout masks that come from a clock or a process, and sums whose order does."""
     tiny["model"] |= {"attention_dropout": 0.1, "residual_dropout": 0.1, "embedding_dropout": 0.1}
-    tiny["parallel"] = {"data_parallel_size": 2, "zero_stage": 2}
+    tiny["parallel"] = {
+        "tensor_parallel_size": tensor_parallel_size,
+        "data_parallel_size": 2,
+        "zero_stage": 2,
+    }
     tiny["training"] |= {"deterministic": True, "evaluation": {"interval": 2, "samples": 4}}
     path = write_config(tmp_path / "c.yaml", tiny)
     records, checkpoints = [], []

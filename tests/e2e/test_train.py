@@ -95,7 +95,10 @@ def _kill_family(pid: int) -> None:
             continue  # it ended by itself meanwhile
 
 
-def test_every_launcher_is_the_same_run(two_stages: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "others", [("deepspeed", "torchrun"), pytest.param(("module",), marks=pytest.mark.exhaustive)], ids=", ".join
+)
+def test_every_launcher_is_the_same_run(two_stages: dict[str, Any], tmp_path: Path, others: tuple[str, ...]) -> None:
     path = write_config(tmp_path / "c.yaml", two_stages)
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("localhost slots=2\n")
@@ -103,11 +106,12 @@ def test_every_launcher_is_the_same_run(two_stages: dict[str, Any], tmp_path: Pa
     launchers: dict[str, list[str | Path]] = {
         "megalite": [BIN / "megalite", "train"],
         "deepspeed": [BIN / "deepspeed", *hosts, "launch/train.py"],
+        "module": [BIN / "deepspeed", "--num_gpus", "2", "--module", "launch.train"],
         "torchrun": [BIN / "torchrun", "--nproc-per-node", "2", "-m", "launch.train"],
     }
     curves = {}
-    for name, words in launchers.items():
-        done = run(*words, path, f"run_dir={tmp_path / name}", OMP_NUM_THREADS="1")
+    for name in ("megalite", *others):
+        done = run(*launchers[name], path, f"run_dir={tmp_path / name}", OMP_NUM_THREADS="1")
         assert done.returncode == 0, f"{name}: {done.stderr}"
         curves[name] = curve(tmp_path / name)
     assert len(curves["megalite"]) == 4

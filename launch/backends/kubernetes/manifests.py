@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from launch.backends.kubernetes.parsing import Claim, Source
-from launch.errors import PREEMPTED_CODE, STOPPED_CODE, USER_ERROR_CODE
+from launch.errors import PREEMPTED_CODE, STOPPED_CODE, USER_ERROR_CODE, LaunchError
 from launch.runtime.modules import RANK
 
 Manifest = dict[str, Any]  # one Kubernetes object
@@ -85,6 +85,9 @@ def _values(job: PodJob) -> dict[str, Any]:
         variables |= {"NCCL_SOCKET_IFNAME": POD_NETWORK, "NCCL_DEBUG": "WARN"}
     else:
         variables["DS_ACCELERATOR"] = "cpu"
+    for name in variables:
+        if "valueFrom" in job.environment.get(name, {}):
+            raise LaunchError(f"--secret-env {name}: megalite sets this variable itself: give --env {name}=VALUE")
     environment = {name: {"value": value} for name, value in variables.items()} | job.environment
     limits = ({GPU: str(job.gpus_per_node)} if job.gpus_per_node else {}) | job.limits
     data = job.data

@@ -30,16 +30,17 @@ MODEL = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
-# what distinguishes each: activations; the step; flat fp32 gradients; replicas; buckets; gathered weights; cuts; stages
+# Two steps: in the second one moments exist beside activations. What distinguishes each: activations; the step; flat
+# fp32 gradients; replicas; buckets; gathered weights; cuts; stages
 CASES = [
-    Case(model=MODEL, sequence=512, micro_batch=4),
-    Case(model=MODEL, sequence=512, micro_batch=4, recompute="full"),
-    Case(model=MODEL, sequence=512, micro_batch=4, dtype="bf16"),
-    Case(model=MODEL, sequence=512, micro_batch=2, dp=2),
-    Case(model=MODEL, sequence=512, micro_batch=2, dp=2, zero=2),
-    Case(model=MODEL, sequence=512, micro_batch=2, dp=2, zero=3),
-    Case(model=MODEL, sequence=512, micro_batch=4, tp=2),
-    Case(model=MODEL, sequence=512, micro_batch=2, pp=2, accumulation=3),
+    Case(model=MODEL, sequence=512, steps=2, micro_batch=4),
+    Case(model=MODEL, sequence=512, steps=2, micro_batch=4, recompute="full"),
+    Case(model=MODEL, sequence=512, steps=2, micro_batch=4, dtype="bf16"),
+    Case(model=MODEL, sequence=512, steps=2, micro_batch=2, dp=2),
+    Case(model=MODEL, sequence=512, steps=2, micro_batch=2, dp=2, zero=2),
+    Case(model=MODEL, sequence=512, steps=2, micro_batch=2, dp=2, zero=3),
+    Case(model=MODEL, sequence=512, steps=2, micro_batch=4, tp=2),
+    Case(model=MODEL, sequence=512, steps=2, micro_batch=2, pp=2, accumulation=3),
 ]
 LESS_DISTINCT = [CASES[1], CASES[2], CASES[3], CASES[4]]  # from others by one term of the sum each
 RETURNS_MEMORY = "glibc.malloc.mmap_threshold=1048576"

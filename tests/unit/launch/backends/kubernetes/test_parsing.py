@@ -72,6 +72,7 @@ MISTAKES = [
     (["--secret-env", "A=B:c"], "is no name of a Secret"),
     (["--secret-env", "A=b"], "not of the form NAME=SECRET:KEY"),
     (["--env", "A=1", "--secret-env", "A=b:c"], "is set as a plain variable as well"),
+    (["--secret-env", "PYTHONUNBUFFERED=b:c"], "megalite sets this variable itself"),
     (["--node-selector", "gpu"], "not of the form key=value"),
     (["--node-selector", "gpu=a b"], "is no value of a label"),
     (["--node-selector", f"gpu={'x' * 64}"], "is no value of a label"),
