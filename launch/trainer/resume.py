@@ -64,7 +64,7 @@ class Start:
 
 @dataclass(frozen=True)
 class RunSetup:
-    """What this rank needs to build the engine of a run."""
+    """The configuration, layout, data and start from which this rank builds the engine of a run."""
 
     config: Config
     layout: ResolvedLayout

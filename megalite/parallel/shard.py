@@ -1,4 +1,4 @@
-"""How one parameter is split over tensor-parallel ranks, recorded by the layer that splits it.
+"""The split of one parameter over tensor-parallel ranks, recorded by the layer that splits it.
 
 A `Shard` is enough to derive everything else about the parameter: which elements of global tensors a rank holds
 (initial weights, Hugging Face import and export, checkpoints), and whether a gradient norm sums the parameter over
