@@ -105,7 +105,7 @@ DEFECTS: list[tuple[Callable[[], None], ParityLayout, tuple[str, ...], str, dict
         defects.full_buckets_are_not_reduced,
         ParityLayout(tp=2, dp=2, zero=2),
         ("zero",),
-        "backward: the forward pass agrees",
+        "reduction: the optimizer does not get the mean",
         {},
     ),
     (
