@@ -78,8 +78,16 @@ class PrecisionConfig(Section):
     gradient_accumulation_dtype: Dtype = "fp32"
     """Format in which micro-batches' gradients are summed: fp32, or the same as `dtype`."""
 
+    gradient_reduction_dtype: Dtype | None = None
+    """Format in which gradients are summed over replicas: fp32, or `dtype`. Left out: `gradient_accumulation_dtype`."""
+
     float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """PyTorch's `set_float32_matmul_precision`: below `highest`, fp32 products are faster and less exact."""
+
+    @property
+    def reduction_dtype(self) -> Dtype:
+        """Format in which gradients are summed over replicas."""
+        return self.gradient_reduction_dtype or self.gradient_accumulation_dtype
 
 
 class OptimizerConfig(Section):

@@ -77,13 +77,18 @@ def train(engine: Engine, config: Config, state: TrainState, context: TrainerCon
         activity.record_op(Operation.MEET, peers=activity.peers.everyone)
         stop, is_next_save_due = context.requests.agree(checkpoints.is_due(record["step_time_s"]))
         if is_save_due or stop:
-            checkpoints.save(state.model_copy(update={"guard": guard.state()}), evaluation_loss)
+            checkpoints.save(_with_guard(state, guard), evaluation_loss)
         if stop and state.step < total_steps:
-            checkpoints.finish(state)
+            checkpoints.finish(_with_guard(state, guard))
             raise TrainingPreempted(f"{stop}: the state of step {state.step} is saved, start again to go on")
         is_save_due = is_next_save_due
-    checkpoints.finish(state)
+    checkpoints.finish(_with_guard(state, guard))
     return state
+
+
+def _with_guard(state: TrainState, guard: Guard) -> TrainState:
+    """Returns the state for a checkpoint, with what the guard remembers now."""
+    return state.model_copy(update={"guard": guard.state()})
 
 
 def _step(
