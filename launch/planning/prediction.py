@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from launch.errors import LaunchError
-from launch.planning.cluster import nodes_of
 from launch.planning.this_machine import Machine
-from megalite.config import Config, ResolvedLayout, resolve_layout
-from megalite.config.suggestions import multiples_near
+from megalite.config import Config, ResolvedLayout
 from megalite.parallel.mesh import Mesh
 from megalite.planner.cost.memory import TENSORS, Device, StageMemory, memory_of
 from megalite.planner.cost.model_states import MOMENTS
@@ -30,7 +27,6 @@ WARM_UP_STEPS = 3  # of a session, in which threads start, caches fill and memor
 KEPT_STEPS = 10_000
 LEAST_WAIT = 0.01  # part of a step that waiting for data takes before it is worth telling
 PROCESS, COPY = "process", "checkpoint copy"
-COMMUNICATION = ("tensor collectives", "between stages", "replicas")  # of `StepTime.parts`
 Facts = dict[str, Any]
 
 
@@ -197,38 +193,3 @@ def _peaks(memory: Sequence[StageMemory]) -> str:
 
 def _mib(count: float) -> float:
     return round(count / 2**20, 3)
-
-
-def predicted_share(config: Config, accelerator: str, gpus_per_node: int) -> Callable[[int], float]:
-    """Returns a function from the number of GPUs to the share; only the number of replicas changes with it.
-
-    Each replica keeps the samples that the config gives it; where `parallel.data_parallel_size` is auto, the replicas
-    share `training.global_batch_size`. The function raises LaunchError or ConfigError where the config cannot run on
-    that number.
-    """
-
-    def share(gpus: int) -> float:
-        step = step_time(_job(config, gpus), nodes_of(accelerator, gpus // gpus_per_node, gpus_per_node, "as counted"))
-        return sum(step.parts[part] for part in COMMUNICATION) / step.seconds
-
-    return share
-
-
-def _job(config: Config, gpus: int) -> TrainingWorkload:
-    parallel = config.parallel
-    if parallel.data_parallel_size == "auto":
-        return TrainingWorkload.of(config, resolve_layout(config, gpus, "cuda"))
-    replica = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    there = parallel.data_parallel_size
-    job = TrainingWorkload.of(config, resolve_layout(config, replica * there, "cuda"))
-    if gpus % replica:
-        raise LaunchError(
-            f"--gpus {gpus}: a replica of the model takes {replica} GPUs (tensor x pipeline): use "
-            f"{multiples_near(gpus, replica)}"
-        )
-    replicas = gpus // replica
-    return replace(
-        job,
-        layout=replace(job.layout, data_parallel_size=replicas),
-        global_batch_size=job.global_batch_size // there * replicas,
-    )

@@ -74,10 +74,10 @@ def _remedy(config: Config, result: SearchResult, free: frozenset[OptionPath]) -
     assert nearest is not None
     name, size = max(nearest.parts.items(), key=lambda part: part[1])
     what = "a machine" if is_one_machine else "accelerators"
-    numbers = "ranks" if is_one_machine else f"of them up to {NODE_COUNTS[-1] * cluster.accelerators_per_node}"
+    numbers = "ranks" if is_one_machine else f"them up to {NODE_COUNTS[-1] * cluster.accelerators_per_node}"
     return (
-        f"no number {numbers} helps ({name} take {gib(size)}): use {what} with more memory, a smaller model, or a "
-        f"training.sequence_length below {config.training.sequence_length}"
+        f"no number of {numbers} helps (the largest part, {name}, needs {gib(size)}): use {what} with more memory, a "
+        f"smaller model, or a training.sequence_length below {config.training.sequence_length}"
     )
 
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from megalite.config import Config
-from megalite.planner.units import count, duration
+from megalite.planner.units import duration, short
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 
@@ -47,11 +47,15 @@ class RunLength:
         return self.accelerator_hours * per_accelerator_hour
 
     def __str__(self) -> str:
-        """`71,526 steps, 300 G tokens: 19.3 days, 14,827 accelerator-hours`."""
-        return (
-            f"{self.steps:,} step{'s' * (self.steps != 1)}, {count(self.tokens)} tokens: {duration(self.wall_s)}, "
-            f"{hours(self.accelerator_hours)}"
-        )
+        """`71,526 steps, 300 billion tokens: 19.3 days, 14,827 accelerator-hours`."""
+        return f"{self.size}: {duration(self.wall_s)}, {hours(self.accelerator_hours)}"
+
+    @property
+    def size(self) -> str:
+        """Steps and tokens in words: `71,526 steps, 300 billion tokens`."""
+        scales = ((1e12, "trillion "), (1e9, "billion "), (1e6, "million "), (1.0, ""))
+        scale, word = next(((scale, word) for scale, word in scales if self.tokens >= scale), scales[-1])
+        return f"{self.steps:,} step{'s' * (self.steps != 1)}, {short(self.tokens / scale)} {word}tokens"
 
 
 def run_length(

@@ -78,7 +78,8 @@ def test_people_see_the_cluster_the_layouts_and_why(plan: Plan, files: tuple[str
     assert "cluster: four, 1 node x 4 accelerator" in out
     rows = [line for line in out.splitlines() if "micro-batch" in line and line.startswith("│")]
     assert len(rows) == 3 and "as written" in rows[0] and "tp 1 pp 1 dp 4 micro-batch 2" in rows[0]
-    assert all(unit in out for unit in ("GiB", "s/step", "tokens/s", "MFU", "bubble"))
+    assert all(unit in out for unit in ("GiB", "s/step", "tokens/s", "bubble")) and "MFU" not in out
+    assert "MFU" in plan(config, "--gpus", "4", "--accelerator", "H100")[0], "a CPU has no specified peak"
     assert "bound by" in out and "next best" in out and "dropped" in out
 
 

@@ -16,8 +16,7 @@ from launch import output
 from launch.cli.plan import plan_app
 from launch.cli.plan_reliability import parse_gpus
 from launch.errors import LaunchError
-from launch.planning import prediction
-from launch.planning.prediction import COMMUNICATION, predicted_share
+from launch.planning.prediction_by_size import COMMUNICATION, job_on, step_on
 from launch.trainer.run_config import load_run_config
 from megalite.config import ConfigError
 from megalite.planner.hardware import find_accelerator
@@ -139,14 +138,17 @@ def test_communication_is_predicted_for_a_config(tiny: dict[str, Any], tmp_path:
     cut = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2}
     path = write_config(tmp_path / "c.yaml", tiny | {"parallel": cut, "precision": {"dtype": "bf16"}})
     config = load_run_config(path)
-    share = predicted_share(config, "H100", 8)
+
+    def share(gpus: int) -> float:
+        return step_on(config, "H100", gpus, 8).communication_share
+
     assert 0 < share(8) < share(512) < 1 and len(COMMUNICATION) == 3
-    found = answer(str(path), "--accelerator", "H100", "--gpus", "8,512")
+    found = answer(str(path), "--accelerator", "H100", "--gpus", "8,512", "--days", "30")
     for scale in found["scales"]:
         assert scale["communication_hours"] == pytest.approx(720 * scale["goodput"] * share(scale["gpus"]))
     assert found["communication_from"] == "predicted for H100"
     with pytest.raises(LaunchError, match="use 4 or 8"):
-        predicted_share(config, "H100", 2)(6)
+        step_on(config, "H100", 6, 2)
     with pytest.raises(ConfigError, match="H100"):
         plan(str(path), "--accelerator", "H1000")
     assert find_accelerator("H100")
@@ -212,5 +214,5 @@ def test_the_batch_grows_with_the_replicas(tiny: dict[str, Any], tmp_path: Path)
     tiny["parallel"] = {"data_parallel_size": 2}
     config = load_run_config(write_config(tmp_path / "c.yaml", tiny))
     for gpus in (2, 8, 64):
-        job = prediction._job(config, gpus)
+        job = job_on(config, gpus)
         assert (job.layout.data_parallel_size, job.global_batch_size, job.micro_batches) == (gpus, 2 * gpus, 2)
