@@ -5,8 +5,9 @@ from __future__ import annotations
 from megalite.config import Config
 from megalite.config.auto import CHOOSABLE
 from megalite.config.suggestions import OptionPath, dotted
+from megalite.planner.hardware import is_guess
 from megalite.planner.search import ALIKE, ROOMY, Dropped, LayoutCandidate, SearchResult, search, smallest_that_fits
-from megalite.planner.units import gib, seconds
+from megalite.planner.units import about, gib, seconds
 
 NOTICEABLE = 1e-3  # of a step
 NODE_COUNTS = sorted({*range(1, 17), *(2**n for n in range(4, 15)), *(3 * 2**n for n in range(2, 13))})
@@ -18,8 +19,10 @@ def explain(result: SearchResult) -> tuple[str, str, str]:
         return "nothing fits", "", _dropped(result)
     best, fullest = result.best, result.best.fullest
     where = f" (stage {fullest.stage})" if len(best.memory) > 1 else ""
+    is_rough = is_guess(result.cluster.accelerator)
+    step = f"roughly {about(best.time.seconds)}" if is_rough else seconds(best.time.seconds)
     winner = (
-        f"{best.layout}: bound by {main_parts(best)} of {seconds(best.time.seconds)} a step; memory "
+        f"{best.layout}: bound by {main_parts(best)} of {step} a step; memory "
         f"{fullest.total / result.cluster.memory_bytes:.0%} full{where}"
     )
     return winner, _next_best(result), _dropped(result)

@@ -55,22 +55,10 @@ def _render(
     price: float | None,
 ) -> str:
     """Fills in page.html. Every text is escaped; figures and tables are elements."""
-    assumed, scale, length = outlook.assumed, outlook.scale, outlook.length
+    assumed, scale = outlook.assumed, outlook.scale
     job, layout, time, limit = winner.job, winner.job.layout, winner.time, cluster.memory_bytes
     model, size, rough = job.model, parameters(job.model), is_guess(cluster.accelerator)
-    utilization = "" if time.model_flops_utilization is None else percent(time.model_flops_utilization)
     size_text = f"{size / 1e9:.3g} billion" if size >= 1e9 else f"{size / 1e6:.3g} million"
-    tiles = {
-        f"expected for {plural(length.steps, 'step')}": about(length.wall_s) if rough else duration(length.wall_s),
-        "accelerator-hours": count(length.accelerator_hours),
-        f"price, at {price:g} an accelerator-hour": money(length.price(price)) if price is not None else "",
-        "per optimizer step": about(time.seconds) if rough else seconds(time.seconds),
-        "tokens per second": count(winner.tokens_per_s),
-        "model FLOPs utilization": utilization,
-        f"fullest rank, {percent(winner.fullest.total / limit)} of {gib(limit)}": gib(winner.fullest.total),
-        "goodput: wall time that counts": percent(scale.goodput),
-        "between checkpoints": duration(scale.interval_s) if config.checkpoint.interval else "none",
-    }
     by_interval, by_size = interval_curve(assumed, scale), size_curve(assumed, scale.gpus)
     values: dict[str, str | Element | Sequence[Element]] = {
         "title": title,
@@ -84,8 +72,7 @@ def _render(
         "ranks": plural(layout.world_size, "rank"),
         "tiles": [
             element("div", element("b", number), element("span", name), class_="tile")
-            for name, number in tiles.items()
-            if number
+            for name, number in _tiles(winner, cluster, outlook, config, price).items()
         ],
         "length": " ".join(f"{line}." for line in outlook_lines(outlook, config, price, rough=rough)),
         "reasons": [element("li", sentence) for sentence in explain(result)],
@@ -106,6 +93,30 @@ def _render(
     }
     style, page = ((FOLDER / name).read_text(encoding="utf-8") for name in ("style.css", "page.html"))
     return Template(page).substitute({name: _html(value) for name, value in values.items()}, style=style)
+
+
+def _tiles(
+    winner: LayoutCandidate, cluster: Cluster, outlook: RunOutlook, config: Config, price: float | None
+) -> dict[str, str]:
+    """The figures at the top of the page, by their names."""
+    time, length, limit, is_rough = winner.time, outlook.length, cluster.memory_bytes, is_guess(cluster.accelerator)
+    tiles = {
+        f"expected for {plural(length.steps, 'step')}": about(length.wall_s) if is_rough else duration(length.wall_s),
+        "accelerator-hours": count(length.accelerator_hours),
+    }
+    if price is not None:
+        tiles[f"price, at {price:g} an accelerator-hour"] = money(length.price(price))
+    tiles |= {
+        "per optimizer step": about(time.seconds) if is_rough else seconds(time.seconds),
+        "tokens per second": count(winner.tokens_per_s),
+    }
+    if time.model_flops_utilization is not None:
+        tiles["model FLOPs utilization"] = percent(time.model_flops_utilization)
+    return tiles | {
+        f"fullest rank, {percent(winner.fullest.total / limit)} of {gib(limit)}": gib(winner.fullest.total),
+        "goodput: wall time that counts": percent(outlook.scale.goodput),
+        "between checkpoints": duration(outlook.scale.interval_s) if config.checkpoint.interval else "none",
+    }
 
 
 def _html(value: str | Element | Sequence[Element]) -> str:

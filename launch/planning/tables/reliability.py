@@ -145,7 +145,8 @@ def _tables(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> list[Table]:
         row = flat(run, answer.price)
         minutes = {"interval_min": row["interval_s"] / 60, "young_interval_min": row["young_interval_s"] / 60}
         percentages = {"goodput_percent_at_high_rate": 100 * row["goodput_at_high_rate"]}
-        rounded = {name: _figures(value) for name, value in (row | minutes).items() if name.endswith(ROUNDED)}
+        known = {name: value for name, value in (row | minutes).items() if value is not None}
+        rounded = {name: _figures(value) for name, value in known.items() if name.endswith(ROUNDED)}
         rows.append(row | percentages | rounded)
     failures = {
         "GPUs": "{gpus:,}",
