@@ -18,7 +18,10 @@ def outlook_lines(outlook: RunOutlook, config: Config, price: float | None, *, r
     """Returns the lines for the console. `price`: of an accelerator-hour; `rough`: the step time is a guess."""
     length, scale, rate = outlook.length, outlook.scale, outlook.assumed.rate_per_1000_node_days
     if rough:
-        return [f"length: {length.size}: roughly {about(length.training_s)}", checkpoint_line(outlook, config)]
+        cost = (
+            "" if price is None else f", a price of roughly {length.price(price):.1g} at {price:g} per accelerator-hour"
+        )
+        return [f"length: {length.size}: roughly {about(length.training_s)}{cost}", checkpoint_line(outlook, config)]
     slow, fast = (outlook.length_at(goodput) for goodput in (scale.goodput_at_high_rate, scale.goodput_at_low_rate))
     training, differs = outlook.length_at(1.0), duration(fast.wall_s) != duration(slow.wall_s)
     lines = [
@@ -32,9 +35,10 @@ def outlook_lines(outlook: RunOutlook, config: Config, price: float | None, *, r
         ),
     ]
     if price is not None:
+        least, most = money(fast.price(price)), money(slow.price(price))
         lines.append(
-            f"price: {money(length.price(price))} at {price:g} per accelerator-hour "
-            f"({money(fast.price(price))} to {money(slow.price(price))})"
+            f"price: {money(length.price(price))} at {price:g} per accelerator-hour"
+            + (f", {least} to {most} at the published failure rates" if least != most else "")
         )
     return [*lines, checkpoint_line(outlook, config)]
 

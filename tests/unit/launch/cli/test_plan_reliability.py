@@ -16,12 +16,14 @@ from launch import output
 from launch.cli.plan import plan_app
 from launch.cli.plan_reliability import parse_gpus
 from launch.errors import LaunchError
+from launch.planning.cluster import nodes_of
 from launch.planning.prediction_by_size import COMMUNICATION, job_on, step_on
 from launch.trainer.run_config import load_run_config
 from megalite.config import ConfigError
 from megalite.planner.hardware import find_accelerator
 from megalite.planner.reliability.failure_rates import LLAMA_3, OBSERVATIONS, Components
 from megalite.planner.reliability.goodput_model import Reliability, at_scale
+from megalite.planner.search import search
 from tests.conftest import write_config
 from tests.unit.launch.cli.test_app import megalite
 
@@ -152,6 +154,39 @@ def test_communication_is_predicted_for_a_config(tiny: dict[str, Any], tmp_path:
     with pytest.raises(ConfigError, match="H100"):
         plan(str(path), "--accelerator", "H1000")
     assert find_accelerator("H100")
+
+
+def test_a_layout_that_is_auto_is_chosen_as_plan_does(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """For each number of GPUs; numbers on which nothing works are left out and named."""
+    tiny["training"] |= {"global_batch_size": 16, "steps": 1000}
+    del tiny["training"]["micro_batch_size"]
+    path = write_config(tmp_path / "c.yaml", tiny | {"parallel": "auto"})
+    found = answer(str(path), "--accelerator", "H100", "--gpus", "8,16,4096", "--price-per-accelerator-hour", "2")
+    assert [scale["gpus"] for scale in found["scales"]] == [8, 16]
+    for scale in found["scales"]:
+        cluster = nodes_of("H100", scale["gpus"] // 8, 8, "x")
+        config = load_run_config(path)
+        best = search(config, cluster, free=config.unresolved_options).best
+        assert best is not None and scale["layout"] == str(best.layout)
+        assert scale["step_s"] == best.time.seconds and scale["steps"] == 1000
+        assert scale["days"] * 86_400 == pytest.approx(1000 * scale["step_s"] / scale["goodput"])
+        assert scale["price"] == pytest.approx(2 * 24 * scale["days"] * scale["gpus"])
+    assert found["notices"][0].startswith("left out: 4,096 GPUs, because no layout works on 4096 x H100")
+    told = plan(str(path), "--accelerator", "H100", "--gpus", "8,16")
+    assert "length, saves and failures included" in told and "accelerator-hours" in told
+    with pytest.raises(LaunchError, match="no layout works on 4096 x H100"):
+        plan(str(path), "--accelerator", "H100", "--gpus", "4096")
+
+
+def test_what_is_not_counted_is_told(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """An interval in steps without their time, and a mean time between failures for several sizes of job."""
+    checkpoint = {"interval": 50, "mean_hours_between_failures": 1500.0}
+    path = write_config(tmp_path / "c.yaml", tiny | {"checkpoint": checkpoint})
+    steps, hours = answer(str(path), "--gpus", "8,16")["notices"][:2]
+    assert steps.startswith("checkpoint.interval 50 is not counted") and "1500 is not counted" in hours
+    one = answer(str(path), "--gpus", "8")
+    assert one["scales"][0]["mtbf_hours"] == pytest.approx(1500) and "is not counted here" not in str(one["notices"])
+    assert "checkpoint.mean_hours_between_failures=1500" in plan(str(path), "--gpus", "8"), "a plain number"
 
 
 def test_the_tutorial_is_printed_with_what_contradicts_it() -> None:
