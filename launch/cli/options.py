@@ -41,11 +41,21 @@ Silence = Annotated[
 ]
 SshPort = Annotated[int | None, typer.Option(min=1, max=65535, help="Port of sshd on the hosts.")]
 
+PricePerAcceleratorHour = Annotated[
+    float | None,
+    typer.Option("--price-per-accelerator-hour", help="Price of one accelerator for an hour, in any currency."),
+]
+
 
 def check_one_format(*, as_json: bool, as_csv: bool) -> None:
     """Raises LaunchError where both --json and --csv are given."""
     if as_json and as_csv:
         raise LaunchError("--json and --csv are two ways to print the result: give one of them")
+
+
+def checked_price(price: float | None) -> float | None:
+    """Returns the value of --price-per-accelerator-hour. Raises LaunchError if it is no price."""
+    return None if price is None else finite_number("--price-per-accelerator-hour", price, zero=True)
 
 
 def finite_number(option: str, value: float, zero: bool = False) -> float:

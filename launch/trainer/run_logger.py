@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from launch.runtime.logs import get_logger
-from launch.trainer.prediction_tracker import PredictionTracker, RankMemory
+from launch.trainer.prediction_tracker import PredictionTracker, RankMemory, ranks_of_a_host
 from launch.trainer.resume import RunSetup
 from launch.trainer.run_folder import keep_tokenizer, write_receipt, write_settings
 from megalite.monitor.events import EVENTS, EventLog, read_events
@@ -129,8 +130,10 @@ class RunLogger(Observer):
             return None
         from megalite.resilience.checkpoint_interval import FailureHistory, IntervalPlanner
 
-        hours = self._config.checkpoint.mean_hours_between_failures
-        return IntervalPlanner(FailureHistory.of(read_events(self._config.run_dir / EVENTS), hours), self.log_notice)
+        rank, hours = self._setup.rank, self._config.checkpoint.mean_hours_between_failures
+        nodes = -(-rank.world_size // ranks_of_a_host(rank, os.environ))
+        history = FailureHistory.of(read_events(self._config.run_dir / EVENTS), hours, nodes)
+        return IntervalPlanner(history, self.log_notice)
 
     def _write_receipt(self, **facts: Any) -> None:
         setup = self._setup
