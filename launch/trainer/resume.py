@@ -53,6 +53,14 @@ class Start:
         return self.manifest.step if self.is_resume and self.manifest else 0
 
     @property
+    def loading(self) -> str:
+        """Names what is loaded, with its size."""
+        if self.manifest is None or self.checkpoint is None:
+            return "initializing the weights" if self.hub is None else f"loading the weights of {self.hub.folder}"
+        size = sum(file.size for file in self.manifest.files.values())
+        return f"loading {self.checkpoint}, {size / 1e9:.1f} GB"
+
+    @property
     def inherited(self) -> dict[str, Any]:
         """Special tokens and generation config of the Hugging Face model that this run, or the run that wrote its
         checkpoint, was initialized from."""

@@ -44,6 +44,9 @@ def lock_run_folder(config: Config, patience_s: float = 0.0) -> IO[str]:
         raise LaunchError(
             f"another run is using run_dir {config.run_dir}: wait for it, or choose another run_dir"
         ) from None
+    except (FileExistsError, NotADirectoryError):
+        file = next(path for path in (config.run_dir, *config.run_dir.parents) if path.exists())
+        raise LaunchError(f"run_dir {config.run_dir}: {file} is a file: name a folder") from None
     except OSError as error:
         raise LaunchError(f"run_dir {config.run_dir} cannot be written: {error.strerror}") from None
     return lock

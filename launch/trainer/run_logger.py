@@ -26,8 +26,9 @@ class RunLogger(Observer):
     An observer that raises is counted and reported; training goes on. The list is empty on ranks other than 0.
     """
 
-    def __init__(self, setup: RunSetup, prediction: PredictionTracker) -> None:
-        self._setup, self._config, self.prediction = setup, setup.config, prediction
+    def __init__(self, setup: RunSetup, prediction: PredictionTracker, *others: Observer) -> None:
+        """`others` are told first, on rank 0."""
+        self._others, self._setup, self._config, self.prediction = others, setup, setup.config, prediction
         self._is_rank_zero = setup.rank.rank == 0
         self._nonfatal = Nonfatal(self.log_notice)
         self._events = EventLog(self._config.run_dir / EVENTS)
@@ -48,7 +49,7 @@ class RunLogger(Observer):
         first_step = setup.start.step
         self._goodput = Goodput(config.run_dir, first_step, self.event, world_size=setup.layout.world_size)
         sinks = open_sinks(config, first_step, self._nonfatal)
-        self._observers = [self._goodput, self.prediction, *sinks]  # goodput first: it adds to the records
+        self._observers = [*self._others, self._goodput, self.prediction, *sinks]  # goodput adds to the records
         for notice in (*setup.layout.notices, *setup.data.notices, *setup.start.notices):
             self.log_notice(notice)
         self.on_start()
@@ -89,11 +90,12 @@ class RunLogger(Observer):
         self.event("intervened", **facts)
         self.log_notice(sentence)
 
-    def on_checkpoint(self, saved: Saved) -> None:
+    def on_checkpoint(self, saved: Saved, if_failed: str = "training goes on") -> None:
         facts = {"step": saved.step, "blocked_s": round(saved.blocked_s, 4), "total_s": round(saved.total_s, 4)}
         if saved.failure is not None:
             self.event("save_failed", **facts, reason=saved.failure)
-            self.log_notice(f"step {saved.step} is not saved, training goes on: {saved.failure}")
+            if if_failed:
+                self.log_notice(f"step {saved.step} is not saved, {if_failed}: {saved.failure}")
             return
         self.event("saved", **facts, bytes=saved.bytes)
         self.log_notice(

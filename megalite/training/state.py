@@ -90,5 +90,9 @@ class TrainingPreempted(RuntimeError):
     """The run was asked to end, and its state is saved."""
 
 
+class TrainingInterrupted(TrainingPreempted):
+    """A person asked the run to end with Ctrl-C, and its state is saved."""
+
+
 class SaveFailed(RuntimeError):
     """The run ended and its state could not be saved."""
