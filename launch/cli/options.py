@@ -15,6 +15,12 @@ MOST_ACCELERATORS = 10_000_000  # more is a typing error
 ConfigPath = Annotated[Path, typer.Argument(help="YAML file", metavar="CONFIG.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.option=value ...", metavar="[OVERRIDES]...")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+ModelTokenizer = Annotated[
+    str | None,
+    typer.Option(
+        "--tokenizer", help="Folder of the model's tokenizer; default: where the model has it. Its digest is compared."
+    ),
+]
 OutputFile = Annotated[Path | None, typer.Option("--output", "-o", help="File to write; default: standard output.")]
 OverwriteFile = Annotated[bool, typer.Option("--overwrite", help="Replace an existing --output file.")]
 Hostfile = Annotated[Path, typer.Option("--hostfile", "-H", help="File with lines such as `node1 slots=8`.")]

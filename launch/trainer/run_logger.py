@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Self
 from launch.runtime.logs import get_logger
 from launch.trainer.prediction_tracker import PredictionTracker, RankMemory, ranks_of_a_host
 from launch.trainer.resume import RunSetup
-from launch.trainer.run_folder import keep_tokenizer, write_receipt, write_settings
+from launch.trainer.run_folder import write_receipt, write_settings
+from launch.trainer.run_tokenizer import keep_tokenizer
 from megalite.monitor.events import EVENTS, EventLog, read_events
 from megalite.monitor.observer import Nonfatal, Observer
 
@@ -44,8 +45,8 @@ class RunLogger(Observer):
 
         config, setup = self._config, self._setup
         write_settings(config, deepspeed_config(config, setup.layout))
-        if setup.start.hub is not None:
-            keep_tokenizer(config, setup.start.hub.folder)
+        if setup.start.tokenizer is not None:
+            keep_tokenizer(config, setup.start.tokenizer)
         first_step = setup.start.step
         self._goodput = Goodput(config.run_dir, first_step, self.event, world_size=setup.layout.world_size)
         sinks = open_sinks(config, first_step, self._nonfatal)
