@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import psutil
 
@@ -244,7 +244,9 @@ def contradict(name: str, predicted_s: float, measured_s: float) -> bool:
     path, key = cache_folder() / "this_cpu.json", _key(name)
     cached = _read_cache(path)
     entry = cached.get(key)
-    if not (is_faster or (is_slower and not who_else_computes())) or not _is_measured(entry) or entry.get("confirmed"):
+    if not _is_measured(entry) or entry.get("confirmed"):
+        return False
+    if not is_faster and (not is_slower or who_else_computes()):
         return False
     return _write_cache(path, cached | {key: entry | {"contradicted": True}})
 
@@ -276,7 +278,7 @@ def _read_cache(path: Path) -> dict[str, Any]:
     return cached if isinstance(cached, dict) else {}
 
 
-def _is_measured(value: Any) -> bool:
+def _is_measured(value: Any) -> TypeGuard[Measured]:
     if not isinstance(value, dict) or not isinstance(flops := value.get("core_flops"), dict):
         return False
     figures = [flops.get("fp32"), flops.get("bf16"), *(value.get(name) for name in ROUGH if name != "core_flops")]
