@@ -12,7 +12,7 @@ from typing import Any
 
 from launch.errors import LaunchError
 from launch.planning.auto_layout import known_good
-from launch.planning.prediction import COPY, PROCESS, Prediction
+from launch.planning.prediction import Prediction
 from megalite.config import Config, ResolvedLayout
 from megalite.config.auto import CHOOSABLE
 from megalite.config.deepspeed import has
@@ -42,7 +42,8 @@ class MemoryForecast:
     needed: float  # bytes of the fullest GPU, or of all ranks of a host together
     least: float  # bytes that it needs even if the prediction is too high by all of `MARGIN`
     available: int  # bytes of that GPU or host
-    device: str  # for sentences: `each GPU`, `this host and its 8 ranks`
+    owner: str  # of that memory, for sentences: `each GPU`, `the host`
+    sharing: str  # by which ranks, for sentences: empty, or ` for its 8 ranks`
     is_certain: bool  # whether the planner knows all options that bear on memory
 
     @property
@@ -54,7 +55,8 @@ class MemoryForecast:
         """One sentence where more than `NEARLY_FULL` of the memory is needed; None where there is room."""
         if self.needed <= NEARLY_FULL * self.available:
             return None
-        share = f"{gib(self.needed)} of the {gib(self.available)} of {self.device} ({self.needed / self.available:.0%})"
+        has = f"{gib(self.available)} that {self.owner} has{self.sharing}"
+        share = f"{gib(self.needed)} of the {has} ({self.needed / self.available:.0%})"
         if self.needed > self.available:
             return f"predicted memory: {share}, more than there is: the run may be killed for want of memory"
         return f"predicted memory: {share}: predictions are good to some {MARGIN / 2:.0%}, so it may not fit"
@@ -64,7 +66,7 @@ class MemoryForecast:
         return {
             "needed_bytes": round(self.needed),
             "available_bytes": self.available,
-            "of": self.device,
+            "of": f"{self.owner}{self.sharing}",
             "warning": self.warning,
         }
 
@@ -81,17 +83,21 @@ def forecast_memory(
     on_cpu = allocator.kind == "cpu"
     stages = Prediction.of(config, layout, None, process_bytes=PROCESS_BYTES if on_cpu else 0, device=allocator).memory
     if on_cpu:
-        # each stage has equally many ranks; of several hosts some may have more than this, and none is refused for it
+        # each stage has equally many ranks; of several hosts some may need more than this, and none is refused for it
         needed = ranks_per_host * sum(stage.total for stage in stages) / len(stages)
-        # processes share the pages of libraries; the copy for checkpoints is made at the first save
-        beside = ranks_per_host * sum(stage.parts[PROCESS] + stage.parts.get(COPY, 0.0) for stage in stages)
-        least = needed - beside / len(stages)
-        device = "this host" if ranks_per_host == 1 else f"this host for its {ranks_per_host} ranks"
+        least = needed - ranks_per_host * PROCESS_BYTES  # processes share the pages of libraries
     else:
         tensors = Prediction.of(config, layout, None, device=TENSORS).memory
         needed, least = (max(stage.total for stage in found) for found in (stages, tensors))
-        device = "each GPU"
-    return MemoryForecast(stages, needed, (1 - MARGIN) * least, available, device, not config.deepspeed)
+    return MemoryForecast(
+        stages,
+        needed,
+        (1 - MARGIN) * least,
+        available,
+        "the host" if on_cpu else "each GPU",
+        f" for its {ranks_per_host} ranks" * (on_cpu and ranks_per_host > 1),
+        is_certain=not config.deepspeed,
+    )
 
 
 def refuse_what_cannot_fit(
@@ -109,7 +115,8 @@ def refuse_what_cannot_fit(
     if forecast is None or not forecast.cannot_fit:
         return
     own = TrainingWorkload.of(config, layout).layout
-    lacks = f"this layout, {own}, needs {gib(forecast.needed)} of the {gib(forecast.available)} of {forecast.device}"
+    has = f"{forecast.owner} has {gib(forecast.available)}{forecast.sharing}"
+    lacks = f"this layout, {own}, needs {gib(forecast.needed)} of memory, and {has}"
     raise LaunchError(f"{lacks}: {_remedy(config, forecast, machine, ranks_per_host)}; --force starts it all the same")
 
 

@@ -154,9 +154,14 @@ def prediction_lines(facts: Facts, predicted: Facts) -> Lines:
 def time_in_words(steps: int, step_s: float, rough: str | None) -> str:
     """Returns the predicted time of a step and of so many: one digit and the reason where it is `rough`."""
     if rough is not None:
-        step_s = float(f"{step_s:.1g}")
-        return f"about {seconds(step_s)} a step, {duration(float(f'{steps * step_s:.1g}'))} in all (rough: {rough})"
+        return f"about {_one_digit(step_s)} a step, {_one_digit(steps * step_s)} in all (rough: {rough})"
     return f"{seconds(step_s)} a step, {duration(steps * step_s)} in all, without evaluations and saves"
+
+
+def _one_digit(value_s: float) -> str:
+    """Formats a guess of seconds, such as `3 h`."""
+    number, unit = duration(value_s).replace(",", "").split()
+    return f"{float(f'{float(number):.1g}'):,.9g} {unit}"
 
 
 def warning_of_long_step(step_s: float, global_batch_size: int) -> str | None:
@@ -164,8 +169,8 @@ def warning_of_long_step(step_s: float, global_batch_size: int) -> str | None:
     if step_s < LONG_STEP_S:
         return None
     return (
-        f"one step is predicted to take {duration(step_s)}, in which nothing is logged and a request to stop has to "
-        f"wait: training.global_batch_size is {global_batch_size:,}"
+        f"one step is predicted to take about {_one_digit(step_s)}, in which nothing is logged and a request to stop "
+        f"has to wait: training.global_batch_size is {global_batch_size:,}"
     )
 
 
@@ -173,7 +178,7 @@ def _start_in_words(start: Facts, length: Facts) -> str:
     if start["resumes"] and not length["steps_left"]:
         return f"at step {start['step']:,} of {length['steps']:,}: nothing left to train"
     if start["resumes"]:
-        return f"resumed from step {start['step']:,} of {length['steps']:,} ({start['weights']})"
+        return f"resumes from step {start['step']:,} of {length['steps']:,} ({start['weights']})"
     if start["mirror"] is not None:
         return f"new, unless {start['mirror']} has a checkpoint"
     return "new" if start["weights"] is None else f"new, with the weights of {start['weights']}"
