@@ -1,0 +1,65 @@
+"""The state that the loop hands to checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.manifest import Manifest
+from megalite.checkpoint.saver import Saved
+from megalite.monitor.observer import Observer
+from megalite.resilience.guards import Guard
+from megalite.resilience.stop_requests import StopRequests
+from megalite.training.checkpoints import Checkpoints
+from megalite.training.loop import TrainerContext, train
+from megalite.training.state import TrainState
+from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
+from tests.helpers.faults import failing_writer
+from tests.helpers.rank_pool import run_fresh_ranks
+
+
+class _Log:
+    def __init__(self) -> None:
+        self.saves: list[tuple[int, bool]] = []
+
+    def log_notice(self, sentence: str) -> None:
+        """Sentences are looked at elsewhere."""
+
+    def event(self, name: str, **facts: Any) -> None:
+        """And events."""
+
+    def on_checkpoint(self, saved: Saved) -> None:
+        self.saves.append((saved.step, saved.failure is None))
+
+
+def _train_with_a_failed_save(rank: int, root: Path) -> tuple[list[tuple[int, bool]], list[TrainState]]:
+    """Five steps; the save after the third fails, and none follows it but the retry at the end."""
+    case = Case(steps=5)
+    config, described, log = case.config(), [], _Log()
+    guards = config.guards.model_copy(update={"loss_spike": "skip"})
+    checkpoint = config.checkpoint.model_copy(update={"interval": 3, "save_last": False})
+    config = config.model_copy(update={"guards": guards, "checkpoint": checkpoint})
+    engine = engine_of(case)
+
+    def describe(state: TrainState) -> Manifest:
+        described.append(state)
+        return Manifest(step=state.step, config={}, tokenizer=None, state=state.model_dump(), tensors={}, files={})
+
+    failing_writer(root, rank, 0, 1)
+    context = TrainerContext(
+        batches=lambda state: (micro_batches_of(engine, case, batch) for batch in global_batches(case)),
+        evaluation=[],
+        evaluation_count=0,
+        guard=Guard(engine, config.guards),
+        checkpoints=Checkpoints(engine, config.checkpoint, root, log, describe),
+        requests=StopRequests(None, 0.0),
+        observer=Observer(),
+    )
+    train(engine, config, TrainState(), context)
+    return log.saves, described
+
+
+def test_a_save_that_is_retried_at_the_end_knows_what_the_guard_knows(tmp_path: Path) -> None:
+    ((saves, described),) = run_fresh_ranks(_train_with_a_failed_save, 1, tmp_path)
+    assert saves == [(3, False), (5, True)]
+    assert [(state.step, len(state.guard["losses"])) for state in described] == [(3, 3), (5, 5)]
