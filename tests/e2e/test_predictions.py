@@ -39,7 +39,7 @@ def test_a_run_says_what_it_will_need_and_what_it_needed(two_stages: dict[str, A
     after = said[first_step:]
     assert any(" megalite: a step: predicted " in line and "median of 7" in line for line in after), said
     memory = next(line for line in after if " megalite: peak memory: " in line)
-    assert "stage 0 predicted" in memory and "stage 1 predicted" in memory and memory.count("measured") == 2
+    assert "stage 0 predicted" in memory and "stage 1 predicted" in memory and memory.count(", measured ") == 2
     assert any("goodput" in line for line in after)
 
     receipt = receipt_of(two_stages)

@@ -74,8 +74,10 @@ def _render(
             element("div", element("b", number), element("span", name), class_="tile")
             for name, number in _tiles(winner, cluster, outlook, config, price).items()
         ],
-        "length": " ".join(f"{line}." for line in outlook_lines(outlook, config, price, rough=rough)),
-        "reasons": [element("li", sentence) for sentence in explain(result)],
+        "reasons": [
+            element("li", sentence)
+            for sentence in (*explain(result), *outlook_lines(outlook, config, price, rough=rough))
+        ],
         "memory": memory_figure(winner.memory, limit),
         "memory_caption": memory_caption(winner.memory, limit, winner.layout),
         "ranking": ranking_table(result.candidates, limit),

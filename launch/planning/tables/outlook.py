@@ -21,7 +21,10 @@ def outlook_lines(outlook: RunOutlook, config: Config, price: float | None, *, r
         cost = (
             "" if price is None else f", a price of roughly {length.price(price):.1g} at {price:g} per accelerator-hour"
         )
-        return [f"length: {length.size}: roughly {about(length.training_s)}{cost}", checkpoint_line(outlook, config)]
+        return [
+            f"length: {length.size}: roughly {about(length.training_s)}{cost}",
+            checkpoint_line(outlook, config, rough=True),
+        ]
     if not length.ends:
         return [
             f"length: {outlook.length_at(1.0)}, without saves and failures",
@@ -50,7 +53,7 @@ def outlook_lines(outlook: RunOutlook, config: Config, price: float | None, *, r
     return [*lines, checkpoint_line(outlook, config)]
 
 
-def checkpoint_line(outlook: RunOutlook, config: Config) -> str:
+def checkpoint_line(outlook: RunOutlook, config: Config, *, rough: bool = False) -> str:
     """Returns one sentence about the checkpoints: how often, how large, what a save costs and what is assumed."""
     scale, size, kept = outlook.scale, int(outlook.assumed.checkpoint_bytes), config.checkpoint.keep_last
     cost = (
@@ -64,18 +67,25 @@ def checkpoint_line(outlook: RunOutlook, config: Config) -> str:
         if kept
         else f"{decimal_size(size)} each"
     )
+    often = interval_words(outlook, config, rough=rough)
     return (
-        f"checkpoints: {interval_words(outlook, config)}, {space}; {cost}, by the assumed speed of storage "
+        f"checkpoints: {often}, {space}; {cost}, by the assumed speed of storage "
         "(`megalite plan reliability` takes yours; a run measures its own)"
     )
 
 
-def interval_words(outlook: RunOutlook, config: Config) -> str:
-    """Returns how often the run saves, and which option says so."""
-    interval, every = config.checkpoint.interval, f"every {duration(outlook.scale.interval_s)}"
+def interval_words(outlook: RunOutlook, config: Config, *, rough: bool = False) -> str:
+    """Returns how often the run saves, and which option says so; `rough`: the time of steps is a guess."""
+    interval, every = config.checkpoint.interval, duration(outlook.scale.interval_s)
     if interval == 0:
         return "only at the end (checkpoint.interval 0)"
-    return f"{every} (checkpoint.interval {interval})"
+    if interval == "auto":
+        return f"every {every} (checkpoint.interval auto)"
+    return (
+        f"every {interval:,} steps (checkpoint.interval)"
+        if rough
+        else f"every {every} (checkpoint.interval {interval})"
+    )
 
 
 def outlook_as_json(outlook: RunOutlook, config: Config, price: float | None) -> dict[str, Any]:
