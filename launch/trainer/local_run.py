@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from launch.errors import USER_ERRORS, LaunchError
 from launch.planning.prediction import Prediction
@@ -30,9 +34,22 @@ from launch.trainer.start_flags import NO_FLAGS, StartFlags
 from megalite.checkpoint.durable_files import verify_digest
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config import Config
+from megalite.resilience.signals import START_UP, STOP_SIGNALS, exit_code_for
 
 log = get_logger(__name__)
 CPU_MEASUREMENT_S = 15.0  # longest delay of the first run on a machine
+
+
+def end_start_up_on_signals() -> None:
+    """Makes SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 end this process cleanly while it has not started the ranks yet."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        log.warning(f"ended by {signal.Signals(number).name} {START_UP}")
+        sys.exit(exit_code_for(number))
+
+    for number in STOP_SIGNALS:
+        if number != signal.SIGINT and signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, leave)
 
 
 def start_local_run(config: Config, arguments: Sequence[str], flags: StartFlags = NO_FLAGS) -> int:
@@ -61,7 +78,8 @@ def finish_if_complete(position: RunPosition) -> bool:
                 verify_digest(start.checkpoint / name, recorded)
         except (CheckpointError, OSError):
             return False  # the ranks look for an older checkpoint that is intact
-    log.info(f"{start.checkpoint} is at step {start.step} of {config.total_steps}: nothing left to train")
+    end = f"of {start.step}" if start.step == config.total_steps else f"and the run ends at step {config.total_steps}"
+    log.info(f"{start.checkpoint} is at step {start.step} {end}: nothing left to train")
     if config.checkpoint.export_hf != "off" and start.checkpoint is not None:
         _export_if_missing(config, start.checkpoint)
     return True

@@ -60,9 +60,8 @@ def test_flags_reach_the_ranks_and_memory_of_a_pod_is_compared(k8s: Run) -> None
     assert container["command"][-3:] == ["/etc/megalite/config.yaml", "--force", "--allow-change"]
     on_cpu = ("--gpus-per-node", "0", "--nodes", "1", "--memory", "64Gi", "model.num_hidden_layers=1000")
     large = ("model.hidden_size=4096", "model.intermediate_size=16384")
-    with pytest.raises(
-        LaunchError, match=r"needs .*, and the host has 64.0 GiB for its 4 ranks: .*--force starts it all the same"
-    ):
+    refusal = r"needs .*, and the host has 64.0 GiB for its 4 ranks: .*--force starts it all the same"
+    with pytest.raises(LaunchError, match=refusal):
         k8s(*on_cpu, *large)
     assert "--force" in k8s(*on_cpu, *large, "--force")
 
