@@ -41,9 +41,6 @@ WITHOUT_EFFECT = (
 )
 """Options and sections that change nothing of a run that is resumed."""
 
-FORMER_DEFAULTS: dict[OptionName, Any] = {"checkpoint.interval": 0}
-"""Defaults that have changed: what a run had whose checkpoint does not name the option."""
-
 
 @dataclass(frozen=True)
 class OptionChange:
@@ -63,7 +60,7 @@ def changes_since(manifest: Manifest, config: Config) -> tuple[OptionChange, ...
     An option that the checkpoint does not name has the default that was in force.
     """
     named = {name: manifest.config.get(name) for name in Config.model_fields} | {"model": saved_model(manifest)}
-    saved = dict(_defaults(Config)) | FORMER_DEFAULTS | dict(_flat("", named))
+    saved = dict(_defaults(Config)) | _former_defaults(manifest) | dict(_flat("", named))
     ours = dict(_flat("", config.model_dump(mode="json")))
     changes = []
     for option in dict.fromkeys((*ours, *saved)):
@@ -92,6 +89,14 @@ def check_changes(changes: tuple[OptionChange, ...], checkpoint: Path, *, allow_
                 f"{shown(change.after)}: {NEEDS_PERMISSION[change.option]}; set it back, or give --allow-change to go "
                 "on with it all the same"
             )
+
+
+def _former_defaults(manifest: Manifest) -> dict[OptionName, Any]:
+    """Returns defaults that have changed since, for a checkpoint that does not name the option."""
+    dtype = (manifest.config.get("precision") or {}).get("dtype", "fp32")
+    # DeepSpeed sums the replicas' gradients in the format of the model, unless it is told another
+    reduction = {} if dtype == "fp32" else {"precision.gradient_reduction_dtype": dtype}
+    return {"checkpoint.interval": 0, **reduction}
 
 
 def _is_without_effect(option: OptionName, config: Config) -> bool:

@@ -6,7 +6,9 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from launch.planning.memory_check import forecast_memory, refuse_what_cannot_fit
 from launch.planning.this_machine import MeasurementLimits, cpu_name, describe_machine
@@ -15,6 +17,7 @@ from launch.trainer.prediction_tracker import cpu_memory
 from megalite.config import Config, ResolvedLayout
 from megalite.planner.cost.memory import CUDA
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 UNMEASURED = MeasurementLimits(timeout_s=0.0, allow_typical=True)  # memory alone counts: no CPU need be measured for it
 
 
@@ -23,6 +26,7 @@ class RankDevice:
     """The device of one rank."""
 
     host: str
+    boot: str  # of its kernel: hosts may have the same name
     name: str  # of the GPU or the CPU
     memory_bytes: int  # of the GPU, or of all of the host
 
@@ -33,10 +37,13 @@ def devices_of_ranks(device: Device) -> list[RankDevice]:
 
     from megalite.engine.distributed import from_all_ranks
 
+    host, boot = platform.node(), ""
+    with suppress(OSError):
+        boot = BOOT_ID.read_text()
     if device == "cpu":
-        return from_all_ranks(RankDevice(platform.node(), cpu_name(), host_memory_bytes()))
+        return from_all_ranks(RankDevice(host, boot, cpu_name(), host_memory_bytes()))
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return from_all_ranks(RankDevice(platform.node(), found.name, found.total_memory))
+    return from_all_ranks(RankDevice(host, boot, found.name, found.total_memory))
 
 
 def check_memory_of_ranks(
@@ -47,14 +54,16 @@ def check_memory_of_ranks(
     Raises LaunchError, on all ranks alike, where the run cannot fit and is not forced to start.
     """
     on_cpu = device == "cpu"
-    ranks = Counter(one.host for one in devices)
-    # the host with least memory for each of its ranks, or the smallest GPU
-    smallest = min(devices, key=lambda one: one.memory_bytes / (ranks[one.host] if on_cpu else 1))
-    forecast = forecast_memory(
-        config, layout, cpu_memory(os.environ) if on_cpu else CUDA, smallest.memory_bytes, ranks[smallest.host]
-    )
+    ranks = Counter((one.host, one.boot) for one in devices)
+
+    def room(one: RankDevice) -> float:
+        return one.memory_bytes / (ranks[one.host, one.boot] if on_cpu else 1)
+
+    smallest = min(devices, key=room)  # of a host with little memory for each of its ranks, or the smallest GPU
+    per_host, hosts = ranks[smallest.host, smallest.boot], len(ranks)
+    allocator = cpu_memory(os.environ) if on_cpu else CUDA
+    forecast = forecast_memory(config, layout, allocator, smallest.memory_bytes, per_host)
     if not force:
-        per_host, hosts = ranks[smallest.host], len(ranks)
         refuse_what_cannot_fit(
             config,
             layout,
@@ -67,6 +76,6 @@ def check_memory_of_ranks(
 
 def devices_in_words(devices: Sequence[RankDevice]) -> str:
     """Returns the devices in words, such as `16 ranks on 2 hosts (NVIDIA H100 80GB HBM3)`."""
-    hosts, names = dict.fromkeys(one.host for one in devices), dict.fromkeys(one.name for one in devices)
-    where = next(iter(hosts)) if len(hosts) == 1 else f"{len(hosts)} hosts"
+    hosts, names = {(one.host, one.boot) for one in devices}, dict.fromkeys(one.name for one in devices)
+    where = devices[0].host if len(hosts) == 1 else f"{len(hosts)} hosts"
     return f"{len(devices)} rank{'s' * (len(devices) > 1)} on {where} ({', '.join(names)})"

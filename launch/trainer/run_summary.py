@@ -38,7 +38,6 @@ def run_facts(config: Config, layout: ResolvedLayout, data: RunData, start: Star
             "resumes": start.is_resume,
             "step": start.step,
             "weights": str(start.checkpoint or (start.hub.folder if start.hub is not None else "")) or None,
-            "mirror": config.checkpoint.mirror if start.checkpoint is None else None,
         },
         "changes": [asdict(change) for change in start.changes],
         "model": {"family": config.model.model_type, "parameters": parameters(config.model)},
@@ -179,8 +178,6 @@ def _start_in_words(start: Facts, length: Facts) -> str:
         return f"at step {start['step']:,} of {length['steps']:,}: nothing left to train"
     if start["resumes"]:
         return f"resumes from step {start['step']:,} of {length['steps']:,} ({start['weights']})"
-    if start["mirror"] is not None:
-        return f"new, unless {start['mirror']} has a checkpoint"
     return "new" if start["weights"] is None else f"new, with the weights of {start['weights']}"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launch.errors import LaunchError
 from launch.huggingface.hub_folder import is_hub_id
@@ -99,10 +99,14 @@ def position_without_lock(config: Config, flags: StartFlags, *, may_download: bo
     root, source = checkpoints_of(config), config.training.initialize_from
     data = open_data(config)
     own, skipped = find_latest(root) if step_folders(root) else (None, [])
-    if own is None and not skipped and source is not None and is_hub_id(source) and not may_download:
+    is_remote = own is None and not skipped and source is not None and is_hub_id(source)
+    if is_remote and not may_download:
         start = Start(notices=(f"the weights of {source} are downloaded when the run starts",))
     else:
         start = find_start(config, data, own, skipped, flags)
+    if own is None and config.checkpoint.mirror is not None and not may_download:
+        later = f"the run resumes from {config.checkpoint.mirror} if that has a checkpoint: a dry run does not look"
+        start = replace(start, notices=(*start.notices, later))
     return RunPosition(start.counted(config), data, start)
 
 

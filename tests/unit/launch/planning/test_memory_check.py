@@ -120,11 +120,11 @@ def test_what_the_planner_does_not_know_is_not_refused(tiny: dict[str, Any]) -> 
 
 
 def test_ranks_look_at_the_host_with_least_memory_for_each(tiny: dict[str, Any]) -> None:
-    """As under torchrun, which checks nothing before."""
+    """As under torchrun, which checks nothing before; the names of hosts may be equal."""
     tiny["training"]["global_batch_size"] = 6
     config = config_of(tiny, data_parallel_size=3)
-    layout, large = resolve_layout(config, 3, "cpu"), RankDevice("large", "EPYC", 1000 * GIB)
-    small = RankDevice("small", "EPYC", GIB)
+    layout, large = resolve_layout(config, 3, "cpu"), RankDevice("node", "1", "EPYC", 1000 * GIB)
+    small = RankDevice("node", "2", "EPYC", GIB)
     assert check_memory_of_ranks(config, layout, [large] * 3, "cpu", force=False) is None
     with pytest.raises(LaunchError, match="the host has 1 GiB for its 2 ranks"):
         check_memory_of_ranks(config, layout, [large, small, small], "cpu", force=False)

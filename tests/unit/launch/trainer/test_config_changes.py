@@ -66,9 +66,17 @@ def test_an_option_that_a_checkpoint_does_not_name_had_its_default(tiny: dict[st
         OptionChange("data.document_mask", False, True),
         OptionChange("optimizer.weight_decay", 0.1, 0.5),
     )
-    del old["checkpoint"]["interval"]
-    saving = Config.model_validate(changed(tiny, checkpoint={"interval": "auto"}))
-    assert [str(one) for one in changes_since(manifest_of(old), saving)] == ["checkpoint.interval 0 -> 'auto'"]
+
+
+def test_defaults_that_have_changed_since_are_those_of_their_time(tiny: dict[str, Any]) -> None:
+    """Once nothing was saved before the end, and bf16 gradients were summed in bf16."""
+    config = Config.model_validate(changed(tiny, precision={"dtype": "bf16"}))
+    old = config.model_dump(mode="json")
+    del old["checkpoint"]["interval"], old["precision"]["gradient_reduction_dtype"]
+    assert [str(change) for change in changes_since(manifest_of(old), config)] == [
+        "precision.gradient_reduction_dtype 'bf16' -> null",
+        "checkpoint.interval 0 -> 'auto'",
+    ]
 
 
 def test_a_checkpoint_without_a_whole_config_names_nothing_that_is_not_known(tiny: dict[str, Any]) -> None:
