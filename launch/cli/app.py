@@ -89,7 +89,7 @@ def train(
     """Train a model; resume from the newest checkpoint in the run folder if there is one.
 
     Starts tensor x pipeline x data ranks on this machine; under `deepspeed`, `torchrun`, `srun` or `mpirun`
-    it is one of them.
+    it is one of them. Ctrl-C and SIGTERM finish the step and save; a second one ends the run at once.
 
     Example: `megalite train configs/quickstart.yaml parallel.tensor_parallel_size=1 training.steps=20`
     """
@@ -136,8 +136,8 @@ def supervise(
     """Run COMMAND and restart it when it fails; the run resumes from its newest complete checkpoint.
 
     Does not restart after exit codes 0, 2 (user error), 3 (a guard), 75 (stopped on request) and 130 (Ctrl-C), nor
-    when the run fails twice at the same step. SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded to the ranks, which
-    save and exit; Ctrl-C, or a second SIGTERM or SIGHUP, ends all processes immediately. No process that COMMAND
+    when the run fails twice at the same step. Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded to the ranks,
+    which save and exit; a second Ctrl-C, SIGTERM or SIGHUP ends all processes immediately. No process that COMMAND
     starts outlives it.
 
     Example: `megalite supervise --restarts 20 -- torchrun --nproc-per-node 8 -m launch.train configs/quickstart.yaml`

@@ -18,11 +18,11 @@ import psutil
 import pytest
 
 from launch.errors import LaunchError
-from launch.runtime.processes import REPEAT_S
 from launch.supervision.run_outcome import RunFolder, run_exit_code
 from launch.supervision.supervisor import Policy, config_of, describe, supervise_run
 from megalite.config import ConfigError
 from megalite.monitor.events import read_events
+from megalite.resilience.signals import REPEAT_S
 from tests.conftest import write_config
 from tests.helpers.attempts import save, write_event
 from tests.helpers.commands import ROOT
