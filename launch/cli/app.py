@@ -94,7 +94,7 @@ def train(
     Example: `megalite train configs/quickstart.yaml parallel.tensor_parallel_size=1 training.steps=20`
     """
     from launch.runtime.rank_environment import is_rank
-    from launch.trainer.local_run import end_start_up_on_signals, print_dry_run, start_local_run
+    from launch.trainer.local_run import ending_on_signals, print_dry_run, start_local_run
     from megalite.resilience.signals import take_signals
 
     arguments = [str(config_path), *(overrides or [])]
@@ -115,8 +115,8 @@ def train(
         command = [sys.executable, "-m", COMMAND_LINE, "train", *arguments]
         raise typer.Exit(supervise_run(command, Policy(restarts=restart)))
     else:
-        end_start_up_on_signals()
-        raise typer.Exit(start_local_run(load_run_config(config_path, overrides or []), arguments))
+        with ending_on_signals():
+            raise typer.Exit(start_local_run(load_run_config(config_path, overrides or []), arguments))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

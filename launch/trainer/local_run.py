@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -56,16 +56,21 @@ def check_run(config: Config) -> None:
         check_url(config.checkpoint.mirror)
 
 
-def end_start_up_on_signals() -> None:
+@contextmanager
+def ending_on_signals() -> Iterator[None]:
     """Makes SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 end this process cleanly while it has not started the ranks yet."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         log.warning(f"ended by {signal.Signals(number).name} {START_UP}")
         sys.exit(exit_code_for(number))
 
-    for number in STOP_SIGNALS:
-        if number != signal.SIGINT and signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, leave)
+    taken = [each for each in STOP_SIGNALS if each != signal.SIGINT and signal.getsignal(each) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, leave) for number in taken}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def start_local_run(config: Config, arguments: Sequence[str]) -> int:
