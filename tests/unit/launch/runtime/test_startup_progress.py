@@ -7,12 +7,14 @@ import time
 import pytest
 
 from launch.runtime import startup_progress
+from launch.runtime.logs import configure_logging
 from launch.runtime.rank_environment import Rank, waiting_hint
 from launch.runtime.startup_progress import StartupProgress
 
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    configure_logging()
     monkeypatch.setattr(startup_progress, "SILENCE_S", 0.2)
     monkeypatch.setattr(startup_progress, "TICK_S", 0.01)
 
@@ -24,20 +26,20 @@ def test_a_long_part_is_told_again_and_a_short_one_never(capsys: pytest.CaptureF
         progress.begin("building the model")
         time.sleep(0.5)
         progress.on_step({})
+        told = capsys.readouterr().out.splitlines()
         time.sleep(0.3)
-    assert capsys.readouterr().out == 2 * "megalite: building the model (0 s so far)\n"
+    assert len(told) >= 2 and {line.partition(" (")[0] for line in told} == {"megalite: building the model"}
+    assert capsys.readouterr().out == "", "the first step is done"
 
 
 def test_waiting_for_others_is_repeated_sparsely(capsys: pytest.CaptureFixture[str]) -> None:
     with StartupProgress(Rank(0, 0, 8), time.monotonic()) as progress:
         progress.begin_waiting(lambda: "rank 0 waits", every_s=60.0)
         time.sleep(0.7)
+        assert capsys.readouterr().out == "megalite: rank 0 waits\n"
         progress.begin("building the model")
-        time.sleep(0.25)
-    assert capsys.readouterr().out.splitlines() == [
-        "megalite: rank 0 waits",
-        "megalite: building the model (0 s so far)",
-    ]
+        time.sleep(0.3)
+    assert capsys.readouterr().out.startswith("megalite: building the model (")
 
 
 def test_other_ranks_speak_where_it_concerns_their_host(capsys: pytest.CaptureFixture[str]) -> None:
