@@ -40,6 +40,7 @@ class ModelPlacement:
     tensor_parallel_size: int = 1
     device: str = "auto"  # cpu or cuda; auto: GPUs if there are any
     dtype: str = "auto"  # fp32, bf16 or fp16; auto: as stored on GPUs, fp32 on a CPU
+    tokenizer: str | None = None  # its folder; None: the one that the model knows
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def resolve(place: ModelPlacement, stored: StoredModel) -> ModelPlacement:
 
 def load(place: ModelPlacement, rank: int = 0, stored: StoredModel | None = None) -> Loaded:
     """Reads the weights of one of the model's `tensor_parallel_size` ranks; opens the model unless it is `stored`."""
-    stored = stored or open_stored(place.path)
+    stored = stored or open_stored(place.path, place.tokenizer)
     place = resolve(place, stored)
     device = torch.device("cpu" if place.device == "cpu" else f"cuda:{rank}")
     tp = TensorParallel(place.tensor_parallel_size, rank)
@@ -95,7 +96,7 @@ def run(
     request: a dataclass that can be converted to JSON, with a `place`. `check(request, stored)` raises errors of the
     user before weights are read and ranks are started.
     """
-    stored = open_stored(request.place.path)
+    stored = open_stored(request.place.path, request.place.tokenizer)
     place = resolve(request.place, stored)
     check(request, stored)
     size = place.tensor_parallel_size

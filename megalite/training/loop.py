@@ -86,14 +86,19 @@ def train(engine: Engine, config: Config, state: TrainState, context: TrainerCon
         stop, is_next_save_due = context.requests.agree(checkpoints.is_due(record["step_time_s"]))
         if is_save_due or stop:
             is_last = stop is not None or state.step >= total_steps
-            checkpoints.save(state.model_copy(update={"guard": guard.state()}), evaluation_loss, is_last=is_last)
+            checkpoints.save(_with_guard(state, guard), evaluation_loss, is_last=is_last)
         if stop and state.step < total_steps:
-            checkpoints.finish(state)
+            checkpoints.finish(_with_guard(state, guard))
             ending = TrainingInterrupted if stop.is_interrupt else TrainingPreempted
             raise ending(f"{stop.reason}: the state of step {state.step} is saved, start again to go on")
         is_save_due = is_next_save_due
-    checkpoints.finish(state)
+    checkpoints.finish(_with_guard(state, guard))
     return state
+
+
+def _with_guard(state: TrainState, guard: Guard) -> TrainState:
+    """Returns the state for a checkpoint, with what the guard remembers now."""
+    return state.model_copy(update={"guard": guard.state()})
 
 
 def _step(
