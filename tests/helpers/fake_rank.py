@@ -2,7 +2,7 @@
 
 It "trains" until it gets a signal, notes which, and ends with the code of a rank that has saved. BEHAVIOUR: `save`;
 `crash`: rank 1 kills itself; `fail`: rank 1 ends with 3 and rank 0 does not mind SIGTERM; `hang`: signals are noted and
-that is all.
+that is all; `import`: it takes no signals yet.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from megalite.resilience.signals import exit_code_for
 
 def main(folder: Path, behaviour: str) -> None:
     rank, got = os.environ["RANK"], []
+    if behaviour == "import":
+        (folder / f"pid_{rank}").write_text(str(os.getpid()))
+        time.sleep(60)
 
     def note(number: int, frame: object) -> None:
         got.append(number)

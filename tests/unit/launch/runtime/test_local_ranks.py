@@ -104,8 +104,8 @@ def test_ranks_get_what_torch_and_deepspeed_read(start: Callable[[str], Command]
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
 def test_a_signal_before_ranks_take_any_ends_the_start(start: Callable[[str], Command], name: str, code: int) -> None:
-    command = start("save")
-    wait_until(lambda: len(marked(command.mark)) == 3)  # the ranks are Pythons that still start
+    command = start("import")
+    command.wait_for_ranks()
     command.process.send_signal(getattr(signal, name))
     assert command.end(timeout_s=10) == code
     assert command.said.count("\n") == 1 and "before the ranks had started" in command.said, command.said
