@@ -1,24 +1,35 @@
 """Entry of the `megalite` command, which is `python -m launch` too.
 
-Nothing is imported before Ctrl-C is answered with a sentence: the imports of the command line take a second.
+A signal is answered with a sentence before anything else is imported: the imports of the command line take a second.
 """
 
 from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
 
 
 def main() -> None:
     """Runs the command line."""
     try:
+        waiting = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+        for number in waiting:
+            signal.signal(number, _leave)
         from launch.cli.app import main as run
 
+        for number in waiting:
+            signal.signal(number, signal.SIG_DFL)
         run()
     except KeyboardInterrupt:
-        import sys
+        _leave(signal.SIGINT, None)
 
-        from megalite.resilience.signals import INTERRUPTED_CODE
 
-        print("megalite: warning: interrupted", file=sys.stderr)
-        sys.exit(INTERRUPTED_CODE)
+def _leave(number: int, frame: FrameType | None) -> None:
+    name = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+    print(f"megalite: warning: {name}", file=sys.stderr, flush=True)
+    os._exit(128 + number)
 
 
 if __name__ == "__main__":

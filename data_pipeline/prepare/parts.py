@@ -64,6 +64,19 @@ def encode_part(tokenizer: TokenizerFile, pieces: Sequence[TextPiece], end: int 
     return PartSize(token_count, len(ends))
 
 
+@contextmanager
+def holding_back_interrupts() -> Iterator[None]:
+    """Blocks SIGINT in this process for the `with`, and for ever in the processes that it starts.
+
+    Ctrl-C in a terminal is sent to all of them, and each worker would print a traceback; this process ends them.
+    """
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
 def exit_with_parent() -> None:
     """Ends this worker process when its parent is killed, and leaves Ctrl-C to the parent.
 

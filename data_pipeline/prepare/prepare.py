@@ -20,7 +20,7 @@ from data_pipeline.errors import DataError, first_names
 from data_pipeline.indexed import IndexedTokens, IndexedWriter, token_dtype
 from data_pipeline.meta import CorpusMeta, meta_path, read_meta
 from data_pipeline.prepare.existing import check_replaceable
-from data_pipeline.prepare.parts import PartSize, PartStore, encode_part, exit_with_parent
+from data_pipeline.prepare.parts import PartSize, PartStore, encode_part, exit_with_parent, holding_back_interrupts
 from data_pipeline.prepare.plan import PreparationPlan, chunks, plan_job
 from data_pipeline.sources.text import TextPiece
 from data_pipeline.tokenizer import TrainedTokenizer, inspect_tokenizer
@@ -179,7 +179,8 @@ def _encoded(job: PreparationPlan, chunks: Iterator[tuple[Path, list[TextPiece]]
     pending: set[Future[PartSize]] = set()
     try:
         for path, chunk in chunks:
-            pending.add(pool.submit(encode_part, job.tokenizer, chunk, job.end_token, path))
+            with holding_back_interrupts():
+                pending.add(pool.submit(encode_part, job.tokenizer, chunk, job.end_token, path))
             if len(pending) == 2 * workers:
                 done, pending = wait(pending, return_when=FIRST_COMPLETED)
                 yield from (future.result() for future in done)

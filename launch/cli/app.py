@@ -106,12 +106,12 @@ def train(
     """Train a model; resume from the newest checkpoint in the run folder if there is one.
 
     Starts tensor x pipeline x data ranks on this machine; under `deepspeed`, `torchrun`, `srun` or `mpirun`
-    it is one of them.
+    it is one of them. Ctrl-C and SIGTERM finish the step and save; a second one ends the run at once.
 
     Example: `megalite train configs/quickstart.yaml parallel.tensor_parallel_size=1 training.steps=20`
     """
     from launch.runtime.rank_environment import is_rank
-    from launch.trainer.local_run import end_start_up_on_signals, print_dry_run, start_local_run
+    from launch.trainer.local_run import ending_on_signals, print_dry_run, start_local_run
     from megalite.resilience.signals import take_signals
 
     flags = StartFlags(force, allow_change)
@@ -135,8 +135,8 @@ def train(
         command = [sys.executable, "-m", COMMAND_LINE, "train", *arguments, *flags.words]
         raise typer.Exit(supervise_run(command, Policy(restarts=restart)))
     else:
-        end_start_up_on_signals()
-        raise typer.Exit(start_local_run(load_run_config(config_path, overrides or []), arguments, flags))
+        with ending_on_signals():
+            raise typer.Exit(start_local_run(load_run_config(config_path, overrides or []), arguments, flags))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -156,8 +156,8 @@ def supervise(
     """Run COMMAND and restart it when it fails; the run resumes from its newest complete checkpoint.
 
     Does not restart after exit codes 0, 2 (user error), 3 (a guard), 75 (stopped on request) and 130 (Ctrl-C), nor
-    when the run fails twice at the same step. SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded to the ranks, which
-    save and exit; Ctrl-C, or a second SIGTERM or SIGHUP, ends all processes immediately. No process that COMMAND
+    when the run fails twice at the same step. Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded to the ranks,
+    which save and exit; a second Ctrl-C, SIGTERM or SIGHUP ends all processes immediately. No process that COMMAND
     starts outlives it.
 
     Example: `megalite supervise --restarts 20 -- torchrun --nproc-per-node 8 -m launch.train configs/quickstart.yaml`

@@ -75,8 +75,8 @@ def launch(
 
     Checks all hosts first (`megalite doctor`), starts the ranks through `deepspeed`, and monitors hosts and ranks. When
     the run fails, it is ended on all hosts and restarted from its newest checkpoint: with a spare host in place of a
-    lost one, or on fewer hosts if parallel.data_parallel_size is auto. SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are
-    forwarded to the ranks, which save and end (exit code 75); Ctrl-C ends everything at once.
+    lost one, or on fewer hosts if parallel.data_parallel_size is auto. SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 (exit code 75)
+    and Ctrl-C (130) are forwarded to the ranks, which save and end; a second one ends everything at once.
 
     Example: `megalite launch --hostfile hosts --restarts 20 --spares 1 configs/quickstart.yaml`
     """

@@ -58,7 +58,6 @@ class StartupProgress(Observer):
     def _set(self, doing: Callable[[], str], every_s: float, on_each_host: bool = False) -> None:
         speaks = self._rank.rank == 0 or (on_each_host and self._rank.local_rank == 0)
         self._doing, self._every_s = doing if speaks else None, every_s
-        self._said_at = max(self._said_at, time.monotonic() - SILENCE_S)
 
     def _watch(self) -> None:
         pause_s, told = SILENCE_S, None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
@@ -40,16 +40,21 @@ log = get_logger(__name__)
 CPU_MEASUREMENT_S = 15.0  # longest delay of the first run on a machine
 
 
-def end_start_up_on_signals() -> None:
+@contextmanager
+def ending_on_signals() -> Iterator[None]:
     """Makes SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 end this process cleanly while it has not started the ranks yet."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         log.warning(f"ended by {signal.Signals(number).name} {START_UP}")
         sys.exit(exit_code_for(number))
 
-    for number in STOP_SIGNALS:
-        if number != signal.SIGINT and signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, leave)
+    taken = [each for each in STOP_SIGNALS if each != signal.SIGINT and signal.getsignal(each) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, leave) for number in taken}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def start_local_run(config: Config, arguments: Sequence[str], flags: StartFlags = NO_FLAGS) -> int:

@@ -1,4 +1,7 @@
-"""A run that is asked to end finishes its step, saves, and ends with exit code 75; starting it again goes on."""
+"""A run that is asked to end finishes its step, saves, and ends with 75, after Ctrl-C 130; starting it again goes on.
+
+Before its first step there is nothing to save, and it ends within seconds, also where its ranks wait for others.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from typing import Any
 
 import pytest
 
-from launch.errors import PREEMPTED_CODE
+from launch.errors import INTERRUPTED_CODE, PREEMPTED_CODE
+from launch.runtime.local_ranks import free_port
+from megalite.resilience.signals import INTERRUPT_REPEAT_S, exit_code_for
 from tests.conftest import write_config
 from tests.e2e.conftest import References
 from tests.helpers.audit import audit_against, complete, events, steps_done
@@ -41,15 +46,17 @@ def has_come_to(run_dir: Path, step: int) -> bool:
 def test_signals_to_any_rank(config: dict[str, Any], references: References, tmp_path: Path) -> None:
     """One run, ended by one signal after the other in the third step of each of its sessions."""
     run_dir = Path(config["run_dir"])
-    cases = [(signal.SIGTERM, [0, 1]), (signal.SIGTERM, [1]), (signal.SIGUSR1, [0, 1]), (signal.SIGUSR1, [0])]
+    cases = [(signal.SIGTERM, [0, 1]), (signal.SIGTERM, [1]), (signal.SIGUSR1, [0, 1]), (signal.SIGINT, [0])]
     for number, (name, ranks) in enumerate(cases, start=1):
         with session(tmp_path / "session", config, fault=(signal_in_step, (3, name, ranks))) as running:
             running.wait_until(partial(has_come_to, run_dir, 3 * number - 1))
-            assert running.wait(GRACE_S) == PREEMPTED, running.output()
-            last = f"signal {name.name}: the state of step {3 * number} is saved, start again to go on"
-            assert running.output().count(f"megalite: warning: preempted: {last}\n") == 1, running.output()
+            assert running.wait(GRACE_S) == [exit_code_for(name)] * 2, running.output()
+            ending = "interrupted" if name == signal.SIGINT else "preempted"
+            last = f"{ending}: signal {name.name}: the state of step {3 * number} is saved, start again to go on"
+            assert running.output().count(f"megalite: warning: {last}\n") == 1, running.output()
+            assert running.output().count("stopping after this step; ") == int(name != signal.SIGUSR1 and 0 in ranks)
         assert steps_done(run_dir) == max(complete(run_dir / "checkpoints")) == 3 * number
-        assert len(events(run_dir, "preempted")) == number
+        assert len(events(run_dir, ending)) == (1 if name == signal.SIGINT else number)
     train(tmp_path / "session", config)
     audit_against(references.of(config).run_dir, run_dir, BATCH)
 
@@ -69,6 +76,20 @@ def test_more_signals_change_nothing(config: dict[str, Any], references: Referen
     audit_against(references.of(config).run_dir, run_dir, BATCH)
 
 
+def test_a_second_ctrl_c_ends_it_at_once(config: dict[str, Any], tmp_path: Path) -> None:
+    """As ranks of torchrun get it from a terminal, here while they save, in code that may not return."""
+    run_dir = Path(config["run_dir"])
+    fault = (several, ((slow_writer, (60.0,)), (signal_in_step, (3, signal.SIGINT, [0, 1]))))
+    with session(tmp_path / "session", config, fault=fault) as running:
+        running.wait_until(lambda: (run_dir / "checkpoints" / ".step_00000003.tmp").exists())
+        assert "press Ctrl-C again to end now, which loses 3 steps (step 3 began " in running.output(0)
+        time.sleep(INTERRUPT_REPEAT_S + 0.1)
+        running.send(signal.SIGINT)
+        assert running.wait(5) == [INTERRUPTED_CODE] * 2, running.output()
+        assert running.output().count("megalite: warning: interrupted at once\n") == 1, running.output()
+    assert complete(run_dir / "checkpoints") == set()
+
+
 def test_time_is_up(config: dict[str, Any], references: References, tmp_path: Path) -> None:
     run_dir = Path(config["run_dir"])
     for step in (1, 2):  # each session takes a step, or none would ever get anywhere
@@ -81,26 +102,77 @@ def test_time_is_up(config: dict[str, Any], references: References, tmp_path: Pa
 
 
 def test_the_command_passes_it_on(config: dict[str, Any], references: References, tmp_path: Path) -> None:
-    """SIGTERM to `megalite train`, as a scheduler sends it."""
-    config["training"]["steps"] = 60
+    """SIGTERM to `megalite train`, as a scheduler sends it, and Ctrl-C to all processes of its terminal."""
+    config["training"]["steps"] = 200
     run_dir, path = Path(config["run_dir"]), write_config(tmp_path / "c.yaml", config)
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    process = subprocess.Popen(
-        [str(BIN / "megalite"), "train", str(path)],
-        cwd=ROOT,
-        env=environment | {"DS_ACCELERATOR": "cpu"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 120
-    while steps_done(run_dir) < 3:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == PREEMPTED_CODE, said
-    assert "megalite: warning: preempted: signal SIGTERM" in said and "Traceback" not in said, said
-    assert 3 <= steps_done(run_dir) < 60 and complete(run_dir / "checkpoints") == {steps_done(run_dir)}
+    for number, ending, code in (
+        (signal.SIGTERM, "preempted", PREEMPTED_CODE),
+        (signal.SIGINT, "interrupted", INTERRUPTED_CODE),
+    ):
+        done = steps_done(run_dir)
+        process = start("train", path)
+        deadline = time.monotonic() + 120
+        while steps_done(run_dir) < done + 3:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        os.killpg(process.pid, number)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == code, said
+        assert f"megalite: warning: {ending}: signal {number.name}" in said and "Traceback" not in said, said
+        assert "stopping after this step; " in said and "[ERROR]" not in said, said
+        assert done + 3 <= steps_done(run_dir) < 200
+        assert max(complete(run_dir / "checkpoints")) == steps_done(run_dir)
     train(tmp_path / "session", config)
     audit_against(references.of(config).run_dir, run_dir, BATCH)
+
+
+def start(*words: str | Path, **environment: str) -> subprocess.Popen[str]:
+    """A `megalite` command with a process group of its own, as a shell starts it."""
+    own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {"DS_ACCELERATOR": "cpu"}
+    return subprocess.Popen(
+        [str(BIN / "megalite"), *map(str, words)],
+        cwd=ROOT,
+        env=own | environment,
+        stdout=subprocess.DEVNULL if not environment else subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1"}
+
+
+def test_a_rank_whose_peers_never_come_says_so_and_ends_when_it_is_asked_to(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    """Variables left over in a shell. It waits in C++, where Python runs no handler."""
+    path, port = write_config(tmp_path / "c.yaml", config), str(free_port())
+    process = start("train", path, **ALONE, MASTER_PORT=port)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert f"megalite: rank 0 of 8 waits for 7 others at 127.0.0.1:{port} (RANK, WORLD_SIZE, MASTER_ADDR come" in line
+    process.terminate()
+    said = process.communicate(timeout=5)[1]
+    assert process.returncode == PREEMPTED_CODE, said
+    assert said.endswith("megalite: warning: ended by SIGTERM during start-up, no step was taken\n"), said
+    assert said.count("\n") == 1
+
+
+def test_ctrl_c_during_start_up_is_one_line(config: dict[str, Any], tmp_path: Path) -> None:
+    """In the imports of the command line, and in those of a rank."""
+    path = write_config(tmp_path / "c.yaml", config)
+    for seconds, ending in ((0.2, "interrupted\n"), (2.0, "interrupted during start-up, no step was taken\n")):
+        process = start("train", path, **ALONE, MASTER_PORT=str(free_port()))
+        time.sleep(seconds)
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.communicate(timeout=5)[1]
+        assert process.returncode == INTERRUPTED_CODE and said.count("\n") == 1, said
+        assert said.endswith(("megalite: warning: interrupted\n", ending)), said
+
+
+def test_another_number_of_ranks_is_refused_before_any_waits(config: dict[str, Any], tmp_path: Path) -> None:
+    config["parallel"]["data_parallel_size"] = 1
+    process = start("train", write_config(tmp_path / "c.yaml", config), **ALONE, MASTER_PORT=str(free_port()))
+    said = process.communicate(timeout=30)[1]
+    assert process.returncode == 2 and "makes 2 processes, but this run has 8" in said, said

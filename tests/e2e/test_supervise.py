@@ -18,11 +18,11 @@ import psutil
 import pytest
 
 from launch.errors import LaunchError
-from launch.runtime.processes import REPEAT_S
 from launch.supervision.run_outcome import RunFolder, run_exit_code
 from launch.supervision.supervisor import Policy, config_of, describe, supervise_run
 from megalite.config import ConfigError
 from megalite.monitor.events import read_events
+from megalite.resilience.signals import REPEAT_S
 from tests.conftest import write_config
 from tests.helpers.attempts import save, write_event
 from tests.helpers.commands import ROOT
@@ -452,7 +452,7 @@ def test_the_run_folder_is_that_of_the_config_in_the_command(tiny: dict[str, Any
 def test_a_training_run_survives_a_killed_rank_and_ends_saved_when_it_is_asked_to(
     tiny: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The whole way: megalite train --restart, DeepSpeed's launcher, two real ranks."""
+    """The whole way: megalite train --restart, the launcher of this machine's ranks, two real ranks."""
     tiny["training"]["steps"] = 100_000
     tiny |= {"parallel": {"pipeline_parallel_size": 2}, "checkpoint": {"interval": 5}, "monitor": {"plot": False}}
     config, run_dir, mark = write_config(tmp_path / "c.yaml", tiny), Path(tiny["run_dir"]), uuid.uuid4().hex

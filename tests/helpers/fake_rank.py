@@ -1,35 +1,46 @@
 """A rank for tests of the local launcher, without torch: `python -m tests.helpers.fake_rank FOLDER BEHAVIOUR`.
 
-It "trains" until it gets a signal, notes which, and ends with 75, as a rank that has saved. BEHAVIOUR: `save`, or
-`crash`: rank 1 kills itself.
+It "trains" until it gets a signal, notes which, and ends with the code of a rank that has saved. BEHAVIOUR: `save`;
+`crash`: rank 1 kills itself; `fail`: rank 1 ends with 3 and rank 0 does not mind SIGTERM; `hang`: signals are noted and
+that is all; `import`: it takes no signals yet.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import time
 from pathlib import Path
 
+from megalite.resilience.signals import exit_code_for
+
 
 def main(folder: Path, behaviour: str) -> None:
     rank, got = os.environ["RANK"], []
+    if behaviour == "import":
+        (folder / f"pid_{rank}").write_text(str(os.getpid()))
+        time.sleep(60)
 
     def note(number: int, frame: object) -> None:
         got.append(number)
         with (folder / f"got_{rank}").open("a") as file:
             file.write(f"{signal.Signals(number).name}\n")
 
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, note)
+    (folder / f"environment_{rank}").write_text(json.dumps(dict(os.environ)))
     (folder / f"pid_{rank}").write_text(str(os.getpid()))
-    while not got:
+    while not got or behaviour == "hang":
         time.sleep(0.02)
-        if behaviour == "crash" and rank == "1" and (folder / "pid_0").exists():
-            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == "1" and (folder / "pid_0").exists():
+            if behaviour == "crash":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif behaviour == "fail":
+                sys.exit(3)
     time.sleep(0.5 + 0.5 * int(rank))  # it finishes its step and saves; the others wait for the slowest
-    sys.exit(75)
+    sys.exit(exit_code_for(got[0]))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -129,6 +130,7 @@ def _rank_main(folder: Path, rank: int, world_size: int, port: int, words: list[
     descriptor = os.open(_output_of(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server ignores it
     (folder / f"pid_{rank}").write_text(str(os.getpid()))
     os.environ |= {
         "RANK": str(rank),

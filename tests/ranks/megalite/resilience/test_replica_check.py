@@ -210,7 +210,7 @@ class _Heard:
     def event(self, name: str, **facts: Any) -> None:
         self.events.append((name, facts["step"]))
 
-    def on_checkpoint(self, saved: Saved) -> None:
+    def on_checkpoint(self, saved: Saved, if_failed: str) -> None:
         self.event("save_failed" if saved.failure else "saved", step=saved.step)
 
 

@@ -1,7 +1,11 @@
-"""Signals and deaths under DeepSpeed's own launcher: ranks get their time to save, and nothing outlives the command."""
+"""Ranks that are started on this machine: their environment, signals and deaths.
+
+They get their time to save, and nothing outlives the command.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,14 +14,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
+from megalite.resilience.signals import INTERRUPT_REPEAT_S, REPEAT_S
 from tests.e2e.test_supervise import MARK, marked, wait_until
 from tests.helpers.commands import ROOT
 
 pytestmark = pytest.mark.slow
 
+GPUS = "2,3"  # as a user chooses them
 PROGRAM = """
 import sys
 from launch.runtime.local_ranks import start_local_ranks
@@ -32,9 +37,11 @@ class Command:
         self.folder, self.mark = folder, folder.name + behaviour
         self.process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(folder), behaviour],
-            env=os.environ | {MARK: self.mark},
+            env=os.environ | {MARK: self.mark, "CUDA_VISIBLE_DEVICES": GPUS},
             cwd=ROOT,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
 
     def wait_for_ranks(self) -> list[int]:
@@ -43,19 +50,15 @@ class Command:
         wait_until(lambda: all(file.exists() and file.read_text() for file in files))
         return [int(file.read_text()) for file in files]
 
-    def launcher(self) -> psutil.Process:
-        (launcher,) = psutil.Process(self.process.pid).children()
-        return launcher
-
     def got(self, rank: int) -> list[str]:
         """The signals that came to a rank."""
         return (self.folder / f"got_{rank}").read_text().split()
 
     def end(self, timeout_s: float) -> int:
         """The exit code; fails if a process is left."""
-        code = self.process.wait(timeout=timeout_s)
+        _, self.said = self.process.communicate(timeout=timeout_s)
         assert marked(self.mark) == []
-        return code
+        return self.process.returncode
 
 
 @pytest.fixture
@@ -72,48 +75,68 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Command]]:
             process.kill()
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGUSR1", 75), ("SIGINT", 130)])
 def test_ranks_get_the_signal_once_save_and_their_code_is_the_command_s(
-    start: Callable[[str], Command], name: str
+    start: Callable[[str], Command], name: str, code: int
 ) -> None:
-    """DeepSpeed's launcher must not get it: it would end the ranks and return 1."""
+    """Ctrl-C in a terminal is for all processes of the group: the ranks have sessions of their own."""
     command = start("save")
     command.wait_for_ranks()
-    command.process.send_signal(getattr(signal, name))
-    assert command.end(timeout_s=10) == 75
-    assert command.got(0) == [name]
-    assert command.got(1)[0] == name  # later the launcher, too, tells the slower rank to end
+    os.killpg(command.process.pid, getattr(signal, name))
+    assert command.end(timeout_s=10) == code, command.said
+    assert command.said == "" and [command.got(rank) for rank in range(2)] == [[name], [name]]
 
 
-def test_a_signal_before_there_are_ranks_ends_the_start(start: Callable[[str], Command]) -> None:
+def test_ranks_get_what_torch_and_deepspeed_read(start: Callable[[str], Command]) -> None:
+    """deepspeed/launcher/launch.py sets the same; but it would number the GPUs anew where the user has chosen some."""
     command = start("save")
-    wait_until(lambda: len(marked(command.mark)) == 2)
-    time.sleep(0.2)
+    command.wait_for_ranks()
+    read = [json.loads((command.folder / f"environment_{rank}").read_text()) for rank in range(2)]
     command.process.terminate()
-    assert command.end(timeout_s=10) == 143
+    command.end(timeout_s=10)
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
+    for rank, environment in enumerate(read):
+        expected = world | {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+        assert {name: environment.get(name) for name in expected} == expected
+        assert environment.get("CUDA_VISIBLE_DEVICES") == GPUS and environment["DS_ACCELERATOR"] == "cpu"
+    assert read[0]["MASTER_PORT"] == read[1]["MASTER_PORT"]
 
 
-def test_a_rank_that_is_killed_is_told_by_the_code_and_the_other_ends(start: Callable[[str], Command]) -> None:
-    command = start("crash")
-    assert command.end(timeout_s=20) == 128 + signal.SIGKILL
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
+def test_a_signal_before_ranks_take_any_ends_the_start(start: Callable[[str], Command], name: str, code: int) -> None:
+    command = start("import")
+    command.wait_for_ranks()
+    command.process.send_signal(getattr(signal, name))
+    assert command.end(timeout_s=10) == code
+    assert command.said.count("\n") == 1 and "before the ranks had started" in command.said, command.said
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_second_signal_ends_ranks_that_do_not_react(start: Callable[[str], Command], name: str, code: int) -> None:
+    command = start("hang")
+    command.wait_for_ranks()
+    command.process.send_signal(getattr(signal, name))
+    wait_until(lambda: all((command.folder / f"got_{rank}").exists() for rank in range(2)))
+    time.sleep(REPEAT_S + 0.1 if name == "SIGTERM" else INTERRUPT_REPEAT_S + 0.1)
+    assert command.process.poll() is None
+    command.process.send_signal(getattr(signal, name))
+    assert command.end(timeout_s=5) == code
+    assert command.said == "megalite: warning: all ranks were ended at once: what was not saved is lost\n"
+
+
+@pytest.mark.parametrize(("behaviour", "code"), [("crash", 128 + signal.SIGKILL), ("fail", 3)])
+def test_the_first_rank_that_fails_gives_the_code_and_the_other_is_ended(
+    start: Callable[[str], Command], behaviour: str, code: int
+) -> None:
+    command = start(behaviour)
+    assert command.end(timeout_s=20) == code
     assert command.got(0) == ["SIGTERM"]
 
 
-def test_ctrl_c_ends_the_ranks_at_once(start: Callable[[str], Command]) -> None:
+def test_ranks_do_not_outlive_a_command_that_is_killed(start: Callable[[str], Command]) -> None:
     command = start("save")
     command.wait_for_ranks()
-    command.process.send_signal(signal.SIGINT)
-    assert command.end(timeout_s=10) == 130
-
-
-@pytest.mark.parametrize("victim", ["command", "launcher"])
-def test_ranks_do_not_outlive_a_command_or_launcher_that_is_killed(
-    start: Callable[[str], Command], victim: str
-) -> None:
-    command = start("save")
-    command.wait_for_ranks()
-    (command.process if victim == "command" else command.launcher()).kill()
-    code = command.process.wait(timeout=20)
-    assert code == (-signal.SIGKILL if victim == "command" else 128 + signal.SIGKILL)
+    command.process.kill()
+    assert command.process.wait(timeout=20) == -signal.SIGKILL
     wait_until(lambda: not marked(command.mark), timeout_s=10)
     assert [command.got(rank)[0] for rank in range(2)] == ["SIGTERM"] * 2, "they could save"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch
 
 import launch.train
 from launch.runtime.rank_environment import Rank
+from launch.runtime.startup_progress import StartupProgress
 from megalite.config import Config
 from megalite.engine import distributed
 
@@ -45,6 +47,7 @@ def test_a_rank_is_deterministic_before_it_joins_the_others(
     monkeypatch.setattr(distributed, "start_distributed", join)
     tiny["training"]["deterministic"] = is_on
     with pytest.raises(_JoiningError):
-        launch.train.run(Config.model_validate(tiny), Rank(1, 1, 2), ExitStack())
+        alone = Rank(0, 0, 1)
+        launch.train.run(Config.model_validate(tiny), alone, ExitStack(), StartupProgress(alone, time.monotonic()))
     assert seen == [(True, ":4096:8") if is_on else (False, None)]
     assert torch.utils.deterministic.fill_uninitialized_memory is not is_on
