@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from data_pipeline.dataset import PackedSamples, Split
+from data_pipeline.files import with_ending
 from data_pipeline.loader import (
     IGNORED_TARGET,
     BatchPlan,
@@ -155,6 +156,8 @@ def scored_data(request: EvaluateRequest, stored: StoredModel) -> Texts | Prepar
     if not prefixes:
         raise LaunchError("nothing to score: give --text FILE, or --data PREFIX of prepared data")
     for prefix in prefixes:
+        if not request.data and not with_ending(prefix, ".bin").is_file():
+            raise LaunchError(f"the run's data {prefix.absolute()} is not there: give --data PREFIX, or --text FILE")
         stored.check_prepared(prefix)
     fraction = request.held_out_fraction
     if fraction is None:
