@@ -266,10 +266,8 @@ def show(request: EvaluateRequest, loaded: Loaded) -> None:
 def _sentence(evaluation: Evaluation) -> str:
     bits = "" if evaluation.bits_per_byte is None else f", {evaluation.bits_per_byte:.4f} bits per byte"
     if evaluation.documents is not None:
-        of = (
-            f"{evaluation.documents:,} documents in windows of {evaluation.sequence_length:,}, "
-            f"{evaluation.stride:,} apart"
-        )
+        documents = f"{evaluation.documents:,} document{'s' * (evaluation.documents != 1)}"
+        of = f"{documents} in windows of {evaluation.sequence_length:,}, {evaluation.stride:,} apart"
     else:
         of = f"{evaluation.samples:,} of {evaluation.samples_per_epoch:,} samples of {evaluation.sequence_length:,}"
     return (

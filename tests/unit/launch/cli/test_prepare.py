@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -18,7 +19,8 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     import datasets
 
     (tmp_path / "corpus").mkdir()
-    texts = [f"def function_{n}(argument): return argument * {n}\n" * 20 for n in range(12)]
+    source = Path(argparse.__file__).read_text(encoding="utf-8")
+    texts = [source[place : place + 3000] for place in range(0, 36_000, 3000)]
     (tmp_path / "corpus" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:6]))
     (tmp_path / "corpus" / "b.md").write_text(texts[6])
     datasets.Dataset.from_dict({"text": texts[7:]}).to_parquet(tmp_path / "corpus" / "c.parquet")

@@ -67,12 +67,14 @@ def test_a_checkpoint_of_an_older_version_names_a_folder(tokenizer: Path, run_di
 def test_what_cannot_be_found_is_said(tokenizer: Path, run_dir: Path, tmp_path: Path) -> None:
     alone = (run_dir / STEP).rename(tmp_path / "alone")
     found = find_tokenizer(manifest(tokenizer), alone)
-    assert found.folder is None and not found.is_replaced and "no longer in" in found.problem
+    assert (
+        found.folder is None and not found.is_replaced and f"its tokenizer is not in {tmp_path.parent}" in found.problem
+    )
     unknown = find_tokenizer(manifest(tokenizer, None, tokenizer_sha256=None), run_dir / STEP)
     assert unknown.folder is None and unknown.problem == "the checkpoint knows no tokenizer"
 
 
-def test_a_given_one_must_be_the_right_one(tokenizer: Path, run_dir: Path, tmp_path: Path) -> None:
+def test_a_given_one_must_be_the_right_one(tokenizer: Path, tmp_path: Path) -> None:
     alone, ours = tmp_path / "alone", manifest(tokenizer)
     for given in (tokenizer, tokenizer / "tokenizer.json", str(tokenizer)):
         assert find_tokenizer(ours, alone, given).folder == tokenizer
@@ -85,6 +87,6 @@ def test_a_given_one_must_be_the_right_one(tokenizer: Path, run_dir: Path, tmp_p
     }
     for given, says in wrong.items():
         with pytest.raises(LaunchError, match=f"^--tokenizer {given}.*{says}") as caught:
-            find_tokenizer(ours, run_dir / STEP, given)
+            find_tokenizer(ours, alone, given)
         assert "\n" not in str(caught.value)
     assert find_tokenizer(manifest(tokenizer, None, tokenizer_sha256=None), alone, other).folder == other
