@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 import typer
 
 from launch.cli.options import AsJson, ModelTokenizer
-from launch.errors import INTERRUPTED_CODE
 
 ModelPath = Annotated[
     str, typer.Argument(help="Hugging Face folder, hub id, checkpoint, or run folder.", metavar="MODEL")
@@ -120,11 +119,11 @@ def evaluate(
 
 
 def _exit_with(run: Callable[[], int]) -> None:
-    """Exits with the code of `run`; Ctrl-C ends a long answer without a traceback."""
+    """Exits with the code of `run`; Ctrl-C ends a long answer with a line of its own."""
     try:
         code = run()
     except KeyboardInterrupt:
         print(file=sys.stderr)
-        code = INTERRUPTED_CODE
+        raise
     if code:
         raise typer.Exit(code)

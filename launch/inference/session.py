@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from launch.errors import INTERRUPTED_CODE, USER_ERROR_CODE, USER_ERRORS, LaunchError
+from launch.errors import USER_ERROR_CODE, USER_ERRORS, LaunchError
 from launch.huggingface.model_folder import DTYPES
 from launch.huggingface.serial_model import filled_model
 from launch.inference.stored_model import StoredModel, open_stored
@@ -29,6 +29,7 @@ from megalite.config import LaunchConfig
 from megalite.config.suggestions import tensor_parallel_fits, tensor_parallel_near
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import SerialModel
+from megalite.resilience.signals import take_signals
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,8 @@ def rank_main(arguments: Sequence[str], kind: Callable[..., Any], work: Callable
     """Runs one of the ranks that `run` starts, for requests of one kind. Returns the exit code."""
     from megalite.engine.distributed import start_distributed, stop_distributed  # DeepSpeed: only ranks need it
 
+    signals = take_signals()
+    signals.when = ""
     end_with_parent()
     values = json.loads(Path(arguments[0]).read_text())
     request = kind(**values | {"place": ModelPlacement(**values["place"])})
@@ -125,7 +128,5 @@ def rank_main(arguments: Sequence[str], kind: Callable[..., Any], work: Callable
     except USER_ERRORS as error:
         tell_once(str(error), rank)
         return USER_ERROR_CODE
-    except KeyboardInterrupt:
-        return INTERRUPTED_CODE
     stop_distributed()
     return 0
