@@ -83,6 +83,21 @@ def test_it_is_replaced_where_that_is_asked_for(
     assert "already prepared" in run(other, monkeypatch, capfd)[1]
 
 
+def test_ctrl_c_is_one_line_and_the_same_command_goes_on(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("data_pipeline.prepare.prepare._merge", interrupt)
+        code, out, err = run(USUAL, monkeypatch, capfd)
+    assert (code, out) == (130, "") and err.count("\n") == 1 and "the same command goes on" in err, err
+    assert [path.name for path in (workplace / "data").iterdir()] == ["mine.parts"]
+    code, out, _ = run([*USUAL, "--json"], monkeypatch, capfd)
+    assert code == 0 and json.loads(out)["resumed_parts"] == 1
+
+
 def run(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> tuple[object, str, str]:
