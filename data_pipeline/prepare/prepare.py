@@ -23,7 +23,7 @@ from data_pipeline.prepare.existing import check_replaceable
 from data_pipeline.prepare.parts import PartSize, PartStore, encode_part, exit_with_parent, holding_back_interrupts
 from data_pipeline.prepare.plan import PreparationPlan, chunks, plan_job
 from data_pipeline.sources.text import TextPiece
-from data_pipeline.tokenizer import TrainedTokenizer, inspect_tokenizer
+from data_pipeline.tokenizer import TrainedTokenizer
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,7 @@ def prepare(
     if workers is not None and workers < 1:
         raise DataError(f"{workers} workers cannot encode anything: ask for at least 1, or leave it out for all cores")
     trained = tokenizer if isinstance(tokenizer, TrainedTokenizer) else None
-    file = inspect_tokenizer(tokenizer) if isinstance(tokenizer, Path) else tokenizer.file
-    job = plan_job(sources, file, text_field, append_eos)
+    job = plan_job(sources, tokenizer, text_field, append_eos)
     workers = _useful_workers(workers, job)
     store = PartStore(output, job.sha256)
     meta = _finished(output, job)

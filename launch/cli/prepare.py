@@ -73,7 +73,7 @@ def prepare(
                 rate = progress.tokens / max(progress.seconds, 1e-9)
                 describe(f"{progress.documents:,} documents, {progress.tokens:,} tokens, {rate:,.0f} tokens/s")
 
-            describe("reading the sources")
+            describe("reading and encoding the text")
             summary = prepare_data(
                 sources,
                 output,

@@ -57,7 +57,7 @@ def find_tokenizer(manifest: Manifest, checkpoint: Path, given: str | Path | Non
     if replaced is not None:
         problem = f"{replaced}: its {TOKENIZER} is not the one {checkpoint} was trained with, whose SHA-256 is {wanted}"
         return FoundTokenizer(None, f"{problem}: it was retrained or replaced since", is_replaced=True)
-    return FoundTokenizer(None, f"the tokenizer is no longer in {_places(manifest, checkpoint)[0]}")
+    return FoundTokenizer(None, f"its tokenizer is not in {_places(manifest, checkpoint)[0]}")
 
 
 def _places(manifest: Manifest, checkpoint: Path) -> list[Path]:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from data_pipeline.dataset import PackedSamples, Split
+from data_pipeline.files import with_ending
 from data_pipeline.loader import (
     IGNORED_TARGET,
     BatchPlan,
@@ -155,6 +156,8 @@ def scored_data(request: EvaluateRequest, stored: StoredModel) -> Texts | Prepar
     if not prefixes:
         raise LaunchError("nothing to score: give --text FILE, or --data PREFIX of prepared data")
     for prefix in prefixes:
+        if not request.data and not with_ending(prefix, ".bin").is_file():
+            raise LaunchError(f"the run's data {prefix.absolute()} is not there: give --data PREFIX, or --text FILE")
         stored.check_prepared(prefix)
     fraction = request.held_out_fraction
     if fraction is None:
@@ -263,10 +266,8 @@ def show(request: EvaluateRequest, loaded: Loaded) -> None:
 def _sentence(evaluation: Evaluation) -> str:
     bits = "" if evaluation.bits_per_byte is None else f", {evaluation.bits_per_byte:.4f} bits per byte"
     if evaluation.documents is not None:
-        of = (
-            f"{evaluation.documents:,} documents in windows of {evaluation.sequence_length:,}, "
-            f"{evaluation.stride:,} apart"
-        )
+        documents = f"{evaluation.documents:,} document{'s' * (evaluation.documents != 1)}"
+        of = f"{documents} in windows of {evaluation.sequence_length:,}, {evaluation.stride:,} apart"
     else:
         of = f"{evaluation.samples:,} of {evaluation.samples_per_epoch:,} samples of {evaluation.sequence_length:,}"
     return (

@@ -23,6 +23,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the commands read; what they write stays there."""
     folder = tmp_path_factory.mktemp("workplace")
     shutil.copytree(ROOT / "configs", folder / "configs")
+    shutil.copytree(ROOT / "docs", folder / "docs")  # text to prepare
+    shutil.copy(ROOT / "README.md", folder)
     (folder / "launch").symlink_to(ROOT / "launch")
     return folder
 
@@ -57,9 +59,14 @@ def test_quickstart(workplace: Path) -> None:
 
 def documented() -> list[str]:
     """The commands of README.md and the guides, once each, in order."""
-    texts = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
-    blocks = [block for text in texts for block in re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)]
-    return list(dict.fromkeys(line for block in blocks for line in block.splitlines()))
+    pages = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    return list(dict.fromkeys(line for page in pages for line in commands_of(page)))
+
+
+def commands_of(page: Path) -> list[str]:
+    """The commands that a page shows."""
+    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    return [line for block in blocks for line in block.splitlines()]
 
 
 def starts_no_ranks(words: list[str]) -> bool:
@@ -105,6 +112,29 @@ def test_options_of_commands_that_start_ranks() -> None:
         while hasattr(command, "resolve_command"):
             name, command, arguments = command.resolve_command(context, arguments)
             context = command.make_context(name, list(arguments), parent=context)
+
+
+def test_own_text_is_prepared_as_documented(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of docs/data_preparation.md that start no ranks; the others need what these write."""
+    from typer.testing import CliRunner
+
+    from launch.cli.app import app
+
+    monkeypatch.chdir(workplace)
+    (workplace / "runs/own_text").mkdir(parents=True)
+    said = []
+    for line in commands_of(ROOT / "docs/data_preparation.md"):
+        words = words_of(line)[1]
+        if Path(words[0]).name == "python":
+            assert run(*words, cwd=workplace).returncode == 0, line
+        elif words[1] == "prepare":
+            done = CliRunner().invoke(app, words[1:])
+            assert done.exit_code == 0, f"{line}\n{done.output}\n{done.exception!r}"
+            said.append(done.output)
+    assert [text.split()[:2] for text in said] == [
+        ["dry", "run:"], ["runs/own_text/data/text.bin:", f"{len(list(Path('docs').glob('*.md'))) + 1}"],
+        ["runs/own_text/data/pages.bin:", "4"],
+    ]  # fmt: skip
 
 
 @pytest.mark.exhaustive

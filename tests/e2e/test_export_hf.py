@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from launch.huggingface.serial_model import global_shapes
+from launch.trainer import checkpoint_hooks
 from launch.trainer.checkpoint_hooks import Exporter
 from launch.trainer.resume import clear_exports, exports_of
 from megalite.checkpoint.manifest import step_folder
@@ -85,7 +86,10 @@ def exports_by(parent: int) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_all_that_is_offered_becomes_a_folder_and_the_last_is_validated(tmp_path: Path) -> None:
+def test_all_that_is_offered_becomes_a_folder_and_the_last_is_validated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_hooks, "PROGRESS_EVERY_S", 0.05)
     config, ears = config_of(tmp_path, export_hf_dtype="bf16"), Ears()
     exporter = Exporter(config, ears)
     checkpoints = [save(config, step) for step in (3, STEPS)]
@@ -99,6 +103,10 @@ def test_all_that_is_offered_becomes_a_folder_and_the_last_is_validated(tmp_path
     first, last = (sentence for sentence in ears.said if sentence.startswith("exported"))
     assert "step_00000003" in first and "not validated" in first
     assert "step_00000009" in last and "logits compared with transformers'" in last
+    waiting = [sentence for sentence in ears.said if sentence.startswith(f"waiting for {exports_of(config)}")]
+    assert "starting a process" in waiting[0]
+    percents = [int(line[:-1].split()[-1]) for line in waiting if "comparing logits with transformers" in line]
+    assert percents and percents == sorted(percents), waiting
     assert not exporter.pinned()
     weights = load_file(exports_of(config) / step_folder(STEPS) / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}

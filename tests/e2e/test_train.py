@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from launch.inference.stored_model import open_stored
 from tests.conftest import write_config
 from tests.helpers.commands import BIN, ROOT, metrics, run
 from tests.helpers.warm_runs import session
@@ -56,6 +57,12 @@ def test_a_run_leaves_what_it_promises(two_stages: dict[str, Any], tmp_path: Pat
     assert (folder / "checkpoints" / "latest").read_text() == "step_00000004"
     again = run(BIN / "megalite", "train", folder / "config.yaml")
     assert again.returncode == 0 and "nothing left to train" in again.stdout
+    moved = folder.rename(tmp_path / "moved")
+    stored = open_stored(moved)
+    assert stored.manifest is not None and stored.manifest.tokenizer == "../../model_tokenizer"
+    assert stored.tokenizer == moved / "model_tokenizer" and stored.load_tokenizer()("def").input_ids
+    on = run(BIN / "megalite", "train", moved / "config.yaml", f"run_dir={moved}", "training.steps=5")
+    assert on.returncode == 0 and "(step 4)" in on.stdout, on.stdout + on.stderr
 
 
 def test_killed_and_resumed_equals_uninterrupted_to_the_last_bit(two_stages: dict[str, Any], tmp_path: Path) -> None:

@@ -113,6 +113,11 @@ MISTAKES: dict[str, tuple[Change, list[str]]] = {
     "family that cannot express it": (override("model.gated_mlp=false"), ["gated_mlp", "llama"]),
     "no such data": (override("data.path=nowhere"), ["nowhere"]),
     "data of a larger vocabulary": (override("model.vocab_size=100"), ["vocab_size", "100", "320"]),
+    "data of a larger vocabulary than the checkpoints": (
+        lambda c, f: own_checkpoint()(c, f) or ["model.vocab_size=100"],
+        ["vocabulary of 320", "choose another run_dir"],
+    ),
+    "data named by its file": (lambda c, f: [f"data.path={c['data']['path']}.bin"], ["without an ending", "text, not"]),
     "truncated tokens": (broken_data(".bin", b"ab"), [".bin"]),
     "not an index": (broken_data(".idx", b"not an index at all, but long enough to be one"), [".idx"]),
     "half a checkpoint": (half_checkpoint, ["half", "manifest.json"]),
@@ -188,6 +193,7 @@ OTHER_COMMANDS: dict[str, tuple[list[str], str]] = {
     "no such tokenizer": (["prepare", __file__, "-o", "out", "-t", "nowhere"], "nowhere"),
     "export of nothing": (["export", "nowhere", "out"], "nowhere"),
     "import of nothing": (["import", "./nowhere", "out"], "nowhere"),
+    "generate with no tokenizer": (["generate", "nowhere", "--prompt", "x", "--tokenizer", "tok"], "nowhere"),
     "generate from nothing": (["generate", "nowhere", "--prompt", "x"], "nowhere"),
     "show of nothing": (["config", "show", "nowhere.yaml"], "nowhere.yaml"),
 }

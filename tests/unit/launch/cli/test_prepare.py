@@ -1,0 +1,107 @@
+"""`megalite prepare` as it is typed: what is there is kept, and a second time costs nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.launch.cli.test_mistakes import command
+
+USUAL = ["prepare", "corpus", "-t", "tok", "-o", "data/mine", "--train-vocab-size", "300"]
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of texts in three formats, and the working directory."""
+    import datasets
+
+    (tmp_path / "corpus").mkdir()
+    source = Path(argparse.__file__).read_text(encoding="utf-8")
+    texts = [source[place : place + 3000] for place in range(0, 36_000, 3000)]
+    (tmp_path / "corpus" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:6]))
+    (tmp_path / "corpus" / "b.md").write_text(texts[6])
+    datasets.Dataset.from_dict({"text": texts[7:]}).to_parquet(tmp_path / "corpus" / "c.parquet")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+REFUSED = {
+    "another vocabulary": (
+        [*USUAL[:5], "data/none", "--train-vocab-size", "301"],
+        ["tok holds a tokenizer with a vocabulary of 300, trained on corpus (", "asked is one with", "301, trained on"],
+    ),
+    "another text": (
+        ["prepare", "corpus/b.md", *USUAL[2:5], "data/none", *USUAL[6:]],
+        ["vocabulary of 300, trained on corpus (", "asked is one with a vocabulary of 300, trained on corpus/b.md ("],
+    ),
+    "other sources": (
+        ["prepare", "corpus/a.jsonl", *USUAL[2:6]],
+        ["data/mine holds 12 documents prepared from corpus with", "asked is corpus/a.jsonl with the tokenizer"],
+    ),
+    "another tokenizer for the same data": (
+        [*USUAL[:3], "new", *USUAL[4:7], "310"],
+        ["data/mine holds 12 documents prepared from corpus", "asked is corpus with the tokenizer new, vocabulary 310"],
+    ),
+}
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["", "dry run"])
+def test_what_is_there_is_not_replaced(
+    dry: list[str], workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(USUAL, monkeypatch, capfd)
+    assert (code, err) == (0, "") and "12 documents" in out and "prepared in" in out
+    before = everything(workplace)
+    for words, says in REFUSED.values():
+        code, out, err = run([*words, *dry], monkeypatch, capfd)
+        assert code == 2 and err.startswith("megalite: error: ") and err.count("\n") == 1 and not out, err
+        assert all(part in err for part in [*says, "--overwrite"]), err
+    assert everything(workplace) == before
+    code, out, err = run([*USUAL, *dry], monkeypatch, capfd)
+    assert code == 0 and "already prepared" in out and everything(workplace) == before
+
+
+def test_it_is_replaced_where_that_is_asked_for(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(USUAL, monkeypatch, capfd)[0] == 0
+    other = ["prepare", "corpus/a.jsonl", *USUAL[2:6], "--train-vocab-size", "301"]
+    assert run([*other, "--dry-run", "--overwrite"], monkeypatch, capfd)[1].startswith(
+        "dry run: would encode 1 source,"
+    )
+    code, out, _ = run([*other, "--overwrite"], monkeypatch, capfd)
+    assert code == 0 and "6 documents" in out and "vocabulary 301, prepared in" in out
+    meta = json.loads((workplace / "data" / "mine.meta.json").read_text())
+    assert meta["sources"] == ["corpus/a.jsonl"] and (meta["text_field"], meta["append_eos"]) == ("text", True)
+    assert "already prepared" in run(other, monkeypatch, capfd)[1]
+
+
+def test_ctrl_c_is_one_line_and_the_same_command_goes_on(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("data_pipeline.prepare.prepare._merge", interrupt)
+        code, out, err = run(USUAL, monkeypatch, capfd)
+    assert (code, out) == (130, "") and err.count("\n") == 1 and "the same command goes on" in err, err
+    assert [path.name for path in (workplace / "data").iterdir()] == ["mine.parts"]
+    code, out, _ = run([*USUAL, "--json"], monkeypatch, capfd)
+    assert code == 0 and json.loads(out)["resumed_parts"] == 1
+
+
+def run(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> tuple[object, str, str]:
+    """Exit code, 0 for None, stdout and stderr of `megalite WORDS`, on one core."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    code, out, err = command(words, monkeypatch, capfd)
+    return code or 0, out, err

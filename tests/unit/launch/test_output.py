@@ -1,0 +1,25 @@
+"""The output that all commands share."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from launch import output
+
+
+def test_a_long_command_says_what_it_does_where_no_terminal_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a log file ten silent minutes look like a hang."""
+    monkeypatch.setattr(output, "SILENCE_S", 0.05)
+    with output.spinner("reading") as describe:
+        time.sleep(0.2)
+        describe("writing")
+        time.sleep(0.2)
+    said = capsys.readouterr().err
+    assert said.index("megalite: reading (") < said.index("megalite: writing (")
+    with output.spinner("reading", is_shown=False):
+        time.sleep(0.2)
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,126 @@
+"""A run keeps its tokenizer from its first step, and goes on with no other."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_pipeline.tokenizer import train_tokenizer
+from launch.trainer.data import open_data
+from launch.trainer.resume import Start, checkpoints_of, find_start
+from launch.trainer.run_tokenizer import keep_tokenizer, tokenizer_in_manifests
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.manifest import MANIFEST, find_latest, read_manifest
+from megalite.config import Config
+from tests.unit.launch.cli.test_mistakes import own_checkpoint
+
+
+@pytest.fixture
+def config(tiny: dict[str, Any], corpus: Path, tmp_path: Path) -> Config:
+    """A run on a copy of the corpus, whose tokenizer may be changed."""
+    data = shutil.copytree(corpus.parent, tmp_path / "corpus")
+    meta = data / "text.meta.json"
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"tokenizer": str(data / "tokenizer")}))
+    tiny["data"]["path"] = str(data / "text")
+    return Config.model_validate(tiny)
+
+
+def started(config: Config) -> Start:
+    own, skipped = find_latest(checkpoints_of(config)) if checkpoints_of(config).exists() else (None, [])
+    return find_start(config, open_data(config), own, skipped)
+
+
+def kept(config: Config) -> dict[str, bytes]:
+    """The run's copy, as its first step leaves it."""
+    start = started(config)
+    config.run_dir.mkdir(exist_ok=True)
+    if start.tokenizer is not None:
+        keep_tokenizer(config, start.tokenizer)
+    return {path.name: path.read_bytes() for path in (config.run_dir / "model_tokenizer").glob("*")}
+
+
+def saved(config: Config, folder: Path) -> Path:
+    """The run's own checkpoint, with a manifest as its first session writes it."""
+    sha256 = tokenizer_in_manifests(open_data(config), started(config).tokenizer)[1]
+    own_checkpoint()(copy.deepcopy(config.model_dump(mode="json")) | {"data": {**as_given(config)}}, folder)
+    step = checkpoints_of(config) / "step_00000002"
+    manifest = read_manifest(step).model_copy(update={"tokenizer": "../../model_tokenizer", "tokenizer_sha256": sha256})
+    (step / MANIFEST).write_bytes(manifest.sealed())
+    return step
+
+
+def as_given(config: Config) -> dict[str, Any]:
+    return {"path": str(config.data.path[0]), "held_out_fraction": config.data.held_out_fraction}
+
+
+def test_the_tokenizer_of_the_data_is_kept_whole(config: Config, tmp_path: Path) -> None:
+    tokenizer = tmp_path / "corpus" / "tokenizer"
+    (tokenizer / "chat_template.jinja").write_text("{{ messages }}")
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    assert kept(config) == {name: (tokenizer / name).read_bytes() for name in names}
+    times = {path: path.stat().st_mtime_ns for path in (config.run_dir / "model_tokenizer").iterdir()}
+    kept(config)
+    assert {path: path.stat().st_mtime_ns for path in times} == times, "written once"
+    assert tokenizer_in_manifests(open_data(config), started(config).tokenizer)[0] == "../../model_tokenizer"
+    shutil.rmtree(tokenizer)
+    assert started(config).tokenizer == config.run_dir / "model_tokenizer", "a start before the first checkpoint"
+
+
+def test_a_resume_needs_only_the_kept_one(config: Config, tmp_path: Path) -> None:
+    before = kept(config)
+    saved(config, tmp_path)
+    train_tokenizer(["abc " * 99], tmp_path / "corpus" / "tokenizer", 258, overwrite=True)
+    assert kept(config) == before and started(config).step == 2
+    shutil.rmtree(tmp_path / "corpus" / "tokenizer")
+    assert kept(config) == before
+    assert not [notice for notice in started(config).notices if "tokenizer" in notice]
+
+
+def test_a_resume_with_another_one_in_its_place_is_refused(config: Config, tmp_path: Path) -> None:
+    """Its checkpoints would export with words that are not the model's."""
+    kept(config)
+    step = saved(config, tmp_path)
+    shutil.rmtree(config.run_dir / "model_tokenizer")
+    train_tokenizer(["abc " * 99], config.run_dir / "model_tokenizer", 258)
+    with pytest.raises(
+        CheckpointError, match=rf"tokenizer.json is not the tokenizer that {step} was trained with"
+    ) as e:
+        started(config)
+    assert "\n" not in str(e.value)
+
+
+def test_a_run_of_an_older_version_keeps_it_from_its_next_session_on(config: Config, tmp_path: Path) -> None:
+    before = kept(config)
+    saved(config, tmp_path)
+    shutil.rmtree(config.run_dir / "model_tokenizer")
+    assert kept(config) == before
+
+
+def test_a_start_on_other_data_replaces_what_an_earlier_start_kept(config: Config, tmp_path: Path) -> None:
+    """No checkpoint was saved with it."""
+    config.run_dir.mkdir()
+    train_tokenizer(["abc " * 99], tmp_path / "earlier", 258)
+    keep_tokenizer(config, tmp_path / "earlier")
+    tokenizer = tmp_path / "corpus" / "tokenizer"
+    assert kept(config)["tokenizer.json"] == (tokenizer / "tokenizer.json").read_bytes()
+    assert not list(config.run_dir.glob(".model_tokenizer*"))
+
+
+@pytest.mark.parametrize("damage", ["gone", "retrained", "a link"])
+def test_a_run_without_one_says_so_and_trains(damage: str, config: Config, tmp_path: Path) -> None:
+    tokenizer = tmp_path / "corpus" / "tokenizer"
+    if damage == "gone":
+        shutil.rmtree(tokenizer)
+    elif damage == "retrained":
+        train_tokenizer(["abc " * 99], tokenizer, 258, overwrite=True)
+    else:
+        (tokenizer / "vocab.json").symlink_to(tmp_path / "corpus" / "text.idx")
+    start = started(config)
+    assert start.tokenizer is None and len(start.notices) == 1
+    assert start.notices[0].startswith("the run keeps no tokenizer, ") and "--tokenizer" in start.notices[0]
+    assert tokenizer_in_manifests(open_data(config), None)[0] == str(tokenizer)
