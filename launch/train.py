@@ -33,6 +33,7 @@ from launch.errors import (
     USER_ERROR_CODE,
     USER_ERRORS,
     LaunchError,
+    sentences_of,
 )
 from launch.runtime.console import Console, outlive_readers
 from launch.runtime.devices import Device
@@ -107,7 +108,7 @@ def _load_and_run(arguments: Sequence[str], console: Console, exit_stack: ExitSt
         _keep_console(console, config, rank)
         run(config, rank, exit_stack)
     except USER_ERRORS as error:
-        tell_once(str(error), rank)
+        tell_once("\nmegalite: error: ".join(sentences_of(error)), rank)
         may_pass = isinstance(error, StorageError) and not error.is_lasting
         return FAILED_CODE if may_pass else USER_ERROR_CODE
     except (TrainingStopped, TrainingPreempted, SaveFailed) as error:

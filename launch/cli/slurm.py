@@ -131,7 +131,7 @@ def slurm(
         options=options,
         environment=environment,
     )
-    _check_start(config)
+    notices += _check_start(config)
     _deliver(job, Delivery(output, overwrite, submit, dry_run, as_json), notices)
 
 
@@ -173,14 +173,25 @@ def _line(path: Path, what: str) -> Path:
     return path
 
 
-def _check_start(config: Config) -> None:
-    """Checks data and checkpoint now; otherwise a problem would show only after hours in the queue."""
+def _check_start(config: Config) -> list[str]:
+    """Checks data and checkpoint now; otherwise a problem would show only after hours in the queue.
+
+    Returns a notice where this host lacks the data, which may be on storage that only the job's hosts have.
+    """
+    from data_pipeline.files import with_ending
     from launch.trainer.data import open_data
     from launch.trainer.resume import checkpoints_of, find_start
     from megalite.checkpoint.manifest import find_latest, step_folders
 
+    files = (with_ending(Path(path).absolute(), ".bin") for path in config.data.path)
+    if missing := [file for file in files if not file.is_file()]:
+        return [
+            f"this host has no {missing[0]}, so data and checkpoint are checked only when the job starts, and it ends "
+            "with exit code 2 if they are missing there: see that data.path is right on the job's hosts"
+        ]
     root = checkpoints_of(config)
     find_start(config, open_data(config), *(find_latest(root) if step_folders(root) else (None, [])))
+    return []
 
 
 def _deliver(job: SlurmJob, delivery: Delivery, notices: list[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import platform
-import subprocess
 import sys
 import time
 from importlib.metadata import version
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from launch.errors import LaunchError
-from launch.runtime.modules import INSTALLATION
+from launch.runtime.checkout import git_state
 from launch.trainer.data import RunData
 from megalite.checkpoint.durable_files import digest, remove, write_durably
 from megalite.config import Config, ResolvedLayout
@@ -45,7 +44,7 @@ def lock_run_folder(config: Config, patience_s: float = 0.0) -> IO[str]:
             f"another run is using run_dir {config.run_dir}: wait for it, or choose another run_dir"
         ) from None
     except OSError as error:
-        raise LaunchError(f"run_dir {config.run_dir} cannot be written: {error.strerror}") from None
+        raise LaunchError(f"run_dir {config.run_dir.absolute()} cannot be written: {error.strerror}") from None
     return lock
 
 
@@ -61,7 +60,7 @@ def write_receipt(config: Config, layout: ResolvedLayout, facts: dict[str, Any])
         "versions": {name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
         "machine": {"platform": platform.platform(), "host": platform.node()},
         "command": sys.argv,
-        "git": _git_state(),
+        "git": git_state(),
         "layout": layout_facts(layout) | {"gradient_accumulation_steps": layout.gradient_accumulation_steps},
         "seed": config.training.seed,
         "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -104,17 +103,3 @@ def tokenizer_of(config: Config, data: RunData) -> tuple[str | None, str | None]
 
 def _as_json(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
-
-
-def _git_state() -> dict[str, Any] | None:
-    """Returns the commit of this checkout and whether it has changes; None if it is no git checkout."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(INSTALLATION), *arguments], capture_output=True, text=True, check=True, timeout=20
-        ).stdout.strip()
-
-    try:
-        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
-    except (OSError, subprocess.SubprocessError):
-        return None

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from megalite.config.base import section_of
 from megalite.config.model import ModelConfig
 
 OptionPath = tuple[str, ...]
@@ -29,8 +30,8 @@ def option_paths(model: type[BaseModel]) -> tuple[OptionPath, ...]:
     def walk(section: type[BaseModel], prefix: OptionPath) -> Iterator[OptionPath]:
         for name, field in section.model_fields.items():
             yield (*prefix, name)
-            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-                yield from walk(field.annotation, (*prefix, name))
+            if inner := section_of(field.annotation):
+                yield from walk(inner, (*prefix, name))
 
     return tuple(walk(model, ()))
 
