@@ -7,6 +7,7 @@ run), 75 (stopped on request after saving), 86 (the run hung). No torch here.
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -40,8 +41,10 @@ from launch.output import console, print_json
 from launch.runtime.logs import get_logger
 from launch.runtime.modules import COMMAND_LINE
 from launch.trainer.run_config import load_run_config
+from megalite.config import Config
 
 log = get_logger(__name__)
+DASHED_OVERRIDE = re.compile(rf"--(?:run_dir|(?:{'|'.join(Config.model_fields)})\.[a-z_.]+)=")
 app = typer.Typer(
     name="megalite",
     no_args_is_help=True,
@@ -195,9 +198,19 @@ def verify(
         raise typer.Exit(VERIFY_FAILED_CODE)
 
 
+def _refuse_dashed_overrides(words: list[str]) -> None:
+    """Raises LaunchError for an override with dashes in front, as other stacks write options of a config."""
+    for word in words:
+        if word in ("--", "supervise"):  # what follows may be another program's
+            return
+        if DASHED_OVERRIDE.match(word):
+            raise LaunchError(f"{word}: an option of the config has no dashes here: {word.lstrip('-')}")
+
+
 def main() -> None:
     """Entry of the `megalite` command."""
     try:
+        _refuse_dashed_overrides(sys.argv[1:])
         app()
     except USER_ERRORS as error:
         for sentence in sentences_of(error):

@@ -51,7 +51,10 @@ def init(
         from launch.huggingface.hub_folder import hub_config, is_hub_model
 
         if not is_hub_model(Path(source)):
-            raise LaunchError(f"--from {source}: {Path(source).absolute()} is no folder with a config.json")
+            raise LaunchError(
+                f"--from {source}: {Path(source).absolute()} is no folder with a config.json, nor is it a hub id "
+                "(organisation/name)"
+            )
         folder, model = hub_config(Path(source))
         weights = SourceOfWeights(source, folder, model.max_position_embeddings)
     text = starter_config(weights)

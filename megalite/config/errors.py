@@ -42,6 +42,9 @@ class ConfigProblem:
 EXPECTATIONS = {
     "bool_type": "true or false",
     "bool_parsing": "true or false",
+    "int_parsing_size": "an integer of fewer digits",
+    "path_type": "a path",
+    "string_type": "text",
     "string_too_short": "text that is not empty",
     "none_required": "null",
     "list_type": "a list",

@@ -152,14 +152,23 @@ def _read_stated(path: Path, overrides: Sequence[str]) -> _Stated:
     """Reads the file and applies the overrides."""
     values, lines = _read(path)
     stated = _Stated(path, values, lines, {}, [])
+    malformed = []
     for override in overrides:
+        name, equals, text = override.partition("=")
+        option = tuple(name.strip().split("."))
+        if not equals or not all(option):
+            malformed.append(f'"{override}"')
+            continue
         try:
-            option, value = _parse_override(override)
-            _set(values, option, value, override)
+            _set(values, option, _value_of(override, text), override)
         except ConfigError as error:
             stated.problems.extend(error.sentences)
         else:
             stated.overrides[option] = override
+    if malformed:
+        are = "override {} is" if len(malformed) == 1 else "overrides {} are"
+        names = are.format(", ".join(malformed))
+        stated.problems.append(f"{names} not of the form section.option=value, with no space around =")
     return stated
 
 
@@ -167,7 +176,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[LinePath, int]]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path.absolute()} does not exist") from None
+        hint = ": the config comes first, then overrides" if "=" in path.name else ""
+        raise ConfigError(f"{path.absolute()} does not exist{hint}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     except OSError as error:
@@ -185,17 +195,12 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[LinePath, int]]:
     return values, lines
 
 
-def _parse_override(override: str) -> tuple[OptionPath, Any]:
-    name, equals, text = override.partition("=")
-    option = tuple(name.strip().split("."))
-    if not equals or not all(option):
-        raise ConfigError(f'override "{override}" is not of the form section.option=value')
+def _value_of(override: str, text: str) -> Any:
     try:
-        value, _ = parse_yaml(text)
+        return parse_yaml(text)[0]
     except ConfigError as error:
         sentences = (sentence.removeprefix("line 1: ") for sentence in error.sentences)
         raise ConfigError(*(f'override "{override}": {sentence}' for sentence in sentences)) from None
-    return option, value
 
 
 def _set(values: dict[str, Any], option: OptionPath, value: Any, override: str) -> None:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from megalite.config.base import Section, section_of
+from pydantic import BaseModel
+
+from megalite.config.base import section_of
 from megalite.config.config import Config
 from megalite.config.errors import section_at
 from megalite.config.schema import Schema, json_schema
@@ -142,7 +144,7 @@ def _schemas() -> dict[OptionPath, Schema]:
     return {tuple(option["title"].split(".")): option for option in options}
 
 
-def _default(section: type[Section], name: str) -> str:
+def _default(section: type[BaseModel], name: str) -> str:
     field = section.model_fields[name]
     if field.is_required():
         return "required"

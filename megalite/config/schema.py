@@ -24,7 +24,7 @@ DESCRIPTION = (
     "[OVERRIDES]` checks them. megalite also takes a number or a truth value written as text, such as '1e-3' or no."
 )
 ABOUT = ("title", "description", "default", "examples")
-FALSY = [False, None, 0, "", [], {}]
+FALSY: list[Any] = [False, None, 0, "", [], {}]
 
 
 def json_schema() -> Schema:

@@ -133,13 +133,13 @@ class EvaluationConfig(Section):
 class TrainingConfig(Section):
     """Batch, length, seed and stopping of the run."""
 
-    global_batch_size: PositiveInt = Field(examples=[32])
+    global_batch_size: PositiveInt = Field(examples=[16])
     """Sequences per optimizer step, over all replicas and micro-batches."""
 
-    micro_batch_size: PositiveInt = Field(examples=[4])
+    micro_batch_size: PositiveInt = Field(examples=[2])
     """Sequences per forward pass on one replica; affects memory, not results; `auto`: chosen with the layout."""
 
-    sequence_length: PositiveInt = Field(examples=[512])
+    sequence_length: PositiveInt = Field(examples=[256])
     """Tokens per sequence."""
 
     steps: PositiveInt | None = Field(default=None, examples=[1000])

@@ -56,7 +56,7 @@ VALUES: dict[str, Any] = {
 }
 """Values that are neither an option's default nor its example."""
 
-TUNING: dict[str, Any] = {"optimizer.learning_rate": 2e-5, "checkpoint.export_hf": "last"}
+TUNING: dict[str, Any] = {"run_dir": "runs/tuned", "optimizer.learning_rate": 2e-5, "checkpoint.export_hf": "last"}
 """Values for a run that starts from trained weights."""
 
 

@@ -105,4 +105,7 @@ def _key_lines(node: yaml.Node, path: LinePath, problems: list[str]) -> Iterator
 def _syntax_sentence(error: yaml.MarkedYAMLError) -> str:
     mark = error.problem_mark or error.context_mark
     where = f"line {mark.line + 1}: " if mark else ""
-    return f"{where}not valid YAML: {' '.join((error.problem or error.context or 'unreadable').split())}"
+    problem = error.problem or error.context or "unreadable"
+    if problem.startswith("but ") and error.context:
+        problem = f"{error.context}, {problem}"
+    return f"{where}not valid YAML: {' '.join(problem.split())}"

@@ -53,6 +53,11 @@ BAD_OVERRIDES = [
     # the form of an override
     ("training.steps", ['"training.steps" is not of the form section.option=value']),
     (".steps=3", ['".steps=3" is not of the form section.option=value']),
+    ("training.steps = 3", ['overrides "training.steps", "=", "3" are not of the form', "no space around ="]),
+    ("run_dir=", ["run_dir must be a path, got null"]),
+    ("model.vocab_size=1e30", ["model.vocab_size must be an integer of fewer digits, got 1e+30"]),
+    ("model.model_type=3", ["model.model_type must be text, got 3"]),
+    ("model.rope_scaling.type=linear", ['"model.rope_scaling.type": did you mean "model.rope_scaling.rope_type"?']),
     ("training.steps.x=3", ["training.steps is a value, not a section; write training.steps=..."]),
     ("data.path=[a", ['override "data.path=[a": not valid YAML: expected']),
     ("deepspeed={a: 1, a: 2}", ["a stands twice"]),
@@ -193,6 +198,7 @@ BAD_FILES = [
     ("run_dir: x\nmodell: {}\n", ["line 2: unknown option", 'did you mean "model"? (and 2 more)']),
     ("run_dir: x\n", ["section model is required, with vocab_size, hidden_size"]),
     ("a: &a [*a]\n", ["not valid YAML"]),
+    ("run_dir: x\n---\nrun_dir: y\n", ["line 2: not valid YAML: expected a single document"]),
     ("\x00", ["not valid YAML"]),
 ]
 
@@ -278,6 +284,7 @@ def test_unreadable_files_are_one_sentence(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe\xff")
     for path, reason in [
         (tmp_path / "absent.yaml", "does not exist"),
+        (tmp_path / "training.steps=3", "does not exist: the config comes first, then overrides"),
         (tmp_path, "cannot be read: Is a directory"),
         (binary, "is not UTF-8 text"),
     ]:
@@ -311,7 +318,7 @@ def test_all_problems_are_found_at_once_each_with_its_line(minimal: Path) -> Non
     path.write_text(text.replace("  global_batch_size: 8\n", ""))
     found = sentences(path, "parallel.tp=2", "optimizer.eps=0", "nonsense")
     assert [sentence.partition(": ")[0] for sentence in found] == [
-        'override "nonsense" is not of the form section.option=value',
+        'override "nonsense" is not of the form section.option=value, with no space around =',
         f"{path}, line 4",
         'override "parallel.tp=2"',
         'override "optimizer.eps=0"',
