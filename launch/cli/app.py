@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -21,7 +21,18 @@ from launch.cli.doctor import doctor
 from launch.cli.inference import evaluate, generate
 from launch.cli.kubernetes import k8s
 from launch.cli.launch import launch
-from launch.cli.options import AsJson, ConfigPath, FirstWait, Grace, LongestWait, Overrides, Restarts, Silence
+from launch.cli.options import (
+    AllowChange,
+    AsJson,
+    ConfigPath,
+    FirstWait,
+    Force,
+    Grace,
+    LongestWait,
+    Overrides,
+    Restarts,
+    Silence,
+)
 from launch.cli.place import place
 from launch.cli.plan import plan_app
 from launch.cli.prepare import prepare
@@ -41,14 +52,28 @@ from launch.output import console, print_json
 from launch.runtime.logs import get_logger
 from launch.runtime.modules import COMMAND_LINE
 from launch.trainer.run_config import load_run_config
+from launch.trainer.start_flags import StartFlags
 from megalite.config import Config
 
 log = get_logger(__name__)
 DASHED_OVERRIDE = re.compile(rf"--(?:run_dir|(?:{'|'.join(Config.model_fields)})\.[a-z_.]+)=")
+
+
+class InterruptibleGroup(CommandsWithVerbosity):
+    """All commands; Ctrl-C ends any of them with one sentence instead of a traceback or nothing."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            log.warning("interrupted")
+            raise typer.Exit(INTERRUPTED_CODE) from None
+
+
 app = typer.Typer(
     name="megalite",
+    cls=InterruptibleGroup,
     no_args_is_help=True,
-    cls=CommandsWithVerbosity,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
@@ -74,8 +99,13 @@ def options_of_all_commands(
 def train(
     config_path: ConfigPath,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the config and the layout; start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Make every check and print a summary of the run; start nothing.")
+    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="With --dry-run: also print the whole config.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result of --dry-run as JSON.")] = False,
+    force: Force = False,
+    allow_change: AllowChange = False,
     restart: Annotated[
         int, typer.Option(min=0, metavar="N", help="Restart a failed run, up to N times; see supervise.")
     ] = 0,
@@ -88,26 +118,32 @@ def train(
     Example: `megalite train configs/quickstart.yaml parallel.tensor_parallel_size=1 training.steps=20`
     """
     from launch.runtime.rank_environment import is_rank
-    from launch.trainer.local_run import print_dry_run, start_local_run
+    from launch.trainer.local_run import end_start_up_on_signals, print_dry_run, start_local_run
+    from megalite.resilience.signals import take_signals
 
+    flags = StartFlags(force, allow_change)
     arguments = [str(config_path), *(overrides or [])]
     if dry_run:
-        print_dry_run(load_run_config(config_path, overrides or []), as_json=as_json)
+        print_dry_run(load_run_config(config_path, overrides or []), flags, full=full, as_json=as_json)
     elif as_json:
         raise LaunchError("--json belongs to --dry-run: a run's results are in metrics.jsonl and receipt.json")
+    elif full:
+        raise LaunchError("--full belongs to --dry-run: a run writes its whole config to config.yaml in its run_dir")
     elif is_rank():
+        take_signals()  # before the imports of a rank, which take a while
         from launch.train import main as rank_main
 
         if restart:
             raise LaunchError("--restart is not for one rank of a run: put `megalite supervise --` before its launcher")
-        raise typer.Exit(rank_main(arguments))
+        raise typer.Exit(rank_main([*arguments, *flags.words]))
     elif restart:
         from launch.supervision.supervisor import Policy, supervise_run
 
-        command = [sys.executable, "-m", COMMAND_LINE, "train", *arguments]
+        command = [sys.executable, "-m", COMMAND_LINE, "train", *arguments, *flags.words]
         raise typer.Exit(supervise_run(command, Policy(restarts=restart)))
     else:
-        raise typer.Exit(start_local_run(load_run_config(config_path, overrides or []), arguments))
+        end_start_up_on_signals()
+        raise typer.Exit(start_local_run(load_run_config(config_path, overrides or []), arguments, flags))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

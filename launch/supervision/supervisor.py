@@ -24,7 +24,7 @@ from typing import Any
 from launch.errors import HUNG_CODE, INTERRUPTED_CODE, PREEMPTED_CODE, STOPPED_CODE, USER_ERROR_CODE, LaunchError
 from launch.runtime.logs import get_logger
 from launch.runtime.modules import REAPER
-from launch.runtime.processes import ProcessTree, StopSignals, wait_for
+from launch.runtime.processes import ProcessTree, StopRequest, StopSignals, wait_for
 from launch.runtime.rank_environment import ATTEMPT
 from launch.supervision.liveness import HeartbeatMonitor
 from launch.supervision.run_outcome import RunFolder, run_exit_code
@@ -65,7 +65,7 @@ class Policy:
     restarts: int = 5  # maximum over the whole run
     first_wait_s: float = 1.0  # before the first restart; doubled for each further one without a new checkpoint
     longest_wait_s: float = 300.0
-    grace_s: float = 120.0  # from SIGTERM or SIGHUP until what still runs is killed; SIGUSR1 and SIGUSR2 set no limit
+    grace_s: float = 120.0  # from SIGTERM or SIGHUP until what still runs is killed; other signals set no limit
     heartbeat_timeout_s: float = 60.0  # without a heartbeat of a rank that has sent one; 0 disables the check
 
 
@@ -92,10 +92,10 @@ def supervise_run(command: Sequence[str], policy: Policy, run_dir: Path | None =
     if not command or shutil.which(command[0]) is None:
         raise LaunchError(f"the command {command[0] if command else ''!r} is not there: name a program after --")
     if run_dir is not None:
-        return CommandSupervisor(command, policy, run_dir, total_steps=None).run()
+        return CommandSupervisor(command, policy, run_dir, config=None).run()
     config = config_of(command)
     check_resumes(config)
-    return CommandSupervisor(command, policy, config.run_dir, config.total_steps).run()
+    return CommandSupervisor(command, policy, config.run_dir, config).run()
 
 
 def check_resumes(config: Config) -> None:
@@ -107,8 +107,9 @@ def check_resumes(config: Config) -> None:
 class Supervisor(ABC):
     """Repeats a run until an attempt succeeds or another would not help."""
 
-    def __init__(self, policy: Policy, run_dir: Path, total_steps: int | None) -> None:
-        self._policy, self._run_dir, self._total_steps = policy, run_dir, total_steps
+    def __init__(self, policy: Policy, run_dir: Path, config: Config | None) -> None:
+        """`config` tells how long the run is; None if it is not known."""
+        self._policy, self._run_dir, self._length_of = policy, run_dir, config
         self._nonfatal = Nonfatal(log.warning)
         self._folder = RunFolder.read(run_dir) or RunFolder()  # when it could last be read
         self._progress: tuple[int | None, int] | None = None  # checkpoint and step of the last attempt that trained
@@ -127,7 +128,7 @@ class Supervisor(ABC):
                 ended = self._attempt(signals)
                 before, after = self._folder, RunFolder.read(self._run_dir)
                 self._folder = after or before
-                code = run_exit_code(before, after, ended.code, self._total_steps)
+                code = run_exit_code(before, after, ended.code, self._total_steps())
                 if ended.reason is not None and code and signals.last is None:
                     # the supervisor ended the attempt, and ranks may have reported that as a preemption
                     self._log(ended.reason)
@@ -154,6 +155,12 @@ class Supervisor(ABC):
                     self._log(f"asked to end before restart {self._restarts}")
                     return 128 + (signals.last or signal.SIGTERM)
                 self._wait_s = min(2 * self._wait_s, self._policy.longest_wait_s)
+
+    def _total_steps(self) -> int | None:
+        """Returns the length of the run in steps, counted from its newest checkpoint; None if it is not known."""
+        if self._length_of is None:
+            return None
+        return self._length_of.counted_from(self._folder.checkpoint or 0, self._folder.tokens_seen).total_steps
 
     def _reason_to_give_up(self, before: RunFolder, after: RunFolder | None, ended: AttemptEnd) -> str | None:
         """Returns why another attempt would not help; None if it may.
@@ -206,8 +213,8 @@ class Supervisor(ABC):
 class CommandSupervisor(Supervisor):
     """Supervises a command on this host."""
 
-    def __init__(self, command: Sequence[str], policy: Policy, run_dir: Path, total_steps: int | None) -> None:
-        super().__init__(policy, run_dir, total_steps)
+    def __init__(self, command: Sequence[str], policy: Policy, run_dir: Path, config: Config | None) -> None:
+        super().__init__(policy, run_dir, config)
         self._command = command
 
     def _attempt(self, signals: StopSignals) -> AttemptEnd:
@@ -221,9 +228,9 @@ class CommandSupervisor(Supervisor):
             code = wait_for(
                 tree,
                 signals,
+                StopRequest(2 * grace_s + REAPER_S),
                 ranks=lambda: (),
                 otherwise=tree.signal_group,
-                grace_s=2 * grace_s + REAPER_S,
                 until=heartbeats.reason,
             )
             reason = heartbeats.reason()  # read before `end`, which stops heartbeats as well

@@ -1,9 +1,11 @@
-"""Locks a run's folder; writes config.yaml, deepspeed.json, receipt.json and the model's tokenizer into it."""
+"""Locks a run's folder; writes config.yaml, deepspeed.json and receipt.json into it."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
 import platform
 import sys
 import time
@@ -11,13 +13,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from launch.errors import LaunchError
 from launch.runtime.checkout import git_state
-from launch.trainer.data import RunData
-from megalite.checkpoint.durable_files import digest, remove, write_durably
+from megalite.checkpoint.durable_files import write_durably
 from megalite.config import Config, ResolvedLayout
 
-TOKENIZER = "model_tokenizer"
+LOCK = ".lock"
+WITHOUT_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts")  # file systems of the kernel, which take no folders
 PACKAGES = ("megalite", "torch", "deepspeed", "transformers", "tokenizers", "numpy")
 
 
@@ -30,7 +34,7 @@ def lock_run_folder(config: Config, patience_s: float = 0.0) -> IO[str]:
     deadline = time.monotonic() + patience_s
     try:
         config.run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (config.run_dir / ".lock").open("w")
+        lock = (config.run_dir / LOCK).open("w")
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -40,12 +44,36 @@ def lock_run_folder(config: Config, patience_s: float = 0.0) -> IO[str]:
                     raise
                 time.sleep(0.5)
     except BlockingIOError:
-        raise LaunchError(
-            f"another run is using run_dir {config.run_dir}: wait for it, or choose another run_dir"
-        ) from None
+        raise LaunchError(_in_use(config.run_dir)) from None
+    except (FileExistsError, NotADirectoryError):
+        file = next(path for path in (config.run_dir, *config.run_dir.parents) if path.exists())
+        raise LaunchError(_not_writable(config.run_dir, f"{file.absolute()} is a file")) from None
     except OSError as error:
-        raise LaunchError(f"run_dir {config.run_dir.absolute()} cannot be written: {error.strerror}") from None
+        raise LaunchError(_not_writable(config.run_dir, error.strerror)) from None
     return lock
+
+
+def check_run_folder(config: Config) -> None:
+    """Raises LaunchError where `lock_run_folder` would, but creates and changes nothing."""
+    run_dir = config.run_dir
+    own = run_dir.absolute()
+    place = next(folder for folder in (own, *own.parents) if os.path.lexists(folder))
+    if not place.is_dir():
+        raise LaunchError(_not_writable(run_dir, "it is a file" if place == own else f"{place} is a file"))
+    mounts = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
+    top = next((str(folder) for folder in (place.resolve(), *place.resolve().parents) if str(folder) in mounts), "")
+    if mounts.get(top) in WITHOUT_FILES:
+        raise LaunchError(_not_writable(run_dir, f"{top} is a file system of the kernel"))
+    if not os.access(place, os.W_OK | os.X_OK):
+        is_read_only = os.statvfs(place).f_flag & os.ST_RDONLY
+        raise LaunchError(_not_writable(run_dir, os.strerror(errno.EROFS if is_read_only else errno.EACCES)))
+    try:
+        with (run_dir / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise LaunchError(_in_use(run_dir)) from None
+    except OSError:  # no run has begun there, or its file system knows no locks
+        pass
 
 
 def write_settings(config: Config, deepspeed: dict[str, Any]) -> None:
@@ -75,30 +103,12 @@ def layout_facts(layout: ResolvedLayout) -> dict[str, int]:
     return {name: getattr(layout, name) for name in names}
 
 
-def keep_tokenizer(config: Config, model_folder: Path) -> None:
-    """Copies the tokenizer of a Hugging Face model that the run starts from into the run's folder.
-
-    It has more files than the one that prepared the data, such as chat templates, and a resume does not need the
-    model's folder.
-    """
-    from megalite.checkpoint.huggingface.folder import copy_tokenizer, tokenizer_files  # pulls in torch
-
-    kept = config.run_dir / TOKENIZER
-    remove(kept)
-    kept.mkdir()
-    copy_tokenizer(tokenizer_files(model_folder), kept)
+def _not_writable(run_dir: Path, reason: str | None) -> str:
+    return f"run_dir {run_dir.absolute()} cannot be written: {reason}: choose another run_dir"
 
 
-def tokenizer_of(config: Config, data: RunData) -> tuple[str | None, str | None]:
-    """Returns the tokenizer that exports of the run's checkpoints contain: its folder and the digest of tokenizer.json.
-
-    It is the kept one, or else the one that prepared the data.
-    """
-    kept = config.run_dir / TOKENIZER
-    if not kept.is_dir() or not any(kept.iterdir()):
-        return data.tokenizer, data.tokenizer_sha256
-    path = kept / "tokenizer.json"
-    return str(kept.resolve()), digest(path).sha256 if path.is_file() else None
+def _in_use(run_dir: Path) -> str:
+    return f"another run is using run_dir {run_dir}: wait for it, or choose another run_dir"
 
 
 def _as_json(value: dict[str, Any]) -> bytes:

@@ -120,7 +120,11 @@ def test_killed_at_fifty_random_moments(
     print(killed_at_random(tmp_path, config, references, list(LAYOUTS), 50, random.Random(seed)))
 
 
-@pytest.mark.parametrize("victims", [[0], [1], [0, 1]], ids=["rank 0 dies", "rank 1 dies", "all die"])
+@pytest.mark.parametrize(
+    "victims",
+    [[0], pytest.param([1], marks=pytest.mark.exhaustive), [0, 1]],
+    ids=["rank 0 dies", "rank 1 dies", "all die"],
+)
 def test_killed_at_every_instant_of_a_save(
     victims: list[int], config: dict[str, Any], references: References, tmp_path: Path
 ) -> None:

@@ -46,7 +46,11 @@ def check(references: References, *layouts: ParityLayout) -> None:
         # a vocabulary so small that a rank holds nothing but padding
         ({"vocab_size": 5} | TIED, [ParityLayout(tp=4, pp=2), ParityLayout(tp=4, dp=2, zero=2)]),
         # LayerNorm, biases everywhere, a plain GELU
-        (STARCODER2, [FOUR_RANKS, ParityLayout(tp=2, dp=2, zero=3, sequence_parallel=True, recompute="full")]),
+        pytest.param(
+            STARCODER2,
+            [FOUR_RANKS, ParityLayout(tp=2, dp=2, zero=3, sequence_parallel=True, recompute="full")],
+            marks=pytest.mark.exhaustive,  # tests/ranks/models/test_family_layouts.py has each kind of block
+        ),
     ],
     ids=["six heads", "one kv head, biases", "five tokens", "starcoder2"],
 )
@@ -56,7 +60,9 @@ def test_models(model: dict[str, Any], layouts: list[ParityLayout]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clip", [0.0, 100.0], ids=["off", "too high to bite"])
+@pytest.mark.parametrize(
+    "clip", [0.0, pytest.param(100.0, marks=pytest.mark.exhaustive)], ids=["off", "too high to bite"]
+)
 def test_gradients_that_are_not_clipped(clip: float) -> None:
     layouts = [ParityLayout(tp=2, dp=2, zero=2), ParityLayout(pp=4)]
     check(references_of(problem(layouts, training={"gradient_clipping": clip})), *layouts)
@@ -119,8 +125,8 @@ def test_tied_copies_stay_equal_although_their_stages_sum_in_another_order() -> 
     check(references_of(problem(layouts, model=TIED | sizes, precision={"dtype": "bf16"}), "bf16"), layouts[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [FOUR_RANKS, pytest.param(EVERYTHING, marks=pytest.mark.exhaustive)], ids=str)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", [FOUR_RANKS, EVERYTHING], ids=str)
 def test_ten_steps(layout: ParityLayout) -> None:
     longer = dataclasses.replace(problem([layout]), steps=10)
     check(references_of(longer), layout)
@@ -128,7 +134,7 @@ def test_ten_steps(layout: ParityLayout) -> None:
 
 HALF = [
     ParityLayout(tp=2),
-    ParityLayout(dp=2, zero=2, accumulation=3),
+    ParityLayout(dp=3, zero=2, accumulation=2),
     ParityLayout(dp=2, zero=3),
     ParityLayout(tp=2, pp=2, sequence_parallel=True, recompute="selective", accumulation=3),
 ]
@@ -174,15 +180,26 @@ DROPOUT = {"attention_dropout": 0.2, "residual_dropout": 0.1, "embedding_dropout
 
 
 @pytest.mark.slow
-def test_dropout_is_the_same_on_every_layout() -> None:
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [
+            ParityLayout(dp=3, zero=3, recompute="full"),
+            ParityLayout(tp=2, pp=2, dp=2, recompute="selective", accumulation=2),
+        ],
+        pytest.param(
+            [
+                ParityLayout(dp=2, zero=2, accumulation=3),
+                ParityLayout(tp=2, sequence_parallel=True, recompute="full"),
+                ParityLayout(tp=4, recompute="selective"),
+            ],
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+    ids=["all axes", "each axis"],
+)
+def test_dropout_is_the_same_on_every_layout(layouts: list[ParityLayout]) -> None:
     """One mask that differs, on one rank, at one step or in a recomputation, is an error a thousand times the bound."""
-    layouts = [
-        ParityLayout(dp=2, zero=2, accumulation=3),
-        ParityLayout(dp=3, zero=3, recompute="full"),
-        ParityLayout(tp=2, sequence_parallel=True, recompute="full"),
-        ParityLayout(tp=4, recompute="selective"),
-        ParityLayout(tp=2, pp=2, dp=2, recompute="selective", accumulation=2),
-    ]
     asked = problem(layouts, model=DROPOUT, sequence=36, keep_dropout=True)
     references = references_of(asked, reference="self")
     dropped, whole = references.answer(1).truth, references_of(problem(layouts, sequence=36)).answer(1).truth
