@@ -63,9 +63,10 @@ class IndexedTokens:
                 named = self.prefix.with_suffix("")
                 raise DataError(f"prepared data is named without an ending: give {named}, not {self.prefix}")
             if not path.is_file():
+                start = "" if path.is_absolute() else " (relative paths start from the working directory)"
                 raise DataError(
-                    f"token file {path} does not exist: give the prefix of a .bin/.idx pair (without the ending), or "
-                    "write one with `megalite prepare`"
+                    f"token file {path.absolute()} does not exist{start}: give the prefix of a .bin/.idx pair (without "
+                    "the ending), or write one with `megalite prepare`"
                 )
         self.dtype, sequences, boundaries = self._read_header()
         lengths, pointers, document_indices = self._map_index(sequences, boundaries)

@@ -14,6 +14,11 @@ class LaunchError(ValueError):
     """One sentence: what is wrong with how the program was started, and what to do."""
 
 
+def sentences_of(error: Exception) -> tuple[str, ...]:
+    """Returns what to tell the user of one of `USER_ERRORS`: of a config every problem, else one sentence."""
+    return error.sentences if isinstance(error, ConfigError) else (str(error),)
+
+
 USER_ERRORS = (ConfigError, DataError, CheckpointError, FamilyError, LaunchError)
 VERIFY_FAILED_CODE = 1
 FAILED_CODE = 1  # a run that broke, or could not save its last state

@@ -39,6 +39,7 @@ from launch.errors import (
     USER_ERROR_CODE,
     USER_ERRORS,
     LaunchError,
+    sentences_of,
 )
 from launch.runtime.console import Console, outlive_readers
 from launch.runtime.devices import Device
@@ -124,7 +125,7 @@ def _load_and_run(arguments: Sequence[str], console: Console, exit_stack: ExitSt
         with StartupProgress(rank, PROCESS_START_TIME) as progress:
             run(config, rank, exit_stack, progress, flags)
     except USER_ERRORS as error:
-        tell_once(str(error), rank)
+        tell_once("\nmegalite: error: ".join(sentences_of(error)), rank)
         may_pass = isinstance(error, StorageError) and not error.is_lasting
         return FAILED_CODE if may_pass else USER_ERROR_CODE
     except (TrainingStopped, TrainingPreempted, SaveFailed) as error:

@@ -7,14 +7,15 @@ run), 75 (stopped on request after saving), 86 (the run hung). No torch here.
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from typer.core import TyperGroup
 
 from launch.cli.checkpoint import checkpoint_app
+from launch.cli.config import config_app
 from launch.cli.convert import export, import_
 from launch.cli.doctor import doctor
 from launch.cli.inference import evaluate, generate
@@ -37,18 +38,28 @@ from launch.cli.plan import plan_app
 from launch.cli.prepare import prepare
 from launch.cli.ray import ray
 from launch.cli.slurm import slurm
-from launch.errors import INTERRUPTED_CODE, USER_ERROR_CODE, USER_ERRORS, VERIFY_FAILED_CODE, LaunchError
+from launch.cli.verbosity import CommandsWithVerbosity
+from launch.cli.version import show_version
+from launch.errors import (
+    INTERRUPTED_CODE,
+    USER_ERROR_CODE,
+    USER_ERRORS,
+    VERIFY_FAILED_CODE,
+    LaunchError,
+    sentences_of,
+)
 from launch.output import console, print_json
-from launch.runtime.logs import configure_logging, get_logger
+from launch.runtime.logs import get_logger
 from launch.runtime.modules import COMMAND_LINE
 from launch.trainer.run_config import load_run_config
 from launch.trainer.start_flags import StartFlags
 from megalite.config import Config
 
 log = get_logger(__name__)
+DASHED_OVERRIDE = re.compile(rf"--(?:run_dir|(?:{'|'.join(Config.model_fields)})\.[a-z_.]+)=")
 
 
-class InterruptibleGroup(TyperGroup):
+class InterruptibleGroup(CommandsWithVerbosity):
     """All commands; Ctrl-C ends any of them with one sentence instead of a traceback or nothing."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -63,11 +74,9 @@ app = typer.Typer(
     name="megalite",
     cls=InterruptibleGroup,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-config_app = typer.Typer(help="Show a config with its defaults, or the schema of all options.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(plan_app, name="plan")
@@ -77,15 +86,13 @@ for command in (export, generate, evaluate, k8s, launch, doctor, slurm, place, p
 
 
 @app.callback()
-def set_verbosity(
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also print debug messages.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only results, warnings and errors.")] = False,
+def options_of_all_commands(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=show_version, is_eager=True, help="Print the versions in use and exit."),
+    ] = False,
 ) -> None:
     """Train transformer language models with tensor, pipeline and data parallelism on DeepSpeed engines."""
-    if verbose and quiet:
-        raise LaunchError("--verbose and --quiet contradict each other: give one of them")
-    if verbose or quiet:
-        configure_logging("DEBUG" if verbose else "WARNING")
 
 
 @app.command()
@@ -227,34 +234,23 @@ def verify(
         raise typer.Exit(VERIFY_FAILED_CODE)
 
 
-@config_app.command()
-def show(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Print the config with all defaults filled in.
-
-    Example: `megalite config show configs/quickstart.yaml training.steps=20`
-    """
-    config = load_run_config(config_path, overrides or [])
-    if as_json:
-        print_json(config.model_dump(mode="json"))
-    else:
-        print(config.to_yaml(), end="")
-
-
-@config_app.command()
-def schema() -> None:
-    """Print the JSON schema of all options, for editors.
-
-    Example: `megalite config schema > megalite.schema.json`
-    """
-    print_json(Config.json_schema())
+def _refuse_dashed_overrides(words: list[str]) -> None:
+    """Raises LaunchError for an override with dashes in front, as other stacks write options of a config."""
+    for word in words:
+        if word in ("--", "supervise"):  # what follows may be another program's
+            return
+        if DASHED_OVERRIDE.match(word):
+            raise LaunchError(f"{word}: an option of the config has no dashes here: {word.lstrip('-')}")
 
 
 def main() -> None:
     """Entry of the `megalite` command."""
     try:
+        _refuse_dashed_overrides(sys.argv[1:])
         app()
     except USER_ERRORS as error:
-        log.error(error)
+        for sentence in sentences_of(error):
+            log.error(sentence)
         sys.exit(USER_ERROR_CODE)
     except OSError as error:
         if error.filename is None:

@@ -18,6 +18,7 @@ from launch.backends.submission import Delivery, fit_layout, load_checked_config
 from launch.cli.options import AllowChange, ConfigPath, Force, OutputFile, Overrides, OverwriteFile
 from launch.errors import LaunchError
 from launch.trainer.start_flags import StartFlags
+from megalite.config import Config
 
 TIME = re.compile(r"(?:(\d+)-)?(\d+(?::\d+){0,2})")
 ENDLESS = ("unlimited", "infinite")
@@ -90,7 +91,6 @@ def slurm(
     """
     from launch.planning.auto_layout import sizes_in_words
     from launch.runtime.local_ranks import rank_environment
-    from launch.trainer.start_checks import position_without_lock
 
     flags = StartFlags(force, allow_change)
     config = load_checked_config(config_path, overrides)
@@ -136,7 +136,7 @@ def slurm(
         options=options,
         environment=environment,
     )
-    position_without_lock(config, flags)  # otherwise a problem would show only after hours in the queue
+    notices += _check_start(config, flags)
     _deliver(job, Delivery(output, overwrite, submit, dry_run, as_json), notices)
 
 
@@ -176,6 +176,24 @@ def _line(path: Path, what: str) -> Path:
     if re.search(r"[\n\r]", str(path)):
         raise LaunchError(f"{what} {str(path)!r} has a line break, which Slurm cannot take: choose another")
     return path
+
+
+def _check_start(config: Config, flags: StartFlags) -> list[str]:
+    """Checks data and checkpoint now; otherwise a problem would show only after hours in the queue.
+
+    Returns a notice where this host lacks the data, which may be on storage that only the job's hosts have.
+    """
+    from data_pipeline.files import with_ending
+    from launch.trainer.start_checks import position_without_lock
+
+    files = (with_ending(Path(path).absolute(), ".bin") for path in config.data.path)
+    if missing := [file for file in files if not file.is_file()]:
+        return [
+            f"this host has no {missing[0]}, so data and checkpoint are checked only when the job starts, and it ends "
+            "with exit code 2 if they are missing there: see that data.path is right on the job's hosts"
+        ]
+    position_without_lock(config, flags)
+    return []
 
 
 def _deliver(job: SlurmJob, delivery: Delivery, notices: list[str]) -> None:

@@ -55,7 +55,9 @@ def _download(hub_id: str, patterns: list[str]) -> Path:
         # its locks let one of several ranks on a machine download, and the others use the result
         return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=IGNORED))
     except Exception as error:  # network, permission, unknown id: the hub's errors have no common class
-        raise LaunchError(f"{hub_id}: no folder here, and the hub did not give it: {_first_line(error)}") from None
+        raise LaunchError(
+            f"{hub_id}: there is no folder {Path(hub_id).absolute()}, and the hub did not give it: {_first_line(error)}"
+        ) from None
 
 
 def hub_config(place: Path) -> tuple[Path, ModelConfig]:

@@ -17,7 +17,8 @@ from pydantic import BaseModel, ValidationError
 from launch.errors import LaunchError
 from megalite.checkpoint.manifest import Manifest
 from megalite.config import Config, ModelConfig
-from megalite.config.errors import section_of, shown
+from megalite.config.base import section_of
+from megalite.config.errors import shown
 
 OptionName = str  # dotted, such as `optimizer.betas`
 

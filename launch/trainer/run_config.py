@@ -81,8 +81,12 @@ def checkpoint_at(source: Path) -> Path:
     """Returns the newest complete checkpoint of `training.initialize_from`. Raises CheckpointError."""
     weights, reasons = find_latest(source)
     if weights is None:
-        why = reasons[0] if reasons else f"{source}: there is no such checkpoint folder"
-        raise CheckpointError(f"training.initialize_from is no Hugging Face folder, which has a config.json: {why}")
+        start = "" if source.is_absolute() else " (relative paths start from the working directory)"
+        why = reasons[0] if reasons else f"there is no folder {source.absolute()}{start}"
+        raise CheckpointError(
+            f"training.initialize_from {source} is no checkpoint, no Hugging Face folder (with a config.json) and no "
+            f"hub id (organisation/name): {why}"
+        )
     return weights
 
 

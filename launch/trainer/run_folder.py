@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from importlib.metadata import version
@@ -17,7 +16,7 @@ from typing import IO, Any
 import psutil
 
 from launch.errors import LaunchError
-from launch.runtime.modules import INSTALLATION
+from launch.runtime.checkout import git_state
 from megalite.checkpoint.durable_files import write_durably
 from megalite.config import Config, ResolvedLayout
 
@@ -48,7 +47,7 @@ def lock_run_folder(config: Config, patience_s: float = 0.0) -> IO[str]:
         raise LaunchError(_in_use(config.run_dir)) from None
     except (FileExistsError, NotADirectoryError):
         file = next(path for path in (config.run_dir, *config.run_dir.parents) if path.exists())
-        raise LaunchError(_not_writable(config.run_dir, f"{file} is a file")) from None
+        raise LaunchError(_not_writable(config.run_dir, f"{file.absolute()} is a file")) from None
     except OSError as error:
         raise LaunchError(_not_writable(config.run_dir, error.strerror)) from None
     return lock
@@ -89,7 +88,7 @@ def write_receipt(config: Config, layout: ResolvedLayout, facts: dict[str, Any])
         "versions": {name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
         "machine": {"platform": platform.platform(), "host": platform.node()},
         "command": sys.argv,
-        "git": _git_state(),
+        "git": git_state(),
         "layout": layout_facts(layout) | {"gradient_accumulation_steps": layout.gradient_accumulation_steps},
         "seed": config.training.seed,
         "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -105,7 +104,7 @@ def layout_facts(layout: ResolvedLayout) -> dict[str, int]:
 
 
 def _not_writable(run_dir: Path, reason: str | None) -> str:
-    return f"run_dir {run_dir} cannot be written: {reason}: choose another run_dir"
+    return f"run_dir {run_dir.absolute()} cannot be written: {reason}: choose another run_dir"
 
 
 def _in_use(run_dir: Path) -> str:
@@ -114,17 +113,3 @@ def _in_use(run_dir: Path) -> str:
 
 def _as_json(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
-
-
-def _git_state() -> dict[str, Any] | None:
-    """Returns the commit of this checkout and whether it has changes; None if it is no git checkout."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(INSTALLATION), *arguments], capture_output=True, text=True, check=True, timeout=20
-        ).stdout.strip()
-
-    try:
-        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
-    except (OSError, subprocess.SubprocessError):
-        return None

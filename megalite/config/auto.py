@@ -56,28 +56,3 @@ def put_back(values: dict[str, Any], options: Iterable[OptionPath]) -> dict[str,
         if isinstance(values.get(section), dict):
             values[section] = {**values[section], option: AUTO}
     return values
-
-
-def allow_in(schema: dict[str, Any]) -> None:
-    """Allows `auto` in a JSON schema of configs wherever a config does."""
-    for section, option in PLACEHOLDERS:
-        options = _definition(schema, section)["properties"]
-        options[option] = _or_auto(options[option])
-    for section, option in ALONG:
-        required = _definition(schema, section).get("required", [])
-        if option in required:  # it may be left out where `parallel` is auto
-            required.remove(option)
-    for section in SECTIONS:
-        schema["properties"][section] = _or_auto(schema["properties"][section])
-
-
-def _definition(schema: dict[str, Any], section: str) -> dict[str, Any]:
-    name = schema["properties"][section]["$ref"].rpartition("/")[2]
-    definition: dict[str, Any] = schema["$defs"][name]
-    return definition
-
-
-def _or_auto(described: dict[str, Any]) -> dict[str, Any]:
-    about: dict[str, Any] = {key: described[key] for key in ("title", "description", "default") if key in described}
-    kind = {key: value for key, value in described.items() if key not in about}
-    return {"anyOf": [kind, {"const": AUTO}], **about}

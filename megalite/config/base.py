@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -26,19 +27,31 @@ class Section(BaseModel):
         return {} if values is None else values
 
 
+def section_of(annotation: Any) -> type[Section] | None:
+    """Returns the section class of a field whose annotation is a section or `a section | None`, else None."""
+    if get_origin(annotation) in (Union, UnionType):
+        kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
+        annotation = kinds[0] if len(kinds) == 1 else None
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+
+
 def _not_a_bool(value: Any) -> Any:
     """Makes pydantic refuse `vocab_size: true`, which it would read as the number 1."""
     return str(value).lower() if isinstance(value, bool) else value
 
 
 NotBool = BeforeValidator(_not_a_bool)
+"""Stands behind a number's bounds: in front of them, they would not reach the JSON schema."""
 
-PositiveInt = Annotated[int, NotBool, Field(gt=0)]
-NonNegativeInt = Annotated[int, NotBool, Field(ge=0)]
-PositiveFloat = Annotated[float, NotBool, Field(gt=0)]
-NonNegativeFloat = Annotated[float, NotBool, Field(ge=0)]
-Probability = Annotated[float, NotBool, Field(ge=0, lt=1)]
-Fraction = Annotated[float, NotBool, Field(ge=0, le=1)]
+PositiveInt = Annotated[int, Field(gt=0), NotBool]
+NonNegativeInt = Annotated[int, Field(ge=0), NotBool]
+Number = Annotated[float, NotBool]
+PositiveFloat = Annotated[float, Field(gt=0), NotBool]
+NonNegativeFloat = Annotated[float, Field(ge=0), NotBool]
+Probability = Annotated[float, Field(ge=0, lt=1), NotBool]
+Fraction = Annotated[float, Field(ge=0, le=1), NotBool]
 
-DerivedInt = Annotated[int, BeforeValidator(_not_a_bool, json_schema_input_type=int | None), Field(gt=0)]
+DerivedInt = Annotated[
+    int, Field(gt=0), BeforeValidator(_not_a_bool, json_schema_input_type=Annotated[int, Field(gt=0)] | None)
+]
 """A positive int that may be left out or null in a file and is filled in from other options on loading."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
@@ -41,14 +42,14 @@ from megalite.config.yaml_text import to_yaml
 class Config(Section):
     """All options of a run. Unknown names are refused; missing options have the defaults written here."""
 
-    run_dir: Path
+    run_dir: Path = Field(examples=["runs/mine"])
     """Folder of this run: its config, metrics, checkpoints and pictures."""
 
     model: ModelConfig
-    """Shape and mathematics of the transformer."""
+    """Shape and mathematics of the transformer; what it leaves out comes from `training.initialize_from`."""
 
     data: DataConfig
-    """Prepared token shards of the run."""
+    """Prepared text of the run."""
 
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     """Division of the model and the batch among processes; `auto`: chosen when the run starts."""
@@ -83,7 +84,11 @@ class Config(Section):
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     """Settings of the local launcher for ranks on a CPU."""
 
-    deepspeed: Annotated[dict[str, Any], AfterValidator(check_pass_through)] = Field(default_factory=dict)
+    deepspeed: Annotated[
+        dict[str, Any],
+        AfterValidator(check_pass_through),
+        BeforeValidator(lambda value: {} if value is None else value),  # empty, as other sections may be
+    ] = Field(default_factory=dict, examples=[{"zero_optimization": {"overlap_comm": True}}])
     """Merged into the DeepSpeed config; refused if it contradicts another option."""
 
     _unresolved: frozenset[OptionPath] = PrivateAttr(default=frozenset())
@@ -143,14 +148,3 @@ class Config(Section):
     def to_yaml(self) -> str:
         """Returns the config as YAML that loads to an equal one."""
         return to_yaml(self.model_dump(mode="json"))
-
-    @classmethod
-    def json_schema(cls) -> dict[str, Any]:
-        """Returns the JSON schema for editors, with a description of every option."""
-        schema = cls.model_json_schema()
-        auto.allow_in(schema)
-        return {
-            "$schema": "https://json-schema.org/draft/2020-12/schema",
-            "title": "megalite config",
-            **schema,
-        }

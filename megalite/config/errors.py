@@ -10,12 +10,19 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megalite.config.auto import AUTO, CHOOSABLE
-from megalite.config.base import Section
+from megalite.config.base import section_of
 from megalite.config.suggestions import OptionPath, dotted, nearest_option
 
 
 class ConfigError(ValueError):
-    """Raised for a config that cannot work; the message is one sentence with the reason and a remedy."""
+    """Raised for a config that cannot work; each of its sentences has a reason and a remedy.
+
+    Its text is one line, the first sentence and the number of the others.
+    """
+
+    def __init__(self, *sentences: str) -> None:
+        super().__init__(one_line(sentences))
+        self.sentences = sentences
 
 
 @dataclass(frozen=True)
@@ -28,10 +35,16 @@ class ConfigProblem:
     sentence: str
     """The problem and its remedy, in one line."""
 
+    meant: OptionPath = ()
+    """The option that an unknown name was probably meant to be; empty if none is similar."""
+
 
 EXPECTATIONS = {
     "bool_type": "true or false",
     "bool_parsing": "true or false",
+    "int_parsing_size": "an integer of fewer digits",
+    "path_type": "a path",
+    "string_type": "text",
     "string_too_short": "text that is not empty",
     "none_required": "null",
     "list_type": "a list",
@@ -60,8 +73,8 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[ConfigPr
     for detail in error.errors(include_url=False):
         path, kind = option_path(detail["loc"], model), detail["type"]
         if kind == "extra_forbidden":
-            sentence, option = _unknown(path, detail["input"], model)
-            unknown.append(ConfigProblem(path, sentence))
+            sentence, option = unknown_option(path, detail["input"], model)
+            unknown.append(ConfigProblem(path, sentence, option))
             meant.append(option)
         elif kind == "value_error":
             refused.append(ConfigProblem(path, str(detail["ctx"]["error"])))
@@ -106,12 +119,7 @@ def option_path(loc: Sequence[int | str], model: type[BaseModel]) -> OptionPath:
     return tuple(path)
 
 
-def section_of(annotation: Any) -> type[Section] | None:
-    """Returns the annotation if it is a section class, else None."""
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
-
-
-def _unknown(path: OptionPath, value: Any, model: type[BaseModel]) -> tuple[str, OptionPath]:
+def unknown_option(path: OptionPath, value: Any, model: type[BaseModel]) -> tuple[str, OptionPath]:
     """Returns the sentence for an unknown option, and the option that was probably meant (empty if none is similar)."""
     suggestion = nearest_option(path, value, model)
     if suggestion is not None:

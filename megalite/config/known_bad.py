@@ -15,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from megalite.config.config import Config
-from megalite.config.errors import ConfigError, one_line
+from megalite.config.errors import ConfigError
 from megalite.config.layout import ResolvedLayout
 
 Device = Literal["cpu", "cuda"]
@@ -86,10 +86,10 @@ def matching(
 def check_known_bad(
     config: Config, layout: ResolvedLayout, versions: Mapping[str, str], device: Device | None = None
 ) -> None:
-    """Raises ConfigError with the first matching row in full and the number of the others."""
+    """Raises ConfigError with a sentence for each matching row."""
     rows = matching(config, layout, versions, device)
     if rows:
-        raise ConfigError(one_line(row.sentence(config, layout, versions) for row in rows))
+        raise ConfigError(*(row.sentence(config, layout, versions) for row in rows))
 
 
 def settings_of(config: Config, layout: ResolvedLayout) -> dict[str, tuple[bool, str]]:

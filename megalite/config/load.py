@@ -1,11 +1,14 @@
-"""Loads a checked `Config` from a YAML file and `section.option=value` overrides; all errors are one line.
+"""Loads a checked `Config` from a YAML file and `section.option=value` overrides; every error is one line.
 
-Every message starts with the origin of the value: the file and line, or the override.
+All errors are found in one go. Every message starts with the origin of the value: the file and line, or the override.
 """
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,60 +16,168 @@ from pydantic import ValidationError
 
 from megalite.config.auto import AUTO, SECTIONS, spell_out
 from megalite.config.config import Config
-from megalite.config.errors import ConfigError, one_line, problems_of
-from megalite.config.rules import check_rules
-from megalite.config.suggestions import OptionPath, dotted
+from megalite.config.errors import ConfigError, ConfigProblem, problems_of
+from megalite.config.rules import broken_rules
+from megalite.config.suggestions import OptionPath, dotted, option_paths
 from megalite.config.yaml_text import LinePath, parse_yaml
 
 Values = dict[str, Any]
+OPTION_NAME = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
+
+
+@dataclass(frozen=True)
+class _Stated:
+    """Values of a file and of overrides, without defaults and unchecked, with the origin of each."""
+
+    path: Path
+    values: Values
+    lines: dict[LinePath, int]
+    overrides: dict[OptionPath, str]
+    """The override that set an option."""
+    problems: list[str]
+    """Sentences about overrides that could not be applied."""
+
+    def origin(self, option: OptionPath) -> str:
+        """Returns the override or the line of the file that set `option` or the section around it."""
+        for overridden, override in self.overrides.items():
+            is_inside = option[: len(overridden)] == overridden
+            is_created = overridden[: len(option)] == option and option not in self.lines  # a section without a line
+            if is_inside or is_created:
+                return f'override "{override}"'
+        while option:
+            if option in self.lines:
+                return f"{self.path}, line {self.lines[option]}"
+            option = option[:-1]
+        return str(self.path)
+
+    def origin_of_rule(self, sentence: str) -> str:
+        """Returns the origin of the first option that a sentence about several options names, overrides first.
+
+        The value of an override is not repeated: it may have a credential in it, which the sentence leaves out.
+        """
+        named = options_named(sentence)
+        for option in named:
+            if option in self.overrides:
+                return f'override "{dotted(option)}=..."'
+        return next((self.origin(option) for option in named if option in self.lines), str(self.path))
 
 
 def load_config(
     path: Path, overrides: Sequence[str] = (), complete: Callable[[Values], Values] = lambda values: values
 ) -> Config:
-    """Loads the config in `path` with the overrides applied in order. Raises ConfigError if it cannot work.
+    """Loads the config in `path` with the overrides applied in order.
 
     `complete` may add values from elsewhere before they are checked, as the options of a Hugging Face model.
     An override is `section.option=value`, its value written as in YAML: `optimizer.learning_rate=1e-3`,
     `data.path=[a, b]`, `training.tokens=null`, `deepspeed.zero_optimization.overlap_comm=true`.
+
+    Raises ConfigError with a sentence for each problem if the config cannot work. What `complete` raises, a ValueError,
+    is passed on where there is no other problem.
     """
-    values, lines, sources = _overridden(path, overrides)
+    stated = _read_stated(path, overrides)
     try:
-        config = Config.model_validate(complete(values))
-    except ValidationError as error:
-        problems = problems_of(error, Config)
-        where = _where(path, problems[0].path, lines, sources)
-        raise ConfigError(f"{where}: {one_line(problem.sentence for problem in problems)}") from None
-    dp = config.parallel.data_parallel_size
-    try:
-        check_rules(config, None if dp == "auto" else dp, device=None)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    return config
+        completed = complete(stated.values)
+    except ValueError as error:
+        others = [*stated.problems, *_problems(stated, stated.values, but="model")]
+        if others:
+            raise ConfigError(str(error), *others) from None
+        raise
+    problems = [*stated.problems, *_problems(stated, completed)]
+    if problems:
+        raise ConfigError(*problems)
+    return Config.model_validate(completed)
 
 
 def stated_values(path: Path, overrides: Sequence[str] = ()) -> tuple[Values, frozenset[OptionPath]]:
     """Returns the values of file and overrides, without defaults and unchecked, and the options that overrides set."""
-    values, _, sources = _overridden(path, overrides)
-    return values, frozenset(sources)
+    stated = _read_stated(path, overrides)
+    if stated.problems:
+        raise ConfigError(*stated.problems)
+    return stated.values, frozenset(stated.overrides)
 
 
-def _overridden(path: Path, overrides: Sequence[str]) -> tuple[Values, dict[LinePath, int], dict[OptionPath, str]]:
-    """Returns the file's values with the overrides applied, its lines, and the override of each overridden option."""
+def options_named(sentence: str) -> list[OptionPath]:
+    """Returns the options of a config that a sentence names as `section.option`, in order."""
+    found = [tuple(name.split(".")) for name in OPTION_NAME.findall(sentence)]
+    return [option for option in found if option in option_paths(Config) or option[0] == "deepspeed"]
+
+
+def _rules_broken_by(config: Config) -> list[str]:
+    dp = config.parallel.data_parallel_size
+    return broken_rules(config, None if dp == "auto" else dp, device=None)
+
+
+def _problems(stated: _Stated, values: Values, but: str = "") -> list[str]:
+    """Returns a sentence for each option that is wrong, and for each rule about others that is broken.
+
+    Options of the section `but` are not judged.
+    """
+    problems: list[ConfigProblem] = []
+    try:
+        broken = _rules_broken_by(Config.model_validate(values))
+    except ValidationError as error:
+        problems = [problem for problem in problems_of(error, Config) if problem.path[:1] != (but,)]
+        broken = _rules_broken_besides(values, problems)
+    return [
+        *(f"{stated.origin(problem.path)}: {problem.sentence}" for problem in problems),
+        *(f"{stated.origin_of_rule(rule)}: {rule}" for rule in broken),
+    ]
+
+
+def _rules_broken_besides(values: Values, problems: list[ConfigProblem]) -> list[str]:
+    """Returns the broken rules about options without problems; one with a problem takes its default.
+
+    Where a required option has a problem there is no config to check, so rules are checked once that is mended.
+    """
+    wrong = {option for problem in problems for option in (problem.path, problem.meant) if option}
+    rest = copy.deepcopy(values)
+    for option in wrong:
+        section: Any = rest
+        for name in option[:-1]:
+            section = section.get(name) if isinstance(section, dict) else None
+        if isinstance(section, dict):
+            section.pop(option[-1], None)
+    try:
+        config = Config.model_validate(rest)
+    except ValidationError:
+        return []
+
+    def is_wrong(option: OptionPath) -> bool:
+        return any(option[: len(path)] == path for path in wrong)
+
+    return [rule for rule in _rules_broken_by(config) if not any(map(is_wrong, options_named(rule)))]
+
+
+def _read_stated(path: Path, overrides: Sequence[str]) -> _Stated:
+    """Reads the file and applies the overrides."""
     values, lines = _read(path)
-    sources: dict[OptionPath, str] = {}
+    stated = _Stated(path, values, lines, {}, [])
+    malformed = []
     for override in overrides:
-        option, value = _parse_override(override)
-        _set(values, option, value, override)
-        sources[option] = override
-    return values, lines, sources
+        name, equals, text = override.partition("=")
+        option = tuple(name.strip().split("."))
+        if not equals or not all(option):
+            malformed.append(f'"{override}"')
+            continue
+        try:
+            _set(values, option, _value_of(override, text), override)
+        except ConfigError as error:
+            stated.problems.extend(error.sentences)
+        else:
+            stated.overrides[option] = override
+    if malformed:
+        are = "override {} is" if len(malformed) == 1 else "overrides {} are"
+        names = are.format(", ".join(malformed))
+        stated.problems.append(f"{names} not of the form section.option=value, with no space around =")
+    return stated
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[LinePath, int]]:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist") from None
+        hint = ": the config comes first, then overrides" if "=" in path.name else ""
+        raise ConfigError(f"{path.absolute()} does not exist{hint}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     except OSError as error:
@@ -74,7 +185,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[LinePath, int]]:
     try:
         values, lines = parse_yaml(text)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(
+            *(f"{path}{', ' if said.startswith('line ') else ': '}{said}" for said in error.sentences)
+        ) from None
     if values is None:
         raise ConfigError(f"{path} is empty: it needs at least run_dir and the sections model, data and training")
     if not isinstance(values, dict):
@@ -82,16 +195,12 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[LinePath, int]]:
     return values, lines
 
 
-def _parse_override(override: str) -> tuple[OptionPath, Any]:
-    name, equals, text = override.partition("=")
-    option = tuple(name.strip().split("."))
-    if not equals or not all(option):
-        raise ConfigError(f'override "{override}" is not of the form section.option=value')
+def _value_of(override: str, text: str) -> Any:
     try:
-        value, _ = parse_yaml(text)
+        return parse_yaml(text)[0]
     except ConfigError as error:
-        raise ConfigError(f'override "{override}": {str(error).removeprefix("line 1: ")}') from None
-    return option, value
+        sentences = (sentence.removeprefix("line 1: ") for sentence in error.sentences)
+        raise ConfigError(*(f'override "{override}": {sentence}' for sentence in sentences)) from None
 
 
 def _set(values: dict[str, Any], option: OptionPath, value: Any, override: str) -> None:
@@ -109,17 +218,3 @@ def _set(values: dict[str, Any], option: OptionPath, value: Any, override: str) 
                 f'override "{override}": {above} is a value, not a section; write {above}=... to change it'
             )
     here[option[-1]] = value
-
-
-def _where(path: Path, option: OptionPath, lines: dict[LinePath, int], sources: dict[OptionPath, str]) -> str:
-    """Returns the override or the line of the file that set `option`."""
-    for overridden, override in sources.items():
-        is_inside = option[: len(overridden)] == overridden
-        is_created = overridden[: len(option)] == option and option not in lines  # a section without a line
-        if is_inside or is_created:
-            return f'override "{override}"'
-    while option:
-        if option in lines:
-            return f"{path}, line {lines[option]}"
-        option = option[:-1]
-    return str(path)

@@ -6,7 +6,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from megalite.config.base import DerivedInt, NonNegativeInt, NotBool, PositiveFloat, PositiveInt, Probability, Section
+from megalite.config.base import (
+    DerivedInt,
+    NonNegativeInt,
+    NotBool,
+    Number,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Section,
+)
 
 
 class RopeScaling(Section):
@@ -15,40 +24,40 @@ class RopeScaling(Section):
     rope_type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
     """The formula: position interpolation, NTK-aware growth of the base with the length, Llama 3.1, YaRN, LongRoPE."""
 
-    factor: PositiveFloat | None = None
+    factor: PositiveFloat | None = Field(default=None, examples=[8.0])
     """Ratio of the new length to the original one; every type but `longrope` needs it."""
 
-    original_max_position_embeddings: PositiveInt | None = None
+    original_max_position_embeddings: PositiveInt | None = Field(default=None, examples=[8192])
     """Length of the first training, in tokens. Left out: `model.max_position_embeddings`."""
 
-    low_freq_factor: PositiveFloat | None = None
+    low_freq_factor: PositiveFloat | None = Field(default=None, examples=[1.0])
     """`llama3`: wavelengths above original length / this are stretched in full."""
 
-    high_freq_factor: PositiveFloat | None = None
+    high_freq_factor: PositiveFloat | None = Field(default=None, examples=[4.0])
     """`llama3`: wavelengths below original length / this stay as they are."""
 
-    attention_factor: PositiveFloat | None = None
+    attention_factor: PositiveFloat | None = Field(default=None, examples=[1.2])
     """`yarn`, `longrope`: factor of cos and sin. Left out: derived as in the papers."""
 
-    beta_fast: PositiveFloat | None = None
+    beta_fast: PositiveFloat | None = Field(default=None, examples=[32.0])
     """`yarn`: rotations over the original length above which a dimension stays as it is. Left out: 32."""
 
-    beta_slow: PositiveFloat | None = None
+    beta_slow: PositiveFloat | None = Field(default=None, examples=[1.0])
     """`yarn`: rotations over the original length below which a dimension is stretched in full. Left out: 1."""
 
-    mscale: float | None = None
+    mscale: Number | None = Field(default=None, examples=[1.0])
     """`yarn` as DeepSeek writes it: a numerator of the attention factor."""
 
-    mscale_all_dim: float | None = None
+    mscale_all_dim: Number | None = Field(default=None, examples=[1.0])
     """`yarn` as DeepSeek writes it: a denominator of the attention factor."""
 
-    truncate: bool | None = None
+    truncate: bool | None = Field(default=None, examples=[False])
     """`yarn`: round the dimensions at which stretching begins and ends to whole ones. Left out: true."""
 
-    short_factor: tuple[PositiveFloat, ...] | None = None
+    short_factor: tuple[PositiveFloat, ...] | None = Field(default=None, examples=[[1.0, 1.1]])
     """`longrope`: a divisor for each pair of dimensions, in sequences up to the original length."""
 
-    long_factor: tuple[PositiveFloat, ...] | None = None
+    long_factor: tuple[PositiveFloat, ...] | None = Field(default=None, examples=[[2.0, 4.0]])
     """`longrope`: a divisor for each pair of dimensions, in longer sequences."""
 
 
@@ -56,6 +65,7 @@ DERIVED = ("num_key_value_heads", "head_dim", "attention_output_bias", "moe_inte
 DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout")
 
 
+MOST_LAYERS = 100_000  # more is a typing error, which a list of them would fill the memory with
 LayerType = Literal["full_attention", "sliding_attention"]
 # may be left out or null in a file, as base.DerivedInt
 DerivedBool = Annotated[bool, BeforeValidator(lambda value: value, json_schema_input_type=bool | None)]
@@ -75,26 +85,28 @@ class ModelConfig(Section):
     model_type: str = "llama"
     """Model family, Hugging Face's name for it."""
 
-    vocab_size: PositiveInt
+    vocab_size: PositiveInt = Field(examples=[4096])
     """Number of token ids. Any size works with any tensor parallelism: the embedding is padded internally."""
 
-    hidden_size: PositiveInt
+    hidden_size: PositiveInt = Field(examples=[256])
     """Width of the residual stream."""
 
-    intermediate_size: PositiveInt
+    intermediate_size: PositiveInt = Field(examples=[704])
     """Width of the feed-forward layer. Any size works with any tensor parallelism."""
 
-    num_hidden_layers: PositiveInt
+    num_hidden_layers: PositiveInt = Field(le=MOST_LAYERS, examples=[6])
     """Number of transformer blocks."""
 
-    num_attention_heads: PositiveInt
+    num_attention_heads: PositiveInt = Field(examples=[4])
     """Number of query heads; a multiple of `parallel.tensor_parallel_size`."""
 
-    num_key_value_heads: DerivedInt = Field(default_factory=lambda data: data["num_attention_heads"])
+    num_key_value_heads: DerivedInt = Field(default_factory=lambda data: data["num_attention_heads"], examples=[2])
     """Number of key and value heads (grouped-query attention). Left out or null: `num_attention_heads`."""
 
     # rounded down: model_rules.py refuses a hidden_size that does not divide, with numbers
-    head_dim: DerivedInt = Field(default_factory=lambda data: data["hidden_size"] // data["num_attention_heads"])
+    head_dim: DerivedInt = Field(
+        default_factory=lambda data: data["hidden_size"] // data["num_attention_heads"], examples=[64]
+    )
     """Width of one head, even where rotated. Left out or null: `hidden_size / num_attention_heads`."""
 
     hidden_act: Literal["silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu"] = "silu"
@@ -118,34 +130,34 @@ class ModelConfig(Section):
     attention_bias: bool = False
     """Biases of the query, key and value projections."""
 
-    attention_output_bias: DerivedBool = Field(default_factory=lambda data: data["attention_bias"])
+    attention_output_bias: DerivedBool = Field(default_factory=lambda data: data["attention_bias"], examples=[False])
     """Bias of attention's output projection. Left out or null: `attention_bias`."""
 
     mlp_bias: bool = False
     """Biases in the feed-forward projections."""
 
-    num_experts: PositiveInt | None = None
+    num_experts: PositiveInt | None = Field(default=None, examples=[8])
     """Feed-forward layers of a block, from which a router picks for each token (mixture of experts). Null: one."""
 
     num_experts_per_tok: PositiveInt = 2
     """Experts that each token goes through; at most `num_experts`."""
 
-    moe_intermediate_size: DerivedInt = Field(default_factory=lambda data: data["intermediate_size"])
+    moe_intermediate_size: DerivedInt = Field(default_factory=lambda data: data["intermediate_size"], examples=[512])
     """Width of one expert. Left out or null: `intermediate_size`."""
 
     norm_topk_prob: bool = True
     """Divide the picked experts' probabilities by their sum."""
 
-    mlp_only_layers: tuple[NonNegativeInt, ...] = ()
+    mlp_only_layers: tuple[NonNegativeInt, ...] = Field(default=(), examples=[[0]])
     """Blocks, counted from 0, that have one dense feed-forward layer in a model with experts."""
 
-    query_pre_attn_scalar: PositiveFloat | None = None
+    query_pre_attn_scalar: PositiveFloat | None = Field(default=None, examples=[256.0])
     """Attention scores are divided by the square root of this. Null: `head_dim`."""
 
-    attn_logit_softcapping: PositiveFloat | None = None
+    attn_logit_softcapping: PositiveFloat | None = Field(default=None, examples=[50.0])
     """Attention scores x become cap * tanh(x / cap). Null: they stay; the mask of all scores exists where it is set."""
 
-    final_logit_softcapping: PositiveFloat | None = None
+    final_logit_softcapping: PositiveFloat | None = Field(default=None, examples=[30.0])
     """Logits x become cap * tanh(x / cap). Null: no cap."""
 
     scale_embeddings: bool = False
@@ -160,22 +172,24 @@ class ModelConfig(Section):
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary position embedding."""
 
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | None = Field(default=None, examples=[{"rope_type": "linear", "factor": 2.0}])
     """Rotary embedding for longer sequences than the first training's. Null: plain."""
 
-    partial_rotary_factor: Annotated[float, NotBool, Field(gt=0, le=1)] = 1.0
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1), NotBool] = 1.0
     """Part of each head that is rotated, from its first feature on."""
 
-    rope_local_base_freq: PositiveFloat | None = None
+    rope_local_base_freq: PositiveFloat | None = Field(default=None, examples=[10_000.0])
     """Base of plain rotary embedding in `sliding_attention` layers (Gemma 3). Null: they are as all others."""
 
-    layers_without_rope: tuple[NonNegativeInt, ...] = ()
+    layers_without_rope: tuple[NonNegativeInt, ...] = Field(default=(), examples=[[3]])
     """Blocks, counted from 0, whose attention has no position embedding (SmolLM3)."""
 
-    sliding_window: PositiveInt | None = None
+    sliding_window: PositiveInt | None = Field(default=None, examples=[4096])
     """Tokens that a token of a `sliding_attention` layer sees, itself included. Null: no layer has a window."""
 
-    layer_types: DerivedLayerTypes = Field(default_factory=_same_for_all_layers)
+    layer_types: DerivedLayerTypes = Field(
+        default_factory=_same_for_all_layers, examples=[["sliding_attention", "full_attention"]]
+    )
     """Attention of each block. Left out or null: all sliding where `sliding_window` is set, else all full."""
 
     max_position_embeddings: PositiveInt = 2048

@@ -34,7 +34,12 @@ ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 def problem_with_model(model: ModelConfig) -> str | None:
     """Returns the sentence of the first broken rule, or None if all hold."""
-    return next(chain(_heads(model), _layers(model), _experts(model), _norms(model), _positions(model)), None)
+    return next(problems_with_model(model), None)
+
+
+def problems_with_model(model: ModelConfig) -> Iterator[str]:
+    """Yields a sentence for each broken rule."""
+    return chain(_heads(model), _layers(model), _experts(model), _norms(model), _positions(model))
 
 
 def _heads(model: ModelConfig) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Rules about several options, by subject: a function yields a sentence with the reason and a value that works for each
 broken rule.
 
-`check_rules` runs all of them; rules about replicas or the device pass while those are unknown.
+`broken_rules` runs all of them; rules about replicas or the device pass while those are unknown.
 """
 
 from __future__ import annotations
@@ -14,22 +14,27 @@ from urllib.parse import urlsplit
 
 from megalite.config.config import Config
 from megalite.config.deepspeed import is_on
-from megalite.config.errors import ConfigError, one_line
-from megalite.config.model_rules import problem_with_model
+from megalite.config.errors import ConfigError
+from megalite.config.model_rules import problems_with_model
 from megalite.config.suggestions import multiples_near, tensor_parallel_fits, tensor_parallel_near
 
 Device = Literal["cpu", "cuda"]
 
 
 def check_rules(config: Config, data_parallel_size: int | None, device: Device | None) -> None:
-    """Raises ConfigError with the first broken rule in full and the number of the others.
+    """Raises ConfigError with a sentence for each broken rule.
 
     data_parallel_size, device: None while they are not known.
     """
-    model_problem = problem_with_model(config.model)
-    broken = [
+    if broken := broken_rules(config, data_parallel_size, device):
+        raise ConfigError(*broken)
+
+
+def broken_rules(config: Config, data_parallel_size: int | None, device: Device | None) -> list[str]:
+    """Returns a sentence for each broken rule; `check_rules` raises them."""
+    return [
         *_length(config),
-        *([] if model_problem is None else [model_problem]),
+        *problems_with_model(config.model),
         *_layout(config),
         *_deepspeed(config, device),
         *_precision(config, device),
@@ -38,8 +43,6 @@ def check_rules(config: Config, data_parallel_size: int | None, device: Device |
         *_checkpoints(config),
         *_guards(config),
     ]
-    if broken:
-        raise ConfigError(one_line(broken))
 
 
 def _length(config: Config) -> Iterator[str]:

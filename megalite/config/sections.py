@@ -28,19 +28,18 @@ def _one_path_is_a_list(value: Any) -> Any:
 
 
 PathPrefix = Annotated[str, Field(min_length=1)]
+PathPrefixes = Annotated[list[PathPrefix], Field(min_length=1)]
 
 
 class DataConfig(Section):
     """Training text, tokenised by `megalite prepare`."""
 
     path: Annotated[
-        list[PathPrefix],
-        BeforeValidator(_one_path_is_a_list, json_schema_input_type=PathPrefix | list[PathPrefix]),
-        Field(min_length=1),
-    ]
+        PathPrefixes, BeforeValidator(_one_path_is_a_list, json_schema_input_type=PathPrefix | PathPrefixes)
+    ] = Field(examples=["data/mine"])
     """Prefixes of prepared token shards (the path without `.bin`/`.idx`); one, or a list of them."""
 
-    held_out_fraction: Annotated[float, NotBool, Field(ge=0, le=0.5)] = 0.01
+    held_out_fraction: Annotated[float, Field(ge=0, le=0.5), NotBool] = 0.01
     """Fraction of the documents, 0 to 0.5, kept out of training for evaluation."""
 
     document_mask: bool = False
@@ -115,13 +114,13 @@ class ScheduleConfig(Section):
     name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape after the warm-up; wsd (warm-up, stable, decay) is constant until the last `decay_steps`."""
 
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: NonNegativeInt = Field(default=0, examples=[100])
     """Steps over which the learning rate rises linearly to its peak; a shorter run (a smoke test) ends on the way."""
 
     min_learning_rate_ratio: Fraction = 0.1
     """Learning rate at the end of the run, as a fraction of the peak; ignored by constant."""
 
-    decay_steps: PositiveInt | None = None
+    decay_steps: PositiveInt | None = Field(default=None, examples=[200])
     """wsd only: length of the final decay in steps. Left out: a tenth of the run."""
 
     def wsd_decay_steps(self, total_steps: int) -> int:
@@ -132,7 +131,7 @@ class ScheduleConfig(Section):
 class EvaluationConfig(Section):
     """Loss on held-out documents while training."""
 
-    interval: NonNegativeInt = 0
+    interval: NonNegativeInt = Field(default=0, examples=[100])
     """Steps between evaluations; 0 = never."""
 
     samples: PositiveInt = 64
@@ -142,19 +141,19 @@ class EvaluationConfig(Section):
 class TrainingConfig(Section):
     """Batch, length, seed and stopping of the run."""
 
-    global_batch_size: PositiveInt
+    global_batch_size: PositiveInt = Field(examples=[16])
     """Sequences per optimizer step, over all replicas and micro-batches."""
 
-    micro_batch_size: PositiveInt
+    micro_batch_size: PositiveInt = Field(examples=[2])
     """Sequences per forward pass on one replica; affects memory, not results; `auto`: chosen with the layout."""
 
-    sequence_length: PositiveInt
+    sequence_length: PositiveInt = Field(examples=[256])
     """Tokens per sequence."""
 
-    steps: PositiveInt | None = None
+    steps: PositiveInt | None = Field(default=None, examples=[1000])
     """Length of the run in optimizer steps; give this or `tokens`."""
 
-    tokens: PositiveInt | None = None
+    tokens: PositiveInt | None = Field(default=None, examples=[1_000_000_000])
     """Length of the run in training tokens, rounded up to whole steps; give this or `steps`."""
 
     seed: NonNegativeInt = 0
@@ -166,16 +165,16 @@ class TrainingConfig(Section):
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     """Loss on held-out documents while training."""
 
-    max_minutes: PositiveFloat | None = None
+    max_minutes: PositiveFloat | None = Field(default=None, examples=[230])
     """Wall-clock limit: the run saves and ends with exit code 75 at the first step that ends after it."""
 
-    self_check_every: NonNegativeInt = 0
+    self_check_every: NonNegativeInt = Field(default=0, examples=[100])
     """Steps between checks that all ranks' copies of a weight are equal to the bit; before every save too. 0 = off."""
 
     deterministic: bool = False
     """Two runs of one config on equal machines are equal to the bit; GPUs take slower kernels, a CPU none."""
 
-    initialize_from: Path | None = None
+    initialize_from: Path | None = Field(default=None, examples=["meta-llama/Llama-3.2-1B"])
     """Weights to start from: a Hugging Face folder or hub id (`model` may then be left out), or our own checkpoint."""
 
 
@@ -192,7 +191,7 @@ def _false_means_off(value: object) -> object:
 
 
 Exported = Literal["off", "last", "every"]
-ExportHf = Annotated[Exported, BeforeValidator(_false_means_off, json_schema_input_type=Exported)]
+ExportHf = Annotated[Exported, BeforeValidator(_false_means_off, json_schema_input_type=Exported | Literal[False])]
 
 
 class CheckpointConfig(Section):
@@ -201,7 +200,7 @@ class CheckpointConfig(Section):
     interval: NonNegativeInt | Literal["auto"] = "auto"
     """Steps between checkpoints; 0 = only at the end; `auto` = what loses least time, at most an hour of training."""
 
-    mean_hours_between_failures: PositiveFloat | None = None
+    mean_hours_between_failures: PositiveFloat | None = Field(default=None, examples=[12])
     """Expected hours between failures, for `interval: auto`. Left out: observed in this run, or 6000 / nodes."""
 
     save_last: bool = True
@@ -216,19 +215,19 @@ class CheckpointConfig(Section):
     keep_last: NonNegativeInt = 10
     """Number of the newest checkpoints to keep; 0 = all."""
 
-    keep_every: NonNegativeInt = 0
+    keep_every: NonNegativeInt = Field(default=0, examples=[1000])
     """Keeps checkpoints of steps that are a multiple of this permanently; 0 = none."""
 
-    keep_best: NonNegativeInt = 0
+    keep_best: NonNegativeInt = Field(default=0, examples=[1])
     """Number of checkpoints with the lowest evaluation loss to keep."""
 
     export_hf: ExportHf = "off"
     """Write `run_dir/hugging_face/step_...` of the last step or of every checkpoint; deleted with the checkpoint."""
 
-    export_hf_dtype: Dtype | None = None
+    export_hf_dtype: Dtype | None = Field(default=None, examples=["bf16"])
     """Number format of `export_hf`. Left out: that of the initial Hugging Face model, or `precision.dtype`."""
 
-    mirror: str | None = None
+    mirror: str | None = Field(default=None, examples=["s3://bucket/my_run"])
     """Any fsspec URL (`s3://bucket/run`, `gs://...`, `file:///...`): finished checkpoints are copied there."""
 
     mirror_wait_minutes: NonNegativeFloat = 30
@@ -289,7 +288,7 @@ class WandbConfig(Section):
     project: str = "megalite"
     """Project the run appears in."""
 
-    name: str | None = None
+    name: str | None = Field(default=None, examples=["first_try"])
     """Name of the run in the project. Left out: Weights & Biases chooses one."""
 
     mode: Literal["online", "offline"] = "offline"

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from megalite.config.base import section_of
 from megalite.config.model import ModelConfig
 
 OptionPath = tuple[str, ...]
@@ -29,8 +30,8 @@ def option_paths(model: type[BaseModel]) -> tuple[OptionPath, ...]:
     def walk(section: type[BaseModel], prefix: OptionPath) -> Iterator[OptionPath]:
         for name, field in section.model_fields.items():
             yield (*prefix, name)
-            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-                yield from walk(field.annotation, (*prefix, name))
+            if inner := section_of(field.annotation):
+                yield from walk(inner, (*prefix, name))
 
     return tuple(walk(model, ()))
 
@@ -69,7 +70,8 @@ def _distance(typed: OptionPath, option: OptionPath) -> float | None:
     initials = "".join(word[0] for word in name.split("_"))
     is_initials = len(typed_name) > 1 and initials.startswith(typed_name)  # `lr` for `learning_rate`
     is_part = "_" in typed_name and f"_{typed_name}_" in f"_{name}_" and typed_name != name  # `batch_size`
-    letters = 1.0 if is_initials or is_part else _letters_apart(typed_name, name)
+    is_word = len(typed_name) > 2 and typed_name in name.split("_") and typed_name != name  # `type` for `rope_type`
+    letters = 1.0 if is_initials or is_part else 1.25 if is_word else _letters_apart(typed_name, name)
     if letters > max(1, len(name) // 3):
         return None
     return letters + min(OTHER_SECTION, _letters_apart(dotted(typed[:-1]), dotted(option[:-1])))

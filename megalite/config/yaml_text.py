@@ -53,13 +53,16 @@ class _Dumper(yaml.SafeDumper):
 
 
 def parse_yaml(text: str) -> tuple[Any, dict[LinePath, int]]:
-    """Returns the value and the line, counted from 1, of each key. Raises ConfigError."""
+    """Returns the value and the line, counted from 1, of each key. Raises ConfigError with a sentence per problem."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None, {}
-        lines = dict(_key_lines(node, ()))
+        problems: list[str] = []
+        lines = dict(_key_lines(node, (), problems))
+        if problems:
+            raise ConfigError(*problems)
         return loader.construct_document(node), lines
     except ConfigError:
         raise
@@ -76,11 +79,11 @@ def to_yaml(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=110)
 
 
-def _key_lines(node: yaml.Node, path: LinePath) -> Iterator[tuple[LinePath, int]]:
-    """Yields the line of each key. Raises ConfigError for a duplicate key and for one that is not a name."""
+def _key_lines(node: yaml.Node, path: LinePath, problems: list[str]) -> Iterator[tuple[LinePath, int]]:
+    """Yields the line of each key; adds a sentence to `problems` for a duplicate key and for one that is no name."""
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            yield from _key_lines(item, (*path, index))
+            yield from _key_lines(item, (*path, index), problems)
     if not isinstance(node, yaml.MappingNode):
         return
     seen: dict[str, int] = {}
@@ -89,16 +92,20 @@ def _key_lines(node: yaml.Node, path: LinePath) -> Iterator[tuple[LinePath, int]
         if key.tag == "tag:yaml.org,2002:merge":
             continue
         if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
-            raise ConfigError(f"line {line}: option names are words, got {key.value!r}")
+            problems.append(f"line {line}: option names are words, got {key.value!r}")
+            continue
         if key.value in seen:
             name = ".".join(map(str, (*path, key.value)))
-            raise ConfigError(f"line {line}: {name} stands twice, first on line {seen[key.value]}: remove one of them")
+            problems.append(f"line {line}: {name} stands twice, first on line {seen[key.value]}: remove one of them")
         seen[key.value] = line
         yield (*path, key.value), line
-        yield from _key_lines(value, (*path, key.value))
+        yield from _key_lines(value, (*path, key.value), problems)
 
 
 def _syntax_sentence(error: yaml.MarkedYAMLError) -> str:
     mark = error.problem_mark or error.context_mark
     where = f"line {mark.line + 1}: " if mark else ""
-    return f"{where}not valid YAML: {' '.join((error.problem or error.context or 'unreadable').split())}"
+    problem = error.problem or error.context or "unreadable"
+    if problem.startswith("but ") and error.context:
+        problem = f"{error.context}, {problem}"
+    return f"{where}not valid YAML: {' '.join(problem.split())}"

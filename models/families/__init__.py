@@ -21,6 +21,7 @@ from models.families.phi3 import PHI3
 from models.families.qwen2 import QWEN2
 from models.families.qwen3 import QWEN3
 from models.families.qwen3_moe import QWEN3_MOE
+from models.families.relatives import advice_for
 from models.families.smollm3 import SMOLLM3
 from models.families.starcoder2 import STARCODER2
 from models.hub.config_parts import FamilyError
@@ -36,7 +37,10 @@ FAMILIES = {known.model_type: known for known in _KNOWN}
 def family(model_type: object) -> Family:
     """Returns the family of a `model_type`. Raises FamilyError if it is unknown."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise FamilyError(f"model_type {model_type!r} is not a family known here, which are {', '.join(FAMILIES)}")
+        raise FamilyError(
+            f"model_type {model_type!r} is not a family known here, which are {', '.join(FAMILIES)}: "
+            f"{advice_for(model_type, FAMILIES)}"
+        )
     return FAMILIES[model_type]
 
 

@@ -113,15 +113,6 @@ def test_no_run_trains_with_placeholders(auto: Path) -> None:
         resolve_layout(load_config(auto), 1, "cpu")
 
 
-def test_the_schema_allows_it() -> None:
-    schema = Config.json_schema()
-    assert {"const": "auto"} in schema["properties"]["parallel"]["anyOf"]
-    assert {"const": "auto"} in schema["$defs"]["RecomputeConfig"]["properties"]["mode"]["anyOf"]
-    training = schema["$defs"]["TrainingConfig"]
-    assert {"const": "auto"} in training["properties"]["micro_batch_size"]["anyOf"]
-    assert "micro_batch_size" not in training["required"] and "global_batch_size" in training["required"]
-
-
 def test_this_machine_chooses_before_it_starts_ranks(auto: Path, four_cores: None) -> None:
     """The words that ranks are given make the very config that was checked here."""
     config = load_run_config(auto)

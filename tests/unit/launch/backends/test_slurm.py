@@ -171,6 +171,15 @@ def test_a_dry_run_prints_and_writes_nothing(slurm: Slurm, tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
+def test_data_may_be_where_only_the_job_sees_it(
+    slurm: Slurm, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A login node need not have the storage of the job's hosts; the ranks check data first thing."""
+    script = slurm(*ON_CPU, "--json", "data.path=on_the_hosts/corpus")
+    (notice,) = [notice for notice in json.loads(script)["notices"] if "data" in notice]
+    assert f"this host has no {tmp_path}/on_the_hosts/corpus.bin" in notice and "when the job starts" in notice
+
+
 def test_a_file_is_written_once(slurm: Slurm, tmp_path: Path) -> None:
     said = slurm(*ON_CPU, "-o", "job.sh")
     assert "sbatch job.sh" in said
@@ -224,7 +233,7 @@ MISTAKES = {
     "ranks without GPUs": ([*ON_GPUS, "--ntasks-per-node", "4"], ["--ntasks-per-node 4", "--gpus-per-node 8"]),
     "fp16 on the CPU": ([*ON_CPU, "precision.dtype=fp16"], ["fp16"]),
     "unknown option": ([*ON_CPU, "training.stepz=3"], ["training.stepz", "training.steps"]),
-    "no such data": ([*ON_CPU, "data.path=nowhere"], ["nowhere"]),
+    "other data than the checkpoint's": ([*ON_CPU, "model.vocab_size=100"], ["vocab_size", "100"]),
     "may not go on": ([*ON_CPU, "checkpoint.resume=false"], ["checkpoint.resume"]),
     "two words": ([*ON_CPU, "--partition", "a b"], ["--partition", "'a b'"]),
     "no option of sbatch's": ([*ON_CPU, "--sbatch-option", "mem=0"], ["'mem=0'", "--key=value"]),

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from launch.cli.app import app
 from launch.errors import LaunchError
+from launch.runtime.checkout import git_state
 from launch.runtime.logs import LEVEL, configure_logging
 from launch.trainer.layout_table import layout_rows
 from megalite.config import load_config, resolve_layout
@@ -36,6 +40,8 @@ COMMANDS = [
     ["k8s"],
     ["ray"],
     ["config", "show"],
+    ["config", "init"],
+    ["config", "explain"],
     ["config", "schema"],
     ["checkpoint", "ls"],
     ["checkpoint", "show"],
@@ -132,14 +138,16 @@ def test_a_dry_run_under_a_launcher_starts_nothing(tiny: dict[str, Any], tmp_pat
     assert not Path(tiny["run_dir"]).exists()
 
 
-@pytest.mark.parametrize(("option", "has_notices"), [([], True), (["--quiet"], False), (["--verbose"], True)])
+@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize(("option", "has_notices"), [([], True), (["-q"], False), (["--verbose"], True)])
 def test_quiet_keeps_results_and_drops_notices(
-    option: list[str], has_notices: bool, monkeypatch: pytest.MonkeyPatch
+    option: list[str], is_before: bool, has_notices: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(LEVEL, "INFO")  # restored afterwards, as the options set it
     configure_logging()
     try:
-        done = CliRunner().invoke(app, [*option, "plan", "reliability", "--gpus", "64"])
+        command = ["plan", "reliability", "--gpus", "64"]
+        done = CliRunner().invoke(app, [*option, *command] if is_before else [*command, *option])
     finally:
         monkeypatch.undo()
         configure_logging()
@@ -147,6 +155,74 @@ def test_quiet_keeps_results_and_drops_notices(
     assert ("megalite: " in done.stdout) == has_notices
 
 
-def test_quiet_and_verbose_exclude_each_other() -> None:
-    with pytest.raises(LaunchError, match="contradict"):
-        CliRunner().invoke(app, ["--quiet", "--verbose", "config", "schema"], catch_exceptions=False)
+@pytest.mark.parametrize("words", ["--quiet --verbose config schema", "-q config schema -v", "config schema -q -v"])
+def test_quiet_and_verbose_exclude_each_other(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LEVEL, "INFO")
+    try:
+        with pytest.raises(LaunchError, match="contradict"):
+            CliRunner().invoke(app, words.split(), catch_exceptions=False)
+    finally:
+        monkeypatch.undo()
+        configure_logging()
+
+
+def test_options_of_a_supervised_command_are_its_own() -> None:
+    """`-q` behind COMMAND belongs to COMMAND."""
+    command = get_command(app).commands["supervise"]
+    context = command.make_context("supervise", ["--restarts", "1", "python", "-q", "x.yaml"])
+    assert context.params["command"] == ["python", "-q", "x.yaml"]
+
+
+def test_version_names_what_a_report_needs() -> None:
+    """Without torch, in a second: `importlib.metadata` knows the versions."""
+    done = megalite("--version")
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and lines[0].startswith(f"megalite {version('megalite')}")
+    assert [line.split()[0] for line in lines[:6]] == [
+        "megalite",
+        "torch",
+        "deepspeed",
+        "transformers",
+        "numpy",
+        "python",
+    ]
+    assert f"torch {version('torch')}" in lines and f"deepspeed {version('deepspeed')}" in lines
+
+
+def test_a_checkout_names_its_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Only its own: an environment inside another project's checkout is none of ours."""
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    commit = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b", "commit", "-q", "--allow-empty"]
+    subprocess.run([*commit, "-m", "first"], check=True)
+    monkeypatch.setattr("launch.runtime.checkout.INSTALLATION", tmp_path)
+    state = git_state()
+    assert state is not None and len(state["commit"]) == 40 and not state["changed"]
+    inside = tmp_path / "site-packages"
+    inside.mkdir()
+    monkeypatch.setattr("launch.runtime.checkout.INSTALLATION", inside)
+    assert git_state() is None
+
+
+@pytest.mark.parametrize(
+    ("line", "offered", "not_offered"),
+    [
+        ("megalite pl", {"place", "plan"}, {"train"}),
+        ("megalite train --dry", {"--dry-run"}, {"--json"}),
+        ("megalite config ", {"show", "init", "explain", "schema"}, {"train"}),
+        ("megalite config explain training.s", {"training.steps", "training.seed"}, {"training.tokens"}),
+    ],
+)
+def test_bash_completes(line: str, offered: set[str], not_offered: set[str], tmp_path: Path) -> None:
+    """As bash does it: the script of --show-completion is read, and its function asked."""
+    words = line.split(" ")
+    script = tmp_path / "completion.sh"
+    script.write_text(megalite("--show-completion", "bash").stdout)
+    ask = (
+        f"source {script}; COMP_WORDS=({' '.join(map(repr, words))}); COMP_CWORD={len(words) - 1}; "
+        'function=$(complete -p megalite | grep -o -- "-F [^ ]*" | cut -c4-); $function megalite; '
+        'printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    path = {**os.environ, "PATH": f"{MEGALITE.parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=60, check=False, env=path)
+    found = set(done.stdout.split())
+    assert offered <= found and not found & not_offered, done

@@ -173,6 +173,36 @@ def test_a_mistake_is_one_sentence_before_any_rank_starts(
         assert "--dry-run" not in words or sorted(tmp_path.rglob("*")) == before
 
 
+def test_all_mistakes_of_a_config_are_told_each_on_a_line(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_config(tmp_path / "config.yaml", tiny)
+    mistakes = ["training.stepz=3", "precision.dtype=bf61", "parallel.pipeline_parallel_size=8"]
+    code, out, err = command(["train", str(path), *mistakes], monkeypatch, capfd)
+    lines = err.splitlines()
+    assert code == 2 and not out and len(lines) == 3, err
+    for line, mistake in zip(lines, mistakes, strict=True):
+        assert line.startswith(f'megalite: error: override "{mistake.partition("=")[0]}='), line
+
+
+def test_a_path_that_does_not_exist_is_named_in_full(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Paths of a config start from the working directory, which a user may take for the config's folder."""
+    path = write_config(tmp_path / "config.yaml", tiny)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    (elsewhere / "taken").write_text("")
+    for words, named in (
+        ("data.path=corpus/mine", "corpus/mine.bin"),
+        ("training.initialize_from=some_run", "some_run"),
+        ("run_dir=taken", "taken"),
+    ):
+        code, _, err = command(["train", str(path), words], monkeypatch, capfd)
+        assert code == 2 and err.count("\n") == 1 and f"{elsewhere}/{named}" in err, err
+
+
 def test_a_known_bad_combination_is_one_sentence_too(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,6 +226,8 @@ OTHER_COMMANDS: dict[str, tuple[list[str], str]] = {
     "generate with no tokenizer": (["generate", "nowhere", "--prompt", "x", "--tokenizer", "tok"], "nowhere"),
     "generate from nothing": (["generate", "nowhere", "--prompt", "x"], "nowhere"),
     "show of nothing": (["config", "show", "nowhere.yaml"], "nowhere.yaml"),
+    "override with dashes": (["train", "c.yaml", "--training.steps=3"], "no dashes here: training.steps=3"),
+    "explanation of nothing": (["config", "explain", "training.stepz"], 'did you mean "training.steps"'),
 }
 
 

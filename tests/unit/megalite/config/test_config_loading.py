@@ -1,4 +1,4 @@
-"""What a good config becomes: defaults, derived sizes, the layout, YAML and JSON schema."""
+"""What a good config becomes: defaults, derived sizes, the layout and YAML."""
 
 from __future__ import annotations
 
@@ -161,25 +161,6 @@ def test_every_option_is_explained() -> None:
         for name, field in section.model_fields.items():
             assert field.description, f"{section.__name__}.{name} has no docstring"
             assert "\n" not in field.description, f"{section.__name__}.{name}: one line, for --help and tables"
-
-
-def test_schema_describes_the_minimal_config(minimal: Path) -> None:
-    schema = Config.json_schema()
-    assert schema["required"] == ["run_dir", "model", "data", "training"]
-    assert schema["additionalProperties"] is False
-    assert set(schema["properties"]) == set(Config.model_fields)
-    model = schema["$defs"]["ModelConfig"]
-    assert model["required"] == [
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-    ]
-    assert {"type": "null"} in model["properties"]["head_dim"]["anyOf"], "null is a way to say derived"
-    paths = schema["$defs"]["DataConfig"]["properties"]["path"]["anyOf"]
-    assert {entry["type"] for entry in paths} == {"string", "array"}
-    assert model["properties"]["vocab_size"]["description"].startswith("Number of token ids.")
 
 
 def test_config_is_light_to_import() -> None:

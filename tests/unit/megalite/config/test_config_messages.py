@@ -37,6 +37,12 @@ BAD_OVERRIDES = [
     ("optimizer.betas=[0.9, 1.5]", ["optimizer.betas must be less than 1, got 1.5"]),
     ("data.path=[]", ["data.path must be a list of at least 1, got []"]),
     ("data.held_out_fraction=0.6", ["data.held_out_fraction must be less than or equal to 0.5, got 0.6"]),
+    ("model.rope_scaling.factor=2", ["model.rope_scaling.rope_type is required"]),
+    (
+        "model.rope_scaling.rope_typ=linear",
+        ['"model.rope_scaling.rope_typ": did you mean "model.rope_scaling.rope_type"?'],
+    ),
+    ("model.num_hidden_layers=1e12", ["model.num_hidden_layers must be less than or equal to 100000"]),
     ("launch.spin_threads=3", ["launch.spin_threads must be auto or true or false, got 3"]),
     ("training=3", ["training must be a section with options of its own, got 3"]),
     ("model=null", ["model.vocab_size is required (number of token ids) (and 4 more)"]),
@@ -47,6 +53,11 @@ BAD_OVERRIDES = [
     # the form of an override
     ("training.steps", ['"training.steps" is not of the form section.option=value']),
     (".steps=3", ['".steps=3" is not of the form section.option=value']),
+    ("training.steps = 3", ['overrides "training.steps", "=", "3" are not of the form', "no space around ="]),
+    ("run_dir=", ["run_dir must be a path, got null"]),
+    ("model.vocab_size=1e30", ["model.vocab_size must be an integer of fewer digits, got 1e+30"]),
+    ("model.model_type=3", ["model.model_type must be text, got 3"]),
+    ("model.rope_scaling.type=linear", ['"model.rope_scaling.type": did you mean "model.rope_scaling.rope_type"?']),
     ("training.steps.x=3", ["training.steps is a value, not a section; write training.steps=..."]),
     ("data.path=[a", ['override "data.path=[a": not valid YAML: expected']),
     ("deepspeed={a: 1, a: 2}", ["a stands twice"]),
@@ -196,6 +207,7 @@ BAD_FILES = [
     ("run_dir: x\nmodell: {}\n", ["line 2: unknown option", 'did you mean "model"? (and 2 more)']),
     ("run_dir: x\n", ["section model is required, with vocab_size, hidden_size"]),
     ("a: &a [*a]\n", ["not valid YAML"]),
+    ("run_dir: x\n---\nrun_dir: y\n", ["line 2: not valid YAML: expected a single document"]),
     ("\x00", ["not valid YAML"]),
 ]
 
@@ -281,6 +293,7 @@ def test_unreadable_files_are_one_sentence(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe\xff")
     for path, reason in [
         (tmp_path / "absent.yaml", "does not exist"),
+        (tmp_path / "training.steps=3", "does not exist: the config comes first, then overrides"),
         (tmp_path, "cannot be read: Is a directory"),
         (binary, "is not UTF-8 text"),
     ]:
@@ -298,3 +311,75 @@ def test_message_says_where_the_value_came_from(minimal: Path) -> None:
         load_config(path)
     with pytest.raises(ConfigError, match=r'^override "training\.steps=eleven": training\.steps must be'):
         load_config(path, ["training.steps=eleven"])
+
+
+def sentences(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        load_config(path, overrides)
+    assert all("\n" not in sentence for sentence in raised.value.sentences)
+    return list(raised.value.sentences)
+
+
+def test_all_problems_are_found_at_once_each_with_its_line(minimal: Path) -> None:
+    """Misspelt options, wrong values and missing ones of file and overrides, and rules about the others."""
+    path = minimal.with_name("many.yaml")
+    text = minimal.read_text().replace("steps: 10", "steps: ten").replace("hidden_size: 64", "hiden_size: 64", 1)
+    path.write_text(text.replace("  global_batch_size: 8\n", ""))
+    found = sentences(path, "parallel.tp=2", "optimizer.eps=0", "nonsense")
+    assert [sentence.partition(": ")[0] for sentence in found] == [
+        'override "nonsense" is not of the form section.option=value, with no space around =',
+        f"{path}, line 4",
+        'override "parallel.tp=2"',
+        'override "optimizer.eps=0"',
+        f"{path}, line 13",
+        f"{path}, line 10",
+    ]
+    for sentence, fragment in zip(
+        found[1:],
+        ["model.hidden_size", "parallel.tensor_parallel_size", "optimizer.eps", "training.steps", "global_batch_size"],
+        strict=True,
+    ):
+        assert fragment in sentence, sentence
+
+
+def test_rules_are_checked_beside_wrong_values(minimal: Path) -> None:
+    """A second round for a rule about options that are right would be a second mistake to find."""
+    found = sentences(minimal, "optimizer.eps=0", "training.global_batch_size=9", "parallel.tensor_parallel_size=3")
+    assert len(found) == 3, found
+    assert found[1].startswith('override "parallel.tensor_parallel_size=...": model.num_attention_heads 4 cannot')
+    assert found[2].startswith('override "training.global_batch_size=...": training.global_batch_size 9 is not')
+
+
+def test_a_rule_is_not_blamed_on_an_option_that_is_wrong_by_itself(minimal: Path) -> None:
+    """Without the misspelt or wrong value the default would break the rule."""
+    text = minimal.read_text()
+    path = minimal.with_name("misspelt.yaml")
+    path.write_text(text.replace("  steps: 10", "  stepz: 10"))
+    assert len(sentences(path)) == 1 and "training.steps" in sentences(path)[0]
+    assert len(sentences(minimal, "training.steps=ten")) == 1
+
+
+def test_a_rule_names_the_line_of_the_file(minimal: Path) -> None:
+    path = minimal.with_name("rule.yaml")
+    path.write_text(minimal.read_text().replace("global_batch_size: 8", "global_batch_size: 9"))
+    assert sentences(path)[0].startswith(f"{path}, line 11: training.global_batch_size 9 is not")
+
+
+def test_all_duplicates_are_found_at_once(minimal: Path) -> None:
+    path = minimal.with_name("twice.yaml")
+    path.write_text(minimal.read_text() + "  steps: 3\nmodel: {}\n")
+    found = sentences(path)
+    assert [fragment in found[n] for n, fragment in enumerate(["training.steps stands twice", "model stands twice"])]
+
+
+def test_what_completes_a_config_fails_beside_other_problems(minimal: Path) -> None:
+    """A Hugging Face folder that is not there must not hide a misspelt option."""
+
+    def fail(values: dict[str, object]) -> dict[str, object]:
+        raise ValueError("there is no such folder")
+
+    with pytest.raises(ConfigError) as raised:
+        load_config(minimal, ["training.stepz=3"], complete=fail)
+    assert raised.value.sentences[0] == "there is no such folder" and "stepz" in raised.value.sentences[1]
+    with pytest.raises(ValueError, match="there is no such folder"):
+        load_config(minimal, complete=fail)

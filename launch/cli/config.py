@@ -1,0 +1,154 @@
+"""The commands `megalite config init|show|explain|schema`. No torch here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import indent
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from launch.cli.options import AsJson, ConfigPath, OutputFile, Overrides, OverwriteFile
+from launch.errors import LaunchError
+from launch.output import Table, check_writable, print_json, write_file
+from launch.trainer.run_config import load_run_config
+from megalite.config import Config
+from megalite.config.deepspeed import check_pass_through
+from megalite.config.suggestions import OptionPath, dotted, option_paths
+
+if TYPE_CHECKING:
+    from megalite.config.option_docs import OptionFacts
+
+DEEPSPEED_KEYS = "https://www.deepspeed.ai/docs/config-json/"
+
+config_app = typer.Typer(
+    help="Write a first config, show one with its defaults, explain options, or print the schema of all.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+
+
+@config_app.command()
+def init(
+    source: Annotated[
+        str | None,
+        typer.Option("--from", metavar="HF_DIR", help="Hugging Face folder or hub id whose weights to start from."),
+    ] = None,
+    output: OutputFile = None,
+    overwrite: OverwriteFile = False,
+) -> None:
+    """Write a commented config with the options that most runs set; it loads as it is.
+
+    Without --from it describes a small model, which trains from random weights. With it, the run starts from the
+    weights of a Hugging Face model, whose sizes need not be given.
+
+    Example: `megalite config init -o config.yaml`
+    """
+    from megalite.config.starter import SourceOfWeights, starter_config
+
+    weights = None
+    if source is not None:
+        from launch.huggingface.hub_folder import hub_config, is_hub_model
+
+        if not is_hub_model(Path(source)):
+            raise LaunchError(
+                f"--from {source}: {Path(source).absolute()} is no folder with a config.json, nor is it a hub id "
+                "(organisation/name)"
+            )
+        folder, model = hub_config(Path(source))
+        weights = SourceOfWeights(source, folder, model.max_position_embeddings)
+    text = starter_config(weights)
+    if output is None:
+        print(text, end="")
+        return
+    if output.exists() and not overwrite:
+        raise LaunchError(f"{output} is there already: give --overwrite, or write another file")
+    check_writable(output)
+    write_file(output, text)
+    print(f"wrote {output}; its first lines say how to go on")
+
+
+@config_app.command()
+def show(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Print the config with all defaults filled in.
+
+    Example: `megalite config show configs/quickstart.yaml training.steps=20`
+    """
+    config = load_run_config(config_path, overrides or [])
+    if as_json:
+        print_json(config.model_dump(mode="json"))
+    else:
+        print(config.to_yaml(), end="")
+
+
+def _names_from(incomplete: str) -> list[str]:
+    """Completes a name on the command line."""
+    return [name for path in option_paths(Config) if (name := dotted(path)).startswith(incomplete)]
+
+
+@config_app.command()
+def explain(
+    option: Annotated[
+        str | None,
+        typer.Argument(help="Option or section; default: all sections.", autocompletion=_names_from),
+    ] = None,
+) -> None:
+    """Explain an option: its values, default, meaning and an example; of a section, all its options.
+
+    Example: `megalite config explain training.steps`
+    """
+    from megalite.config.errors import unknown_option
+    from megalite.config.option_docs import facts_of, options_in
+
+    path = tuple(option.split(".")) if option else ()
+    if path and path not in option_paths(Config):
+        if path[0] == "deepspeed":
+            _explain_deepspeed(path)
+            return
+        raise LaunchError(unknown_option(path, None, Config)[0])
+    if path:
+        _print_facts(facts_of(path))
+    if inner := options_in(path):
+        rows = [(one.path[-1], one.values.replace("`", ""), one.default, one.description) for one in inner]
+        columns = ("option" if path else "section", "values", "default", "meaning")
+        Table(columns, rows, text_columns=range(len(columns))).print()
+
+
+def _print_facts(about: OptionFacts) -> None:
+    is_word = about.default in ("required", "derived")
+    default = "" if not about.default else f"; {about.default if is_word else f'default {about.default}'}"
+    print(f"{dotted(about.path)}: {about.values.replace('`', '')}{default}\n{about.details or about.description}")
+    if about.example is not None:
+        print(f"\non the command line:\n  {about.override}\nin a config:\n{indent(about.in_file, '  ')}", end="")
+
+
+def _explain_deepspeed(path: OptionPath) -> None:
+    """Says of an option of DeepSpeed's own whether it may be set, as loading a config does."""
+    options: Any = {}
+    for name in reversed(path[1:]):
+        options = {name: options}
+    try:
+        check_pass_through(options)
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
+    print(f"{dotted(path)} is passed on to DeepSpeed as it is, which explains it at {DEEPSPEED_KEYS}")
+
+
+@config_app.command()
+def schema(
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the page docs/options.md instead, with all options in words.")
+    ] = False,
+) -> None:
+    """Print the JSON Schema (2020-12) of all options, for editors and other programs.
+
+    Example: `megalite config schema > megalite.schema.json`
+    """
+    if markdown:
+        from megalite.config.option_docs import options_page
+
+        print(options_page(), end="")
+        return
+    from megalite.config.schema import json_schema
+
+    print_json(json_schema())

@@ -1,0 +1,37 @@
+"""The option --version: the versions that a report of a defect needs. No torch here."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import typer
+
+from launch.runtime.checkout import git_state
+from launch.runtime.modules import INSTALLATION
+
+PACKAGES = ("torch", "deepspeed", "transformers", "numpy")
+
+
+def show_version(is_given: bool) -> None:
+    """Prints the versions of megalite and of what it runs on, and ends the command."""
+    if not is_given:
+        return
+    lines = [f"megalite {version('megalite')}{_checkout()}"]
+    lines += [f"{name} {_installed(name)}" for name in PACKAGES]
+    print(*lines, f"python {platform.python_version()}", platform.platform(), sep="\n")
+    raise typer.Exit
+
+
+def _checkout() -> str:
+    state = git_state()
+    if state is None:
+        return ""
+    return f" (commit {state['commit'][:12]}{', with changes' * state['changed']}, in {INSTALLATION})"
+
+
+def _installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "is not installed"
