@@ -10,11 +10,10 @@ from pathlib import Path
 
 from launch.checkpoints.listing import CHECKPOINTS, list_place, local_path
 from launch.errors import LaunchError
+from launch.runtime.run_lock import LOCK
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import MANIFEST, find_latest
 from megalite.checkpoint.retention import Retention, RetentionCandidate, clean_up, prune, reasons_to_keep
-
-LOCK = ".lock"  # of a run folder, as in launch/trainer/run_folder.py
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import platform
 import subprocess
@@ -14,6 +13,7 @@ from typing import IO, Any
 
 from launch.errors import LaunchError
 from launch.runtime.modules import INSTALLATION
+from launch.runtime.run_lock import take_lock
 from launch.trainer.data import RunData
 from megalite.checkpoint.durable_files import digest, remove, write_durably
 from megalite.config import Config, ResolvedLayout
@@ -28,25 +28,15 @@ def lock_run_folder(config: Config, patience_s: float = 0.0) -> IO[str]:
     Raises LaunchError if another run holds the lock for longer than `patience_s`: two runs in one folder would
     overwrite each other's files.
     """
-    deadline = time.monotonic() + patience_s
     try:
         config.run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (config.run_dir / ".lock").open("w")
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.5)
+        return take_lock(config.run_dir, patience_s)
     except BlockingIOError:
         raise LaunchError(
             f"another run is using run_dir {config.run_dir}: wait for it, or choose another run_dir"
         ) from None
     except OSError as error:
         raise LaunchError(f"run_dir {config.run_dir} cannot be written: {error.strerror}") from None
-    return lock
 
 
 def write_settings(config: Config, deepspeed: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -45,7 +47,8 @@ class RunLogger(Observer):
         if setup.start.hub is not None:
             keep_tokenizer(config, setup.start.hub.folder)
         first_step = setup.start.step
-        self._goodput = Goodput(config.run_dir, first_step, self.event, world_size=setup.layout.world_size)
+        process = {"host": socket.gethostname(), "process": os.getpid()}
+        self._goodput = Goodput(config.run_dir, first_step, self.event, world_size=setup.layout.world_size, **process)
         sinks = open_sinks(config, first_step, self._nonfatal)
         self._observers = [self._goodput, self.prediction, *sinks]  # goodput first: it adds to the records
         for notice in (*setup.layout.notices, *setup.data.notices, *setup.start.notices):

@@ -35,6 +35,8 @@ COMMANDS = [
     ["slurm"],
     ["k8s"],
     ["ray"],
+    ["status"],
+    ["ls"],
     ["config", "show"],
     ["config", "schema"],
     ["checkpoint", "ls"],
