@@ -17,7 +17,7 @@ from launch.inspection.status import RunStatus
 from launch.output import Table, decimal_size, styled
 from megalite.checkpoint.manifest import printable
 from megalite.monitor.progress import clock
-from megalite.planner.units import count, percent, plural, seconds
+from megalite.planner.units import count, digits, percent, plural, seconds
 
 SHOWN_EVENTS = 5
 EVENT_COLUMNS = 100  # of the facts of one event
@@ -60,6 +60,8 @@ def _speed(status: RunStatus) -> str:
     parts = []
     if status.tokens_per_second is not None:
         parts.append(f"{count(status.tokens_per_second)} tokens/s")
+    if status.samples_per_second is not None:
+        parts.append(f"{digits(status.samples_per_second)} samples/s")
     if status.step_s is not None:
         parts.append(f"{seconds(status.step_s)} from step to step")
     if status.model_flops_utilization is not None:

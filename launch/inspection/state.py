@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from launch.runtime.run_lock import LockHolder, is_locked
-from megalite.monitor.progress import clock
+from megalite.monitor.progress import duration
 from megalite.resilience.heartbeat import beat_times
 
 SILENT_S = 60.0  # heartbeats come every 2 to 10 s; as `megalite supervise --silence`
@@ -59,7 +59,7 @@ class Traces:
 
 def judge(traces: Traces) -> tuple[RunState, str]:
     """Returns the state and a sentence with what it follows from."""
-    silent, limit = clock(traces.silent_s), clock(traces.limit_s)
+    silent, limit = duration(traces.silent_s), duration(traces.limit_s)
     is_alive = traces.silent_s <= traces.limit_s if traces.is_alive is None else traces.is_alive
     if not is_alive and traces.restart:
         return RunState.WAITING, f"its supervisor starts it again: {traces.restart}"
@@ -75,7 +75,7 @@ def judge(traces: Traces) -> tuple[RunState, str]:
         return RunState.HUNG, f"its process lives, but wrote nothing for {silent}; the watchdog's limit is {limit}"
     if not traces.has_stepped:
         return RunState.WAITING, f"it starts: no step of this session has ended yet, after {silent}{unseen}"
-    return RunState.RUNNING, f"its last sign of life was {silent} ago{unseen}"
+    return RunState.RUNNING, f"its last step, event or save was {silent} ago{unseen}"
 
 
 def is_alive(run_dir: Path, holder: LockHolder | None, host: str | None) -> bool | None:

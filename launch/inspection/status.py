@@ -32,7 +32,8 @@ class RunStatus:
     step: int | None = None  # the last one on record
     total_steps: int | None = None
     loss: float | None = None  # of the last step that has one
-    tokens_per_second: float | None = None  # median of recent steps of the last session, as the next two
+    tokens_per_second: float | None = None  # median of recent steps of the last session, as the next three
+    samples_per_second: float | None = None
     model_flops_utilization: float | None = None
     step_s: float | None = None  # from step to step, with all that comes between
     left_s: float | None = None  # until the run is done, while it makes progress
@@ -93,6 +94,7 @@ def read_status(run_dir: Path) -> RunStatus:
         total_steps=total,
         loss=losses[-1] if losses else None,
         tokens_per_second=_median(own, "tokens_per_second"),
+        samples_per_second=_median(own, "samples_per_second"),
         model_flops_utilization=_median(own, "model_flops_utilization"),
         step_s=median(steps_s) if steps_s else None,
         left_s=left_s,

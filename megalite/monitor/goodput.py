@@ -22,6 +22,7 @@ from typing import Any
 
 from megalite.monitor.events import EVENTS, read_events
 from megalite.monitor.observer import Observer
+from megalite.monitor.progress import duration
 from megalite.monitor.sinks.jsonl import read_records
 
 log = logging.getLogger(__name__)
@@ -124,11 +125,11 @@ class Goodput(Observer):
         """Returns one line for the console, without categories below a thousandth."""
         shares, wall_s = self.shares(), sum(self.seconds().values())
         if wall_s < SHORT_S and shares["startup"] > 0.5:
-            start = _duration(wall_s * shares["startup"])
-            return f"goodput: too short to tell: {start} of the {_duration(wall_s)} so far went into starting"
+            start = duration(wall_s * shares["startup"])
+            return f"goodput: too short to tell: {start} of the {duration(wall_s)} so far went into starting"
         parts = [f"{label} {shares[name]:.1%}" for name, label in CATEGORIES.items() if shares[name] >= 0.001]
         sessions = f"{self.sessions} session{'s' * (self.sessions > 1)}"
-        return f"goodput {shares['productive']:.1%} of {_duration(wall_s)} in {sessions}: {', '.join(parts)}"
+        return f"goodput {shares['productive']:.1%} of {duration(wall_s)} in {sessions}: {', '.join(parts)}"
 
     def _session_s(self) -> float:
         return self._before_s + time.monotonic() - self._began
@@ -281,8 +282,3 @@ def _seconds(value: Any) -> float:
     if not isinstance(value, (int, float)) or not value > 0:  # NaN is not > 0 either
         return 0.0
     return float(min(value, LONGEST_S))
-
-
-def _duration(seconds: float) -> str:
-    minutes = seconds / 60
-    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"

@@ -24,3 +24,9 @@ def clock(seconds: float) -> str:
     if hours < 24:
         return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
     return f"{hours // 24} d {hours % 24:02d}:{minute:02d}"
+
+
+def duration(seconds: float) -> str:
+    """Formats a duration for a sentence, rounded: `35 s`, `12 min`, `3.2 h`."""
+    minutes = seconds / 60
+    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"

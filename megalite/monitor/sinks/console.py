@@ -87,7 +87,7 @@ def step_numbers(record: Mapping[str, Any]) -> str:
     """
     numbers = [
         f"loss {record['loss']:.4f}",
-        f"grad {record['grad_norm']:.3g}",
+        f"grad {digits(record['grad_norm'])}",
         f"lr {record['learning_rate']:.2e}",
         f"{count(record['tokens_per_second'])} tokens/s",
     ]

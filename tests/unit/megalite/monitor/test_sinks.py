@@ -95,7 +95,7 @@ def test_a_step_is_one_line_of_a_terminal_with_its_time(capsys: pytest.CaptureFi
     assert re.fullmatch(r"\d\d:\d\d:\d\d .*", full) and full[9:] == f"step 10/20000 {NUMBERS} left 18:52:46"
     assert len(full) <= 125
     assert "skipped" in skipped and "evaluation loss 2.0000" in evaluated
-    assert bare[9:] == "step 20000/20000 loss 1.0000 grad 1 lr 1.00e+00 1 tokens/s left 0:00"
+    assert bare[9:] == "step 20000/20000 loss 1.0000 grad 1.00 lr 1.00e+00 1 tokens/s left 0:00"
 
 
 def test_a_new_day_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
