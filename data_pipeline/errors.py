@@ -1,5 +1,13 @@
-"""The one error of this package, for what a user can correct."""
+"""The one error of this package, for what a user can correct, and the words that its sentences share."""
+
+from collections.abc import Sequence
 
 
 class DataError(ValueError):
     """Bad input. The message is one sentence: what is wrong, where, and what to do."""
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Lists names for a sentence: at most three, and how many more there are."""
+    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"

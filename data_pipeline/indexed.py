@@ -59,6 +59,9 @@ class IndexedTokens:
         self.prefix = Path(prefix)
         self._bin, self._idx = with_ending(self.prefix, ".bin"), with_ending(self.prefix, ".idx")
         for path in (self._bin, self._idx):
+            if not path.is_file() and self.prefix.suffix in (".bin", ".idx"):
+                named = self.prefix.with_suffix("")
+                raise DataError(f"prepared data is named without an ending: give {named}, not {self.prefix}")
             if not path.is_file():
                 raise DataError(
                     f"token file {path} does not exist: give the prefix of a .bin/.idx pair (without the ending), or "

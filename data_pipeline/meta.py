@@ -27,6 +27,8 @@ class CorpusMeta:
     idx_sha256: str  # of the .idx
     sources: list[str]  # as given
     job_sha256: str  # sources with sizes and times, tokenizer, options: equal means nothing to do
+    text_field: str | None = None  # this and the next are None in files of older versions
+    append_eos: bool | None = None
     format: str = FORMAT
     writer_version: int = WRITER_VERSION
 

@@ -1,25 +1,31 @@
 """Trains a small byte-level BPE tokenizer, or inspects an existing one.
 
 A tokenizer is given as a folder with `tokenizer.json` (as `transformers` writes it), or as the path of that file.
-Training is deterministic; an earlier result is reused if texts, size and version of the library are the same.
+Training is deterministic; an earlier result is reused if texts and size are the same. Beside it stands
+`trained_from.json`, which says what it was trained on; a tokenizer without it is never replaced, and one that was
+trained on other text or has another size only if that is asked for.
 """
 
 import hashlib
 import json
 import sysconfig
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, first_names
 from data_pipeline.files import sha256_of_file, write_atomically
 
 if TYPE_CHECKING:
     import tokenizers
 
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TRAINED_FROM = "trained_from.json"
 END_OF_TEXT = "<|endoftext|>"
 _KNOWN_END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+_INSTEAD = "name another folder, leave out --train-vocab-size to take it as it is, or replace it with --overwrite"
 _SMALLEST_VOCABULARY = 257  # 256 bytes and END_OF_TEXT
 _NOT_TRAINING_TEXT = {
     "test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "turtledemo", "__pycache__",
@@ -47,7 +53,9 @@ class TokenizerFile:
 
 def inspect_tokenizer(tokenizer: Path) -> TokenizerFile:
     """Reads the tokenizer of a folder or `tokenizer.json`. Raises DataError if it is missing, broken or empty."""
-    path = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+    path = tokenizer / TOKENIZER if tokenizer.is_dir() else tokenizer
+    if path.is_file() and path.name != TOKENIZER:
+        raise DataError(f"tokenizer {tokenizer} is a file of another name: give tokenizer.json, or its folder")
     if not path.is_file():
         raise DataError(
             f"tokenizer {tokenizer} has no tokenizer.json: give a folder written by `save_pretrained`, or train one "
@@ -56,7 +64,7 @@ def inspect_tokenizer(tokenizer: Path) -> TokenizerFile:
     vocabulary = load_tokenizer(path).get_vocab(with_added_tokens=True)
     if not vocabulary:
         raise DataError(f"{path} has an empty vocabulary: give a trained tokenizer")
-    end = _configured_end_token(path.parent / "tokenizer_config.json")
+    end = _configured_end_token(path.parent / TOKENIZER_CONFIG)
     candidates = (end,) if end is not None else _KNOWN_END_TOKENS
     ids = [vocabulary[token] for token in candidates if token in vocabulary]
     return TokenizerFile(
@@ -81,11 +89,60 @@ def load_tokenizer(path: Path) -> "tokenizers.Tokenizer":
     return tokenizer
 
 
-def train_tokenizer(texts: Iterable[str], output: Path, vocab_size: int) -> Path:
+@dataclass(frozen=True)
+class TrainingRecord:
+    """Contents of `trained_from.json`."""
+
+    text_sha256: str
+    vocab_size: int
+    tokenizers: str  # version of the library
+    sha256: str  # of tokenizer.json
+    text_bytes: int | None = None  # None in records of older versions
+    sources: tuple[str, ...] = ()  # as given
+
+    def describe(self) -> str:
+        """Returns the tokenizer in words: vocabulary and text."""
+        size = "" if self.text_bytes is None else f" ({self.text_bytes:,} bytes)"
+        text = f"{first_names(self.sources)}{size}" if self.sources else f"text that is not named{size}"
+        return f"a vocabulary of {self.vocab_size:,}, trained on {text}"
+
+
+@dataclass(frozen=True)
+class TrainedTokenizer:
+    """A tokenizer that has been trained and is in memory, or that an identical earlier training has written."""
+
+    file: TokenizerFile
+    record: TrainingRecord
+    content: bytes | None  # of tokenizer.json; None if it is written already
+
+    def write(self) -> None:
+        """Writes the folder, unless it is there. A kill leaves the former tokenizer.json whole, or none."""
+        if self.content is None:
+            return
+        folder = self.file.path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        # The record comes first: it marks what an interrupted training leaves as ours, to be made again.
+        write_atomically(folder / TRAINED_FROM, _as_json(asdict(self.record)))
+        write_atomically(folder / TOKENIZER_CONFIG, _as_json(_TRANSFORMERS_CONFIG))
+        write_atomically(self.file.path, self.content)
+
+
+def train_tokenizer(texts: Iterable[str], output: Path, vocab_size: int, *, overwrite: bool = False) -> Path:
     """Trains a byte-level BPE of exactly `vocab_size` entries and writes it as a folder; returns the folder.
 
-    The folder loads in `transformers.AutoTokenizer`. `<|endoftext|>` has id 0. An identical earlier result (same texts,
-    size and library) is reused. Raises DataError if the folder holds a tokenizer that was not trained here.
+    The folder loads in `transformers.AutoTokenizer`. `<|endoftext|>` has id 0. Raises DataError as `trained_tokenizer`.
+    """
+    trained_tokenizer(texts, output, vocab_size, overwrite=overwrite).write()
+    return output
+
+
+def trained_tokenizer(
+    texts: Iterable[str], output: Path, vocab_size: int, *, sources: Sequence[str] = (), overwrite: bool = False
+) -> TrainedTokenizer:
+    """Trains a tokenizer for the folder `output`, or takes the one there if it is the result of the same training.
+
+    Writes nothing. `sources` names the texts in the record. Raises DataError if the text is too small, or if the folder
+    holds another tokenizer: one trained here is replaced only with `overwrite`, any other never.
     """
     import tokenizers
 
@@ -93,20 +150,22 @@ def train_tokenizer(texts: Iterable[str], output: Path, vocab_size: int) -> Path
         raise DataError(
             f"a vocabulary of {vocab_size} is too small for byte-level BPE: ask for at least {_SMALLEST_VOCABULARY}"
         )
+    former = _former_training(output, overwrite)
+    asked = TrainingRecord("", vocab_size, tokenizers.__version__, "", sources=tuple(sources))
+    if former is not None and former.vocab_size != vocab_size and not overwrite:
+        raise _other_tokenizer(output, former, asked)  # before the text is read
     texts = list(texts)
-    record_path, tokenizer_path = output / "trained_from.json", output / "tokenizer.json"
-    if tokenizer_path.exists() and not record_path.exists():
-        raise DataError(
-            f"{tokenizer_path} was not trained here, and training would overwrite it: name another folder, or leave "
-            "out the vocabulary size to use it as it is"
-        )
-    digest = hashlib.sha256()
-    for text in texts:
-        content = text.encode()
-        digest.update(len(content).to_bytes(8, "little") + content)
-    origin = {"text_sha256": digest.hexdigest(), "vocab_size": vocab_size, "tokenizers": tokenizers.__version__}
-    if _is_result_of(record_path, tokenizer_path, origin):
-        return output
+    asked = replace(asked, **_text_facts(texts))
+    if former is not None and (former.text_sha256, former.vocab_size) == (asked.text_sha256, vocab_size):
+        if former.sha256 == sha256_of_file(output / TOKENIZER):
+            return TrainedTokenizer(inspect_tokenizer(output), former, None)
+        if not overwrite:
+            raise DataError(
+                f"{output / TOKENIZER} is not the one that {TRAINED_FROM} beside it describes (changed since, or its "
+                f"replacement was interrupted): {_INSTEAD}"
+            )
+    elif former is not None and not overwrite:
+        raise _other_tokenizer(output, former, asked)
     trained = _train(texts, vocab_size)
     found = trained.get_vocab_size()
     if found != vocab_size:
@@ -114,13 +173,10 @@ def train_tokenizer(texts: Iterable[str], output: Path, vocab_size: int) -> Path
             f"the text is too small for a vocabulary of {vocab_size}: only {found} entries can be made from it; give "
             "more text or ask for fewer entries"
         )
-    output.mkdir(parents=True, exist_ok=True)
-    written = trained.to_str(pretty=True).encode()
-    # The record comes first: it marks what an interrupted training leaves as ours, to be made again.
-    write_atomically(record_path, _as_json({**origin, "sha256": hashlib.sha256(written).hexdigest()}))
-    write_atomically(output / "tokenizer_config.json", _as_json(_TRANSFORMERS_CONFIG))
-    write_atomically(tokenizer_path, written)
-    return output
+    content = trained.to_str(pretty=True).encode()
+    sha256 = hashlib.sha256(content).hexdigest()
+    file = TokenizerFile(str(output), output / TOKENIZER, sha256, vocab_size, trained.token_to_id(END_OF_TEXT))
+    return TrainedTokenizer(file, replace(asked, sha256=sha256), content)
 
 
 def python_stdlib_sources() -> list[Path]:
@@ -152,14 +208,47 @@ def _train(texts: Sequence[str], vocab_size: int) -> "tokenizers.Tokenizer":
     return tokenizer
 
 
-def _is_result_of(record_path: Path, tokenizer_path: Path, origin: Mapping[str, object]) -> bool:
-    if not (record_path.is_file() and tokenizer_path.is_file()):
-        return False
+def _former_training(folder: Path, overwrite: bool) -> TrainingRecord | None:
+    """Returns the record of the tokenizer in `folder`; None if there is no tokenizer.
+
+    Raises DataError for a tokenizer without a record, and, unless it may be overwritten, for an unreadable record.
+    """
+    record, tokenizer = folder / TRAINED_FROM, folder / TOKENIZER
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{folder} is a file: name a folder, into which the trained tokenizer is written")
+    if not record.exists():
+        for path in filter(Path.exists, (tokenizer, folder / TOKENIZER_CONFIG)):  # never, however it is asked for
+            raise DataError(
+                f"{path} was not trained here, and training would overwrite it: name another folder, or leave out "
+                "--train-vocab-size to take the tokenizer as it is"
+            )
+    if not (record.exists() and tokenizer.exists()):
+        return None
     try:
-        record = json.loads(record_path.read_text(encoding="utf-8"))
-    except ValueError:
-        return False  # an unreadable record only costs a new training
-    return bool(record == {**origin, "sha256": sha256_of_file(tokenizer_path)})
+        former = TrainingRecord(**json.loads(record.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        if overwrite:
+            return None
+        raise DataError(
+            f"{record} is not readable, so it is not known what the tokenizer beside it was trained on: {_INSTEAD}"
+        ) from None
+    return replace(former, sources=tuple(former.sources))
+
+
+def _other_tokenizer(folder: Path, former: TrainingRecord, asked: TrainingRecord) -> DataError:
+    there, wanted = former.describe(), asked.describe()
+    changed = ", which has changed since" if there == wanted else ""
+    return DataError(f"{folder} holds a tokenizer with {there}; asked is one with {wanted}{changed}: {_INSTEAD}")
+
+
+def _text_facts(texts: Sequence[str]) -> dict[str, Any]:
+    """Returns digest and size of the texts, as the record has them."""
+    digest, size = hashlib.sha256(), 0
+    for text in texts:
+        content = text.encode()
+        digest.update(len(content).to_bytes(8, "little") + content)
+        size += len(content)
+    return {"text_sha256": digest.hexdigest(), "text_bytes": size}
 
 
 def _configured_end_token(path: Path) -> str | None:

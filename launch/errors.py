@@ -5,6 +5,8 @@ from __future__ import annotations
 from data_pipeline.errors import DataError
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config import ConfigError
+from megalite.resilience.signals import INTERRUPTED_CODE as INTERRUPTED_CODE
+from megalite.resilience.signals import PREEMPTED_CODE as PREEMPTED_CODE
 from models.hub.config_parts import FamilyError
 
 
@@ -17,6 +19,4 @@ VERIFY_FAILED_CODE = 1
 FAILED_CODE = 1  # a run that broke, or could not save its last state
 USER_ERROR_CODE = 2
 STOPPED_CODE = 3  # a guard ended the run
-PREEMPTED_CODE = 75  # SIGTERM, SIGUSR1 or training.max_minutes: the state is saved, and starting again goes on
 HUNG_CODE = 86  # the watchdog ended the run
-INTERRUPTED_CODE = 130

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import math
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,11 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from launch.errors import LaunchError
+from launch.runtime.logs import get_logger
 from megalite.checkpoint.durable_files import write_durably
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+log = get_logger(__name__)
+SILENCE_S = 10.0  # longest time without a word on what a command does
 WIDTH = 160  # columns, where standard output is a file or a pipe
 TEXT_WIDTH = 12  # columns that are left to a column of text before its words are broken
 
@@ -155,17 +161,42 @@ def print_csv(rows: Sequence[Mapping[str, Any]]) -> None:
 
 @contextmanager
 def spinner(description: str, *, is_shown: bool = True) -> Iterator[Callable[[str], None]]:
-    """A spinner with the elapsed time on stderr while the block runs, if stderr is a terminal.
+    """A spinner with the elapsed time on stderr while the block runs; elsewhere than on a terminal, a line every 10 s.
 
     Yields a function that replaces the description.
     """
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     to = console(stderr=True)
+    if is_shown and not to.is_terminal:
+        with _lines(description) as describe:
+            yield describe
+        return
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=to, transient=True, disable=not (is_shown and to.is_terminal)) as progress:
+    with Progress(*columns, console=to, transient=True, disable=not is_shown) as progress:
         task = progress.add_task(description)
         yield lambda text: progress.update(task, description=text)
+
+
+@contextmanager
+def _lines(description: str) -> Iterator[Callable[[str], None]]:
+    """Writes the newest description and the elapsed time to stderr every `SILENCE_S` seconds, unless `--quiet`."""
+    newest, ended, started = [description], threading.Event(), time.monotonic()
+
+    def write() -> None:
+        while not ended.wait(SILENCE_S) and log.isEnabledFor(logging.INFO):
+            print(f"megalite: {newest[0]} ({time.monotonic() - started:.0f} s)", file=sys.stderr, flush=True)
+
+    def describe(text: str) -> None:
+        newest[0] = text
+
+    thread = threading.Thread(target=write, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield describe
+    finally:
+        ended.set()
+        thread.join()
 
 
 @contextmanager

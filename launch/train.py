@@ -14,15 +14,21 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if __name__ == "__main__" and sys.path[0] == str(Path(__file__).resolve().parent):
-    del sys.path[0]  # started as a script: this folder's modules must not shadow top-level ones
+if __name__ == "__main__":
+    if sys.path[0] == str(Path(__file__).resolve().parent):
+        del sys.path[0]  # started as a script: this folder's modules must not shadow top-level ones
+    from launch.runtime.logs import configure_logging
+    from megalite.resilience.signals import take_signals
+
+    configure_logging()
+    take_signals()  # before the imports below, which take a while
 
 from launch.errors import (
     FAILED_CODE,
@@ -38,8 +44,9 @@ from launch.runtime.console import Console, outlive_readers
 from launch.runtime.devices import Device
 from launch.runtime.logs import configure_logging, get_logger
 from launch.runtime.processes import end_with_parent
-from launch.runtime.rank_environment import ATTEMPT, Rank, take_private_environment, this_rank
+from launch.runtime.rank_environment import ATTEMPT, Rank, take_private_environment, this_rank, waiting_hint
 from launch.runtime.rank_process import be_deterministic, choose_interface, is_unsupervised, run_to_the_end, tell_once
+from launch.runtime.startup_progress import StartupProgress
 from launch.trainer.checkpoint_hooks import CheckpointHooks, manifest_maker
 from launch.trainer.data import evaluation_batches, open_data, training_batches
 from launch.trainer.prediction_tracker import PredictionTracker, memory_of_ranks
@@ -51,16 +58,19 @@ from megalite.checkpoint.durable_files import NO_ROOM
 from megalite.checkpoint.errors import StorageError
 from megalite.config import Config, resolve_layout
 from megalite.config.known_bad import check_known_bad, installed_versions
+from megalite.config.layout import unchecked_layout
+from megalite.engine.errors import RendezvousFailed
 from megalite.monitor.events import EVENTS, EventLog
 from megalite.resilience.heartbeat import Heartbeat
-from megalite.resilience.signals import PREEMPTION
-from megalite.training.state import SaveFailed, TrainingPreempted, TrainingStopped, TrainState
+from megalite.resilience.signals import take_signals
+from megalite.training.state import SaveFailed, TrainingInterrupted, TrainingPreempted, TrainingStopped, TrainState
 
 if TYPE_CHECKING:
     from megalite.engine.engine import Engine
 
 log = get_logger("launch.train")  # as a script this module is named __main__
 PROCESS_START_TIME = time.monotonic()
+WAITING_AGAIN_S = 60.0  # between two sentences about the same wait for other ranks
 RUN_LOCK_TIMEOUT_S = 100.0  # a file server keeps the lock of a host that has died for its lease; NFS: 90 s
 MIRROR_FLUSH_TIMEOUT_S = 60.0  # for the mirror, when the machine has been asked for
 COLLECTIVE_TIMEOUT_FRACTION = 5 / 6  # of the process group's timeout, within which rank 0 must join the others
@@ -71,6 +81,7 @@ NO_SUPERVISOR = (
 ENDINGS: dict[type[Exception], tuple[int, str]] = {
     TrainingStopped: (STOPPED_CODE, "stopped"),
     TrainingPreempted: (PREEMPTED_CODE, "preempted"),
+    TrainingInterrupted: (INTERRUPTED_CODE, "interrupted"),
     SaveFailed: (FAILED_CODE, "not saved"),
 }
 
@@ -78,9 +89,8 @@ ENDINGS: dict[type[Exception], tuple[int, str]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one rank and returns its exit code. User errors are printed as one line on stderr, once per host."""
     console = outlive_readers()
+    take_signals()  # until training begins there is nothing to save
     end_with_parent()  # a launcher that is killed takes its ranks along; they save first
-    for number in PREEMPTION:  # until training begins there is nothing to save
-        signal.signal(number, lambda *_: os._exit(PREEMPTED_CODE))
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     # DeepSpeed's launcher hands the local rank over a second time, as an argument
     arguments = [argument for argument in arguments if not argument.startswith("--local_rank")]
@@ -100,12 +110,15 @@ def _load_and_run(arguments: Sequence[str], console: Console, exit_stack: ExitSt
         if rank is None:
             raise LaunchError("launch.train is one rank of a run: start it with deepspeed or torchrun, or use megalite")
         configure_logging(rank=rank.rank)
+        signals = take_signals()
+        signals.speaks, signals.obeys_repeats = rank.local_rank == 0, ATTEMPT not in os.environ
         if not arguments:
             raise LaunchError("no config is given: name a YAML file, as in launch/train.py configs/quickstart.yaml")
         config = load_run_config(Path(arguments[0]), arguments[1:])
         choose_interface(os.environ, rank)
         _keep_console(console, config, rank)
-        run(config, rank, exit_stack)
+        with StartupProgress(rank, PROCESS_START_TIME) as progress:
+            run(config, rank, exit_stack, progress)
     except USER_ERRORS as error:
         tell_once(str(error), rank)
         may_pass = isinstance(error, StorageError) and not error.is_lasting
@@ -113,16 +126,18 @@ def _load_and_run(arguments: Sequence[str], console: Console, exit_stack: ExitSt
     except (TrainingStopped, TrainingPreempted, SaveFailed) as error:
         code, ending = ENDINGS[type(error)]
         if rank is not None and rank.rank == 0:
-            log.log(logging.WARNING if code == PREEMPTED_CODE else logging.ERROR, f"{ending}: {error}")
+            was_asked = isinstance(error, TrainingPreempted)
+            log.log(logging.WARNING if was_asked else logging.ERROR, f"{ending}: {error}")
         leave_together()
         return code
+    except RendezvousFailed as error:
+        tell_once(str(error), rank)
+        return FAILED_CODE
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
         tell_once(f"{error.filename}: {NO_ROOM[error.errno]}: free some space", rank)
         return FAILED_CODE
-    except KeyboardInterrupt:
-        return INTERRUPTED_CODE
     return 0
 
 
@@ -138,19 +153,21 @@ def _keep_console(console: Console, config: Config, rank: Rank) -> None:
         log.info(NO_SUPERVISOR)
 
 
-def run(config: Config, rank: Rank, exit_stack: ExitStack) -> None:
+def run(config: Config, rank: Rank, exit_stack: ExitStack, progress: StartupProgress) -> None:
     """Trains on this rank: mesh, data, model, engine, loop.
 
     `exit_stack` is closed by the caller when the rank leaves as it should. Raises one of `ENDINGS`, or what the user
     has to correct.
     """
+    if not config.unresolved_options:
+        unchecked_layout(config, rank.world_size)  # refuses another number of ranks before any of them waits
     lock = lock_run_folder(config, RUN_LOCK_TIMEOUT_S if ATTEMPT in os.environ else 0.0) if rank.rank == 0 else None
     heartbeat = _start_heartbeat(config, rank, exit_stack)  # before the long imports
+    progress.begin("loading PyTorch and DeepSpeed")
     import torch
 
     from megalite.engine.activity import Activity
     from megalite.engine.build import build_engine
-    from megalite.engine.distributed import start_distributed
     from megalite.parallel.mesh import Mesh
     from megalite.resilience.watchdog import Watchdog, agree_on_launch
     from models.decoder import decoder_layers
@@ -158,8 +175,7 @@ def run(config: Config, rank: Rank, exit_stack: ExitStack) -> None:
     torch.set_float32_matmul_precision(config.precision.float32_matmul_precision)
     if config.training.deterministic:
         be_deterministic()
-    kind = start_distributed(rank.local_rank, timedelta(minutes=config.watchdog.timeout_minutes)).type
-    device: Device = "cuda" if kind == "cuda" else "cpu"
+    device = _join(config, rank, progress)
     if config.unresolved_options:
         config = with_layout_for_all(config, rank, device)
     layout = resolve_layout(config, rank.world_size, device)
@@ -169,15 +185,20 @@ def run(config: Config, rank: Rank, exit_stack: ExitStack) -> None:
         heartbeat.step = lambda: activity.span.step
     record_hang = partial(EventLog(config.run_dir / EVENTS).write, "hung")
     launch = agree_on_launch()
+    progress.begin("opening the data")
     with Watchdog(
         activity, config.watchdog, config.run_dir, launch, HUNG_CODE, record_hang, tuple(ENDINGS)
     ) as watchdog:
         data = open_data(config)
         prediction = PredictionTracker(config, layout, rank, device)
+        progress.begin("looking for a checkpoint and checking its files")
         setup = RunSetup(config, layout, rank, data, agree_on_start(config, rank, data, activity))
+        progress.begin("building the model")
         engine = build_engine(decoder_layers(config.model, config.recompute.mode), config, layout, activity)
+        progress.begin(setup.start.loading)
         state = load_state(engine, setup)
-        with RunLogger(setup, prediction) as run_logger:
+        progress.begin("preparing and computing the first step")
+        with RunLogger(setup, prediction, progress) as run_logger:
             hooks = CheckpointHooks(setup, run_logger)
             try:
                 state = _train(engine, setup, state, run_logger, hooks)
@@ -192,6 +213,26 @@ def run(config: Config, rank: Rank, exit_stack: ExitStack) -> None:
             leave_together()
             hooks.close(is_done=True)
     del lock  # held until here
+
+
+def _join(config: Config, rank: Rank, progress: StartupProgress) -> Device:
+    """Waits for all ranks and joins the process group; returns the kind of this rank's device. Collective."""
+    from megalite.engine.distributed import start_distributed
+    from megalite.engine.rendezvous import JOINED, Rendezvous
+
+    timeout = timedelta(minutes=config.watchdog.timeout_minutes)
+    hint = waiting_hint(rank)
+
+    def announce(sentence: Callable[[], str]) -> None:
+        progress.begin_waiting(lambda: sentence() + hint, WAITING_AGAIN_S, on_each_host=True)
+
+    rendezvous = Rendezvous(timeout, announce) if rank.world_size > 1 else None
+    progress.begin("connecting all ranks" if rendezvous is not None else "preparing the device")
+    kind = start_distributed(rank.local_rank, timeout).type
+    if rendezvous is not None:
+        rendezvous.note(JOINED)
+        progress.begin_waiting(rendezvous.first_collective, WAITING_AGAIN_S)
+    return "cuda" if kind == "cuda" else "cpu"
 
 
 def _train(
@@ -240,10 +281,6 @@ def _train(
             state = train(engine, config, state, context)
         except (TrainingStopped, TrainingPreempted) as error:
             _end(engine, run_logger, ENDINGS[type(error)][1], checkpoints.wait())
-            raise
-        except KeyboardInterrupt:
-            run_logger.on_end("interrupted")
-            run_logger.log_prediction_error(())
             raise
         _end(engine, run_logger, "ended", checkpoints.wait())
     return state

@@ -109,7 +109,7 @@ class Shape:
                 "sequence_length": self.sequence,
                 "steps": self.steps,
             },
-            "checkpoint": {"save_last": False, "background": False},
+            "checkpoint": {"interval": 0, "save_last": False, "background": False},
             "monitor": {"plot": False},  # so that matplotlib need not be there
         }
 

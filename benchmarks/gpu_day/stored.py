@@ -36,7 +36,7 @@ def _trained(context: Context, steps: int, *overrides: str, fresh: bool = False)
     folder = context.fresh_folder(RUN) if fresh else context.work / RUN
     shape = shapes.tiny(shapes.LLAMA_1B) if context.tiny else shapes.LLAMA_1B
     values = replace(shape, steps=steps).config(folder, context.data())
-    values["checkpoint"] = {"save_last": True, "background": False}
+    values["checkpoint"] = {"interval": 0, "save_last": True, "background": False}
     config = context.write_config(f"{RUN}_{steps}", values)
     context.megalite("train", config, *context.overrides, f"training.steps={steps}", *overrides)
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]

@@ -135,7 +135,7 @@ def run_of(row: Row) -> Run:
         micro_batch_size=int(row["MBS"]),
     )
     model = gpt(hidden, layers, int(row["heads"] or HEADS[hidden]), VOCABULARY)
-    job = TrainingWorkload(model, layout, SEQUENCE_LENGTH, batch, "bf16", "fp32", stack=MEGATRON_DEEPSPEED)
+    job = TrainingWorkload(model, layout, SEQUENCE_LENGTH, batch, "bf16", "fp32", "bf16", stack=MEGATRON_DEEPSPEED)
     return Run(row["md_line"], job, jean_zay(nodes), seconds, 8 * per_layer * layers * tokens / accelerators)
 
 

@@ -109,7 +109,7 @@ def config_of(folder: Path, data: Path, on_gpu: bool) -> Path:
             "sequence_length": 2048 if on_gpu else 256,
             "steps": 30 if on_gpu else STEPS,
         },
-        "checkpoint": {"save_last": False, "background": False},
+        "checkpoint": {"interval": 0, "save_last": False, "background": False},
         "monitor": {"plot": False},
     }
     path = folder / "config.yaml"

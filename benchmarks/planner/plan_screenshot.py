@@ -24,6 +24,7 @@ from tests.helpers.browser import look_at, photograph, why_no_browser
 
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "plan_report.png"
 WIDTH = 1120
+PRICE = 2.5  # of an accelerator-hour
 CONFIG = {
     "run_dir": "runs/llama-3-405b",
     "model": {
@@ -37,7 +38,7 @@ CONFIG = {
     },
     "data": {"path": "data/text"},
     "precision": {"dtype": "bf16"},
-    "training": {"global_batch_size": 256, "micro_batch_size": 1, "sequence_length": 8192, "steps": 1000},
+    "training": {"global_batch_size": 256, "micro_batch_size": 1, "sequence_length": 8192, "tokens": 300_000_000_000},
 }
 
 
@@ -49,10 +50,11 @@ def main() -> None:
         sys.exit(reason)
     cluster = cluster_of(ClusterFile(accelerator="H100", nodes=64), "512 x H100")
     # ZeRO stays at stage 1, so that the best layout is one with a pipeline to look at
-    result = search(Config.model_validate(CONFIG), cluster, free=CHOOSABLE - {ZERO})
+    config = Config.model_validate(CONFIG)
+    result = search(config, cluster, free=CHOOSABLE - {ZERO})
     with tempfile.TemporaryDirectory() as folder:
         page = arguments.page or Path(folder) / "plan.html"
-        write_report(page, result, cluster, "A 405B model of Llama 3's shape on 512 x H100")
+        write_report(page, result, cluster, "A 405B model of Llama 3's shape on 512 x H100", config, PRICE)
         height = math.ceil(look_at(page, (WIDTH, 3000)).height)
         said = photograph(page, PICTURE, (WIDTH, height))
     with Image.open(PICTURE) as picture:  # 256 colours are enough, and less than half of the size

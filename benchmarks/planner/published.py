@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megalite.config import ModelConfig
+from megalite.config.sections import Dtype
 from megalite.planner.cost.shapes import parameters
 from megalite.planner.hardware import Cluster, ClusterFile, cluster_of
 from megalite.planner.workload import ParallelLayout, Recompute, Stack, TrainingWorkload
@@ -30,28 +31,24 @@ MEGATRON_2021 = Stack(
 )
 # the sums over tensor-parallel ranks run beside the gradients of weights
 MEGATRON_2022 = replace(MEGATRON_2021, name="Megatron-LM of 2022", overlaps_tensor_gradients=True)
-# in bf16 Megatron-LM sums and reduces gradients in fp32 (megatron/arguments.py)
-MEGATRON_BF16 = replace(MEGATRON_2022, name="Megatron-LM in bf16", gradient_dtype="fp32")
 TORCH_DDP = replace(MEGATRON_2021, name="Megatron-LM of SC21 with torch's DDP", overlaps_replicas=True)
 MEGATRON_CORE = Stack(
     "Megatron-Core 0.8",
     overlaps_tensor_gradients=True,
     balances_stages=False,
     stops_recompute_early=False,
-    gradient_dtype="fp32",
     replicas="sharded_optimizer",
     overlaps_replicas=True,
 )
 # Composer's FSDPConfig: backward_prefetch="BACKWARD_POST"
-FSDP_PURE = Stack(
-    "FSDP through Composer, all in bf16",
+FSDP_2023 = Stack(
+    "FSDP through Composer",
     attention="flash_1",
     stops_recompute_early=False,
     replicas="fully_sharded",
     prefetches_backward=False,
 )
-FSDP_FP32_GRADIENTS = replace(FSDP_PURE, name="FSDP through Composer", gradient_dtype="fp32")
-FSDP_2024 = Stack("torchtitan", replicas="fully_sharded", gradient_dtype="fp32")
+FSDP_2024 = Stack("torchtitan", replicas="fully_sharded")
 
 
 @dataclass(frozen=True)
@@ -169,7 +166,8 @@ def megascale_table_2() -> Iterator[Published]:
         hidden, layers, heads, tp, pp, gpus = _ints(row, "hidden", "layers", "heads", "TP", "PP", "gpus")
         layout = _layout(gpus, tp, pp, 1, 6, "selective", sequence_parallel=True)
         model, batch = gpt(hidden, layers, heads, 64000), int(row["global_batch"])
-        job = TrainingWorkload(model, layout, 2048, batch, "bf16", stack=MEGATRON_BF16)
+        # in bf16 Megatron-LM sums and reduces gradients in fp32 (megatron/arguments.py)
+        job = TrainingWorkload(model, layout, 2048, batch, "bf16", "fp32", stack=MEGATRON_2022)
         name = f"{gpus} GPUs, batch {batch}"
         yield Published("MegaScale Table 2", name, job, nodes_of(gpus, "A100-80GB"), float(row["iter_s"]))
 
@@ -207,10 +205,10 @@ def mosaicml(name: str, table: Callable[[Row], str]) -> Iterator[Published]:
             recompute="full" if row["act_ckpt"] == "True" else "none",
             micro_batch_size=micro_batch,
         )
-        stack = FSDP_PURE if row["mp_mode"] == "PURE" else FSDP_FP32_GRADIENTS
-        if accelerator == "H100":  # measured later, with a torch whose recomputation stops early
-            stack = replace(stack, stops_recompute_early=True)
-        job = TrainingWorkload(model, layout, s, batch, "bf16", stack=stack)
+        # measured later, with a torch whose recomputation stops early
+        stack = replace(FSDP_2023, stops_recompute_early=True) if accelerator == "H100" else FSDP_2023
+        reduced: Dtype = "bf16" if row["mp_mode"] == "PURE" else "fp32"
+        job = TrainingWorkload(model, layout, s, batch, "bf16", gradient_reduction_dtype=reduced, stack=stack)
         recompute = " recomputed" if layout.recompute == "full" else ""
         yield Published(
             table(row),
@@ -281,7 +279,8 @@ def bloom_176b() -> Iterator[Published]:
     items = {row["item"]: row["value"] for row in read("palm_opt_bloom_mtnlg") if row["system"] == "BLOOM 176B"}
     stack = replace(MEGATRON_2021, name="Megatron-DeepSpeed of 2022", replicas="deepspeed", waits_for_launches=True)
     layout = _layout(384, 4, 12, 2, 1, "full")
-    job = TrainingWorkload(gpt(14336, 70, 112, 250880), layout, 2048, 2048, "bf16", stack=stack)
+    model = gpt(14336, 70, 112, 250880)
+    job = TrainingWorkload(model, layout, 2048, 2048, "bf16", gradient_reduction_dtype="bf16", stack=stack)
     seconds = float(items["iter s / TFLOP/s/GPU"].split()[0])
     yield Published("BLOOM 176B", "384 GPUs", job, nodes_of(384, "A100-80GB", "Omni-Path 100", 4), seconds)
 

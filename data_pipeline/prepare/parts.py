@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import threading
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -64,7 +65,11 @@ def encode_part(tokenizer: TokenizerFile, pieces: Sequence[TextPiece], end: int 
 
 
 def exit_with_parent() -> None:
-    """Ends this worker process when its parent is killed; otherwise it would wait for work forever."""
+    """Ends this worker process when its parent is killed, and leaves Ctrl-C to the parent.
+
+    Otherwise it would wait for work forever.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None, "only for worker processes"
 
@@ -88,8 +93,8 @@ class PartStore:
         self.output, self.folder, self.job_sha256 = output, with_ending(output, ".parts"), job_sha256
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Locks the folder for this process and deletes the parts of other jobs."""
+    def locked(self) -> Iterator[None]:
+        """Locks the folder for this process; at the end removes it if it holds no part."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "lock").open("w") as lock:
             try:
@@ -98,13 +103,19 @@ class PartStore:
                 raise DataError(
                     f"another process is preparing {self.output} right now: wait for it or choose another output"
                 ) from error
-            if not self._belongs():
-                for file in self.folder.glob("part-*.npz"):
-                    file.unlink()
-                write_atomically(self._journal, json.dumps({"job_sha256": self.job_sha256}).encode())
-            for leftover in self.folder.glob(".part-*.tmp"):
-                leftover.unlink()
-            yield
+            try:
+                yield
+            finally:
+                if not any(self.folder.glob("part-*.npz")):
+                    self.remove()
+
+    def begin(self) -> int:
+        """Deletes the parts of another job that was never finished; returns their number. Call it while locked."""
+        foreign = [] if self._belongs() else list(self.folder.glob("part-*.npz"))
+        for file in (*foreign, *self.folder.glob(".part-*.tmp")):
+            file.unlink()
+        write_atomically(self._journal, json.dumps({"job_sha256": self.job_sha256}).encode())
+        return len(foreign)
 
     def path(self, number: int) -> Path:
         return self.folder / f"part-{number:06d}.npz"
@@ -126,6 +137,16 @@ class PartStore:
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def remove_own(self) -> None:
+        """Removes the folder if its parts are of this job: a finished job may have been killed before it did."""
+        if self._belongs():
+            self.remove()
+
+    @property
+    def has_journal(self) -> bool:
+        """True if a run of this or another job has begun and not finished."""
+        return self._journal.exists()
 
     @property
     def _journal(self) -> Path:

@@ -7,13 +7,12 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from data_pipeline.errors import DataError
 from data_pipeline.meta import WRITER_VERSION
 from data_pipeline.sources import Source, open_sources
 from data_pipeline.sources.text import TextPiece
-from data_pipeline.tokenizer import TokenizerFile, inspect_tokenizer
+from data_pipeline.tokenizer import TokenizerFile
 
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 1 << 18, 1 << 24  # characters
 _CHUNKS_PER_JOB = 1024  # aimed at, between the two limits
@@ -28,20 +27,20 @@ class PreparationPlan:
     sources: list[Source]
     source_bytes: int | None
     tokenizer: TokenizerFile
+    text_field: str
     end_token: int | None  # appended to every document; None: no token is
     chunk_characters: int
     sha256: str
 
 
-def plan_job(specs: list[str], tokenizer: Path, text_field: str, append_eos: bool) -> PreparationPlan:
-    """Opens sources and tokenizer. Raises DataError if one is missing or the tokenizer has no end-of-document token."""
+def plan_job(specs: list[str], tokenizer: TokenizerFile, text_field: str, append_eos: bool) -> PreparationPlan:
+    """Opens the sources. Raises DataError if one is missing or the tokenizer has no end-of-document token."""
     sources = open_sources(specs, text_field)
-    inspected = inspect_tokenizer(tokenizer)
-    end_token = inspected.eos_token_id if append_eos else None
+    end_token = tokenizer.eos_token_id if append_eos else None
     if append_eos and end_token is None:
         raise DataError(
-            f"tokenizer {tokenizer} names no end-of-document token: set eos_token in its tokenizer_config.json, or "
-            "prepare without one (append_eos=False)"
+            f"tokenizer {tokenizer.given} names no end-of-document token: set eos_token in its tokenizer_config.json, "
+            "or prepare without one (--no-append-eos)"
         )
     sizes = [source.size_bytes for source in sources]
     known = [size for size in sizes if size is not None]
@@ -52,11 +51,11 @@ def plan_job(specs: list[str], tokenizer: Path, text_field: str, append_eos: boo
     identity = {
         "writer": WRITER_VERSION,
         "sources": [source.identity() for source in sources],
-        "tokenizer": [inspected.sha256, inspected.vocab_size, inspected.eos_token_id],
+        "tokenizer": [tokenizer.sha256, tokenizer.vocab_size, tokenizer.eos_token_id],
         "options": [text_field, append_eos, chunk],
     }
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    return PreparationPlan(list(specs), sources, source_bytes, inspected, end_token, chunk, digest)
+    return PreparationPlan(list(specs), sources, source_bytes, tokenizer, text_field, end_token, chunk, digest)
 
 
 def chunks(job: PreparationPlan) -> Iterator[list[TextPiece]]:

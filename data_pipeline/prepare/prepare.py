@@ -3,7 +3,8 @@
 The pieces of all sources are grouped into chunks by a fixed rule; worker processes encode chunks into part
 files (parts.py); the parts are concatenated in order. After a kill at any moment, a rerun of the same
 job skips the finished parts and writes the same bytes. A job that is already done is recognised and
-costs nothing. Memory: about 2 chunks of text per worker, and 4 bytes per document.
+costs nothing; the output of another job is replaced only if that is asked for (existing.py). Memory: about
+2 chunks of text per worker, and 4 bytes per document.
 """
 
 import os
@@ -15,13 +16,14 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-from data_pipeline.errors import DataError
-from data_pipeline.files import with_ending
+from data_pipeline.errors import DataError, first_names
 from data_pipeline.indexed import IndexedTokens, IndexedWriter, token_dtype
 from data_pipeline.meta import CorpusMeta, meta_path, read_meta
+from data_pipeline.prepare.existing import check_replaceable
 from data_pipeline.prepare.parts import PartSize, PartStore, encode_part, exit_with_parent
 from data_pipeline.prepare.plan import PreparationPlan, chunks, plan_job
 from data_pipeline.sources.text import TextPiece
+from data_pipeline.tokenizer import TrainedTokenizer, inspect_tokenizer
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class PrepareSummary:
     document_count: int
     sha256: str  # of OUTPUT.bin; empty in a dry run
     resumed_parts: int  # parts that an earlier, unfinished run had left
+    discarded_parts: int  # those of an unfinished run of another job
     workers: int
     seconds: float
 
@@ -57,32 +60,45 @@ class PrepareSummary:
 def prepare(
     sources: list[str],
     output: Path,
-    tokenizer: Path,
+    tokenizer: Path | TrainedTokenizer,
     *,
     text_field: str = "text",
     workers: int | None = None,
     append_eos: bool = True,
+    overwrite: bool = False,
     progress: Callable[[PrepareProgress], None] | None = None,
     dry_run: bool = False,
 ) -> PrepareSummary:
-    """Encodes `sources` into OUTPUT.bin, OUTPUT.idx and OUTPUT.meta.json; `workers` defaults to all cores."""
+    """Encodes `sources` into OUTPUT.bin, OUTPUT.idx and OUTPUT.meta.json; `workers` defaults to all cores.
+
+    A tokenizer that has just been trained is written first. Raises DataError, before anything is written, if a source
+    or the tokenizer is missing, or if the output holds other data and `overwrite` is not set.
+    """
     started = time.monotonic()
     if workers is not None and workers < 1:
         raise DataError(f"{workers} workers cannot encode anything: ask for at least 1, or leave it out for all cores")
-    job = plan_job(sources, tokenizer, text_field, append_eos)
+    trained = tokenizer if isinstance(tokenizer, TrainedTokenizer) else None
+    file = inspect_tokenizer(tokenizer) if isinstance(tokenizer, Path) else tokenizer.file
+    job = plan_job(sources, file, text_field, append_eos)
     workers = _useful_workers(workers, job)
     store = PartStore(output, job.sha256)
     meta = _finished(output, job)
-    reused = meta is not None
-    resumed = store.finished()
-    if meta is None and not dry_run:
-        _refuse_foreign(output)
-        with store.opened():
-            resumed = store.finished()
+    reused, resumed, discarded = meta is not None, store.finished(), 0
+    if dry_run:
+        check_replaceable(output, job, overwrite)
+    elif meta is not None:
+        if trained is not None:
+            trained.write()
+        store.remove_own()
+    else:
+        with store.locked():
+            check_replaceable(output, job, overwrite)
+            if trained is not None:
+                trained.write()
+            discarded, resumed = store.begin(), store.finished()
             part_count = _encode_missing(job, store, resumed, workers, progress, started)
             meta = _merge(job, store, part_count, output)
-    if not dry_run:
-        store.remove()
+            store.remove()
     return PrepareSummary(
         output=output,
         reused=reused,
@@ -96,6 +112,7 @@ def prepare(
         document_count=meta.document_count if meta else 0,
         sha256=meta.sha256 if meta else "",
         resumed_parts=0 if reused else len(resumed),
+        discarded_parts=discarded,
         workers=workers,
         seconds=time.monotonic() - started,
     )
@@ -121,17 +138,6 @@ def _finished(output: Path, job: PreparationPlan) -> CorpusMeta | None:
     return meta if (tokens.token_count, len(tokens)) == (meta.token_count, meta.document_count) else None
 
 
-def _refuse_foreign(output: Path) -> None:
-    """Raises DataError if the output exists and `prepare` did not write it.
-
-    Its own output has metadata, or parts if a run was stopped between its renames.
-    """
-    ours = meta_path(output).exists() or with_ending(output, ".parts").exists()
-    for path in (with_ending(output, ".bin"), with_ending(output, ".idx")):
-        if path.exists() and not ours:
-            raise DataError(f"{path} exists and was not written by prepare: choose another output, or move it away")
-
-
 def _encode_missing(
     job: PreparationPlan,
     store: PartStore,
@@ -155,10 +161,7 @@ def _encode_missing(
         if progress is not None:
             progress(PrepareProgress(parts_done, documents, tokens, time.monotonic() - started))
     if part_count == 0:
-        more = f" and {len(job.specs) - 3} more" if len(job.specs) > 3 else ""
-        raise DataError(
-            f"the sources {', '.join(job.specs[:3])}{more} hold no text at all: give at least one document with text"
-        )
+        raise DataError(f"{first_names(job.specs)} hold no text at all: give at least one document with text")
     return part_count
 
 
@@ -184,7 +187,7 @@ def _encoded(job: PreparationPlan, chunks: Iterator[tuple[Path, list[TextPiece]]
     except BrokenProcessPool as error:
         raise DataError(
             "a worker process of prepare died (out of memory, or started from a script without "
-            '`if __name__ == "__main__":`): run it again with fewer workers, finished parts are kept'
+            '`if __name__ == "__main__":`): run it again with fewer --workers, finished parts are kept'
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -209,6 +212,8 @@ def _merge(job: PreparationPlan, store: PartStore, part_count: int, output: Path
         idx_sha256=writer.idx_sha256,
         sources=job.specs,
         job_sha256=job.sha256,
+        text_field=job.text_field,
+        append_eos=job.end_token is not None,
     )
     meta.write(output)
     return meta

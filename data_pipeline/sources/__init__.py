@@ -4,6 +4,7 @@
     "dump.jsonl", "dump.jsonl.gz"           JSON lines: one line is one document     (jsonl.py)
     "dataset:NAME_OR_PATH[:split]"          a `datasets` dataset, local or from the hub (hf_dataset.py)
     "rows.parquet"                          the same as dataset:rows.parquet
+    "python-stdlib"                         the sources of Python's standard library, which every machine has
 
 To add one: a file here with a class that satisfies `Source`, and a line in `open_sources` or `_open_file`.
 """
@@ -17,6 +18,9 @@ from data_pipeline.errors import DataError
 from data_pipeline.sources.hf_dataset import DATASET_PREFIX, HfDataset
 from data_pipeline.sources.jsonl import JsonLinesSource
 from data_pipeline.sources.text import TextFile, TextPiece
+from data_pipeline.tokenizer import python_stdlib_sources
+
+PYTHON_STDLIB = "python-stdlib"
 
 
 class Source(Protocol):
@@ -41,6 +45,8 @@ def open_sources(specs: Sequence[str], text_field: str) -> list[Source]:
     for spec in specs:
         if spec.startswith(DATASET_PREFIX):
             sources.append(HfDataset(spec, text_field))
+        elif spec == PYTHON_STDLIB:
+            sources.extend(map(TextFile, python_stdlib_sources()))
         else:
             sources.extend(_open_file(path, text_field) for path in _expand(spec))
     return sources

@@ -48,7 +48,7 @@ class HfDataset:
         if rows.column_names is not None and self.text_field not in rows.column_names:
             raise DataError(
                 f"{self.spec} has no column {self.text_field!r} (it has {', '.join(map(repr, rows.column_names))}): "
-                "name the column that holds the text (text_field)"
+                "name the column that holds the text with --text-field"
             )
         number = 0
         for batch in rows.iter(batch_size=_ROWS_PER_READ):

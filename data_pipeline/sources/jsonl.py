@@ -54,7 +54,7 @@ class JsonLinesSource:
         if self.text_field not in row:
             raise DataError(
                 f"{where} has no field {self.text_field!r} (it has {', '.join(map(repr, row)) or 'none'}): "
-                "name the field that holds the text (text_field)"
+                "name the field that holds the text with --text-field"
             )
         text = row[self.text_field]
         if not isinstance(text, str):

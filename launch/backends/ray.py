@@ -28,12 +28,13 @@ from launch.runtime.forwarded_environment import forwarded_environment
 from launch.runtime.local_ranks import free_port, rank_environment
 from launch.runtime.logs import get_logger
 from launch.runtime.modules import RANK, REAPER
-from launch.runtime.processes import STOP_SIGNALS, ProcessTree, StopSignals
+from launch.runtime.processes import ProcessTree, StopSignals
 from launch.runtime.rank_environment import ATTEMPT
 from launch.supervision.supervisor import REAPER_S, AttemptEnd, CommandSupervisor, Policy
 from launch.trainer.run_config import load_run_config
 from launch.trainer.run_folder import lock_run_folder
 from megalite.config import Config
+from megalite.resilience.signals import STOP_SIGNALS
 
 log = get_logger("launch.backends.ray")  # this module also runs as __main__
 

@@ -79,6 +79,7 @@ def summary_lines(url: str, facts: Mapping[str, Any], age_s: float | None) -> It
     """Yields the summary of a checkpoint (`summarize_checkpoint`) as lines of text, without its files."""
     age = "" if age_s is None else " (in the future: was a clock set?)" if age_s < 0 else f" ({age_text(age_s)} ago)"
     moments, loss = ", ".join(facts["moments"]), facts["evaluation_loss"]
+    relative = " (relative to the checkpoint)" if str(facts["tokenizer"]).startswith("..") else ""
     lines = [
         f"checkpoint:  {url}",
         f"step:        {facts['step']:,}",
@@ -89,7 +90,7 @@ def summary_lines(url: str, facts: Mapping[str, Any], age_s: float | None) -> It
         f"progress:    {_pairs(facts['state']) or 'none: only weights'}",
         *([f"evaluation loss: {loss:.6f}"] if loss is not None else []),
         *([f"loss scale:  {_pairs(facts['loss_scaler'])}"] if facts["loss_scaler"] else []),
-        f"tokenizer:   {facts['tokenizer'] or 'unknown'}",
+        f"tokenizer:   {facts['tokenizer'] or 'unknown'}{relative}",
     ]
     for section in dict.fromkeys(name.partition(".")[0] for name in facts["config"]):
         options = {k.partition(".")[2]: v for k, v in facts["config"].items() if k.startswith(f"{section}.")}

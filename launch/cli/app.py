@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from launch.cli.checkpoint import checkpoint_app
 from launch.cli.convert import export, import_
@@ -34,8 +35,22 @@ from launch.trainer.run_config import load_run_config
 from megalite.config import Config
 
 log = get_logger(__name__)
+
+
+class InterruptibleGroup(TyperGroup):
+    """All commands; Ctrl-C ends any of them with one sentence instead of a traceback or nothing."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            log.warning("interrupted")
+            raise typer.Exit(INTERRUPTED_CODE) from None
+
+
 app = typer.Typer(
     name="megalite",
+    cls=InterruptibleGroup,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -80,7 +95,8 @@ def train(
     Example: `megalite train configs/quickstart.yaml parallel.tensor_parallel_size=1 training.steps=20`
     """
     from launch.runtime.rank_environment import is_rank
-    from launch.trainer.local_run import print_dry_run, start_local_run
+    from launch.trainer.local_run import end_start_up_on_signals, print_dry_run, start_local_run
+    from megalite.resilience.signals import take_signals
 
     arguments = [str(config_path), *(overrides or [])]
     if dry_run:
@@ -88,6 +104,7 @@ def train(
     elif as_json:
         raise LaunchError("--json belongs to --dry-run: a run's results are in metrics.jsonl and receipt.json")
     elif is_rank():
+        take_signals()  # before the imports of a rank, which take a while
         from launch.train import main as rank_main
 
         if restart:
@@ -99,6 +116,7 @@ def train(
         command = [sys.executable, "-m", COMMAND_LINE, "train", *arguments]
         raise typer.Exit(supervise_run(command, Policy(restarts=restart)))
     else:
+        end_start_up_on_signals()
         raise typer.Exit(start_local_run(load_run_config(config_path, overrides or []), arguments))
 
 

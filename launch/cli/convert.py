@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from launch.cli.options import AsJson
+from launch.cli.options import AsJson, ModelTokenizer
 from launch.errors import INTERRUPTED_CODE, LaunchError
 from launch.output import print_json, progress_bar
 from launch.runtime.logs import get_logger
@@ -76,6 +76,7 @@ def export(
     dtype: Annotated[
         StoredDtype | None, typer.Option(help="Dtype of all weights; default: that of the import, or of training.")
     ] = None,
+    tokenizer: ModelTokenizer = None,
     max_shard_size: Annotated[str, typer.Option(help='Largest size of a weight file, such as "500MB".')] = "2GB",
     overwrite: Overwrite = False,
     validate: Validate = True,
@@ -92,7 +93,9 @@ def export(
 
     size, stored = parse_size(max_shard_size), None if dtype is None else dtype.value
     if dry_run:
-        plan = plan_export(checkpoint, hf_dir, dtype=stored, max_shard_bytes=size, overwrite=overwrite)
+        plan = plan_export(
+            checkpoint, hf_dir, dtype=stored, tokenizer=tokenizer, max_shard_bytes=size, overwrite=overwrite
+        )
         _print_plan(plan, "export", as_json)
         return
     with _watched() as report_progress:
@@ -100,6 +103,7 @@ def export(
             checkpoint,
             hf_dir,
             dtype=stored,
+            tokenizer=tokenizer,
             max_shard_bytes=size,
             overwrite=overwrite,
             validate=validate,

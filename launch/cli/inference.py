@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from launch.cli.options import AsJson
-from launch.errors import INTERRUPTED_CODE
+from launch.cli.options import AsJson, ModelTokenizer
 
 ModelPath = Annotated[
     str, typer.Argument(help="Hugging Face folder, hub id, checkpoint, or run folder.", metavar="MODEL")
@@ -39,6 +38,7 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Treat prompts as user messages: apply the chat template.")
     ] = False,
+    tokenizer: ModelTokenizer = None,
     tensor_parallel_size: TensorParallelSize = 1,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -53,7 +53,7 @@ def generate(
     from launch.inference.generate import GenerateRequest, run
     from launch.inference.session import ModelPlacement
 
-    place = ModelPlacement(model, tensor_parallel_size, device, dtype)
+    place = ModelPlacement(model, tensor_parallel_size, device, dtype, tokenizer)
     request = GenerateRequest(place, prompt, max_new_tokens, temperature, top_k, top_p, seed, chat, as_json)
     _exit_with(lambda: run(request))
 
@@ -62,13 +62,13 @@ def evaluate(
     model: ModelPath,
     text: Annotated[
         list[str] | None,
-        typer.Option(help="Text to score: file, folder, glob, .jsonl(.gz) or dataset:NAME; may be repeated."),
+        typer.Option(help="Text to score: file, folder, glob, .jsonl(.gz), .parquet or dataset:NAME; may be repeated."),
     ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(help="Prefix of prepared data to score; default: that of the run. May be repeated."),
     ] = None,
-    text_field: Annotated[str, typer.Option(help="Field that holds the text in .jsonl and datasets.")] = "text",
+    text_field: Annotated[str, typer.Option(help="Field that holds the text in .jsonl, .parquet, datasets.")] = "text",
     split: Annotated[
         Literal["held_out", "train"] | None, typer.Option(help="Split of prepared data; default: held_out.")
     ] = None,
@@ -85,6 +85,7 @@ def evaluate(
         int | None,
         typer.Option(min=1, help="Tokens between windows over text; default: the sequence length (no overlap)."),
     ] = None,
+    tokenizer: ModelTokenizer = None,
     tensor_parallel_size: TensorParallelSize = 1,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -101,7 +102,7 @@ def evaluate(
     from launch.inference.evaluate import EvaluateRequest, run
     from launch.inference.session import ModelPlacement
 
-    place = ModelPlacement(model, tensor_parallel_size, device, dtype)
+    place = ModelPlacement(model, tensor_parallel_size, device, dtype, tokenizer)
     request = EvaluateRequest(
         place,
         text or [],
@@ -118,11 +119,11 @@ def evaluate(
 
 
 def _exit_with(run: Callable[[], int]) -> None:
-    """Exits with the code of `run`; Ctrl-C ends a long answer without a traceback."""
+    """Exits with the code of `run`; Ctrl-C ends a long answer with a line of its own."""
     try:
         code = run()
     except KeyboardInterrupt:
         print(file=sys.stderr)
-        code = INTERRUPTED_CODE
+        raise
     if code:
         raise typer.Exit(code)

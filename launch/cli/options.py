@@ -15,6 +15,12 @@ MOST_ACCELERATORS = 10_000_000  # more is a typing error
 ConfigPath = Annotated[Path, typer.Argument(help="YAML file", metavar="CONFIG.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.option=value ...", metavar="[OVERRIDES]...")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+ModelTokenizer = Annotated[
+    str | None,
+    typer.Option(
+        "--tokenizer", help="Folder of the model's tokenizer; default: where the model has it. Its digest is compared."
+    ),
+]
 OutputFile = Annotated[Path | None, typer.Option("--output", "-o", help="File to write; default: standard output.")]
 OverwriteFile = Annotated[bool, typer.Option("--overwrite", help="Replace an existing --output file.")]
 Hostfile = Annotated[Path, typer.Option("--hostfile", "-H", help="File with lines such as `node1 slots=8`.")]
@@ -41,11 +47,21 @@ Silence = Annotated[
 ]
 SshPort = Annotated[int | None, typer.Option(min=1, max=65535, help="Port of sshd on the hosts.")]
 
+PricePerAcceleratorHour = Annotated[
+    float | None,
+    typer.Option("--price-per-accelerator-hour", help="Price of one accelerator for an hour, in any currency."),
+]
+
 
 def check_one_format(*, as_json: bool, as_csv: bool) -> None:
     """Raises LaunchError where both --json and --csv are given."""
     if as_json and as_csv:
         raise LaunchError("--json and --csv are two ways to print the result: give one of them")
+
+
+def checked_price(price: float | None) -> float | None:
+    """Returns the value of --price-per-accelerator-hour. Raises LaunchError if it is no price."""
+    return None if price is None else finite_number("--price-per-accelerator-hour", price, zero=True)
 
 
 def finite_number(option: str, value: float, zero: bool = False) -> float:

@@ -136,7 +136,7 @@ def _facts(fits: Sequence[Fit]) -> list[dict[str, Any]]:
 def _print_fit(facts: dict[str, Any]) -> None:
     runs = facts["runs"]
     Table(
-        ("run", "layout", "measured", "before", "now"),
+        ("run", "layout", "measured", "predicted before\n(relative to measured)", "predicted now\n(over measured)"),
         [
             (
                 run["run"],

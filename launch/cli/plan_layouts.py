@@ -9,17 +9,27 @@ from typing import Annotated
 
 import typer
 
-from launch.cli.options import MOST_ACCELERATORS, AsJson, ConfigPath, Overrides, check_one_format
+from launch.cli.options import (
+    MOST_ACCELERATORS,
+    AsJson,
+    ConfigPath,
+    Overrides,
+    PricePerAcceleratorHour,
+    check_one_format,
+    checked_price,
+)
 from launch.errors import LaunchError
 from launch.output import check_writable, print_csv, print_json, write_file
 from launch.planning.tables.layouts import LayoutRow, layouts_table, row_of, rows_of, search_as_json
+from launch.planning.tables.outlook import outlook_as_json, outlook_lines
 from launch.runtime.logs import get_logger
 from launch.trainer.run_config import load_run_config
 from megalite.config import Config, ConfigError, resolve_layout, wanted_world_size
 from megalite.config.load import stated_values
 from megalite.config.yaml_text import to_yaml
 from megalite.planner.explanation import caveats, explain, why_nothing_fits
-from megalite.planner.hardware import Cluster
+from megalite.planner.hardware import Cluster, is_guess
+from megalite.planner.outlook import outlook_of
 from megalite.planner.search import SearchResult, judged, search
 
 log = get_logger(__name__)
@@ -47,10 +57,11 @@ def layouts(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the files of --write and --html.")] = False,
     html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a report with figures.")] = None,
+    price: PricePerAcceleratorHour = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the layouts as CSV.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Predict which layouts of a config fit, how fast each is, and why the best one is fastest. Starts nothing.
+    """Predict which layouts of a config fit, how fast each is and why, and how long the run takes. Starts nothing.
 
     Plans for this machine unless --cluster, --hostfile or --gpus is given. Layout options that are given as overrides
     are kept, and so are those that a config with `parallel: auto` states; all others are chosen.
@@ -60,6 +71,7 @@ def layouts(
     from launch.planning.cluster import cluster_at, search_here
 
     check_one_format(as_json=as_json, as_csv=as_csv)
+    price = checked_price(price)
     _check_paths(write, html, [config_path, cluster, hostfile], overwrite)
     there = cluster_at(cluster, hostfile, accelerator, gpus, gpus_per_node)
     if there is not None and there.accelerators > MOST_ACCELERATORS:
@@ -74,23 +86,27 @@ def layouts(
     )
     if result.best is None:
         raise LaunchError(why_nothing_fits(config, result, config.unresolved_options))
+    per_node = result.cluster.accelerators_per_node
+    outlook = outlook_of(config, result.best.job, result.best.time.seconds, per_node)
     if as_csv:
         print_csv(rows_of(result, own, top))
     elif as_json:
-        print_json(search_as_json(result, own, problem, top))
+        print_json(search_as_json(result, outlook_as_json(outlook, config, price), own, problem, top))
     else:
         print(f"cluster: {_cluster_text(result.cluster)}")
         layouts_table(rows_of(result, own, top), result).print()
         if problem is not None:
             print(f"as written it does not work: {problem}")
-        print("\n".join([*explain(result), *(f"note: {line}" for line in caveats(result))]))
+        is_rough = is_guess(result.cluster.accelerator)
+        lines = [*explain(result), *outlook_lines(outlook, config, price, rough=is_rough)]
+        print("\n".join([*lines, *(f"note: {line}" for line in caveats(result))]))
     if write is not None:
         write_file(write, best_config(config_path, overrides or [], result))
         _report(f"wrote {write}; train with: megalite train {write}", beside_result=as_json or as_csv)
     if html is not None:
         from launch.planning.report.page import write_report
 
-        write_report(html, result, result.cluster, f"{config_path} on {_cluster_text(result.cluster)}")
+        write_report(html, result, result.cluster, f"{config_path} on {_cluster_text(result.cluster)}", config, price)
         _report(f"wrote {html}", beside_result=as_json or as_csv)
 
 
@@ -122,11 +138,11 @@ def best_config(config_path: Path, overrides: Sequence[str], result: SearchResul
         old = values.get(section)
         values[section] = {**(old if isinstance(old, dict) else {}), option: value}
     row = row_of(result.best, result.cluster, 1)
+    utilization = "" if row["model_flops_utilization"] is None else f"MFU {row['model_flops_utilization']:.1%}, "
     lines = [
         f"{config_path} with the layout that `megalite plan` has chosen for {_cluster_text(result.cluster)}.",
-        "Predicted: {step_s:.3g} s a step, {tokens_per_s:,.0f} tokens/s, MFU {model_flops_utilization:.1%}, "
-        "{memory_gib:.3g} GiB of each accelerator's ".format_map(row)
-        + f"{result.cluster.accelerator.memory_gib:.3g}.",
+        f"Predicted: {row['step_s']:.3g} s a step, {row['tokens_per_s']:,.0f} tokens/s, {utilization}"
+        f"{row['memory_gib']:.3g} GiB of each accelerator's {result.cluster.accelerator.memory_gib:.3g}.",
         *explain(result),
     ]
     printable = (line if line.isprintable() else repr(line) for line in lines)  # a path may have a line break

@@ -4,20 +4,29 @@ here."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from launch.cli.options import MOST_ACCELERATORS, AsJson, Overrides, check_one_format, finite_number
+from launch.cli.options import (
+    MOST_ACCELERATORS,
+    AsJson,
+    Overrides,
+    PricePerAcceleratorHour,
+    check_one_format,
+    checked_price,
+    finite_number,
+)
 from launch.errors import LaunchError
 from launch.output import print_csv, print_json
+from launch.planning.prediction_by_size import SizedRun, predicted_runs, steps_not_counted
 from launch.planning.tables.reliability import ReliabilityAnswer
 from launch.trainer.run_config import load_run_config
 from megalite.config import Config, ConfigError
 from megalite.planner.cost.shapes import parameters as parameters_of
+from megalite.planner.outlook import reliability_of
 from megalite.planner.reliability.checkpoints import (
     BYTES_PER_PARAMETER,
     PER_GPU,
@@ -28,8 +37,11 @@ from megalite.planner.reliability.checkpoints import (
 )
 from megalite.planner.reliability.failure_rates import DEFAULT_RATE, LLAMA_3, Components, nodes_of
 from megalite.planner.reliability.goodput_model import Reliability, at_scale
+from megalite.planner.units import plain
 
 OBSERVED = "--rate-per-1000-node-days"
+DEFAULT_DAYS = 30.0
+FROM_HOURS = "of checkpoint.mean_hours_between_failures"
 
 
 Hours = Annotated[float | None, typer.Option(help="Mean time to failure of one, in hours; inf: never.")]
@@ -40,7 +52,8 @@ def reliability(
     config_path: Annotated[
         Path | None,
         typer.Argument(
-            help="Config from which to take parameters, optimizer and background saves.", metavar="[CONFIG.yaml]"
+            help="Config from which to take the model, the checkpoints and the length of the run.",
+            metavar="[CONFIG.yaml]",
         ),
     ] = None,
     overrides: Overrides = None,
@@ -63,7 +76,10 @@ def reliability(
     redundant_psu: Annotated[
         bool, typer.Option("--redundant-psu", help="A node survives the failure of one power supply.")
     ] = False,
-    days: Annotated[float, typer.Option(help="Length of the run in days.")] = 30.0,
+    days: Annotated[
+        float | None,
+        typer.Option(help="Length of the run in days; default: that of CONFIG on --accelerator, or 30."),
+    ] = None,
     parameters: Annotated[
         str | None, typer.Option(help="Parameters of the model, such as 70.6e9 or 70.6B, the default.")
     ] = None,
@@ -90,7 +106,7 @@ def reliability(
         float, typer.Option(help="Copy speed from each GPU to its host, during which a background save blocks.")
     ] = 10.0,
     interval_minutes: Annotated[
-        float | None, typer.Option(help="Minutes between saves; default: the optimum (Daly 2006).")
+        float | None, typer.Option(help="Minutes between saves; default: as in CONFIG, or `checkpoint.interval: auto`.")
     ] = None,
     detection_minutes: Annotated[float, typer.Option(help="Minutes until a failure is detected.")] = 5.0,
     restart_minutes: Annotated[float, typer.Option(help="Minutes from then until training continues.")] = 5.0,
@@ -98,8 +114,9 @@ def reliability(
         float | None, typer.Option(help="Share of a step, 0 to 1, in which GPUs wait for communication.")
     ] = None,
     accelerator: Annotated[
-        str | None, typer.Option(help="GPU on which to predict that share for CONFIG, such as H100.")
+        str | None, typer.Option(help="GPU on which to predict steps of CONFIG and that share, such as H100.")
     ] = None,
+    price: PricePerAcceleratorHour = None,
     preset: Annotated[
         Literal["tutorial", "llama3"] | None,
         typer.Option(help="A worked example with all its figures, or the component failures of Llama 3."),
@@ -109,7 +126,8 @@ def reliability(
 ) -> None:
     """Predict failures, the best checkpoint interval and the goodput of a run on several numbers of GPUs.
 
-    Shows beside each figure its range over the published failure rates, 2 to 14 per 1,000 node-days.
+    Shows beside each figure its range over the published failure rates, 2 to 14 per 1,000 node-days. With CONFIG and
+    --accelerator it also predicts how long the run takes on each number.
 
     Example: `megalite plan reliability --gpus 8,32,...,1024 --days 30`
     """
@@ -127,8 +145,9 @@ def reliability(
         LLAMA_3 if preset == "llama3" else Components(),
         {field.name: context.params[field.name] for field in fields(Components)},
     )
-    rate_per_1000_node_days, rate_source = _rate(rate, components)
     config = None if config_path is None else load_run_config(config_path, overrides or [])
+    counts = parse_gpus(gpus, gpus_per_node)
+    rate_per_1000_node_days, rate_source = _rate(rate, components, config, counts, gpus_per_node)
     given_contents = contents if "--contents" in given else None
     size, bytes_per_parameter, size_source = _size(config_path, config, parameters, given_contents)
     if writers not in (PER_NODE, PER_GPU) and not (writers.isdecimal() and int(writers) > 0):
@@ -139,7 +158,7 @@ def reliability(
         parameters=size,
         bytes_per_parameter=bytes_per_parameter,
         gpus_per_node=gpus_per_node,
-        days=finite_number("--days", days),
+        days=DEFAULT_DAYS if days is None else finite_number("--days", days),
         storage=Storage(
             writers=writers if writers in (PER_NODE, PER_GPU) else int(writers),
             writer_bytes_per_s=finite_number("--writer-gb-per-s", writer_gb_per_s) * 1e9,
@@ -151,16 +170,29 @@ def reliability(
         restart_s=60 * finite_number("--restart-minutes", restart_minutes, zero=True),
         interval_s=None if interval_minutes is None else 60 * finite_number("--interval-minutes", interval_minutes),
     )
-    share_at, share_source = _communication(communication_share, accelerator, config, gpus_per_node)
-    answer = ReliabilityAnswer(job, rate_source, components, size_source, share_source)
-    counts = parse_gpus(gpus, gpus_per_node)
-    scales = [at_scale(replace(job, communication_share=share_at(count)), count) for count in counts]
-    if as_json:
-        print_json(tables.as_values(answer, scales))
-    elif as_csv:
-        print_csv([tables.flat(scale) for scale in scales])
+    share_source = _communication_source(communication_share, accelerator, config)
+    if config is None or accelerator is None:
+        job = replace(job, communication_share=communication_share or 0.0)
+        runs = [SizedRun(at_scale(job, count), job.days) for count in counts]
+        remarks = [] if config is None or job.interval_s is not None else steps_not_counted(config)
     else:
-        tables.show(answer, scales)
+        runs, remarks = predicted_runs(config, accelerator, counts, job, is_length_wanted=days is None)
+    answer = ReliabilityAnswer(
+        job,
+        rate_source,
+        components,
+        size_source,
+        share_source,
+        _interval_source(interval_minutes, config, accelerator),
+        checked_price(price),
+        (*remarks, *_unused_hours(config, rate_source)),
+    )
+    if as_json:
+        print_json(tables.as_values(answer, runs))
+    elif as_csv:
+        print_csv([tables.flat(run, answer.price) for run in runs])
+    else:
+        tables.show(answer, runs)
 
 
 def parse_gpus(text: str, gpus_per_node: int) -> list[int]:
@@ -229,7 +261,9 @@ def _components(given: set[str], base: Components, values: dict[str, float | int
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
-def _rate(observed: float | None, components: Components | None) -> tuple[float, str]:
+def _rate(
+    observed: float | None, components: Components | None, config: Config | None, counts: list[int], per_node: int
+) -> tuple[float, str]:
     """Failures per 1,000 node-days, and the source of that rate."""
     if components is not None:
         if not components.rate_per_1000_node_days:
@@ -237,9 +271,28 @@ def _rate(observed: float | None, components: Components | None) -> tuple[float,
         parts = [f"{name} {per_hour:.2g}/h" for name, per_hour in components.failures_per_hour().items() if per_hour]
         source = f"of components, per node: {', '.join(parts)}; node MTTF {components.mttf_hours:,.1f} h"
         return components.rate_per_1000_node_days, source
-    if observed is None:
-        return DEFAULT_RATE, "assumed: Llama 3 saw 3.8"
-    return finite_number(OBSERVED, observed), "as given"
+    if observed is not None:
+        return finite_number(OBSERVED, observed), "as given"
+    if config is not None and config.checkpoint.mean_hours_between_failures is not None and len(counts) == 1:
+        return reliability_of(config, per_node, counts[0]).rate_per_1000_node_days, FROM_HOURS
+    return DEFAULT_RATE, "assumed: Llama 3 saw 3.8"
+
+
+def _unused_hours(config: Config | None, rate_source: str) -> list[str]:
+    hours = None if config is None else config.checkpoint.mean_hours_between_failures
+    if hours is None or rate_source == FROM_HOURS:
+        return []
+    return [
+        f"checkpoint.mean_hours_between_failures {plain(hours)} is not counted here: it is of a job of one size, so it "
+        "counts with one number in --gpus and no failure rate"
+    ]
+
+
+def _interval_source(minutes: float | None, config: Config | None, accelerator: str | None) -> str:
+    if minutes is not None:
+        return "as given"
+    is_counted = config is not None and accelerator is not None
+    return f"checkpoint.interval {config.checkpoint.interval if config is not None and is_counted else 'auto'}"
 
 
 def _size(
@@ -267,20 +320,16 @@ def _number(option: str, text: str) -> float:
     return finite_number(option, number)
 
 
-def _communication(
-    share: float | None, accelerator: str | None, config: Config | None, gpus_per_node: int
-) -> tuple[Callable[[int], float], str | None]:
-    """A function from the number of GPUs to the share of a step, and the source of that share."""
+def _communication_source(share: float | None, accelerator: str | None, config: Config | None) -> str | None:
+    """The source of the share of a step in which GPUs communicate; None where it is not counted."""
     if accelerator is None:
         value = share or 0.0
         if not 0 <= value < 1:
             hint = f": for {value:g}% give {value / 100:g}" if 1 <= value < 100 else ""
             raise LaunchError(f"--communication-share {value:g} is no share from 0 up to below 1{hint}")
-        return lambda _: value, None if share is None else f"{share:.1%} of a step, as given"
+        return None if share is None else f"{share:.1%} of a step, as given"
     if share is not None:
         raise LaunchError("--accelerator predicts what --communication-share gives: give one of them")
     if config is None:
         raise LaunchError(f"--accelerator {accelerator} predicts the communication of a CONFIG.yaml: give one")
-    from launch.planning.prediction import predicted_share
-
-    return predicted_share(config, accelerator, gpus_per_node), f"predicted for {accelerator}"
+    return f"predicted for {accelerator}"

@@ -5,16 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from launch.cli.options import AsJson, check_one_format, finite_number
+from launch.cli.options import (
+    AsJson,
+    Overrides,
+    PricePerAcceleratorHour,
+    check_one_format,
+    checked_price,
+    finite_number,
+)
 from launch.errors import LaunchError
 from launch.output import print_csv, progress_bar
+from launch.planning.prediction_by_size import PlannedRun, planned_run
 from launch.planning.tables.simulation import Simulated
+from launch.trainer.run_config import load_run_config
 from megalite.config import ConfigError
-from megalite.planner.reliability.checkpoints import Save, best_interval_s
+from megalite.planner.reliability.checkpoints import Save, planned_interval_s
 from megalite.planner.reliability.failure_rates import DEFAULT_RATE, PUBLISHED_BAND, nodes_of
 from megalite.planner.reliability.run_simulation import DAY_S, SimulatedJob, simulate, summarise
 
@@ -23,12 +33,29 @@ MOST_FAILURES = 3_000_000  # of all runs together: half a minute and a gigabyte
 MOST_SEEDS = 10_000
 LEAST_INTERVAL_S = 0.06  # shorter than any step
 REPAIR_HOURS = 24.0
+DEFAULT_DAYS, DEFAULT_SAVE_S = 30.0, 60.0
 
 
 def simulate_runs(
+    config_path: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Config from which to take the checkpoints and the length of the run.", metavar="[CONFIG.yaml]"
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    *,
+    accelerator: Annotated[
+        str | None, typer.Option(help="GPU on which to predict the steps of CONFIG, such as H100.")
+    ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the job, which stops when any of them fails.")] = 1024,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs per node; a failure stops the whole node.")] = 8,
-    days: Annotated[float, typer.Option(help="Length of the run in days of wall-clock time.")] = 30.0,
+    days: Annotated[
+        float | None,
+        typer.Option(
+            help="Length of the run in days of wall-clock time; default: that of CONFIG on --accelerator, or 30."
+        ),
+    ] = None,
     rate: Annotated[
         float | None,
         typer.Option(
@@ -37,14 +64,20 @@ def simulate_runs(
         ),
     ] = None,
     save_seconds: Annotated[
-        float, typer.Option(help="Seconds from the start of a checkpoint until it is usable.")
-    ] = 60.0,
+        float | None,
+        typer.Option(help="Seconds from the start of a checkpoint until it is usable; default: by CONFIG, or 60."),
+    ] = None,
     blocked_seconds: Annotated[
-        float | None, typer.Option(help="Seconds of each save during which training waits; default: the whole save.")
+        float | None,
+        typer.Option(help="Seconds of each save during which training waits; default: by CONFIG, or the whole save."),
     ] = None,
     interval: Annotated[
-        str, typer.Option(help="Minutes of training between checkpoints; auto: the optimum (Daly 2006).")
-    ] = "auto",
+        str | None,
+        typer.Option(
+            help="Minutes of training between checkpoints, or auto, which is that of `checkpoint.interval: auto`; "
+            "default: as in CONFIG, or auto."
+        ),
+    ] = None,
     detection_minutes: Annotated[float, typer.Option(help="Minutes until a crash is detected.")] = 5.0,
     hang_share: Annotated[
         float, typer.Option(help="Share of failures, 0 to 1, that are hangs, which only a timeout detects.")
@@ -75,36 +108,55 @@ def simulate_runs(
         int, typer.Option(min=1, max=MOST_SEEDS, help="Number of runs, which differ only in their random numbers.")
     ] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first run; the same seed repeats the run.")] = 0,
+    price: PricePerAcceleratorHour = None,
     as_json: AsJson = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print a line per run as CSV.")] = False,
 ) -> None:
     """Simulate long runs failure by failure: how their hours are spent, and how much that varies.
 
-    Every step waits for the slowest node. Simulating 90 days takes a few seconds for any number of GPUs.
+    CONFIG says how large checkpoints are, whether they block and how often they come, as in `megalite plan`. Every step
+    waits for the slowest node. Simulating 90 days takes a few seconds for any number of GPUs.
 
     Example: `megalite plan simulate --gpus 16384 --days 54 --rate-per-1000-node-days 3.8 --spare-nodes 16`
     """
     from launch.planning.tables import simulation as tables
 
     check_one_format(as_json=as_json, as_csv=as_csv)
-    save = _save(save_seconds, blocked_seconds)
+    price = checked_price(price)
     if repair_hours is not None and spare_nodes is None:
         raise LaunchError(f"--repair-hours {repair_hours:g} is for a number of spare nodes: add --spare-nodes")
     try:
         nodes = nodes_of(gpus, gpus_per_node)
     except ConfigError as error:
         raise LaunchError(f"--gpus {gpus}: {error}") from None
-    here = DEFAULT_RATE if rate is None else finite_number("--rate-per-1000-node-days", rate, zero=True)
+    detection_s = 60 * finite_number("--detection-minutes", detection_minutes, zero=True)
+    restart_s = 60 * finite_number("--restart-minutes", restart_minutes, zero=True)
+    config = None if config_path is None else load_run_config(config_path, overrides or [])
+    if config is None and accelerator is not None:
+        raise LaunchError(f"--accelerator {accelerator} predicts the steps of a CONFIG.yaml: give one")
+    here = None if rate is None else finite_number("--rate-per-1000-node-days", rate, zero=True)
+    planned = None
+    if config is not None:
+        planned = planned_run(config, accelerator, gpus, gpus_per_node, here, (detection_s, restart_s), days is None)
+    if here is None:
+        here = DEFAULT_RATE if planned is None else planned.job.rate_per_1000_node_days
+    save = _save(save_seconds, blocked_seconds, None if planned is None else planned.save)
+    if interval is None and planned is not None and (save == planned.save or not planned.is_auto):
+        interval_s = planned.run.scale.interval_s
+    else:
+        interval_s = _interval_s(interval or "auto", save, nodes, here)
+    if days is None:
+        days = DEFAULT_DAYS if planned is None else planned.run.days
     run = SimulatedJob(
         nodes=nodes,
         duration_s=DAY_S * finite_number("--days", days),
-        interval_s=_interval_s(interval, save, nodes, here),
+        interval_s=interval_s,
         save=save,
         rate_per_1000_node_days=here,
-        detection_s=60 * finite_number("--detection-minutes", detection_minutes, zero=True),
+        detection_s=detection_s,
         hang_share=_share("--hang-share", hang_share),
         hang_timeout_s=60 * finite_number("--hang-timeout-minutes", hang_timeout_minutes, zero=True),
-        restart_s=60 * finite_number("--restart-minutes", restart_minutes, zero=True),
+        restart_s=restart_s,
         lost_node_share=_share("--lost-node-share", lost_node_share),
         spare_nodes=spare_nodes,
         repair_s=3600
@@ -119,11 +171,23 @@ def simulate_runs(
     runs = [replace(run, rate_per_1000_node_days=each) for each in rates]
     simulated = _simulate(runs, range(seed, seed + seeds))
     if as_json:
-        tables.show_json(simulated, gpus)
+        tables.show_json(simulated, gpus, price, _remarks(planned, config_path, save_seconds))
     elif as_csv:
         print_csv(tables.rows(simulated, gpus))
     else:
-        tables.show(simulated, gpus)
+        tables.show(simulated, gpus, price, _remarks(planned, config_path, save_seconds))
+
+
+def _remarks(planned: PlannedRun | None, config_path: Path | None, save_seconds: float | None) -> list[str]:
+    """Sentences about the source of the checkpoints and of the length."""
+    if planned is None:
+        assumed = ["a save of 60 s, for which training waits, is assumed: name a CONFIG.yaml to take its checkpoints"]
+        return assumed if save_seconds is None else []
+    length = planned.run.length
+    return [
+        *([] if length is None else [f"{config_path} as {planned.run.layout}: {length}"]),
+        *planned.remarks,
+    ]
 
 
 def _simulate(runs: Sequence[SimulatedJob], seeds: range) -> list[Simulated]:
@@ -144,9 +208,15 @@ def _simulate(runs: Sequence[SimulatedJob], seeds: range) -> list[Simulated]:
     return simulated
 
 
-def _save(seconds: float, blocked: float | None) -> Save:
-    save_s = finite_number("--save-seconds", seconds, zero=True)
-    blocked_s = save_s if blocked is None else finite_number("--blocked-seconds", blocked, zero=True)
+def _save(seconds: float | None, blocked: float | None, planned: Save | None) -> Save:
+    """The times of a save, as given, or of a config's checkpoints where they are `planned`."""
+    if planned is not None and seconds is None:
+        save_s, blocked_s = planned.duration_s, planned.blocked_s
+    else:
+        save_s = DEFAULT_SAVE_S if seconds is None else finite_number("--save-seconds", seconds, zero=True)
+        blocked_s = save_s
+    if blocked is not None:
+        blocked_s = finite_number("--blocked-seconds", blocked, zero=True)
     if blocked_s > save_s:
         raise LaunchError(
             f"--blocked-seconds {blocked_s:g} is more than --save-seconds {save_s:g}, of which it is a part: give at "
@@ -162,7 +232,7 @@ def _interval_s(text: str, save: Save, nodes: int, rate: float) -> float:
             raise LaunchError("--interval auto is for runs that fail: with a rate of 0 give minutes, such as 60")
         if not save.blocked_s and not save.duration_s:
             raise LaunchError("--interval auto balances the cost of checkpoints: if they cost nothing, give minutes")
-        interval_s = best_interval_s(save.blocked_s, DAY_S * 1000 / (nodes * rate), save.duration_s)
+        interval_s = planned_interval_s(save, DAY_S * 1000 / (nodes * rate))
     else:
         try:
             minutes = float(text)

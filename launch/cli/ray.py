@@ -65,7 +65,7 @@ def ray(
         raise LaunchError("Ray is not installed: pip install 'megalite[ray]', or train without it (megalite train)")
     sizes = sizes_in_words(config, layout)
     cluster = f"the Ray cluster at {where}" if where else "a Ray cluster of this machine"
-    log.info(f"{count} workers ({sizes}), {gpus} GPUs each, on {cluster}")
+    log.info(f"{count} worker{'s' * (count != 1)} ({sizes}), {gpus} GPU{'s' * (gpus != 1)} each, on {cluster}")
     for notice in notices:
         log.info(notice)
     if dry_run:

@@ -16,10 +16,8 @@ from dataclasses import replace
 from typing import Any, Self
 
 from launch.cluster.ssh.connection import HostConnection, HostError, in_parallel
-from launch.errors import PREEMPTED_CODE
 from launch.runtime.modules import REAPER
 from launch.runtime.processes import (
-    INTERRUPT_S,
     TICK_S,
     ProcessTree,
     StopAction,
@@ -29,8 +27,10 @@ from launch.runtime.processes import (
 )
 from launch.supervision.liveness import STOPPED_S
 from launch.supervision.supervisor import AttemptEnd
+from megalite.resilience.signals import exit_code_for
 
 POLL_S = 2.0  # between two questions to a host
+SIGNAL_S = 10.0  # timeout of a request to signal the ranks
 KILL_S = 30.0  # timeout of a kill request; the agent gives the kernel 20 s
 KILLED_CODE = 128 + signal.SIGKILL
 SSH_FAILED = 255
@@ -139,7 +139,7 @@ class HostsAttempt:
         self._command = [sys.executable, "-m", REAPER, "0", *command]
         self._environment, self._monitor, self._grace_s = environment, monitor, grace_s
         self._stale_reason = stale_reason
-        self._stop = StopRequest(grace_s, interrupt_s=0)
+        self._stop = StopRequest(grace_s)
         self._signalled_at = 0.0
 
     def run(self, signals: StopSignals) -> AttemptEnd:
@@ -160,7 +160,7 @@ class HostsAttempt:
                 if self._stop.note(*received) is StopAction.KILL:
                     return AttemptEnd(128 + received[0])
             if self._stop.signal is not None and not self._signal_ranks():
-                return AttemptEnd(PREEMPTED_CODE)
+                return AttemptEnd(exit_code_for(self._stop.signal))
             if time.monotonic() > self._stop.deadline:
                 return AttemptEnd(KILLED_CODE)
             if (problem := self._monitor.problem()) is not None:
@@ -176,7 +176,7 @@ class HostsAttempt:
         if now - self._signalled_at < RESEND_S:
             return True
         is_first, self._signalled_at = self._signalled_at == 0.0, now
-        answers = self._monitor.ask_all("signal", INTERRUPT_S, number=self._stop.rank_signal)
+        answers = self._monitor.ask_all("signal", SIGNAL_S, number=self._stop.rank_signal)
         return not is_first or any(answer["ranks"] for answer in answers.values())
 
     def _drain_ranks(self, code: int, signals: StopSignals) -> AttemptEnd:
@@ -188,7 +188,7 @@ class HostsAttempt:
         if 0 < code < 128 or not self._outlast(LEAVE_S, signals):
             return AttemptEnd(code)
         left = self._monitor.count_ranks()
-        self._monitor.ask_all("signal", INTERRUPT_S, number=int(signal.SIGTERM))
+        self._monitor.ask_all("signal", SIGNAL_S, number=int(signal.SIGTERM))
         self._outlast(self._grace_s, signals)
         ranks = f"{left} rank{'s were' if left != 1 else ' was'}"
         return AttemptEnd(KILLED_CODE, f"{ranks} left behind by their launcher, which ended with {code}")

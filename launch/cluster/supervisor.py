@@ -40,7 +40,7 @@ from launch.cluster.host_selection import (
 )
 from launch.cluster.ssh.connection import HostConnection, HostError, connect_all, in_parallel
 from launch.cluster.switch_topology import Topology
-from launch.errors import FAILED_CODE, INTERRUPTED_CODE, PREEMPTED_CODE, LaunchError
+from launch.errors import FAILED_CODE, LaunchError
 from launch.planning.auto_layout import choose_on, hosts_cluster, most_ranks
 from launch.runtime.devices import Device
 from launch.runtime.forwarded_environment import forwarded_environment, user_environment_files
@@ -54,6 +54,7 @@ from launch.supervision.supervisor import AttemptEnd, Policy, Supervisor, sleep
 from megalite.config import Config, ConfigError
 from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.planner.search import Ranks, first_legal
+from megalite.resilience.signals import exit_code_for
 
 log = get_logger(__name__)
 
@@ -117,7 +118,7 @@ class HostsSupervisor(Supervisor):
                 raise
             if signals.last is None:
                 return AttemptEnd(FAILED_CODE, str(error), is_final=isinstance(error, NotEnoughHosts))
-        return AttemptEnd(INTERRUPTED_CODE if signals.last == signal.SIGINT else PREEMPTED_CODE)  # nothing to save
+        return AttemptEnd(exit_code_for(signals.last or signal.SIGTERM))  # nothing to save
 
     def _wait_for_hosts(self, signals: StopSignals) -> HostAssignment:
         """Returns the hosts of the next attempt; a restart waits for hosts that boot. Raises LaunchError."""

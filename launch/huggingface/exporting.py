@@ -17,6 +17,7 @@ from torch import Tensor
 
 from data_pipeline.tokenizer import inspect_tokenizer
 from launch.errors import LaunchError
+from launch.huggingface.checkpoint_tokenizer import REMEDY, find_tokenizer
 from launch.huggingface.hub_folder import model_of
 from launch.huggingface.model_folder import DTYPES
 from launch.huggingface.progress import ConversionPlan, ConvertSummary, ReportProgress, no_progress
@@ -24,18 +25,16 @@ from launch.huggingface.serial_model import global_shapes
 from launch.huggingface.streaming import Stream, checkpoint_blocks, convert
 from launch.huggingface.validation import Validation, validate_logits
 from megalite.checkpoint.atomic_folder import check_replaceable, check_room, new_folder, room_at
-from megalite.checkpoint.durable_files import digest
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.folder import (
     SHARD_BYTES,
-    copy_tokenizer,
     shard_names,
-    tokenizer_files,
     write_configs,
     write_weights,
 )
 from megalite.checkpoint.huggingface.json_files import CONFIG
 from megalite.checkpoint.huggingface.safetensors_writer import Entry
+from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER, copy_tokenizer
 from megalite.checkpoint.manifest import find_latest
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.config import ModelConfig
@@ -72,12 +71,13 @@ def plan_export(
     hf_dir: Path,
     *,
     dtype: str | None = None,
+    tokenizer: str | Path | None = None,
     max_shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
 ) -> ConversionPlan:
     """Describes what `export_hugging_face` would do. Raises what it would raise before it writes."""
     check_replaceable(hf_dir.resolve(), overwrite, CONFIG)
-    return _plan(_prepare(checkpoint, dtype), hf_dir, max_shard_bytes)
+    return _plan(_prepare(checkpoint, dtype, tokenizer), hf_dir, max_shard_bytes)
 
 
 def _plan(export: _Export, hf_dir: Path, max_shard_bytes: int) -> ConversionPlan:
@@ -102,6 +102,7 @@ def export_hugging_face(
     hf_dir: Path,
     *,
     dtype: str | None = None,
+    tokenizer: str | Path | None = None,
     max_shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
     validate: bool = True,
@@ -109,12 +110,13 @@ def export_hugging_face(
 ) -> ConvertSummary:
     """Writes the Hugging Face folder `hf_dir` from a checkpoint, or the newest of a run.
 
-    dtype: fp32, bf16 or fp16; by default that of each tensor of the imported folder, or of the run. Raises
-    CheckpointError, FamilyError or LaunchError. With `validate` transformers is loaded, which changes settings of the
-    whole process while it loads: do not call it in a thread beside training.
+    dtype: fp32, bf16 or fp16; by default that of each tensor of the imported folder, or of the run. tokenizer: its
+    folder; by default what the checkpoint knows. Raises CheckpointError, FamilyError or LaunchError. With `validate`
+    transformers is loaded, which changes settings of the whole process while it loads: do not call it in a thread
+    beside training.
     """
     check_replaceable(hf_dir.resolve(), overwrite, CONFIG)
-    export = _prepare(checkpoint, dtype)
+    export = _prepare(checkpoint, dtype, tokenizer)
     plan = _plan(export, hf_dir, max_shard_bytes)
     check_room(hf_dir.resolve(), plan.bytes_written)
     kept = export.reader.manifest.config.get("hugging_face") or {}
@@ -138,7 +140,7 @@ def export_hugging_face(
         return convert(plan, write, compare if validate else None, what, report)
 
 
-def _prepare(checkpoint: Path, dtype: str | None) -> _Export:
+def _prepare(checkpoint: Path, dtype: str | None, tokenizer: str | Path | None) -> _Export:
     reader = open_newest(checkpoint)
     config = reader.manifest.config
     model = model_of(config.get("model"), str(reader.folder))
@@ -158,8 +160,11 @@ def _prepare(checkpoint: Path, dtype: str | None) -> _Export:
     entries = {
         name: Entry(name, tensor.shape, DTYPES[dtypes.get(name, usual)]) for name, tensor in layout.tensors.items()
     }
-    tokenizer, notices = tokenizer_of(reader)
-    return _Export(reader, model, layout, usual, entries, tokenizer, notices)
+    found = find_tokenizer(reader.manifest, reader.folder, tokenizer)
+    if found.is_replaced:
+        raise CheckpointError(f"{found.problem}: {REMEDY}")
+    notices = (f"{found.problem}, so the folder has none: {REMEDY}",) if found.folder is None else ()
+    return _Export(reader, model, layout, usual, entries, found.files, notices)
 
 
 def open_newest(path: Path) -> CheckpointReader:
@@ -183,25 +188,7 @@ def open_newest(path: Path) -> CheckpointReader:
     )
 
 
-def tokenizer_of(reader: CheckpointReader) -> tuple[list[Path], tuple[str, ...]]:
-    """Returns the files of a checkpoint's tokenizer, and a notice if there are none.
-
-    Raises CheckpointError if another tokenizer has taken its place.
-    """
-    known = reader.manifest.tokenizer
-    if known is None:
-        return [], ("the checkpoint knows no tokenizer, so the folder has none",)
-    files = tokenizer_files(Path(known))
-    expected = reader.manifest.tokenizer_sha256
-    if files and expected and all(digest(path).sha256 != expected for path in files if path.name == "tokenizer.json"):
-        raise CheckpointError(
-            f"{known}: its tokenizer.json is not the one {reader.folder} was trained with, it was retrained or "
-            "replaced since: give the old one back"
-        )
-    return files, () if files else (f"the tokenizer is no longer in {known}, so the folder has none",)
-
-
 def _token_ids(tokenizer: list[Path]) -> dict[str, Any]:
     """Returns the end token of a run's own tokenizer, at which generation stops."""
-    path = next((path for path in tokenizer if path.name == "tokenizer.json"), None)
+    path = next((path for path in tokenizer if path.name == TOKENIZER), None)
     return {} if path is None else {"eos_token_id": inspect_tokenizer(path).eos_token_id}

@@ -20,8 +20,9 @@ from launch.huggingface.serial_model import global_shapes
 from launch.huggingface.streaming import Stream, convert
 from launch.huggingface.validation import Validation, validate_logits
 from megalite.checkpoint.atomic_folder import check_replaceable, check_room, new_folder, room_at
-from megalite.checkpoint.huggingface.folder import INDEX, WEIGHTS, tokenizer_files
+from megalite.checkpoint.huggingface.folder import INDEX, WEIGHTS
 from megalite.checkpoint.huggingface.json_files import CONFIG, read_json
+from megalite.checkpoint.huggingface.tokenizer_folder import tokenizer_files
 from megalite.checkpoint.manifest import MANIFEST, STEP, Manifest, step_folder
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.writer import write_weights_only

@@ -18,15 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_pipeline.tokenizer import load_tokenizer
 from launch.errors import LaunchError
+from launch.huggingface.checkpoint_tokenizer import is_same_tokenizer
 from launch.huggingface.hub_folder import local_folder, model_of_config
 from launch.huggingface.serial_model import global_shapes
 from megalite.checkpoint.durable_files import digest
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.huggingface.folder import HuggingFaceFolder, tokenizer_files
+from megalite.checkpoint.huggingface.folder import HuggingFaceFolder
 from megalite.checkpoint.huggingface.json_files import CONFIG
 from megalite.checkpoint.huggingface.reader import HubReader
+from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER
 from megalite.checkpoint.manifest import Slices
 from megalite.config import ModelConfig
 from models.families import family
@@ -36,7 +37,6 @@ from models.hub.tensor_layout import HubLayout
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 EMBEDDING = "model.embed_tokens.weight"
-TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -147,11 +147,3 @@ def _check_counts(files: HuggingFaceFolder) -> None:
                 f"{files.folder}: holds {len(files.shapes)} tensors, but its config.json has "
                 f"{keys.get(option, option)} {asked}"
             )
-
-
-def is_same_tokenizer(place: Path, sha256: str, other: Path) -> bool:
-    """True if the tokenizer at `place` still has this hash and equals another one, formatting aside."""
-    path = next((path for path in tokenizer_files(place) if path.name == TOKENIZER), None)
-    if path is None or digest(path).sha256 != sha256:
-        return False
-    return load_tokenizer(path).to_str() == load_tokenizer(other).to_str()

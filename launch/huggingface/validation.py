@@ -25,8 +25,8 @@ from launch.parity.comparison import TOLERANCES
 from launch.parity.logit_comparison import ModelPair
 from launch.parity.probes import PADDED_TOKENS, Probe, needed_length, probes, real_text, wanted_length
 from launch.parity.reference_models import SerialReference, TransformersModel, load_transformers
-from megalite.checkpoint.huggingface.folder import tokenizer_files
 from megalite.checkpoint.huggingface.json_files import CONFIG, read_json
+from megalite.checkpoint.huggingface.tokenizer_folder import tokenizer_files
 from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel
 from models.families import family, model_config
@@ -60,10 +60,12 @@ def validate_logits(model: ModelConfig, read: Read, hf_dir: Path, report: Report
     differences: list[float] = []
     compared: list[str] = []
 
-    def compare(pair: ModelPair, where: str) -> int:
+    def compare(where: str, model: ModelConfig, config: dict[str, Any] | None = None) -> int:
+        report(f"comparing logits{where} with transformers", 0, PROBES)  # which is loaded first, for seconds
+        pair = model_pair(model, read, hf_dir, config)
         length = _affordable(pair, wanted)
         for number, probe in enumerate(probes(pair.ours.model, length, text)):
-            report("comparing logits", number, PROBES)
+            report(f"comparing logits{where} with transformers", number, PROBES)
             difference, rounding = _difference(pair, probe)
             if rounding is not None:
                 notices.append(
@@ -75,7 +77,7 @@ def validate_logits(model: ModelConfig, read: Read, hf_dir: Path, report: Report
         return length
 
     if needed <= free / 2:
-        length = compare(model_pair(model, read, hf_dir), "")
+        length = compare("", model)
     else:
         notices.append(
             f"of {model.num_hidden_layers} layers only the first {first} were compared: both models take "
@@ -91,7 +93,7 @@ def validate_logits(model: ModelConfig, read: Read, hf_dir: Path, report: Report
                 f"{hf_dir}: {free / 1e9:,.1f} GB of memory are free, too few to compare even {first} layers "
                 "with transformers, so nothing was written: free some memory, or convert with --no-validate"
             )
-        length = max(length, compare(model_pair(smaller, read, hf_dir, config), f" in the first {first} layers"))
+        length = max(length, compare(f" in the first {first} layers", smaller, config))
     if length <= needed_tokens:
         notices.append(
             f"compared were at most {length} tokens in a row: more than {needed_tokens}, where its sliding window or "

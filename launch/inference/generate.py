@@ -131,13 +131,14 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     chat: bool = False,
+    tokenizer: str | Path | None = None,
 ) -> Generation:
     """Continues `prompt` with the model at `path`, on this process: a Hugging Face folder, hub id, checkpoint or run.
 
     Temperature 0 always takes the most likely token; otherwise tokens are sampled from the `top_k` most likely, and
-    from the most likely with a total probability of `top_p`.
+    from the most likely with a total probability of `top_p`. tokenizer: its folder; by default the model's own.
     """
-    place = ModelPlacement(str(path))
+    place = ModelPlacement(str(path), tokenizer=None if tokenizer is None else str(tokenizer))
     request = GenerateRequest(place, [prompt], max_new_tokens, temperature, top_k, top_p, seed, chat)
     (generation,) = generations(request, load(place), lambda text: None)
     return generation

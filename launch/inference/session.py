@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from launch.errors import INTERRUPTED_CODE, USER_ERROR_CODE, USER_ERRORS, LaunchError
+from launch.errors import USER_ERROR_CODE, USER_ERRORS, LaunchError
 from launch.huggingface.model_folder import DTYPES
 from launch.huggingface.serial_model import filled_model
 from launch.inference.stored_model import StoredModel, open_stored
@@ -29,6 +29,7 @@ from megalite.config import LaunchConfig
 from megalite.config.suggestions import tensor_parallel_fits, tensor_parallel_near
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import SerialModel
+from megalite.resilience.signals import take_signals
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class ModelPlacement:
     tensor_parallel_size: int = 1
     device: str = "auto"  # cpu or cuda; auto: GPUs if there are any
     dtype: str = "auto"  # fp32, bf16 or fp16; auto: as stored on GPUs, fp32 on a CPU
+    tokenizer: str | None = None  # its folder; None: the one that the model knows
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def resolve(place: ModelPlacement, stored: StoredModel) -> ModelPlacement:
 
 def load(place: ModelPlacement, rank: int = 0, stored: StoredModel | None = None) -> Loaded:
     """Reads the weights of one of the model's `tensor_parallel_size` ranks; opens the model unless it is `stored`."""
-    stored = stored or open_stored(place.path)
+    stored = stored or open_stored(place.path, place.tokenizer)
     place = resolve(place, stored)
     device = torch.device("cpu" if place.device == "cpu" else f"cuda:{rank}")
     tp = TensorParallel(place.tensor_parallel_size, rank)
@@ -94,7 +96,7 @@ def run(
     request: a dataclass that can be converted to JSON, with a `place`. `check(request, stored)` raises errors of the
     user before weights are read and ranks are started.
     """
-    stored = open_stored(request.place.path)
+    stored = open_stored(request.place.path, request.place.tokenizer)
     place = resolve(request.place, stored)
     check(request, stored)
     size = place.tensor_parallel_size
@@ -113,6 +115,8 @@ def rank_main(arguments: Sequence[str], kind: Callable[..., Any], work: Callable
     """Runs one of the ranks that `run` starts, for requests of one kind. Returns the exit code."""
     from megalite.engine.distributed import start_distributed, stop_distributed  # DeepSpeed: only ranks need it
 
+    signals = take_signals()
+    signals.when = ""
     end_with_parent()
     values = json.loads(Path(arguments[0]).read_text())
     request = kind(**values | {"place": ModelPlacement(**values["place"])})
@@ -124,7 +128,5 @@ def rank_main(arguments: Sequence[str], kind: Callable[..., Any], work: Callable
     except USER_ERRORS as error:
         tell_once(str(error), rank)
         return USER_ERROR_CODE
-    except KeyboardInterrupt:
-        return INTERRUPTED_CODE
     stop_distributed()
     return 0

@@ -13,11 +13,13 @@ from typing import Any
 
 from data_pipeline.meta import read_meta
 from launch.errors import LaunchError
-from launch.huggingface.exporting import open_newest, tokenizer_of
+from launch.huggingface.checkpoint_tokenizer import REMEDY, find_tokenizer, given_tokenizer
+from launch.huggingface.exporting import open_newest
 from launch.huggingface.hub_folder import load_tokenizer, local_folder, model_of
 from launch.huggingface.model_folder import ModelFolder, open_model_folder
 from launch.trainer.resume import IMPORTED, check_tokenizer
 from megalite.checkpoint.huggingface.json_files import CONFIG
+from megalite.checkpoint.huggingface.tokenizer_folder import tokenizer_files
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.reader import WeightReader
 from megalite.config import ModelConfig
@@ -33,6 +35,7 @@ class StoredModel:
     carried: Mapping[str, Any]  # Hugging Face's config, generation_config, dtype; empty for a run from scratch
     run: Mapping[str, Any]  # config of the run that saved it; empty if it was not saved by a run
     tokenizer: Path | None  # its folder
+    tokenizer_problem: str = ""  # why there is none, a clause
     hub: ModelFolder | None = None
     manifest: Manifest | None = None  # if it is one of our checkpoints
 
@@ -44,9 +47,7 @@ class StoredModel:
     def load_tokenizer(self) -> Any:
         """Returns transformers' tokenizer. Raises LaunchError if there is none."""
         if self.tokenizer is None:
-            known = self.manifest.tokenizer if self.manifest else None
-            why = f"it is no longer in {known}" if known else "the checkpoint knows no tokenizer"
-            raise LaunchError(f"{self.folder}: text needs a tokenizer, but {why}")
+            raise LaunchError(f"{self.folder}: text needs a tokenizer, but {self.tokenizer_problem}: {REMEDY}")
         return load_tokenizer(self.tokenizer)
 
     def end_tokens(self, tokenizer: Any) -> frozenset[int]:
@@ -78,21 +79,28 @@ class StoredModel:
             )
 
 
-def open_stored(path: str | Path) -> StoredModel:
-    """Opens a model. Raises CheckpointError, FamilyError or LaunchError if there is none that we support."""
+def open_stored(path: str | Path, tokenizer: str | Path | None = None) -> StoredModel:
+    """Opens a model, with the tokenizer in the folder `tokenizer` instead of the one that the model knows.
+
+    Raises CheckpointError, FamilyError or LaunchError if there is no model that we support, or if the tokenizer given
+    is not the model's.
+    """
     folder = local_folder(path)
     if (folder / CONFIG).is_file():
         hub = open_model_folder(folder)
-        return StoredModel(hub.folder, hub.model, hub.reader, hub.carried(), {}, hub.folder, hub=hub)
+        own = hub.folder if tokenizer_files(hub.folder) else None
+        place = own if tokenizer is None else given_tokenizer(Path(tokenizer), hub.tokenizer_sha256, hub.folder)
+        return StoredModel(hub.folder, hub.model, hub.reader, hub.carried(), {}, place, "the folder has none", hub=hub)
     reader = open_newest(folder)
     config = reader.manifest.config
-    files, _ = tokenizer_of(reader)
+    found = find_tokenizer(reader.manifest, reader.folder, tokenizer)
     return StoredModel(
         reader.folder,
         model_of(config.get("model"), str(reader.folder)),
         reader,
         config.get(IMPORTED) or {},
         config if "training" in config else {},
-        files[0].parent if files else None,
+        found.folder,
+        found.problem,
         manifest=reader.manifest,
     )

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from launch.parity.observations import OF_REFERENCES, TOKEN_LOSS, Observations, Quantity
+from launch.parity.observations import OF_REFERENCES, REDUCTION, TOKEN_LOSS, Observations, Quantity
+from megalite.config.sections import Dtype, PrecisionConfig
 
 TOLERANCES = {
     "loss": 2e-5,
@@ -36,6 +37,10 @@ SQUARED = ("exp_avg_sq",)
 OF_PARAMETERS = ("gradient", "weight", "exp_avg", "exp_avg_sq")
 ADAMW = Quantity("adamw", "weight")
 NO_GRADIENT = 1e-9  # relative to the largest first moment: less is float64 rounding of a zero gradient
+
+
+UNIT_ROUNDOFF: dict[Dtype, float] = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
+OTHER_ROUNDINGS = 3  # DeepSpeed divides by the replicas before a sum or after it; the loss scale is divided out
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,28 @@ def compare(seen: Observations, answer: ReferenceAnswer) -> list[Deviation]:
             ratio = None if error <= bound else _clean_ratio(mine, truth)
             deviations.append(Deviation(quantity, name, error, bound, ratio))
     return deviations
+
+
+def reduction_bound(precision: PrecisionConfig, micro_batches: int) -> float:
+    """Returns the largest error of a mean over so many micro-batches, in the formats in which the config sums.
+
+    In whatever order n terms are added, the error is at most `(n-1)u / (1 - (n-1)u)` of the sum of their absolute
+    values, where u is the unit roundoff (Higham 2002, Accuracy and Stability of Numerical Algorithms, section 4.2).
+    """
+    unit = max(UNIT_ROUNDOFF[precision.gradient_accumulation_dtype], UNIT_ROUNDOFF[precision.reduction_dtype])
+    terms = 2 * micro_batches  # a tied weight has two gradients in each
+    rounded = (terms - 1 + OTHER_ROUNDINGS) * unit
+    return rounded / (1 - rounded)
+
+
+def reduction_deviations(seen: Observations, bound: float) -> list[Deviation]:
+    """Returns the deviation of each parameter's mean gradient from its micro-batches' gradients on the same ranks."""
+    return [
+        Deviation(quantity, name, float(np.nanmax(error_by_rank)), bound)  # NaN: a rank without this parameter
+        for quantity, parameters in seen.items()
+        if quantity.kind == REDUCTION
+        for name, error_by_rank in parameters.items()
+    ]
 
 
 def _measured(quantity: Quantity, name: str, value: np.ndarray, answer: ReferenceAnswer) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 
 from launch.parity.comparison import SCALARS, Deviation, ReferenceAnswer, worst
 from launch.parity.layout import ParityLayout
-from launch.parity.observations import BEFORE, FIRST_STEP, Quantity
+from launch.parity.observations import BEFORE, FIRST_STEP, REDUCTION, Quantity
 
 AXES = {
     "tp": "tensor parallelism",
@@ -25,6 +25,7 @@ AXES = {
     "accumulation": "gradient accumulation",
 }
 OFF_FIRST = ("recompute", "accumulation", "zero", "sequence_parallel", "pp", "dp", "tp")
+OF_16_BITS = 0.03  # an error of fewer than eight roundings to bf16, which are 0.004 each
 NEEDS = {"sequence_parallel": "tp", "zero": "dp"}  # axis -> axis without which it has no effect
 
 
@@ -116,6 +117,13 @@ def _first_difference(result: LayoutResult) -> list[str]:
     for kind in ("logits", "loss", "evaluation loss"):
         if kind in by_kind:
             return [f"forward: all layers' outputs agree, the {kind} does not: look at the output head and its loss"]
+    if REDUCTION in by_kind:
+        most = worst(by_kind[REDUCTION])
+        return [
+            "reduction: the optimizer does not get the mean of the gradients that backward computed for micro-batches "
+            f"and replicas: that of {most.name} is off by {most.error:.1e}, rounding in the stated formats explains "
+            f"{most.bound:.1e}" + (", and a sum in 16 bits the rest" if most.error < OF_16_BITS else "")
+        ]
     if "gradient" in by_kind:
         count, first = len(by_kind["gradient"]), by_kind["gradient"][-1].name
         return [f"backward: the forward pass agrees, {count} gradients differ, nearest to the loss that of {first}"]

@@ -29,6 +29,7 @@ FIRST_STEP = "step 1"
 COPIES = "copies"  # names are sentences about copies that differ
 TOKEN_LOSS = "token loss"
 NEAR_CHOICES = "near choices"  # tokens that rounding might route to another expert
+REDUCTION = "gradient reduction"  # largest error of a parameter's mean gradient, one entry per rank
 OF_REFERENCES = (TOKEN_LOSS, NEAR_CHOICES)  # observed only by references
 BEFORE, AFTER = "before training", "after training"
 

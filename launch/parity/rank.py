@@ -7,10 +7,12 @@ from contextlib import nullcontext
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from launch.parity.layout import ParityLayout
-from launch.parity.observations import COPIES, ArrayBlock, Quantity, around, by_step, whole
+from launch.parity.micro_batch_gradients import MicroBatchGradients
+from launch.parity.observations import COPIES, REDUCTION, ArrayBlock, Quantity, around, by_step, whole
 from launch.parity.problem import Batch, ParityProblem, Training
 from launch.parity.reference_models import layer_outputs
 from launch.runtime.devices import Device
@@ -82,13 +84,20 @@ def _train(engine: Engine, layout: ParityLayout, training: Training) -> Iterator
     before = float(engine.evaluate(first, layout.accumulation))
     losses, norms = [], []
     gradients: list[ArrayBlock] = []
+    backward = MicroBatchGradients(engine)
 
     def take(parameter: nn.Parameter, gradient: Tensor) -> None:
         gradients.extend(_pieces(quantity("gradient"), parameter, gradient))
+        errors = backward.errors(parameter, gradient)
+        gradients.extend(_largest(quantity(REDUCTION), parameter, errors, layout.world_size))
 
     for step, batch in enumerate(training.batches):
         micro_batches = _fed(engine, layout, batch)
-        with reading_gradients(engine, take) if step == 0 else nullcontext():
+        is_first = step == 0
+        with (
+            backward.watching() if is_first else nullcontext(),
+            reading_gradients(engine, take) if is_first else nullcontext(),
+        ):
             result = engine.train_step(micro_batches, training.learning_rate(step))
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
@@ -108,6 +117,17 @@ def _pieces(quantity: Quantity, parameter: nn.Parameter, value: Tensor) -> Itera
     value = value.detach().float().cpu()
     for piece in parameter.shard.pieces():  # type: ignore[attr-defined]
         yield ArrayBlock(quantity, piece.name, piece.shape, piece.source, value[piece.target].numpy().copy())
+
+
+def _largest(quantity: Quantity, parameter: nn.Parameter, errors: Tensor, ranks: int) -> Iterator[ArrayBlock]:
+    """Yields the largest error of each part of a parameter, as this rank's entry of an array `[ranks]`."""
+    largest: dict[str, float] = {}
+    for piece in parameter.shard.pieces():  # type: ignore[attr-defined]
+        error = float(errors[piece.target].cpu().numpy().max(initial=0.0))
+        largest[piece.name] = max(error, largest.get(piece.name, 0.0))
+    mine = dist.get_rank()
+    for name, error in largest.items():
+        yield ArrayBlock(quantity, name, (ranks,), (slice(mine, mine + 1),), np.array([error]))
 
 
 def _rows(engine: Engine, layout: ParityLayout, batch: Batch) -> list[slice]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from launch.errors import LaunchError
 from launch.output import console
-from launch.parity.comparison import ReferenceAnswer, compare
+from launch.parity.comparison import ReferenceAnswer, compare, reduction_bound, reduction_deviations
 from launch.parity.diagnosis import Diagnosis, LayoutResult, diagnose
 from launch.parity.forked_ranks import RankFailure, run_ranks, warm_up
 from launch.parity.layout import ParityLayout, auto_layouts, layout_of, parse_layouts
@@ -228,6 +228,9 @@ class Session:
         seen, disagreements = assemble(ranks)
         disagreements += [sentence for quantity in seen if quantity.kind == COPIES for sentence in seen[quantity]]
         deviations = compare(seen, self.references.answer(layout.accumulation))
+        micro_batches = layout.dp * layout.accumulation
+        precision = self.references.problem.config.precision
+        deviations += reduction_deviations(seen, reduction_bound(precision, micro_batches))
         norms = {q.training: float(v[FIRST_STEP][0]) for q, v in seen.items() if q.kind == "gradient norm"}
         return LayoutResult(
             layout, self.references.dtype, seconds, tuple(deviations), tuple(disagreements), first_norms=norms
@@ -256,7 +259,11 @@ def known_bad(layout: ParityLayout, config: Config, device: Device) -> list[str]
 def _in_dtype(problem: ParityProblem, dtype: str) -> ParityProblem:
     values = problem.config.model_dump(mode="json")
     if dtype != values["precision"]["dtype"]:
-        values["precision"] |= {"dtype": dtype, "gradient_accumulation_dtype": "fp32"}
+        values["precision"] |= {
+            "dtype": dtype,
+            "gradient_accumulation_dtype": "fp32",
+            "gradient_reduction_dtype": None,
+        }
     if dtype == "fp16":
         values["deepspeed"].setdefault("fp16", {})["initial_scale_power"] = FP16_SCALE_POWER
     else:

@@ -22,9 +22,9 @@ from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
 from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.config.suggestions import OptionPath, dotted
 from megalite.planner.explanation import main_parts, why_nothing_fits
-from megalite.planner.hardware import Cluster
+from megalite.planner.hardware import Cluster, is_guess
 from megalite.planner.search import PIPELINE, TENSOR, Check, Ranks, SearchResult, divisors, first_legal, search
-from megalite.planner.units import seconds
+from megalite.planner.units import about, seconds
 
 DECIDED_LATER = "the layout is auto: rank 0 chooses it when the run starts, by the accelerators it finds"
 
@@ -178,9 +178,10 @@ def _best(config: Config, result: SearchResult) -> ChosenLayout:
     best = result.best
     if best is None:
         raise LaunchError(why_nothing_fits(config, result, config.unresolved_options))
-    cluster, count = result.cluster, len(result.candidates)
+    cluster, count, step_s = result.cluster, len(result.candidates), best.time.seconds
+    step = f"roughly {about(step_s)}" if is_guess(cluster.accelerator) else seconds(step_s)
     sentence = (
         f"auto: chose {best.layout} for {cluster.accelerators} x {cluster.accelerator_name}, the fastest of {count} "
-        f"layout{'s' * (count > 1)} that fit: {seconds(best.time.seconds)} a step, bound by {main_parts(best)}"
+        f"layout{'s' * (count > 1)} that fit: {step} a step, bound by {main_parts(best)}"
     )
     return ChosenLayout(best.options, sentence)

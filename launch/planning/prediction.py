@@ -8,29 +8,25 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from launch.errors import LaunchError
-from launch.planning.cluster import nodes_of
 from launch.planning.this_machine import Machine
-from megalite.config import Config, ResolvedLayout, resolve_layout
-from megalite.config.suggestions import multiples_near
+from megalite.config import Config, ResolvedLayout
 from megalite.parallel.mesh import Mesh
 from megalite.planner.cost.memory import TENSORS, Device, StageMemory, memory_of
 from megalite.planner.cost.model_states import MOMENTS
 from megalite.planner.cost.shapes import stages_of
 from megalite.planner.cost.step_time import StepTime, step_time
-from megalite.planner.units import gib, seconds
+from megalite.planner.units import about, gib, seconds
 from megalite.planner.workload import TrainingWorkload
 
 WARM_UP_STEPS = 3  # of a session, in which threads start, caches fill and memory is mapped
 KEPT_STEPS = 10_000
 LEAST_WAIT = 0.01  # part of a step that waiting for data takes before it is worth telling
 PROCESS, COPY = "process", "checkpoint copy"
-COMMUNICATION = ("tensor collectives", "between stages", "replicas")  # of `StepTime.parts`
 Facts = dict[str, Any]
 
 
@@ -84,11 +80,11 @@ class Prediction:
             return [*sentences, f"predicted: no step time, because {self.problem}"]
         parts = sorted(self.step.parts.items(), key=lambda part: -part[1])
         shares = ", ".join(f"{name} {s / self.step.seconds:.0%}" for name, s in parts if s > 0.01 * self.step.seconds)
-        kind = self.machine.whole
-        constant = f"efficiency {kind.efficiency:.2f}, {kind.calibrated_on}"
-        utilization = "" if self.machine.is_cpu else f", MFU {self.step.model_flops_utilization:.0%}"
-        took = f"{seconds(self.step.seconds)} a step{utilization}"
-        return [*sentences, f"predicted: {took} on {self.machine.name} ({constant}): {shares}"]
+        kind, rough, utilization = self.machine.whole, self.machine.why_rough, self.step.model_flops_utilization
+        reason = rough or f"efficiency {kind.efficiency:.2f}, {kind.calibrated_on}"
+        of_peak = "" if utilization is None else f", MFU {utilization:.0%}"
+        took = f"{_expected(self)} a step{of_peak}"
+        return [*sentences, f"predicted: {took} on {self.machine.name} ({reason}): {shares}"]
 
     def model_flops_utilization(self, step_time_s: float) -> float | None:
         """Returns the MFU of a step that took `step_time_s`, by the same FLOPs and peak as the predicted one.
@@ -119,6 +115,7 @@ class Prediction:
                 "accelerator": self.machine.name,
                 "efficiency": self.machine.whole.efficiency,
                 "calibrated_on": self.machine.whole.calibrated_on,
+                "rough": self.machine.why_rough or None,
                 "whole_accelerator": self.machine.whole.model_dump(mode="json"),
                 "link": self.machine.link.model_dump(mode="json"),
                 "cluster": self.machine.cluster.model_dump(mode="json"),
@@ -161,11 +158,11 @@ def comparison(prediction: Prediction, measured: Facts, mesh: Mesh) -> list[str]
     """Compares prediction and measurement in sentences, after training; a stage counts with its fullest rank."""
     sentences = []
     if (took := measured["step_time_s"]) is not None and prediction.step is not None:
-        expected, wait = prediction.step.seconds, measured["data_wait_s"]
+        wait = measured["data_wait_s"]
         waited = f", and waited {seconds(wait)} for data" if wait > LEAST_WAIT * took else ""
         sentences.append(
-            f"a step: predicted {seconds(expected)}, measured {seconds(took)} ({error_of(expected, took)}; median of "
-            f"{measured['steps']}{waited})"
+            f"a step: predicted {_expected(prediction)}, measured {seconds(took)} ({_step_error(prediction, took)}; "
+            f"median of {measured['steps']}{waited})"
         )
     fullest: dict[int, float] = {}
     for rank, one in enumerate(measured["ranks"]):
@@ -174,16 +171,41 @@ def comparison(prediction: Prediction, measured: Facts, mesh: Mesh) -> list[str]
             fullest[stage] = max(fullest.get(stage, 0.0), one["peak_mib"] * 2**20)
     pairs = [
         f"{f'stage {one.stage} ' * (len(prediction.memory) > 1)}predicted {gib(one.total)}, measured {gib(peak)} "
-        f"({error_of(one.total, peak)})"
+        f"({error_in_words(one.total, peak)})"
         for one in prediction.memory
         if (peak := fullest.get(one.stage)) is not None
     ]
     return [*sentences, f"peak memory: {'; '.join(pairs)}"] if pairs else sentences
 
 
-def error_of(predicted: float, measured: float) -> str:
-    """The relative error of a prediction, such as `+3.1 %`."""
-    return f"{predicted / measured - 1:+.1%}".replace("%", " %")
+def error_in_words(predicted: float, measured: float) -> str:
+    """The relative error of a prediction, such as `predicted 3.1 % more than measured`."""
+    error = f"{abs(predicted / measured - 1):.1%}".replace("%", " %")
+    return f"predicted {error} {'more' if predicted > measured else 'less'} than measured"
+
+
+def rough_error_in_words(predicted_s: float, measured_s: float) -> str:
+    """The error of a guess, such as `predicted 20 times as long as measured`."""
+    for longer_s, shorter_s, words in (
+        (predicted_s, measured_s, "predicted {} times as long as measured"),
+        (measured_s, predicted_s, "measured {} times as long as predicted"),
+    ):
+        if longer_s >= 2 * shorter_s:
+            return words.format(f"{float(f'{longer_s / shorter_s:.1g}'):,g}")
+    return "within a factor of 2"
+
+
+def _expected(prediction: Prediction) -> str:
+    """The predicted step time: with one digit where it is rough."""
+    assert prediction.step is not None and prediction.machine is not None
+    time_s = prediction.step.seconds
+    return f"roughly {about(time_s)}" if prediction.machine.why_rough else seconds(time_s)
+
+
+def _step_error(prediction: Prediction, measured_s: float) -> str:
+    assert prediction.step is not None and prediction.machine is not None
+    words = rough_error_in_words if prediction.machine.why_rough else error_in_words
+    return words(prediction.step.seconds, measured_s)
 
 
 def _of_process(one: StageMemory, config: Config, layout: ResolvedLayout, process_bytes: int) -> StageMemory:
@@ -208,38 +230,3 @@ def _peaks(memory: Sequence[StageMemory]) -> str:
 
 def _mib(count: float) -> float:
     return round(count / 2**20, 3)
-
-
-def predicted_share(config: Config, accelerator: str, gpus_per_node: int) -> Callable[[int], float]:
-    """Returns a function from the number of GPUs to the share; only the number of replicas changes with it.
-
-    Each replica keeps the samples that the config gives it; where `parallel.data_parallel_size` is auto, the replicas
-    share `training.global_batch_size`. The function raises LaunchError or ConfigError where the config cannot run on
-    that number.
-    """
-
-    def share(gpus: int) -> float:
-        step = step_time(_job(config, gpus), nodes_of(accelerator, gpus // gpus_per_node, gpus_per_node, "as counted"))
-        return sum(step.parts[part] for part in COMMUNICATION) / step.seconds
-
-    return share
-
-
-def _job(config: Config, gpus: int) -> TrainingWorkload:
-    parallel = config.parallel
-    if parallel.data_parallel_size == "auto":
-        return TrainingWorkload.of(config, resolve_layout(config, gpus, "cuda"))
-    replica = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    there = parallel.data_parallel_size
-    job = TrainingWorkload.of(config, resolve_layout(config, replica * there, "cuda"))
-    if gpus % replica:
-        raise LaunchError(
-            f"--gpus {gpus}: a replica of the model takes {replica} GPUs (tensor x pipeline): use "
-            f"{multiples_near(gpus, replica)}"
-        )
-    replicas = gpus // replica
-    return replace(
-        job,
-        layout=replace(job.layout, data_parallel_size=replicas),
-        global_batch_size=job.global_batch_size // there * replicas,
-    )

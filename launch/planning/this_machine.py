@@ -1,8 +1,8 @@
 """Describes this machine for the planner: its GPUs by their names in the catalogue, or its CPU, measured once.
 
 The measurement is cached in `$XDG_CACHE_HOME/megalite/this_cpu.json` by CPU, cores and version of torch, with its date
-and the load. One made under a load above the number of cores is repeated once the load is lower. Delete the file to
-measure again. No torch here.
+and the load. One made under a load above the number of cores is repeated once the load is lower, and one that a run has
+contradicted by a factor of 4 is repeated once. Delete the file to measure again. No torch here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megalite.checkpoint.durable_files import write_durably
 from megalite.config import Config
 from megalite.planner.cost.communication_time import INTRA_NODE_EFFICIENCY
 from megalite.planner.cost.layer_time import MEMORY_EFFICIENCY
-from megalite.planner.hardware import Accelerator, Catalogue, Cluster, FlashAttention, Link, find_link
+from megalite.planner.hardware import Accelerator, Catalogue, Cluster, FlashAttention, Link, find_link, is_guess
 
 MEASURING = Path(__file__).with_name("measure_cpu.py")
 MEASURING_S = 60.0  # timeout; takes three seconds on an idle machine
@@ -39,6 +39,10 @@ FORMS = frozenset({"pcie", "nvl", "mig", "max", "q"})  # words that distinguish 
 NETWORK = "Ethernet 25"  # assumed between CPU hosts
 CPU_EFFICIENCY = 0.8
 GUESSED = "a guess: `megalite plan calibrate RUN` fits it to this machine"
+MEASUREMENT = 2  # number of the way in which `MEASURING` measures; entries of another are measured again
+CONTRADICTED = 4.0  # times as fast or as slow as predicted: more than the planner's own errors
+CONFIRMED = 2.0  # times the figure before, within which a repeated measurement confirms it
+OTHERS_COMPUTE = 0.5  # load above the number of cores, from which a prediction is rough
 Measured = dict[str, Any]
 ROUGH: Measured = {  # typical of a server CPU
     "core_flops": {"fp32": 5e10, "bf16": 5e10},
@@ -69,6 +73,13 @@ class Machine:
     cluster: Cluster  # an accelerator for each rank
     is_cpu: bool
     rough: str = ""  # why its figures are typical ones; empty where they are its own
+    busy: str = ""  # who else computes on its cores
+
+    @property
+    def why_rough(self) -> str:
+        """Why step times on it are rough; empty where its constant was fitted to runs and nobody else computes."""
+        guess = "its efficiency is a guess, which `megalite plan calibrate RUN` fits" if is_guess(self.whole) else ""
+        return "; ".join(reason for reason in (self.rough, self.busy, guess) if reason)
 
 
 def describe_machine(
@@ -148,7 +159,7 @@ def _with_cpu(ranks: int, nodes: int, known: Catalogue, limits: MeasurementLimit
     # measured with two ranks on a core each; more ranks share a core in turns
     shared = link.model_copy(update={"gb_per_s": link.gb_per_s * min(1.0, cores / ranks)})
     cluster = _cluster(name, part, shared, ranks, nodes, known).model_copy(update={"ranks_per_core": ranks / cores})
-    return Machine(name, whole, link, cluster, True, rough)
+    return Machine(name, whole, link, cluster, True, rough, who_else_computes())
 
 
 def _cluster(name: str, accelerator: Accelerator, link: Link, ranks: int, nodes: int, known: Catalogue) -> Cluster:
@@ -194,23 +205,67 @@ def measured_cpu(name: str, limits: MeasurementLimits) -> tuple[Measured, str]:
     Raises LaunchError where the measurement fails and typical figures are not allowed.
     """
     path = cache_folder() / "this_cpu.json"
-    key = f"{name}, torch {version('torch')}"
+    key = _key(name)
     cached = _read_cache(path)
     found = cached.get(key)
-    found = found if _is_measured(found) else None
+    found = found if _is_measured(found) and found.get("measurement") == MEASUREMENT else None
     load, cores = max(os.getloadavg()[0], limits.busy_ranks), _computing_cores()
-    if found is not None and not load <= cores < found.get("load", 0):
+    is_contradicted = found is not None and found.get("contradicted") is True
+    if found is not None and not is_contradicted and not load <= cores < found.get("load", 0):
         return found, ""
     try:
-        measured = _measure(limits.timeout_s) | {"load": load, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+        measured = _measure(limits.timeout_s)
     except LaunchError as error:
         if found is None and not limits.allow_typical:
             raise
         return (found, "") if found is not None else (ROUGH, f"by rough figures of a CPU: {error}")
-    with contextlib.suppress(OSError):  # the folder is not writable: the next run measures again
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, (json.dumps(cached | {key: measured}, indent=2) + "\n").encode())
+    measured |= {"load": load, "date": datetime.now(UTC).isoformat(timespec="seconds"), "measurement": MEASUREMENT}
+    if found is not None and is_contradicted:
+        measured["confirmed"] = _is_alike(measured, found)
+    _write_cache(path, cached | {key: measured})
     return measured, ""
+
+
+def who_else_computes() -> str:
+    """Says at which load others compute on the cores of this process; empty where they do not."""
+    load, cores = os.getloadavg()[0], _computing_cores()
+    if load <= cores + OTHERS_COMPUTE:
+        return ""
+    return f"somebody else computes here too, at a load of {load:.0f} on {cores} core{'s' * (cores > 1)}"
+
+
+def contradict(name: str, predicted_s: float, measured_s: float) -> bool:
+    """Returns whether the CPU will be measured again, because a run's steps contradict its measurement.
+
+    Steps that are far slower prove nothing where somebody else computes. A measurement that was repeated with the same
+    result is not repeated again: then the model does not fit the run.
+    """
+    is_faster, is_slower = predicted_s > CONTRADICTED * measured_s, measured_s > CONTRADICTED * predicted_s
+    path, key = cache_folder() / "this_cpu.json", _key(name)
+    cached = _read_cache(path)
+    entry = cached.get(key)
+    if not (is_faster or (is_slower and not who_else_computes())) or not _is_measured(entry) or entry.get("confirmed"):
+        return False
+    return _write_cache(path, cached | {key: entry | {"contradicted": True}})
+
+
+def _key(name: str) -> str:
+    return f"{name}, torch {version('torch')}"
+
+
+def _is_alike(one: Measured, other: Measured) -> bool:
+    pairs = [(one["core_flops"][dtype], other["core_flops"][dtype]) for dtype in ("fp32", "bf16")]
+    return all(1 / CONFIRMED < new / old < CONFIRMED for new, old in pairs)
+
+
+def _write_cache(path: Path, values: dict[str, Any]) -> bool:
+    """Returns False where the folder is not writable: the next run measures again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, (json.dumps(values, indent=2) + "\n").encode())
+    except OSError:
+        return False
+    return True
 
 
 def _read_cache(path: Path) -> dict[str, Any]:

@@ -1,25 +1,28 @@
-"""Starts ranks on this machine through the DeepSpeed launcher, with a suitable environment."""
+"""Starts ranks on this machine, with a suitable environment."""
 
 from __future__ import annotations
 
-import base64
-import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from launch.runtime import host_probe
 from launch.runtime.devices import cpu_count
+from launch.runtime.logs import get_logger
 from launch.runtime.modules import RANK
-from launch.runtime.processes import ProcessTree, StopSignals, decode_launcher_exit_code, wait_for
+from launch.runtime.processes import ProcessTree, StopRequest, StopSignals, wait_for
 from megalite.config import LaunchConfig
+from megalite.resilience.signals import PREEMPTED_CODE, exit_code_for
+
+log = get_logger(__name__)
 
 # glibc: no mmap for large blocks and no trimming, so that tensors reuse memory whose pages are already mapped; huge
 # pages for it if the kernel gives them on request (glibc before 2.35 ignores that one)
 MALLOC_TUNABLES = (
     "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184:glibc.malloc.hugetlb=1"
 )
-LEFT_RANKS_S = 30.0  # for ranks whose launcher was killed; the launcher itself would wait as long
+LEFT_RANKS_S = 30.0  # for the other ranks when one has failed: they may still explain why, or write a checkpoint
 
 
 def rank_environment(
@@ -53,23 +56,36 @@ def rank_environment(
 def start_local_ranks(ranks: int, environment: dict[str, str], arguments: Sequence[str], module: str = RANK) -> int:
     """Runs `python -m MODULE ARGUMENTS` on `ranks` local ranks; returns the exit code once all have ended.
 
-    The code is that of the first rank that did not end with 0; 128 + n if signal n ended it. SIGTERM, SIGUSR1, SIGUSR2
-    and SIGHUP are forwarded to the ranks, which save and end. Ctrl-C and a second SIGTERM end them at once, without a
-    save. Nothing is left running, even if this process or DeepSpeed's launcher is killed.
+    The code is that of the first rank that did not end with 0; 128 + n if signal n ended it. The other ranks get
+    SIGTERM then, and SIGKILL LEFT_RANKS_S later. Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed on to the
+    ranks, which save and end; a second Ctrl-C, SIGTERM or SIGHUP ends them at once, without a save. Nothing is left
+    running, even if this process is killed.
     """
-    # the `deepspeed` command runs this on a single host; calling it directly saves a second import of DeepSpeed
-    hosts = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
-    command = [sys.executable, "-m", "deepspeed.launcher.launch", "--quiet", "--no_local_rank", "--node_rank", "0"]
-    command += ["--world_info", hosts, "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
-    command += ["--module", module, *arguments]
-    with StopSignals() as signals, ProcessTree(command, os.environ | environment) as tree:
-        # On SIGTERM DeepSpeed's launcher kills the ranks and exits with 1, so it gets the signal only if there are no
-        # ranks. When a rank ends with a code other than 0, it sends SIGTERM to the others and exits with that code
-        code = wait_for(
-            tree, signals, ranks=tree.children, otherwise=lambda number: tree.process.terminate(), grace_s=None
-        )
-        tree.end(LEFT_RANKS_S)
-    return decode_launcher_exit_code(code)
+    count = str(ranks)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": count}
+    # torch's and DeepSpeed's names; DeepSpeed takes the last two from its own launcher
+    shared |= {"LOCAL_WORLD_SIZE": count, "LOCAL_SIZE": count, "CROSS_RANK": "0", "CROSS_SIZE": "1"}
+    numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    command, stop = [sys.executable, "-u", "-m", module, *arguments], StopRequest(grace_s=None)
+    with StopSignals() as signals, ProcessTree(command, os.environ | environment | shared, copies=numbers) as tree:
+        code = wait_for(tree, signals, stop, ranks=tree.commands)
+        tree.end(LEFT_RANKS_S, until=signals.take)
+    return _documented_code(code, stop)
+
+
+def _documented_code(code: int, stop: StopRequest) -> int:
+    """Returns the exit code of ranks that were asked to end; says what they could not say themselves."""
+    if stop.first is None or stop.signal is None:
+        return code
+    if stop.is_urgent:
+        log.warning("all ranks were ended at once: what was not saved is lost")
+        return code
+    if code == 128 + signal.SIGTERM or (code == 128 + stop.signal and not stop.was_interrupted):
+        # the ranks did not take signals yet
+        name = "interrupted" if stop.was_interrupted else f"ended by {signal.Signals(stop.first).name}"
+        log.warning(f"{name} before the ranks had started")
+        return exit_code_for(stop.first)
+    return exit_code_for(stop.first) if code == PREEMPTED_CODE else code
 
 
 def free_port() -> int:

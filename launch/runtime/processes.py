@@ -1,6 +1,6 @@
 """Process trees: a command and everything it starts, how signals reach it, and how nothing of it is left. Linux only.
 
-On the first stop signal ranks finish their step, save, and end by themselves. A repeated one, or Ctrl-C, ends
+On the first stop signal, Ctrl-C among them, ranks finish their step, save, and end by themselves. A repeated one ends
 everything at once.
 """
 
@@ -11,6 +11,7 @@ import ctypes
 import enum
 import math
 import os
+import re
 import signal
 import subprocess
 import time
@@ -18,17 +19,17 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Self
 
 import psutil
 
+from megalite.resilience.signals import ANNOUNCEMENTS, STOP_SIGNALS, is_repeated
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 TREES = "MEGALITE_TREES"  # environment variable of a tree's processes: ids of the trees they belong to, outermost first
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TICK_S = 0.1
-REPEAT_S = 2.0  # Slurm signals each process of a job, so the same signal arrives directly and through a supervisor
-INTERRUPT_S = 10.0  # for clean-up after Ctrl-C
 LINGER_S = 1.0  # for helper processes to end by themselves after the main process has
 KILL_S = 30.0  # after this, the kernel cannot end a killed process, such as one that hangs in a file system
 
@@ -71,23 +72,47 @@ class StopSignals:
 
 
 class ProcessTree:
-    """A command in a session of its own, and all its descendants.
+    """A command, or several copies of it, each in a session of its own, and all their descendants.
 
     This process adopts descendants that are orphaned (it is a subreaper), and the end of the `with` block kills
-    everything that still runs. If this process is killed, the command gets SIGTERM. Adopted processes of other trees,
+    everything that still runs. If this process is killed, the commands get SIGTERM. Adopted processes of other trees,
     which process 1 of a container has as well, are only reaped once they have ended.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, is_alone: bool = False) -> None:
-        """Starts `command`. `is_alone`: this process exists for the tree alone, so it adopts nothing else."""
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        copies: Sequence[Mapping[str, str]] = ({},),
+        is_alone: bool = False,
+    ) -> None:
+        """Starts `command` once for each of `copies`, variables that are added to its environment.
+
+        `is_alone`: this process exists for the tree alone, so it adopts nothing else.
+        """
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._is_alone, self._mark = is_alone, uuid.uuid4().hex
-        self.process = subprocess.Popen(
-            command,
-            env={**environment, TREES: f"{environment.get(TREES, '')}:{self._mark}"},
-            start_new_session=True,
-            preexec_fn=partial(end_with_parent, os.getpid()),
-        )
+        trees = f"{environment.get(TREES, '')}:{self._mark}"
+        self.processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for own in copies:
+                self.processes.append(
+                    subprocess.Popen(
+                        command,
+                        env={**environment, **own, TREES: trees},
+                        start_new_session=True,
+                        preexec_fn=partial(end_with_parent, os.getpid()),
+                    )
+                )
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The process of the first copy of the command."""
+        return self.processes[0]
 
     def __enter__(self) -> Self:
         return self
@@ -95,18 +120,32 @@ class ProcessTree:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
+    def wait(self, seconds: float) -> int | None:
+        """Returns 0 once all copies of the command have ended with 0, or the code of one that ended with another.
+
+        Returns None after `seconds`. The code is negative if a signal ended the command.
+        """
+        running = [process for process in self.processes if process.poll() is None]
+        if running and not any(process.returncode for process in self.processes):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                running[0].wait(seconds)
+        codes = [process.poll() for process in self.processes]
+        failed = next((code for code in codes if code), None)
+        return None if failed is None and None in codes else failed or 0
+
     def members(self) -> list[psutil.Process]:
         """Returns all running processes of the tree, adopted orphans among them."""
         family: list[psutil.Process] = []
+        sessions = {process.pid for process in self.processes}
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
-                is_own = self._is_alone or os.getsid(child.pid) == self.process.pid
+                is_own = self._is_alone or os.getsid(child.pid) in sessions
                 if is_own or self._mark in child.environ().get(TREES, "").split(":"):
                     family += [child, *child.children(recursive=True)]
         return [process for process in family if _is_running(process)]
 
     def ranks(self) -> list[psutil.Process]:
-        """Returns the processes that deepspeed or torchrun started as ranks, without what ranks start themselves."""
+        """Returns the processes that a launcher started as ranks, without what ranks start themselves."""
         inside: dict[int, psutil.Process] = {}
         for process in self.members():
             with contextlib.suppress(psutil.Error):
@@ -120,27 +159,31 @@ class ProcessTree:
 
         return list(filter(is_outermost, inside.values()))
 
-    def children(self) -> list[psutil.Process]:
-        """Returns the running child processes of the command's own process."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return [child for child in psutil.Process(self.process.pid).children() if _is_running(child)]
-        return []
+    def commands(self) -> list[psutil.Process]:
+        """Returns the running processes of the command itself, one per copy."""
+        found = []
+        for process in self.processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.poll() is None:
+                    found.append(psutil.Process(process.pid))
+        return found
 
     def signal_group(self, number: int) -> None:
         """Sends a signal to the command's process group."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, number)
+        for process in self.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, number)
 
-    def end(self, grace_s: float) -> int:
-        """Cleans up after the command's own process has ended; returns how many processes it left behind.
+    def end(self, grace_s: float, until: Callable[[], object] = lambda: None) -> int:
+        """Cleans up after the command has ended; returns how many processes it left behind.
 
-        They get SIGTERM, and SIGKILL `grace_s` later.
+        They get SIGTERM, and SIGKILL `grace_s` later, or as soon as `until` returns anything true.
         """
-        self._wait_until_gone(LINGER_S)
+        self._wait_until_gone(LINGER_S, until)
         left = self.members()
         _send(left, signal.SIGTERM)
         if left:
-            self._wait_until_gone(grace_s)
+            self._wait_until_gone(grace_s, until)
         self.kill()
         return len(left)
 
@@ -150,20 +193,22 @@ class ProcessTree:
         while (living := self.members()) and time.monotonic() < deadline:
             _send(living, signal.SIGKILL)
             time.sleep(0.01)
-        if self.process.poll() is None and not living:
-            self.process.wait()
+        for process in self.processes:
+            if process.poll() is None and not living:
+                process.wait()
         self.reap_zombies()
 
-    def _wait_until_gone(self, seconds: float) -> None:
+    def _wait_until_gone(self, seconds: float, until: Callable[[], object]) -> None:
         deadline = time.monotonic() + seconds
-        while self.members() and time.monotonic() < deadline:
+        while self.members() and time.monotonic() < deadline and not until():
             time.sleep(min(TICK_S, seconds / 10))
 
     def reap_zombies(self) -> None:
         """Collects adopted processes that have ended, but never the command's own."""
+        own = {process.pid for process in self.processes}
         with contextlib.suppress(ChildProcessError):  # there are no children
             looks = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            while (dead := os.waitid(os.P_ALL, 0, looks)) is not None and dead.si_pid != self.process.pid:
+            while (dead := os.waitid(os.P_ALL, 0, looks)) is not None and dead.si_pid not in own:
                 os.waitpid(dead.si_pid, 0)
 
 
@@ -178,32 +223,36 @@ class StopAction(enum.Enum):
 class StopRequest:
     """Tracks how far a run has been asked to end. The rules are the same for a local command and for several hosts.
 
-    SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are for the ranks, which save and end; `grace_s` after the first SIGTERM or
-    SIGHUP whatever still runs is to be killed (None: no limit). Whoever sends SIGUSR1 or SIGUSR2 early enough for a
-    save has a limit of their own. SIGINT leaves `interrupt_s` for clean-up. A SIGTERM, SIGINT or SIGHUP that is
-    repeated after REPEAT_S, and a SIGINT with an `interrupt_s` of 0, ends everything at once.
+    The signals are for the ranks, which save and end; `grace_s` after the first SIGTERM or SIGHUP whatever still runs
+    is to be killed (None: no limit). Whoever sends SIGUSR1 or SIGUSR2 early enough for a save has a limit of their own,
+    and who presses Ctrl-C can press it again. A SIGINT, SIGTERM or SIGHUP that is repeated ends everything at once.
     """
 
-    def __init__(self, grace_s: float | None, interrupt_s: float) -> None:
-        self._grace_s, self._interrupt_s = grace_s, interrupt_s
+    def __init__(self, grace_s: float | None) -> None:
+        self._grace_s = grace_s
         self._received_at: dict[int, float] = {}  # signal -> time.monotonic
+        self.first: int | None = None
         self.signal: int | None = None  # the newest one that the ranks are to get
         self.deadline = math.inf  # time.monotonic at which everything is killed
-        self.was_interrupted = False
+        self.is_urgent = False  # everything was to be killed at once
 
     def note(self, number: int, now: float) -> StopAction:
         """Takes a signal that arrived at `now`."""
         if number in self._received_at:
-            kills = now - self._received_at[number] > REPEAT_S and number not in (signal.SIGUSR1, signal.SIGUSR2)
-            return StopAction.KILL if kills else StopAction.IGNORE
+            if number in ANNOUNCEMENTS or not is_repeated(number, now - self._received_at[number]):
+                return StopAction.IGNORE
+            self.is_urgent = True
+            return StopAction.KILL
         self._received_at[number] = now
-        if number == signal.SIGINT:
-            self.was_interrupted, self.deadline = True, now + self._interrupt_s
-            return StopAction.FORWARD if self._interrupt_s else StopAction.KILL
-        self.signal = number
+        self.first, self.signal = self.first or number, number
         if self.deadline == math.inf and self._grace_s is not None and number in (signal.SIGTERM, signal.SIGHUP):
             self.deadline = now + self._grace_s
         return StopAction.FORWARD
+
+    @property
+    def was_interrupted(self) -> bool:
+        """True if Ctrl-C came first."""
+        return self.first == signal.SIGINT
 
     @property
     def rank_signal(self) -> int | None:
@@ -214,18 +263,17 @@ class StopRequest:
 def wait_for(
     tree: ProcessTree,
     signals: StopSignals,
+    stop: StopRequest,
     *,
     ranks: Callable[[], Iterable[psutil.Process]],
-    otherwise: Callable[[int], None],
-    grace_s: float | None,
+    otherwise: Callable[[int], None] = lambda number: None,
     until: Callable[[], object] = lambda: None,
 ) -> int:
-    """Waits for the command's own process and returns its exit code, 128 + n if signal n ended it.
+    """Waits for the command and returns its exit code as `ProcessTree.wait` does, 128 + n if signal n ended it.
 
-    Signals follow the rules of `StopRequest`: those for the ranks go to `ranks()`, or to `otherwise` while there are
-    none; SIGINT goes to the command's process group. As soon as `until` returns anything true, everything is killed.
+    Signals follow the rules of `stop`: they go to `ranks()`, or to `otherwise` while there are none. As soon as `until`
+    returns anything true, everything is killed.
     """
-    stop = StopRequest(grace_s, INTERRUPT_S)
     sent: set[tuple[int, int]] = set()  # (process id, signal)
 
     def signal_ranks() -> bool:
@@ -233,14 +281,13 @@ def wait_for(
         if stop.signal is None or stop.rank_signal is None:
             return False
         running = list(ranks())
-        _send([rank for rank in running if (rank.pid, stop.signal) not in sent], stop.rank_signal)
+        for rank in running:
+            if (rank.pid, stop.signal) not in sent:
+                _send([rank], _suitable(rank, stop.rank_signal))
         sent.update((rank.pid, stop.signal) for rank in running)
         return bool(running)
 
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = tree.process.wait(TICK_S)
-            break
+    while (code := tree.wait(TICK_S)) is None:
         tree.reap_zombies()
         while (received := signals.take()) is not None:
             number, at = received
@@ -248,16 +295,12 @@ def wait_for(
                 case StopAction.KILL:
                     tree.kill()
                     return 128 + number
-                case StopAction.FORWARD if number == signal.SIGINT:
-                    tree.signal_group(number)
                 case StopAction.FORWARD if not signal_ranks():
                     otherwise(number)
         signal_ranks()
         if until() or time.monotonic() > stop.deadline:
             tree.kill()
-            return 128 + (signal.SIGINT if stop.was_interrupted else signal.SIGKILL)
-    if stop.was_interrupted:
-        return 128 + signal.SIGINT
+            return 128 + signal.SIGKILL
     return 128 - code if code < 0 else code
 
 
@@ -270,6 +313,17 @@ def _send(processes: Iterable[psutil.Process], number: int) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)
+
+
+def _suitable(process: psutil.Process, number: int) -> int:
+    """Returns SIGTERM for a SIGINT to a rank that still starts up, where Python would print a traceback."""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        masks = re.findall(r"^Sig(?:Cgt|Ign):\s*(\w+)$", status, re.MULTILINE)
+        has_own_handler = any(int(mask, 16) >> (signal.SIGTERM - 1) & 1 for mask in masks)
+        if number == signal.SIGINT and masks and not has_own_handler:
+            return signal.SIGTERM
+    return number
 
 
 def _is_running(process: psutil.Process) -> bool:

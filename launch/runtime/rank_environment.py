@@ -59,6 +59,13 @@ def this_rank() -> Rank | None:
     return rank
 
 
+def waiting_hint(rank: Rank) -> str:
+    """Returns, in brackets, what makes this process wait for other ranks, which may be variables left over."""
+    if rank.launcher:
+        return f" (started by {rank.launcher})" if rank.has_several_hosts else ""
+    return " (RANK, WORLD_SIZE, MASTER_ADDR come from the environment; unset them to train on this machine alone)"
+
+
 def is_rank() -> bool:
     """Returns whether this process is one of several ranks, or was started by a launcher. Sets no variable."""
     rank = read_rank(os.environ)

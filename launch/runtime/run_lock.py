@@ -49,17 +49,9 @@ def take_lock(folder: Path, patience_s: float = 0.0) -> IO[str]:
     Raises BlockingIOError if another process keeps the lock for longer than `patience_s`, and OSError if the file
     cannot be written.
     """
-    deadline = time.monotonic() + max(patience_s, LOOKED_AT_S)
     lock = (folder / LOCK).open("a+")  # what it says stays until the lock is ours
     try:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(RETRY_S)
+        lock_file(lock, patience_s)
     except OSError:
         lock.close()
         raise
@@ -68,6 +60,18 @@ def take_lock(folder: Path, patience_s: float = 0.0) -> IO[str]:
         os.ftruncate(lock.fileno(), 0)
         os.write(lock.fileno(), f"{json.dumps(asdict(holder))}\n".encode())
     return lock
+
+
+def lock_file(lock: IO[str], patience_s: float = 0.0) -> None:
+    """Locks an open lock file; outlasts those who only look at it. Raises BlockingIOError as `take_lock` does."""
+    deadline = time.monotonic() + max(patience_s, LOOKED_AT_S)
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RETRY_S)
 
 
 def is_locked(folder: Path) -> bool | None:

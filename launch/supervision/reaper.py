@@ -10,13 +10,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from launch.runtime.processes import ProcessTree, StopSignals, wait_for
+from launch.runtime.processes import ProcessTree, StopRequest, StopSignals, wait_for
 
 
 def run_and_reap(command: Sequence[str], grace_s: float) -> int:
     """Runs `command` to its end and cleans up after it; returns the exit code."""
     with StopSignals() as signals, ProcessTree(command, os.environ, is_alone=True) as tree:
-        code = wait_for(tree, signals, ranks=tree.ranks, otherwise=tree.signal_group, grace_s=grace_s)
+        code = wait_for(tree, signals, StopRequest(grace_s), ranks=tree.ranks, otherwise=tree.signal_group)
         tree.end(grace_s)
     return code
 

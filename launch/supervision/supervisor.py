@@ -26,7 +26,7 @@ from typing import Any
 from launch.errors import HUNG_CODE, INTERRUPTED_CODE, PREEMPTED_CODE, STOPPED_CODE, USER_ERROR_CODE, LaunchError
 from launch.runtime.logs import get_logger
 from launch.runtime.modules import REAPER
-from launch.runtime.processes import ProcessTree, StopSignals, wait_for
+from launch.runtime.processes import ProcessTree, StopRequest, StopSignals, wait_for
 from launch.runtime.rank_environment import ATTEMPT
 from launch.supervision.liveness import HeartbeatMonitor
 from launch.supervision.run_outcome import RunFolder, run_exit_code
@@ -69,7 +69,7 @@ class Policy:
     restarts: int = 5  # maximum over the whole run
     first_wait_s: float = 1.0  # before the first restart; doubled for each further one without a new checkpoint
     longest_wait_s: float = 300.0
-    grace_s: float = 120.0  # from SIGTERM or SIGHUP until what still runs is killed; SIGUSR1 and SIGUSR2 set no limit
+    grace_s: float = 120.0  # from SIGTERM or SIGHUP until what still runs is killed; other signals set no limit
     heartbeat_timeout_s: float = 60.0  # without a heartbeat of a rank that has sent one; 0 disables the check
 
 
@@ -225,9 +225,9 @@ class CommandSupervisor(Supervisor):
             code = wait_for(
                 tree,
                 signals,
+                StopRequest(2 * grace_s + REAPER_S),
                 ranks=lambda: (),
                 otherwise=tree.signal_group,
-                grace_s=2 * grace_s + REAPER_S,
                 until=heartbeats.reason,
             )
             reason = heartbeats.reason()  # read before `end`, which stops heartbeats as well

@@ -15,15 +15,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING, Any
 
 from launch.runtime.modules import EXPORT_PROCESS
 from launch.runtime.rank_environment import VARIABLES
 from launch.trainer.resume import RunSetup, checkpoints_of, exports_of
-from launch.trainer.run_folder import layout_facts, tokenizer_of
+from launch.trainer.run_folder import layout_facts
+from launch.trainer.run_tokenizer import tokenizer_in_manifests
 from megalite.checkpoint.durable_files import remove
 from megalite.checkpoint.manifest import Manifest, step_folder
 from megalite.config import Config
@@ -34,17 +34,16 @@ if TYPE_CHECKING:
     from megalite.checkpoint.remote.mirror import Mirror
     from megalite.training.checkpoints import RunLog
 
-PROGRESS_EVERY_S = 15.0  # while the end of a run waits for the last export
+PROGRESS_EVERY_S = 10.0  # while the end of a run waits for the last export
 CANCEL_S = 10.0  # time for a cancelled export to remove what it has written
 
 
 def manifest_maker(setup: RunSetup) -> Callable[[TrainState], Manifest]:
     """Returns the function that makes the manifest of a checkpoint, without the entries of its files."""
     config = setup.config
-    tokenizer = cache(partial(tokenizer_of, config, setup.data))  # read once rank 0 has copied it into the run's folder
+    folder, sha256 = tokenizer_in_manifests(setup.data, setup.start.tokenizer)
 
     def manifest(state: TrainState) -> Manifest:
-        folder, sha256 = tokenizer()
         return Manifest(
             step=state.step,
             layout=layout_facts(setup.layout),
@@ -70,6 +69,7 @@ class Exporter:
         self._waiting: list[Path] = []
         self._busy: Path | None = None
         self._process: subprocess.Popen[str] | None = None
+        self._progress = ""  # of the checkpoint that is being exported
         self._thread: threading.Thread | None = None
         self._is_closing = self._is_cancelled = False
 
@@ -120,16 +120,10 @@ class Exporter:
             self._thread.join(PROGRESS_EVERY_S)
 
     def _report_progress(self) -> None:
-        checkpoint = next(iter(self.pinned()), None)
-        if checkpoint is None:
-            return
-        folder = self._root / checkpoint.name
-        from megalite.checkpoint.writer import temporary_folder
-
-        written = 0
-        with suppress(OSError):  # it gets its name at this moment
-            written = sum(path.stat().st_size for path in temporary_folder(folder).glob("*.safetensors"))
-        self._run_log.log_notice(f"waiting for {folder}: {written / 1e6:,.1f} MB so far")
+        with self._changed:
+            checkpoint, progress = self._busy, self._progress
+        if checkpoint is not None:
+            self._run_log.log_notice(f"waiting for {self._root / checkpoint.name}: {progress}")
 
     def _work(self) -> None:
         while (checkpoint := self._next()) is not None:
@@ -150,32 +144,51 @@ class Exporter:
 
     def _export(self, checkpoint: Path) -> None:
         started, folder = time.monotonic(), self._root / checkpoint.name
+        with TemporaryFile("w+", errors="replace") as errors:
+            code, summary = self._run_process(checkpoint, folder, errors)
+            errors.seek(0)
+            lines = errors.read().strip().splitlines() or [f"its process ended with code {code}"]
+        if code == 0:
+            self._exported(folder, summary, time.monotonic() - started)
+        elif self._is_cancelled:
+            self._run_log.log_notice(f"{folder} is not made, the run ends before: the next one makes it")
+        elif not checkpoint.exists():
+            self._failed(checkpoint, "the checkpoint was deleted before, exports take longer than saves")
+        else:
+            self._failed(checkpoint, lines[-1])
+
+    def _run_process(self, checkpoint: Path, folder: Path, errors: IO[str]) -> tuple[int, Mapping[str, Any]]:
+        """Runs the process that exports and follows its progress; returns its exit code and its summary."""
         is_last = checkpoint.name == self._last_name
         # the comparison of logits loads the model once more: only when no training goes on beside it
         arguments = [str(os.getpid()), str(checkpoint), str(folder), self._dtype or "-", str(is_last)]
         process = subprocess.Popen(
             [sys.executable, "-m", EXPORT_PROCESS, *arguments],
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=errors,
             text=True,
             env={key: value for key, value in os.environ.items() if key not in VARIABLES}
             | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             process_group=0,  # Ctrl-C is for the ranks
         )
         with self._changed:
-            self._process = process
+            self._process, self._progress = process, "starting a process for it"
             if self._is_cancelled:
                 process.terminate()
-        out, err = process.communicate()
-        if process.returncode == 0:
-            self._exported(folder, json.loads(out.splitlines()[-1]), time.monotonic() - started)
-        elif self._is_cancelled:
-            self._run_log.log_notice(f"{folder} is not made, the run ends before: the next one makes it")
-        elif not checkpoint.exists():
-            self._failed(checkpoint, "the checkpoint was deleted before, exports take longer than saves")
-        else:
-            lines = err.strip().splitlines() or [f"its process ended with code {process.returncode}"]
-            self._failed(checkpoint, lines[-1])
+        summary: Mapping[str, Any] = {}
+        assert process.stdout is not None
+        for line in process.stdout:
+            try:
+                said = json.loads(line)
+            except ValueError:
+                continue  # a library's line
+            if isinstance(said, dict) and "activity" in said:
+                with self._changed:
+                    activity = said["activity"].removesuffix(f" {folder}")
+                    self._progress = f"{activity}, {said['done'] / max(1, said['total']):.0%}"
+            elif isinstance(said, dict):
+                summary = said
+        return process.wait(), summary
 
     def _exported(self, folder: Path, summary: Mapping[str, Any], seconds: float) -> None:
         size = sum(path.stat().st_size for path in folder.iterdir())

@@ -10,6 +10,7 @@ from data_pipeline.dataset import PackedSamples
 from data_pipeline.errors import DataError
 from data_pipeline.loader import BatchPlan, TokenBatch, global_batch, prefetched_batches
 from data_pipeline.meta import read_meta
+from megalite.checkpoint.manifest import step_folders
 from megalite.config import Config, ResolvedLayout
 
 
@@ -39,7 +40,7 @@ def open_data(config: Config) -> RunData:
     if training.vocab_size is not None and training.vocab_size > config.model.vocab_size:
         raise DataError(
             f"{prefixes[0]} was prepared with a vocabulary of {training.vocab_size}, but model.vocab_size is "
-            f"{config.model.vocab_size}: set model.vocab_size to at least {training.vocab_size}"
+            f"{config.model.vocab_size}: {_remedy(config, training.vocab_size)}"
         )
     meta = read_meta(prefixes[0])
     notices = [samples.notice() for samples in (training, held_out) if samples is not None]
@@ -56,6 +57,16 @@ def open_data(config: Config) -> RunData:
         meta.tokenizer_sha256 if meta else None,
         tuple(notice for notice in notices if notice),
     )
+
+
+def _remedy(config: Config, vocab_size: int) -> str:
+    """Returns what to do about data of a larger vocabulary than the model's."""
+    checkpoints = config.run_dir / "checkpoints"
+    if step_folders(checkpoints):
+        return f"{checkpoints} is of that model, so give the data it was trained on, or choose another run_dir"
+    if config.training.initialize_from is not None:
+        return f"prepare the data with the tokenizer of {config.training.initialize_from}"
+    return f"set model.vocab_size to at least {vocab_size}"
 
 
 def training_batches(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from launch.errors import USER_ERRORS, LaunchError
 from launch.runtime.devices import Device, gpu_count
@@ -20,6 +24,7 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import find_latest, step_folders
 from megalite.config import Config, ResolvedLayout, resolve_layout, wanted_world_size
 from megalite.config.known_bad import check_known_bad, installed_versions
+from megalite.resilience.signals import START_UP, STOP_SIGNALS, exit_code_for
 from models.families import family
 
 log = get_logger(__name__)
@@ -49,6 +54,18 @@ def check_run(config: Config) -> None:
         from megalite.checkpoint.remote.storage import check_url  # pulls in fsspec
 
         check_url(config.checkpoint.mirror)
+
+
+def end_start_up_on_signals() -> None:
+    """Makes SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 end this process cleanly while it has not started the ranks yet."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        log.warning(f"ended by {signal.Signals(number).name} {START_UP}")
+        sys.exit(exit_code_for(number))
+
+    for number in STOP_SIGNALS:
+        if number != signal.SIGINT and signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, leave)
 
 
 def start_local_run(config: Config, arguments: Sequence[str]) -> int:
@@ -100,7 +117,8 @@ def finish_if_complete(config: Config) -> bool:
                 verify_digest(start.checkpoint / name, recorded)
         except (CheckpointError, OSError):
             return False  # the ranks look for an older checkpoint that is intact
-    log.info(f"{start.checkpoint} is at step {start.step} of {config.total_steps}: nothing left to train")
+    end = f"of {start.step}" if start.step == config.total_steps else f"and the run ends at step {config.total_steps}"
+    log.info(f"{start.checkpoint} is at step {start.step} {end}: nothing left to train")
     if config.checkpoint.export_hf != "off" and start.checkpoint is not None:
         _export_if_missing(config, start.checkpoint)
     return True

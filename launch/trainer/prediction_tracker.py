@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from launch.planning.prediction import Prediction, SessionMeasurement, comparison
-from launch.planning.this_machine import Machine, MeasurementLimits, describe_machine, has_bf16_units, start_patience_s
+from launch.planning.this_machine import (
+    Machine,
+    MeasurementLimits,
+    contradict,
+    describe_machine,
+    has_bf16_units,
+    start_patience_s,
+)
 from launch.runtime.devices import Device
 from launch.runtime.logs import get_logger
 from launch.runtime.rank_environment import Rank
@@ -23,6 +30,7 @@ from megalite.config import Config, ResolvedLayout
 from megalite.monitor.observer import Observer
 from megalite.parallel.mesh import Mesh
 from megalite.planner.cost import memory
+from megalite.planner.hardware import is_guess
 
 if TYPE_CHECKING:
     from megalite.engine.engine import Engine
@@ -130,9 +138,18 @@ class PredictionTracker(Observer):
     def log_comparison(self, ranks: Sequence[RankMemory | None]) -> None:
         """Logs the prediction beside the measurement; `ranks` is the `memory` of each rank."""
         self._ranks = ranks
-        if self._prediction is not None:
-            for sentence in comparison(self._prediction, self._measurement.facts(ranks), Mesh.of(self._layout)):
-                log.info(sentence)
+        prediction, measured = self._prediction, self._measurement.facts(ranks)
+        if prediction is None:
+            return
+        for sentence in comparison(prediction, measured, Mesh.of(self._layout)):
+            log.info(sentence)
+        machine, took_s = prediction.machine, measured["step_time_s"]
+        if machine is None or not machine.is_cpu or prediction.step is None or took_s is None:
+            return
+        if is_guess(machine.whole) and contradict(machine.name, prediction.step.seconds, took_s):
+            log.info(
+                f"{machine.name} is measured again before the next run, because these steps contradict its figures"
+            )
 
     def facts(self) -> dict[str, Any]:
         """Returns the prediction and the measurement for receipt.json."""

@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from launch.errors import LaunchError
+from launch.huggingface.checkpoint_tokenizer import KEPT, find_tokenizer, is_same_tokenizer
 from launch.huggingface.hub_folder import is_hub_model
 from launch.runtime.logs import get_logger
 from launch.runtime.rank_environment import Rank
 from launch.trainer.data import RunData
 from launch.trainer.run_config import checkpoint_at, reads_the_length, refuse_other_model
+from launch.trainer.run_tokenizer import check_kept, choose_tokenizer
 from megalite.checkpoint.durable_files import remove
 from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER, check_tokenizer_links, tokenizer_files
 from megalite.checkpoint.manifest import Manifest, read_manifest
 from megalite.checkpoint.retention import clean_up
 from megalite.config import Config, ModelConfig, ResolvedLayout
@@ -46,11 +49,20 @@ class Start:
     is_resume: bool = False  # the run's own checkpoint, state included; otherwise only weights are loaded
     notices: tuple[str, ...] = ()
     hub: ModelFolder | None = None  # instead of a checkpoint; with neither, weights are initialized
+    tokenizer: Path | None = None  # folder of the model's tokenizer, of which the run keeps a copy; None: there is none
 
     @property
     def step(self) -> int:
         """Number of steps already done."""
         return self.manifest.step if self.is_resume and self.manifest else 0
+
+    @property
+    def loading(self) -> str:
+        """Names what is loaded, with its size."""
+        if self.manifest is None or self.checkpoint is None:
+            return "initializing the weights" if self.hub is None else f"loading the weights of {self.hub.folder}"
+        size = sum(file.size for file in self.manifest.files.values())
+        return f"loading {self.checkpoint}, {size / 1e9:.1f} GB"
 
     @property
     def inherited(self) -> dict[str, Any]:
@@ -186,27 +198,43 @@ def find_start(config: Config, data: RunData, own: Path | None, skipped: Sequenc
         _check_model(manifest, config, own)
         _check_data(manifest, config, own, data.training.fingerprint)
         _check_optimizer_and_batch(manifest, config, own)
+        check_kept(manifest, own, config)
         notice = f"resuming from {own} (step {manifest.step})"
-        return Start(own, manifest, True, (*(f"passed over: {why}" for why in skipped), notice))
-    source = config.training.initialize_from
-    return Start() if source is None else _start_from(source, config, data)
+        start = Start(own, manifest, True, (*(f"passed over: {why}" for why in skipped), notice))
+    else:
+        source = config.training.initialize_from
+        start = Start() if source is None else _start_from(source, config, data)
+    return _with_tokenizer(start, config, data)
 
 
 def _start_from(source: Path, config: Config, data: RunData) -> Start:
-    from launch.huggingface.model_folder import open_model_folder  # pulls in torch
-    from megalite.checkpoint.huggingface.folder import check_tokenizer_links, tokenizer_files
-
     if is_hub_model(source):
+        from launch.huggingface.model_folder import open_model_folder  # pulls in torch
+
         hub = open_model_folder(source)
         refuse_other_model(config.model, hub.model, type(hub.model).model_fields, f"{hub.folder}/config.json")
         hub.check_tokenizer(Path(config.data.path[0]), data.tokenizer, data.tokenizer_sha256)
-        check_tokenizer_links(tokenizer_files(hub.folder))  # they are copied once the engine is built
+        check_tokenizer_links(tokenizer_files(hub.folder))
         return Start(hub=hub, notices=(f"taking the weights of {hub.folder}",))
     weights = checkpoint_at(source)
     manifest = read_manifest(weights)
     _check_model(manifest, config, weights)
     check_tokenizer(manifest, weights, Path(config.data.path[0]), data.tokenizer, data.tokenizer_sha256)
     return Start(weights, manifest, notices=(f"taking the weights of {weights}",))
+
+
+def _with_tokenizer(start: Start, config: Config, data: RunData) -> Start:
+    """Adds the tokenizer of the run: on a resume its own, else that of the weights it starts from, else the data's."""
+    manifest, kept, first = start.manifest, config.run_dir / KEPT, None
+    if start.is_resume and tokenizer_files(kept):
+        first = kept
+    elif start.hub is not None:
+        first = start.hub.folder
+    elif manifest is not None and start.checkpoint is not None:
+        first = find_tokenizer(manifest, start.checkpoint).folder
+    wanted = manifest.tokenizer_sha256 if start.is_resume and manifest is not None else data.tokenizer_sha256
+    tokenizer, notice = choose_tokenizer(config, data, first, wanted)
+    return replace(start, tokenizer=tokenizer, notices=(*start.notices, *filter(None, [notice])))
 
 
 def _check_model(manifest: Manifest, config: Config, folder: Path) -> None:
@@ -225,15 +253,12 @@ def check_tokenizer(
     manifest: Manifest, folder: Path, data: Path, prepared_with: str | None, sha256: str | None
 ) -> None:
     """Raises LaunchError if `data` was prepared with another tokenizer than the checkpoint's."""
-    from launch.huggingface.model_folder import TOKENIZER, is_same_tokenizer
-
     known = manifest.tokenizer_sha256
     if known is None or sha256 in (None, known):
         return
-    if prepared_with and manifest.tokenizer:
-        own = Path(manifest.tokenizer) / TOKENIZER
-        if own.is_file() and is_same_tokenizer(Path(prepared_with), sha256, own):
-            return
+    own = find_tokenizer(manifest, folder).folder
+    if prepared_with and own is not None and is_same_tokenizer(Path(prepared_with), sha256, own / TOKENIZER):
+        return
     raise LaunchError(
         f"{data} was prepared with another tokenizer ({prepared_with}) than what {folder} was trained on "
         f"({manifest.tokenizer}), so its ids mean other text to this model: prepare it again with that one"

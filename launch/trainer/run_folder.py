@@ -1,4 +1,4 @@
-"""Locks a run's folder; writes config.yaml, deepspeed.json, receipt.json and the model's tokenizer into it."""
+"""Locks a run's folder; writes config.yaml, deepspeed.json and receipt.json into it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ import subprocess
 import sys
 import time
 from importlib.metadata import version
-from pathlib import Path
 from typing import IO, Any
 
 from launch.errors import LaunchError
 from launch.runtime.modules import INSTALLATION
 from launch.runtime.run_lock import take_lock
-from launch.trainer.data import RunData
-from megalite.checkpoint.durable_files import digest, remove, write_durably
+from megalite.checkpoint.durable_files import write_durably
 from megalite.config import Config, ResolvedLayout
 
-TOKENIZER = "model_tokenizer"
 PACKAGES = ("megalite", "torch", "deepspeed", "transformers", "tokenizers", "numpy")
 
 
@@ -35,6 +32,9 @@ def lock_run_folder(config: Config, patience_s: float = 0.0) -> IO[str]:
         raise LaunchError(
             f"another run is using run_dir {config.run_dir}: wait for it, or choose another run_dir"
         ) from None
+    except (FileExistsError, NotADirectoryError):
+        file = next(path for path in (config.run_dir, *config.run_dir.parents) if path.exists())
+        raise LaunchError(f"run_dir {config.run_dir}: {file} is a file: name a folder") from None
     except OSError as error:
         raise LaunchError(f"run_dir {config.run_dir} cannot be written: {error.strerror}") from None
 
@@ -64,32 +64,6 @@ def layout_facts(layout: ResolvedLayout) -> dict[str, int]:
     """Returns a layout as receipts and the manifests of checkpoints hold it."""
     names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "zero_stage")
     return {name: getattr(layout, name) for name in names}
-
-
-def keep_tokenizer(config: Config, model_folder: Path) -> None:
-    """Copies the tokenizer of a Hugging Face model that the run starts from into the run's folder.
-
-    It has more files than the one that prepared the data, such as chat templates, and a resume does not need the
-    model's folder.
-    """
-    from megalite.checkpoint.huggingface.folder import copy_tokenizer, tokenizer_files  # pulls in torch
-
-    kept = config.run_dir / TOKENIZER
-    remove(kept)
-    kept.mkdir()
-    copy_tokenizer(tokenizer_files(model_folder), kept)
-
-
-def tokenizer_of(config: Config, data: RunData) -> tuple[str | None, str | None]:
-    """Returns the tokenizer that exports of the run's checkpoints contain: its folder and the digest of tokenizer.json.
-
-    It is the kept one, or else the one that prepared the data.
-    """
-    kept = config.run_dir / TOKENIZER
-    if not kept.is_dir() or not any(kept.iterdir()):
-        return data.tokenizer, data.tokenizer_sha256
-    path = kept / "tokenizer.json"
-    return str(kept.resolve()), digest(path).sha256 if path.is_file() else None
 
 
 def _as_json(value: dict[str, Any]) -> bytes:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from launch.runtime.logs import get_logger
-from launch.trainer.prediction_tracker import PredictionTracker, RankMemory
+from launch.trainer.prediction_tracker import PredictionTracker, RankMemory, ranks_of_a_host
 from launch.trainer.resume import RunSetup
-from launch.trainer.run_folder import keep_tokenizer, write_receipt, write_settings
+from launch.trainer.run_folder import write_receipt, write_settings
+from launch.trainer.run_tokenizer import keep_tokenizer
 from megalite.monitor.events import EVENTS, EventLog, read_events
 from megalite.monitor.observer import Nonfatal, Observer
 
@@ -27,8 +28,9 @@ class RunLogger(Observer):
     An observer that raises is counted and reported; training goes on. The list is empty on ranks other than 0.
     """
 
-    def __init__(self, setup: RunSetup, prediction: PredictionTracker) -> None:
-        self._setup, self._config, self.prediction = setup, setup.config, prediction
+    def __init__(self, setup: RunSetup, prediction: PredictionTracker, *others: Observer) -> None:
+        """`others` are told first, on rank 0."""
+        self._others, self._setup, self._config, self.prediction = others, setup, setup.config, prediction
         self._is_rank_zero = setup.rank.rank == 0
         self._nonfatal = Nonfatal(self.log_notice)
         self._events = EventLog(self._config.run_dir / EVENTS)
@@ -44,13 +46,13 @@ class RunLogger(Observer):
 
         config, setup = self._config, self._setup
         write_settings(config, deepspeed_config(config, setup.layout))
-        if setup.start.hub is not None:
-            keep_tokenizer(config, setup.start.hub.folder)
+        if setup.start.tokenizer is not None:
+            keep_tokenizer(config, setup.start.tokenizer)
         first_step = setup.start.step
         process = {"host": socket.gethostname(), "process": os.getpid()}
         self._goodput = Goodput(config.run_dir, first_step, self.event, world_size=setup.layout.world_size, **process)
         sinks = open_sinks(config, first_step, self._nonfatal)
-        self._observers = [self._goodput, self.prediction, *sinks]  # goodput first: it adds to the records
+        self._observers = [*self._others, self._goodput, self.prediction, *sinks]  # goodput adds to the records
         for notice in (*setup.layout.notices, *setup.data.notices, *setup.start.notices):
             self.log_notice(notice)
         self.on_start()
@@ -91,11 +93,12 @@ class RunLogger(Observer):
         self.event("intervened", **facts)
         self.log_notice(sentence)
 
-    def on_checkpoint(self, saved: Saved) -> None:
+    def on_checkpoint(self, saved: Saved, if_failed: str = "training goes on") -> None:
         facts = {"step": saved.step, "blocked_s": round(saved.blocked_s, 4), "total_s": round(saved.total_s, 4)}
         if saved.failure is not None:
             self.event("save_failed", **facts, reason=saved.failure)
-            self.log_notice(f"step {saved.step} is not saved, training goes on: {saved.failure}")
+            if if_failed:
+                self.log_notice(f"step {saved.step} is not saved, {if_failed}: {saved.failure}")
             return
         self.event("saved", **facts, bytes=saved.bytes)
         self.log_notice(
@@ -132,8 +135,10 @@ class RunLogger(Observer):
             return None
         from megalite.resilience.checkpoint_interval import FailureHistory, IntervalPlanner
 
-        hours = self._config.checkpoint.mean_hours_between_failures
-        return IntervalPlanner(FailureHistory.of(read_events(self._config.run_dir / EVENTS), hours), self.log_notice)
+        rank, hours = self._setup.rank, self._config.checkpoint.mean_hours_between_failures
+        nodes = -(-rank.world_size // ranks_of_a_host(rank, os.environ))
+        history = FailureHistory.of(read_events(self._config.run_dir / EVENTS), hours, nodes)
+        return IntervalPlanner(history, self.log_notice)
 
     def _write_receipt(self, **facts: Any) -> None:
         setup = self._setup

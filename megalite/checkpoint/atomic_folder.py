@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megalite.checkpoint.durable_files import NO_ROOM, remove, sync
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.huggingface.folder import MORE_TEMPLATES
+from megalite.checkpoint.huggingface.tokenizer_folder import MORE_TEMPLATES
 from megalite.checkpoint.writer import temporary_folder
 
 LOCK = "conversion.lock"

@@ -24,6 +24,7 @@ OWNED: dict[tuple[str, ...], str] = {
     ("bfloat16",): "precision.dtype",
     ("torch_autocast",): "precision.dtype",
     ("data_types", "grad_accum_dtype"): "precision.gradient_accumulation_dtype",
+    ("communication_data_type",): "precision.gradient_reduction_dtype",
     ("data_types", "param_dtype"): "precision.dtype",
     ("zero_optimization", "stage"): "parallel.zero_stage",
     ("tensor_parallel",): "parallel.tensor_parallel_size",
@@ -46,8 +47,8 @@ CONTRADICTING = {
 
 PASSED_ON = frozenset(
     {
-        "aio", "autotuning", "checkpoint", "comet", "comms_logger", "communication_data_type", "compile",
-        "csv_monitor", "data_efficiency", "data_types", "dataloader_drop_last", "datastates_ckpt",
+        "aio", "autotuning", "checkpoint", "comet", "comms_logger", "compile", "csv_monitor",
+        "data_efficiency", "data_types", "dataloader_drop_last", "datastates_ckpt",
         "disable_allgather", "disable_python_gc", "dump_state", "expert_parallel", "flops_profiler", "fp16",
         "hybrid_engine", "log_level", "managed_gradient_accumulation", "memory_breakdown",
         "seq_parallel_communication_data_type", "steps_per_print", "tensorboard", "timers",

@@ -116,6 +116,12 @@ def _deepspeed(config: Config, device: Device | None) -> Iterator[str]:
     for key in ("zero_quantized_weights", "zero_quantized_gradients"):
         if device == "cpu" and zero.get(key):
             yield f"deepspeed.zero_optimization.{key} needs a GPU, but this run is on a CPU: remove it"
+    reduction = config.precision.reduction_dtype
+    if zero.get("reduce_scatter") and config.parallel.zero_stage == 2 and reduction != dtype:
+        yield (
+            f"deepspeed.zero_optimization.reduce_scatter true makes ZeRO-2 divide gradients in {dtype} before it sums "
+            f"them in {reduction}: remove it"
+        )
     if dtype != "fp16" and "fp16" in options:
         yield (
             f"deepspeed.fp16 has no effect with precision.dtype {dtype}: remove deepspeed.fp16, or set "
@@ -124,13 +130,12 @@ def _deepspeed(config: Config, device: Device | None) -> Iterator[str]:
 
 
 def _precision(config: Config, device: Device | None) -> Iterator[str]:
-    dtype, accumulation = config.precision.dtype, config.precision.gradient_accumulation_dtype
-    if accumulation not in ("fp32", dtype):
-        works = "fp32" if dtype == "fp32" else f"fp32 or {dtype}"
-        yield (
-            f"precision.gradient_accumulation_dtype {accumulation} does not go with precision.dtype {dtype}: "
-            f"accumulate in {works}"
-        )
+    dtype, precision = config.precision.dtype, config.precision
+    works = "fp32" if dtype == "fp32" else f"fp32 or {dtype}"
+    for what in ("accumulation", "reduction"):
+        chosen = getattr(precision, f"gradient_{what}_dtype")
+        if chosen not in (None, "fp32", dtype):
+            yield f"precision.gradient_{what}_dtype {chosen} does not go with precision.dtype {dtype}: use {works}"
     if dtype == "fp16" and device == "cpu":
         yield "precision.dtype fp16 needs a GPU, but this run is on a CPU: use bf16 or fp32"
 

@@ -79,8 +79,16 @@ class PrecisionConfig(Section):
     gradient_accumulation_dtype: Dtype = "fp32"
     """Format in which micro-batches' gradients are summed: fp32, or the same as `dtype`."""
 
+    gradient_reduction_dtype: Dtype | None = None
+    """Format in which gradients are summed over replicas: fp32, or `dtype`. Left out: `gradient_accumulation_dtype`."""
+
     float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """PyTorch's `set_float32_matmul_precision`: below `highest`, fp32 products are faster and less exact."""
+
+    @property
+    def reduction_dtype(self) -> Dtype:
+        """Format in which gradients are summed over replicas."""
+        return self.gradient_reduction_dtype or self.gradient_accumulation_dtype
 
 
 class OptimizerConfig(Section):
@@ -191,11 +199,11 @@ ExportHf = Annotated[Exported, BeforeValidator(_false_means_off, json_schema_inp
 class CheckpointConfig(Section):
     """Checkpoints in `run_dir/checkpoints`; any of them resumes on any layout."""
 
-    interval: NonNegativeInt | Literal["auto"] = 0
-    """Steps between checkpoints; 0 = only at the end; `auto` = least time lost, from measured costs and failures."""
+    interval: NonNegativeInt | Literal["auto"] = "auto"
+    """Steps between checkpoints; 0 = only at the end; `auto` = what loses least time, at most an hour of training."""
 
     mean_hours_between_failures: PositiveFloat | None = None
-    """Expected hours between failures, for `interval: auto`. Left out: observed in this run's folder."""
+    """Expected hours between failures, for `interval: auto`. Left out: observed in this run, or 6000 / nodes."""
 
     save_last: bool = True
     """Save a checkpoint after the last step."""

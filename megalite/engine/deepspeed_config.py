@@ -25,12 +25,15 @@ OFFLOADS = ("offload_param", "offload_optimizer")
 
 def deepspeed_config(config: Config, layout: ResolvedLayout) -> dict[str, Any]:
     """Returns the configuration for `deepspeed.initialize`, with the user's `deepspeed` section merged in."""
-    precision, training = config.precision, config.training
+    precision, training, reduction = config.precision, config.training, config.precision.reduction_dtype
     ours: dict[str, Any] = {
         "train_batch_size": training.global_batch_size,
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
         "gradient_clipping": training.gradient_clipping,  # 0 before 0.19.3, 1 since
+        # by default the format of the weights: BF16_Optimizer would round its fp32 sums to bf16, also those of a single
+        # replica, and ZeRO-2 and ZeRO-3 would sum every micro-batch's gradients in bf16
+        "communication_data_type": reduction,
         "steps_per_print": NEVER,
         "wall_clock_breakdown": False,
         # a plain torch optimizer is "untested" to ZeRO unless it is Adam
@@ -42,6 +45,9 @@ def deepspeed_config(config: Config, layout: ResolvedLayout) -> dict[str, Any]:
             # stage 1 reduces after backward, when the gradients exist anyway: copying them into one buffer first
             # costs two passes over them and twice their memory
             "contiguous_gradients": layout.zero_stage > 1,
+            # with it stage 2 divides by the number of replicas before it widens gradients for the sum, and rounds those
+            # of three; 0.19.8 moves the same bytes without it
+            "reduce_scatter": layout.zero_stage != 2 or reduction == precision.dtype,
             "reduce_bucket_size": BUCKET_ELEMENTS,
             "allgather_bucket_size": BUCKET_ELEMENTS,
             # False before 0.19.5, True since

@@ -258,6 +258,24 @@ def tied_weights(model: Any) -> list[tuple[torch.Tensor, Any]]:
     return model.get_tied_weights_and_groups() if hasattr(model, "get_tied_weights_and_groups") else []
 
 
+def sum_accumulated_tied_gradients(engine: Any) -> None:
+    """Makes a pipeline sum the gradients of tied weights where ZeRO-1 accumulates them beside 16-bit weights.
+
+    `_exec_reduce_tied_grads` (runtime/pipe/engine.py) sums BF16_Optimizer's fp32 gradients, or `weight.grad`. In fp16,
+    and in bf16 with an offloaded optimizer, gradients are accumulated in `weight.grad_accum` instead
+    (runtime/zero/stage_1_and_2.py) and `weight.grad` is None: each stage would train on its own part of the gradient.
+    """
+    if not getattr(engine.optimizer, "use_grad_accum_attribute", False):
+        return
+
+    def reduce_tied_gradients(engine: Any) -> None:
+        for weight, group in tied_weights(engine.module):
+            torch.distributed.all_reduce(weight.grad_accum, group=group)
+
+    instruction = next(kind for kind in engine._INSTRUCTION_MAP if kind.__name__ == "ReduceTiedGrads")
+    engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {instruction: reduce_tied_gradients}
+
+
 # Imports, output and process groups
 
 

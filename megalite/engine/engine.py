@@ -206,7 +206,8 @@ class Engine(ABC):
     ) -> StepResult:
         """Runs one optimizer step over this replica's micro-batches; an empty sequence where `needs_data` is False.
 
-        A step whose loss or gradients are not finite changes nothing, nor does one that `gate` refuses.
+        A step whose loss or gradients are not finite changes nothing, nor does one that `gate` refuses. One without any
+        valid token has loss and gradient 0 and is taken: AdamW's moments decay, and momentum and decay move weights.
         """
         self.activity.begin_phase(Phase.STEP)
         for group in self.torch_optimizer.param_groups:

@@ -102,13 +102,18 @@ def read_gradients(engine: Engine) -> Iterator[tuple[nn.Parameter, Tensor]]:
 
     The gradient is whole (this rank's `Shard`), fp32, averaged over the global batch, neither scaled nor clipped.
     """
-    scale = getattr(engine.deepspeed.optimizer, "loss_scale", 1.0)  # BF16_Optimizer has none
+    scale = loss_scale(engine)
     for _, parameter in engine.parameters():
         # the accessor would return an existing `grad`, of which ZeRO-1 has reduced only this rank's partition
         own, parameter.grad = parameter.grad, None
         gradient = safe_get_full_grad(parameter)
         parameter.grad = own
         yield parameter, gradient.detach().float().view(parameter.shard.local_shape) / scale  # type: ignore[attr-defined]
+
+
+def loss_scale(engine: Engine) -> float:
+    """Returns the factor on the gradients of the current step: fp16's loss scale, or 1."""
+    return float(getattr(engine.deepspeed.optimizer, "loss_scale", 1.0))  # BF16_Optimizer has none
 
 
 def create_moments(engine: Engine, step_count: int) -> None:

@@ -17,6 +17,7 @@ from megalite.engine.deepspeed_internals import (
     loss_computed_once,
     micro_batch_losses,
     quiet_stdout,
+    sum_accumulated_tied_gradients,
     tied_weights,
     watch_schedules,
 )
@@ -89,6 +90,7 @@ class PipelinedEngine(Engine):
         with quiet_stdout():
             model = Pipeline(specs, config, mesh)
         self._initialize(model, None)
+        sum_accumulated_tied_gradients(self.deepspeed)
         record_schedule(self.deepspeed, activity)
 
     @property

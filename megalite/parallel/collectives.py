@@ -73,6 +73,21 @@ class _Copy(torch.autograd.Function):
         return all_reduce(grad.clone(), ctx.tp), None
 
 
+class _CopyParameter(torch.autograd.Function):
+    """Sums the gradient in fp32 at least, and rounds the sum once: parameters are small here, and their gradients are
+    what the optimizer gets."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        wide = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+        return all_reduce(wide, ctx.tp).to(grad.dtype), None
+
+
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
@@ -131,10 +146,10 @@ def gather_heads(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
 
 def replicated_parameter(parameter: Tensor, tp: TensorParallel) -> Tensor:
     """Marks a replicated parameter used on a cut sequence: its gradient is summed over the ranks' slices."""
-    return _Copy.apply(parameter, tp) if tp.sequence_is_cut else parameter
+    return _CopyParameter.apply(parameter, tp) if tp.sequence_is_cut else parameter
 
 
 def parameter_in_parallel_region(parameter: Tensor, tp: TensorParallel) -> Tensor:
     """Marks a replicated parameter used inside a parallel part, on this rank's heads or features: its gradient is
     summed over the ranks' parts, whether or not the sequence is cut outside."""
-    return parameter if tp.size == 1 else _Copy.apply(parameter, tp)
+    return parameter if tp.size == 1 else _CopyParameter.apply(parameter, tp)

@@ -3,6 +3,10 @@
 In: hidden states and the local rows of the head `[vocab/tp, hidden]`; out: the summed loss of the valid tokens.
 Tokens go through in chunks: logits, their softmax and both gradients of a chunk are computed at once and only the
 gradients are kept, so there is no second GEMM in backward and no fp32 copy of the logits.
+
+In fp16 the sum over a chunk's tokens, which neither 1/tokens nor the loss scale has made smaller yet, would overflow,
+and most of a large vocabulary's probabilities would be subnormal. So both gradients are fp32 there until backward has
+scaled them, and what goes into their GEMMs is multiplied by `FP16_SCALE`.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ IGNORED = -100  # the target of a token that carries no loss, as in torch and tr
 # fp32 logits alive at once: small chunks stay in a CPU's caches, but accumulate the head's gradient more often
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 CHUNK_TOKENS = 128  # at least, or the GEMM starves
+FP16_SCALE = 2.0**15  # softmax - one_hot is at most 1, and fp16 ends at 65504
 
 
 def head_logits(
@@ -63,8 +68,9 @@ class _HeadLoss(torch.autograd.Function):
         real_rows = max(0, min(rows, vocab_size - first))  # the rest is padding
         chunk = max(CHUNK_TOKENS, CHUNK_BYTES[hidden.device.type] // (4 * rows))
         head = weight.float() if lacks_fast_gemm(weight) else weight
-        ctx.dtype = hidden.dtype
-        hidden_grad = torch.empty_like(hidden, dtype=head.dtype) if needs_grad else None
+        ctx.dtype, is_fp16 = hidden.dtype, hidden.dtype == torch.float16
+        ctx.scale = FP16_SCALE if is_fp16 else 1.0  # of both gradients, until backward
+        hidden_grad = torch.empty_like(hidden, dtype=torch.float32 if is_fp16 else head.dtype) if needs_grad else None
         weight_grad: Tensor | None = None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for x, target, x_grad in zip(
@@ -92,8 +98,12 @@ class _HeadLoss(torch.autograd.Function):
             # d loss / d logits = softmax - one_hot, zero where there is no loss
             probability = exponential.mul_(((top - log_total).exp_() * valid).unsqueeze(1))
             probability.scatter_add_(1, local_target.unsqueeze(1), -is_mine.unsqueeze(1).to(probability.dtype))
-            delta = (probability if slope is None else probability.mul_(slope)).to(head.dtype)
-            torch.mm(delta, head, out=x_grad)
+            delta = probability if slope is None else probability.mul_(slope)
+            delta = (delta.mul_(FP16_SCALE) if is_fp16 else delta).to(head.dtype)
+            if is_fp16:
+                x_grad.copy_(_wide_product(delta, head))
+            else:
+                torch.mm(delta, head, out=x_grad)
             weight_grad = _accumulate(weight_grad, delta, x)
         if needs_grad:
             ctx.save_for_backward(hidden_grad, weight_grad)
@@ -102,6 +112,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
+        grad = grad / ctx.scale
         # `grad` holds 1/tokens and the loss scale; in place, so backward can run only once
         return hidden_grad.mul_(grad).to(ctx.dtype), weight_grad.mul_(grad).to(ctx.dtype), None, None, None, None
 
@@ -120,11 +131,17 @@ def _split(x: Tensor | None, length: int, chunk: int) -> tuple[Tensor | None, ..
 
 def _accumulate(total: Tensor | None, delta: Tensor, x: Tensor) -> Tensor:
     """Returns `total + delta^T x`, summed over chunks in fp32 whatever the GEMM's dtype."""
-    if total is None:
-        return torch.mm(delta.t(), x).float()
-    if total.dtype == delta.dtype:
+    if total is not None and total.dtype == delta.dtype:
         return total.addmm_(delta.t(), x)
-    return total.add_(torch.mm(delta.t(), x))
+    product = _wide_product(delta.t(), x) if delta.dtype == torch.float16 else torch.mm(delta.t(), x)
+    return product.float() if total is None else total.add_(product)
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """Returns the product of two fp16 matrices in fp32, in which the GEMM sums it."""
+    if a.device.type == "cpu":  # torch 2.13 has such a GEMM on CUDA only
+        return a.float() @ b.float()
+    return torch.mm(a, b, out_dtype=torch.float32)
 
 
 def _over_vocabulary(log_sum: Tensor, picked: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:

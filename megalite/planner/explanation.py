@@ -5,8 +5,9 @@ from __future__ import annotations
 from megalite.config import Config
 from megalite.config.auto import CHOOSABLE
 from megalite.config.suggestions import OptionPath, dotted
+from megalite.planner.hardware import is_guess
 from megalite.planner.search import ALIKE, ROOMY, Dropped, LayoutCandidate, SearchResult, search, smallest_that_fits
-from megalite.planner.units import gib, seconds
+from megalite.planner.units import about, gib, seconds
 
 NOTICEABLE = 1e-3  # of a step
 NODE_COUNTS = sorted({*range(1, 17), *(2**n for n in range(4, 15)), *(3 * 2**n for n in range(2, 13))})
@@ -18,8 +19,10 @@ def explain(result: SearchResult) -> tuple[str, str, str]:
         return "nothing fits", "", _dropped(result)
     best, fullest = result.best, result.best.fullest
     where = f" (stage {fullest.stage})" if len(best.memory) > 1 else ""
+    is_rough = is_guess(result.cluster.accelerator)
+    step = f"roughly {about(best.time.seconds)}" if is_rough else seconds(best.time.seconds)
     winner = (
-        f"{best.layout}: bound by {main_parts(best)} of {seconds(best.time.seconds)} a step; memory "
+        f"{best.layout}: bound by {main_parts(best)} of {step} a step; memory "
         f"{fullest.total / result.cluster.memory_bytes:.0%} full{where}"
     )
     return winner, _next_best(result), _dropped(result)
@@ -74,10 +77,10 @@ def _remedy(config: Config, result: SearchResult, free: frozenset[OptionPath]) -
     assert nearest is not None
     name, size = max(nearest.parts.items(), key=lambda part: part[1])
     what = "a machine" if is_one_machine else "accelerators"
-    numbers = "ranks" if is_one_machine else f"of them up to {NODE_COUNTS[-1] * cluster.accelerators_per_node}"
+    numbers = "ranks" if is_one_machine else f"them up to {NODE_COUNTS[-1] * cluster.accelerators_per_node}"
     return (
-        f"no number {numbers} helps ({name} take {gib(size)}): use {what} with more memory, a smaller model, or a "
-        f"training.sequence_length below {config.training.sequence_length}"
+        f"no number of {numbers} helps (the largest part, {name}, needs {gib(size)}): use {what} with more memory, a "
+        f"smaller model, or a training.sequence_length below {config.training.sequence_length}"
     )
 
 

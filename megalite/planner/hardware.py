@@ -85,6 +85,11 @@ class Accelerator(Section):
         return self
 
 
+def is_guess(accelerator: Accelerator) -> bool:
+    """True for a CPU whose efficiency no run was fitted to: step times on it are rough."""
+    return accelerator.device == "cpu" and accelerator.calibrated_on.startswith("a guess")
+
+
 class Catalogue(Section):
     """All hardware known by name."""
 

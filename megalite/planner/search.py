@@ -298,7 +298,7 @@ def _lacks(job: TrainingWorkload, fullest: StageMemory, missing: float, cluster:
     name, size = max(fullest.parts.items(), key=lambda part: part[1])
     return (
         f"{where} needs {gib(fullest.total)} and an accelerator has {gib(cluster.memory_bytes)}: {gib(missing)} are "
-        f"missing ({name} take {gib(size)})"
+        f"missing (the largest part, {name}, needs {gib(size)})"
     )
 
 

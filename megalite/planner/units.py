@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -43,10 +44,21 @@ def seconds(value_s: float) -> str:
 
 def duration(value_s: float) -> str:
     """Formats a long duration: `3.2 days`, `5.1 h`, `12 min`."""
+    if value_s == math.inf:
+        return "forever"
     for size, unit in ((2 * 86400.0, "days"), (3600.0, "h"), (60.0, "min")):
         if value_s >= size:
-            return f"{_short(value_s / (86400.0 if unit == 'days' else size))} {unit}"
+            return f"{short(value_s / (86400.0 if unit == 'days' else size))} {unit}"
     return seconds(value_s)
+
+
+def about(value_s: float) -> str:
+    """Formats a guessed duration with one digit: `3 days`, `20 min`, `600 ms`."""
+    units = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"))
+    size, unit = next(
+        ((size, unit) for size, unit in units if value_s >= (2 * size if unit == "days" else size)), units[-1]
+    )
+    return f"{float(f'{value_s / size:.1g}'):,g} {unit}"
 
 
 def percent(part: float) -> str:
@@ -61,10 +73,15 @@ def count(value: float) -> str:
     power = 0
     while value >= 1000 and power < len(_PREFIXES) - 1:
         value, power = value / 1000, power + 1
-    return f"{_short(value)} {_PREFIXES[power]}"
+    return f"{short(value)} {_PREFIXES[power]}"
 
 
-def _short(value: float) -> str:
+def plain(value: float) -> str:
+    """Formats a number that is typed again, with three digits, or all before the decimal point: `46.9`, `1500`."""
+    return f"{value:.0f}" if value >= 999.5 else f"{value:.3g}"
+
+
+def short(value: float) -> str:
     """Formats at most three digits, but whole numbers whole: `12`, `5.1`, `1,234`."""
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 

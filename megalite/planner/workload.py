@@ -55,7 +55,6 @@ class Stack:
     cuts_boundary_tensors: bool = False  # tensors between stages are sent in parts and gathered (Narayanan 2021, 4.1)
     balances_stages: bool = True  # layers are cut where the slowest stage is fastest; else stages have as many blocks
     stops_recompute_early: bool = True  # at the last number that backward needs (torch's non-reentrant checkpoints)
-    gradient_dtype: Dtype | None = None  # of gradients between replicas; None: `TrainingWorkload.dtype`
     # as DeepSpeed's ZeRO does; an all-reduce of gradients; a reduce-scatter to the owners of optimizer shards and a
     # gather of weights; or with weights sharded too, as in PyTorch's FSDP
     replicas: Replicas = "deepspeed"
@@ -78,9 +77,15 @@ class TrainingWorkload:
     global_batch_size: int  # sequences per optimizer step
     dtype: Dtype = "bf16"
     gradient_accumulation_dtype: Dtype = "fp32"
+    gradient_reduction_dtype: Dtype | None = None  # between replicas; None: `gradient_accumulation_dtype`
     optimizer: Literal["adamw", "sgd"] = "adamw"
     document_mask: bool = False
     stack: Stack = field(default=MEGALITE)
+
+    @property
+    def reduction_dtype(self) -> Dtype:
+        """Format in which gradients are summed over replicas."""
+        return self.gradient_reduction_dtype or self.gradient_accumulation_dtype
 
     @property
     def micro_batches(self) -> int:
@@ -120,6 +125,7 @@ class TrainingWorkload:
             global_batch_size=config.training.global_batch_size,
             dtype=config.precision.dtype,
             gradient_accumulation_dtype=config.precision.gradient_accumulation_dtype,
+            gradient_reduction_dtype=config.precision.gradient_reduction_dtype,
             optimizer=config.optimizer.name,
             document_mask=config.data.document_mask,
         )

@@ -1,9 +1,13 @@
 """Plans `checkpoint.interval: auto`, so that saves and the work lost in failures together cost least.
 
 A short interval costs time for saves, a long one costs work when a failure occurs. The optimum is that of Young (1974)
-and Daly (2006) (megalite.planner.reliability). It depends on the cost of a save, which is measured, and on the mean
-time between failures, which is configured, observed in the run folder, or assumed; the notice says which. All durations
-are in seconds.
+and Daly (2006), with a bound: `planned_interval_s` of megalite.planner.reliability, which `megalite plan` asks too. It
+depends on the cost of a save, which is measured, and on the mean time between failures, which is configured, observed
+in the run folder, or assumed from the number of nodes; the notice says which.
+
+Without any information, the first save comes after a minute of training: it is the measurement. So a shorter run saves
+only at its end, and a longer one that is killed loses at most that minute, or later an interval, which is an hour at
+most unless a save blocks for more than 36 s, and the save on its way. All durations are in seconds.
 """
 
 from __future__ import annotations
@@ -16,12 +20,12 @@ from statistics import median
 from typing import Any
 
 from megalite.monitor.goodput import ENDS
-from megalite.planner.reliability.checkpoints import best_interval_s
+from megalite.planner.reliability.checkpoints import LONGEST_INTERVAL_S, Save, planned_interval_s
+from megalite.planner.reliability.failure_rates import DEFAULT_RATE, mtbf_hours
+from megalite.planner.units import short
 
-# If nothing is known. Llama 3 lost a job of 16,384 GPUs every 3 hours (arXiv:2407.21783, section 3.3.4), one machine
-# may run for months. A guess wrong by a factor of 4 makes saves and lost work together cost 25% more.
-ASSUMED_HOURS = 24.0
-FIRST_SAVE_STEPS = 10  # the first save is early: it is the measurement
+FIRST_SAVE_S = 60.0  # of training
+FIRST_SAVE_SHARE = 0.1  # of the mean time between failures, where that is less
 NOTICEABLE = 0.2  # relative change of the interval from which it is reported
 RECENT_SAVES = 5
 
@@ -33,9 +37,10 @@ class FailureHistory:
     failures: int = 0  # sessions that ended without an end event, after at least one step
     trained_s: float = 0.0  # by all earlier sessions, without their startup
     configured_s: float | None = None  # checkpoint.mean_hours_between_failures
+    nodes: int = 1  # of the run, by which failures are assumed until some are seen
 
     @classmethod
-    def of(cls, events: Sequence[Mapping[str, Any]], configured_hours: float | None) -> FailureHistory:
+    def of(cls, events: Sequence[Mapping[str, Any]], configured_hours: float | None, nodes: int = 1) -> FailureHistory:
         """Counts the failures in the events of a run folder, which contain the running session's `started`.
 
         A session that was asked to end, also by Ctrl-C, or that a guard stopped, did not fail; one that died before its
@@ -51,7 +56,7 @@ class FailureHistory:
                 has_ended = False
             elif event.get("event") in ENDS:
                 has_ended = True
-        return cls(failures, trained_s, configured_hours * 3600 if configured_hours else None)
+        return cls(failures, trained_s, configured_hours * 3600 if configured_hours else None, nodes)
 
     def mean_time_between_failures(self, running_s: float) -> tuple[float, str]:
         """Returns seconds and their source; `running_s`: how long this session has trained."""
@@ -60,9 +65,11 @@ class FailureHistory:
         seen_s = self.trained_s + max(0.0, running_s)
         if self.failures:
             return max(seen_s, 1.0) / self.failures, f"observed: {self.failures} in {_format_s(seen_s)}"
-        if seen_s > ASSUMED_HOURS * 3600:
+        assumed_s = 3600 * mtbf_hours(DEFAULT_RATE, self.nodes)
+        if seen_s > assumed_s:
             return seen_s, f"at most: none in {_format_s(seen_s)}"
-        return ASSUMED_HOURS * 3600, f"assumed: none seen in {_format_s(seen_s)}"
+        nodes = f"{self.nodes} node{'s' * (self.nodes > 1)}"
+        return assumed_s, f"assumed for {nodes}: none seen in {_format_s(seen_s)}"
 
 
 class IntervalPlanner:
@@ -79,7 +86,8 @@ class IntervalPlanner:
         self._history, self._report, self._clock = history, report, clock
         self._last_call: float | None = None  # of `step`
         self._running_s = self._since_save_s = self._reported_s = 0.0
-        self._steps_since_save, self._steps_until_measured = 0, FIRST_SAVE_STEPS
+        mean_s, _ = history.mean_time_between_failures(0.0)
+        self._until_measured_s = min(FIRST_SAVE_S, FIRST_SAVE_SHARE * mean_s)
         self._step_s: deque[float] = deque(maxlen=50)
         self._blocked_s: deque[float] = deque(maxlen=RECENT_SAVES)
         self._duration_s: deque[float] = deque(maxlen=RECENT_SAVES)
@@ -95,21 +103,18 @@ class IntervalPlanner:
         self._step_s.append(passed_s)
         self._running_s += passed_s
         self._since_save_s += passed_s
-        self._steps_since_save += 1
-        if self._blocked_s:
-            # now is nearer to the due time than after one more step
-            is_due = self._since_save_s + step_s / 2 >= self.interval_s()
-        else:
-            is_due = self._steps_since_save >= self._steps_until_measured
-            if is_due:
-                self._steps_until_measured *= 2  # until one succeeds
+        due_s = self.interval_s() if self._blocked_s else self._until_measured_s
+        # now is nearer to the due time than after one more step
+        is_due = self._since_save_s + step_s / 2 >= due_s
         if is_due:
+            if not self._blocked_s:  # until one succeeds
+                self._until_measured_s = min(2 * self._until_measured_s, LONGEST_INTERVAL_S)
             self.began()
         return is_due
 
     def began(self) -> None:
         """Records a save that has begun for another reason, such as the end of the run."""
-        self._since_save_s, self._steps_since_save = 0.0, 0
+        self._since_save_s = 0.0
 
     def saved(self, blocked_s: float, duration_s: float) -> None:
         """Records the time of a complete save: for which training was blocked, and in total."""
@@ -125,22 +130,25 @@ class IntervalPlanner:
     def interval_s(self) -> float:
         """Returns the seconds of training between saves; needs a measured save."""
         mean_s, _ = self._history.mean_time_between_failures(self._running_s)
-        return best_interval_s(median(self._blocked_s), mean_s, max(self._duration_s))
+        return planned_interval_s(Save(median(self._blocked_s), max(self._duration_s)), mean_s)
 
     def sentence(self) -> str:
         """Returns the interval with the numbers that it follows from."""
         mean_s, source = self._history.mean_time_between_failures(self._running_s)
         interval_s = self.interval_s()
         steps = max(1, round(interval_s / median(self._step_s))) if any(self._step_s) else 1
+        bound = ", the longest" * (interval_s == LONGEST_INTERVAL_S)
         return (
-            f"checkpoint.interval auto: a save every {_format_s(interval_s)} ({steps} step{'s' * (steps > 1)}), because"
-            f" one blocks {_format_s(median(self._blocked_s))} and takes {_format_s(max(self._duration_s))},"
+            f"checkpoint.interval auto: a save every {_format_s(interval_s)} ({steps} step{'s' * (steps > 1)}){bound}, "
+            f"because one blocks {_format_s(median(self._blocked_s))} and takes {_format_s(max(self._duration_s))},"
             f" and a failure is expected every {_format_s(mean_s)} ({source})"
         )
 
 
 def _format_s(seconds: float) -> str:
+    """Formats seconds: `6.67 min`, `6,000 h`; unlike `megalite.planner.units.duration`, in hours also over days, as
+    mean times between failures are configured."""
     for size, unit in ((3600, "h"), (60, "min"), (1, "s")):
         if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
+            return f"{short(seconds / size)} {unit}"
     return f"{seconds:.2g} s" if seconds >= 0.1 else f"{seconds * 1000:.2g} ms"

@@ -260,7 +260,7 @@ class Guard:
     def after(self, step: int, result: StepResult, micro_batches: Sequence[MicroBatch]) -> Intervention | None:
         """Returns what to do after a step that was not taken, None after one that was. Collective."""
         if result.taken:
-            if self._config.loss_spike != "ignore":
+            if self._config.loss_spike != "ignore" and self._loss != 0.0:  # 0: no token had a target
                 self._losses.append(self._loss)
             self._skips_in_row, self._has_trained = 0, True
             return None

@@ -8,53 +8,75 @@ from __future__ import annotations
 
 import signal
 import time
-from types import FrameType
+from dataclasses import dataclass
 from typing import Self
 
 import torch
 import torch.distributed as dist
 
 from megalite.engine.distributed import group_timeout
-from megalite.resilience.signals import PREEMPTION
+from megalite.resilience.signals import ANNOUNCEMENTS, take_signals
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A reason to save and end now, equal on all ranks."""
+
+    reason: str  # begins a sentence
+    is_interrupt: bool = False  # a person pressed Ctrl-C
 
 
 class StopRequests:
     """Collects requests while it is open.
 
-    Signals after the first one are ignored: launchers send more of them to ranks that are still leaving when the first
-    has left. To end a rank at once send SIGKILL, or stop the command that started it.
+    The first signal is a request, and rank 0 says at once what it leads to. Signals after it are ignored but for a
+    repeated SIGINT, SIGTERM or SIGHUP, which ends the rank at once, unless a supervisor takes those.
     """
 
     def __init__(self, max_minutes: float | None, started: float) -> None:
         """Collective. `started` is a reading of `time.monotonic` that the limit counts from."""
         self._deadline = None if max_minutes is None else started + 60 * max_minutes
         self._limit = f"training.max_minutes ({max_minutes:g}) is over" if max_minutes else ""
-        self._signal = 0
+        self._signals = take_signals()
         several = dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo", timeout=group_timeout()) if several else None
-        self._previous: dict[int, signal._HANDLER] = {}
+        self._step = self._saved_step = 0
+        self._step_began, self._last_step_s = time.monotonic(), 0.0
 
     def __enter__(self) -> Self:
-        self._previous = {number: signal.signal(number, self._on_signal) for number in PREEMPTION}
+        self._signals.begin_training(self._answer if dist.get_rank() == 0 else lambda number: "")
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_IGN if self._signal else handler)
+        self._signals.end_training()
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signal = self._signal or number
+    def begin_step(self, step: int, saved_step: int) -> None:
+        """Notes that `step` begins, from 1, and up to which step the run is saved."""
+        self._step, self._saved_step, self._step_began = step, saved_step, time.monotonic()
 
-    def agree(self, save_next: bool) -> tuple[str | None, bool]:
+    def agree(self, save_next: bool) -> tuple[Stop | None, bool]:
         """Agrees on a decision, equal on all ranks; collective. Rank 0's clock and `save_next` count, and all signals.
 
         Returns the reason to save and end now, or None, and whether a checkpoint is due after the coming step.
         """
+        self._last_step_s = time.monotonic() - self._step_began
         is_over = self._deadline is not None and time.monotonic() >= self._deadline
         first = dist.get_rank() == 0
-        flags = torch.tensor([self._signal, is_over and first, save_next and first], dtype=torch.int32)
+        flags = torch.tensor([self._signals.first, is_over and first, save_next and first], dtype=torch.int32)
         if self._group is not None:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         number, is_over, save_next = flags.tolist()
-        stop = f"signal {signal.Signals(number).name}" if number else self._limit if is_over else None
-        return stop, bool(save_next)
+        if number:
+            return Stop(f"signal {signal.Signals(number).name}", number == signal.SIGINT), bool(save_next)
+        return Stop(self._limit) if is_over else None, bool(save_next)
+
+    def _answer(self, number: int) -> str:
+        """Returns what a signal leads to and what a second one would cost. Runs in the thread that takes signals."""
+        name = "" if number == signal.SIGINT else f"{signal.Signals(number).name}: "
+        lost = max(1, self._step - self._saved_step)
+        again = "press Ctrl-C again to end now" if number == signal.SIGINT else "a second one ends the run now"
+        cost = "" if number in ANNOUNCEMENTS else f"; {again}, which loses {lost} step{'s' * (lost > 1)}"
+        times = f"step {self._step} began {time.monotonic() - self._step_began:.0f} s ago"
+        if self._last_step_s:
+            times += f", the one before took {self._last_step_s:.3g} s"
+        return f"{name}stopping after this step{cost} ({times})"

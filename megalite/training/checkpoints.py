@@ -24,6 +24,8 @@ from megalite.engine.engine import Engine
 from megalite.resilience.checkpoint_interval import IntervalPlanner
 from megalite.training.state import SaveFailed, TrainState
 
+TRAINING_GOES_ON = "training goes on"
+
 
 class RunLog(Protocol):
     """The log of a run; a no-op on ranks other than 0."""
@@ -34,8 +36,8 @@ class RunLog(Protocol):
     def event(self, name: str, **facts: Any) -> None:
         """Appends a line to events.jsonl."""
 
-    def on_checkpoint(self, saved: Saved) -> None:
-        """Logs a save that has ended, complete or failed."""
+    def on_checkpoint(self, saved: Saved, if_failed: str) -> None:
+        """Logs a save that has ended. `if_failed` says what follows a failure; if empty, an error will tell of it."""
 
 
 class Exports(Protocol):
@@ -77,13 +79,18 @@ class Checkpoints:
         self._blocked_s = 0.0  # that training waited for saves since the last `collect`
         self._last: Saved | None = None
         self._newest: Manifest | None = None  # of the newest save, complete or not
+        self.saved_step = 0  # up to which nothing would be lost
+        self._if_failed = TRAINING_GOES_ON
 
-    def save(self, state: TrainState, evaluation_loss: float | None = None) -> None:
-        """Saves `state` and the engine as they are now."""
-        self._save(self._describe(state).model_copy(update={"evaluation_loss": evaluation_loss}))
+    def save(self, state: TrainState, evaluation_loss: float | None = None, *, is_last: bool = False) -> None:
+        """Saves `state` and the engine as they are now; `is_last` if the run ends then."""
+        manifest = self._describe(state).model_copy(update={"evaluation_loss": evaluation_loss})
+        self._save(manifest, "it is tried once more" if is_last else TRAINING_GOES_ON)
 
-    def _save(self, manifest: Manifest) -> None:
+    def _save(self, manifest: Manifest, if_failed: str) -> None:
         self._wait()
+        self._report()  # of the save before
+        self._if_failed = if_failed
         self._engine.activity.begin_phase(Phase.CHECKPOINT)
         self._blocked_s += self._saver.save(manifest)
         self._newest = manifest
@@ -109,7 +116,9 @@ class Checkpoints:
     def _report(self) -> None:
         for saved in self._saver.finished():
             self._last = saved
-            self._run_log.on_checkpoint(saved)
+            self._run_log.on_checkpoint(saved, self._if_failed)
+            if saved.failure is None:
+                self.saved_step = max(self.saved_step, saved.step)
             if self._planner is not None and saved.failure is None:
                 self._planner.saved(saved.blocked_s, saved.total_s)
 
@@ -124,7 +133,7 @@ class Checkpoints:
         if self._last is None or self._last.failure is None:
             return
         is_same = self._newest is not None and self._newest.step == state.step
-        self._save(self._newest if is_same and self._newest else self._describe(state))
+        self._save(self._newest if is_same and self._newest else self._describe(state), if_failed="")
         self._wait()
         self._report()
         if self._last.failure:

@@ -19,7 +19,13 @@ from megalite.resilience.guards import Action, Guard, Intervention
 from megalite.resilience.replica_check import Disagreement, SelfCheck, explain
 from megalite.resilience.stop_requests import StopRequests
 from megalite.training.checkpoints import Checkpoints
-from megalite.training.state import TrainingPreempted, TrainingStopped, TrainState, learning_rate_factor
+from megalite.training.state import (
+    TrainingInterrupted,
+    TrainingPreempted,
+    TrainingStopped,
+    TrainState,
+    learning_rate_factor,
+)
 
 Batches = Iterator[Sequence[MicroBatch]]
 
@@ -40,12 +46,13 @@ class TrainerContext:
 def train(engine: Engine, config: Config, state: TrainState, context: TrainerContext) -> TrainState:
     """Trains from `state` to the run's last step; returns the state at the end.
 
-    Raises TrainingStopped if a guard or a self-check ends the run, TrainingPreempted if it was asked to end and its
-    state is saved, SaveFailed if it ends and its state cannot be saved.
+    Raises TrainingStopped if a guard or a self-check ends the run, TrainingPreempted (after Ctrl-C TrainingInterrupted)
+    if it was asked to end and its state is saved, SaveFailed if it ends and its state cannot be saved.
     """
     activity, guard, checkpoints = engine.activity, context.guard, context.checkpoints
     self_check, total_steps = SelfCheck(engine), config.total_steps
     batches, is_save_due = context.batches(state), False
+    checkpoints.saved_step = state.step
     while state.step < total_steps:
         step = state.step + 1
         is_save_due |= _is_saved(config, step, total_steps)
@@ -55,6 +62,7 @@ def train(engine: Engine, config: Config, state: TrainState, context: TrainerCon
         if is_checked:
             self_check.watch()
 
+        context.requests.begin_step(step, checkpoints.saved_step)
         record, state, intervention = _step(engine, config, state, batches, guard, total_steps)
         if context.evaluation_count and (
             step == total_steps or _is_multiple(step, config.training.evaluation.interval)
@@ -77,13 +85,20 @@ def train(engine: Engine, config: Config, state: TrainState, context: TrainerCon
         activity.record_op(Operation.MEET, peers=activity.peers.everyone)
         stop, is_next_save_due = context.requests.agree(checkpoints.is_due(record["step_time_s"]))
         if is_save_due or stop:
-            checkpoints.save(state.model_copy(update={"guard": guard.state()}), evaluation_loss)
+            is_last = stop is not None or state.step >= total_steps
+            checkpoints.save(_with_guard(state, guard), evaluation_loss, is_last=is_last)
         if stop and state.step < total_steps:
-            checkpoints.finish(state)
-            raise TrainingPreempted(f"{stop}: the state of step {state.step} is saved, start again to go on")
+            checkpoints.finish(_with_guard(state, guard))
+            ending = TrainingInterrupted if stop.is_interrupt else TrainingPreempted
+            raise ending(f"{stop.reason}: the state of step {state.step} is saved, start again to go on")
         is_save_due = is_next_save_due
-    checkpoints.finish(state)
+    checkpoints.finish(_with_guard(state, guard))
     return state
+
+
+def _with_guard(state: TrainState, guard: Guard) -> TrainState:
+    """Returns the state for a checkpoint, with what the guard remembers now."""
+    return state.model_copy(update={"guard": guard.state()})
 
 
 def _step(

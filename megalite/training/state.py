@@ -52,7 +52,8 @@ def learning_rate_factor(schedule: ScheduleConfig, step: int, total_steps: int) 
     """Returns the factor on the peak learning rate for step 0, 1, ... `total_steps - 1`.
 
     Warm-up rises linearly and reaches the peak in its last step; the shapes after it end at
-    `min_learning_rate_ratio` in the run's last step (cosine: Loshchilov & Hutter 2017; wsd: Hu 2024, MiniCPM).
+    `min_learning_rate_ratio` in the run's last step (cosine: Loshchilov & Hutter 2017; wsd: Hu 2024, MiniCPM). The only
+    step of a run of one is at the peak.
     """
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps
@@ -71,8 +72,11 @@ def learning_rate_factor(schedule: ScheduleConfig, step: int, total_steps: int) 
 
 
 def _progress(step: int, start: int, total_steps: int) -> float:
-    """Returns 0 up to step `start`, 1 in the last step, and rises linearly in between."""
-    return min(1.0, max(0.0, (step - start) / max(1, total_steps - 1 - start)))
+    """Returns 0 up to step `start`, 1 in the last step unless it is the only one, and rises linearly in between."""
+    last = total_steps - 1
+    if step == last:
+        return float(last > 0)
+    return max(0.0, (step - start) / (last - start))
 
 
 # Exceptions: one sentence each, the same on all ranks.
@@ -84,6 +88,10 @@ class TrainingStopped(RuntimeError):
 
 class TrainingPreempted(RuntimeError):
     """The run was asked to end, and its state is saved."""
+
+
+class TrainingInterrupted(TrainingPreempted):
+    """A person asked the run to end with Ctrl-C, and its state is saved."""
 
 
 class SaveFailed(RuntimeError):

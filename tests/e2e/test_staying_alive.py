@@ -86,13 +86,13 @@ def test_a_guard_may_stop_the_run(config: dict[str, Any], tmp_path: Path) -> Non
 
 
 def test_the_interval_that_loses_least_is_found_and_told(config: dict[str, Any], tmp_path: Path) -> None:
-    """A failure every third of a second of training: saves come every few steps, after the first has been measured."""
+    """A failure every third of a second of training: saves come every few steps, and the first one soon."""
     config["training"]["steps"] = 40
     config["checkpoint"] = {"interval": "auto", "mean_hours_between_failures": 1e-4}
     said = train(tmp_path / "session", config)
     saved = [event["step"] for event in events(Path(config["run_dir"]), "saved")]
     assert "checkpoint.interval auto: a save every" in said and "(as configured)" in said
-    assert saved[0] in (10, 11) and len(saved) > 3 and saved[-1] == 40, saved
+    assert saved[0] <= 10 and len(saved) > 3 and saved[-1] == 40, saved
 
 
 def test_a_run_goes_on_from_its_mirror(config: dict[str, Any], references: References, tmp_path: Path) -> None:

@@ -229,6 +229,12 @@ def schedule_is_ignored() -> None:
     engine.Engine.train_step = train_step  # type: ignore[method-assign]
 
 
+def gradients_are_summed_in_16_bits() -> None:
+    """DeepSpeed's default: replicas sum in the format of the weights, whatever that of accumulation is."""
+    original = engine.deepspeed_config
+    engine.deepspeed_config = lambda *arguments: original(*arguments) | {"communication_data_type": "bf16"}
+
+
 def full_buckets_are_not_reduced() -> None:
     """Of the gradients only the last bucket is reduced; a model that fits in one shows nothing."""
     optimizer = deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer

@@ -14,6 +14,7 @@ from launch.parity import observations
 from launch.parity.observations import ArrayBlock, Quantity
 from launch.parity.problem import Batch
 from megalite.config import Config, resolve_layout
+from megalite.config.rules import Device
 from megalite.engine.build import build_engine
 from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import read_parameter
@@ -41,6 +42,7 @@ class Case:
     learning_rate: float = 1e-3
     document_mask: bool = False
     dtype: str = "fp32"
+    reduction: str | None = None  # format in which replicas sum gradients; None: fp32
     global_batch: int | None = None
     model: dict[str, Any] = field(default_factory=dict)
     seed: int = 7
@@ -72,7 +74,7 @@ class Case:
                     "sequence_parallel": self.sequence_parallel,
                     "zero_stage": self.zero,
                 },
-                "precision": {"dtype": self.dtype},
+                "precision": {"dtype": self.dtype, "gradient_reduction_dtype": self.reduction},
                 "optimizer": {"name": self.optimizer, "learning_rate": self.learning_rate},
                 "training": {
                     "global_batch_size": self.batch,
@@ -120,7 +122,10 @@ def engine_of(case: Case) -> Engine:
     """The case's engine on this rank."""
     config = case.config()
     layers = decoder_layers(config.model, config.recompute.mode)
-    return build_engine(layers, config, resolve_layout(config, case.world_size, "cpu"))
+    device: Device = (
+        "cuda" if case.dtype == "fp16" else "cpu"
+    )  # which fp16 is refused on; a test makes DeepSpeed take it
+    return build_engine(layers, config, resolve_layout(config, case.world_size, device))
 
 
 def micro_batches_of(engine: Engine, case: Case, batch: Batch) -> list[Batch]:

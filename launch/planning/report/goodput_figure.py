@@ -18,7 +18,7 @@ from launch.planning.report.svg import (
     line,
     vertical_axis,
 )
-from megalite.planner.reliability.failure_rates import DEFAULT_RATE, PUBLISHED_BAND
+from megalite.planner.reliability.failure_rates import PUBLISHED_BAND
 from megalite.planner.reliability.goodput_model import (
     JobScale,
     Reliability,
@@ -48,16 +48,16 @@ class Curve:
     format_x: Callable[[float], str]  # any `x`, with its unit
 
 
-def interval_curve(assumed: Reliability, best: JobScale) -> Curve:
-    """Goodput against the checkpoint interval; the best interval is marked."""
-    points = tuple((point.interval_s, point) for point in goodput_against_interval(assumed, best.gpus))
+def interval_curve(assumed: Reliability, own: JobScale) -> Curve:
+    """Goodput against the checkpoint interval; that of the run is marked."""
+    points = tuple((point.interval_s, point) for point in goodput_against_interval(assumed, own.gpus))
     ticks = {tick: duration(tick) for tick in INTERVAL_TICKS_S if points[0][0] <= tick <= points[-1][0]}
-    marked = (best.interval_s, best.goodput, f"best: every {duration(best.interval_s)}")
+    marked = (own.interval_s, own.goodput, f"every {duration(own.interval_s)}")
     return Curve(points, marked, "training between two checkpoints", ticks, lambda x: f"every {duration(x)}")
 
 
 def size_curve(assumed: Reliability, gpus: int) -> Curve:
-    """Goodput on other numbers of accelerators, each with its best interval; that of the plan is marked."""
+    """Goodput on other numbers of accelerators; that of the plan is marked. Each has its own interval under `auto`."""
     sizes, size = {gpus}, assumed.gpus_per_node
     while size <= max(LARGEST_SIZE, 4 * gpus):
         sizes.add(size)
@@ -116,8 +116,8 @@ def _hover_targets(id_: str, curve: Curve, across: AxisScale) -> list[Element]:
     return drawn
 
 
-def goodput_caption(scale: JobScale, assumed: Reliability) -> str:
-    """Summarises both curves, with what would shrink the largest loss."""
+def goodput_caption(scale: JobScale, assumed: Reliability, interval: str) -> str:
+    """Summarises both curves, with what would shrink the largest loss; `interval`: how often the run saves."""
     losses = {part: scale.hours[part] for part in ("writes", "rework", "restarts")}
     worst = max(losses, key=lambda part: losses[part])
     remedy = {
@@ -127,10 +127,10 @@ def goodput_caption(scale: JobScale, assumed: Reliability) -> str:
     }[worst]
     low, high = PUBLISHED_BAND
     return (
-        "The share of wall time that moves training forward; failures, writes and restarts take the rest. Save "
-        f"every {duration(scale.interval_s)}: {percent(scale.goodput)} at {DEFAULT_RATE:g} failures per 1,000 "
+        "The share of wall time that moves training forward; failures, writes and restarts take the rest. Saves come "
+        f"{interval}: {percent(scale.goodput)} at {assumed.rate_per_1000_node_days:.3g} failures per 1,000 "
         f"node-days, {percent(scale.goodput_at_high_rate)} to {percent(scale.goodput_at_low_rate)} over the published "
-        f"band of {low:g} to {high:g}, which is shaded. The curve is flat around its best: half or twice the interval "
-        f"costs little. Of {assumed.days:g} days, {duration(scale.lost_hours * 3600)} are lost, most of them to "
-        f"{worst}; {remedy}."
+        f"band of {low:g} to {high:g}, which is shaded. The curve is flat around its best: half or twice the best "
+        f"interval costs little. Of {duration(assumed.days * DAY_S)}, {duration(scale.lost_hours * 3600)} are lost, "
+        f"most of them to {worst}; {remedy}."
     )

@@ -11,62 +11,54 @@ from pathlib import Path
 from string import Template
 from xml.etree.ElementTree import Element, tostring
 
-from launch.output import write_file
+from launch.output import decimal_size, write_file
 from launch.planning.report.goodput_figure import goodput_caption, goodput_figure, interval_curve, size_curve
 from launch.planning.report.memory_figure import memory_caption, memory_figure
 from launch.planning.report.ranking_table import ranking_caption, ranking_table
 from launch.planning.report.svg import element
-from launch.planning.report.timeline_figure import timeline_caption, timeline_figure, timeline_of
+from launch.planning.report.timeline_figure import timeline_section
 from launch.planning.report.waterfall_figure import waterfall_caption, waterfall_figure
+from launch.planning.tables.outlook import interval_words, money, outlook_lines
+from megalite.config import Config
 from megalite.planner.cost.memory import CUDA
 from megalite.planner.cost.shapes import parameters
 from megalite.planner.explanation import explain
-from megalite.planner.hardware import Cluster
-from megalite.planner.reliability.checkpoints import PER_NODE, megalite_bytes_per_parameter
-from megalite.planner.reliability.failure_rates import DEFAULT_RATE, PUBLISHED_BAND
-from megalite.planner.reliability.goodput_model import JobScale, Reliability, at_scale
+from megalite.planner.hardware import Cluster, is_guess
+from megalite.planner.outlook import RunOutlook, outlook_of
+from megalite.planner.reliability.checkpoints import PER_NODE
+from megalite.planner.reliability.failure_rates import PUBLISHED_BAND
 from megalite.planner.search import LayoutCandidate, SearchResult
-from megalite.planner.units import count, duration, gib, percent, plural, seconds
+from megalite.planner.units import about, count, duration, gib, percent, plural, seconds
 
 FOLDER = Path(__file__).parent
 
 
-def write_report(path: Path, result: SearchResult, cluster: Cluster, title: str) -> None:
-    """Writes the report of a search that found a layout; its figures show the fastest one.
+def write_report(
+    path: Path, result: SearchResult, cluster: Cluster, title: str, config: Config, price: float | None = None
+) -> None:
+    """Writes the report of a search that found a layout for the run of `config`; its figures show the fastest one.
 
-    Raises LaunchError where `path` cannot be written.
+    `price` is that of an accelerator-hour, in any currency. Raises LaunchError where `path` cannot be written.
     """
     assert result.best is not None, "a report needs a layout that fits"
-    write_file(path, _render(result, result.best, cluster, title))
+    outlook = outlook_of(config, result.best.job, result.best.time.seconds, cluster.accelerators_per_node)
+    write_file(path, _render(result, result.best, cluster, title, outlook, config, price))
 
 
-def reliability_of(winner: LayoutCandidate, cluster: Cluster) -> tuple[Reliability, JobScale]:
-    """Returns what is assumed about failures, and its result on all accelerators of the winner's nodes."""
-    per_node = cluster.accelerators_per_node
-    assumed = Reliability(
-        parameters=parameters(winner.job.model),
-        bytes_per_parameter=megalite_bytes_per_parameter(winner.job.optimizer),
-        gpus_per_node=per_node,
-    )
-    nodes = -(-winner.layout.world_size // per_node)  # a node fails as a whole
-    return assumed, at_scale(assumed, nodes * per_node)
-
-
-def _render(result: SearchResult, winner: LayoutCandidate, cluster: Cluster, title: str) -> str:
+def _render(
+    result: SearchResult,
+    winner: LayoutCandidate,
+    cluster: Cluster,
+    title: str,
+    outlook: RunOutlook,
+    config: Config,
+    price: float | None,
+) -> str:
     """Fills in page.html. Every text is escaped; figures and tables are elements."""
-    assumed, scale = reliability_of(winner, cluster)
-    timeline = timeline_of(winner)
+    assumed, scale = outlook.assumed, outlook.scale
     job, layout, time, limit = winner.job, winner.job.layout, winner.time, cluster.memory_bytes
-    model, size = job.model, parameters(job.model)
+    model, size, rough = job.model, parameters(job.model), is_guess(cluster.accelerator)
     size_text = f"{size / 1e9:.3g} billion" if size >= 1e9 else f"{size / 1e6:.3g} million"
-    tiles = {
-        "per optimizer step": seconds(time.seconds),
-        "tokens per second": count(winner.tokens_per_s),
-        "model FLOPs utilization": percent(time.model_flops_utilization),
-        f"fullest rank, {percent(winner.fullest.total / limit)} of {gib(limit)}": gib(winner.fullest.total),
-        "goodput: wall time that counts": percent(scale.goodput),
-        "between checkpoints": duration(scale.interval_s),
-    }
     by_interval, by_size = interval_curve(assumed, scale), size_curve(assumed, scale.gpus)
     values: dict[str, str | Element | Sequence[Element]] = {
         "title": title,
@@ -79,27 +71,52 @@ def _render(result: SearchResult, winner: LayoutCandidate, cluster: Cluster, tit
         "layout": str(layout),
         "ranks": plural(layout.world_size, "rank"),
         "tiles": [
-            element("div", element("b", number), element("span", name), class_="tile") for name, number in tiles.items()
+            element("div", element("b", number), element("span", name), class_="tile")
+            for name, number in _tiles(winner, cluster, outlook, config, price).items()
         ],
+        "length": " ".join(f"{line}." for line in outlook_lines(outlook, config, price, rough=rough)),
         "reasons": [element("li", sentence) for sentence in explain(result)],
         "memory": memory_figure(winner.memory, limit),
         "memory_caption": memory_caption(winner.memory, limit, winner.layout),
         "ranking": ranking_table(result.candidates, limit),
         "ranking_caption": ranking_caption(result),
         "waterfall": waterfall_figure(time),
-        "waterfall_caption": waterfall_caption(time),
-        "timeline": timeline_figure(timeline),
-        "timeline_caption": timeline_caption(timeline, time),
+        "waterfall_caption": waterfall_caption(time, layout.tensor_parallel_size),
+        "timeline": timeline_section(winner),
         "goodput_by_interval": goodput_figure("goodput-interval", by_interval, "Goodput by checkpoint interval"),
         "goodput_by_size": goodput_figure("goodput-gpus", by_size, "Goodput by number of accelerators"),
-        "goodput_caption": goodput_caption(scale, assumed),
+        "goodput_caption": goodput_caption(scale, assumed, interval_words(outlook, config)),
         "assumptions": [
             element("tr", [element("td", cell, class_="words") for cell in one])
-            for one in assumptions_of(winner, cluster, assumed, scale)
+            for one in assumptions_of(winner, cluster, outlook)
         ],
     }
     style, page = ((FOLDER / name).read_text(encoding="utf-8") for name in ("style.css", "page.html"))
     return Template(page).substitute({name: _html(value) for name, value in values.items()}, style=style)
+
+
+def _tiles(
+    winner: LayoutCandidate, cluster: Cluster, outlook: RunOutlook, config: Config, price: float | None
+) -> dict[str, str]:
+    """The figures at the top of the page, by their names."""
+    time, length, limit, is_rough = winner.time, outlook.length, cluster.memory_bytes, is_guess(cluster.accelerator)
+    tiles = {
+        f"expected for {plural(length.steps, 'step')}": about(length.wall_s) if is_rough else duration(length.wall_s),
+        "accelerator-hours": count(length.accelerator_hours),
+    }
+    if price is not None:
+        tiles[f"price, at {price:g} an accelerator-hour"] = money(length.price(price))
+    tiles |= {
+        "per optimizer step": about(time.seconds) if is_rough else seconds(time.seconds),
+        "tokens per second": count(winner.tokens_per_s),
+    }
+    if time.model_flops_utilization is not None:
+        tiles["model FLOPs utilization"] = percent(time.model_flops_utilization)
+    return tiles | {
+        f"fullest rank, {percent(winner.fullest.total / limit)} of {gib(limit)}": gib(winner.fullest.total),
+        "goodput: wall time that counts": percent(outlook.scale.goodput),
+        "between checkpoints": duration(outlook.scale.interval_s) if config.checkpoint.interval else "none",
+    }
 
 
 def _html(value: str | Element | Sequence[Element]) -> str:
@@ -109,11 +126,9 @@ def _html(value: str | Element | Sequence[Element]) -> str:
     return "\n".join(tostring(each, encoding="unicode", method="html") for each in elements)
 
 
-def assumptions_of(
-    winner: LayoutCandidate, cluster: Cluster, assumed: Reliability, scale: JobScale
-) -> tuple[tuple[str, str, str], ...]:
+def assumptions_of(winner: LayoutCandidate, cluster: Cluster, outlook: RunOutlook) -> tuple[tuple[str, str, str], ...]:
     """Lists the assumptions, the least certain ones first: what is assumed, its value and the source."""
-    job = winner.job
+    job, assumed, scale = winner.job, outlook.assumed, outlook.scale
     accelerator, (low, high) = cluster.accelerator, PUBLISHED_BAND
     storage = assumed.storage
     writers = "one writer a node" if storage.writers == PER_NODE else f"writers: {storage.writers}"
@@ -152,14 +167,14 @@ def assumptions_of(
         ),
         (
             "failures per 1,000 node-days",
-            f"{DEFAULT_RATE:g}; published: {low:g} to {high:g}",
+            f"{assumed.rate_per_1000_node_days:.3g}; published: {low:g} to {high:g}",
             f"one failure every {duration(scale.mtbf_hours * 3600)} on {plural(scale.nodes, 'node')}, "
             f"{duration(scale.mtbf_hours_at_high_rate * 3600)} to {duration(scale.mtbf_hours_at_low_rate * 3600)} over "
             "the band",
         ),
         (
             "checkpoint",
-            f"{count(assumed.checkpoint_bytes)}B, written in {duration(scale.save_duration_s)}",
+            f"{decimal_size(int(assumed.checkpoint_bytes))}, written in {duration(scale.save_duration_s)}",
             f"{assumed.bytes_per_parameter:g} bytes a parameter; {writers} at {storage.writer_bytes_per_s / 1e9:g} "
             f"GB/s{at_most}; {'in the background' if storage.background else 'training waits'}",
         ),

@@ -35,7 +35,7 @@ def ranking_table(candidates: Sequence[LayoutCandidate], limit_bytes: float) -> 
             "step time": step,
             " ": _inline_bar(f"{row_id}-time", TIME_WIDTH, time.seconds / slowest, "useful", f"{layout}: {step}"),
             "slower by": percent(time.seconds / fastest - 1) if number > 1 else "",
-            "MFU": percent(time.model_flops_utilization),
+            "MFU": "-" if time.model_flops_utilization is None else percent(time.model_flops_utilization),
             "tokens/s per accelerator": f"{candidate.tokens_per_s / layout.world_size:,.0f}",
             "fullest stage, GiB": digits(fullest / GIB),
             "  ": _inline_bar(f"{row_id}-memory", MEMORY_WIDTH, fullest / limit_bytes, "total", used),

@@ -63,6 +63,17 @@ def _overlap(work: ScheduledPass, span: tuple[float, float]) -> bool:
     return work.end_s > span[0] and work.start_s < span[1]
 
 
+def timeline_section(winner: LayoutCandidate) -> list[Element]:
+    """Builds the section of the page with the schedule; none without pipeline parallelism, where nothing waits."""
+    if winner.layout.pipeline_parallel_size == 1:
+        return []
+    timeline = timeline_of(winner)
+    caption = element("figcaption", timeline_caption(timeline, winner.time))
+    return [
+        element("section", element("h2", "Pipeline timeline"), element("figure", timeline_figure(timeline), caption))
+    ]
+
+
 def timeline_figure(timeline: Timeline) -> Element:
     """Draws one row per stage, with the share of time in which it computes."""
     sample = sample_of(timeline)
@@ -131,8 +142,7 @@ def timeline_caption(timeline: Timeline, time: StepTime) -> str:
         f"{seconds(time.seconds - after_s)}); then gradients are reduced over replicas and weights "
         f"updated, which is not drawn ({seconds(after_s)}).",
     ]
-    if timeline.stages > 1:
-        sentences.append("With more micro-batches per step, the idle time at start and end weighs less.")
+    sentences.append("With more micro-batches per step, the idle time at start and end weighs less.")
     if len(sample.windows) > 1:
         sentences.append("Sampled: only the start, a piece of the middle and the end are drawn, at one scale.")
     if len(sample.stages) < timeline.stages:

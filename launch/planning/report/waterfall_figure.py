@@ -11,9 +11,10 @@ from megalite.planner.units import percent, seconds
 WIDTH, ROW = 960, 28
 LEFT, RIGHT, TOP = 230, 770, 16
 USEFUL = ("matrix products", "attention")
+MEMORY_BOUND = "memory-bound"  # sequence parallelism divides it, which needs tensor parallelism
 MORE_MICRO_BATCHES = "more micro-batches per step (a larger global_batch_size, or fewer replicas)"
 REMEDIES = {  # part of a step -> what makes it smaller
-    "memory-bound": "norms and activations move more bytes than they compute: sequence_parallel divides some of them",
+    MEMORY_BOUND: "norms and activations move more bytes than they compute: sequence_parallel divides some of them",
     "tensor collectives": "a smaller tensor_parallel_size, and one that stays inside a node, would shrink it",
     "launches": "a larger micro_batch_size, which gives each kernel more to do, would shrink it",
     "stage imbalance": "fewer stages, or a number of blocks that divides better among them, would shrink it",
@@ -53,7 +54,7 @@ def waterfall_figure(time: StepTime) -> Element:
     return drawing("waterfall", "Parts of the time of one optimizer step", WIDTH, bottom + 46, drawn)
 
 
-def waterfall_caption(time: StepTime) -> str:
+def waterfall_caption(time: StepTime, tensor_parallel_size: int) -> str:
     """Summarises the figure, with what would shrink the largest loss."""
     useful = sum(time.parts.get(name, 0.0) for name in USEFUL)
     summary = (
@@ -64,5 +65,6 @@ def waterfall_caption(time: StepTime) -> str:
     if not losses:
         return summary
     worst = max(losses, key=lambda name: losses[name])
-    remedy = f"; {REMEDIES[worst]}" if worst in REMEDIES else ""
+    has_remedy = worst in REMEDIES and not (worst == MEMORY_BOUND and tensor_parallel_size == 1)
+    remedy = f"; {REMEDIES[worst]}" if has_remedy else ""
     return f"{summary} The largest of them is {worst} with {seconds(losses[worst])}{remedy}."

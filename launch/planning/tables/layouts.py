@@ -8,7 +8,7 @@ from typing import Any
 
 from launch.output import Table
 from megalite.planner.explanation import explain
-from megalite.planner.hardware import Cluster
+from megalite.planner.hardware import Cluster, is_guess
 from megalite.planner.search import LayoutCandidate, SearchResult
 from megalite.planner.units import GIB
 
@@ -32,7 +32,7 @@ def row_of(candidate: LayoutCandidate, cluster: Cluster, rank: int | None) -> La
         "step_s": time.seconds,
         "tokens_per_s": candidate.tokens_per_s,
         "tokens_per_s_per_accelerator": candidate.tokens_per_s / layout.world_size,
-        "model_flops_utilization": time.model_flops_utilization,
+        "model_flops_utilization": time.model_flops_utilization,  # None on a CPU
         "bubble": bubble / time.seconds,  # share of the step
     }
 
@@ -45,18 +45,26 @@ def rows_of(result: SearchResult, own: LayoutRow | None, top: int) -> list[Layou
 
 def layouts_table(rows: Sequence[LayoutRow], result: SearchResult) -> Table:
     """Builds the table of the layouts that fit."""
-    count = len(result.candidates)
+    count, figures = len(result.candidates), 2 if is_guess(result.cluster.accelerator) else 3
     columns = {
         "": "{rank}",
         "layout": "{layout}",
         "GiB": "{memory_gib:.3g}",
-        "s/step": "{step_s:.3g}",
-        "tokens/s": "{tokens_per_s:,.0f}",
+        "s/step": f"{{step_s:.{figures}g}}",
+        "tokens/s": "{tokens}",
         "MFU": "{model_flops_utilization:.1%}",
         "bubble": "{bubble:.1%}",
     }
+    if result.cluster.accelerator.device == "cpu":
+        del columns["MFU"]
     texts = [
-        {"rank": row["rank"] or "as written", "layout": row["layout"] + ", does not fit" * (row["memory_used"] > 1)}
+        {
+            "rank": row["rank"] or "as written",
+            "layout": row["layout"] + ", does not fit" * (row["memory_used"] > 1),
+            "tokens": f"{float(format(row['tokens_per_s'], f'.{figures}g')):,.0f}"
+            if figures < 3
+            else f"{row['tokens_per_s']:,.0f}",
+        }
         for row in rows
     ]
     return Table.of(
@@ -68,10 +76,13 @@ def layouts_table(rows: Sequence[LayoutRow], result: SearchResult) -> Table:
     )
 
 
-def search_as_json(result: SearchResult, own: LayoutRow | None, own_problem: str | None, top: int) -> dict[str, Any]:
-    """The whole result for `--json`."""
+def search_as_json(
+    result: SearchResult, run: dict[str, Any], own: LayoutRow | None, own_problem: str | None, top: int
+) -> dict[str, Any]:
+    """The whole result for `--json`; `run`: the length, price and checkpoints of the best layout's run."""
     return {
         "cluster": result.cluster.model_dump(mode="json"),
+        "run": run,
         "as_written": own,
         "as_written_problem": own_problem,
         "layouts": [

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.output import Table, print_csv, print_json
+from launch.planning.prediction_by_size import SizedRun
 from launch.runtime.logs import get_logger
 from megalite.planner.reliability.failure_rates import (
     GPUS_PER_NODE,
@@ -18,7 +19,8 @@ from megalite.planner.reliability.failure_rates import (
     PUBLISHED_BAND,
     Components,
 )
-from megalite.planner.reliability.goodput_model import JobScale, Reliability
+from megalite.planner.reliability.goodput_model import Reliability
+from megalite.planner.units import plain
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,9 @@ class ReliabilityAnswer:
     components: Components | None  # None: an observed rate
     size_source: str
     communication_source: str | None  # None: communication is not counted
+    interval_source: str = "checkpoint.interval auto"
+    price: float | None = None  # of an accelerator-hour
+    remarks: tuple[str, ...] = ()  # sizes that are left out, and options that are not counted
 
 
 log = get_logger(__name__)
@@ -38,12 +43,12 @@ LOW, HIGH = PUBLISHED_BAND
 ROUNDED = ("_s", "_min", "mtbf_hours", "mtbf_hours_at_high_rate", "mtbf_hours_at_low_rate")  # ends of names of figures
 
 
-def show(answer: ReliabilityAnswer, scales: Sequence[JobScale]) -> None:
+def show(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> None:
     """Prints assumptions, tables and notices."""
     print(*assumptions(answer), sep="\n")
-    for table in _tables(answer, scales):
+    for table in _tables(answer, runs):
         table.print()
-    for notice in notices(answer, scales):
+    for notice in notices(answer, runs):
         log.info(notice)
 
 
@@ -73,10 +78,11 @@ def assumptions(answer: ReliabilityAnswer) -> list[str]:
     ]
 
 
-def notices(answer: ReliabilityAnswer, scales: Sequence[JobScale]) -> list[str]:
+def notices(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> list[str]:
     """Caveats and advice printed below the tables."""
-    job, largest = answer.job, scales[-1]
+    job, largest = answer.job, runs[-1].scale
     sentences = [
+        *answer.remarks,
         f"columns `at {LOW:g} to {HIGH:g}` (or `at {HIGH:g} to {LOW:g}`): the same figure over the published "
         "failures per 1,000 node-days",
         MISFITS,
@@ -99,23 +105,27 @@ def notices(answer: ReliabilityAnswer, scales: Sequence[JobScale]) -> list[str]:
         )
     sentences.append(
         f"for `checkpoint.interval: auto` on {largest.gpus:,} GPUs: "
-        f"checkpoint.mean_hours_between_failures={largest.mtbf_hours:.3g}"
+        f"checkpoint.mean_hours_between_failures={plain(largest.mtbf_hours)}"
     )
     return sentences
 
 
-def flat(scale: JobScale) -> dict[str, Any]:
+def flat(run: SizedRun, price: float | None) -> dict[str, Any]:
     """One row of the CSV output; the names of columns carry the units."""
     row: dict[str, Any] = {}
-    for name, value in vars(scale).items():
-        row |= {f"{part}_hours": hours for part, hours in scale.hours.items()} if name == "hours" else {name: value}
-    return row
+    for name, value in vars(run.scale).items():
+        row |= {f"{part}_hours": hours for part, hours in run.scale.hours.items()} if name == "hours" else {name: value}
+    length, hours = run.length, run.accelerator_hours
+    row |= {"days": run.days, "accelerator_hours": hours, "price": None if price is None else hours * price}
+    row |= {"layout": run.layout or None, "step_s": None, "steps": None}
+    return row if length is None else row | {"step_s": length.step_s, "steps": length.steps}
 
 
-def as_values(answer: ReliabilityAnswer, scales: Sequence[JobScale]) -> dict[str, Any]:
+def as_values(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> dict[str, Any]:
     """All values for `--json`."""
     assumed = asdict(answer.job) | {"checkpoint_bytes": answer.job.checkpoint_bytes}
-    del assumed["communication_share"]  # may differ from one number of GPUs to the next
+    for name in ("communication_share", "days", "interval_s"):  # may differ from one number of GPUs to the next
+        del assumed[name]
     return {
         "assumptions": assumed,
         "rate_from": answer.rate_source,
@@ -123,19 +133,20 @@ def as_values(answer: ReliabilityAnswer, scales: Sequence[JobScale]) -> dict[str
         "failures_per_node_hour": None if answer.components is None else answer.components.failures_per_hour(),
         "published_band": list(PUBLISHED_BAND),
         "observations": [asdict(row) for row in OBSERVATIONS],
-        "scales": [flat(scale) for scale in scales],
-        "notices": notices(answer, scales),
+        "interval_from": answer.interval_source,
+        "scales": [flat(run, answer.price) for run in runs],
+        "notices": notices(answer, runs),
     }
 
 
-def _tables(answer: ReliabilityAnswer, scales: Sequence[JobScale]) -> list[Table]:
-    job, is_best = answer.job, answer.job.interval_s is None
+def _tables(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> list[Table]:
     rows = []
-    for scale in scales:
-        row = flat(scale)
+    for run in runs:
+        row = flat(run, answer.price)
         minutes = {"interval_min": row["interval_s"] / 60, "young_interval_min": row["young_interval_s"] / 60}
         percentages = {"goodput_percent_at_high_rate": 100 * row["goodput_at_high_rate"]}
-        rounded = {name: _figures(value) for name, value in (row | minutes).items() if name.endswith(ROUNDED)}
+        known = {name: value for name, value in (row | minutes).items() if value is not None}
+        rounded = {name: _figures(value) for name, value in known.items() if name.endswith(ROUNDED)}
         rows.append(row | percentages | rounded)
     failures = {
         "GPUs": "{gpus:,}",
@@ -150,10 +161,10 @@ def _tables(answer: ReliabilityAnswer, scales: Sequence[JobScale]) -> list[Table
         "GPUs": "{gpus:,}",
         "duration of a save\ns": "{save_duration_s}",
         "of which blocking\ns": "{save_blocked_s}",
-        f"interval{' (Daly 2006)' if is_best else ''}\nmin": "{interval_min}",
+        "interval\nmin": "{interval_min}",
         "first order (Young 1974)\nmin": "{young_interval_min}",
     }
-    lost = [part for part in scales[0].hours if part != "computation"]
+    lost = [part for part in runs[0].scale.hours if part != "computation"]
     hours = {"GPUs": "{gpus:,}"} | {f"{part}\nh": f"{{{part}_hours:,.1f}}" for part in lost}
     goodput = {
         "GPUs": "{gpus:,}",
@@ -167,15 +178,38 @@ def _tables(answer: ReliabilityAnswer, scales: Sequence[JobScale]) -> list[Table
         "from": "{reckoned}",
         "source": "{source}",
     }
-    intervals = "at the best interval" if is_best else "every interval as given"
+    is_same = len({run.days for run in runs}) == 1
+    during = f"{runs[0].days:,.4g} days" if is_same else "the run"
+    of_hours = f" of {runs[0].days * HOURS_PER_DAY:,.4g} h" if is_same else ""
     communication = f"; communication: {answer.communication_source}" if answer.communication_source else ""
     return [
-        Table.of(rows, failures, f"failures in {job.days:g} days", ()),
-        Table.of(rows, saves, f"checkpoints, {intervals}", ()),
+        *_length_table(answer, runs),
+        Table.of(rows, failures, f"failures in {during}", ()),
+        Table.of(rows, saves, f"checkpoints, interval: {answer.interval_source}", ()),
         # two tables: one of nine columns would not fit on a terminal
-        Table.of(rows, hours, f"hours lost of {job.days * HOURS_PER_DAY:,.4g} h{communication}", ()),
+        Table.of(rows, hours, f"hours lost{of_hours}{communication}", ()),
         Table.of(rows, goodput, "goodput", ()),
         Table.of(map(asdict, OBSERVATIONS), published, "published failures", text_columns=(0, 2, 3)),
+    ]
+
+
+def _length_table(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> list[Table]:
+    """The length of the run and its price; empty if only days are known."""
+    lengths = [run.length for run in runs if run.length is not None]
+    if not lengths and answer.price is None:
+        return []
+    columns = {"GPUs": "{gpus:,}"}
+    if lengths:
+        columns |= {"layout": "{layout}", "s/step": "{step_s:.3g}", "steps": "{steps:,}"}
+    columns |= {"days": "{days:.3g}", "accelerator-hours": "{accelerator_hours:,.0f}"}
+    if answer.price is not None:
+        columns |= {f"price, {answer.price:g}\nan hour": "{price:,.0f}"}
+    title = "length and price" if answer.price is not None else "length"
+    text_columns = (1,) if lengths else ()
+    return [
+        Table.of(
+            [flat(run, answer.price) for run in runs], columns, f"{title}, saves and failures included", text_columns
+        )
     ]
 
 

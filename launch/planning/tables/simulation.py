@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launch.output import Table, print_json
+from launch.planning.tables.outlook import money
 from launch.runtime.logs import get_logger
 from megalite.planner.reliability.checkpoints import time_shares
 from megalite.planner.reliability.failure_rates import failure_probability
@@ -22,6 +23,7 @@ from megalite.planner.reliability.run_simulation import (
     expected_maximum,
     spare_nodes_for,
 )
+from megalite.planner.units import count, short
 
 log = get_logger(__name__)
 
@@ -40,13 +42,19 @@ BAR = 50
 HEIGHTS = " ▁▂▃▄▅▆▇█"
 
 
-def show(simulated: Sequence[Simulated], gpus: int) -> None:
-    """Prints assumptions, the table, the timeline of one run and a histogram of the costs of failures."""
+def show(simulated: Sequence[Simulated], gpus: int, price: float | None, remarks: Sequence[str]) -> None:
+    """Prints assumptions, the table, the timeline of one run and a histogram of the costs of failures.
+
+    `price`: of an accelerator-hour; `remarks`: more notices.
+    """
     first = simulated[0]
     print(*assumptions(first.run, gpus), sep="\n")
     _hours_table(simulated).print()
+    if price is not None:
+        hours = accelerator_hours(first.run, gpus)
+        print(f"price: {money(hours * price)} for {count(hours)} accelerator-hours at {price:g}")
     print(*timeline(first.run, first.outcomes[0]), "", *cost_histogram(first.outcomes), sep="\n")
-    for notice in notices(simulated):
+    for notice in (*remarks, *notices(simulated)):
         log.info(notice)
 
 
@@ -56,10 +64,10 @@ def assumptions(run: SimulatedJob, gpus: int) -> list[str]:
     background = run.save.duration_s - run.save.blocked_s
     return [
         f"{gpus:,} GPUs on {run.nodes:,} nodes ({spare}, repaired after {run.repair_s / HOUR_S:g} h) for "
-        f"{run.duration_s / HOUR_S / 24:g} days; {run.rate_per_1000_node_days:g} failures per 1,000 node-days, one "
+        f"{run.duration_s / HOUR_S / 24:.4g} days; {run.rate_per_1000_node_days:g} failures per 1,000 node-days, one "
         f"every {_hours(run.mean_time_between_failures_s)}",
-        f"a checkpoint after every {run.interval_s / 60:.3g} min of training, which blocks {run.save.blocked_s:g} s"
-        + (f" and is usable {background:g} s later" if background else ""),
+        f"a checkpoint after every {run.interval_s / 60:.3g} min of training, which blocks {run.save.blocked_s:.3g} s"
+        + (f" and is usable {background:.3g} s later" if background else ""),
         f"a crash is noticed after {run.detection_s / 60:g} min, a hang ({run.hang_share:.0%} of failures) after "
         f"{run.hang_timeout_s / 60:g} min; a restart takes {run.restart_s / 60:g} min",
     ]
@@ -173,11 +181,19 @@ def rows(simulated: Sequence[Simulated], gpus: int) -> list[dict[str, Any]]:
     ]
 
 
-def show_json(simulated: Sequence[Simulated], gpus: int) -> None:
+def accelerator_hours(run: SimulatedJob, gpus: int) -> float:
+    """Hours of wall time times GPUs."""
+    return run.duration_s / HOUR_S * gpus
+
+
+def show_json(simulated: Sequence[Simulated], gpus: int, price: float | None, remarks: Sequence[str]) -> None:
     """Prints assumptions, summaries and every run as JSON."""
+    hours = accelerator_hours(simulated[0].run, gpus)
     print_json(
         {
             "assumptions": asdict(simulated[0].run),
+            "accelerator_hours": hours,
+            "price": None if price is None else hours * price,
             "rates": [
                 {
                     "rate_per_1000_node_days": each.run.rate_per_1000_node_days,
@@ -190,7 +206,7 @@ def show_json(simulated: Sequence[Simulated], gpus: int) -> None:
                 for each in simulated
             ],
             "runs": rows(simulated, gpus),
-            "notices": notices(simulated),
+            "notices": [*remarks, *notices(simulated)],
         }
     )
 
@@ -227,4 +243,4 @@ def _percent(value: Spread) -> str:
 def _hours(seconds: float) -> str:
     if seconds == math.inf:
         return "never"
-    return f"{seconds / HOUR_S:,.3g} h" if seconds >= 2 * HOUR_S else f"{seconds / 60:.3g} min"
+    return f"{short(seconds / HOUR_S)} h" if seconds >= 2 * HOUR_S else f"{seconds / 60:.3g} min"

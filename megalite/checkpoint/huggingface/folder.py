@@ -1,4 +1,4 @@
-"""Reads and writes the files of Hugging Face folders: `config.json`, weights with or without an index, a tokenizer.
+"""Reads and writes the files of Hugging Face folders: `config.json`, weights with or without an index.
 
 Reading: any slice of any tensor, after every tensor has been accounted for. Writing: weights streamed in blocks of
 rows into safetensors files of limited size. Names of tensors come in as plain dicts in the hub's spelling: which family
@@ -8,7 +8,6 @@ spells how is not known here.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,22 +24,6 @@ from megalite.checkpoint.manifest import Slices, printable
 GENERATION_CONFIG = "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-)
-MORE_TEMPLATES = "additional_chat_templates"  # a folder of .jinja files
 SHARD_BYTES = 2 * 10**9  # as transformers reads anywhere, and small enough to fetch again
 BLOCK_BYTES = 16 << 20  # of a tensor in memory at once; malloc keeps as much for the next block, more it maps anew
 
@@ -175,34 +158,6 @@ def _indexed_files(folder: Path, index: str) -> Mapping[str, set[str]]:
 def write_configs(folder: Path, config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> None:
     for name, values in ((CONFIG, config), (GENERATION_CONFIG, generation_config)):
         (folder / name).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def tokenizer_files(tokenizer: Path) -> list[Path]:
-    """Lists the files of a tokenizer with its chat templates; `tokenizer` is its folder or its tokenizer.json."""
-    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
-    named = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    return named + sorted(path for path in (folder / MORE_TEMPLATES).glob("*.jinja") if path.is_file())
-
-
-def copy_tokenizer(files: Iterable[Path], folder: Path) -> None:
-    """Copies a tokenizer's files unchanged. Raises CheckpointError for a link that leads out of its folder."""
-    listed = list(files)
-    check_tokenizer_links(listed)
-    for path in listed:
-        target = folder / MORE_TEMPLATES if path.parent.name == MORE_TEMPLATES else folder
-        target.mkdir(exist_ok=True)
-        shutil.copyfile(path, target / path.name)
-
-
-def check_tokenizer_links(files: Iterable[Path]) -> None:
-    """Raises CheckpointError for a link that leads out of its folder.
-
-    The hub's cache is made of links to its folder of blobs; any other could put a private file into an export.
-    """
-    for path in files:
-        real, home = path.resolve(), path.parent.resolve()
-        if home not in real.parents and not any(parent / "blobs" == real.parent for parent in home.parents):
-            raise CheckpointError(f"{path}: is a link that leads out of its folder: copy the file itself")
 
 
 def write_weights(

@@ -158,9 +158,10 @@ class _Stage:
         if model.final_logit_softcapping is not None:
             logits += 4.0 * numbers
         weight = rows * model.hidden_size
-        gradients = 4.0 * weight + (0 if is_wide else self.size * weight * (tokens > chunk))
+        of_products = 4 if is_wide or job.dtype == "fp16" else self.size
+        gradients = 4.0 * weight + (0 if is_wide else of_products * weight * (tokens > chunk))
         gradients += 4.0 * weight if is_wide and self.size < 4 else 0.0  # the head, widened
-        gradients += tokens * model.hidden_size * (4 if is_wide else self.size)
+        gradients += of_products * tokens * model.hidden_size
         # the last block's output and its norm's, which products read whole
         head = self.passing + self.whole + (self.passing if self.passing < self.whole else 0.0)
         return self._during(self._most_activations() + head, logits=logits, working=gradients)

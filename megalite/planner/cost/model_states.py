@@ -60,13 +60,15 @@ def _zero_1(job: TrainingWorkload, numbers: float, largest: float) -> States:
     is_mixed = size != accumulated
     own = accumulated * numbers / d
     copies = 0.0 if is_mixed else own + (4 * numbers / d if accumulated < 4 else 0)
+    is_cast = job.reduction_dtype != job.gradient_accumulation_dtype
+    per_number = accumulated + BYTES[job.reduction_dtype] * is_cast
     return States(
         weights=size * numbers,
         optimizer=_optimizer(job, size < 4) * numbers / d,
         gradients=accumulated * numbers,
         are_scattered=True,
         one_gradient=size * largest if is_mixed else 0.0,
-        reducing=accumulated * min(numbers, BUCKET) + (own if is_mixed else 0.0),
+        reducing=per_number * min(numbers, BUCKET) + (own if is_mixed else 0.0),
         own_gradients=own,
         stepping=max(copies, 8 * largest),
         updating=copies + _sgd(job, numbers),
@@ -76,15 +78,15 @@ def _zero_1(job: TrainingWorkload, numbers: float, largest: float) -> States:
 
 def _bf16_optimizer(job: TrainingWorkload, numbers: float, largest: float) -> States:
     """Follows runtime/bf16_optimizer.py: fp32 sums of all gradients in one buffer. `allreduce_bucket` of
-    runtime/engine.py copies it, unless it is larger than `MOST_TOGETHER`, and again in bf16, to sum it over the
-    replicas."""
+    runtime/engine.py copies it, unless it is larger than `MOST_TOGETHER`, and again if replicas sum it in bf16."""
+    rounded = 2 if job.reduction_dtype == "bf16" else 0
     return States(
         weights=2 * numbers,
         optimizer=_optimizer(job, True) * numbers / job.layout.data_parallel_size,
         gradients=4 * numbers,
         stay=True,
         one_gradient=(2 + 4) * largest,
-        reducing=(4 if numbers <= MOST_TOGETHER else 0) * numbers + 2 * numbers,
+        reducing=((4 if numbers <= MOST_TOGETHER else 0) + rounded) * numbers,
         own_gradients=4 * numbers,
         stepping=0.0,
         updating=_sgd(job, numbers),
@@ -94,17 +96,19 @@ def _bf16_optimizer(job: TrainingWorkload, numbers: float, largest: float) -> St
 
 def _zero_2(job: TrainingWorkload, numbers: float, largest: float) -> States:
     """Follows runtime/zero/stage_1_and_2.py: gradients go through `setup_buckets`' buffer, whose used part
-    `allreduce_and_scatter` flattens once more; `copy_grads_in_partition` or the compact buffer keeps this rank's."""
+    `allreduce_and_scatter` flattens, or `gradient_reduction_w_predivide` widens; `copy_grads_in_partition` or the
+    compact buffer keeps this rank's."""
     size, accumulated, d = BYTES[job.dtype], BYTES[job.gradient_accumulation_dtype], job.layout.data_parallel_size
     own, is_mixed = accumulated * numbers / d, size != accumulated
     again = own if job.micro_batches > 1 and not is_mixed else 0.0  # a micro-batch's, before they are added
+    widened = 4 * largest if BYTES[job.reduction_dtype] < accumulated else 0.0  # after the sum over the replicas
     return States(
         weights=size * numbers,
         optimizer=_optimizer(job, size < 4) * numbers / d,
         gradients=own,
         one_gradient=size * largest,
         bucket=size * BUCKET,
-        reducing=size * min(numbers, BUCKET) + (4 * largest if is_mixed else again),
+        reducing=BYTES[job.reduction_dtype] * min(numbers, BUCKET) + (widened if is_mixed else again),
         own_gradients=own,
         stepping=max(0.0 if is_mixed else own, 8 * largest),
         updating=own + _sgd(job, numbers),
@@ -117,6 +121,7 @@ def _zero_3(job: TrainingWorkload, numbers: float, largest: float) -> States:
     sums of gradients that are always there; weights stay gathered up to `MOST_LIVE`, beside the buffer of a
     prefetch."""
     size, accumulated, d = BYTES[job.dtype], BYTES[job.gradient_accumulation_dtype], job.layout.data_parallel_size
+    is_widened = BYTES[job.reduction_dtype] > size  # before `reduce_scatter_coalesced` joins them
     return States(
         weights=size * numbers / d,
         optimizer=_optimizer(job, True) * numbers / d,
@@ -124,7 +129,7 @@ def _zero_3(job: TrainingWorkload, numbers: float, largest: float) -> States:
         stay=True,
         one_gradient=size * largest,
         bucket=size * BUCKET,
-        reducing=size * min(numbers, BUCKET),
+        reducing=BYTES[job.reduction_dtype] * (1 + is_widened) * min(numbers, BUCKET),
         own_gradients=accumulated * numbers / d,
         stepping=max(4 * min(numbers / d, MOST_LIVE), 8 * largest / d),
         updating=4 * min(numbers / d, MOST_LIVE) + _sgd(job, numbers),

@@ -60,7 +60,7 @@ class StepTime:
     stages: tuple[StageTime, ...]
     between_stages_s: float  # for one tensor across one boundary
     model_flops: float  # of the whole step: what the mathematics needs, without recomputation
-    peak_flops: float  # of all accelerators, per second
+    peak_flops: float | None  # of all accelerators, per second; None for a CPU, whose peak is measured, not specified
     hidden_s: float = 0.0  # exchanges between replicas that are taken to run behind computation
 
     @property
@@ -68,9 +68,9 @@ class StepTime:
         return sum(self.parts.values())
 
     @property
-    def model_flops_utilization(self) -> float:
-        """MFU (Chowdhery 2022, appendix B), with scores above the diagonal counted as there."""
-        return self.model_flops / self.seconds / self.peak_flops
+    def model_flops_utilization(self) -> float | None:
+        """MFU (Chowdhery 2022, appendix B), with scores above the diagonal counted as there; None without a peak."""
+        return None if self.peak_flops is None else self.model_flops / self.seconds / self.peak_flops
 
 
 def step_time(job: TrainingWorkload, cluster: Cluster) -> StepTime:
@@ -108,7 +108,7 @@ def step_time(job: TrainingWorkload, cluster: Cluster) -> StepTime:
         between_stages_s=between,
         # forward, and twice as many of backward, of all micro-batches and replicas
         model_flops=3.0 * (_forward_flops(job) * count * layout.data_parallel_size),
-        peak_flops=cluster.peak_flops(job.dtype) * layout.world_size,
+        peak_flops=None if cluster.accelerator.device == "cpu" else cluster.peak_flops(job.dtype) * layout.world_size,
         hidden_s=max(0.0, data_ring(layout, cluster).seconds(data_moved(job, largest)) - exposed),
     )
 

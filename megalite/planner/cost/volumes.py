@@ -159,7 +159,7 @@ def data_moved(job: TrainingWorkload, stage: StageShape) -> Moved:
     if layout.data_parallel_size == 1:
         return Moved()
     weights, count = stage.parameters * BYTES[job.dtype], job.micro_batches
-    gradients = stage.parameters * BYTES[stack.gradient_dtype or job.dtype]
+    gradients = stage.parameters * BYTES[job.reduction_dtype]
     if stack.replicas == "all_reduce":
         return Moved(all_reduce=gradients)
     if stack.replicas == "sharded_optimizer":

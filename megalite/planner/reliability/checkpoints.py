@@ -13,6 +13,8 @@ from enum import StrEnum
 from megalite.planner.cost.model_states import MOMENTS
 
 TOO_LONG = 700.0  # exp of more is no float: nothing is ever finished
+LONGEST_INTERVAL_S = 3600.0
+LONGEST_IN_SAVES = 100  # times what a save blocks, where that is more than `LONGEST_INTERVAL_S`: saves then cost 1 %
 
 
 def young_interval_s(save_cost_s: float, mean_time_between_failures_s: float) -> float:
@@ -51,6 +53,18 @@ class Save:
     def __post_init__(self) -> None:
         if not 0 <= self.blocked_s <= self.duration_s:
             raise ValueError(f"a save that takes {self.duration_s} s cannot block training for {self.blocked_s} s")
+
+
+def planned_interval_s(save: Save, mean_time_between_failures_s: float) -> float:
+    """Returns the seconds of training between two saves under `checkpoint.interval: auto`, in plans and in runs.
+
+    It is `best_interval_s`, but at most an hour, or 100 times what a save blocks where that is longer: machines fail
+    seldom, but runs are also ended by people, drivers and schedulers, which no failure rate counts. A save in the
+    background must be complete before the next one, so no interval is shorter than that takes.
+    """
+    shortest_s = save.duration_s if save.duration_s > save.blocked_s else 0.0
+    best_s = best_interval_s(save.blocked_s, mean_time_between_failures_s, shortest_s)
+    return max(shortest_s, min(best_s, max(LONGEST_INTERVAL_S, LONGEST_IN_SAVES * save.blocked_s)))
 
 
 class Contents(StrEnum):

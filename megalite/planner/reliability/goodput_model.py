@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from megalite.planner.reliability.checkpoints import (
     Save,
     Storage,
-    best_interval_s,
     expected_ettr,
+    planned_interval_s,
     time_shares,
     young_interval_s,
 )
@@ -43,7 +43,7 @@ class Reliability:
     detection_s: float = 300.0  # from a failure until it is noticed
     restart_s: float = 300.0  # from then until training goes on: processes, loading, warming up
     communication_share: float = 0.0  # of a step that counts, in which GPUs wait for communication
-    interval_s: float | None = None  # of training between saves; None: the best
+    interval_s: float | None = None  # of training between saves; None: that of `checkpoint.interval: auto`
 
     @property
     def checkpoint_bytes(self) -> float:
@@ -130,20 +130,21 @@ def at_scale(job: Reliability, gpus: int) -> JobScale:
 
 
 def goodput_against_interval(job: Reliability, gpus: int, points: int = 61, spread: float = 30.0) -> list[JobScale]:
-    """Returns the job at intervals from the best one divided by `spread` to it times `spread`, in equal ratios, the
-    best among them.
+    """Returns the job at intervals around that of `checkpoint.interval: auto`: from it divided by `spread` to it times
+    `spread`, in equal ratios. The job's own is among them.
 
     Intervals that are shorter than a save takes are left out: one save at a time is on its way.
     """
     save = job.storage.save(job.checkpoint_bytes, gpus, nodes_of(gpus, job.gpus_per_node))
     mtbf_s = mtbf_hours(job.rate_per_1000_node_days, nodes_of(gpus, job.gpus_per_node)) * 3600
-    best_s = _interval_s(replace(job, interval_s=None), save, mtbf_s)
-    tried_s = [best_s * spread ** (2 * number / (points - 1) - 1) for number in range(points)]
+    planned_s = _interval_s(replace(job, interval_s=None), save, mtbf_s)
+    tried_s = {planned_s * spread ** (2 * number / (points - 1) - 1) for number in range(points)}
+    tried_s.add(_interval_s(job, save, mtbf_s))
     shortest_s = save.duration_s if job.storage.background else 0.0
-    return [at_scale(replace(job, interval_s=tried), gpus) for tried in tried_s if tried >= shortest_s]
+    return [at_scale(replace(job, interval_s=tried), gpus) for tried in sorted(tried_s) if tried >= shortest_s]
 
 
 def _interval_s(job: Reliability, save: Save, mtbf_s: float) -> float:
     if job.interval_s is not None:
         return max(job.interval_s, save.duration_s if job.storage.background else 0.0)
-    return best_interval_s(save.blocked_s, mtbf_s, save.duration_s if job.storage.background else 0.0)
+    return planned_interval_s(save, mtbf_s)

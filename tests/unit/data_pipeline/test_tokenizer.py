@@ -39,19 +39,67 @@ def test_training_is_reproducible_and_reused(stdlib_files: list[Path], tmp_path:
     written = (first / "tokenizer.json").stat().st_mtime_ns
     train_tokenizer(texts, first, 600)
     assert (first / "tokenizer.json").stat().st_mtime_ns == written
-    train_tokenizer(texts[:11], first, 600)
+    train_tokenizer(texts[:11], first, 600, overwrite=True)
     assert (first / "tokenizer.json").stat().st_mtime_ns != written
     (first / "trained_from.json").write_text("not json")
-    train_tokenizer(texts, first, 600)
+    train_tokenizer(texts, first, 600, overwrite=True)
     assert (first / "tokenizer.json").read_bytes() == (second / "tokenizer.json").read_bytes()
+
+
+def test_a_record_of_an_older_version_is_known_again(tmp_path: Path) -> None:
+    """It has neither sources nor the number of bytes; another version of `tokenizers` is no other training."""
+    train_tokenizer(["abc " * 9], tmp_path / "t", 258)
+    record = tmp_path / "t" / "trained_from.json"
+    facts = json.loads(record.read_text())
+    del facts["sources"], facts["text_bytes"]
+    record.write_text(json.dumps(facts | {"tokenizers": "0.1"}))
+    before = contents(tmp_path / "t")
+    train_tokenizer(["abc " * 9], tmp_path / "t", 258)
+    assert contents(tmp_path / "t") == before
+    with pytest.raises(DataError, match="vocabulary of 258, trained on text that is not named; asked is"):
+        train_tokenizer(["xyz " * 9], tmp_path / "t", 258)
+
+
+OTHERS = {
+    "another size": (lambda folder: None, ["abc " * 9], 259, "vocabulary of 258, .*one with a vocabulary of 259"),
+    "another text": (lambda folder: None, ["xyz " * 7], 258, r"\(36 bytes\); asked is one with .*\(28 bytes\): name"),
+    "text that has changed": (lambda folder: None, ["xyz " * 9], 258, "which has changed since: name another folder"),
+    "an unreadable record": (
+        lambda folder: (folder / "trained_from.json").write_text("[1]"), ["abc " * 9], 258, "not known what",
+    ),
+    "a tokenizer.json of somebody": (
+        lambda folder: (folder / "tokenizer.json").write_text("{}"), ["abc " * 9], 258, "changed since, or its",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_tokenizer_of_other_text_or_size_is_replaced_only_if_asked(other: str, tmp_path: Path) -> None:
+    """Every model that was trained with it would lose its words."""
+    change, texts, vocab_size, says = OTHERS[other]
+    folder = train_tokenizer(["abc " * 9], tmp_path / "t", 258)
+    change(folder)
+    before = contents(folder)
+    with pytest.raises(DataError, match=says) as caught:
+        train_tokenizer(texts, folder, vocab_size)
+    assert "\n" not in str(caught.value) and "--overwrite" in str(caught.value)
+    assert contents(folder) == before
+    train_tokenizer(texts, folder, vocab_size, overwrite=True)
+    train_tokenizer(texts, tmp_path / "fresh", vocab_size)
+    assert contents(folder) == contents(tmp_path / "fresh")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_a_tokenizer_from_elsewhere_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match=r"tokenizer.json was not trained here") as caught:
-        train_tokenizer(["text"], tmp_path, 300)
-    assert "\n" not in str(caught.value)
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("tokenizer.json", "{}")]
+    for overwrite in (False, True):  # a mistyped folder must not cost a model's tokenizer
+        with pytest.raises(DataError, match=r"tokenizer.json was not trained here") as caught:
+            train_tokenizer(["text"], tmp_path, 300, overwrite=overwrite)
+        assert "\n" not in str(caught.value)
+    assert contents(tmp_path) == {"tokenizer.json": b"{}"}
 
 
 def test_an_interrupted_training_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +138,11 @@ def test_bad_training_input_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="ask for at least 257"):
         train_tokenizer(["text"], tmp_path / "t", 256)
     assert not (tmp_path / "t").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="file is a file: name a folder"):
+        train_tokenizer(["text"], tmp_path / "file", 300)
+    with pytest.raises(DataError, match="file of another name"):
+        inspect_tokenizer(tmp_path / "file")
 
 
 def test_the_standard_library_is_text_without_tests(stdlib_files: list[Path]) -> None:

@@ -276,10 +276,15 @@ def test_a_tokenizer_retrained_since_is_not_exported(tmp_path: Path) -> None:
     digest = inspect_tokenizer(tokenizer).sha256
     forge(run, '"tokenizer_sha256": null', f'"tokenizer_sha256": "{digest}"')
     assert not export_hugging_face(run, tmp_path / "same", validate=False).notices
-    train_tokenizer(["xyz " * 9], tokenizer, 258)
-    with pytest.raises(USER_ERRORS, match=r"retrained or replaced since: give the old one back$"):
+    old = Path(shutil.copytree(tokenizer, tmp_path / "old"))
+    train_tokenizer(["xyz " * 9], tokenizer, 258, overwrite=True)
+    with pytest.raises(USER_ERRORS, match=rf"{digest}: .* replaced since: give its folder with --tokenizer$"):
         export_hugging_face(run, tmp_path / "other", validate=False)
+    with pytest.raises(USER_ERRORS, match=rf"^--tokenizer {tokenizer} is another .* and {digest} is wanted"):
+        export_hugging_face(run, tmp_path / "other", tokenizer=tokenizer, validate=False)
     assert not (tmp_path / "other").exists()
+    export_hugging_face(run, tmp_path / "other", tokenizer=old / "tokenizer.json", validate=False)
+    assert inspect_tokenizer(tmp_path / "other").sha256 == digest
 
 
 def test_a_checkpoint_that_retention_removes_meanwhile_is_exported_whole_or_said_to_be_gone(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from launch.parity.layout import ParityLayout
+from launch.parity.observations import REDUCTION
 from launch.parity.verify import References, Session
 from tests.helpers import defects
 from tests.helpers.odd_sizes import TIMEOUT_S, explain, problem, references_of
@@ -105,7 +106,7 @@ DEFECTS: list[tuple[Callable[[], None], ParityLayout, tuple[str, ...], str, dict
         defects.full_buckets_are_not_reduced,
         ParityLayout(tp=2, dp=2, zero=2),
         ("zero",),
-        "backward: the forward pass agrees",
+        "reduction: the optimizer does not get the mean",
         {},
     ),
     (
@@ -169,6 +170,22 @@ def test_a_planted_defect_is_caught_and_its_axis_named(
     (diagnosis,) = session.explain([verdict])
     assert diagnosis.axes == axes, diagnosis.sentences
     assert any(said in sentence for sentence in diagnosis.sentences), diagnosis.sentences
+
+
+@pytest.mark.slow
+def test_gradients_that_replicas_sum_in_bf16_are_a_defect_of_the_reduction() -> None:
+    """Nothing else differs by more than bf16 itself; on one process without accumulation nothing is summed."""
+    layout = ParityLayout(dp=2, zero=2)
+    asked = problem([layout], model={"num_hidden_layers": 2}, precision={"dtype": "bf16"})
+    defect = partial(defects.planted, defects.gradients_are_summed_in_16_bits)
+    session = Session(references_of(asked, "bf16"), TIMEOUT_S, solve=defect)
+    verdict = session.run(layout)
+    assert {failure.quantity.kind for failure in verdict.failures} == {REDUCTION}, explain(verdict)
+    (diagnosis,) = session.explain([verdict])
+    assert diagnosis.axes == ("dp",), diagnosis.sentences
+    said = next(sentence for sentence in diagnosis.sentences if sentence.startswith("reduction: "))
+    assert said.endswith("and a sum in 16 bits the rest"), said
+    assert session.run(ParityLayout()).passed and not session.run(ParityLayout(accumulation=3)).passed
 
 
 @pytest.mark.slow

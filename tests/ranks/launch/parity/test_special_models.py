@@ -134,7 +134,7 @@ def test_ten_steps(layout: ParityLayout) -> None:
 
 HALF = [
     ParityLayout(tp=2),
-    ParityLayout(dp=2, zero=2, accumulation=3),
+    ParityLayout(dp=3, zero=2, accumulation=2),
     ParityLayout(dp=2, zero=3),
     ParityLayout(tp=2, pp=2, sequence_parallel=True, recompute="selective", accumulation=3),
 ]

@@ -124,6 +124,48 @@ def test_bf16_is_as_near_as_its_inputs_allow() -> None:
         assert (mine.double() - theirs).norm() < 3 * epsilon * theirs.norm()  # type: ignore[union-attr]
 
 
+def autograd_over_fp32(x: Tensor, weight: Tensor, targets: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Both gradients as torch computes them from 16-bit logits, in the format of the inputs."""
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    logits = (x @ weight.t()).float().flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=IGNORED)
+    (loss * factor).backward()
+    assert x.grad is not None and weight.grad is not None
+    return x.grad, weight.grad
+
+
+def assert_no_worse_than_autograd(x: Tensor, weight: Tensor, targets: Tensor, factor: float, first: int = 0) -> None:
+    """Both gradients of the head in fp16, the weight's from row `first`, against float64 of the same fp16 numbers."""
+    x, weight = x.half().requires_grad_(), weight.half().requires_grad_()
+    theirs = autograd_over_fp32(x, weight, targets, factor)
+    (head_loss(x, weight, targets, len(weight), TensorParallel()) * factor).backward()
+    _, *exact = expected(x.detach(), weight.detach(), targets, factor)
+    assert x.grad is not None and weight.grad is not None
+    for name, *gradients in zip(("hidden", "weight"), (x.grad, weight.grad), theirs, exact, strict=True):
+        ours, their, truth = (each[first:] if name == "weight" else each for each in gradients)
+        assert torch.isfinite(ours).all(), f"{name} at {factor:g}"
+        error, their_error = ((each.double() - truth).norm() / truth.norm() for each in (ours, their))
+        assert error < 1.1 * their_error + 1e-4, f"{name} at {factor:g}: {error:.1e}, autograd {their_error:.1e}"
+
+
+@pytest.mark.parametrize(("tokens", "feature"), [(16384, 5.0), (4096, 20.0)])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-8])
+def test_a_frequent_token_overflows_fp16_only_where_a_loss_scale_helps(
+    tokens: int, feature: float, scale: float
+) -> None:
+    """The sum of so many features of one sign is 80,000, before it is divided by the number of tokens."""
+    x, weight, targets = problem(tokens, 131, hidden=8, scale=0.05, ignored=0.0)
+    assert_no_worse_than_autograd(x + feature, weight, targets.fill_(7), scale / tokens)
+
+
+def test_rare_tokens_of_a_large_vocabulary_keep_their_digits_in_fp16() -> None:
+    """Their probabilities are 1e-5, where fp16 has six bits left, and one rounding is 2e-3."""
+    x, weight, targets = problem(CHUNK_TOKENS + 9, 131_072, hidden=16, scale=0.02)
+    assert_no_worse_than_autograd(
+        x, weight, torch.where(targets == IGNORED, IGNORED, targets % 97), 2.0**16 / 8192, first=97
+    )
+
+
 def _on_ranks(rank: int, cases: list[tuple[int, float, bool, float | None]]) -> list[dict[str, Any]]:
     """Per case the loss, the whole hidden gradient's slice and the weight gradient of this rank's rows."""
     tp_size, seen = dist.get_world_size(), []

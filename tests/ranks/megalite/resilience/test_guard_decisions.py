@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
+import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from megalite.config import Config, resolve_layout
 from megalite.config.sections import GuardsConfig
 from megalite.engine.build import build_engine
 from megalite.engine.deepspeed_internals import loss_scaler_state, set_loss_scaler_state
-from megalite.engine.engine import Engine
+from megalite.engine.engine import Engine, StepResult
 from megalite.resilience.guards import Action, Guard, Intervention
 from models.decoder import decoder_layers
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
@@ -164,6 +166,11 @@ def _judgements(rank: int) -> None:
     guard.restore({"losses": [5.0, 5.0, 5.0]})  # pushes the others out
     assert guard.takes(lambda: 5.000001), "rounding is no spike where losses are equal"
     assert not guard.takes(lambda: 5.1)
+    guard = Guard(engine, GuardsConfig(loss_spike="skip", spike_window=3))
+    for loss in (5.5, 0.0, 4.5):  # 0 is that of a batch without any target
+        guard.takes(partial(float, loss))
+        guard.after(1, StepResult(loss=torch.tensor(loss), grad_norm=0.0, skipped=False), [])
+    assert guard.state()["losses"] == [5.5, 4.5]
 
 
 def test_what_is_a_spike() -> None:

@@ -3,11 +3,13 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from data_pipeline.dataset import PackedSamples
 from data_pipeline.errors import DataError
 from data_pipeline.indexed import IndexedTokens
 from data_pipeline.prepare.prepare import PrepareProgress, prepare
+from data_pipeline.tokenizer import inspect_tokenizer, train_tokenizer, trained_tokenizer
 
 REPOSITORY = Path(__file__).parents[4]
 
@@ -139,10 +142,10 @@ def test_a_finished_job_is_reused_and_a_changed_one_is_not(tokenizer_folder: Pat
     again = prepare([str(source)], output, tokenizer_folder, workers=1)
     assert (first.reused, again.reused) == (False, True)
     assert (again.sha256, again.token_count, again.document_count) == (first.sha256, first.token_count, 1)
-    assert not prepare([str(source)], output, tokenizer_folder, append_eos=False).reused
-    assert prepare([str(source)], output, tokenizer_folder, append_eos=False).token_count == first.token_count - 1
+    without_end = prepare([str(source)], output, tokenizer_folder, append_eos=False, overwrite=True)
+    assert not without_end.reused and without_end.token_count == first.token_count - 1
     source.write_text("one two four!")
-    changed = prepare([str(source)], output, tokenizer_folder)
+    changed = prepare([str(source)], output, tokenizer_folder, overwrite=True)
     assert not changed.reused
     assert changed.sha256 != first.sha256
     Path(f"{output}.bin").write_bytes(b"")
@@ -157,7 +160,7 @@ def test_parts_of_another_job_are_thrown_away(tokenizer_folder: Path, tmp_path: 
     (parts / "journal.json").write_text('{"job_sha256": "another"}')
     np.savez(parts / "part-000000.npz", tokens=np.array([1, 2], dtype=np.uint16), document_ends=np.array([2]))
     summary = prepare([str(source)], output, tokenizer_folder)
-    assert summary.resumed_parts == 0
+    assert (summary.resumed_parts, summary.discarded_parts) == (0, 1)
     assert IndexedTokens(output).document(0).tolist() != [1, 2]
 
 
@@ -213,9 +216,92 @@ def test_bad_input_is_one_sentence_and_leaves_no_output(tokenizer_folder: Path, 
 def test_a_foreign_corpus_is_not_overwritten(tokenizer_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "c.bin").write_bytes(b"precious")
-    with pytest.raises(DataError, match=r"c.bin exists and was not written by prepare"):
+    for overwrite in (False, True):
+        with pytest.raises(DataError, match=r"c.bin exists and was not written by prepare"):
+            prepare([str(tmp_path / "a.txt")], tmp_path / "c", tokenizer_folder, overwrite=overwrite)
+    assert (tmp_path / "c.bin").read_bytes() == b"precious" and not (tmp_path / "c.parts").exists()
+    (tmp_path / "c.meta.json").write_text("{")
+    with pytest.raises(DataError, match=r"meta.json is not readable, so it is not known what"):
         prepare([str(tmp_path / "a.txt")], tmp_path / "c", tokenizer_folder)
     assert (tmp_path / "c.bin").read_bytes() == b"precious"
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+OTHER_JOBS: dict[str, tuple[dict[str, Any], str]] = {
+    "other sources": ({"sources": ["b.txt"]}, r"from a.txt .*; asked is b.txt with the tokenizer .*, vocabulary 600: "),
+    "another tokenizer": ({"tokenizer": "small"}, r"vocabulary 600; asked is a.txt with the tokenizer small, .* 258: "),
+    "a tokenizer made again": ({"tokenizer": "copy"}, "600, whose tokenizer.json is another one since: "),
+    "another option": ({"append_eos": False}, "600, --no-append-eos: choose another output"),
+    "another field": ({"text_field": "content"}, r"600, --text-field content \(not text\): "),
+    "a file that has changed": ({"change": True}, "600, whose files are others or have changed since: "),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_JOBS)
+def test_prepared_data_is_replaced_by_another_job_only_if_asked(
+    other: str, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs that use it could not go on."""
+    options, says = OTHER_JOBS[other]
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tokenizer_folder, "copy")
+    train_tokenizer(["abc " * 9], Path("small"), 258)
+    for name in ("a.txt", "b.txt"):
+        Path(name).write_text(f"the text of {name}")
+    used = Path("copy") if options.get("tokenizer") == "copy" else tokenizer_folder
+    prepare(["a.txt"], Path("c"), used)
+    if options.get("tokenizer") == "copy":
+        Path("copy/tokenizer.json").write_text(json.dumps(json.loads(Path("copy/tokenizer.json").read_text())))
+    if options.get("change"):
+        Path("a.txt").write_text("another text")
+    sources, tokenizer = options.get("sources", ["a.txt"]), Path(options.get("tokenizer", used))
+    others = {key: value for key, value in options.items() if key in ("append_eos", "text_field")}
+    before = everything(tmp_path)
+    for dry_run in (True, False):
+        with pytest.raises(DataError, match=f"c holds 1 document prepared .*{says}") as caught:
+            prepare(sources, Path("c"), tokenizer, dry_run=dry_run, **others)
+        assert "\n" not in str(caught.value) and "--overwrite" in str(caught.value)
+    assert everything(tmp_path) == before and not Path("c.parts").exists()
+    assert not prepare(sources, Path("c"), tokenizer, overwrite=True, **others).reused
+    assert prepare(sources, Path("c"), tokenizer, **others).reused
+
+
+def test_an_overwriting_run_that_is_killed_leaves_the_old_data_and_goes_on(
+    corpus: list[str], tokenizer_folder: Path, reference: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    output, first = tmp_path / "c", [str(tmp_path / "a.txt")]
+    prepare(first, output, tokenizer_folder)
+    before = written(output)
+
+    def die(_: PrepareProgress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(corpus, output, tokenizer_folder, workers=1, overwrite=True, progress=die)
+    assert written(output) == before
+    assert prepare(first, output, tokenizer_folder).reused, "the old data is whole"
+    with pytest.raises(DataError, match="holds 1 document prepared from"):
+        prepare(corpus, output, tokenizer_folder)
+    summary = prepare(corpus, output, tokenizer_folder, workers=1, overwrite=True)
+    assert summary.resumed_parts == 1 and written(output) == written(reference)
+
+
+def test_a_trained_tokenizer_is_written_with_the_data_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc " * 9)
+    output, texts = tmp_path / "c", ["abc " * 9]
+    prepare([str(tmp_path / "a.txt")], output, trained_tokenizer(texts, tmp_path / "one", 258))
+    assert inspect_tokenizer(tmp_path / "one").vocab_size == 258
+    with pytest.raises(DataError, match=r"vocabulary 258; asked is .*vocabulary 259"):
+        prepare([str(tmp_path / "a.txt")], output, trained_tokenizer(texts, tmp_path / "two", 259))
+    prepare([str(tmp_path / "a.txt")], tmp_path / "d", trained_tokenizer(texts, tmp_path / "two", 259), dry_run=True)
+    assert not (tmp_path / "two").exists()
+    shutil.rmtree(tmp_path / "one")
+    again = prepare([str(tmp_path / "a.txt")], output, trained_tokenizer(texts, tmp_path / "one", 258))
+    assert again.reused and inspect_tokenizer(tmp_path / "one").vocab_size == 258
 
 
 def test_two_runs_at_once_are_refused(tokenizer_folder: Path, tmp_path: Path) -> None:

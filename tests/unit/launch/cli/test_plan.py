@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,7 +79,8 @@ def test_people_see_the_cluster_the_layouts_and_why(plan: Plan, files: tuple[str
     assert "cluster: four, 1 node x 4 accelerator" in out
     rows = [line for line in out.splitlines() if "micro-batch" in line and line.startswith("│")]
     assert len(rows) == 3 and "as written" in rows[0] and "tp 1 pp 1 dp 4 micro-batch 2" in rows[0]
-    assert all(unit in out for unit in ("GiB", "s/step", "tokens/s", "MFU", "bubble"))
+    assert all(unit in out for unit in ("GiB", "s/step", "tokens/s", "bubble")) and "MFU" not in out
+    assert "MFU" in plan(config, "--gpus", "4", "--accelerator", "H100")[0], "a CPU has no specified peak"
     assert "bound by" in out and "next best" in out and "dropped" in out
 
 
@@ -115,6 +117,48 @@ def test_json_and_csv_say_the_same(plan: Plan, files: tuple[str, str]) -> None:
         assert (fact["data_parallel_size"], fact["micro_batch_size"]) == (2, 1), "an override is kept"
         assert fact["accelerators"] == 4
     assert [fact["step_s"] for fact in facts["layouts"]] == sorted(fact["step_s"] for fact in facts["layouts"])
+
+
+H100S = ("--gpus", "8", "--accelerator", "H100")
+
+
+def test_people_are_told_how_long_and_how_much(plan: Plan, files: tuple[str, str]) -> None:
+    """The steps of the tokens, and the price of the accelerators' hours; a guess on a CPU has one digit."""
+    words = (files[0], *H100S, "training.steps=null", "training.tokens=1000000000")
+    out, _ = plan(*words, "--price-per-accelerator-hour", "3")
+    config = load_run_config(Path(files[0]), ["training.steps=null", "training.tokens=1000000000"])
+    assert f"length: {config.total_steps:,} steps, 1 billion tokens: " in out
+    assert "expected wall time: " in out and "price: " in out and "checkpoints: every " in out
+    run = json.loads(plan(*words, "--json", "--price-per-accelerator-hour", "3")[0])["run"]
+    assert run["steps"] == config.total_steps and run["checkpoint_interval"] == "auto"
+    assert run["training_days"] * 86_400 == pytest.approx(run["steps"] * run["step_s"])
+    assert run["expected_days"] == pytest.approx(run["training_days"] / run["goodput"])
+    assert run["accelerator_hours"] == pytest.approx(24 * 8 * run["expected_days"])
+    assert run["price"] == pytest.approx(3 * run["accelerator_hours"])
+    out, _ = plan(files[0], "--cluster", files[1])
+    assert re.search(r"^length: .* tokens: roughly \d+ \w+$", out, re.MULTILINE) and "price" not in out
+
+
+@pytest.mark.parametrize("checkpoint", [[], ["checkpoint.background=false"], ["checkpoint.interval=7"]])
+@pytest.mark.parametrize("hours", [[], ["checkpoint.mean_hours_between_failures=5"]])
+def test_all_plans_agree_on_one_interval(
+    plan: Plan, files: tuple[str, str], checkpoint: list[str], hours: list[str], tmp_path: Path
+) -> None:
+    """`plan`, `plan reliability` and `plan simulate`, for one config on one cluster, and the length that follows."""
+    best = str(tmp_path / "best.yaml")
+    stated = ["training.global_batch_size=8", "training.steps=100000", *checkpoint, *hours]
+    run = json.loads(plan(files[0], *stated, *H100S, "--write", best, "--json")[0])["run"]
+    (scale,) = json.loads(plan("reliability", best, *H100S, "--json")[0])["scales"]
+    simulated = json.loads(plan("simulate", best, *H100S, "--seeds", "1", "--json")[0])["assumptions"]
+    assert scale["interval_s"] == pytest.approx(run["checkpoint_interval_s"])
+    assert simulated["interval_s"] == pytest.approx(run["checkpoint_interval_s"])
+    assert (simulated["save"]["blocked_s"], simulated["save"]["duration_s"]) == pytest.approx(
+        (run["save_blocked_s"], run["save_duration_s"])
+    )
+    assert simulated["duration_s"] == pytest.approx(86_400 * run["expected_days"])
+    assert (scale["days"], scale["steps"]) == (pytest.approx(run["expected_days"]), 100_000)
+    if "checkpoint.interval=7" in checkpoint:
+        assert run["checkpoint_interval_s"] == pytest.approx(max(7 * run["step_s"], run["save_duration_s"]))
 
 
 def test_the_layout_as_written_is_told_where_it_cannot_be(plan: Plan, files: tuple[str, str]) -> None:
@@ -224,7 +268,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a model that fits nowhere": (
         ["--gpus", "1", "--accelerator", "H100", "model.intermediate_size=200000000", "precision.dtype=bf16"],
-        ["fits in no layout on 1 x H100", "lacks", "GiB", "no number of them", "a smaller model"],
+        ["fits in no layout on 1 x H100", "lacks", "GiB", "no number of them up to", "needs", "a smaller model"],
     ),
     "a model that needs more GPUs": (
         ["--gpus", "1", "--accelerator", "H100", "model.intermediate_size=20000000", "precision.dtype=bf16"],
@@ -247,6 +291,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "a result in a folder that is not there": (["--write", "no/x"], ["no/x cannot be written: there is no folder"]),
     "a result that is a folder": (["--html", "/", "--overwrite"], ["/ cannot be written: it is a folder"]),
     "a name that is not text": (["--write", "a\udcff.yaml"], ["'a\\udcff.yaml' is not UTF-8: rename it"]),
+    "a price below nothing": (["--price-per-accelerator-hour", "-1"], ["--price-per-accelerator-hour -1: must be"]),
     "CSV and JSON": (["--csv", "--json"], ["--json and --csv", "give one"]),
 }
 

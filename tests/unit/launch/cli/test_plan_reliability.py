@@ -16,13 +16,14 @@ from launch import output
 from launch.cli.plan import plan_app
 from launch.cli.plan_reliability import parse_gpus
 from launch.errors import LaunchError
-from launch.planning import prediction
-from launch.planning.prediction import COMMUNICATION, predicted_share
+from launch.planning.cluster import nodes_of
+from launch.planning.prediction_by_size import COMMUNICATION, job_on, step_on
 from launch.trainer.run_config import load_run_config
 from megalite.config import ConfigError
 from megalite.planner.hardware import find_accelerator
 from megalite.planner.reliability.failure_rates import LLAMA_3, OBSERVATIONS, Components
 from megalite.planner.reliability.goodput_model import Reliability, at_scale
+from megalite.planner.search import search
 from tests.conftest import write_config
 from tests.unit.launch.cli.test_app import megalite
 
@@ -139,17 +140,53 @@ def test_communication_is_predicted_for_a_config(tiny: dict[str, Any], tmp_path:
     cut = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2}
     path = write_config(tmp_path / "c.yaml", tiny | {"parallel": cut, "precision": {"dtype": "bf16"}})
     config = load_run_config(path)
-    share = predicted_share(config, "H100", 8)
+
+    def share(gpus: int) -> float:
+        return step_on(config, "H100", gpus, 8).communication_share
+
     assert 0 < share(8) < share(512) < 1 and len(COMMUNICATION) == 3
-    found = answer(str(path), "--accelerator", "H100", "--gpus", "8,512")
+    found = answer(str(path), "--accelerator", "H100", "--gpus", "8,512", "--days", "30")
     for scale in found["scales"]:
         assert scale["communication_hours"] == pytest.approx(720 * scale["goodput"] * share(scale["gpus"]))
     assert found["communication_from"] == "predicted for H100"
     with pytest.raises(LaunchError, match="use 4 or 8"):
-        predicted_share(config, "H100", 2)(6)
+        step_on(config, "H100", 6, 2)
     with pytest.raises(ConfigError, match="H100"):
         plan(str(path), "--accelerator", "H1000")
     assert find_accelerator("H100")
+
+
+def test_a_layout_that_is_auto_is_chosen_as_plan_does(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """For each number of GPUs; numbers on which nothing works are left out and named."""
+    tiny["training"] |= {"global_batch_size": 16, "steps": 1000}
+    del tiny["training"]["micro_batch_size"]
+    path = write_config(tmp_path / "c.yaml", tiny | {"parallel": "auto"})
+    found = answer(str(path), "--accelerator", "H100", "--gpus", "8,16,4096", "--price-per-accelerator-hour", "2")
+    assert [scale["gpus"] for scale in found["scales"]] == [8, 16]
+    for scale in found["scales"]:
+        cluster = nodes_of("H100", scale["gpus"] // 8, 8, "x")
+        config = load_run_config(path)
+        best = search(config, cluster, free=config.unresolved_options).best
+        assert best is not None and scale["layout"] == str(best.layout)
+        assert scale["step_s"] == best.time.seconds and scale["steps"] == 1000
+        assert scale["days"] * 86_400 == pytest.approx(1000 * scale["step_s"] / scale["goodput"])
+        assert scale["price"] == pytest.approx(2 * 24 * scale["days"] * scale["gpus"])
+    assert found["notices"][0].startswith("left out: 4,096 GPUs, because no layout works on 4096 x H100")
+    told = plan(str(path), "--accelerator", "H100", "--gpus", "8,16")
+    assert "length, saves and failures included" in told and "accelerator-hours" in told
+    with pytest.raises(LaunchError, match="no layout works on 4096 x H100"):
+        plan(str(path), "--accelerator", "H100", "--gpus", "4096")
+
+
+def test_what_is_not_counted_is_told(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """An interval in steps without their time, and a mean time between failures for several sizes of job."""
+    checkpoint = {"interval": 50, "mean_hours_between_failures": 1500.0}
+    path = write_config(tmp_path / "c.yaml", tiny | {"checkpoint": checkpoint})
+    steps, hours = answer(str(path), "--gpus", "8,16")["notices"][:2]
+    assert steps.startswith("checkpoint.interval 50 is not counted") and "1500 is not counted" in hours
+    one = answer(str(path), "--gpus", "8")
+    assert one["scales"][0]["mtbf_hours"] == pytest.approx(1500) and "is not counted here" not in str(one["notices"])
+    assert "checkpoint.mean_hours_between_failures=1500" in plan(str(path), "--gpus", "8"), "a plain number"
 
 
 def test_the_tutorial_is_printed_with_what_contradicts_it() -> None:
@@ -212,5 +249,5 @@ def test_the_batch_grows_with_the_replicas(tiny: dict[str, Any], tmp_path: Path)
     tiny["parallel"] = {"data_parallel_size": 2}
     config = load_run_config(write_config(tmp_path / "c.yaml", tiny))
     for gpus in (2, 8, 64):
-        job = prediction._job(config, gpus)
+        job = job_on(config, gpus)
         assert (job.layout.data_parallel_size, job.global_batch_size, job.micro_batches) == (gpus, 2 * gpus, 2)

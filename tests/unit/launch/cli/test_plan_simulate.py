@@ -64,9 +64,16 @@ def test_auto_is_dalys_interval() -> None:
     assert json.loads(done.stdout)["assumptions"]["interval_s"] == pytest.approx(4459, rel=0.01)
 
 
+def test_hours_have_no_exponent() -> None:
+    done = megalite("plan", "simulate", "--gpus", "32", "--days", "3", "--seeds", "1")
+    assert "one every 1,500 h" in done.stdout and "e+" not in done.stdout, done.stderr
+    assert "a save of 60 s, for which training waits, is assumed" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        (("--accelerator", "H100"), "--accelerator H100 predicts the steps of a CONFIG.yaml: give one"),
         (("--gpus", "1001"), "take 1000 or 1008"),
         (("--days", "0"), "--days 0: must be a finite number above 0"),
         (("--interval", "often"), "--interval often: give minutes, such as 30, or auto"),

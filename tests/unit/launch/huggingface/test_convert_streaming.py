@@ -84,7 +84,9 @@ def test_progress_counts_every_byte_that_is_written(tmp_path: Path) -> None:
     writing = [(done, total) for what, done, total in seen if what.startswith("writing")]
     assert writing[-1] == (summary.bytes_written, summary.bytes_written)
     assert [done for done, _ in writing] == sorted(done for done, _ in writing)
-    assert {what for what, *_ in seen} == {f"writing {tmp_path / 'checkpoint'}", "comparing logits"}
+    assert {what for what, *_ in seen} == {f"writing {tmp_path / 'checkpoint'}", "comparing logits with transformers"}
+    comparing = [done for what, done, _ in seen if what.startswith("comparing")]
+    assert comparing[0] == 0 and comparing == sorted(comparing), "it is said before transformers is loaded"
 
 
 def _convert(way: str, tmp_path: Path, tell: Any, **options: Any) -> None:

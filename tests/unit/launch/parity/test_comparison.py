@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from launch.parity.comparison import ADAMW_WEIGHT, OF_TRANSFORMERS, TOLERANCES, ReferenceAnswer, compare, worst
-from launch.parity.observations import ArrayBlock, Observations, Quantity, assemble, by_step
+from launch.parity.comparison import (
+    ADAMW_WEIGHT,
+    OF_TRANSFORMERS,
+    TOLERANCES,
+    ReferenceAnswer,
+    compare,
+    reduction_bound,
+    reduction_deviations,
+    worst,
+)
+from launch.parity.observations import REDUCTION, ArrayBlock, Observations, Quantity, assemble, by_step
+from megalite.config.sections import PrecisionConfig
 
 GRADIENT, LOSS, NORM, TOKENS, WEIGHT, MOMENT = (
     Quantity("adamw", kind) for kind in ("gradient", "loss", "gradient norm", "token loss", "weight", "exp_avg")
@@ -155,3 +166,32 @@ def test_blocks_make_a_whole_and_copies_must_agree() -> None:
     seen, disagreements = assemble([[block(1, slice(0, 2))], [block(1.5, slice(1, 3))]])
     assert disagreements == ["adamw gradient of w differs between ranks 0 and 1 by 5.0e-01"]
     assert np.isnan(seen[GRADIENT]["w"][3]), "what no rank holds is no number"
+
+
+@pytest.mark.parametrize("micro_batches", [1, 6, 48])
+def test_rounding_of_a_sum_stays_below_its_bound_in_any_order(micro_batches: int) -> None:
+    """Measured on sums of numbers that cancel, pairwise and one by one; a sum in bf16 is above that of fp32."""
+    draw = np.random.default_rng(micro_batches)
+    terms = draw.standard_normal((2 * micro_batches, 20_000)).astype(np.float32)
+    terms[1::2] *= -0.99
+    exact, size = terms.sum(axis=0, dtype=np.float64), np.abs(terms).sum(axis=0, dtype=np.float64)
+    bound = reduction_bound(PrecisionConfig(), micro_batches)
+    one_by_one = np.zeros(terms.shape[1], dtype=np.float32)
+    for term in draw.permutation(terms):
+        one_by_one += term / np.float32(3)
+    others = terms / np.float32(3)
+    while len(others) > 1:
+        others = np.concatenate((others[:-1:2] + others[1::2], others[len(others) // 2 * 2 :]))
+    for found in (one_by_one, others[0]):
+        error = (np.abs(found - exact / 3) / (size / 3)).max()
+        assert 0 < error < bound, f"{error:.1e} of {bound:.1e}"
+    in_bf16 = (np.abs(torch.from_numpy(one_by_one).bfloat16().double().numpy() - exact / 3) / (size / 3)).max()
+    coarse = reduction_bound(PrecisionConfig(gradient_reduction_dtype="bf16"), micro_batches)
+    assert bound < in_bf16 < coarse
+
+
+def test_a_rank_without_the_parameter_says_nothing_and_one_with_nan_fails() -> None:
+    quantity = Quantity("adamw", REDUCTION)
+    seen = {quantity: {"a": np.array([np.nan, 1e-8]), "b": np.array([np.inf, 0.0])}}
+    a, b = reduction_deviations(seen, 1e-6)
+    assert a.passed and a.error == 1e-8 and not b.passed

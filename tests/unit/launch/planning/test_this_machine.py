@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import tempfile
 import threading
@@ -21,10 +22,11 @@ from hypothesis import strategies as st
 from launch.errors import LaunchError
 from launch.planning import measure_cpu
 from launch.planning import this_machine as machine_module
-from launch.planning.prediction import COPY, Prediction, comparison
+from launch.planning.prediction import COPY, Prediction, comparison, error_in_words, rough_error_in_words
 from launch.planning.this_machine import (
     Machine,
     MeasurementLimits,
+    contradict,
     describe_machine,
     gpu_in_catalogue,
     start_patience_s,
@@ -38,6 +40,7 @@ from megalite.planner.cost import memory
 from megalite.planner.cost.shapes import stages_of
 from megalite.planner.cost.step_time import step_time
 from megalite.planner.hardware import catalogue
+from megalite.planner.units import about
 
 MEASURED = {
     "core_flops": {"fp32": 1e11, "bf16": 2e11},
@@ -72,7 +75,7 @@ def four_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def measure(timeout_s: float) -> dict[str, Any]:
         times.append(1)
-        return MEASURED
+        return dict(MEASURED)
 
     for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
         monkeypatch.setenv(name, str(tmp_path / name))
@@ -398,8 +401,9 @@ def test_what_a_run_says(four_cores: list[int], config: Config) -> None:
     prediction = Prediction.of(config, layout, machine, "", 300 * 2**20)
     first, second = prediction.sentences()
     assert first.startswith("predicted: peak memory stage 0 ") and "stage 1" in first
-    assert f"a step on {machine.name} (efficiency 0.80, a guess" in second and "matrix products" in second
+    assert f"a step on {machine.name} (its efficiency is a guess, " in second and "matrix products" in second
     facts = prediction.facts()
+    assert facts["model_flops_utilization"] is None and facts["rough"] == machine.why_rough, "of a measured peak"
     for stage in facts["memory"]:
         assert stage["peak_mib"] == pytest.approx(sum(stage["parts_mib"].values()), abs=0.1)
         assert stage["parts_mib"]["process"] == 300 and stage["parts_mib"]["checkpoint copy"] > 0
@@ -407,11 +411,82 @@ def test_what_a_run_says(four_cores: list[int], config: Config) -> None:
     ranks = [{"peak_mib": 400.0, "process_mib": 300.0}, {"peak_mib": 410.0, "process_mib": 300.0}]
     measured = {"steps": 7, "step_time_s": 2 * facts["step_time_s"], "data_wait_s": 1.0, "ranks": ranks}
     step, memory = comparison(prediction, measured, Mesh.of(layout))
-    assert "(-50.0 %; median of 7, and waited 1.00 s for data)" in step
+    assert "(measured 2 times as long as predicted; median of 7, and waited 1.00 s for data)" in step
+    assert f"predicted roughly {about(facts['step_time_s'])}, measured" in step
+    assert "more than measured)" in memory or "less than measured)" in memory
     assert "stage 0 predicted" in memory and "measured 400 MiB" in memory and "measured 410 MiB" in memory
     unknown = comparison(prediction, measured | {"ranks": [None, ranks[1]], "step_time_s": None}, Mesh.of(layout))
     assert len(unknown) == 1 and "stage 0" not in unknown[0] and "stage 1" in unknown[0]
     assert comparison(prediction, measured | {"ranks": [], "step_time_s": None}, Mesh.of(layout)) == []
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "exact", "rough"),
+    [
+        (1.031, 1.0, "predicted 3.1 % more than measured", "within a factor of 2"),
+        (0.9, 1.0, "predicted 10.0 % less than measured", "within a factor of 2"),
+        (2.11, 0.105, "predicted 1909.5 % more than measured", "predicted 20 times as long as measured"),
+        (0.1, 0.553, "predicted 81.9 % less than measured", "measured 6 times as long as predicted"),
+    ],
+)
+def test_an_error_says_relative_to_what(predicted: float, measured: float, exact: str, rough: str) -> None:
+    assert error_in_words(predicted, measured) == exact
+    assert rough_error_in_words(predicted, measured) == rough
+
+
+def test_predictions_are_rough_until_calibrated_and_while_others_compute(
+    four_cores: list[int], config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One digit of a guess; three of a CPU that was fitted to its runs, unless somebody else computes on it."""
+    layout, machine = resolve_layout(config, 2, "cpu"), describe_machine(2)
+    _, said = Prediction.of(config, layout, machine).sentences()
+    assert re.match(r"predicted: roughly \d+ m?s a step on ", said) and "calibrate" in said
+    own = tmp_path / "XDG_CONFIG_HOME" / "megalite" / "hardware.yaml"
+    own.parent.mkdir(parents=True)
+    entry = machine.whole.model_dump(mode="json") | {"efficiency": 0.33, "calibrated_on": "a run"}
+    links = {machine.whole.intra_node: machine.link.model_dump(mode="json")}
+    own.write_text(json.dumps({"accelerators": {machine.name: entry}, "links": links}))
+    _, said = Prediction.of(config, layout, describe_machine(2)).sentences()
+    assert "roughly" not in said and "efficiency 0.33, a run" in said
+    monkeypatch.setattr(os, "getloadavg", lambda: (7.4, 0.0, 0.0))
+    _, said = Prediction.of(config, layout, describe_machine(2)).sentences()
+    assert "roughly" in said and "(somebody else computes here too, at a load of 7 on 4 cores)" in said
+
+
+def test_a_measurement_that_a_run_contradicts_is_repeated_once(
+    four_cores: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = describe_machine(1).name
+    assert not contradict(name, 1.0, 3.0) and not contradict(name, 3.0, 1.0), "that far off is a guess anyway"
+    monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 0.0, 0.0))
+    assert not contradict(name, 1.0, 50.0), "somebody else computes"
+    assert contradict(name, 20.0, 1.0), "which makes no step faster"
+    describe_machine(1)
+    assert len(four_cores) == 2
+    assert not contradict(name, 20.0, 1.0), "measured twice alike: the model is wrong, not the measurement"
+    describe_machine(1)
+    assert len(four_cores) == 2
+
+
+def test_a_repeated_measurement_may_be_contradicted_where_it_differs(
+    four_cores: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = describe_machine(1).name
+    assert contradict(name, 20.0, 1.0)
+    faster = {**MEASURED, "core_flops": {"fp32": 1e11, "bf16": 2e12}}
+    monkeypatch.setattr(machine_module, "_measure", lambda timeout_s: dict(faster))
+    assert describe_machine(1).cluster.peak_flops("bf16") == pytest.approx(8e12)
+    assert contradict(name, 20.0, 1.0)
+    assert not contradict("another CPU", 20.0, 1.0)
+
+
+def test_entries_of_an_earlier_way_to_measure_are_measured_again(four_cores: list[int], tmp_path: Path) -> None:
+    describe_machine(1)
+    cache = tmp_path / "XDG_CACHE_HOME" / "megalite" / "this_cpu.json"
+    ((key, entry),) = json.loads(cache.read_text()).items()
+    cache.write_text(json.dumps({key: {name: value for name, value in entry.items() if name != "measurement"}}))
+    describe_machine(1)
+    assert len(four_cores) == 2
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

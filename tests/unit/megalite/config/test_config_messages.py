@@ -121,11 +121,20 @@ BAD_OVERRIDES = [
     ),
     (
         "precision.gradient_accumulation_dtype=fp16",
-        ["precision.gradient_accumulation_dtype fp16", "precision.dtype bf16", "in fp32 or bf16"],
+        ["precision.gradient_accumulation_dtype fp16", "precision.dtype bf16", "use fp32 or bf16"],
     ),
     (
         "precision.dtype=fp32 precision.gradient_accumulation_dtype=bf16",
-        ["precision.dtype fp32: accumulate in fp32"],
+        ["precision.dtype fp32: use fp32"],
+    ),
+    (
+        "precision.gradient_reduction_dtype=fp16",
+        ["precision.gradient_reduction_dtype fp16", "precision.dtype bf16", "use fp32 or bf16"],
+    ),
+    ("deepspeed.communication_data_type=fp32", ["set precision.gradient_reduction_dtype"]),
+    (
+        "parallel.zero_stage=2 deepspeed.zero_optimization.reduce_scatter=true",
+        ["reduce_scatter true", "divide gradients in bf16 before it sums them in fp32", "remove it"],
     ),
     # DeepSpeed's own options
     ("deepspeed.train_batch_size=8", ["deepspeed.train_batch_size", "set training.global_batch_size"]),

@@ -31,12 +31,14 @@ EXPLICIT = {
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
     "gradient_clipping",
+    "communication_data_type",
     "steps_per_print",
     "wall_clock_breakdown",
     "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
     "zero_optimization.stage",
     "zero_optimization.contiguous_gradients",
+    "zero_optimization.reduce_scatter",
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.allgather_bucket_size",
     "bf16.enabled",
@@ -84,6 +86,26 @@ def test_precision(precision: dict[str, str], bf16: bool, fp16: bool, data_types
     result = made(1, precision=precision)
     assert (result["bf16"]["enabled"], result["fp16"]["enabled"]) == (bf16, fp16)
     assert result.get("data_types") == data_types
+
+
+@pytest.mark.parametrize(
+    ("precision", "reduced", "zero_2_scatters"),
+    [
+        ({"dtype": "fp32"}, "fp32", True),
+        ({}, "fp32", False),
+        ({"gradient_reduction_dtype": "bf16"}, "bf16", True),
+        ({"gradient_accumulation_dtype": "bf16"}, "bf16", True),
+        ({"gradient_accumulation_dtype": "bf16", "gradient_reduction_dtype": "fp32"}, "fp32", False),
+        ({"dtype": "fp16"}, "fp32", False),
+    ],
+    ids=str,
+)
+def test_replicas_sum_in_the_stated_format(precision: dict[str, str], reduced: str, zero_2_scatters: bool) -> None:
+    """DeepSpeed's own default is the format of the weights; and its ZeRO-2 divides before it widens."""
+    for stage in (1, 2, 3):
+        result = made(1, precision=precision, parallel={"zero_stage": stage})
+        assert result["communication_data_type"] == reduced
+        assert result["zero_optimization"]["reduce_scatter"] == (stage != 2 or zero_2_scatters)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5, 1.0])

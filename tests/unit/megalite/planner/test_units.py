@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megalite.planner.units import count, digits, duration, gib, percent, plural, seconds
+from megalite.planner.units import about, count, digits, duration, gib, percent, plain, plural, seconds
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,15 @@ from megalite.planner.units import count, digits, duration, gib, percent, plural
         (duration, 5.1 * 3600, "5.1 h"),
         (duration, 3.2 * 86400, "3.2 days"),
         (duration, 2000 * 86400, "2,000 days"),
+        (duration, float("inf"), "forever"),
+        (about, 0.553, "600 ms"),
+        (about, 2.11, "2 s"),
+        (about, 95, "2 min"),
+        (about, 26 * 3600, "30 h"),
+        (about, 19 * 86_400, "20 days"),
+        (about, 0.00004, "0.04 ms"),
+        (plain, 46.875, "46.9"),
+        (plain, 1500, "1500"),
         (percent, 0, "0 %"),
         (percent, 0.0001, "< 0.1 %"),
         (percent, 0.5668, "56.7 %"),

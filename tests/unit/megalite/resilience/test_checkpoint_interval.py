@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.planner.reliability.checkpoints import best_interval_s
-from megalite.resilience.checkpoint_interval import ASSUMED_HOURS, FailureHistory, IntervalPlanner
+from megalite.planner.reliability.checkpoints import Save, best_interval_s, planned_interval_s
+from megalite.resilience.checkpoint_interval import FailureHistory, IntervalPlanner
 
 
 def lost_share(interval_s: float, cost_s: float, duration_s: float, gaps_s: np.ndarray) -> float:
@@ -52,6 +52,25 @@ def test_an_interval_is_never_shorter_than_a_save_takes(cost_s: float, mean_s: f
     assert math.isfinite(interval_s) and interval_s >= duration_s
 
 
+def test_a_planned_interval_is_bounded() -> None:
+    """An hour, or what makes saves cost 1 %; each case is by another branch."""
+    day_s = 86400.0
+    assert planned_interval_s(Save(2.0, 2.0), day_s) == best_interval_s(2.0, day_s) < 3600
+    assert planned_interval_s(Save(20.0, 20.0), 250 * day_s) == 3600
+    assert planned_interval_s(Save(300.0, 300.0), 250 * day_s) == 100 * 300
+    assert planned_interval_s(Save(0.5, 5000.0), 250 * day_s) == 5000, "one save at a time is on its way"
+    assert planned_interval_s(Save(30.0, 30.0), 10.0) == 10.0, "a save that blocks has no other beside it"
+
+
+@given(st.floats(0, 1e4), st.floats(0, 1e4), st.floats(1e-3, 1e8))
+def test_saves_under_the_bound_cost_at_most_a_hundredth_more(blocked_s: float, behind_s: float, mean_s: float) -> None:
+    save = Save(blocked_s, blocked_s + behind_s)
+    interval_s = planned_interval_s(save, mean_s)
+    assert interval_s <= max(3600, 100 * blocked_s, save.duration_s)
+    best_s = best_interval_s(blocked_s, mean_s, save.duration_s if save.duration_s > blocked_s else 0.0)
+    assert interval_s == best_s or blocked_s <= 0.01 * interval_s * (1 + 1e-9)
+
+
 def started(previous_s: float = 0.0, startup_s: float = 0.0) -> dict[str, object]:
     return {"event": "started", "previous_s": previous_s, "startup_s": startup_s}
 
@@ -77,8 +96,12 @@ def test_failures_are_sessions_that_trained_and_never_said_that_they_end() -> No
 
 def test_without_failures_a_stated_assumption_holds_until_the_run_has_shown_better() -> None:
     history = FailureHistory.of([{"event": "started"}], None)
-    assert history.mean_time_between_failures(1200) == (ASSUMED_HOURS * 3600, "assumed: none seen in 20 min")
-    assert history.mean_time_between_failures(80 * 3600) == (80 * 3600, "at most: none in 80 h")
+    node_s = 24 * 3600 * 1000 / 4  # 4 failures in 1,000 days, as `megalite plan` assumes
+    mean_s, source = history.mean_time_between_failures(1200)
+    assert (mean_s, source) == (pytest.approx(node_s), "assumed for 1 node: none seen in 20 min")
+    mean_s, source = FailureHistory.of([{"event": "started"}], None, 300).mean_time_between_failures(1200)
+    assert (mean_s, source) == (pytest.approx(node_s / 300), "assumed for 300 nodes: none seen in 20 min")
+    assert FailureHistory(nodes=300).mean_time_between_failures(80 * 3600) == (80 * 3600, "at most: none in 80 h")
     configured = FailureHistory.of([{"event": "started"}, started(10)], 3.0)
     assert configured.mean_time_between_failures(5) == (3 * 3600, "as configured")
 
@@ -137,7 +160,7 @@ def test_the_planner_measures_early_then_keeps_the_best_interval() -> None:
             assert len(due) == 1 or said
             planner.saved(blocked_s=1.0, duration_s=20.0)
     interval_s = best_interval_s(1.0, 7200.0, 20.0)
-    assert due[0] == 10
+    assert due[0] == 40, "a minute of training"
     assert {after - before for before, after in pairwise(due)} == {round(interval_s / 1.5)}
     assert said == [
         "checkpoint.interval auto: a save every 119 s (80 steps), because one blocks 1 s and takes 20 s, and a "
@@ -154,7 +177,34 @@ def test_the_planner_measures_early_then_keeps_the_best_interval() -> None:
 
 def test_a_first_save_that_fails_is_tried_again_ever_more_seldom() -> None:
     planner = Steps(FailureHistory())
-    assert [step for step in range(1, 200) if planner.step(0.1)] == [10, 30, 70, 150]
+    assert [step for step in range(1, 200) if planner.step(10.0)] == [6, 18, 42, 90, 186]
+    planner = Steps(FailureHistory())
+    due = [step for step in range(1, 1000) if planner.step(120.0)]
+    assert due[0] == 1 and {later - earlier for earlier, later in pairwise(due[-9:])} == {30}, "an hour at most"
+
+
+def test_the_first_save_waits_for_no_minute_where_runs_fail_sooner() -> None:
+    planner = Steps(FailureHistory(configured_s=100.0))
+    assert [step for step in range(1, 12) if planner.step(1.0)] == [10]
+
+
+def test_a_run_of_less_than_a_minute_saves_only_at_its_end() -> None:
+    planner = Steps(FailureHistory())
+    assert not any(planner.step(0.05) for _ in range(1190))
+
+
+@pytest.mark.parametrize("step_s", [1.0, 700.0, 10_000.0])
+@pytest.mark.parametrize("blocked_s", [0.002, 3.0, 100.0])
+def test_what_a_killed_run_loses_is_bounded_without_any_information(step_s: float, blocked_s: float) -> None:
+    """At most an hour, or 100 times what a save blocks; half a step is rounding."""
+    planner, since_s, longest_s = Steps(FailureHistory()), 0.0, 0.0
+    for _ in range(int(40_000 / step_s) + 3):
+        since_s += step_s
+        longest_s = max(longest_s, since_s)
+        if planner.step(step_s):
+            since_s = 0.0
+            planner.saved(blocked_s, blocked_s + 1)
+    assert longest_s <= max(3600, 100 * blocked_s) + step_s
 
 
 def test_a_save_for_another_reason_puts_the_next_one_off() -> None:

@@ -19,7 +19,7 @@ def curve(total: int, **options: object) -> list[float]:
     return [learning_rate_factor(schedule, step, total) for step in range(total)]
 
 
-@given(name=NAMES, total=st.integers(2, 300), warmup_share=st.floats(0, 0.5), low=st.floats(0, 1))
+@given(name=NAMES, total=st.integers(2, 300), warmup_share=st.floats(0, 0.999), low=st.floats(0, 1))
 def test_rises_to_the_peak_falls_to_the_end_and_stays_between(
     name: str, total: int, warmup_share: float, low: float
 ) -> None:
@@ -30,7 +30,7 @@ def test_rises_to_the_peak_falls_to_the_end_and_stays_between(
     assert rising == sorted(rising) and all(0 < factor <= 1 for factor in rising)
     assert falling == sorted(falling, reverse=True)
     assert max(factors) == pytest.approx(1.0)
-    if name != "constant" and len(falling) > 1:
+    if name != "constant":
         assert falling[-1] == pytest.approx(low)
 
 
@@ -41,6 +41,12 @@ def test_closed_forms() -> None:
     )
     assert curve(6, name="wsd", decay_steps=3, min_learning_rate_ratio=0.1) == pytest.approx([1, 1, 1, 0.7, 0.4, 0.1])
     assert curve(4, name="constant", warmup_steps=2) == [0.5, 1, 1, 1]
+
+
+def test_a_warm_up_up_to_the_last_step_leaves_that_one_to_the_end() -> None:
+    for name in ("cosine", "linear"):
+        assert curve(4, name=name, warmup_steps=3, min_learning_rate_ratio=0.2) == pytest.approx([1 / 3, 2 / 3, 1, 0.2])
+        assert curve(1, name=name) == [1.0]
 
 
 def test_a_run_shorter_than_its_warm_up_ends_on_the_way() -> None:

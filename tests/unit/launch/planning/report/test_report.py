@@ -11,17 +11,20 @@ import pytest
 
 from launch.errors import LaunchError
 from launch.planning.report.memory_figure import memory_figure
-from launch.planning.report.page import assumptions_of, reliability_of, write_report
+from launch.planning.report.page import assumptions_of, write_report
 from launch.planning.report.timeline_figure import box_id, sample_of, timeline_of
-from launch.planning.report.waterfall_figure import REMEDIES, USEFUL
-from megalite.config import ModelConfig
+from launch.planning.report.waterfall_figure import REMEDIES, USEFUL, waterfall_caption
+from megalite.config import Config, ModelConfig
+from megalite.config.sections import DataConfig, TrainingConfig
 from megalite.planner.cost.memory import CUDA, StageMemory, memory_of
 from megalite.planner.cost.step_time import step_time
 from megalite.planner.hardware import Cluster, ClusterFile, cluster_of
+from megalite.planner.outlook import outlook_of
 from megalite.planner.search import LayoutCandidate, SearchResult
-from megalite.planner.units import gib, percent, seconds
+from megalite.planner.units import about, duration, gib, percent, seconds
 from megalite.planner.workload import ParallelLayout, TrainingWorkload
 from tests.helpers.browser import Box, Seen, look_at, photograph, why_no_browser
+from tests.helpers.machines import cpus
 
 MODEL = ModelConfig(
     vocab_size=128_256,
@@ -36,6 +39,11 @@ DEEP = MODEL.model_copy(update={"num_hidden_layers": 128, "layer_types": ("full_
 TINY = ModelConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
 HOSTILE = "</title><script>document.title = 'taken'</script> \"quoted\" & <b>bold</b>"
 PIXEL = 0.6  # coordinates are written with two decimals; the figure is scaled by nothing at these widths
+
+
+def config_of(model: ModelConfig, sequences: int) -> Config:
+    training = {"global_batch_size": sequences, "micro_batch_size": 1, "sequence_length": 4096, "steps": 100_000}
+    return Config(run_dir=Path("x"), model=model, data=DataConfig(path=["x"]), training=TrainingConfig(**training))
 
 
 def plan(model: ModelConfig, nodes: int, sequences: int, *layouts: ParallelLayout) -> SearchResult:
@@ -58,7 +66,7 @@ def llama() -> SearchResult:
 @pytest.fixture(scope="module")
 def page(llama: SearchResult, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "plan.html"
-    write_report(path, llama, llama.cluster, "a 70B model on 128 accelerators")
+    write_report(path, llama, llama.cluster, "a 70B model on 128 accelerators", config_of(MODEL, 64), 2.5)
     return path
 
 
@@ -187,7 +195,7 @@ def small_page(tmp_path: Path) -> Path:
     result = plan(TINY, 1, 4, layout, replace(layout, micro_batch_size=1))
     named = {"accelerators_per_node": 1, "accelerator_name": "a processor with a very long name, 128 cores"}
     path = tmp_path / "small.html"
-    write_report(path, result, result.cluster.model_copy(update=named), "small")
+    write_report(path, result, result.cluster.model_copy(update=named), "small", config_of(TINY, 4))
     return path
 
 
@@ -200,7 +208,8 @@ def test_labels_are_legible(browser: None, request: pytest.FixtureRequest, fixtu
     by_drawing: dict[str, list[Box]] = {}
     for text in seen.texts:
         by_drawing.setdefault(text.drawing, []).append(text)
-    assert set(by_drawing) == {"memory", "waterfall", "timeline", "goodput-interval", "goodput-gpus"}
+    drawings = {"memory", "waterfall", "goodput-interval", "goodput-gpus"}
+    assert set(by_drawing) == (drawings | {"timeline"} if fixture == "page" else drawings)
     for name, texts in by_drawing.items():
         around = seen.elements[name]
         for text in texts:
@@ -243,7 +252,7 @@ def test_what_users_wrote_is_text(browser: None, llama: SearchResult, tmp_path: 
     accelerator = llama.cluster.accelerator.model_copy(update={"source": HOSTILE, "calibrated_on": HOSTILE})
     cluster = llama.cluster.model_copy(update={"accelerator": accelerator, "accelerator_name": HOSTILE})
     path = tmp_path / "hostile.html"
-    write_report(path, llama, cluster, HOSTILE)
+    write_report(path, llama, cluster, HOSTILE, config_of(MODEL, 64))
     seen = look_at(path)
     assert seen.scripts == 0
     assert seen.words.startswith(HOSTILE) and seen.words.count("<b>bold</b>") >= 4
@@ -256,7 +265,7 @@ def test_a_page_of_many_stages_and_micro_batches_stays_small_and_says_what_it_le
 ) -> None:
     result = plan(DEEP, 128, 1024, ParallelLayout(8, 64, 2, sequence_parallel=True))
     path = tmp_path / "large.html"
-    write_report(path, result, result.cluster, "large")
+    write_report(path, result, result.cluster, "large", config_of(DEEP, 1024))
     assert path.stat().st_size < 1_000_000
     timeline = timeline_of(result.candidates[0])
     assert (timeline.stages, timeline.micro_batches) == (64, 512)
@@ -292,7 +301,7 @@ def test_nothing_comes_from_elsewhere(page: Path) -> None:
 
 def test_assumptions_name_the_constant_the_rate_and_its_band(page: Path, llama: SearchResult) -> None:
     winner = llama.candidates[0]
-    assumptions = assumptions_of(winner, llama.cluster, *reliability_of(winner, llama.cluster))
+    assumptions = assumptions_of(winner, llama.cluster, outlook_of(config_of(MODEL, 64), winner.job, 1.0, 8))
     said = {what: f"{value} {source}" for what, value, source in assumptions}
     constant = next(words for what, words in said.items() if what.startswith("calibrated constant"))
     accelerator = llama.cluster.accelerator
@@ -323,12 +332,44 @@ def test_other_shapes_of_plans_are_drawn(
     model: ModelConfig, layout: ParallelLayout, sequences: int, tmp_path: Path
 ) -> None:
     result = plan(model, 4, sequences, layout)
-    write_report(tmp_path / "plan.html", result, result.cluster, "plan")
+    write_report(tmp_path / "plan.html", result, result.cluster, "plan", config_of(model, sequences))
     source = (tmp_path / "plan.html").read_text(encoding="utf-8")
-    assert source.count("<svg") == 5 + 2  # figures, and the bars of one row
+    assert source.count("<svg") == 4 + 2  # figures, and the bars of one row
+    assert "Pipeline timeline" not in source, "one stage waits for nobody"
+
+
+def test_no_remedy_is_named_that_the_layout_cannot_have(llama: SearchResult) -> None:
+    """Sequence parallelism divides norms and activations only over tensor-parallel ranks."""
+    time = replace(llama.candidates[0].time, parts={"matrix products": 1.0, "memory-bound": 0.5})
+    assert "sequence_parallel" in waterfall_caption(time, tensor_parallel_size=2)
+    alone = waterfall_caption(time, tensor_parallel_size=1)
+    assert "sequence_parallel" not in alone and alone.endswith("memory-bound with 500 ms.")
+
+
+def test_the_page_says_how_long_and_how_much(page: Path, llama: SearchResult) -> None:
+    winner = llama.candidates[0]
+    length = outlook_of(config_of(MODEL, 64), winner.job, winner.time.seconds, 8).length
+    source = page.read_text(encoding="utf-8")
+    assert f"<b>{duration(length.wall_s)}</b><span>expected for 100,000 steps</span>" in source
+    assert f"<b>{length.price(2.5):,.0f}</b><span>price, at 2.5 an accelerator-hour</span>" in source
+    assert f"{length.accelerator_hours:,.0f} accelerator-hours" in source and "(checkpoint.interval auto)" in source
+
+
+def test_a_cpu_has_no_utilization_and_no_three_digits(tmp_path: Path) -> None:
+    """Its peak is measured, so a share of it would say nothing; its efficiency is a guess."""
+    config, cluster = config_of(TINY, 4), cpus(1)
+    job = TrainingWorkload(TINY, ParallelLayout(), sequence_length=512, global_batch_size=4, dtype="fp32")
+    guessed = cluster.accelerator.model_copy(update={"calibrated_on": "a guess: calibrate it"})
+    cluster = cluster.model_copy(update={"accelerator": guessed})
+    found = LayoutCandidate(job, memory_of(job), step_time(job, cluster))
+    assert found.time.model_flops_utilization is None
+    write_report(tmp_path / "plan.html", SearchResult(cluster, (found,), ()), cluster, "plan", config)
+    source = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert "model FLOPs utilization" not in source
+    assert f"<b>{about(found.time.seconds)}</b><span>per optimizer step</span>" in source and "roughly" in source
 
 
 def test_a_folder_that_is_not_there_is_one_sentence(llama: SearchResult, tmp_path: Path) -> None:
     cluster: Cluster = llama.cluster
     with pytest.raises(LaunchError, match=r"nowhere/plan.html cannot be written: No such file or directory; give"):
-        write_report(tmp_path / "nowhere" / "plan.html", llama, cluster, "plan")
+        write_report(tmp_path / "nowhere" / "plan.html", llama, cluster, "plan", config_of(MODEL, 64))

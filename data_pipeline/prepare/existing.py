@@ -1,0 +1,76 @@
+"""Refuses to replace prepared data that was made from other sources, with another tokenizer or with other options."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from data_pipeline.errors import DataError, first_names
+from data_pipeline.files import with_ending
+from data_pipeline.meta import CorpusMeta, meta_path, read_meta
+from data_pipeline.prepare.parts import PartStore
+from data_pipeline.prepare.plan import PreparationPlan
+from data_pipeline.tokenizer import TokenizerFile
+
+_INSTEAD = "choose another output, or replace it with --overwrite"
+
+
+def check_replaceable(output: Path, job: PreparationPlan, overwrite: bool) -> None:
+    """Raises DataError if the output exists and is not to be replaced by that of `job`.
+
+    Unfinished or damaged output of the same job is; that of another job only with `overwrite`; files that `prepare`
+    did not write never. Its own output has metadata, or a journal if a run was stopped between its renames.
+    """
+    ours = meta_path(output).exists() or PartStore(output, job.sha256).has_journal
+    for path in (with_ending(output, ".bin"), with_ending(output, ".idx")):
+        if path.exists() and not ours:
+            raise DataError(f"{path} exists and was not written by prepare: choose another output, or move it away")
+    former = None if overwrite else _former(output)
+    if former is not None and former.job_sha256 != job.sha256:
+        raise DataError(f"{_there(output, former)}; asked is {_asked(former, job)}: {_INSTEAD}")
+
+
+def check_vocabulary(output: Path, specs: Sequence[str], tokenizer: Path, vocab_size: int) -> None:
+    """Raises DataError if the output was prepared with another vocabulary; call it before a tokenizer is trained."""
+    former = _former(output)
+    if former is not None and former.vocab_size != vocab_size:
+        asked = f"{first_names(specs)} with the tokenizer {tokenizer}, vocabulary {vocab_size:,}"
+        raise DataError(f"{_there(output, former)}; asked is {asked}: {_INSTEAD}")
+
+
+def _former(output: Path) -> CorpusMeta | None:
+    """Returns the metadata of the output that is there; None without. Raises DataError if it is not readable."""
+    try:
+        return read_meta(output)
+    except DataError:
+        raise DataError(
+            f"{meta_path(output)} is not readable, so it is not known what {output} was prepared from: {_INSTEAD}"
+        ) from None
+
+
+def _there(output: Path, former: CorpusMeta) -> str:
+    documents = f"{former.document_count:,} document{'s' * (former.document_count != 1)}"
+    return (
+        f"{output} holds {documents} prepared from {first_names(former.sources)} with the tokenizer "
+        f"{former.tokenizer}, vocabulary {former.vocab_size:,}"
+    )
+
+
+def _asked(former: CorpusMeta, job: PreparationPlan) -> str:
+    """Returns what is asked in words, with what differs from `former` and does not show in them."""
+    asked = (
+        f"{first_names(job.specs)} with the tokenizer {job.tokenizer.given}, vocabulary {job.tokenizer.vocab_size:,}"
+    )
+    append_eos = job.end_token is not None
+    notes = []
+    if former.text_field not in (None, job.text_field):
+        notes.append(f"--text-field {job.text_field} (not {former.text_field})")
+    if former.append_eos not in (None, append_eos):
+        notes.append("--append-eos" if append_eos else "--no-append-eos")
+    if former.tokenizer_sha256 != job.tokenizer.sha256 and _is_alike(former, job.tokenizer):
+        notes.append("whose tokenizer.json is another one since")
+    if not notes and former.sources == job.specs and former.tokenizer_sha256 == job.tokenizer.sha256:
+        notes.append("whose files are others or have changed since")
+    return ", ".join([asked, *notes])
+
+
+def _is_alike(former: CorpusMeta, tokenizer: TokenizerFile) -> bool:
+    return (former.tokenizer, former.vocab_size) == (tokenizer.given, tokenizer.vocab_size)

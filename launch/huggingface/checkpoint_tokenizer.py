@@ -1,0 +1,101 @@
+"""Finds the tokenizer of a checkpoint: a given one, the one where the manifest says, or the one that its run keeps.
+
+A manifest has the digest of tokenizer.json, so only the tokenizer that the model was trained with is taken, wherever
+it is found. No torch here.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_pipeline.tokenizer import load_tokenizer
+from launch.errors import LaunchError
+from megalite.checkpoint.durable_files import digest
+from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER, tokenizer_files
+from megalite.checkpoint.manifest import Manifest
+
+KEPT = "model_tokenizer"  # folder in the folder of a run
+RECORDED = (
+    f"../../{KEPT}"  # the same as manifests of the run's checkpoints have it, relative to the checkpoint's folder
+)
+REMEDY = "give its folder with --tokenizer"
+
+
+@dataclass(frozen=True)
+class FoundTokenizer:
+    """The folder of a checkpoint's tokenizer, or the reason why there is none."""
+
+    folder: Path | None
+    problem: str = ""  # a clause without a remedy
+    is_replaced: bool = False  # another tokenizer is in its place
+
+    @property
+    def files(self) -> list[Path]:
+        """The files of the tokenizer with its chat templates."""
+        return [] if self.folder is None else tokenizer_files(self.folder)
+
+
+def find_tokenizer(manifest: Manifest, checkpoint: Path, given: str | Path | None = None) -> FoundTokenizer:
+    """Finds the tokenizer of the checkpoint in the folder `checkpoint`.
+
+    A relative path in a manifest starts at the checkpoint's folder, so that a run folder can be moved. Raises
+    LaunchError if `given` is not the tokenizer that the manifest names by its digest.
+    """
+    wanted = manifest.tokenizer_sha256
+    if given is not None:
+        return FoundTokenizer(given_tokenizer(Path(given), wanted, checkpoint))
+    if manifest.tokenizer is None:
+        return FoundTokenizer(None, "the checkpoint knows no tokenizer")
+    replaced = None
+    for place in _places(manifest, checkpoint):
+        files = tokenizer_files(place)
+        if files and wanted in (None, tokenizer_sha256(files)):
+            return FoundTokenizer(files[0].parent)
+        replaced = replaced or (place if files else None)
+    if replaced is not None:
+        problem = f"{replaced}: its {TOKENIZER} is not the one {checkpoint} was trained with, whose SHA-256 is {wanted}"
+        return FoundTokenizer(None, f"{problem}: it was retrained or replaced since", is_replaced=True)
+    return FoundTokenizer(None, f"the tokenizer is no longer in {_places(manifest, checkpoint)[0]}")
+
+
+def _places(manifest: Manifest, checkpoint: Path) -> list[Path]:
+    """Returns the folders in which the tokenizer may be, the recorded one first.
+
+    The run's own copy is looked for although a manifest of an older version names another place: a resume of the run
+    has kept it. `checkpoints` may be a link to another disk: `..` is taken of the path, and of what the link leads to.
+    """
+    recorded = [manifest.tokenizer or RECORDED, *([RECORDED] if manifest.tokenizer_sha256 else [])]
+    folders = (checkpoint.absolute(), checkpoint.resolve())
+    return list(dict.fromkeys(Path(os.path.normpath(folder / path)) for path in recorded for folder in folders))
+
+
+def given_tokenizer(given: Path, wanted: str | None, model: Path) -> Path:
+    """Returns the folder of the tokenizer at `given`, its folder or its tokenizer.json.
+
+    Raises LaunchError if there is none, or if it is not the one with the SHA-256 `wanted`, that of `model`.
+    """
+    files = tokenizer_files(given) if given.is_dir() or given.name == TOKENIZER else []
+    found = tokenizer_sha256(files)
+    if not files or (wanted is not None and found is None):
+        raise LaunchError(f"--tokenizer {given}: there is no {TOKENIZER}: give a folder that has one")
+    if wanted not in (None, found):
+        raise LaunchError(
+            f"--tokenizer {given} is another tokenizer than that of {model}: the SHA-256 of its {TOKENIZER} is "
+            f"{found}, and {wanted} is wanted: give the folder of that one"
+        )
+    return files[0].parent
+
+
+def tokenizer_sha256(files: list[Path]) -> str | None:
+    """Returns the SHA-256 of the tokenizer.json among a tokenizer's files; None if it has none."""
+    return next((digest(path).sha256 for path in files if path.name == TOKENIZER), None)
+
+
+def is_same_tokenizer(place: Path, sha256: str, other: Path) -> bool:
+    """True if the tokenizer at `place` still has this hash and equals another one, formatting aside."""
+    path = next((path for path in tokenizer_files(place) if path.name == TOKENIZER), None)
+    if path is None or digest(path).sha256 != sha256:
+        return False
+    return load_tokenizer(path).to_str() == load_tokenizer(other).to_str()

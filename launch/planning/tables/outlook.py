@@ -1,0 +1,102 @@
+"""The length, the price and the checkpoints of a run, in sentences and as JSON. No torch here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from launch.output import decimal_size
+from megalite.config import Config
+from megalite.planner.outlook import RunOutlook
+from megalite.planner.reliability.failure_rates import PUBLISHED_BAND
+from megalite.planner.run_length import DAY_S, hours
+from megalite.planner.units import about, duration, percent
+
+LOW, HIGH = PUBLISHED_BAND
+
+
+def outlook_lines(outlook: RunOutlook, config: Config, price: float | None, *, rough: bool = False) -> list[str]:
+    """Returns the lines for the console. `price`: of an accelerator-hour; `rough`: the step time is a guess."""
+    length, scale, rate = outlook.length, outlook.scale, outlook.assumed.rate_per_1000_node_days
+    if rough:
+        cost = (
+            "" if price is None else f", a price of roughly {length.price(price):.1g} at {price:g} per accelerator-hour"
+        )
+        return [f"length: {length.size}: roughly {about(length.training_s)}{cost}", checkpoint_line(outlook, config)]
+    slow, fast = (outlook.length_at(goodput) for goodput in (scale.goodput_at_high_rate, scale.goodput_at_low_rate))
+    training, differs = outlook.length_at(1.0), duration(fast.wall_s) != duration(slow.wall_s)
+    lines = [
+        f"length: {training}, without saves and failures",
+        f"expected wall time: {duration(length.wall_s)}, {hours(length.accelerator_hours)}, with goodput "
+        f"{percent(length.goodput)} at {rate:.3g} failures per 1,000 node-days"
+        + (
+            f"; {duration(fast.wall_s)} to {duration(slow.wall_s)} at the published {LOW:g} to {HIGH:g}"
+            if differs
+            else ""
+        ),
+    ]
+    if price is not None:
+        least, most = money(fast.price(price)), money(slow.price(price))
+        lines.append(
+            f"price: {money(length.price(price))} at {price:g} per accelerator-hour"
+            + (f", {least} to {most} at the published failure rates" if least != most else "")
+        )
+    return [*lines, checkpoint_line(outlook, config)]
+
+
+def checkpoint_line(outlook: RunOutlook, config: Config) -> str:
+    """Returns one sentence about the checkpoints: how often, how large, what a save costs and what is assumed."""
+    scale, size, kept = outlook.scale, int(outlook.assumed.checkpoint_bytes), config.checkpoint.keep_last
+    cost = (
+        f"a save takes {duration(scale.save_duration_s)} in the background and stops training for "
+        f"{duration(scale.save_blocked_s)}"
+        if config.checkpoint.background
+        else f"training waits {duration(scale.save_duration_s)} for a save"
+    )
+    space = (
+        f"{decimal_size(size)} each, {decimal_size(size * kept)} for keep_last {kept}"
+        if kept
+        else f"{decimal_size(size)} each"
+    )
+    return (
+        f"checkpoints: {interval_words(outlook, config)}, {space}; {cost}, by the assumed speed of storage "
+        "(`megalite plan reliability` takes yours; a run measures its own)"
+    )
+
+
+def interval_words(outlook: RunOutlook, config: Config) -> str:
+    """Returns how often the run saves, and which option says so."""
+    interval, every = config.checkpoint.interval, f"every {duration(outlook.scale.interval_s)}"
+    if interval == 0:
+        return "only at the end (checkpoint.interval 0)"
+    return f"{every} (checkpoint.interval {interval})"
+
+
+def outlook_as_json(outlook: RunOutlook, config: Config, price: float | None) -> dict[str, Any]:
+    """Returns the values for `--json`; infinite where saves never come to an end between failures."""
+    length, scale = outlook.length, outlook.scale
+    slow, fast = (outlook.length_at(goodput) for goodput in (scale.goodput_at_high_rate, scale.goodput_at_low_rate))
+    return {
+        "steps": length.steps,
+        "tokens": length.tokens,
+        "step_s": length.step_s,
+        "accelerators": length.accelerators,
+        "training_days": length.training_s / DAY_S,
+        "training_accelerator_hours": outlook.length_at(1.0).accelerator_hours,
+        "goodput": length.goodput,
+        "failures_per_1000_node_days": outlook.assumed.rate_per_1000_node_days,
+        "expected_days": length.days,
+        "expected_days_at_low_rate": fast.days,
+        "expected_days_at_high_rate": slow.days,
+        "accelerator_hours": length.accelerator_hours,
+        "price": None if price is None else length.price(price),
+        "checkpoint_interval": config.checkpoint.interval,
+        "checkpoint_interval_s": scale.interval_s,
+        "checkpoint_bytes": outlook.assumed.checkpoint_bytes,
+        "save_blocked_s": scale.save_blocked_s,
+        "save_duration_s": scale.save_duration_s,
+    }
+
+
+def money(amount: float) -> str:
+    """Formats a price: `37,142`, `1.25`; the currency is the user's."""
+    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.2f}"

@@ -1,0 +1,84 @@
+"""Keeps the tokenizer of a run in its folder, so that its checkpoints can be used wherever the folder is.
+
+It is that of the weights the run starts from, chat templates included, or else the one that prepared its data. It is
+chosen before ranks start and copied by rank 0 before the first step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launch.huggingface.checkpoint_tokenizer import KEPT, RECORDED, tokenizer_sha256
+from launch.trainer.data import RunData
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.huggingface.tokenizer_folder import (
+    TOKENIZER,
+    check_tokenizer_links,
+    copy_tokenizer,
+    tokenizer_files,
+)
+from megalite.checkpoint.manifest import Manifest
+from megalite.config import Config
+
+
+def check_kept(manifest: Manifest, checkpoint: Path, config: Config) -> None:
+    """Raises CheckpointError if the run's folder holds another tokenizer than its checkpoint was trained with."""
+    kept, wanted = config.run_dir / KEPT, manifest.tokenizer_sha256
+    found = tokenizer_sha256(tokenizer_files(kept))
+    if None not in (wanted, found) and found != wanted:
+        raise CheckpointError(
+            f"{kept / TOKENIZER} is not the tokenizer that {checkpoint} was trained with, whose SHA-256 is {wanted}: "
+            "give that one back, or move the folder away"
+        )
+
+
+def choose_tokenizer(config: Config, data: RunData, first: Path | None, wanted: str | None) -> tuple[Path | None, str]:
+    """Returns the folder of the run's tokenizer, or None and a notice of why it keeps none.
+
+    `first` is taken if it has a tokenizer; else the one that prepared the data, else one that an earlier start has
+    kept, if their tokenizer.json has the SHA-256 `wanted`.
+    """
+    prepared_with = [Path(data.tokenizer)] if data.tokenizer else []
+    known = [place for place in (*prepared_with, config.run_dir / KEPT) if wanted and _sha256(place) == wanted]
+    problem = f"the tokenizer of {config.data.path[0]} is no longer in {data.tokenizer}"
+    for place in (*([first] if first else []), *known):
+        if files := tokenizer_files(place):
+            try:
+                check_tokenizer_links(files)  # they are copied when ranks have started
+                return files[0].parent, ""
+            except CheckpointError as error:
+                problem = str(error)
+    if data.tokenizer is None:
+        return None, ""
+    return None, f"the run keeps no tokenizer, {problem}: generate and export will need --tokenizer"
+
+
+def keep_tokenizer(config: Config, source: Path) -> None:
+    """Copies the tokenizer in the folder `source` into the run's folder, whole or not at all; no change if it is there.
+
+    Raises CheckpointError if it cannot be written.
+    """
+    from megalite.checkpoint.atomic_folder import new_folder  # pulls in torch
+
+    kept, files = config.run_dir / KEPT, tokenizer_files(source)
+    former = tokenizer_files(kept)
+    if _contents(former, kept) == _contents(files, source):
+        return
+    with new_folder(kept, overwrite=True, marker=former[0].name if former else TOKENIZER) as folder:
+        copy_tokenizer(files, folder)
+
+
+def tokenizer_in_manifests(data: RunData, kept: Path | None) -> tuple[str | None, str | None]:
+    """Returns the run's tokenizer as the manifests of its checkpoints record it: its folder and its digest.
+
+    `kept`: the folder that the run keeps a copy of; without one, it is the folder of the tokenizer of the data.
+    """
+    return (RECORDED, _sha256(kept)) if kept is not None else (data.tokenizer, data.tokenizer_sha256)
+
+
+def _sha256(place: Path) -> str | None:
+    return tokenizer_sha256(tokenizer_files(place))
+
+
+def _contents(files: list[Path], folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}

@@ -1,0 +1,7 @@
+"""Errors of the engine that a caller reports in one sentence. No torch."""
+
+from __future__ import annotations
+
+
+class RendezvousFailed(RuntimeError):
+    """The ranks of a run did not meet; starting again may help."""

@@ -1,0 +1,86 @@
+"""The length of a run: its steps, the time that they take, and the accelerator-hours and the price of that time. Pure
+arithmetic, no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megalite.config import Config
+from megalite.planner.units import duration, short
+
+HOUR_S, DAY_S = 3600.0, 86400.0
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """The length of a run, or of what is left of it."""
+
+    steps: int
+    tokens: int
+    step_s: float
+    accelerators: int
+    goodput: float = 1.0  # share of the wall time in steps that count; 1: saves and failures are not counted
+
+    @property
+    def training_s(self) -> float:
+        """Seconds of all steps, without saves and failures."""
+        return self.steps * self.step_s
+
+    @property
+    def wall_s(self) -> float:
+        """Expected seconds from start to end; infinite where the goodput is 0."""
+        return self.training_s / self.goodput if self.goodput else math.inf
+
+    @property
+    def days(self) -> float:
+        """Expected days from start to end."""
+        return self.wall_s / DAY_S
+
+    @property
+    def accelerator_hours(self) -> float:
+        """Hours of wall time times accelerators."""
+        return self.wall_s / HOUR_S * self.accelerators
+
+    def price(self, per_accelerator_hour: float) -> float:
+        """Returns the price of all accelerator-hours, in the currency of `per_accelerator_hour`."""
+        return self.accelerator_hours * per_accelerator_hour
+
+    def __str__(self) -> str:
+        """`71,526 steps, 300 billion tokens: 19.3 days, 14,827 accelerator-hours`."""
+        return f"{self.size}: {duration(self.wall_s)}, {hours(self.accelerator_hours)}"
+
+    @property
+    def size(self) -> str:
+        """Steps and tokens in words: `71,526 steps, 300 billion tokens`."""
+        scales = ((1e12, "trillion "), (1e9, "billion "), (1e6, "million "), (1.0, ""))
+        scale, word = next(((scale, word) for scale, word in scales if self.tokens >= scale), scales[-1])
+        return f"{self.steps:,} step{'s' * (self.steps != 1)}, {short(self.tokens / scale)} {word}tokens"
+
+
+def run_length(
+    config: Config,
+    step_s: float,
+    accelerators: int,
+    *,
+    goodput: float = 1.0,
+    first_step: int = 0,
+    global_batch_size: int | None = None,
+) -> RunLength:
+    """Returns the length of the run of `config` where a step takes `step_s` on `accelerators`.
+
+    `first_step`: the step from which it is resumed. `global_batch_size`: sequences per step where they are not the
+    config's, as on more replicas of the same size; the run then has as many tokens in fewer steps.
+    """
+    training = config.training
+    own = training.global_batch_size
+    tokens = config.total_steps * own * training.sequence_length
+    steps = -(-config.total_steps * own // (global_batch_size or own)) - first_step
+    left = tokens - first_step * (global_batch_size or own) * training.sequence_length
+    return RunLength(max(0, steps), max(0, left), step_s, accelerators, goodput)
+
+
+def hours(accelerator_hours: float) -> str:
+    """Formats accelerator-hours: `14,827 accelerator-hours`, `0.52 accelerator-hours`."""
+    number = f"{accelerator_hours:,.0f}" if accelerator_hours >= 100 else f"{accelerator_hours:.2g}"
+    return f"{number} accelerator-hours"
