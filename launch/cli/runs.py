@@ -45,7 +45,7 @@ def status(
 
 
 def ls(
-    folder: Annotated[Path, typer.Argument(help="Folder with runs in it.", metavar="[FOLDER]")] = Path(),
+    folder: Annotated[Path, typer.Argument(help="Folder with runs in it.", metavar="FOLDER")] = Path(),
     depth: Annotated[int, typer.Option(min=0, help="Levels of subfolders to search.")] = 4,
     as_json: AsJson = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the runs as CSV.")] = False,
@@ -65,7 +65,7 @@ def ls(
     if as_json:
         print_json({"folder": str(folder), "runs": [row_of(run) for run in runs]})
     elif not runs:
-        log.warning(f"there is no run in {folder}, nor in {depth} levels of its subfolders")
+        log.warning(f"there is no run in {folder}, nor in its subfolders to depth {depth}")
     elif as_csv:
         print_csv([row_of(run) for run in runs])
     else:

@@ -89,13 +89,11 @@ class Prediction:
     def model_flops_utilization(self, step_time_s: float) -> float | None:
         """Returns the MFU of a step that took `step_time_s`, by the same FLOPs and peak as the predicted one.
 
-        None where the peak is not known: of a GPU that the catalogue lacks, or of a CPU that was not measured. An MFU
-        above one shows that a CPU's peak was measured while others used it, so it is not known either.
+        None where there is no peak: on a CPU, and on a GPU that the catalogue lacks.
         """
-        if self.step is None or self.machine is None or self.machine.rough or step_time_s <= 0:
+        if self.step is None or self.step.peak_flops is None or step_time_s <= 0:
             return None
-        utilization = self.step.model_flops / (step_time_s * self.step.peak_flops)
-        return utilization if utilization <= 1 else None
+        return self.step.model_flops / (step_time_s * self.step.peak_flops)
 
     def facts(self) -> Facts:
         """The prediction for receipt.json; `megalite plan calibrate` reads it."""

@@ -19,7 +19,7 @@ from launch.runtime.devices import Device
 from launch.runtime.logs import get_logger
 from launch.runtime.rank_environment import Rank
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.manifest import find_latest, read_manifest
+from megalite.checkpoint.manifest import find_latest, no_checkpoint, read_manifest
 from megalite.config import Config, ModelConfig, load_config
 from megalite.config.model import DROPOUTS
 from models.families import FAMILIES
@@ -81,7 +81,7 @@ def checkpoint_at(source: Path) -> Path:
     """Returns the newest complete checkpoint of `training.initialize_from`. Raises CheckpointError."""
     weights, reasons = find_latest(source)
     if weights is None:
-        why = reasons[0] if reasons else f"{source}: there is no such checkpoint folder"
+        why = reasons[0] if reasons else no_checkpoint(source)
         raise CheckpointError(f"training.initialize_from is no Hugging Face folder, which has a config.json: {why}")
     return weights
 

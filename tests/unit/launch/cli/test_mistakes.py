@@ -173,6 +173,7 @@ OTHER_COMMANDS: dict[str, tuple[list[str], str]] = {
     "no such tokenizer": (["prepare", __file__, "-o", "out", "-t", "nowhere"], "nowhere"),
     "export of nothing": (["export", "nowhere", "out"], "nowhere"),
     "import of nothing": (["import", "./nowhere", "out"], "nowhere"),
+    "export of a file": (["export", __file__, "out"], "is a file, no checkpoint folder"),
     "generate from nothing": (["generate", "nowhere", "--prompt", "x"], "nowhere"),
     "show of nothing": (["config", "show", "nowhere.yaml"], "nowhere.yaml"),
 }
