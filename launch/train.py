@@ -2,8 +2,8 @@
 
 Started by `megalite train`, and by other launchers as
 
-deepspeed --hostfile HOSTFILE launch/train.py CONFIG.yaml [section.option=value ...]
-torchrun --nproc-per-node 8 -m launch.train CONFIG.yaml [section.option=value ...]
+deepspeed --hostfile HOSTFILE launch/train.py CONFIG.yaml [section.option=value ...] [--force] [--allow-change]
+torchrun --nproc-per-node 8 -m launch.train CONFIG.yaml [section.option=value ...] [--force] [--allow-change]
 """
 
 from __future__ import annotations
@@ -50,10 +50,13 @@ from launch.runtime.startup_progress import StartupProgress
 from launch.trainer.checkpoint_hooks import CheckpointHooks, manifest_maker
 from launch.trainer.data import evaluation_batches, open_data, training_batches
 from launch.trainer.prediction_tracker import PredictionTracker, memory_of_ranks
+from launch.trainer.rank_devices import check_memory_of_ranks, devices_in_words, devices_of_ranks
 from launch.trainer.resume import RunSetup, agree_on_start, checkpoints_of, load_state
 from launch.trainer.run_config import load_run_config, with_layout_for_all
 from launch.trainer.run_folder import lock_run_folder
 from launch.trainer.run_logger import RunLogger
+from launch.trainer.run_summary import tell_start
+from launch.trainer.start_flags import NO_FLAGS, StartFlags, split_flags
 from megalite.checkpoint.durable_files import NO_ROOM
 from megalite.checkpoint.errors import StorageError
 from megalite.config import Config, resolve_layout
@@ -110,6 +113,7 @@ def _load_and_run(arguments: Sequence[str], console: Console, exit_stack: ExitSt
         if rank is None:
             raise LaunchError("launch.train is one rank of a run: start it with deepspeed or torchrun, or use megalite")
         configure_logging(rank=rank.rank)
+        flags, arguments = split_flags(arguments)
         signals = take_signals()
         signals.speaks, signals.obeys_repeats = rank.local_rank == 0, ATTEMPT not in os.environ
         if not arguments:
@@ -118,7 +122,7 @@ def _load_and_run(arguments: Sequence[str], console: Console, exit_stack: ExitSt
         choose_interface(os.environ, rank)
         _keep_console(console, config, rank)
         with StartupProgress(rank, PROCESS_START_TIME) as progress:
-            run(config, rank, exit_stack, progress)
+            run(config, rank, exit_stack, progress, flags)
     except USER_ERRORS as error:
         tell_once(str(error), rank)
         may_pass = isinstance(error, StorageError) and not error.is_lasting
@@ -153,7 +157,9 @@ def _keep_console(console: Console, config: Config, rank: Rank) -> None:
         log.info(NO_SUPERVISOR)
 
 
-def run(config: Config, rank: Rank, exit_stack: ExitStack, progress: StartupProgress) -> None:
+def run(
+    config: Config, rank: Rank, exit_stack: ExitStack, progress: StartupProgress, flags: StartFlags = NO_FLAGS
+) -> None:
     """Trains on this rank: mesh, data, model, engine, loop.
 
     `exit_stack` is closed by the caller when the rank leaves as it should. Raises one of `ENDINGS`, or what the user
@@ -180,6 +186,8 @@ def run(config: Config, rank: Rank, exit_stack: ExitStack, progress: StartupProg
         config = with_layout_for_all(config, rank, device)
     layout = resolve_layout(config, rank.world_size, device)
     check_known_bad(config, layout, installed_versions(), device)
+    devices = devices_of_ranks(device)
+    memory_warning = check_memory_of_ranks(config, layout, devices, device, force=flags.force)
     activity = Activity(Mesh.of(layout), rank.rank)
     if heartbeat is not None:
         heartbeat.step = lambda: activity.span.step
@@ -192,7 +200,11 @@ def run(config: Config, rank: Rank, exit_stack: ExitStack, progress: StartupProg
         data = open_data(config)
         prediction = PredictionTracker(config, layout, rank, device)
         progress.begin("looking for a checkpoint and checking its files")
-        setup = RunSetup(config, layout, rank, data, agree_on_start(config, rank, data, activity))
+        start = agree_on_start(config, rank, data, activity, flags)
+        config = start.counted(config)
+        setup = RunSetup(config, layout, rank, data, start)
+        if rank.rank == 0:
+            tell_start(setup, devices_in_words(devices), memory_warning)
         progress.begin("building the model")
         engine = build_engine(decoder_layers(config.model, config.recompute.mode), config, layout, activity)
         progress.begin(setup.start.loading)

@@ -3,7 +3,7 @@
 A rank is a process of its own, because Ray calls functions in a thread, where signals cannot be handled; a reaper ends
 it when its worker is gone. `FailureConfig(max_failures=0)`: Ray would also restart after a mistake, so restarts are
 left to our supervisor, which sees from the run folder whether they help. One attempt is a process:
-`python -m launch.backends.ray WORKERS GPUS_PER_WORKER ADDRESS GRACE_S CONFIG.yaml [OVERRIDES]...`
+`python -m launch.backends.ray WORKERS GPUS_PER_WORKER ADDRESS GRACE_S CONFIG.yaml [OVERRIDES]... [FLAGS]...`
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from launch.runtime.rank_environment import ATTEMPT
 from launch.supervision.supervisor import REAPER_S, AttemptEnd, CommandSupervisor, Policy
 from launch.trainer.run_config import load_run_config
 from launch.trainer.run_folder import lock_run_folder
+from launch.trainer.start_flags import split_flags
 from megalite.config import Config
 from megalite.resilience.signals import STOP_SIGNALS
 
@@ -58,7 +59,7 @@ OWN_SETTINGS = {
 class RayJob:
     """Settings of the ranks, the same for all workers."""
 
-    arguments: tuple[str, ...]  # config and overrides
+    arguments: tuple[str, ...]  # config, overrides and flags
     folder: str  # working directory of the ranks
     logs: str  # folder for their logs
     gpus: int  # per worker
@@ -74,7 +75,7 @@ class RaySupervisor(CommandSupervisor):
     """Also handles a worker that Ray lost, and ranks on other hosts that have not ended yet."""
 
     def __init__(self, config: Config, command: Sequence[str], policy: Policy, *, is_local: bool) -> None:
-        super().__init__(command, policy, config.run_dir, config.total_steps)
+        super().__init__(command, policy, config.run_dir, config)
         self._config, self._is_local = config, is_local
 
     def _attempt(self, signals: StopSignals) -> AttemptEnd:
@@ -98,7 +99,7 @@ class RaySupervisor(CommandSupervisor):
 def main(arguments: Sequence[str]) -> int:
     """Runs one attempt; returns its exit code."""
     count, gpus, address, grace_s, *run = arguments
-    config = load_run_config(Path(run[0]), run[1:])
+    config = load_run_config(Path(run[0]), split_flags(run[1:])[1])
     logs = config.run_dir.resolve() / FOLDER
     logs.mkdir(parents=True, exist_ok=True)
     os.environ |= OWN_SETTINGS
@@ -188,7 +189,7 @@ def run_rank(settings: dict[str, Any]) -> None:
     # a rank with a GPU of its own sees only that
     sees_one = job.gpus and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ",")
     os.chdir(job.folder)
-    config = load_run_config(Path(job.arguments[0]), job.arguments[1:])
+    config = load_run_config(Path(job.arguments[0]), split_flags(job.arguments[1:])[1])
     defaults, _ = rank_environment(config.launch, local_size, bool(job.gpus))
     environment = {
         **os.environ,

@@ -38,6 +38,7 @@ class SlurmJob:
     run_dir: Path
     directory: Path  # working directory, to which arguments are relative
     arguments: tuple[str, ...]  # config and overrides
+    flags: tuple[str, ...]  # further arguments of the ranks
     heading: str  # comment at the top
     requests: dict[str, str | None]  # time, partition, account and qos; None: the cluster's default
     cpus_per_task: int | None
@@ -71,6 +72,7 @@ def batch_script(job: SlurmJob) -> str:
         "megalite": shlex.join([sys.executable, "-m", COMMAND_LINE]),
         "rank_module": RANK,
         "arguments": shlex.join(job.arguments),
+        "rank_arguments": shlex.join([*job.arguments, *job.flags]),
         "nodes": job.nodes,
         "ranks": job.nodes * job.ranks_per_node,
         "ranks_per_node": job.ranks_per_node,

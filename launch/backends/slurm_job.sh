@@ -16,7 +16,7 @@ before=$(newest)
 
 rank() {
     trap '' TERM USR1 USR2 HUP
-    @{python} -m @{rank_module} @{arguments}
+    @{python} -m @{rank_module} @{rank_arguments}
     local code=$?
     [ "$code" -eq 0 ] || (set -o noclobber; echo "$code" > "$first_code") 2> /dev/null
     exit "$code"

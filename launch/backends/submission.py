@@ -64,7 +64,7 @@ class Delivery:
 def load_checked_config(config_path: Path, overrides: Sequence[str] | None) -> Config:
     """Loads a config for a supervised run. Raises ConfigError or LaunchError for what its ranks would reject."""
     from launch.supervision.supervisor import check_resumes
-    from launch.trainer.local_run import check_run
+    from launch.trainer.start_checks import check_run
 
     config = load_run_config(config_path, overrides or [])
     check_resumes(config)

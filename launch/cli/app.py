@@ -20,7 +20,18 @@ from launch.cli.doctor import doctor
 from launch.cli.inference import evaluate, generate
 from launch.cli.kubernetes import k8s
 from launch.cli.launch import launch
-from launch.cli.options import AsJson, ConfigPath, FirstWait, Grace, LongestWait, Overrides, Restarts, Silence
+from launch.cli.options import (
+    AllowChange,
+    AsJson,
+    ConfigPath,
+    FirstWait,
+    Force,
+    Grace,
+    LongestWait,
+    Overrides,
+    Restarts,
+    Silence,
+)
 from launch.cli.place import place
 from launch.cli.plan import plan_app
 from launch.cli.prepare import prepare
@@ -32,6 +43,7 @@ from launch.output import console, print_json
 from launch.runtime.logs import configure_logging, get_logger
 from launch.runtime.modules import COMMAND_LINE
 from launch.trainer.run_config import load_run_config
+from launch.trainer.start_flags import StartFlags
 from megalite.config import Config
 
 log = get_logger(__name__)
@@ -81,8 +93,13 @@ def set_verbosity(
 def train(
     config_path: ConfigPath,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the config and the layout; start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Make every check and print a summary of the run; start nothing.")
+    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="With --dry-run: also print the whole config.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result of --dry-run as JSON.")] = False,
+    force: Force = False,
+    allow_change: AllowChange = False,
     restart: Annotated[
         int, typer.Option(min=0, metavar="N", help="Restart a failed run, up to N times; see supervise.")
     ] = 0,
@@ -98,26 +115,29 @@ def train(
     from launch.trainer.local_run import end_start_up_on_signals, print_dry_run, start_local_run
     from megalite.resilience.signals import take_signals
 
+    flags = StartFlags(force, allow_change)
     arguments = [str(config_path), *(overrides or [])]
     if dry_run:
-        print_dry_run(load_run_config(config_path, overrides or []), as_json=as_json)
+        print_dry_run(load_run_config(config_path, overrides or []), flags, full=full, as_json=as_json)
     elif as_json:
         raise LaunchError("--json belongs to --dry-run: a run's results are in metrics.jsonl and receipt.json")
+    elif full:
+        raise LaunchError("--full belongs to --dry-run: a run writes its whole config to config.yaml in its run_dir")
     elif is_rank():
         take_signals()  # before the imports of a rank, which take a while
         from launch.train import main as rank_main
 
         if restart:
             raise LaunchError("--restart is not for one rank of a run: put `megalite supervise --` before its launcher")
-        raise typer.Exit(rank_main(arguments))
+        raise typer.Exit(rank_main([*arguments, *flags.words]))
     elif restart:
         from launch.supervision.supervisor import Policy, supervise_run
 
-        command = [sys.executable, "-m", COMMAND_LINE, "train", *arguments]
+        command = [sys.executable, "-m", COMMAND_LINE, "train", *arguments, *flags.words]
         raise typer.Exit(supervise_run(command, Policy(restarts=restart)))
     else:
         end_start_up_on_signals()
-        raise typer.Exit(start_local_run(load_run_config(config_path, overrides or []), arguments))
+        raise typer.Exit(start_local_run(load_run_config(config_path, overrides or []), arguments, flags))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

@@ -11,8 +11,10 @@ import typer
 from launch.backends.kubernetes import parsing
 from launch.backends.kubernetes.manifests import Kind, PodJob, name_of, objects_of, to_yaml
 from launch.backends.submission import Delivery, fit_layout, load_checked_config
-from launch.cli.options import ConfigPath, OutputFile, Overrides, OverwriteFile
+from launch.cli.options import AllowChange, ConfigPath, Force, OutputFile, Overrides, OverwriteFile
 from launch.errors import LaunchError
+from launch.trainer.start_flags import StartFlags
+from megalite.config import Config, ResolvedLayout
 
 OUTPUT, DATA = "/output", "/data"
 NOT_VALIDATED = "not validated by an API server; --submit --dry-run, or kubectl apply --dry-run=server, asks one"
@@ -75,6 +77,8 @@ def k8s(
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print objects, notices and actions as JSON.")] = False,
+    force: Force = False,
+    allow_change: AllowChange = False,
 ) -> None:
     """Write Kubernetes manifests for a run, or --submit them.
 
@@ -125,12 +129,27 @@ def k8s(
         environment=parsing.variables(env or [], secret_env or []),
         service_account=service_account,
         restarts=restarts,
+        flags=StartFlags(force, allow_change),
         grace_s=grace,
     )
+    if memory is not None and not (gpus_per_node or force or config.unresolved_options):
+        _check_memory(config, layout, int(parsing.amount(memory, "--memory")), ranks_per_node)
     ranks = f"{nodes} node{'s' * (nodes > 1)} x {ranks_per_node} rank{'s' * (ranks_per_node > 1)}"
     heading = f"megalite {version('megalite')}, {config_path}: {ranks}; {sizes_in_words(config, layout)}"
     delivery = Delivery(output, overwrite, submit, dry_run, as_json)
     _deliver(job, heading, notices, delivery, context)
+
+
+def _check_memory(config: Config, layout: ResolvedLayout, available: int, ranks: int) -> None:
+    """Raises LaunchError where the CPU ranks of a pod cannot fit its memory."""
+    from launch.planning.auto_layout import hosts_cluster
+    from launch.planning.memory_check import forecast_memory, refuse_what_cannot_fit
+    from megalite.planner.cost.memory import CPU
+
+    # torchrun starts them, which leaves malloc as it is
+    forecast = forecast_memory(config, layout, replace(CPU, keeps_freed=False), available, ranks)
+    slots = [ranks] * (layout.world_size // ranks)
+    refuse_what_cannot_fit(config, layout, forecast, lambda: hosts_cluster(slots, layout.world_size, "cpu", []), ranks)
 
 
 def _deliver(job: PodJob, heading: str, notices: list[str], delivery: Delivery, context: str | None) -> None:

@@ -10,9 +10,11 @@ import typer
 
 from launch.backends.submission import load_checked_config
 from launch.cli.options import (
+    AllowChange,
     ConfigPath,
     Exclude,
     FirstWait,
+    Force,
     Grace,
     Hostfile,
     Include,
@@ -27,11 +29,12 @@ from launch.cluster.deepspeed_launcher import Launcher
 from launch.errors import LaunchError
 from launch.output import print_json
 from launch.runtime.logs import get_logger
-from megalite.config import Config
+from launch.trainer.start_flags import StartFlags
 
 if TYPE_CHECKING:
     from launch.cluster.supervisor import Options
     from launch.runtime.hostfile import Host
+    from launch.trainer.start_checks import RunPosition
 
 log = get_logger(__name__)
 
@@ -65,6 +68,8 @@ def launch(
         bool, typer.Option("--dry-run", help="Print what would be started where; connect to no host.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the dry run as JSON.")] = False,
+    force: Force = False,
+    allow_change: AllowChange = False,
 ) -> None:
     """Train on the hosts of a hostfile, or resume training there.
 
@@ -84,8 +89,8 @@ def launch(
     from launch.cluster.supervisor import HostsSupervisor, Options
     from launch.cluster.switch_topology import read_topology
     from launch.supervision.supervisor import Policy
-    from launch.trainer.data import open_data
     from launch.trainer.local_run import finish_if_complete
+    from launch.trainer.start_checks import find_position
 
     options = Options(
         launcher=launcher,
@@ -95,29 +100,31 @@ def launch(
         host_timeout_s=host_timeout,
         wait_for_hosts_s=60 * wait_for_hosts,
         topology=read_topology(topology) if topology is not None else None,
+        flags=StartFlags(force, allow_change),
     )
     check_launcher(launcher, hosts, ssh_port)
     check_paths(config.run_dir.absolute())
     if dry_run:
-        open_data(config)
-        _print_dry_run(config, hosts, options, as_json=as_json)
+        _print_dry_run(find_position(config, options.flags, is_dry=True), hosts, options, as_json=as_json)
         return
     if as_json:
         raise LaunchError("--json belongs to --dry-run: a run's results are in metrics.jsonl and receipt.json")
     likely_layout(config, hosts, spares)
-    if finish_if_complete(config):
+    if finish_if_complete(find_position(config, options.flags)):
         return
     policy = Policy(restarts, first_wait, longest_wait, grace, silence)
     with HostsSupervisor(config, hosts, policy, options) as supervisor:
         raise typer.Exit(supervisor.run())
 
 
-def _print_dry_run(config: Config, hosts: Sequence[Host], options: Options, *, as_json: bool) -> None:
-    """Prints the dry run: hosts in rank order and the launcher's command. Connects to no host."""
+def _print_dry_run(position: RunPosition, hosts: Sequence[Host], options: Options, *, as_json: bool) -> None:
+    """Prints the dry run: a summary of the run, hosts in rank order, the launcher's command. Connects to no host."""
     from launch.cluster.deepspeed_launcher import FOLDER, check_launcher, launcher_command
     from launch.cluster.host_selection import likely_layout
     from launch.cluster.placement import place_hosts
+    from launch.trainer.run_summary import print_lines, run_facts, summary_lines
 
+    config = position.config
     main = hosts[: len(hosts) - options.spares]
     likely, layout, later = likely_layout(config, hosts, options.spares)
     placed, notices = place_hosts(likely, layout, main, options.topology)
@@ -133,12 +140,16 @@ def _print_dry_run(config: Config, hosts: Sequence[Host], options: Options, *, a
         folder,
         ssh_port=options.ssh_port,
         launcher_args=options.launcher_args,
+        flags=options.flags,
     )
+    ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)} on {len(placed)} host{'s' * (len(placed) > 1)}"
+    summary = run_facts(likely, layout, position.data, position.start, ranks)
     if as_json:
         devices = {host.name: list(host.devices) for host in placed}
         facts = {"hosts": devices, "spares": spares, "notices": notices, "ranks": layout.world_size}
-        print_json({**facts, "command": command})
+        print_json({**facts, "command": command, "summary": summary})
         return
+    print_lines(summary_lines(summary))
     first = 0
     for host in placed:
         print(f"{host.name}: ranks {first} to {first + host.slots - 1} on devices {', '.join(map(str, host.devices))}")

@@ -14,6 +14,16 @@ MOST_ACCELERATORS = 10_000_000  # more is a typing error
 
 ConfigPath = Annotated[Path, typer.Argument(help="YAML file", metavar="CONFIG.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.option=value ...", metavar="[OVERRIDES]...")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Start although the predicted memory is more than the devices have.")
+]
+AllowChange = Annotated[
+    bool,
+    typer.Option(
+        "--allow-change",
+        help="Resume although an option has changed that the data or the saved moments depend on.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 ModelTokenizer = Annotated[
     str | None,

@@ -13,10 +13,11 @@ from typing import Annotated
 import typer
 
 from launch.backends.submission import load_checked_config
-from launch.cli.options import ConfigPath, Overrides
+from launch.cli.options import AllowChange, ConfigPath, Force, Overrides
 from launch.errors import LaunchError
 from launch.runtime.logs import get_logger
 from launch.runtime.modules import RAY_DRIVER
+from launch.trainer.start_flags import StartFlags
 from megalite.config import Config, wanted_world_size
 
 log = get_logger(__name__)
@@ -40,6 +41,8 @@ def ray(
         float, typer.Option(min=0, help="Seconds that ranks have to save after SIGTERM or SIGHUP.")
     ] = 120.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started; start nothing.")] = False,
+    force: Force = False,
+    allow_change: AllowChange = False,
 ) -> None:
     """Train on Ray workers, one rank each, or resume training there. Needs `pip install megalite[ray]`.
 
@@ -54,6 +57,7 @@ def ray(
     from launch.runtime.devices import gpu_count
     from launch.supervision.supervisor import Policy
     from launch.trainer.local_run import finish_if_complete
+    from launch.trainer.start_checks import find_position
     from megalite.planner.search import Ranks
 
     config = load_checked_config(config_path, overrides)
@@ -68,15 +72,17 @@ def ray(
     log.info(f"{count} worker{'s' * (count != 1)} ({sizes}), {gpus} GPU{'s' * (gpus != 1)} each, on {cluster}")
     for notice in notices:
         log.info(notice)
+    flags = StartFlags(force, allow_change)
+    position = find_position(config, flags, is_dry=dry_run)
     if dry_run:
         print("dry run: nothing was started")
         return
     check_address(where)
-    if finish_if_complete(config):
+    if finish_if_complete(position):
         return
     command = [sys.executable, "-m", RAY_DRIVER, str(count), str(gpus), where, str(grace), str(config_path)]
     policy = Policy(restarts=max_failures, grace_s=grace)
-    supervisor = RaySupervisor(config, [*command, *(overrides or [])], policy, is_local=not where)
+    supervisor = RaySupervisor(config, [*command, *(overrides or []), *flags.words], policy, is_local=not where)
     raise typer.Exit(supervisor.run())
 
 

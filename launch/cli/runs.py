@@ -29,12 +29,12 @@ def status(
 
     Example: `megalite status runs/quickstart`
     """
-    from launch.inspection.files import check_run_folder
+    from launch.inspection.files import check_is_run
     from launch.inspection.report import SHOWN_EVENTS, status_lines
     from launch.inspection.status import as_json as facts_of
     from launch.inspection.status import read_status
 
-    check_run_folder(run_dir)
+    check_is_run(run_dir)
     found = read_status(run_dir)
     if as_json:
         print_json(facts_of(found, SHOWN_EVENTS))

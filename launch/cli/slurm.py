@@ -15,9 +15,9 @@ import typer
 
 from launch.backends.slurm import SlurmJob, Spawner, batch_script
 from launch.backends.submission import Delivery, fit_layout, load_checked_config
-from launch.cli.options import ConfigPath, OutputFile, Overrides, OverwriteFile
+from launch.cli.options import AllowChange, ConfigPath, Force, OutputFile, Overrides, OverwriteFile
 from launch.errors import LaunchError
-from megalite.config import Config
+from launch.trainer.start_flags import StartFlags
 
 TIME = re.compile(r"(?:(\d+)-)?(\d+(?::\d+){0,2})")
 ENDLESS = ("unlimited", "infinite")
@@ -78,6 +78,8 @@ def slurm(
         bool, typer.Option("--dry-run", help="Write nothing; with --submit, ask Slurm when the job would start.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print script, job and notices as JSON.")] = False,
+    force: Force = False,
+    allow_change: AllowChange = False,
 ) -> None:
     """Write a Slurm batch script for a run, or --submit it.
 
@@ -88,7 +90,9 @@ def slurm(
     """
     from launch.planning.auto_layout import sizes_in_words
     from launch.runtime.local_ranks import rank_environment
+    from launch.trainer.start_checks import position_without_lock
 
+    flags = StartFlags(force, allow_change)
     config = load_checked_config(config_path, overrides)
     gpus = _gpus(gpus_per_node)
     options = tuple(_option(text) for text in sbatch_option or [])
@@ -122,6 +126,7 @@ def slurm(
         run_dir=_line(config.run_dir.absolute(), "run_dir"),
         directory=_line(Path.cwd(), "the working directory"),
         arguments=(str(config_path), *(overrides or [])),
+        flags=tuple(flags.words),
         heading=f"megalite {version('megalite')}: {nodes} hosts x {ranks} ranks; {sizes_in_words(config, layout)}",
         requests=requests,
         cpus_per_task=cpus_per_task,
@@ -131,7 +136,7 @@ def slurm(
         options=options,
         environment=environment,
     )
-    _check_start(config)
+    position_without_lock(config, flags)  # otherwise a problem would show only after hours in the queue
     _deliver(job, Delivery(output, overwrite, submit, dry_run, as_json), notices)
 
 
@@ -171,16 +176,6 @@ def _line(path: Path, what: str) -> Path:
     if re.search(r"[\n\r]", str(path)):
         raise LaunchError(f"{what} {str(path)!r} has a line break, which Slurm cannot take: choose another")
     return path
-
-
-def _check_start(config: Config) -> None:
-    """Checks data and checkpoint now; otherwise a problem would show only after hours in the queue."""
-    from launch.trainer.data import open_data
-    from launch.trainer.resume import checkpoints_of, find_start
-    from megalite.checkpoint.manifest import find_latest, step_folders
-
-    root = checkpoints_of(config)
-    find_start(config, open_data(config), *(find_latest(root) if step_folders(root) else (None, [])))
 
 
 def _deliver(job: SlurmJob, delivery: Delivery, notices: list[str]) -> None:

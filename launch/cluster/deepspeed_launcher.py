@@ -19,6 +19,7 @@ from launch.errors import LaunchError
 from launch.runtime.forwarded_environment import PLAIN
 from launch.runtime.hostfile import Host, hostfile_text, include_filter
 from launch.runtime.modules import RANK_SCRIPT
+from launch.trainer.start_flags import NO_FLAGS, StartFlags
 from megalite.config import Config
 
 Launcher = Literal["pdsh", "openmpi", "mpich", "slurm"]  # with which `deepspeed` starts ranks on other hosts
@@ -83,10 +84,11 @@ def launcher_command(
     *,
     ssh_port: int | None = None,
     launcher_args: str = "",
+    flags: StartFlags = NO_FLAGS,
 ) -> list[str]:
     """Returns the command line that starts the ranks, with the files that `write_files` has put into `folder`.
 
-    `master` is the address and port at which the ranks find each other.
+    `master` is the address and port at which the ranks find each other; `flags` are handed on to them.
     """
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(folder / HOSTFILE)]
     command += ["--launcher", launcher, "--no_ssh_check", "--no_local_rank", "--log_level", "warning"]
@@ -106,7 +108,7 @@ def launcher_command(
     arguments += shlex.split(launcher_args)
     if arguments:
         command += [f"--launcher_args={shlex.join(arguments)}"]
-    return [*command, str(RANK_SCRIPT), str(folder / CONFIG)]
+    return [*command, str(RANK_SCRIPT), str(folder / CONFIG), *flags.words]
 
 
 def launcher_environment(folder: Path, patience_s: float) -> dict[str, str]:

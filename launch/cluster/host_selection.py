@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from launch.cluster.doctor.findings import Finding
 from launch.cluster.placement import place_hosts
 from launch.cluster.switch_topology import Topology
 from launch.errors import LaunchError
-from launch.planning.auto_layout import layout_or_likely, most_ranks, why_fewer
+from launch.planning.auto_layout import hosts_cluster, layout_or_likely, most_ranks, why_fewer
+from launch.planning.memory_check import forecast_memory, refuse_what_cannot_fit
 from launch.runtime.devices import Device
 from launch.runtime.hostfile import Host
 from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
+from megalite.planner.cost.memory import CPU, CUDA
+from megalite.planner.hardware import Cluster
 from megalite.planner.search import Ranks
 
 
@@ -127,6 +131,28 @@ def choose_hosts(
         fewer = f"going on with {layout.world_size} ranks instead of {wanted}: data parallelism is auto"
         notices = (fewer, *notices)
     return Choice(hosts, layout, notices)
+
+
+def check_memory_of_hosts(
+    config: Config, choice: Choice, facts: Mapping[str, Mapping[str, Any]], device: Device
+) -> None:
+    """Raises LaunchError where the run cannot fit the memory of the hosts; `facts` are the host probe's."""
+    slots = [host.slots for host in choice.hosts]
+    gpus = [name for host in choice.hosts for name in facts[host.name]["gpus"]]
+
+    def machine() -> Cluster:
+        return hosts_cluster(slots, choice.layout.world_size, device, gpus)
+
+    if device == "cpu":
+        memory = [int(facts[host.name]["memory_bytes"]) for host in choice.hosts]
+        available, ranks = min(zip(memory, slots, strict=True), key=lambda pair: pair[0] / pair[1])
+    else:
+        try:
+            available, ranks = machine().memory_bytes, 1
+        except (ConfigError, LaunchError):  # the catalogue does not know them: the ranks look for themselves
+            return
+    forecast = forecast_memory(config, choice.layout, CPU if device == "cpu" else CUDA, available, ranks)
+    refuse_what_cannot_fit(config, choice.layout, forecast, machine, ranks)
 
 
 def _largest_layout(config: Config, device: Device, slots: int) -> ResolvedLayout | None:

@@ -32,6 +32,7 @@ from launch.cluster.doctor.findings import FAIL, OK, Finding, Settings
 from launch.cluster.doctor.preflight import PreflightReport, preflight
 from launch.cluster.host_selection import (
     NotEnoughHosts,
+    check_memory_of_hosts,
     choose_hosts,
     expected_device,
     per_node,
@@ -51,6 +52,7 @@ from launch.runtime.processes import StopSignals
 from launch.runtime.rank_environment import ATTEMPT, PRIVATE
 from launch.supervision.liveness import HeartbeatMonitor
 from launch.supervision.supervisor import AttemptEnd, Policy, Supervisor, sleep
+from launch.trainer.start_flags import NO_FLAGS, StartFlags
 from megalite.config import Config, ConfigError
 from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.planner.search import Ranks, first_legal
@@ -73,6 +75,7 @@ class Options:
     host_timeout_s: float = 20.0  # without an answer until a host counts as lost
     wait_for_hosts_s: float = 600.0  # that a restart waits for missing hosts
     topology: Topology | None = None
+    flags: StartFlags = NO_FLAGS
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class HostsSupervisor(Supervisor):
 
     def __init__(self, config: Config, hosts: Sequence[Host], policy: Policy, options: Options) -> None:
         """Raises LaunchError or ConfigError if the layout does not fit these hosts."""
-        super().__init__(policy, config.run_dir, config.total_steps)
+        super().__init__(policy, config.run_dir, config)
         self._config, self._hosts, self._options = config, tuple(hosts), options
         self._world_size = wanted_ranks(config, hosts, options.spares, expected_device())
         self._connections: dict[str, HostConnection] = {}
@@ -167,6 +170,8 @@ class HostsSupervisor(Supervisor):
         self._log_if_new("hosts", choice.notices)
         check_launcher(self._options.launcher, choice.hosts, self._options.ssh_port)
         check_known_bad(config, choice.layout, installed_versions(), report.device)
+        if not self._options.flags.force:
+            check_memory_of_hosts(config, choice, report.facts, report.device)
         hosts = choice.hosts
         if self._options.launcher == "openmpi":  # it puts the ranks of this machine first
             here = [host for host in hosts if report.facts[host.name]["hostname"] == socket.gethostname()]
@@ -279,4 +284,5 @@ class HostsSupervisor(Supervisor):
             folder,
             ssh_port=options.ssh_port,
             launcher_args=options.launcher_args,
+            flags=options.flags,
         )

@@ -82,7 +82,7 @@ def is_run(folder: Path) -> bool:
     return has_receipt or (folder / EVENTS).is_file() or lock_holder(folder) is not None
 
 
-def check_run_folder(folder: Path) -> None:
+def check_is_run(folder: Path) -> None:
     """Raises LaunchError, with what was perhaps meant, where a folder is not that of a run."""
     if is_run(folder):
         return

@@ -70,12 +70,6 @@ class Prediction:
     def sentences(self) -> list[str]:
         """The prediction as sentences, printed before the first step."""
         sentences = [f"predicted: peak memory {_peaks(self.memory)}"]
-        if self.machine is not None and self.machine.cluster.memory_bytes < (
-            most := max(stage.total for stage in self.memory)
-        ):
-            sentences.append(
-                f"predicted: {gib(most)} is more than the {gib(self.machine.cluster.memory_bytes)} that a rank has"
-            )
         if self.step is None or self.machine is None:
             return [*sentences, f"predicted: no step time, because {self.problem}"]
         parts = sorted(self.step.parts.items(), key=lambda part: -part[1])

@@ -21,6 +21,7 @@ from megalite.planner.reliability.failure_rates import HOURS_PER_DAY
 from megalite.planner.reliability.goodput_model import JobScale, Reliability, at_scale
 from megalite.planner.run_length import RunLength, run_length
 from megalite.planner.search import search
+from megalite.planner.units import duration
 from megalite.planner.workload import TrainingWorkload
 
 COMMUNICATION = ("tensor collectives", "between stages", "replicas")  # of `StepTime.parts`
@@ -118,7 +119,7 @@ def predicted_runs(
         try:
             runs.append(_predicted_run(config, accelerator, count, job, is_length_wanted))
         except NothingFits as error:
-            problems.append(f"left out: {count:,} GPUs, because {error}")
+            problems.append(f"left out: {count:,} GPUs: {error}")
             last = error
     if not runs:
         raise last
@@ -133,9 +134,12 @@ def _predicted_run(config: Config, accelerator: str, gpus: int, job: Reliability
     scale = at_scale(sized, gpus)
     if not is_length_wanted:
         return SizedRun(scale, job.days)
-    if not scale.goodput:
-        raise NothingFits("failures come before a checkpoint is complete")
     length = replace(length, goodput=scale.goodput)
+    if not length.ends:
+        raise NothingFits(
+            f"on {gpus:,} GPUs the run is never done: they fail every {duration(scale.mtbf_hours * 3600)}, and a "
+            f"checkpoint comes every {duration(scale.interval_s)} of training: save more often, or give --days"
+        )
     return SizedRun(at_scale(replace(sized, days=length.days), gpus), length.days, length, str(step.job.layout))
 
 

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import psutil
 
 from launch.errors import LaunchError
 from launch.planning.hardware_catalogue import cache_folder, known_hardware, user_file
-from launch.runtime.devices import cpu_count, gpu_count
+from launch.runtime.devices import cpu_count, gpu_count, host_memory_bytes
 from launch.runtime.host_probe import gpus, start_listing_gpus
 from megalite.checkpoint.durable_files import write_durably
 from megalite.config import Config
@@ -137,8 +137,7 @@ def _with_gpus(ranks: int, nodes: int, known: Catalogue) -> Machine:
 
 def _with_cpu(ranks: int, nodes: int, known: Catalogue, limits: MeasurementLimits) -> Machine:
     cores, rough = _computing_cores(), ""
-    model = _cpu_info("model name") or platform.processor() or platform.machine()
-    name = f"{model}, {cores} core{'s' * (cores > 1)}"
+    name = f"{cpu_name()}, {cores} core{'s' * (cores > 1)}"
     if name in known.accelerators:  # calibrated, or described by hand
         whole = known.accelerators[name]
         link = find_link(whole.intra_node, known)
@@ -179,7 +178,7 @@ def _as_accelerator(measured: Measured, name: str, cores: int) -> tuple[Accelera
     # the planner scales catalogue entries, which are from data sheets, to what is reached; here that was measured
     attention = measured["attention_flops"] / measured["core_flops"]["fp32"]
     accelerator = Accelerator(
-        memory_gib=psutil.virtual_memory().total / 2**30,
+        memory_gib=host_memory_bytes() / 2**30,
         peak_tflops={dtype: cores * flops / 1e12 for dtype, flops in measured["core_flops"].items()},
         memory_gb_per_s=measured["memory_bytes_per_s"] / 1e9 / MEMORY_EFFICIENCY,
         efficiency=CPU_EFFICIENCY,
@@ -244,7 +243,9 @@ def contradict(name: str, predicted_s: float, measured_s: float) -> bool:
     path, key = cache_folder() / "this_cpu.json", _key(name)
     cached = _read_cache(path)
     entry = cached.get(key)
-    if not (is_faster or (is_slower and not who_else_computes())) or not _is_measured(entry) or entry.get("confirmed"):
+    if not _is_measured(entry) or entry.get("confirmed"):
+        return False
+    if not is_faster and (not is_slower or who_else_computes()):
         return False
     return _write_cache(path, cached | {key: entry | {"contradicted": True}})
 
@@ -276,7 +277,7 @@ def _read_cache(path: Path) -> dict[str, Any]:
     return cached if isinstance(cached, dict) else {}
 
 
-def _is_measured(value: Any) -> bool:
+def _is_measured(value: Any) -> TypeGuard[Measured]:
     if not isinstance(value, dict) or not isinstance(flops := value.get("core_flops"), dict):
         return False
     figures = [flops.get("fp32"), flops.get("bf16"), *(value.get(name) for name in ROUGH if name != "core_flops")]
@@ -303,6 +304,11 @@ def _measure(timeout_s: float) -> Measured:
 def _computing_cores() -> int:
     """Physical cores that this process may use; hardware threads share a core's arithmetic units."""
     return max(1, min(cpu_count(), psutil.cpu_count(logical=False) or cpu_count()))
+
+
+def cpu_name() -> str:
+    """The name of this machine's CPU, such as `AMD EPYC 7763 64-Core Processor`."""
+    return _cpu_info("model name") or platform.processor() or platform.machine()
 
 
 def has_bf16_units() -> bool:

@@ -29,6 +29,7 @@ class RunFolder:
     """State of a run's folder at one moment."""
 
     checkpoint: int | None = None  # step of the newest complete checkpoint
+    tokens_seen: int = 0  # by that checkpoint
     step: int = 0  # the last step logged; 0: none
     last_record: str = ""  # in full, since a repeated step differs in its time only
     sessions: int | None = None  # number of starts so far; None: there is no events.jsonl
@@ -40,6 +41,7 @@ class RunFolder:
         """Reads a run's folder; None if it is unreadable, which says nothing about the run."""
         try:
             newest, _ = find_latest(run_dir)
+            manifest = read_manifest(newest) if newest else None
             records = read_records(run_dir / "metrics.jsonl")
             sessions, resumed_step, last_event = None, 0, None
             if (run_dir / EVENTS).is_file():
@@ -50,7 +52,8 @@ class RunFolder:
                     elif event["event"] in EXIT_CODES:
                         last_event = event["event"]
             return cls(
-                checkpoint=read_manifest(newest).step if newest else None,
+                checkpoint=manifest.step if manifest else None,
+                tokens_seen=int(manifest.state.get("tokens_seen", 0)) if manifest else 0,
                 step=int(records[-1]["step"]) if records else 0,
                 last_record=json.dumps(records[-1]) if records else "",
                 sessions=sessions,

@@ -96,10 +96,10 @@ def supervise_run(command: Sequence[str], policy: Policy, run_dir: Path | None =
     if not command or shutil.which(command[0]) is None:
         raise LaunchError(f"the command {command[0] if command else ''!r} is not there: name a program after --")
     if run_dir is not None:
-        return CommandSupervisor(command, policy, run_dir, total_steps=None).run()
+        return CommandSupervisor(command, policy, run_dir, config=None).run()
     config = config_of(command)
     check_resumes(config)
-    return CommandSupervisor(command, policy, config.run_dir, config.total_steps).run()
+    return CommandSupervisor(command, policy, config.run_dir, config).run()
 
 
 def check_resumes(config: Config) -> None:
@@ -111,8 +111,9 @@ def check_resumes(config: Config) -> None:
 class Supervisor(ABC):
     """Repeats a run until an attempt succeeds or another would not help."""
 
-    def __init__(self, policy: Policy, run_dir: Path, total_steps: int | None) -> None:
-        self._policy, self._run_dir, self._total_steps = policy, run_dir, total_steps
+    def __init__(self, policy: Policy, run_dir: Path, config: Config | None) -> None:
+        """`config` tells how long the run is; None if it is not known."""
+        self._policy, self._run_dir, self._length_of = policy, run_dir, config
         self._nonfatal = Nonfatal(log.warning)
         self._folder = RunFolder.read(run_dir) or RunFolder()  # when it could last be read
         self._progress: tuple[int | None, int] | None = None  # checkpoint and step of the last attempt that trained
@@ -131,7 +132,7 @@ class Supervisor(ABC):
                 ended = self._attempt(signals)
                 before, after = self._folder, RunFolder.read(self._run_dir)
                 self._folder = after or before
-                code = run_exit_code(before, after, ended.code, self._total_steps)
+                code = run_exit_code(before, after, ended.code, self._total_steps())
                 if ended.reason is not None and code and signals.last is None:
                     # the supervisor ended the attempt, and ranks may have reported that as a preemption
                     self._log(ended.reason)
@@ -158,6 +159,12 @@ class Supervisor(ABC):
                     self._log(f"asked to end before restart {self._restarts}")
                     return 128 + (signals.last or signal.SIGTERM)
                 self._wait_s = min(2 * self._wait_s, self._policy.longest_wait_s)
+
+    def _total_steps(self) -> int | None:
+        """Returns the length of the run in steps, counted from its newest checkpoint; None if it is not known."""
+        if self._length_of is None:
+            return None
+        return self._length_of.counted_from(self._folder.checkpoint or 0, self._folder.tokens_seen).total_steps
 
     def _reason_to_give_up(self, before: RunFolder, after: RunFolder | None, ended: AttemptEnd) -> str | None:
         """Returns why another attempt would not help; None if it may.
@@ -210,8 +217,8 @@ class Supervisor(ABC):
 class CommandSupervisor(Supervisor):
     """Supervises a command on this host."""
 
-    def __init__(self, command: Sequence[str], policy: Policy, run_dir: Path, total_steps: int | None) -> None:
-        super().__init__(policy, run_dir, total_steps)
+    def __init__(self, command: Sequence[str], policy: Policy, run_dir: Path, config: Config | None) -> None:
+        super().__init__(policy, run_dir, config)
         self._command = command
 
     def _attempt(self, signals: StopSignals) -> AttemptEnd:

@@ -44,12 +44,6 @@ def open_data(config: Config) -> RunData:
         )
     meta = read_meta(prefixes[0])
     notices = [samples.notice() for samples in (training, held_out) if samples is not None]
-    wanted = config.total_steps * config.training.global_batch_size
-    if wanted > training.samples_per_epoch:
-        notices.append(
-            f"the run takes {wanted:,} samples and the data has {training.samples_per_epoch:,}: it goes round "
-            f"{wanted / training.samples_per_epoch:.1f} times, each time in another order"
-        )
     return RunData(
         training,
         held_out,

@@ -1,4 +1,4 @@
-"""`megalite train` outside a launcher: checks config, data and checkpoint, then starts the local ranks."""
+"""`megalite train` outside a launcher: checks config, data, checkpoint and memory, then starts the local ranks."""
 
 from __future__ import annotations
 
@@ -7,53 +7,37 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from launch.errors import USER_ERRORS, LaunchError
-from launch.runtime.devices import Device, gpu_count
-from launch.runtime.local_ranks import rank_environment, start_local_ranks
+from launch.planning.prediction import Prediction
+from launch.planning.this_machine import Machine, MeasurementLimits, cpu_name, describe_machine
+from launch.runtime.host_probe import gpus, start_listing_gpus
+from launch.runtime.local_ranks import start_local_ranks
 from launch.runtime.logs import get_logger
-from launch.trainer.data import open_data
-from launch.trainer.resume import Start, checkpoints_of, exports_of, find_start
+from launch.trainer.rank_devices import UNMEASURED
+from launch.trainer.resume import exports_of
 from launch.trainer.run_folder import lock_run_folder
+from launch.trainer.run_summary import (
+    prediction_facts,
+    prediction_lines,
+    print_lines,
+    run_facts,
+    summary_lines,
+    warning_of_long_step,
+)
+from launch.trainer.start_checks import CheckedRun, RunPosition, check_start
+from launch.trainer.start_flags import NO_FLAGS, StartFlags
 from megalite.checkpoint.durable_files import verify_digest
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.manifest import find_latest, step_folders
-from megalite.config import Config, ResolvedLayout, resolve_layout, wanted_world_size
-from megalite.config.known_bad import check_known_bad, installed_versions
+from megalite.config import Config
 from megalite.resilience.signals import START_UP, STOP_SIGNALS, exit_code_for
-from models.families import family
 
 log = get_logger(__name__)
 CPU_MEASUREMENT_S = 15.0  # longest delay of the first run on a machine
-
-
-def resolve(config: Config) -> tuple[ResolvedLayout, Device]:
-    """Resolves the layout for this machine. Raises ConfigError or LaunchError if it does not fit."""
-    gpus = gpu_count()
-    device: Device = "cuda" if gpus else "cpu"
-    check_run(config)
-    world_size = wanted_world_size(config, gpus or None)
-    if gpus and world_size > gpus:
-        raise LaunchError(
-            f"the layout needs {world_size} GPUs and this machine has {gpus}: use a smaller layout, a hostfile "
-            "(deepspeed --hostfile), or set DS_ACCELERATOR=cpu to run on the CPU"
-        )
-    layout = resolve_layout(config, world_size, device)
-    check_known_bad(config, layout, installed_versions(), device)
-    return layout, device
-
-
-def check_run(config: Config) -> None:
-    """Checks what does not depend on the machine. Raises FamilyError or StorageError."""
-    family(config.model.model_type).check(config.model)
-    if config.checkpoint.mirror is not None:
-        from megalite.checkpoint.remote.storage import check_url  # pulls in fsspec
-
-        check_url(config.checkpoint.mirror)
 
 
 def end_start_up_on_signals() -> None:
@@ -68,48 +52,25 @@ def end_start_up_on_signals() -> None:
             signal.signal(number, leave)
 
 
-def start_local_run(config: Config, arguments: Sequence[str]) -> int:
-    """Checks config, data and checkpoint, then runs the ranks on this machine; returns their exit code."""
-    config, overrides, notices = choose_layout(config)
-    layout, device = resolve(config)
-    if finish_if_complete(config):
+def start_local_run(config: Config, arguments: Sequence[str], flags: StartFlags = NO_FLAGS) -> int:
+    """Checks config, data, checkpoint and memory, then runs the ranks on this machine; returns their exit code."""
+    run = check_start(config, flags)
+    if finish_if_complete(run.position):
         return 0
-    if device == "cpu":  # measured for the run's prediction while nothing else computes here, not beside the ranks
-        from launch.planning.this_machine import MeasurementLimits, describe_machine
-
+    if run.device == "cpu":  # measured for the run's prediction while nothing else computes here, not beside the ranks
         with suppress(Exception):  # the run does not need it
             describe_machine(on_cpu=True, limits=MeasurementLimits(timeout_s=CPU_MEASUREMENT_S))
-    environment, summary = rank_environment(config.launch, layout.world_size, device == "cuda")
-    ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
-    for notice in notices:
+    ranks = f"{run.layout.world_size} rank{'s' * (run.layout.world_size > 1)}"
+    for notice in run.notices:
         log.info(notice)
-    log.info(f"starting {ranks} on {device} ({summary})")
-    return start_local_ranks(layout.world_size, environment, [*arguments, *overrides])
+    log.info(f"starting {ranks} on {run.device} ({run.environment_in_words})")
+    return start_local_ranks(run.layout.world_size, run.environment, [*arguments, *run.overrides, *flags.words])
 
 
-def choose_layout(config: Config) -> tuple[Config, list[str], list[str]]:
-    """Resolves options that are `auto` for this machine.
-
-    Returns the config, the same choice as overrides, and a notice of what was chosen and why. Raises LaunchError or
-    ConfigError if no layout fits.
-    """
-    if not config.unresolved_options:
-        return config, [], []
-    from launch.planning.auto_layout import choose_here
-
-    check_run(config)
-    chosen = choose_here(config, "cuda" if gpu_count() else "cpu")
-    return config.with_resolved(chosen.options), chosen.overrides, [chosen.sentence]
-
-
-def finish_if_complete(config: Config) -> bool:
-    """Returns True if nothing is left to train, after exporting the last checkpoint if its export is missing.
-
-    Raises what the ranks of the run would raise about folder, data and checkpoint.
-    """
-    lock_run_folder(config).close()  # rank 0 takes it for the run
-    start = _find_local_start(config)
-    if start.step < config.total_steps:
+def finish_if_complete(position: RunPosition) -> bool:
+    """Returns True if nothing is left to train, after exporting the last checkpoint if its export is missing."""
+    config, start = position.config, position.start
+    if not position.is_complete:
         return False
     if start.checkpoint is not None and start.manifest is not None:
         try:
@@ -122,11 +83,6 @@ def finish_if_complete(config: Config) -> bool:
     if config.checkpoint.export_hf != "off" and start.checkpoint is not None:
         _export_if_missing(config, start.checkpoint)
     return True
-
-
-def _find_local_start(config: Config) -> Start:
-    root = checkpoints_of(config)
-    return find_start(config, open_data(config), *(find_latest(root) if step_folders(root) else (None, [])))
 
 
 def _export_if_missing(config: Config, checkpoint: Path) -> None:
@@ -144,22 +100,54 @@ def _export_if_missing(config: Config, checkpoint: Path) -> None:
             log.error(f"{folder} is NOT made: {error}; by hand: megalite export {checkpoint} {folder}")
 
 
-def print_dry_run(config: Config, *, as_json: bool) -> None:
-    """Prints the resolved config, the layout and the parameters per rank, without starting anything."""
-    config, _, chosen = choose_layout(config)
-    layout, device = resolve(config)
-    from launch.trainer.layout_table import layout_rows, layout_table
+def print_dry_run(config: Config, flags: StartFlags = NO_FLAGS, *, full: bool = False, as_json: bool = False) -> None:
+    """Makes the checks of `start_local_run` and prints what would be started. Nothing is created or changed.
 
-    source = config.training.initialize_from
-    start = _find_local_start(config) if source is not None and source.exists() else Start()  # hub ids: no download
-
-    rows = layout_rows(config, layout)
+    `full` adds the resolved config and the layers of each rank; JSON always has them.
+    """
+    run = check_start(config, flags, is_dry=True)
+    layout, position = run.layout, run.position
+    facts = run_facts(run.config, layout, position.data, position.start, _devices_in_words(run))
+    prediction = _predict(run)
+    predicted = prediction_facts(facts, prediction, run.memory)
     if as_json:
-        facts = {"device": device, "config": config.model_dump(mode="json"), "layout": asdict(layout)}
-        print(json.dumps(facts | {"ranks": [asdict(row) for row in rows]}, indent=2))
+        from launch.trainer.layout_table import layout_rows  # with torch
+
+        known = {"device": run.device, "config": run.config.model_dump(mode="json"), "layout": asdict(layout)}
+        rows = [asdict(row) for row in layout_rows(run.config, layout)]
+        print(json.dumps({**known, "summary": facts, "predicted": predicted, "ranks": rows}, indent=2))
         return
-    print(config.to_yaml())
-    layout_table(rows, layout).print()
-    for notice in (*chosen, *layout.notices, *start.notices):
+    if full:
+        from launch.trainer.layout_table import layout_rows, layout_table
+
+        print(run.config.to_yaml())
+        layout_table(layout_rows(run.config, layout), layout).print()
+    print_lines([*summary_lines(facts), *prediction_lines(facts, predicted)])
+    for notice in (*run.notices, *layout.notices, *position.data.notices, *position.start.notices):
         log.info(notice)
-    print(f"dry run on {device}: nothing was started")
+    long_step = warning_of_long_step(predicted["step_s"] or 0.0, run.config.training.global_batch_size)
+    for warning in (run.memory.warning if run.memory is not None else None, long_step):
+        if warning is not None:
+            log.warning(warning)
+    print(f"dry run on {run.device}: nothing was started")
+
+
+def _predict(run: CheckedRun) -> Prediction:
+    """Predicts a run without measuring this machine, which a first run does."""
+    machine: Machine | None = None
+    problem = ""
+    try:
+        machine = describe_machine(run.layout.world_size, on_cpu=run.device == "cpu", limits=UNMEASURED)
+    except (LaunchError, ValueError) as error:
+        problem = str(error)
+    predicted = Prediction.of(run.config, run.layout, machine, problem)
+    if run.memory is None:
+        return predicted
+    return replace(predicted, memory=run.memory.stages)
+
+
+def _devices_in_words(run: CheckedRun) -> str:
+    ranks = f"{run.layout.world_size} rank{'s' * (run.layout.world_size > 1)}"
+    if run.device == "cpu":
+        return f"{ranks} on this CPU ({cpu_name()})"
+    return f"{ranks} on this machine's GPUs ({', '.join(dict.fromkeys(gpus(start_listing_gpus())['gpus']))})"

@@ -112,6 +112,11 @@ class PredictionTracker(Observer):
         for sentence in self._prediction.sentences():
             log.info(sentence)
 
+    @property
+    def prediction(self) -> Prediction | None:
+        """The prediction made at the start; None before, and on ranks other than 0."""
+        return self._prediction
+
     def on_step(self, record: dict[str, Any]) -> None:
         """Adds `model_flops_utilization` to the record, where the peak of the devices is known."""
         if self._prediction is not None:

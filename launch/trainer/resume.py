@@ -6,27 +6,26 @@ No torch at import.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from pydantic import ValidationError
 
 from launch.errors import LaunchError
 from launch.huggingface.checkpoint_tokenizer import KEPT, find_tokenizer, is_same_tokenizer
 from launch.huggingface.hub_folder import is_hub_model
 from launch.runtime.logs import get_logger
 from launch.runtime.rank_environment import Rank
+from launch.trainer.config_changes import OptionChange, changes_since, check_changes, saved_model
 from launch.trainer.data import RunData
 from launch.trainer.run_config import checkpoint_at, reads_the_length, refuse_other_model
 from launch.trainer.run_tokenizer import check_kept, choose_tokenizer
+from launch.trainer.start_flags import NO_FLAGS, StartFlags
 from megalite.checkpoint.durable_files import remove
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER, check_tokenizer_links, tokenizer_files
 from megalite.checkpoint.manifest import Manifest, read_manifest
 from megalite.checkpoint.retention import clean_up
-from megalite.config import Config, ModelConfig, ResolvedLayout
+from megalite.config import Config, ResolvedLayout
 from megalite.config.model import DROPOUTS
 from megalite.training.state import TrainState
 
@@ -50,11 +49,17 @@ class Start:
     notices: tuple[str, ...] = ()
     hub: ModelFolder | None = None  # instead of a checkpoint; with neither, weights are initialized
     tokenizer: Path | None = None  # folder of the model's tokenizer, of which the run keeps a copy; None: there is none
+    changes: tuple[OptionChange, ...] = ()  # of the config since the checkpoint of a resume
 
     @property
     def step(self) -> int:
         """Number of steps already done."""
         return self.manifest.step if self.is_resume and self.manifest else 0
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples that those steps took from the data."""
+        return int(self.manifest.state.get("consumed_samples", 0)) if self.is_resume and self.manifest else 0
 
     @property
     def loading(self) -> str:
@@ -63,6 +68,11 @@ class Start:
             return "initializing the weights" if self.hub is None else f"loading the weights of {self.hub.folder}"
         size = sum(file.size for file in self.manifest.files.values())
         return f"loading {self.checkpoint}, {size / 1e9:.1f} GB"
+
+    def counted(self, config: Config) -> Config:
+        """Returns `config` with a length that counts `training.tokens` from this start on."""
+        tokens_seen = self.manifest.state.get("tokens_seen", 0) if self.is_resume and self.manifest else 0
+        return config.counted_from(self.step, int(tokens_seen))
 
     @property
     def inherited(self) -> dict[str, Any]:
@@ -106,7 +116,7 @@ def clear_exports(config: Config) -> None:
             remove(hidden)
 
 
-def agree_on_start(config: Config, rank: Rank, data: RunData, activity: Activity) -> Start:
+def agree_on_start(config: Config, rank: Rank, data: RunData, activity: Activity, flags: StartFlags) -> Start:
     """Finds where the run starts, equal on all ranks; verifies the digests of the checkpoint's files. Collective."""
     from megalite.checkpoint.digests import newest_intact
     from megalite.engine.activity import Phase
@@ -126,7 +136,7 @@ def agree_on_start(config: Config, rank: Rank, data: RunData, activity: Activity
         if rank.rank == 0:
             fetch_from_mirror(config, activity.progress)
         own, skipped = newest_intact(root, progress=activity.progress)
-    start = find_start(config, data, own, skipped)
+    start = find_start(config, data, own, skipped, flags)
     if not is_same_on_all_ranks(start.hub.fingerprint if start.hub is not None else None):
         raise LaunchError(
             f"the ranks do not see the same model: training.initialize_from {config.training.initialize_from} must be "
@@ -177,11 +187,14 @@ def fetch_from_mirror(config: Config, progress: Callable[[], None]) -> None:
     fetch_newest(mirror, checkpoints_of(config), report)
 
 
-def find_start(config: Config, data: RunData, own: Path | None, skipped: Sequence[str]) -> Start:
+def find_start(
+    config: Config, data: RunData, own: Path | None, skipped: Sequence[str], flags: StartFlags = NO_FLAGS
+) -> Start:
     """Finds where the run starts; `own` is its own newest checkpoint, `skipped` why newer ones cannot be used.
 
     Raises CheckpointError, FamilyError or LaunchError, one sentence each, if the checkpoint or model does not belong to
-    this config, or if there are checkpoints and none is intact: the run must not start from the beginning then.
+    this config, if an option has changed that needs permission, or if there are checkpoints and none is intact: the run
+    must not start from the beginning then.
     """
     if own is None and skipped:
         raise CheckpointError(
@@ -197,10 +210,13 @@ def find_start(config: Config, data: RunData, own: Path | None, skipped: Sequenc
         manifest = read_manifest(own)
         _check_model(manifest, config, own)
         _check_data(manifest, config, own, data.training.fingerprint)
-        _check_optimizer_and_batch(manifest, config, own)
+        _check_optimizer(manifest, config, own)
         check_kept(manifest, own, config)
+        changes = changes_since(manifest, config)
+        check_changes(changes, own, allow_change=flags.allow_change)
         notice = f"resuming from {own} (step {manifest.step})"
-        start = Start(own, manifest, True, (*(f"passed over: {why}" for why in skipped), notice))
+        notices = (*(f"passed over: {why}" for why in skipped), notice)
+        start = Start(own, manifest, True, notices, changes=changes)
     else:
         source = config.training.initialize_from
         start = Start() if source is None else _start_from(source, config, data)
@@ -238,9 +254,7 @@ def _with_tokenizer(start: Start, config: Config, data: RunData) -> Start:
 
 
 def _check_model(manifest: Manifest, config: Config, folder: Path) -> None:
-    saved, ours = manifest.config.get("model", {}), config.model.model_dump(mode="json")
-    with suppress(ValidationError):  # a manifest of an older version lacks options, which take their defaults
-        saved = ModelConfig.model_validate(saved).model_dump(mode="json")
+    saved, ours = saved_model(manifest), config.model.model_dump(mode="json")
     free = SHAPELESS_OPTIONS if reads_the_length(config.model) else {*SHAPELESS_OPTIONS, "max_position_embeddings"}
     for name, value in ours.items():
         if name not in free and name in saved and saved[name] != value:
@@ -279,16 +293,10 @@ def _check_data(manifest: Manifest, config: Config, folder: Path, fingerprint: s
         )
 
 
-def _check_optimizer_and_batch(manifest: Manifest, config: Config, folder: Path) -> None:
+def _check_optimizer(manifest: Manifest, config: Config, folder: Path) -> None:
     optimizer = manifest.config.get("optimizer", {}).get("name")
     if optimizer != config.optimizer.name:
         raise CheckpointError(
             f"{folder} was trained with optimizer.name {optimizer}, whose state {config.optimizer.name} cannot use: "
             "keep it, or start another run_dir with training.initialize_from"
-        )
-    batch_size = manifest.config.get("training", {}).get("global_batch_size")
-    if config.training.tokens is not None and batch_size != config.training.global_batch_size:
-        raise CheckpointError(
-            f"{folder} counts its steps in batches of {batch_size} samples, this config in batches of "
-            f"{config.training.global_batch_size}, so training.tokens would end elsewhere: give training.steps instead"
         )

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import platform
 import subprocess
 import sys
 import time
 from importlib.metadata import version
+from pathlib import Path
 from typing import IO, Any
+
+import psutil
 
 from launch.errors import LaunchError
 from launch.runtime.modules import INSTALLATION
-from launch.runtime.run_lock import take_lock
+from launch.runtime.run_lock import is_locked, take_lock
 from megalite.checkpoint.durable_files import write_durably
 from megalite.config import Config, ResolvedLayout
 
+WITHOUT_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts")  # file systems of the kernel, which take no folders
 PACKAGES = ("megalite", "torch", "deepspeed", "transformers", "tokenizers", "numpy")
 
 
@@ -29,14 +35,30 @@ def lock_run_folder(config: Config, patience_s: float = 0.0) -> IO[str]:
         config.run_dir.mkdir(parents=True, exist_ok=True)
         return take_lock(config.run_dir, patience_s)
     except BlockingIOError:
-        raise LaunchError(
-            f"another run is using run_dir {config.run_dir}: wait for it, or choose another run_dir"
-        ) from None
+        raise LaunchError(_in_use(config.run_dir)) from None
     except (FileExistsError, NotADirectoryError):
         file = next(path for path in (config.run_dir, *config.run_dir.parents) if path.exists())
-        raise LaunchError(f"run_dir {config.run_dir}: {file} is a file: name a folder") from None
+        raise LaunchError(_not_writable(config.run_dir, f"{file} is a file")) from None
     except OSError as error:
-        raise LaunchError(f"run_dir {config.run_dir} cannot be written: {error.strerror}") from None
+        raise LaunchError(_not_writable(config.run_dir, error.strerror)) from None
+
+
+def check_run_folder(config: Config) -> None:
+    """Raises LaunchError where `lock_run_folder` would, but creates and changes nothing."""
+    run_dir = config.run_dir
+    own = run_dir.absolute()
+    place = next(folder for folder in (own, *own.parents) if os.path.lexists(folder))
+    if not place.is_dir():
+        raise LaunchError(_not_writable(run_dir, "it is a file" if place == own else f"{place} is a file"))
+    mounts = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
+    top = next((str(folder) for folder in (place.resolve(), *place.resolve().parents) if str(folder) in mounts), "")
+    if mounts.get(top) in WITHOUT_FILES:
+        raise LaunchError(_not_writable(run_dir, f"{top} is a file system of the kernel"))
+    if not os.access(place, os.W_OK | os.X_OK):
+        is_read_only = os.statvfs(place).f_flag & os.ST_RDONLY
+        raise LaunchError(_not_writable(run_dir, os.strerror(errno.EROFS if is_read_only else errno.EACCES)))
+    if is_locked(run_dir):
+        raise LaunchError(_in_use(run_dir))
 
 
 def write_settings(config: Config, deepspeed: dict[str, Any]) -> None:
@@ -64,6 +86,14 @@ def layout_facts(layout: ResolvedLayout) -> dict[str, int]:
     """Returns a layout as receipts and the manifests of checkpoints hold it."""
     names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "zero_stage")
     return {name: getattr(layout, name) for name in names}
+
+
+def _not_writable(run_dir: Path, reason: str | None) -> str:
+    return f"run_dir {run_dir} cannot be written: {reason}: choose another run_dir"
+
+
+def _in_use(run_dir: Path) -> str:
+    return f"another run is using run_dir {run_dir}: wait for it, or choose another run_dir"
 
 
 def _as_json(value: dict[str, Any]) -> bytes:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
 from launch.runtime.logs import get_logger
 from launch.trainer.prediction_tracker import PredictionTracker, RankMemory, ranks_of_a_host
 from launch.trainer.resume import RunSetup
 from launch.trainer.run_folder import write_receipt, write_settings
+from launch.trainer.run_summary import time_in_words, warning_of_long_step, why_rough
 from launch.trainer.run_tokenizer import keep_tokenizer
 from megalite.monitor.events import EVENTS, EventLog, read_events
 from megalite.monitor.observer import Nonfatal, Observer
+from megalite.planner.units import plural
 
 if TYPE_CHECKING:
     from megalite.checkpoint.saver import Saved
@@ -55,9 +58,22 @@ class RunLogger(Observer):
         self._observers = [*self._others, self._goodput, self.prediction, *sinks]  # goodput adds to the records
         for notice in (*setup.layout.notices, *setup.data.notices, *setup.start.notices):
             self.log_notice(notice)
+        if setup.start.changes:
+            self.event("config_changed", step=first_step, changes=[asdict(change) for change in setup.start.changes])
         self.on_start()
+        self._tell_length()
         self._write_receipt()
         return self
+
+    def _tell_length(self) -> None:
+        """Logs how long the steps that are left take, and warns if each of them takes very long."""
+        with self._nonfatal(self.prediction.name):
+            if (prediction := self.prediction.prediction) is None or prediction.step is None:
+                return
+            step_s, left = prediction.step.seconds, self._config.total_steps - self._setup.start.step
+            log.info(f"{plural(left, 'step')} to go: {time_in_words(left, step_s, why_rough(prediction))}")
+            if (warning := warning_of_long_step(step_s, self._config.training.global_batch_size)) is not None:
+                log.warning(warning)
 
     def __exit__(self, *_: object) -> None:
         if not self._is_rank_zero:

@@ -87,6 +87,7 @@ class Config(Section):
     """Merged into the DeepSpeed config; refused if it contradicts another option."""
 
     _unresolved: frozenset[OptionPath] = PrivateAttr(default=frozenset())
+    _done: tuple[int, int] = PrivateAttr(default=(0, 0))  # steps and tokens before `training.tokens` is counted on
 
     @model_validator(mode="wrap")
     @classmethod
@@ -118,14 +119,26 @@ class Config(Section):
         resolved._unresolved = self._unresolved - chosen.keys()
         return resolved
 
+    def counted_from(self, step: int, tokens_seen: int) -> Config:
+        """Returns a copy whose `total_steps` counts `training.tokens` from a checkpoint on.
+
+        Steps of the run before it may have had another batch size, so their number does not tell their tokens.
+        """
+        counted = self.model_copy()
+        counted._done = (step, tokens_seen)
+        return counted
+
     @property
     def total_steps(self) -> int:
-        """Length of the run in optimizer steps."""
+        """Length of the run in optimizer steps, those before the checkpoint of `counted_from` included."""
         training = self.training
         if training.steps is not None:
             return training.steps
         assert training.tokens is not None, "rules.py refuses a run without a length"
-        return -(-training.tokens // (training.global_batch_size * training.sequence_length))
+        step, tokens_seen = self._done
+        return step - (
+            -max(0, training.tokens - tokens_seen) // (training.global_batch_size * training.sequence_length)
+        )
 
     def to_yaml(self) -> str:
         """Returns the config as YAML that loads to an equal one."""

@@ -270,7 +270,7 @@ def sum_accumulated_tied_gradients(engine: Any) -> None:
 
     def reduce_tied_gradients(engine: Any) -> None:
         for weight, group in tied_weights(engine.module):
-            torch.distributed.all_reduce(weight.grad_accum, group=group)
+            torch.distributed.all_reduce(weight.grad_accum, group=group)  # type: ignore[attr-defined]
 
     instruction = next(kind for kind in engine._INSTRUCTION_MAP if kind.__name__ == "ReduceTiedGrads")
     engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {instruction: reduce_tied_gradients}

@@ -14,7 +14,7 @@ from megalite.planner.cost.shapes import parameters
 from megalite.planner.reliability.checkpoints import Storage, megalite_bytes_per_parameter
 from megalite.planner.reliability.failure_rates import DEFAULT_RATE, rate_of_mtbf
 from megalite.planner.reliability.goodput_model import JobScale, Reliability, at_scale
-from megalite.planner.run_length import RunLength, run_length
+from megalite.planner.run_length import DAY_S, RunLength, run_length
 from megalite.planner.workload import TrainingWorkload
 
 
@@ -41,8 +41,7 @@ def outlook_of(config: Config, job: TrainingWorkload, step_s: float, per_node: i
     length = run_length(config, step_s, accelerators, global_batch_size=job.global_batch_size)
     assumed = replace(reliability_of(config, per_node, nodes * per_node), interval_s=stated_interval_s(config, length))
     length = replace(length, goodput=at_scale(assumed, nodes * per_node).goodput)
-    if length.goodput > 0:
-        assumed = replace(assumed, days=length.days)
+    assumed = replace(assumed, days=length.days if length.ends else length.training_s / DAY_S)
     return RunOutlook(assumed, at_scale(assumed, nodes * per_node), length)
 
 

@@ -10,6 +10,7 @@ from megalite.config import Config
 from megalite.planner.units import duration, short
 
 HOUR_S, DAY_S = 3600.0, 86400.0
+LEAST_GOODPUT = 1e-3  # below it a run takes a thousand times its steps, and is said never to end
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class RunLength:
 
     @property
     def wall_s(self) -> float:
-        """Expected seconds from start to end; infinite where the goodput is 0."""
-        return self.training_s / self.goodput if self.goodput else math.inf
+        """Expected seconds from start to end; infinite where the goodput is below `LEAST_GOODPUT`."""
+        return self.training_s / self.goodput if self.goodput >= LEAST_GOODPUT else math.inf
 
     @property
     def days(self) -> float:
@@ -48,7 +49,14 @@ class RunLength:
 
     def __str__(self) -> str:
         """`71,526 steps, 300 billion tokens: 19.3 days, 14,827 accelerator-hours`."""
+        if not self.ends:
+            return f"{self.size}: never done, for failures come before a checkpoint is complete"
         return f"{self.size}: {duration(self.wall_s)}, {hours(self.accelerator_hours)}"
+
+    @property
+    def ends(self) -> bool:
+        """False where failures throw away nearly all work."""
+        return self.wall_s < math.inf
 
     @property
     def size(self) -> str:

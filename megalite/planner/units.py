@@ -54,6 +54,8 @@ def duration(value_s: float) -> str:
 
 def about(value_s: float) -> str:
     """Formats a guessed duration with one digit: `3 days`, `20 min`, `600 ms`."""
+    if value_s == math.inf:
+        return "forever"
     units = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"))
     size, unit = next(
         ((size, unit) for size, unit in units if value_s >= (2 * size if unit == "days" else size)), units[-1]

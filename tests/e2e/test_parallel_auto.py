@@ -34,8 +34,8 @@ from launch.planning.auto_layout import (
 from launch.planning.this_machine import Machine
 from launch.runtime.hostfile import Host
 from launch.supervision.supervisor import Policy
-from launch.trainer.local_run import choose_layout
 from launch.trainer.run_config import load_run_config
+from launch.trainer.start_checks import choose_layout
 from megalite.config import Config, ConfigError, load_config, resolve_layout, wanted_world_size
 from megalite.config.auto import CHOOSABLE
 from megalite.config.suggestions import OptionPath

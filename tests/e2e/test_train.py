@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 
 from tests.conftest import write_config
 from tests.helpers.commands import BIN, ROOT, metrics, run
+from tests.helpers.warm_runs import session
+from tests.helpers.warm_runs import train as warm_train
 
 pytestmark = pytest.mark.slow
 
@@ -194,3 +197,30 @@ def ranks_of(path: Path) -> list[str]:
     """Processes that were started for this config."""
     listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     return [line for line in listing.splitlines() if str(path) in line]
+
+
+def test_a_resume_says_what_changed_and_tokens_end_where_they_say(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """Five steps of 8 samples, two of 16, then tokens: their number is counted from those that were seen."""
+    one = partial(warm_train, tmp_path, tiny, world_size=1)
+    first = one("training.global_batch_size=8", "training.steps=5")
+    assert f"run: {tiny['run_dir']}, new" in first and "length: 5 steps, 1,280 tokens" in first
+    one("training.global_batch_size=16", "training.steps=7")
+    tokens = (5 * 8 + 2 * 16 + 3 * 16) * 32 - 100  # a step more than is whole
+    words = ["training.global_batch_size=16", "training.steps=null", f"training.tokens={tokens}"]
+    with session(tmp_path, tiny, *words, "data.document_mask=true", world_size=1) as refused:
+        assert refused.wait() == [2] and "give --allow-change" in refused.output()
+    said = one(*words, "data.document_mask=true", "optimizer.learning_rate=1e-3", "--allow-change")
+    assert "resumes from step 7 of 10" in said and "changed: optimizer.learning_rate 0.0003 -> 0.001" in said
+    records = metrics(tiny["run_dir"])
+    assert [record["step"] for record in records] == list(range(1, 11))
+    assert records[-1]["tokens_seen"] == tokens + 100 and records[-1]["learning_rate"] == pytest.approx(1e-4)
+    events = [json.loads(line) for line in (Path(tiny["run_dir"]) / "events.jsonl").read_text().splitlines()]
+    (*_, changed) = [event for event in events if event["event"] == "config_changed"]
+    assert changed["step"] == 7 and [one["option"] for one in changed["changes"]] == [
+        "data.document_mask",
+        "optimizer.learning_rate",
+        "training.steps",
+        "training.tokens",
+    ]
+    after = run(BIN / "megalite", "train", tmp_path / "config.yaml", *words, "--allow-change")
+    assert after.returncode == 0 and "is at step 10 of 10: nothing left to train" in after.stdout, after.stderr

@@ -15,6 +15,7 @@ import yaml
 from launch.backends.kubernetes.parsing import Claim, Source
 from launch.errors import PREEMPTED_CODE, STOPPED_CODE, USER_ERROR_CODE, LaunchError
 from launch.runtime.modules import RANK
+from launch.trainer.start_flags import ALLOW_CHANGE, FORCE, StartFlags
 
 Manifest = dict[str, Any]  # one Kubernetes object
 Kind = Literal["trainjob", "pytorchjob", "jobset"]
@@ -47,6 +48,7 @@ class PodJob:
     environment: dict[str, Source]
     service_account: str | None
     restarts: int
+    flags: StartFlags
     grace_s: int  # from SIGTERM until remaining ranks are killed
 
 
@@ -108,6 +110,8 @@ def _values(job: PodJob) -> dict[str, Any]:
         "ports": None,
         "job_metadata": None,
         "rank_module": RANK,
+        "force": FORCE if job.flags.force else None,
+        "allow_change": ALLOW_CHANGE if job.flags.allow_change else None,
         "user_error_code": USER_ERROR_CODE,
         "stopped_code": STOPPED_CODE,
         "preempted_code": PREEMPTED_CODE,

@@ -25,7 +25,7 @@ from megalite.planner.reliability.goodput_model import (
     at_scale,
     goodput_against_interval,
 )
-from megalite.planner.units import duration, percent, plural
+from megalite.planner.units import duration, percent, plural, short
 
 WIDTH, HEIGHT = 470, 320
 LEFT, RIGHT, TOP, BOTTOM = 52, 444, 42, 262
@@ -128,7 +128,7 @@ def goodput_caption(scale: JobScale, assumed: Reliability, interval: str) -> str
     low, high = PUBLISHED_BAND
     return (
         "The share of wall time that moves training forward; failures, writes and restarts take the rest. Saves come "
-        f"{interval}: {percent(scale.goodput)} at {assumed.rate_per_1000_node_days:.3g} failures per 1,000 "
+        f"{interval}: {percent(scale.goodput)} at {short(assumed.rate_per_1000_node_days)} failures per 1,000 "
         f"node-days, {percent(scale.goodput_at_high_rate)} to {percent(scale.goodput_at_low_rate)} over the published "
         f"band of {low:g} to {high:g}, which is shaded. The curve is flat around its best: half or twice the best "
         f"interval costs little. Of {duration(assumed.days * DAY_S)}, {duration(scale.lost_hours * 3600)} are lost, "

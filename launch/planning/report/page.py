@@ -28,7 +28,7 @@ from megalite.planner.outlook import RunOutlook, outlook_of
 from megalite.planner.reliability.checkpoints import PER_NODE
 from megalite.planner.reliability.failure_rates import PUBLISHED_BAND
 from megalite.planner.search import LayoutCandidate, SearchResult
-from megalite.planner.units import about, count, duration, gib, percent, plural, seconds
+from megalite.planner.units import about, count, duration, gib, percent, plural, seconds, short
 
 FOLDER = Path(__file__).parent
 
@@ -102,9 +102,10 @@ def _tiles(
     time, length, limit, is_rough = winner.time, outlook.length, cluster.memory_bytes, is_guess(cluster.accelerator)
     tiles = {
         f"expected for {plural(length.steps, 'step')}": about(length.wall_s) if is_rough else duration(length.wall_s),
-        "accelerator-hours": count(length.accelerator_hours),
     }
-    if price is not None:
+    if length.ends:
+        tiles["accelerator-hours"] = count(length.accelerator_hours)
+    if price is not None and length.ends:
         tiles[f"price, at {price:g} an accelerator-hour"] = money(length.price(price))
     tiles |= {
         "per optimizer step": about(time.seconds) if is_rough else seconds(time.seconds),
@@ -167,7 +168,7 @@ def assumptions_of(winner: LayoutCandidate, cluster: Cluster, outlook: RunOutloo
         ),
         (
             "failures per 1,000 node-days",
-            f"{assumed.rate_per_1000_node_days:.3g}; published: {low:g} to {high:g}",
+            f"{short(assumed.rate_per_1000_node_days)}; published: {low:g} to {high:g}",
             f"one failure every {duration(scale.mtbf_hours * 3600)} on {plural(scale.nodes, 'node')}, "
             f"{duration(scale.mtbf_hours_at_high_rate * 3600)} to {duration(scale.mtbf_hours_at_low_rate * 3600)} over "
             "the band",

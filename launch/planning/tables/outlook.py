@@ -9,7 +9,7 @@ from megalite.config import Config
 from megalite.planner.outlook import RunOutlook
 from megalite.planner.reliability.failure_rates import PUBLISHED_BAND
 from megalite.planner.run_length import DAY_S, hours
-from megalite.planner.units import about, duration, percent
+from megalite.planner.units import about, duration, percent, short
 
 LOW, HIGH = PUBLISHED_BAND
 
@@ -22,12 +22,19 @@ def outlook_lines(outlook: RunOutlook, config: Config, price: float | None, *, r
             "" if price is None else f", a price of roughly {length.price(price):.1g} at {price:g} per accelerator-hour"
         )
         return [f"length: {length.size}: roughly {about(length.training_s)}{cost}", checkpoint_line(outlook, config)]
+    if not length.ends:
+        return [
+            f"length: {outlook.length_at(1.0)}, without saves and failures",
+            f"expected wall time: the run is never done: failures come every {duration(scale.mtbf_hours * 3600)} of "
+            f"training, and it saves {interval_words(outlook, config)}",
+            checkpoint_line(outlook, config),
+        ]
     slow, fast = (outlook.length_at(goodput) for goodput in (scale.goodput_at_high_rate, scale.goodput_at_low_rate))
     training, differs = outlook.length_at(1.0), duration(fast.wall_s) != duration(slow.wall_s)
     lines = [
         f"length: {training}, without saves and failures",
         f"expected wall time: {duration(length.wall_s)}, {hours(length.accelerator_hours)}, with goodput "
-        f"{percent(length.goodput)} at {rate:.3g} failures per 1,000 node-days"
+        f"{percent(length.goodput)} at {short(rate)} failures per 1,000 node-days"
         + (
             f"; {duration(fast.wall_s)} to {duration(slow.wall_s)} at the published {LOW:g} to {HIGH:g}"
             if differs

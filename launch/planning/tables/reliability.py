@@ -20,7 +20,7 @@ from megalite.planner.reliability.failure_rates import (
     Components,
 )
 from megalite.planner.reliability.goodput_model import Reliability
-from megalite.planner.units import plain
+from megalite.planner.units import plain, short
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def assumptions(answer: ReliabilityAnswer) -> list[str]:
         else "while training waits"
     )
     return [
-        f"failures: {job.rate_per_1000_node_days:.3g} per 1,000 node-days ({answer.rate_source}); "
+        f"failures: {short(job.rate_per_1000_node_days)} per 1,000 node-days ({answer.rate_source}); "
         f"published: {LOW:g} to {HIGH:g}; a failure takes {job.detection_s / 60:g} min to notice and "
         f"{job.restart_s / 60:g} min to restart",
         f"checkpoint: {_scaled(job.checkpoint_bytes)}B, {parameters} parameters "
@@ -95,7 +95,7 @@ def notices(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> list[str]:
         sentences.append(f"published rates are of nodes with {GPUS_PER_NODE} GPUs, not {job.gpus_per_node}")
     if not LOW <= job.rate_per_1000_node_days <= HIGH:
         sentences.append(
-            f"{job.rate_per_1000_node_days:.3g} failures per 1,000 node-days lie outside the published "
+            f"{short(job.rate_per_1000_node_days)} failures per 1,000 node-days lie outside the published "
             f"{LOW:g} to {HIGH:g}"
         )
     if job.storage.background and largest.interval_s <= largest.save_duration_s:

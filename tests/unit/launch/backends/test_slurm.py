@@ -246,3 +246,10 @@ def test_a_mistake_is_one_sentence_and_nothing_is_written(
         slurm(*words)
     assert "\n" not in str(told.value) and all(part in str(told.value) for part in fragments), told.value
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_flags_reach_the_ranks_alone(slurm: Slurm) -> None:
+    """`megalite place`, which the script runs too, knows none of them."""
+    script = slurm(*ON_GPUS, "training.seed=7", "--allow-change", "--force")
+    assert "-m launch.train config.yaml training.seed=7 --force --allow-change\n" in script
+    assert script.count("--force") == 1 and script.count("--allow-change") == 1

@@ -95,6 +95,10 @@ def test_dry_run_tells_who_holds_what_and_starts_nothing(tiny: dict[str, Any], t
     assert not Path(tiny["run_dir"]).exists()
     shown = megalite("train", str(path), *words, "--dry-run", env={"DS_ACCELERATOR": "cpu", "COLUMNS": "200"})
     assert "tensor 2 x pipeline 2 x data 2" in shown.stdout and "layers 0-1" in shown.stdout
+    assert plan["summary"]["layout"]["ranks"] == 8 and plan["predicted"]["memory"]["available_bytes"] > 0
+    assert "optimizer:" not in shown.stdout and "weight_decay" not in shown.stdout
+    whole = megalite("train", str(path), *words, "--dry-run", "--full", env={"DS_ACCELERATOR": "cpu", "COLUMNS": "200"})
+    assert "weight_decay: 0.1" in whole.stdout and "layers 0-1" in whole.stdout and "│    7 │" in whole.stdout
 
 
 def test_parameters_per_rank_add_up_to_the_model(tiny: dict[str, Any], tmp_path: Path) -> None:

@@ -74,10 +74,9 @@ def own_checkpoint(**saved: Any) -> Change:
     return change
 
 
-def tokens_instead_of_steps(config: dict[str, Any], folder: Path) -> list[str]:
-    own_checkpoint(training={"global_batch_size": 2})(config, folder)
-    del config["training"]["steps"]
-    return ["training.tokens=100000"]
+def resumed_with(*words: str) -> Change:
+    """The run's own checkpoint, and overrides that differ from it."""
+    return lambda config, folder: own_checkpoint()(config, folder) or list(words)
 
 
 def file_as_run_dir(config: dict[str, Any], folder: Path) -> list[str]:
@@ -123,7 +122,17 @@ MISTAKES: dict[str, tuple[Change, list[str]]] = {
     "resume on other data": (own_checkpoint(data_fingerprint="other"), ["other data", "initialize_from"]),
     "resume with another seed": (own_checkpoint(seed=5), ["training.seed 5"]),
     "resume with another optimizer": (own_checkpoint(optimizer={"name": "sgd"}), ["sgd", "adamw"]),
-    "tokens after another batch size": (tokens_instead_of_steps, ["training.tokens", "training.steps"]),
+    "resume with documents masked": (resumed_with("data.document_mask=true"), ["document_mask", "--allow-change"]),
+    "resume with other betas": (resumed_with("optimizer.betas=[0.9, 0.99]"), ["0.95", "0.99", "--allow-change"]),
+    "memory of a thousand machines": (
+        override("model.hidden_size=32768", "model.intermediate_size=131072", "model.num_hidden_layers=100"),
+        ["lacks", "--force"],
+    ),
+    "run_dir in a folder of the kernel": (override("run_dir=/proc/runs"), ["run_dir /proc/runs cannot be written"]),
+    "data with its ending": (
+        lambda c, f: [f"data.path={c['data']['path']}.bin"],
+        [".bin"],
+    ),
     "run_dir with checkpoints, not to be resumed": (
         lambda c, f: own_checkpoint()(c, f) or ["checkpoint.resume=false"],
         ["checkpoint.resume is false"],
@@ -140,17 +149,23 @@ def test_a_mistake_is_one_sentence_before_any_rank_starts(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Ranks would print through this process's descriptors, and take seconds: there must be none."""
+    """Ranks would print through this process's descriptors, and take seconds: there must be none.
+
+    A dry run refuses the same, and leaves no trace.
+    """
     change, fragments = MISTAKES[mistake]
     config = copy.deepcopy(tiny)
     arguments = change(config, tmp_path)
     path = write_config(tmp_path / "config.yaml", config)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    code, out, err = command(["train", str(path), *arguments], monkeypatch, capfd)
-    assert code == 2
-    assert err.startswith("megalite: error: ") and err.count("\n") == 1, err
-    assert all(fragment in err for fragment in fragments), err
-    assert "starting" not in out
+    before = sorted(tmp_path.rglob("*"))
+    for words in (["train", "--dry-run"], ["train"]):
+        code, out, err = command([*words, str(path), *arguments], monkeypatch, capfd)
+        assert code == 2
+        assert err.startswith("megalite: error: ") and err.count("\n") == 1, err
+        assert all(fragment in err for fragment in fragments), err
+        assert "starting" not in out
+        assert "--dry-run" not in words or sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_known_bad_combination_is_one_sentence_too(
@@ -159,7 +174,7 @@ def test_a_known_bad_combination_is_one_sentence_too(
     """The rows themselves: tests/unit/megalite/config/test_known_bad.py."""
     path = write_config(tmp_path / "config.yaml", tiny)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setattr("launch.trainer.local_run.installed_versions", lambda: {"deepspeed": "0.19.2"})
+    monkeypatch.setattr("launch.trainer.start_checks.installed_versions", lambda: {"deepspeed": "0.19.2"})
     for arguments in (["train"], ["train", "--dry-run"]):
         code, out, err = command([*arguments, str(path), "parallel.pipeline_parallel_size=2"], monkeypatch, capfd)
         assert code == 2 and not out

@@ -139,6 +139,21 @@ def test_people_are_told_how_long_and_how_much(plan: Plan, files: tuple[str, str
     assert re.search(r"^length: .* tokens: roughly \d+ \w+$", out, re.MULTILINE) and "price" not in out
 
 
+def test_a_run_that_is_never_done_is_told(plan: Plan, files: tuple[str, str], tmp_path: Path) -> None:
+    """It saves only at its end, weeks away, and fails every hour: the expected time has two hundred digits."""
+    never = ["training.steps=1000000000", "checkpoint.interval=0", "checkpoint.mean_hours_between_failures=1"]
+    page = tmp_path / "page.html"
+    out, _ = plan(files[0], *never, *H100S, "--price-per-accelerator-hour", "2", "--html", str(page))
+    assert "expected wall time: the run is never done: failures come every 1 h" in out and "price" not in out
+    assert "<b>forever</b>" in page.read_text()
+    assert json.loads(plan(files[0], *never, *H100S, "--json")[0])["run"]["expected_days"] is None
+    values = yaml.safe_load(Path(files[0]).read_text())
+    Path(files[0]).write_text(yaml.safe_dump(values | {"parallel": "auto"}))
+    for subcommand in ("reliability", "simulate"):
+        _, err = plan(subcommand, files[0], *never, *H100S, code=2)
+        assert "on 8 GPUs the run is never done: they fail every 1 h" in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize("checkpoint", [[], ["checkpoint.background=false"], ["checkpoint.interval=7"]])
 @pytest.mark.parametrize("hours", [[], ["checkpoint.mean_hours_between_failures=5"]])
 def test_all_plans_agree_on_one_interval(

@@ -171,7 +171,7 @@ def test_a_layout_that_is_auto_is_chosen_as_plan_does(tiny: dict[str, Any], tmp_
         assert scale["step_s"] == best.time.seconds and scale["steps"] == 1000
         assert scale["days"] * 86_400 == pytest.approx(1000 * scale["step_s"] / scale["goodput"])
         assert scale["price"] == pytest.approx(2 * 24 * scale["days"] * scale["gpus"])
-    assert found["notices"][0].startswith("left out: 4,096 GPUs, because no layout works on 4096 x H100")
+    assert found["notices"][0].startswith("left out: 4,096 GPUs: no layout works on 4096 x H100")
     told = plan(str(path), "--accelerator", "H100", "--gpus", "8,16")
     assert "length, saves and failures included" in told and "accelerator-hours" in told
     with pytest.raises(LaunchError, match="no layout works on 4096 x H100"):

@@ -71,7 +71,7 @@ def test_a_cpu_is_measured_before_ranks_compute_on_it(tiny: dict[str, Any], monk
         return 0
 
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setattr("launch.planning.this_machine.describe_machine", measure)
+    monkeypatch.setattr("launch.trainer.local_run.describe_machine", measure)
     monkeypatch.setattr("launch.trainer.local_run.start_local_ranks", begin)
     assert start_local_run(Config.model_validate(tiny), []) == 0
     assert order == ["measured", "started"]

@@ -530,13 +530,6 @@ def test_rank_0_predicts_for_its_own_allocator(
     assert peaks[1] > peaks[0]
 
 
-def test_too_little_memory_is_said(four_cores: list[int], config: Config) -> None:
-    layout, machine = resolve_layout(config, 2, "cpu"), describe_machine(2)
-    most = int(2 * machine.cluster.memory_bytes)
-    said = Prediction.of(config, layout, machine, "", most).sentences()
-    assert any("is more than the" in sentence and "that a rank has" in sentence for sentence in said)
-
-
 def test_a_run_without_a_known_machine_is_predicted_as_far_as_can_be(
     config: Config, run_log: pytest.LogCaptureFixture
 ) -> None:

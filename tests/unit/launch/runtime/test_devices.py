@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.runtime.devices import gpu_count
+from launch.runtime.devices import _cgroup_limits, gpu_count, gpu_memory_bytes, host_memory_bytes
 
 LISTING = "GPU 0: NVIDIA H200 (UUID: GPU-1a2b)\nGPU 1: NVIDIA H200 (UUID: GPU-3c4d)\n"
 
@@ -39,3 +39,35 @@ def test_gpus_are_those_that_are_both_there_and_visible(
     assert gpu_count() == count
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert gpu_count() == 0
+
+
+@pytest.mark.parametrize(
+    ("memberships", "files", "limits"),
+    [
+        ("0::/jobs/one\n", {"jobs/one/memory.max": "max", "jobs/memory.max": "4096"}, [4096]),
+        ("0::/jobs/one\n", {"memory.max": "8192"}, [8192]),  # in a container, which sees itself at the top
+        ("4:memory:/job\n3:cpu:/job\n0::/\n", {"memory/job/memory.limit_in_bytes": "512"}, [512]),
+        ("4:memory:/out/side\n0::/\n", {"memory/memory.limit_in_bytes": "1024"}, [1024]),
+        ("", {}, []),
+    ],
+)
+def test_limits_of_cgroups_are_found_in_both_versions(
+    memberships: str, files: dict[str, str], limits: list[int], tmp_path: Path
+) -> None:
+    (tmp_path / "cgroup").write_text(memberships)
+    for name, text in files.items():
+        (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "fs" / name).write_text(f"{text}\n")
+    assert list(_cgroup_limits(tmp_path / "cgroup", tmp_path / "fs")) == limits
+    assert list(_cgroup_limits(tmp_path / "nowhere", tmp_path / "fs")) == []
+    assert 2**28 < host_memory_bytes() < 2**50, "of this machine, whatever its cgroups"
+
+
+def test_the_memory_of_gpus_is_that_of_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small one may not be among those that ranks use; each rank compares with its own."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_memory_bytes() is None
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nprintf '4096\\n81559\\n[N/A]\\n'\n")
+    program.chmod(0o755)
+    assert gpu_memory_bytes() == 81559 << 20

@@ -68,7 +68,7 @@ def test_a_length_in_words() -> None:
     length = RunLength(71_526, 300_000_000_000, 22.9, 32, 0.98)
     assert str(length) == "71,526 steps, 300 billion tokens: 19.3 days, 14,857 accelerator-hours"
     assert str(RunLength(1, 512, 2.0, 1)) == "1 step, 512 tokens: 2.00 s, 0.00056 accelerator-hours"
-    assert "forever" in str(replace(length, goodput=0.0))
+    assert "never done" in str(replace(length, goodput=0.0)) and not replace(length, goodput=1e-4).ends
 
 
 @given(st.integers(1, 64).map(lambda nodes: 8 * nodes), st.booleans(), st.floats(1, 1e5))
@@ -96,12 +96,14 @@ def test_a_stated_interval_counts_in_steps() -> None:
     assert outlook(config_of({"interval": 500}, steps=10_000)).scale.interval_s == 1750
     assert outlook(config_of({"interval": 500}, steps=10)).scale.interval_s == pytest.approx(35)
     mtbf_h, steps = 2.0, 1000
-    never = outlook(config_of({"interval": 0, "mean_hours_between_failures": mtbf_h}, steps=steps))
+    whole = outlook(config_of({"interval": 0, "mean_hours_between_failures": mtbf_h}, steps=steps))
     mtbf_s, training_s = mtbf_h * 3600, steps * STEP_S
-    down_s, save_s = never.assumed.down_s, never.scale.save_blocked_s
-    behind_s = never.scale.save_duration_s - save_s
+    down_s, save_s = whole.assumed.down_s, whole.scale.save_blocked_s
+    behind_s = whole.scale.save_duration_s - save_s
     expected_s = mtbf_s * math.exp((down_s + behind_s) / mtbf_s) * math.expm1((training_s + save_s) / mtbf_s)
-    assert never.length.wall_s == pytest.approx(expected_s, rel=1e-9)
+    assert whole.length.wall_s == pytest.approx(expected_s, rel=1e-9)
+    never = outlook(config_of({"interval": 0, "mean_hours_between_failures": mtbf_h}, steps=1_000_000))
+    assert not never.length.ends and never.assumed.days == pytest.approx(1_000_000 * STEP_S / 86_400)
 
 
 def test_failures_of_a_config_are_of_one_size_of_job() -> None:

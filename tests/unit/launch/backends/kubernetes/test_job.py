@@ -54,6 +54,18 @@ def kinds(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {each["kind"]: each for each in objects}
 
 
+def test_flags_reach_the_ranks_and_memory_of_a_pod_is_compared(k8s: Run) -> None:
+    (_, job) = from_yaml(k8s("--kind", "jobset", "--force", "--allow-change"))
+    (container,) = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["command"][-3:] == ["/etc/megalite/config.yaml", "--force", "--allow-change"]
+    on_cpu = ("--gpus-per-node", "0", "--nodes", "1", "--memory", "64Gi", "model.num_hidden_layers=1000")
+    large = ("model.hidden_size=4096", "model.intermediate_size=16384")
+    refusal = r"needs .*, and the host has 64.0 GiB for its 4 ranks: .*--force starts it all the same"
+    with pytest.raises(LaunchError, match=refusal):
+        k8s(*on_cpu, *large)
+    assert "--force" in k8s(*on_cpu, *large, "--force")
+
+
 def test_a_train_job(k8s: Run, config: Path, tmp_path: Path) -> None:
     """Trainer runs `node` of the runtime's job `node`, whose label it looks for, with what the TrainJob says of it."""
     objects = from_yaml(k8s(*ALL_OPTIONS))

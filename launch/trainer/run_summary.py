@@ -1,0 +1,203 @@
+"""Summary of a run before its first step: the facts that its dry run, their JSON and the start banner share.
+
+In: config, layout, data and start of the run. Out: facts as JSON holds them and, from these alone, lines of a label and
+a text. No torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from launch.planning.memory_check import MemoryForecast
+from launch.planning.prediction import Prediction
+from launch.runtime.logs import get_logger
+from launch.trainer.config_changes import OptionChange
+from launch.trainer.data import RunData
+from launch.trainer.resume import RunSetup, Start
+from launch.trainer.run_folder import layout_facts
+from megalite.config import Config, ResolvedLayout
+from megalite.planner.cost.shapes import StageShape, parameters, stages_of
+from megalite.planner.units import count, duration, gib, plural, seconds
+
+log = get_logger(__name__)
+Facts = dict[str, Any]
+Lines = list[tuple[str, str]]
+LONG_STEP_S = 3600.0  # a step from here on is worth a warning
+MOST_STAGES = 4  # that are told one by one
+GUESS = "a guess"  # beginning of `calibrated_on` where an efficiency was fitted on nothing
+
+
+def run_facts(config: Config, layout: ResolvedLayout, data: RunData, start: Start, devices: str) -> Facts:
+    """Returns the facts of a run; `config` counts its length from `start`, `devices` are in words."""
+    training, samples, left = config.training, data.training, max(0, config.total_steps - start.step)
+    tokens = training.global_batch_size * training.sequence_length
+    return {
+        "run_dir": str(config.run_dir),
+        "start": {
+            "resumes": start.is_resume,
+            "step": start.step,
+            "weights": str(start.checkpoint or (start.hub.folder if start.hub is not None else "")) or None,
+            "mirror": config.checkpoint.mirror if start.checkpoint is None else None,
+        },
+        "changes": [asdict(change) for change in start.changes],
+        "model": {"family": config.model.model_type, "parameters": parameters(config.model)},
+        "layout": layout_facts(layout)
+        | {"sequence_parallel": config.parallel.sequence_parallel, "ranks": layout.world_size},
+        "stages": [
+            {"stage": number, "holds": _held(shape), "parameters_per_rank": shape.parameters}
+            for number, shape in enumerate(stages_of(config, layout))
+        ],
+        "devices": devices,
+        "batch": {
+            "samples": training.global_batch_size,
+            "sequence_length": training.sequence_length,
+            "tokens": tokens,
+            "micro_batch_size": training.micro_batch_size,
+            "micro_batches": layout.gradient_accumulation_steps,
+        },
+        "data": {
+            "paths": list(config.data.path),
+            "samples": samples.samples_per_epoch,
+            "tokens": samples.token_count,
+            "epochs": (start.consumed_samples + left * training.global_batch_size) / samples.samples_per_epoch,
+        },
+        "length": {"steps": config.total_steps, "steps_left": left, "tokens_left": left * tokens},
+    }
+
+
+def tell_start(setup: RunSetup, devices: str, memory_warning: str | None) -> None:
+    """Logs the summary of a run that starts; call it on rank 0."""
+    facts = run_facts(setup.config, setup.layout, setup.data, setup.start, devices)
+    for label, text in summary_lines(facts):
+        log.info(f"{label}: {text}")
+    if memory_warning is not None:
+        log.warning(memory_warning)
+
+
+def prediction_facts(facts: Facts, prediction: Prediction, memory: MemoryForecast | None) -> Facts:
+    """Returns what is predicted for the run of `facts`: memory, step time, and the time of the steps that are left."""
+    step_s = prediction.step.seconds if prediction.step is not None else None
+    return {
+        "memory_per_rank_bytes": [round(stage.total) for stage in prediction.memory],
+        "memory": memory.facts() if memory is not None else None,
+        "step_s": step_s,
+        "seconds_left": step_s * facts["length"]["steps_left"] if step_s is not None else None,
+        "rough": why_rough(prediction),
+        "problem": prediction.problem or None,
+    }
+
+
+def why_rough(prediction: Prediction) -> str | None:
+    """Returns why a predicted step time is no more than an order of magnitude; None where it is better."""
+    machine = prediction.machine
+    if machine is None:
+        return None
+    if machine.rough:
+        return "by typical figures of a CPU, because this one is not measured yet"
+    if machine.whole.calibrated_on.startswith(GUESS):
+        return "the efficiency of this machine is a guess"
+    return None
+
+
+def summary_lines(facts: Facts) -> Lines:
+    """Returns the summary of a run."""
+    model, layout, batch, data, length = (facts[name] for name in ("model", "layout", "batch", "data", "length"))
+    parallel = ", ".join([f"ZeRO-{layout['zero_stage']}", *["sequence parallel"] * layout["sequence_parallel"]])
+    number, size = batch["micro_batches"], batch["micro_batch_size"]
+    again = ", each time in another order" if data["epochs"] > 1 else ""
+    done = f", {length['steps_left']:,} of them left" if facts["start"]["step"] else ""
+    return [
+        ("run", f"{facts['run_dir']}, {_start_in_words(facts['start'], length)}"),
+        *(("changed", str(OptionChange(**change))) for change in facts["changes"]),
+        ("model", f"{model['family']}, {count(model['parameters'])} parameters"),
+        (
+            "layout",
+            f"tensor {layout['tensor_parallel_size']} x pipeline {layout['pipeline_parallel_size']} x data "
+            f"{layout['data_parallel_size']}, {parallel}: {facts['devices']}",
+        ),
+        ("per rank", _stages_in_words(facts["stages"])),
+        (
+            "batch",
+            f"{batch['samples']:,} samples x {batch['sequence_length']:,} tokens = {batch['tokens']:,} tokens a step; "
+            f"on each replica {number:,} micro-batch{'es' * (number > 1)} of {size:,}",
+        ),
+        (
+            "data",
+            f"{', '.join(data['paths'])}: {data['samples']:,} samples, {count(data['tokens'])} tokens; the run takes "
+            f"{data['epochs']:,.2f} epochs{again}",
+        ),
+        ("length", f"{plural(length['steps'], 'step')}{done}, {count(length['tokens_left'])} tokens"),
+    ]
+
+
+def print_lines(lines: Lines) -> None:
+    """Prints lines with their labels in a column."""
+    for label, text in lines:
+        print(f"{label:<9} {text}")
+
+
+def prediction_lines(facts: Facts, predicted: Facts) -> Lines:
+    """Returns what is predicted for the run of `facts`."""
+    sizes = [gib(size) for size in predicted["memory_per_rank_bytes"]]
+    memory, fullest = predicted["memory"], max(predicted["memory_per_rank_bytes"])
+    text = f"{sizes[0]} on each rank" if len(set(sizes)) == 1 else f"up to {gib(fullest)} on a rank"
+    if memory is not None:
+        needed, available = memory["needed_bytes"], memory["available_bytes"]
+        text += f"; {gib(needed)} of the {gib(available)} of {memory['of']} ({needed / available:.0%})"
+    if predicted["step_s"] is None:
+        return [("memory", text), ("time", f"not known, because {predicted['problem']}")]
+    time = time_in_words(facts["length"]["steps_left"], predicted["step_s"], predicted["rough"])
+    return [("memory", text), ("time", time)]
+
+
+def time_in_words(steps: int, step_s: float, rough: str | None) -> str:
+    """Returns the predicted time of a step and of so many: one digit and the reason where it is `rough`."""
+    if rough is not None:
+        return f"about {_one_digit(step_s)} a step, {_one_digit(steps * step_s)} in all (rough: {rough})"
+    return f"{seconds(step_s)} a step, {duration(steps * step_s)} in all, without evaluations and saves"
+
+
+def _one_digit(value_s: float) -> str:
+    """Formats a guess of seconds, such as `3 h`."""
+    number, unit = duration(value_s).replace(",", "").split()
+    return f"{float(f'{float(number):.1g}'):,.9g} {unit}"
+
+
+def warning_of_long_step(step_s: float, global_batch_size: int) -> str | None:
+    """Returns a warning where a step takes very long, since nothing is logged and nothing can be saved meanwhile."""
+    if step_s < LONG_STEP_S:
+        return None
+    return (
+        f"one step is predicted to take about {_one_digit(step_s)}, in which nothing is logged and a request to stop "
+        f"has to wait: training.global_batch_size is {global_batch_size:,}"
+    )
+
+
+def _start_in_words(start: Facts, length: Facts) -> str:
+    if start["resumes"] and not length["steps_left"]:
+        return f"at step {start['step']:,} of {length['steps']:,}: nothing left to train"
+    if start["resumes"]:
+        return f"resumes from step {start['step']:,} of {length['steps']:,} ({start['weights']})"
+    if start["mirror"] is not None:
+        return f"new, unless {start['mirror']} has a checkpoint"
+    return "new" if start["weights"] is None else f"new, with the weights of {start['weights']}"
+
+
+def _held(shape: StageShape) -> str:
+    """Returns the layers of a stage, such as `embedding, layers 0-3`."""
+    last = shape.first_block + shape.blocks - 1
+    blocks = f"layer {last}" if shape.blocks == 1 else f"layers {shape.first_block}-{last}"
+    return ", ".join([*["embedding"] * shape.has_embedding, blocks, *["head"] * shape.has_head])
+
+
+def _stages_in_words(stages: list[Facts]) -> str:
+    if len(stages) == 1:
+        return f"{count(stages[0]['parameters_per_rank'])} parameters, before ZeRO cuts them"
+    if len(stages) > MOST_STAGES:
+        sizes = [stage["parameters_per_rank"] for stage in stages]
+        return f"{count(min(sizes))} to {count(max(sizes))} parameters in {len(stages)} stages"
+    return "; ".join(
+        f"stage {stage['stage']} ({stage['holds']}) {count(stage['parameters_per_rank'])} parameters"
+        for stage in stages
+    )

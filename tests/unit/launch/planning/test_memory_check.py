@@ -1,0 +1,133 @@
+"""Runs that cannot fit are refused, and those that were measured to run are not."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launch.errors import LaunchError
+from launch.planning.memory_check import MARGIN, MemoryForecast, forecast_memory, refuse_what_cannot_fit
+from launch.planning.this_machine import describe_machine
+from launch.trainer.rank_devices import UNMEASURED, RankDevice, check_memory_of_ranks, devices_in_words
+from megalite.config import Config, ConfigError, resolve_layout
+from megalite.planner.cost.memory import CPU, CUDA
+from megalite.planner.hardware import Cluster, ClusterFile, cluster_of
+
+RESULTS = Path("benchmarks/results")
+GIB = 2**30
+
+
+def config_of(tiny: dict[str, Any], **parallel: Any) -> Config:
+    """Some 0.2 G parameters."""
+    tiny["model"] |= {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12}
+    return Config.model_validate(tiny | {"parallel": parallel})
+
+
+def forecast_of(config: Config, ranks: int, available: int, device: Any = CPU) -> MemoryForecast:
+    found = forecast_memory(config, resolve_layout(config, ranks, device.kind), device, available, ranks)
+    assert found is not None
+    return found
+
+
+def measured_ranks() -> list[tuple[str, float, float, float]]:
+    """Layout, predicted and measured MiB of the process, and MiB before its model, of each measured rank."""
+    rows = (re.split(r" *\| *", line) for line in (RESULTS / "planner_memory.md").read_text().splitlines())
+    return [
+        (row[1], float(row[7]), float(row[8]), float(row[9])) for row in rows if len(row) == 12 and row[2].isdigit()
+    ]
+
+
+def test_no_run_that_was_measured_would_have_been_refused() -> None:
+    """On a host that has just what its ranks together took, though the memory of libraries were shared by all."""
+    hosts = defaultdict(list)
+    for layout, predicted, measured, before in measured_ranks():
+        hosts[layout].append((predicted - before, measured - before))
+    assert len(hosts) > 25
+    for layout, ranks in hosts.items():
+        least = (1 - MARGIN) * sum(predicted for predicted, _ in ranks)
+        assert least < sum(measured for _, measured in ranks), layout
+
+
+def test_what_is_needed_is_that_of_all_ranks_of_a_host(tiny: dict[str, Any]) -> None:
+    """Stages differ: the fullest of them times their number would refuse what fits."""
+    found = forecast_of(config_of(tiny, pipeline_parallel_size=5), 5, 1)
+    sizes = [stage.total for stage in found.stages]
+    assert found.needed == pytest.approx(sum(sizes)) and max(sizes) * 5 > 1.02 * sum(sizes)
+    assert found.least < (1 - MARGIN) * found.needed
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [(0.85, None), (0.95, "it may not fit"), (1.1, "more than there is: the run may be killed")],
+)
+def test_a_nearly_full_host_is_warned_of(tiny: dict[str, Any], share: float, words: str | None) -> None:
+    config = config_of(tiny, data_parallel_size=2)
+    needed = forecast_of(config, 2, 1).needed
+    found = forecast_of(config, 2, round(needed / share))
+    assert not found.cannot_fit
+    assert (words is None) == (found.warning is None) and (words or "") in (found.warning or "")
+
+
+def test_a_refusal_names_the_nearest_layout_that_fits(tiny: dict[str, Any]) -> None:
+    """And its advice is right: what it names is not refused."""
+    tiny["training"] = {"global_batch_size": 16, "micro_batch_size": 8, "sequence_length": 2048, "steps": 1}
+    tiny["model"]["max_position_embeddings"] = 2048
+    config = config_of(tiny, data_parallel_size=2)
+    layout, needed = resolve_layout(config, 2, "cpu"), forecast_of(config, 2, 1).needed
+    found = forecast_of(config, 2, round(0.6 * needed))
+
+    def machine() -> Cluster:
+        return describe_machine(2, on_cpu=True, limits=UNMEASURED).cluster
+
+    with pytest.raises(LaunchError, match=r"tp 1 pp 1 dp 2 .* for its 2 ranks: it fits with .*--force") as told:
+        refuse_what_cannot_fit(config, layout, found, machine, 2)
+    advice = re.findall(r"(\w+)\.(\w+) (\w+)", str(told.value).partition("it fits with")[2])
+    assert advice, told.value
+    advised = config.with_resolved({(section, option): yaml.safe_load(value) for section, option, value in advice})
+    assert not forecast_of(advised, 2, found.available).cannot_fit
+    with pytest.raises(LaunchError, match=r"fits in no layout on 2 x .*--force starts it all the same"):
+        refuse_what_cannot_fit(config, layout, forecast_of(config, 2, 2**20), machine, 2)
+
+
+def test_gpus_are_refused_by_their_tensors_alone(tiny: dict[str, Any]) -> None:
+    config = config_of(tiny)
+    found = forecast_of(config, 1, 1, CUDA)
+    assert found.least < (1 - MARGIN) * found.needed and found.cannot_fit
+
+    def unknown() -> Cluster:
+        raise ConfigError("the catalogue has no such GPU")
+
+    with pytest.raises(LaunchError, match=r"each GPU has .*: cut it over more GPUs"):
+        refuse_what_cannot_fit(config, resolve_layout(config, 1, "cuda"), found, unknown, 1)
+    h100 = cluster_of(ClusterFile(accelerator="H100", nodes=1, accelerators_per_node=1), "one")
+    refuse_what_cannot_fit(
+        config, resolve_layout(config, 1, "cuda"), forecast_of(config, 1, 80 * GIB, CUDA), lambda: h100, 1
+    )
+
+
+def test_what_the_planner_does_not_know_is_not_refused(tiny: dict[str, Any]) -> None:
+    tiny["deepspeed"] = {"zero_optimization": {"reduce_bucket_size": 1000}}
+    config = config_of(tiny)
+    found = forecast_of(config, 1, 2**20)
+    assert found.warning is not None and not found.cannot_fit
+    tiny["deepspeed"] = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    assert forecast_memory(config_of(tiny), resolve_layout(config, 1, "cuda"), CUDA, 1, 1) is None
+
+
+def test_ranks_look_at_the_host_with_least_memory_for_each(tiny: dict[str, Any]) -> None:
+    """As under torchrun, which checks nothing before."""
+    tiny["training"]["global_batch_size"] = 6
+    config = config_of(tiny, data_parallel_size=3)
+    layout, large = resolve_layout(config, 3, "cpu"), RankDevice("large", "EPYC", 1000 * GIB)
+    small = RankDevice("small", "EPYC", GIB)
+    assert check_memory_of_ranks(config, layout, [large] * 3, "cpu", force=False) is None
+    with pytest.raises(LaunchError, match="the host has 1 GiB for its 2 ranks"):
+        check_memory_of_ranks(config, layout, [large, small, small], "cpu", force=False)
+    warning = check_memory_of_ranks(config, layout, [large, small, small], "cpu", force=True)
+    assert warning is not None and "for its 2 ranks" in warning
+    assert devices_in_words([large, small, small]) == "3 ranks on 2 hosts (EPYC)"

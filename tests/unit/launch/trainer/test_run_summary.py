@@ -1,0 +1,75 @@
+"""The summary of a run: its dry run prints it, its JSON has the same, and rank 0 logs it at the start."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from launch.planning.prediction import Prediction
+from launch.planning.this_machine import MeasurementLimits, describe_machine
+from launch.runtime.rank_environment import Rank
+from launch.trainer.data import open_data
+from launch.trainer.resume import RunSetup, Start
+from launch.trainer.run_summary import (
+    prediction_facts,
+    prediction_lines,
+    run_facts,
+    summary_lines,
+    tell_start,
+    time_in_words,
+    warning_of_long_step,
+)
+from megalite.config import Config, resolve_layout
+
+
+def test_facts_are_those_of_the_run(tiny: dict[str, Any]) -> None:
+    tiny["parallel"] = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    tiny["training"]["steps"] = 1000
+    config = Config.model_validate(tiny)
+    layout, data = resolve_layout(config, 4, "cpu"), open_data(config)
+    facts = run_facts(config, layout, data, Start(), "4 ranks on vm")
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["batch"]["tokens"] == 4 * 32 and facts["batch"]["micro_batches"] == 2
+    assert facts["length"] == {"steps": 1000, "steps_left": 1000, "tokens_left": 128_000}
+    assert facts["data"]["epochs"] == pytest.approx(4000 / data.training.samples_per_epoch)
+    lines = dict(summary_lines(facts))
+    assert lines["run"] == f"{config.run_dir}, new" and "tensor 2 x pipeline 2 x data 1, ZeRO-1" in lines["layout"]
+    assert "stage 0 (embedding, layers 0-1)" in lines["per rank"] and "stage 1 (layer 2, head)" in lines["per rank"]
+    assert "4 samples x 32 tokens = 128 tokens a step; on each replica 2 micro-batches of 2" in lines["batch"]
+    assert "each time in another order" in lines["data"] and lines["length"] == "1,000 steps, 128,000 tokens"
+
+
+def test_what_is_predicted_is_told_as_far_as_it_is_known(tiny: dict[str, Any]) -> None:
+    config = Config.model_validate(tiny)
+    layout = resolve_layout(config, 1, "cpu")
+    facts = run_facts(config, layout, open_data(config), Start(), "1 rank")
+    machine = describe_machine(1, on_cpu=True, limits=MeasurementLimits(timeout_s=0.0, allow_typical=True))
+    known = prediction_facts(facts, Prediction.of(config, layout, machine), None)
+    assert known["seconds_left"] == pytest.approx(4 * known["step_s"]) and known["rough"]
+    assert "(rough: " in dict(prediction_lines(facts, known))["time"]
+    unknown = prediction_facts(facts, Prediction.of(config, layout, None, "the catalogue has no GPU 'L4'"), None)
+    assert dict(prediction_lines(facts, unknown))["time"] == "not known, because the catalogue has no GPU 'L4'"
+
+
+def test_a_guess_has_one_digit() -> None:
+    assert time_in_words(71_526, 22.94, None) == "22.9 s a step, 19 days in all, without evaluations and saves"
+    assert time_in_words(1000, 22.94, "why").startswith("about 20 s a step, 6 h in all (rough: why")
+    assert time_in_words(10**6, 0.0123, "why").startswith("about 10 ms a step, 3 h in all")
+
+
+def test_a_step_of_days_is_said_plainly() -> None:
+    assert warning_of_long_step(60.0, 8) is None
+    warning = warning_of_long_step(263_431.0, 1_000_000)
+    assert warning is not None and "about 3 days" in warning and "global_batch_size is 1,000,000" in warning
+
+
+def test_rank_0_tells_what_it_starts(tiny: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    config = Config.model_validate(tiny)
+    setup = RunSetup(config, resolve_layout(config, 1, "cpu"), Rank(0, 0, 1), open_data(config), Start())
+    tell_start(setup, "1 rank on vm (EPYC)", "predicted memory: too much")
+    out, err = capfd.readouterr()
+    labels = [line.removeprefix("megalite: ").partition(":")[0] for line in out.splitlines()]
+    assert labels == ["run", "model", "layout", "per rank", "batch", "data", "length"]
+    assert "1 rank on vm (EPYC)" in out and err == "megalite: warning: predicted memory: too much\n"

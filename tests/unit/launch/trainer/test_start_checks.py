@@ -1,0 +1,77 @@
+"""Checks before ranks start: those of a dry run are those of a start, and leave no trace."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.errors import LaunchError
+from launch.trainer.run_folder import check_run_folder, lock_run_folder
+from launch.trainer.start_checks import check_start, find_position
+from launch.trainer.start_flags import NO_FLAGS, StartFlags, split_flags
+from megalite.config import Config
+from tests.unit.launch.cli.test_mistakes import own_checkpoint
+
+HUGE = {"hidden_size": 32768, "intermediate_size": 131072, "num_hidden_layers": 100}
+
+
+def test_a_dry_run_of_a_folder_in_use_is_refused_and_frees_it(tiny: dict[str, Any]) -> None:
+    config = Config.model_validate(tiny)
+    check_run_folder(config)
+    assert not config.run_dir.exists()
+    with lock_run_folder(config):
+        before = sorted(config.run_dir.iterdir())
+        with pytest.raises(LaunchError, match="another run is using run_dir"):
+            check_run_folder(config)
+    check_run_folder(config)
+    lock_run_folder(config).close()  # which a look at it does not keep
+    assert sorted(config.run_dir.iterdir()) == before
+
+
+@pytest.mark.parametrize("below", ["", "further/down"])
+def test_a_file_in_the_way_is_named_by_both(below: str, tiny: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    config = Config.model_validate(tiny | {"run_dir": str(tmp_path / "taken" / below)})
+    for look in (check_run_folder, lock_run_folder):
+        with pytest.raises(LaunchError, match=r"run_dir .*/taken.* cannot be written: .*: choose another run_dir"):
+            look(config)
+
+
+def test_a_folder_without_the_right_to_write_is_refused(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests may run as root, who has every right."""
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(LaunchError, match="cannot be written: Permission denied"):
+        check_run_folder(Config.model_validate(tiny))
+
+
+def test_force_starts_what_cannot_fit(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    tiny["model"] |= HUGE
+    config = Config.model_validate(tiny)
+    with pytest.raises(LaunchError, match=r"needs 4.*GiB|needs 5.*GiB"):
+        check_start(config, NO_FLAGS, is_dry=True)
+    checked = check_start(config, StartFlags(force=True), is_dry=True)
+    assert checked.memory is not None and checked.memory.cannot_fit and checked.memory.warning
+    assert not config.run_dir.exists()
+
+
+def test_tokens_are_counted_from_those_a_checkpoint_has_seen(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """Two steps of whatever batch size; the config's own takes 4 x 32 tokens a step."""
+    own_checkpoint()(tiny, tmp_path)
+    del tiny["training"]["steps"]
+    config = Config.model_validate(tiny | {"training": tiny["training"] | {"tokens": 1000}})
+    assert config.total_steps == 8
+    assert find_position(config, NO_FLAGS, is_dry=True).config.total_steps == 2 + 8, "it has seen none"
+    assert [config.counted_from(2, seen).total_steps for seen in (256, 488, 489, 999, 1000, 2000)] == [8, 6, 6, 3, 2, 2]
+    assert config.counted_from(2, 256).with_resolved({("recompute", "mode"): "full"}).total_steps == 8
+    steps = Config.model_validate(tiny | {"training": tiny["training"] | {"steps": 9}})
+    assert steps.counted_from(2, 256).total_steps == 9
+
+
+def test_flags_are_found_among_the_arguments_of_a_rank() -> None:
+    flags, words = split_flags(["c.yaml", "--allow-change", "a.b=1", "--force"])
+    assert flags == StartFlags(force=True, allow_change=True) and words == ["c.yaml", "a.b=1"]
+    assert split_flags(["c.yaml"]) == (NO_FLAGS, ["c.yaml"]) and split_flags(flags.words)[0] == flags
