@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,11 +9,10 @@ from pathlib import Path
 
 from launch.checkpoints.listing import CHECKPOINTS, list_place, local_path
 from launch.errors import LaunchError
+from launch.runtime.run_lock import LOCK, lock_file
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import MANIFEST, find_latest
 from megalite.checkpoint.retention import Retention, RetentionCandidate, clean_up, prune, reasons_to_keep
-
-LOCK = ".lock"  # of a run folder, as in launch/trainer/run_folder.py
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def no_run_in(place: str) -> Iterator[None]:
         for lock in {folder.absolute().parent / LOCK, folder.resolve().parent / LOCK}:
             if lock.is_file():
                 try:
-                    fcntl.flock(held.enter_context(lock.open()), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    lock_file(held.enter_context(lock.open()))
                 except BlockingIOError:
                     raise LaunchError(
                         f"a run is using {lock.parent}, and deletes by its own checkpoint.keep_last, keep_every and "

@@ -5,6 +5,7 @@ A manifest may come from anywhere: entries that are not as our runs write them a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 from math import prod
 from typing import Any
@@ -83,9 +84,13 @@ def summarize_checkpoint(manifest: Manifest) -> dict[str, Any]:
 
 def layout_text(manifest: Manifest) -> str:
     """Returns the layout that wrote a checkpoint, such as `tp2 pp2 dp2 zero1 bf16`; any layout can read it."""
-    sizes = [f"{short}{manifest.layout[name]}" for name, short in LAYOUT.items() if name in manifest.layout]
     precision = manifest.config.get("precision")
-    dtype = precision.get("dtype") if isinstance(precision, dict) else None
+    return sizes_text(manifest.layout, precision.get("dtype") if isinstance(precision, dict) else None)
+
+
+def sizes_text(layout: Mapping[str, Any], dtype: str | None) -> str:
+    """Returns the sizes of a layout, by the names that manifests and receipts have, with the number format."""
+    sizes = [f"{short}{layout[name]}" for name, short in LAYOUT.items() if name in layout]
     return printable(" ".join([*(sizes or ["one process"]), *([str(dtype)] if dtype else [])]))
 
 

@@ -58,7 +58,11 @@ def place(
     elif nodes is not None and hostfile is None:
         available = parse_nodes(nodes, switches)
     else:
-        raise LaunchError("say which hosts there are: give either --hostfile or --nodes")
+        raise LaunchError(
+            "--hostfile and --nodes are two ways to say which hosts there are: give one of them"
+            if nodes is not None
+            else "say which hosts there are: give either --hostfile or --nodes"
+        )
     layout = _layout(config, sum(node.gpus for node in available))
     best, first_fit = place_run(config, layout, available)
     if names:

@@ -35,7 +35,7 @@ from megalite.checkpoint.huggingface.folder import (
 from megalite.checkpoint.huggingface.json_files import CONFIG
 from megalite.checkpoint.huggingface.safetensors_writer import Entry
 from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER, copy_tokenizer
-from megalite.checkpoint.manifest import find_latest
+from megalite.checkpoint.manifest import find_latest, no_checkpoint
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.config import ModelConfig
 from models.families import family, hf_config
@@ -176,7 +176,7 @@ def open_newest(path: Path) -> CheckpointReader:
     for _ in range(ATTEMPTS):
         folder, skipped = find_latest(path)
         if folder is None:
-            raise CheckpointError(skipped[0] if skipped else f"{path}: there is no such checkpoint folder")
+            raise CheckpointError(skipped[0] if skipped else no_checkpoint(path))
         try:
             return CheckpointReader(folder)
         except CheckpointError:

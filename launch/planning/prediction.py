@@ -80,6 +80,15 @@ class Prediction:
         took = f"{_expected(self)} a step{of_peak}"
         return [*sentences, f"predicted: {took} on {self.machine.name} ({reason}): {shares}"]
 
+    def model_flops_utilization(self, step_time_s: float) -> float | None:
+        """Returns the MFU of a step that took `step_time_s`, by the same FLOPs and peak as the predicted one.
+
+        None where there is no peak: on a CPU, and on a GPU that the catalogue lacks.
+        """
+        if self.step is None or self.step.peak_flops is None or step_time_s <= 0:
+            return None
+        return self.step.model_flops / (step_time_s * self.step.peak_flops)
+
     def facts(self) -> Facts:
         """The prediction for receipt.json; `megalite plan calibrate` reads it."""
         facts: Facts = {

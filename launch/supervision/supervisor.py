@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -18,6 +19,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,8 @@ LOG = "supervisor.log"
 ATTEMPTS = "attempts.jsonl"
 STARTUP_FAILURES = 5  # in a row, after which a transient cause, such as a lock or unmounted storage, is unlikely
 REAPER_S = 20.0  # for the reaper to end an attempt after the grace period, before it is killed itself
+ANNOUNCEMENT = re.compile(r"restart \d+ of \d+ in ([\d.e+]+) s: ")
+START_S = 120.0  # from a restart until the new ranks take the lock of the run's folder
 FINAL = {  # exit codes after which a restart would not help, or is not wanted
     0: "done",
     USER_ERROR_CODE: "a mistake",  # final for the first attempt only: later, what looks like a mistake may pass
@@ -238,6 +242,19 @@ class CommandSupervisor(Supervisor):
         if left:
             self._log(f"ended {left} process{'es' * (left > 1)} that the run had left behind")
         return AttemptEnd(code, reason)
+
+
+def announced_restart(run_dir: Path) -> str:
+    """Returns the sentence that announces a restart, if that is a supervisor's last word and not overdue; else ""."""
+    try:
+        written, _, sentence = (run_dir / LOG).read_text(errors="replace").splitlines()[-1].partition(" ")
+        announced = ANNOUNCEMENT.match(sentence)
+        if announced is None:
+            return ""
+        due = datetime.strptime(written, "%Y-%m-%dT%H:%M:%S%z").timestamp() + float(announced[1])
+    except (OSError, ValueError, IndexError):
+        return ""
+    return sentence if time.time() < due + START_S else ""
 
 
 def describe(code: int) -> str:

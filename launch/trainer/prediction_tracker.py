@@ -118,6 +118,11 @@ class PredictionTracker(Observer):
         return self._prediction
 
     def on_step(self, record: dict[str, Any]) -> None:
+        """Adds `model_flops_utilization` to the record, where the peak of the devices is known."""
+        if self._prediction is not None:
+            utilization = self._prediction.model_flops_utilization(record["step_time_s"])
+            if utilization is not None:
+                record["model_flops_utilization"] = round(utilization, 4)
         self._measurement.add(record)
 
     def memory(self) -> RankMemory | None:

@@ -19,7 +19,7 @@ from launch.runtime.devices import Device
 from launch.runtime.logs import get_logger
 from launch.runtime.rank_environment import Rank
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.manifest import find_latest, read_manifest
+from megalite.checkpoint.manifest import find_latest, no_checkpoint, read_manifest
 from megalite.config import Config, ModelConfig, load_config
 from megalite.config.model import DROPOUTS
 from models.families import FAMILIES
@@ -82,7 +82,7 @@ def checkpoint_at(source: Path) -> Path:
     weights, reasons = find_latest(source)
     if weights is None:
         start = "" if source.is_absolute() else " (relative paths start from the working directory)"
-        why = reasons[0] if reasons else f"there is no folder {source.absolute()}{start}"
+        why = reasons[0] if reasons else f"{no_checkpoint(source.absolute())}{start}"
         raise CheckpointError(
             f"training.initialize_from {source} is no checkpoint, no Hugging Face folder (with a config.json) and no "
             f"hub id (organisation/name): {why}"

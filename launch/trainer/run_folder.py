@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import platform
@@ -17,10 +16,10 @@ import psutil
 
 from launch.errors import LaunchError
 from launch.runtime.checkout import git_state
+from launch.runtime.run_lock import is_locked, take_lock
 from megalite.checkpoint.durable_files import write_durably
 from megalite.config import Config, ResolvedLayout
 
-LOCK = ".lock"
 WITHOUT_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts")  # file systems of the kernel, which take no folders
 PACKAGES = ("megalite", "torch", "deepspeed", "transformers", "tokenizers", "numpy")
 
@@ -31,18 +30,9 @@ def lock_run_folder(config: Config, patience_s: float = 0.0) -> IO[str]:
     Raises LaunchError if another run holds the lock for longer than `patience_s`: two runs in one folder would
     overwrite each other's files.
     """
-    deadline = time.monotonic() + patience_s
     try:
         config.run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (config.run_dir / LOCK).open("w")
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.5)
+        return take_lock(config.run_dir, patience_s)
     except BlockingIOError:
         raise LaunchError(_in_use(config.run_dir)) from None
     except (FileExistsError, NotADirectoryError):
@@ -50,7 +40,6 @@ def lock_run_folder(config: Config, patience_s: float = 0.0) -> IO[str]:
         raise LaunchError(_not_writable(config.run_dir, f"{file.absolute()} is a file")) from None
     except OSError as error:
         raise LaunchError(_not_writable(config.run_dir, error.strerror)) from None
-    return lock
 
 
 def check_run_folder(config: Config) -> None:
@@ -67,13 +56,8 @@ def check_run_folder(config: Config) -> None:
     if not os.access(place, os.W_OK | os.X_OK):
         is_read_only = os.statvfs(place).f_flag & os.ST_RDONLY
         raise LaunchError(_not_writable(run_dir, os.strerror(errno.EROFS if is_read_only else errno.EACCES)))
-    try:
-        with (run_dir / LOCK).open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise LaunchError(_in_use(run_dir)) from None
-    except OSError:  # no run has begun there, or its file system knows no locks
-        pass
+    if is_locked(run_dir):
+        raise LaunchError(_in_use(run_dir))
 
 
 def write_settings(config: Config, deepspeed: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
@@ -51,7 +52,8 @@ class RunLogger(Observer):
         if setup.start.tokenizer is not None:
             keep_tokenizer(config, setup.start.tokenizer)
         first_step = setup.start.step
-        self._goodput = Goodput(config.run_dir, first_step, self.event, world_size=setup.layout.world_size)
+        process = {"host": socket.gethostname(), "process": os.getpid()}
+        self._goodput = Goodput(config.run_dir, first_step, self.event, world_size=setup.layout.world_size, **process)
         sinks = open_sinks(config, first_step, self._nonfatal)
         self._observers = [*self._others, self._goodput, self.prediction, *sinks]  # goodput adds to the records
         for notice in (*setup.layout.notices, *setup.data.notices, *setup.start.notices):

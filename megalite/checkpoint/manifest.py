@@ -106,12 +106,8 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder}: there is no such checkpoint folder")
         if not path.is_file():
-            raise CheckpointError(
-                f"{folder}: not a complete checkpoint: it has no {MANIFEST}, the save was interrupted"
-            )
+            raise CheckpointError(no_checkpoint(folder))
         if path.is_symlink():
             raise CheckpointError(f"{path}: is a link, which may lead outside its folder: copy the file itself")
         if (size := path.stat().st_size) > MANIFEST_BYTES:
@@ -132,6 +128,19 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be read: {error.strerror or error}") from None
     return manifest
+
+
+def no_checkpoint(path: Path) -> str:
+    """Returns a sentence that says why a path without a manifest is no checkpoint."""
+    if not path.is_dir():
+        return f"{path}: {'is a file, no' if path.exists() else 'there is no such'} checkpoint folder"
+    if (path / "config.json").is_file():
+        return f"{path}: is a Hugging Face folder, no checkpoint: `megalite import` makes one of it"
+    if STEP.fullmatch(path.name):
+        return f"{path}: not a complete checkpoint: it has no {MANIFEST}, the save was interrupted"
+    return (
+        f"{path}: not a complete checkpoint: it has no {MANIFEST}, nor folders such as {step_folder(10)} that have one"
+    )
 
 
 def parse_manifest(data: bytes, path: Path | str) -> Manifest:

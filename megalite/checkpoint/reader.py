@@ -13,7 +13,15 @@ from torch import Tensor
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.reader import HubReader
 from megalite.checkpoint.huggingface.weight_files import SafetensorsFile
-from megalite.checkpoint.manifest import WEIGHT, Slices, find_latest, parse_entry, printable, read_manifest
+from megalite.checkpoint.manifest import (
+    WEIGHT,
+    Slices,
+    find_latest,
+    no_checkpoint,
+    parse_entry,
+    printable,
+    read_manifest,
+)
 
 MANY_BLOCKS = 1000  # of one tensor, above which they are not compared with one another
 Stored = tuple[Slices, str, str]  # block of the global tensor, file, key in the file
@@ -135,6 +143,6 @@ def open_checkpoint(path: Path) -> CheckpointReader:
     """Opens the checkpoint at `path`, or the newest complete one under it."""
     folder, skipped = find_latest(path)
     if folder is None:
-        reason = skipped[0] if skipped else f"{path}: there is no such checkpoint folder"
+        reason = skipped[0] if skipped else no_checkpoint(path)
         raise CheckpointError(reason)
     return CheckpointReader(folder)

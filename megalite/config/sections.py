@@ -6,6 +6,7 @@ documentation derive from it. Rules about several options belong in rules.py.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -277,6 +278,10 @@ class WatchdogConfig(Section):
 
     timeout_minutes: PositiveFloat = 30.0
     """A rank that waits so long for others in one collective, of any process group, fails; the watchdog comes first."""
+
+    def limit_s(self, recent_s: Collection[float]) -> float:
+        """Returns the limit in seconds of work whose last ones took `recent_s`: that of the start if none has ended."""
+        return max(self.minimum_seconds, self.factor * max(recent_s)) if recent_s else 60.0 * self.startup_minutes
 
 
 class WandbConfig(Section):

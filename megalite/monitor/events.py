@@ -27,12 +27,19 @@ def append_line(path: Path, line: str) -> None:
         file.write(data)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns all objects in the order of writing; skips lines that a kill left half-written."""
+def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """Returns the objects in the order of writing, all or those in the last bytes; skips lines that a kill left
+    half-written. Raises OSError."""
     if not path.is_file():
         return []
+    with path.open("rb") as file:
+        start = 0 if last_bytes is None else max(0, file.seek(0, 2) - last_bytes)
+        file.seek(start)
+        if start > 0:
+            file.readline()  # it may be cut
+        lines = file.read().splitlines()
     objects = []
-    for line in path.read_bytes().splitlines():
+    for line in lines:
         try:
             value = json.loads(line)
         except ValueError:
@@ -56,6 +63,6 @@ class EventLog:
         append_line(self._path, json.dumps({"time": time.time(), "event": event, **facts}, default=str) + "\n")
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Returns all events in the order of writing; skips lines that a kill left half-written."""
-    return [event for event in read_lines(path) if isinstance(event.get("event"), str)]
+def read_events(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """Returns the events in the order of writing; `last_bytes` and what is skipped as in `read_lines`."""
+    return [event for event in read_lines(path, last_bytes) if isinstance(event.get("event"), str)]

@@ -22,6 +22,7 @@ from typing import Any
 
 from megalite.monitor.events import EVENTS, read_events
 from megalite.monitor.observer import Observer
+from megalite.monitor.progress import duration
 from megalite.monitor.sinks.jsonl import read_records
 
 log = logging.getLogger(__name__)
@@ -41,10 +42,12 @@ CATEGORIES = {  # in the order of `Goodput.sentence`
 }
 AFTER_THE_STEP = {"evaluation_s": "evaluation", "save_blocked_s": "saves", "self_check_s": "checks"}
 ENDS = ("ended", "preempted", "stopped", "interrupted")  # events that end a session without a failure
+ON_REQUEST = ("ended", "preempted", "interrupted")  # of these: the pause that follows is wanted, and no downtime
 # longest time of a session that only the system's clock shows: the watchdog ends a start after 30 min
 UNRECORDED_S = 3600.0
 REMEMBERED_STEPS = 20_000  # a rollback reaches no further back
 LONGEST_S = 1e10  # 300 years: sums of anything a file may say stay finite
+SHORT_S = 600.0  # shares of a shorter run that spent most of its time on its start tell nothing
 
 
 class Goodput(Observer):
@@ -114,15 +117,19 @@ class Goodput(Observer):
             "sessions": self.sessions,
             "lost_steps": self.lost_steps + self._steps.lost_steps,
             "wall_s": round(sum(seconds.values()), 3),
+            "paused_s": round(self._past["paused"], 3),  # after sessions that ended on request; no part of `wall_s`
             "seconds": {name: round(value, 3) for name, value in seconds.items()},
         }
 
     def sentence(self) -> str:
         """Returns one line for the console, without categories below a thousandth."""
         shares, wall_s = self.shares(), sum(self.seconds().values())
+        if wall_s < SHORT_S and shares["startup"] > 0.5:
+            start = duration(wall_s * shares["startup"])
+            return f"goodput: too short to tell: {start} of the {duration(wall_s)} so far went into starting"
         parts = [f"{label} {shares[name]:.1%}" for name, label in CATEGORIES.items() if shares[name] >= 0.001]
         sessions = f"{self.sessions} session{'s' * (self.sessions > 1)}"
-        return f"goodput {shares['productive']:.1%} of {_duration(wall_s)} in {sessions}: {', '.join(parts)}"
+        return f"goodput {shares['productive']:.1%} of {duration(wall_s)} in {sessions}: {', '.join(parts)}"
 
     def _session_s(self) -> float:
         return self._before_s + time.monotonic() - self._began
@@ -140,8 +147,8 @@ def look_back(
     """Returns the account of the last session for the `started` event of the next, which resumes at `resumed_step`.
 
     `previous_s`: how long it lived, until the last recorded event or step; `startup_s`: until its first step
-    began; `down_s`: from its end to `process_began`; `lost_s`, `lost_steps`: in steps that are dropped now;
-    `last_dropped`: the time of the last of them.
+    began; `down_s`: from its end to `process_began`, or `paused_s` if it had ended on request; `lost_s`, `lost_steps`:
+    in steps that are dropped now; `last_dropped`: the time of the last of them.
     """
     sessions = _sessions(events)
     if not sessions:
@@ -155,10 +162,11 @@ def look_back(
     lost = [record for record in beyond if _seconds(record.get("step")) <= resumed_then]
     lost += [record for record in own if _seconds(record.get("step")) > resumed_step]
     previous_s, ended = _life(first, later, own)
+    is_wanted = any(event.get("event") in ON_REQUEST for event in later)
     return {
         "previous_s": previous_s,
         "startup_s": min(_until_first_step_s(first, own), previous_s) if own else previous_s,
-        "down_s": _seconds(process_began - ended),
+        "paused_s" if is_wanted else "down_s": _seconds(process_began - ended),
         "lost_s": _total_s(lost),
         "lost_steps": len(lost),
         "last_dropped": beyond[-1].get("time") if beyond else None,
@@ -193,14 +201,22 @@ def _until_first_step_s(first: Event, own: Sequence[Record]) -> float:
 
 
 def past_seconds(events: Iterable[Event]) -> dict[str, float]:
-    """Returns the seconds of all earlier sessions by category, and `wall`, from their events."""
-    seconds = dict.fromkeys([*CATEGORIES, "wall"], 0.0)
+    """Returns the seconds of all earlier sessions by category, `wall`, their sum, and `paused`, which is no part of it.
+
+    The input is their events. Older versions wrote every pause as `down_s`.
+    """
+    seconds = dict.fromkeys([*CATEGORIES, "wall", "paused"], 0.0)
+    is_wanted = False  # the pause after the session so far
     for event in events:
-        for name in ("startup", "down", "lost"):
+        down_s = _seconds(event.get("down_s"))
+        seconds["paused" if is_wanted else "down"] += down_s
+        seconds["paused"] += _seconds(event.get("paused_s"))
+        seconds["wall"] += _seconds(event.get("previous_s")) + (0.0 if is_wanted else down_s)
+        for name in ("startup", "lost"):
             seconds[name] += _seconds(event.get(f"{name}_s"))
-        seconds["wall"] += _seconds(event.get("previous_s")) + _seconds(event.get("down_s"))
         if event.get("event") in ENDS:
             seconds["saves"] += _seconds(event.get("save_blocked_s"))
+        is_wanted = event.get("event") in ON_REQUEST or (is_wanted and event.get("event") != "started")
     return seconds
 
 
@@ -266,8 +282,3 @@ def _seconds(value: Any) -> float:
     if not isinstance(value, (int, float)) or not value > 0:  # NaN is not > 0 either
         return 0.0
     return float(min(value, LONGEST_S))
-
-
-def _duration(seconds: float) -> str:
-    minutes = seconds / 60
-    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"

@@ -103,6 +103,19 @@ def read_beats(run_dir: Path, attempt: str) -> dict[int, Beat]:
     return found
 
 
+def beat_times(run_dir: Path) -> list[tuple[float, float]]:
+    """Returns when each rank wrote its heartbeat last, in unix seconds, and the seconds since, whatever the attempt.
+
+    By this host's clock and the file system's: for a reader that looks once. A supervisor has `StaleHeartbeats`.
+    """
+    found = []
+    for path in (run_dir / FOLDER).glob("beat_*.json"):
+        with contextlib.suppress(OSError):
+            written = path.stat().st_mtime
+            found.append((written, max(0.0, time.time() - written)))
+    return found
+
+
 class StaleHeartbeats:
     """Finds ranks of an attempt whose heartbeat has stopped; one thread polls it.
 

@@ -82,9 +82,7 @@ class Limits:
 
     def seconds(self, kind: Phase) -> float:
         """Returns the limit of a kind: that of the start until one has ended, and always for `UNHURRIED` kinds."""
-        if kind not in self._recent or kind in UNHURRIED:
-            return 60.0 * self._config.startup_minutes
-        return max(self._config.minimum_seconds, self._config.factor * max(self._recent[kind]))
+        return self._config.limit_s(() if kind in UNHURRIED else self._recent.get(kind, ()))
 
     def sentence(self, span: Span, seconds: float) -> str:
         """Describes the span that took too long and what its limit was learned from."""

@@ -127,6 +127,7 @@ def _step(
         "tokens_seen": state.tokens_seen,
         "samples": [first_sample, state.consumed_samples],
         "tokens_per_second": tokens / step_time_s,
+        "samples_per_second": training.global_batch_size / step_time_s,
         "step_time_s": step_time_s,
         "data_wait_s": waited_s,
         "memory_peak_mib": peak_memory_mib(),

@@ -5,6 +5,7 @@ Before its first step there is nothing to save, and it ends within seconds, also
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,8 @@ from typing import Any
 import pytest
 
 from launch.errors import INTERRUPTED_CODE, PREEMPTED_CODE
+from launch.inspection.state import RunState
+from launch.inspection.status import read_status
 from launch.runtime.local_ranks import free_port
 from megalite.resilience.signals import INTERRUPT_REPEAT_S, exit_code_for
 from tests.conftest import write_config
@@ -91,14 +94,21 @@ def test_a_second_ctrl_c_ends_it_at_once(config: dict[str, Any], tmp_path: Path)
 
 
 def test_time_is_up(config: dict[str, Any], references: References, tmp_path: Path) -> None:
+    """And the time until it is started again is nobody's loss."""
     run_dir = Path(config["run_dir"])
     for step in (1, 2):  # each session takes a step, or none would ever get anywhere
         with session(tmp_path / "session", config, "training.max_minutes=0.001") as running:
             assert running.wait() == PREEMPTED, running.output()
             last = f"training.max_minutes (0.001) is over: the state of step {step} is saved, start again to go on"
             assert f"megalite: warning: preempted: {last}\n" in running.output(0)
+        assert read_status(run_dir).state is RunState.PREEMPTED
+        time.sleep(1.0)
     train(tmp_path / "session", config, "training.max_minutes=60")
     audit_against(references.of(config).run_dir, run_dir, BATCH)
+    goodput = json.loads((run_dir / "receipt.json").read_text())["goodput"]
+    assert goodput["sessions"] == 3 and goodput["seconds"]["down"] == 0 and goodput["paused_s"] >= 2
+    status = read_status(run_dir)
+    assert (status.state, status.step, status.steps_at_risk) == (RunState.ENDED, 16, 0)
 
 
 def test_the_command_passes_it_on(config: dict[str, Any], references: References, tmp_path: Path) -> None:

@@ -12,7 +12,10 @@ from megalite.checkpoint.reader import CheckpointReader
 from tests.conftest import write_config
 from tests.helpers.commands import BIN, metrics, run
 
-MEASURED = {"tokens_per_second", "step_time_s", "data_wait_s", "memory_peak_mib", "time", "session_s", "goodput"}
+MEASURED = {
+    *("tokens_per_second", "samples_per_second", "model_flops_utilization", "step_time_s", "data_wait_s"),
+    *("memory_peak_mib", "time", "session_s", "goodput"),
+}
 MEASURED |= {"evaluation_s", "save_blocked_s"}
 
 

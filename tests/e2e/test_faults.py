@@ -65,7 +65,7 @@ def phase_of(running: Session, run: dict[str, Any]) -> str:
     """What ranks are doing, as far as one sees from outside; after the first step no rank waits for one to come."""
     said = running.output(0)
     total = run["training"]["steps"]
-    phase = "startup" if "\nstep " not in said else "end" if f"\nstep {total}/{total}" in said else "training"
+    phase = "end" if f" step {total}/{total} " in said else "training" if f"/{total} loss " in said else "startup"
     is_saving = any((Path(run["run_dir"]) / "checkpoints").glob(".step_*.tmp"))
     return phase + " and saving" * is_saving
 
@@ -181,4 +181,4 @@ def on_layout(layout: str, config: dict[str, Any], folder: Path) -> AbstractCont
 
 def has_done(running: Session, step: int) -> bool:
     """Whether this session has come so far."""
-    return f"\nstep {step}/" in running.output(0)
+    return f" step {step}/" in running.output(0)

@@ -33,7 +33,7 @@ def receipt_of(config: dict[str, Any]) -> Any:
 def test_a_run_says_what_it_will_need_and_what_it_needed(two_stages: dict[str, Any], tmp_path: Path) -> None:
     said = train(tmp_path, two_stages).splitlines()
     predicted = [number for number, line in enumerate(said) if " megalite: predicted: " in line]
-    first_step = next(number for number, line in enumerate(said) if line.startswith("step 1/10"))
+    first_step = next(number for number, line in enumerate(said) if " step 1/10 " in line)
     assert len(predicted) == 2 and max(predicted) < first_step
     assert "peak memory" in said[predicted[0]] and "a step on " in said[predicted[1]]
     after = said[first_step:]

@@ -47,6 +47,9 @@ def test_a_run_leaves_what_it_promises(two_stages: dict[str, Any], tmp_path: Pat
     assert "evaluation_loss" in records[1] and "evaluation_loss" not in records[0]
     assert records[-1]["tokens_seen"] == 4 * 4 * 32
     assert records[0]["memory_peak_mib"] > 50 and records[0]["tokens_per_second"] > 0
+    for record in records:
+        assert record["samples_per_second"] == pytest.approx(4 / record["step_time_s"])
+    assert " step 1/4 loss " in done.stdout and " samples/s " in done.stdout
     receipt = json.loads((folder / "receipt.json").read_text())
     assert receipt["layout"]["pipeline_parallel_size"] == 2 and receipt["outcome"]["finished"] is True
     assert receipt["versions"]["torch"] and receipt["data_fingerprint"]
@@ -185,11 +188,16 @@ def test_nothing_outlives_the_command_and_a_folder_takes_one_run(two_stages: dic
         time.sleep(0.05)
     second = run(BIN / "megalite", "train", path)
     assert second.returncode == 2 and "another run is using run_dir" in second.stderr
+    told = run(BIN / "megalite", "status", two_stages["run_dir"], "--json")
+    status = json.loads(told.stdout)
+    assert told.returncode == 0 and status["state"] == "running" and status["left_s"] > 0, status
+    assert status["step"] < status["total_steps"] == 100_000 and status["samples_per_second"] > 0
     process.kill()
     process.wait()
     while ranks_of(path) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not ranks_of(path)
+    assert run(BIN / "megalite", "status", two_stages["run_dir"]).returncode == 1, "it makes no progress any more"
 
 
 def ranks_of(path: Path) -> list[str]:

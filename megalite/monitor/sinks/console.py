@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Column
 
 from megalite.config import Config
 from megalite.monitor.observer import Observer
+from megalite.monitor.progress import RECENT_STEPS, clock, seconds_left
+from megalite.planner.units import MIB, count, digits, gib
+
+BAR_COLUMNS = 16  # the numbers need the room
 
 
 class _Console(Console):
@@ -18,49 +26,78 @@ class _Console(Console):
 
 
 class ConsoleSink(Observer):
-    """Prints loss, gradient norm, tokens per second and time left, every `log_interval` steps."""
+    """Prints the time and the numbers of a step every `log_interval` steps, and the date when it changes."""
 
     def __init__(self, total_steps: int, first_step: int, log_interval: int) -> None:
-        self._total, self._first, self._interval = total_steps, first_step, log_interval
+        self._total, self._interval = total_steps, log_interval
         self._console = _Console()
         self._progress: Progress | None = None
         self._task: TaskID | None = None
-        self._seconds: list[float] = []
+        self._recent_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._date = ""
         if self._console.is_terminal:
             self._progress = Progress(
                 TextColumn("training"),
-                BarColumn(),
+                BarColumn(BAR_COLUMNS),
                 MofNCompleteColumn(),
-                TextColumn("{task.description}"),
-                TimeRemainingColumn(),
+                # takes the room that the others leave, and is cut where that is too little
+                TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
+                expand=True,
                 console=self._console,
             )
             self._task = self._progress.add_task("", total=total_steps, completed=first_step)
             self._progress.start()
 
+    def on_start(self) -> None:
+        self._print_date(time.localtime())
+
     def on_step(self, record: dict[str, Any]) -> None:
         step = record["step"]
-        self._seconds = [*self._seconds[-49:], record["step_time_s"]]
+        self._recent_s.append(record["step_time_s"])
         if record["skipped"]:
             self._print(f"step {step} skipped: its gradients are not finite ({record['skipped_steps']} so far)")
         if "evaluation_loss" in record:
             self._print(f"step {step} evaluation loss {record['evaluation_loss']:.4f}")
-        numbers = (
-            f"loss {record['loss']:.4f} grad_norm {record['grad_norm']:.3f} lr {record['learning_rate']:.2e} "
-            f"{record['tokens_per_second']:,.0f} tokens/s"
-        )
+        left = f"left {clock(seconds_left(self._total - step, self._recent_s) or 0.0)}"
         if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=step, description=numbers)
+            self._progress.update(self._task, completed=step, description=f"{left} {step_numbers(record)}")
         elif step % self._interval == 0 or step == self._total:
-            left = sum(self._seconds) / len(self._seconds) * (self._total - step)
-            self._print(f"step {step}/{self._total} {numbers} left {int(left) // 60}:{int(left) % 60:02d}")
+            self._print(f"step {step}/{self._total} {step_numbers(record)} {left}")
 
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()
 
     def _print(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        now = time.localtime()
+        self._print_date(now)
+        self._console.print(f"{time.strftime('%H:%M:%S', now)} {line}", highlight=False, markup=False, soft_wrap=True)
+
+    def _print_date(self, now: time.struct_time) -> None:
+        date = time.strftime("%Y-%m-%d, UTC%z", now)
+        if date != self._date:
+            self._date = date
+            self._console.print(f"{time.strftime('%H:%M:%S', now)} {date}", highlight=False, markup=False)
+
+
+def step_numbers(record: Mapping[str, Any]) -> str:
+    """Formats the numbers of a step's record for one line, the important ones first; unknown ones are left out.
+
+    The memory is the peak of rank 0, as its device counts it (`megalite.monitor.memory`).
+    """
+    numbers = [
+        f"loss {record['loss']:.4f}",
+        f"grad {digits(record['grad_norm'])}",
+        f"lr {record['learning_rate']:.2e}",
+        f"{count(record['tokens_per_second'])} tokens/s",
+    ]
+    if (samples := record.get("samples_per_second")) is not None:
+        numbers.append(f"{digits(samples)} samples/s")
+    if (utilization := record.get("model_flops_utilization")) is not None:
+        numbers.append(f"MFU {utilization:.1%}")
+    if (peak_mib := record.get("memory_peak_mib")) is not None:
+        numbers.append(gib(peak_mib * MIB))
+    return " ".join(numbers)
 
 
 def open_sink(config: Config, first_step: int) -> ConsoleSink:

@@ -40,9 +40,9 @@ def open_sink(config: Config, first_step: int) -> JsonLinesSink:
     return JsonLinesSink(config.run_dir / "metrics.jsonl", first_step)
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """Returns the records of a run; skips lines that a kill left half-written."""
-    return [record for record in read_lines(path) if "step" in record]
+def read_records(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """Returns the records of a run; `last_bytes` and what is skipped as in `read_lines`."""
+    return [record for record in read_lines(path, last_bytes) if "step" in record]
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -39,6 +39,8 @@ COMMANDS = [
     ["slurm"],
     ["k8s"],
     ["ray"],
+    ["status"],
+    ["ls"],
     ["config", "show"],
     ["config", "init"],
     ["config", "explain"],

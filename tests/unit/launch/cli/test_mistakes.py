@@ -224,6 +224,7 @@ OTHER_COMMANDS: dict[str, tuple[list[str], str]] = {
     "export of nothing": (["export", "nowhere", "out"], "nowhere"),
     "import of nothing": (["import", "./nowhere", "out"], "nowhere"),
     "generate with no tokenizer": (["generate", "nowhere", "--prompt", "x", "--tokenizer", "tok"], "nowhere"),
+    "export of a file": (["export", __file__, "out"], "is a file, no checkpoint folder"),
     "generate from nothing": (["generate", "nowhere", "--prompt", "x"], "nowhere"),
     "show of nothing": (["config", "show", "nowhere.yaml"], "nowhere.yaml"),
     "override with dashes": (["train", "c.yaml", "--training.steps=3"], "no dashes here: training.steps=3"),

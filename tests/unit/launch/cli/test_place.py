@@ -76,7 +76,7 @@ def test_replicas_fill_the_hosts_where_they_are_auto(config: Path) -> None:
     [
         (["--nodes", "n:8", "--names", "--json"], "give one of them"),
         ([], "say which hosts there are: give either --hostfile or --nodes"),
-        (["--nodes", "n:1", "--hostfile", "h"], "give either --hostfile or --nodes"),
+        (["--nodes", "n:1", "--hostfile", "h"], "--hostfile and --nodes are two ways to say which hosts there are"),
         (["--nodes", "n"], "'n' is not NAMES:GPUS or NAMES:GPUS:GIB"),
         (["--nodes", "n:0"], "'n:0' is not NAMES:GPUS"),
         (["--nodes", "n:1;n:2"], "n is named twice"),

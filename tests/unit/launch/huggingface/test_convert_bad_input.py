@@ -72,7 +72,7 @@ BAD: list[tuple[str, Attempt, str]] = [
     ("import dtype", lambda t: import_hugging_face(t / "hf", t / "out", dtype="int8"), "fp32, bf16, fp16"),
     ("export into a file", lambda t: export_hugging_face(t / "checkpoint", t / "hf/config.json/x"), "be written"),
     ("export of nothing", lambda t: export_hugging_face(t / "none", t / "out"), "no such checkpoint"),
-    ("export of another folder", lambda t: export_hugging_face(t / "hf", t / "out"), "not a complete checkpoint"),
+    ("export of another folder", lambda t: export_hugging_face(t / "hf", t / "out"), "is a Hugging Face folder"),
     ("export over a folder", lambda t: export_hugging_face(t / "checkpoint", t / "hf"), "not empty"),
     ("over another kind", lambda t: export_hugging_face(t / "checkpoint", t / "checkpoint", overwrite=True), "config"),
     ("dtype", lambda t: export_hugging_face(t / "checkpoint", t / "out", dtype="int8"), "fp32, bf16, fp16"),

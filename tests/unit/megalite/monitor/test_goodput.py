@@ -84,14 +84,68 @@ def test_crashes_and_resumes_are_accounted_to_the_second(world: World) -> None:
     world.now += 100
 
     session = world.start(10)  # an older checkpoint than the last time: the newer ones were damaged
-    # of session two, its 3 steps and what came with them are lost, of session one 5 more
-    kept = {"productive": 10, "lost": 5 + 5 + 11.25 + 2, "startup": 23, "down": 133, "saves": 1.5, "other": 2.5}
+    # of session two, its 3 steps and what came with them are lost, of session one 5 more; it was asked to end, so the
+    # 100 s after it are no downtime
+    kept = {"productive": 10, "lost": 5 + 5 + 11.25 + 2, "startup": 23, "down": 33, "saves": 1.5, "other": 2.5}
     assert seconds_of(session[0]) == kept
     summary = session[0].summary()
-    assert (summary["sessions"], summary["lost_steps"]) == (3, 15)
+    assert (summary["sessions"], summary["lost_steps"], summary["paused_s"]) == (3, 15, 100)
     assert summary["wall_s"] == sum(kept.values()) and summary["goodput"] == pytest.approx(10 / sum(kept.values()))
     started = [event for event in read_events(world.folder / EVENTS) if event["event"] == "started"]
     assert [event["step"] for event in started] == [0, 15, 10] and started[2]["layout"] == "dp=2"
+
+
+@pytest.mark.parametrize("ending", ["ended", "interrupted", "preempted", "stopped", "hung", None])
+def test_a_pause_that_somebody_wanted_is_no_downtime(world: World, ending: str | None) -> None:
+    """Fifty minutes of training, a night, and fifty more: goodput does not know of the night, unless the run failed.
+
+    A guard's stop counts as a failure: the run could not go on by itself.
+    """
+    is_wanted = ending in ("ended", "interrupted", "preempted")
+    session = world.start(0, startup_s=100)
+    world.do(session, 1, 3000)
+    if ending is not None:
+        EventLog(world.folder / EVENTS).write(ending, session_s=3100.0)
+    world.now += 36_000
+    session = world.start(3000, startup_s=100)
+    world.do(session, 3001, 6000)
+    down = {} if is_wanted else {"down": 36_000.0}
+    assert seconds_of(session[0]) == {"productive": 6000, "startup": 200} | down
+    summary = session[0].summary()
+    assert summary["paused_s"] == (36_000 if is_wanted else 0) and summary["wall_s"] == 6200 + sum(down.values())
+    assert summary["goodput"] == pytest.approx(6000 / summary["wall_s"])
+    assert ("down between sessions 85.3%" in session[0].sentence()) == (not is_wanted)
+
+
+def test_nights_that_an_older_version_counted_as_down_are_none(world: World) -> None:
+    """It wrote `down_s` into the `started` event whatever had happened before."""
+    log = EventLog(world.folder / EVENTS)
+    sessions = [
+        ("started", {"step": 0, "before_s": 2.0}),
+        ("ended", {"session_s": 10.0}),
+        ("started", {"step": 5, "before_s": 2.0, "previous_s": 10.0, "startup_s": 2.0, "down_s": 5000.0}),
+        ("saved", {"session_s": 8.0}),
+        ("started", {"step": 5, "before_s": 2.0, "previous_s": 8.0, "startup_s": 2.0, "down_s": 70.0}),
+        ("interrupted", {"session_s": 4.0}),
+    ]
+    for event, facts in sessions:
+        log.write(event, **facts)
+    world.now += 1000
+    session = world.start(5)
+    seconds = seconds_of(session[0])
+    assert seconds["down"] == 70 and seconds["startup"] == 8
+    assert session[0].summary()["paused_s"] == 6000 and sum(seconds.values()) == 10 + 8 + 4 + 70
+
+
+@pytest.mark.parametrize(("startup_s", "steps", "is_told"), [(40, 9, False), (40, 60, True), (700, 9, True)])
+def test_a_run_that_has_only_just_started_does_not_tell_its_goodput(
+    world: World, startup_s: float, steps: int, is_told: bool
+) -> None:
+    session = world.start(0, startup_s=startup_s)
+    world.do(session, 1, steps)
+    sentence = session[0].sentence()
+    assert ("startup" in sentence) == is_told
+    assert is_told or sentence == "goodput: too short to tell: 40 s of the 49 s so far went into starting"
 
 
 def test_steps_that_a_rollback_repeats_are_lost_in_the_session_and_after_it(world: World) -> None:

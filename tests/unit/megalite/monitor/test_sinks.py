@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 from megalite.config import Config
 from megalite.monitor import sinks
+from megalite.monitor.sinks import console
 
 NEW_SINK = """
 from megalite.monitor.observer import Observer
@@ -65,3 +68,58 @@ def test_metrics_that_cannot_be_written_end_the_start(config: Config) -> None:
     (config.run_dir / "metrics.jsonl").mkdir()
     with pytest.raises(OSError):
         sinks.open_sinks(config, 0, lambda name: pytest.fail(name))
+
+
+FULL = {
+    "loss": 10.82346,
+    "grad_norm": 0.51234,
+    "learning_rate": 2.984e-4,
+    "tokens_per_second": 1_234_567.0,
+    "samples_per_second": 602.8,
+    "model_flops_utilization": 0.4123,
+    "memory_peak_mib": 71_234.0,
+    "step_time_s": 3.4,
+}
+NUMBERS = "loss 10.8235 grad 0.512 lr 2.98e-04 1.23 M tokens/s 603 samples/s MFU 41.2% 69.6 GiB"
+
+
+def test_a_step_is_one_line_of_a_terminal_with_its_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a large run, with all that may be known; and what is not known is left out."""
+    sink = console.ConsoleSink(total_steps=20_000, first_step=0, log_interval=10)
+    sink.on_start()
+    for step in (1, 9, 10):
+        sink.on_step(_record(step) | FULL)
+    sink.on_step(_record(20_000) | {"skipped": True, "evaluation_loss": 2.0})
+    date, full, skipped, evaluated, bare = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d \d{4}-\d\d-\d\d, UTC[+-]\d{4}", date)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d .*", full) and full[9:] == f"step 10/20000 {NUMBERS} left 18:52:46"
+    assert len(full) <= 125
+    assert "skipped" in skipped and "evaluation loss 2.0000" in evaluated
+    assert bare[9:] == "step 20000/20000 loss 1.0000 grad 1.00 lr 1.00e+00 1 tokens/s left 0:00"
+
+
+def test_a_new_day_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1.7e9]
+    monkeypatch.setattr(console.time, "localtime", lambda: time.gmtime(now[0]))
+    sink = console.ConsoleSink(total_steps=4, first_step=0, log_interval=1)
+    for step in (1, 2, 3):
+        sink.on_step(_record(step))
+        now[0] += 3600 * (step == 1) + 86_400 * (step == 2)
+    dates = [line[9:19] for line in capsys.readouterr().out.splitlines() if ", UTC" in line]
+    assert dates == ["2023-11-14", "2023-11-15"]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120, 200])
+def test_on_a_terminal_the_display_stays_one_line(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the numbers goes where there is no room; step and time left do not."""
+    for name, value in {"FORCE_COLOR": "1", "COLUMNS": str(columns), "LINES": "40", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    sink = console.ConsoleSink(total_steps=20_000, first_step=0, log_interval=10)
+    sink.on_step(_record(10) | FULL)
+    sink.close()
+    seen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
+    last = [line for line in re.split(r"[\r\n]+", seen) if line.strip()][-1]
+    assert len(last) <= columns and "10/20000 left 18:52:46" in last
+    assert columns < 200 or NUMBERS in last

@@ -1,0 +1,141 @@
+"""Reads the files that a run leaves in its folder, without a change in it and without torch.
+
+They may be missing, cut by a kill, of another version, or still being written: what cannot be read is unknown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from launch.errors import LaunchError
+from launch.runtime.run_lock import LockHolder, lock_holder
+from megalite.config import Config, ConfigError, load_config
+from megalite.monitor.events import EVENTS, read_events
+from megalite.monitor.sinks.jsonl import read_records
+
+Facts = Mapping[str, Any]
+CONFIG, RECEIPT, METRICS = "config.yaml", "receipt.json", "metrics.jsonl"
+METRICS_BYTES = 1 << 19  # at the end of the file: the last thousand steps
+EVENTS_BYTES = 1 << 23
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The contents of a run's files: steps and events as far back as they were read."""
+
+    config: Config | None
+    receipt: Facts
+    records: Sequence[Facts]  # of metrics.jsonl
+    events: Sequence[Facts]
+    holder: LockHolder | None
+    problems: tuple[str, ...]  # sentences: what could not be read
+
+    @classmethod
+    def read(cls, run_dir: Path) -> RunFiles:
+        """Reads the files. Raises OSError where steps or events cannot be read."""
+        problems: list[str] = []
+        return cls(
+            config=_config(run_dir / CONFIG, problems),
+            receipt=_receipt(run_dir / RECEIPT, problems),
+            records=read_records(run_dir / METRICS, METRICS_BYTES),
+            events=read_events(run_dir / EVENTS, EVENTS_BYTES),
+            holder=lock_holder(run_dir),
+            problems=tuple(problems),
+        )
+
+    @property
+    def session(self) -> Sequence[Facts]:
+        """The events of the last session, `started` first; empty if there was none."""
+        starts = [place for place, event in enumerate(self.events) if event["event"] == "started"]
+        return self.events[starts[-1] :] if starts else []
+
+    @property
+    def session_records(self) -> Sequence[Facts]:
+        """The records of the steps that the last session has done."""
+        began = time_of(self.session[0]) if self.session else 0.0
+        return [record for record in self.records if time_of(record) >= began]
+
+    @property
+    def host(self) -> str | None:
+        """Host of rank 0."""
+        if self.holder is not None:
+            return self.holder.host
+        machine = self.receipt.get("machine")
+        found = machine.get("host") if isinstance(machine, dict) else None
+        return found if isinstance(found, str) else None
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """The sizes of the layout, as in the manifests of checkpoints; empty if unknown."""
+        layout = self.receipt.get("layout")
+        return layout if isinstance(layout, dict) else {}
+
+
+def is_run(folder: Path) -> bool:
+    """Returns whether a folder is that of a run, also of one whose first start has just begun."""
+    has_receipt = all((folder / name).is_file() for name in (CONFIG, RECEIPT))
+    return has_receipt or (folder / EVENTS).is_file() or lock_holder(folder) is not None
+
+
+def check_is_run(folder: Path) -> None:
+    """Raises LaunchError, with what was perhaps meant, where a folder is not that of a run."""
+    if is_run(folder):
+        return
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise LaunchError(f"{folder} {what}: give the folder of a run, its run_dir; `megalite ls FOLDER` lists runs")
+    for above in folder.resolve().parents:
+        if is_run(above):
+            raise LaunchError(f"{folder} is a part of the run {above}: give that folder")
+    raise LaunchError(
+        f"{folder} is no folder of a run, which has {CONFIG}, {RECEIPT} and {EVENTS}; `megalite ls {folder}` lists the "
+        "runs below it"
+    )
+
+
+def known(records: Sequence[Facts], name: str) -> list[float]:
+    """Returns the numbers of that name in the records that have one."""
+    return [found for record in records if (found := number(record.get(name))) is not None]
+
+
+def number(value: Any) -> float | None:
+    """Returns a value from a file if it is a number of sensible size."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < 1e18 else None
+
+
+def time_of(entry: Facts) -> float:
+    """Returns when a record or event was written, in unix seconds; 0 if it does not say."""
+    return number(entry.get("time")) or 0.0
+
+
+def seconds_between(records: Sequence[Facts]) -> list[float]:
+    """Returns the seconds from step to step, with all that came between; of a single one what it took itself."""
+    gaps = [max(0.0, time_of(b) - time_of(a)) for a, b in pairwise(records)]
+    return gaps or known(records[-1:], "step_time_s")
+
+
+def _config(path: Path, problems: list[str]) -> Config | None:
+    if not path.is_file():
+        return None
+    try:
+        return load_config(path)
+    except ConfigError as error:
+        problems.append(str(error))
+        return None
+
+
+def _receipt(path: Path, problems: list[str]) -> Facts:
+    try:
+        receipt = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        problems.append(f"{path} cannot be read: {error}")
+        return {}
+    return receipt if isinstance(receipt, dict) else {}

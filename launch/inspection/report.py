@@ -1,0 +1,127 @@
+"""Output of `megalite status` and `megalite ls`: sentences and a table. No torch.
+
+Names and values come from files that anyone may have made: control characters in them are escaped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from launch.checkpoints.report import age_text
+from launch.inspection.files import Facts, time_of
+from launch.inspection.listing import RunSummary
+from launch.inspection.state import RunState
+from launch.inspection.status import RunStatus
+from launch.output import Table, decimal_size, styled
+from megalite.checkpoint.manifest import printable
+from megalite.monitor.progress import clock
+from megalite.planner.units import count, digits, percent, plural, seconds
+
+SHOWN_EVENTS = 5
+EVENT_COLUMNS = 100  # of the facts of one event
+# facts of events that only the account of goodput needs
+ACCOUNT = {
+    *("time", "event", "before_s", "previous_s", "startup_s", "down_s", "paused_s", "lost_s", "last_dropped"),
+    *("session_s", "goodput", "blocked_s", "save_blocked_s", "total_s"),
+}
+
+
+def status_lines(status: RunStatus) -> Iterator[str]:
+    """Yields the state and progress of a run as lines of text; what is not known is left out."""
+    yield f"{printable(str(status.run_dir))}: {status.state}: {printable(status.reason)}"
+    lines = {
+        "progress": _progress(status),
+        "speed": _speed(status),
+        "checkpoint": _checkpoint(status),
+        "layout": status.layout or "",
+        "process": _process(status),
+    }
+    for name, text in lines.items():
+        if text:
+            yield f"{name + ':':<13}{printable(text)}"
+    for place, event in enumerate(status.events[-SHOWN_EVENTS:]):
+        yield f"{'' if place else 'events:':<13}{printable(_event(event))}"
+    for problem in status.problems:
+        yield f"not read:    {printable(problem)}"
+
+
+def _progress(status: RunStatus) -> str:
+    if status.step is None:
+        return f"0 of {plural(status.total_steps, 'step')}" if status.total_steps else ""
+    of = f" of {status.total_steps:,} ({percent(status.step / status.total_steps)})" if status.total_steps else ""
+    ended = f", which ended {_ago(status.last_step)}" if status.last_step is not None else ""
+    loss = f"; loss {status.loss:.4f}" if status.loss is not None else ""
+    return f"step {status.step:,}{of}{ended}{loss}"
+
+
+def _speed(status: RunStatus) -> str:
+    parts = []
+    if status.tokens_per_second is not None:
+        parts.append(f"{count(status.tokens_per_second)} tokens/s")
+    if status.samples_per_second is not None:
+        parts.append(f"{digits(status.samples_per_second)} samples/s")
+    if status.step_s is not None:
+        parts.append(f"{seconds(status.step_s)} from step to step")
+    if status.model_flops_utilization is not None:
+        parts.append(f"MFU {percent(status.model_flops_utilization)}")
+    if status.goodput is not None:
+        parts.append(f"goodput {percent(status.goodput)}")
+    if status.left_s is not None:
+        until = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + status.left_s))
+        parts.append(f"{clock(status.left_s)} left, until {until}")
+    return ", ".join(parts)
+
+
+def _checkpoint(status: RunStatus) -> str:
+    if status.step is None:
+        return ""
+    newest = f"step {status.checkpoint:,}" if status.checkpoint is not None else "none"
+    at_risk = status.steps_at_risk
+    if not at_risk:
+        return f"{newest}: nothing would be lost"
+    is_over = status.state not in (RunState.RUNNING, RunState.WAITING)
+    return f"{newest}: {plural(at_risk, 'step')} {'have to be done again' if is_over else 'would be lost now'}"
+
+
+def _process(status: RunStatus) -> str:
+    if status.host is None:
+        return ""
+    process = f"process {status.process} on " if status.process is not None else ""
+    return f"{process}{status.host}" + (f", session {status.sessions}" if status.sessions else "")
+
+
+def _event(event: Facts) -> str:
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_of(event)))
+    facts = ", ".join(f"{name} {value}" for name, value in event.items() if name not in ACCOUNT and value is not None)
+    return f"{at} {event['event']}" + (f": {facts[:EVENT_COLUMNS]}" if facts else "")
+
+
+def runs_table(runs: Sequence[RunSummary]) -> Table:
+    """Builds a table with a row per run, those that need somebody in red."""
+    columns = ("run", "state", "step", "loss", "layout", "last activity", "checkpoints")
+    rows = []
+    for run in runs:
+        status = run.status
+        total = f"/{status.total_steps:,}" if status.total_steps is not None else ""
+        cells: list[Any] = [
+            run.name,
+            status.state if status.state is not RunState.UNREADABLE else f"unreadable: {status.reason}",
+            f"{status.step or 0:,}{total}",
+            f"{status.loss:.4f}" if status.loss is not None else "",
+            status.layout or "",
+            _ago(status.last_activity),
+            decimal_size(run.checkpoint_bytes) if run.checkpoint_bytes else "",
+        ]
+        needs_somebody = status.state in (RunState.HUNG, RunState.FAILED, RunState.STOPPED, RunState.UNREADABLE)
+        rows.append(styled((printable(str(cell)) for cell in cells), "red" if needs_somebody else None))
+    return Table(columns, rows, text_columns=[0, 1, 4, 5])
+
+
+def _ago(moment: float | None) -> str:
+    """Formats how long ago something was; `just now` also for a clock that is a little ahead."""
+    if moment is None:
+        return ""
+    age_s = time.time() - moment
+    return "just now" if -60 < age_s < 1 else age_text(age_s) + (" ago" if age_s >= 1 else "")

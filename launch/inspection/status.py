@@ -1,0 +1,153 @@
+"""The state and progress of a run at one moment, from the files in its folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from launch.checkpoints.listing import CHECKPOINTS
+from launch.checkpoints.summary import sizes_text
+from launch.inspection.files import Facts, RunFiles, known, number, seconds_between, time_of
+from launch.inspection.state import ENDINGS, RunState, Traces, is_alive, judge
+from launch.supervision.supervisor import announced_restart
+from megalite.checkpoint.manifest import STEP, find_latest, step_of
+from megalite.config import Config
+from megalite.config.sections import WatchdogConfig
+from megalite.monitor.progress import RECENT_STEPS, seconds_left
+
+WATCHED_STEPS = 20  # that the watchdog learns its limit from
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run at one moment. Facts that are not known are None; times are in unix seconds, durations in seconds."""
+
+    run_dir: Path
+    state: RunState
+    reason: str  # a sentence: what the state follows from
+    step: int | None = None  # the last one on record
+    total_steps: int | None = None
+    loss: float | None = None  # of the last step that has one
+    tokens_per_second: float | None = None  # median of recent steps of the last session, as the next three
+    samples_per_second: float | None = None
+    model_flops_utilization: float | None = None
+    step_s: float | None = None  # from step to step, with all that comes between
+    left_s: float | None = None  # until the run is done, while it makes progress
+    goodput: float | None = None
+    last_step: float | None = None  # when it ended
+    last_activity: float | None = None
+    checkpoint: int | None = None  # step of the newest complete one
+    layout: str | None = None
+    host: str | None = None
+    process: int | None = None  # of rank 0
+    sessions: int = 0
+    events: Sequence[Facts] = ()
+    problems: tuple[str, ...] = ()  # sentences: what could not be read
+
+    @property
+    def steps_at_risk(self) -> int | None:
+        """Steps that are lost if the run dies now, or that its death has lost."""
+        return None if self.step is None else max(0, self.step - (self.checkpoint or 0))
+
+
+def read_status(run_dir: Path) -> RunStatus:
+    """Reads the state and progress of a run. Raises OSError where its files cannot be read."""
+    files = RunFiles.read(run_dir)
+    session, own, holder = files.session, files.session_records, files.holder
+    lives = is_alive(run_dir, holder, files.host)
+    is_newer = holder is not None and holder.time > (time_of(session[0]) if session else 0.0)
+    if is_newer and lives:
+        own = []  # the process that lives is a later one, which has not written anything yet
+    steps_s = seconds_between(own[-RECENT_STEPS:])
+    last_activity = max([time_of(one) for one in (*files.records[-1:], *files.events[-1:])], default=0.0)
+    if holder is not None and lives is not False:
+        last_activity = max(last_activity, holder.time)
+    endings = [event for event in session if event["event"] in ENDINGS]
+    state, reason = judge(
+        Traces(
+            is_alive=lives,
+            silent_s=max(0.0, time.time() - last_activity),
+            limit_s=_limit_s(files.config, run_dir, own, steps_s),
+            has_started=bool(session),
+            has_stepped=bool(own),
+            ending=endings[-1]["event"] if endings else None,
+            is_started_again=is_newer,
+            restart=announced_restart(run_dir),
+        )
+    )
+    steps, losses = known(files.records, "step"), known(files.records, "loss")
+    step, total = (int(steps[-1]) if steps else None), (files.config.total_steps if files.config is not None else None)
+    left_s = None
+    if state is RunState.RUNNING and step is not None and total is not None:
+        left_s = seconds_left(max(0, total - step), steps_s)
+    newest, _ = find_latest(run_dir / CHECKPOINTS)
+    process = holder.process if holder is not None else number(session[0].get("process")) if session else None
+    return RunStatus(
+        run_dir=run_dir,
+        state=state,
+        reason=reason,
+        step=step,
+        total_steps=total,
+        loss=losses[-1] if losses else None,
+        tokens_per_second=_median(own, "tokens_per_second"),
+        samples_per_second=_median(own, "samples_per_second"),
+        model_flops_utilization=_median(own, "model_flops_utilization"),
+        step_s=median(steps_s) if steps_s else None,
+        left_s=left_s,
+        goodput=number(files.records[-1].get("goodput")) if files.records else None,
+        last_step=time_of(files.records[-1]) or None if files.records else None,
+        last_activity=last_activity or None,
+        checkpoint=step_of(newest.name) if newest is not None and STEP.fullmatch(newest.name) else None,
+        layout=_layout(files),
+        host=files.host,
+        process=int(process) if process is not None else None,
+        sessions=sum(event["event"] == "started" for event in files.events),
+        events=files.events,
+        problems=files.problems,
+    )
+
+
+def _limit_s(config: Config | None, run_dir: Path, own: Sequence[Facts], steps_s: Sequence[float]) -> float:
+    """Returns the longest silence of a run that makes progress: the watchdog's limit for what it does now.
+
+    A save, or the first evaluation, may take as long as the start.
+    """
+    watchdog = config.watchdog if config is not None else WatchdogConfig()
+    interval = config.training.evaluation.interval if config is not None else 0
+    steps = known(own[-1:], "step")
+    is_first_evaluation = (
+        interval > 0
+        and bool(steps)
+        and (steps[-1] + 1) % interval == 0
+        and not any("evaluation_s" in record for record in own)
+    )
+    is_saving = any((run_dir / CHECKPOINTS).glob(".step_*.tmp"))
+    return watchdog.limit_s(() if is_saving or is_first_evaluation else steps_s[-WATCHED_STEPS:])
+
+
+def _layout(files: RunFiles) -> str | None:
+    dtype = files.config.precision.dtype if files.config is not None else None
+    return sizes_text(files.layout, dtype) if files.layout else None
+
+
+def _median(records: Sequence[Facts], name: str) -> float | None:
+    values = known(records[-RECENT_STEPS:], name)
+    return median(values) if values else None
+
+
+def as_json(status: RunStatus, last_events: int) -> dict[str, Any]:
+    """Returns the facts as plain values for `--json`."""
+    own = {name: value for name, value in vars(status).items() if name not in ("events", "problems")}
+    return own | {
+        "run_dir": str(status.run_dir),
+        "state": str(status.state),
+        "is_healthy": status.state.is_healthy,
+        "last_step_age_s": None if status.last_step is None else max(0.0, time.time() - status.last_step),
+        "steps_at_risk": status.steps_at_risk,
+        "last_events": list(status.events)[-last_events:],
+        "problems": list(status.problems),
+    }

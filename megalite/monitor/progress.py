@@ -1,0 +1,32 @@
+"""The time that a run still needs, by the steps that it has done lately, and how it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import median
+
+RECENT_STEPS = 50
+
+
+def seconds_left(steps: int, recent_s: Iterable[float]) -> float | None:
+    """Returns the seconds that `steps` more steps take at the median of recent ones; None if there are none.
+
+    A median, so that an evaluation, a save or a step that waited for its data does not move it.
+    """
+    known = list(recent_s)
+    return steps * median(known) if known else None
+
+
+def clock(seconds: float) -> str:
+    """Formats a duration as a clock does: `0:07`, `12:34`, `5:06:07`; from a day on `3 d 04:05`."""
+    minutes, second = divmod(int(max(0.0, seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+    return f"{hours // 24} d {hours % 24:02d}:{minute:02d}"
+
+
+def duration(seconds: float) -> str:
+    """Formats a duration for a sentence, rounded: `35 s`, `12 min`, `3.2 h`."""
+    minutes = seconds / 60
+    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"

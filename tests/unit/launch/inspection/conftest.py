@@ -1,0 +1,80 @@
+"""Run folders as training leaves them, made without training."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.runtime.run_lock import LOCK
+from megalite.config import Config
+from tests.helpers.attempts import save
+
+MakeRun = Callable[..., Path]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    """Makes a run of 100 steps, the last of `steps` of a second each having ended `age_s` ago."""
+
+    def make(
+        name: str = "run", steps: int = 30, age_s: float = 5.0, ending: str | None = None, saved: int | None = 20
+    ) -> Path:
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        config = Config.model_validate(
+            {
+                "run_dir": str(folder),
+                "model": {
+                    "vocab_size": 320,
+                    "hidden_size": 32,
+                    "intermediate_size": 50,
+                    "num_hidden_layers": 3,
+                    "num_attention_heads": 4,
+                    "num_key_value_heads": 2,
+                    "max_position_embeddings": 128,
+                },
+                "data": {"path": "unused"},
+                "precision": {"dtype": "fp32"},
+                "training": {"global_batch_size": 4, "micro_batch_size": 2, "sequence_length": 32, "steps": 100},
+            }
+        )
+        (folder / "config.yaml").write_text(config.to_yaml())
+        layout = {
+            "tensor_parallel_size": 2,
+            "pipeline_parallel_size": 1,
+            "data_parallel_size": 1,
+            "zero_stage": 1,
+        }
+        host = socket.gethostname()
+        (folder / "receipt.json").write_text(json.dumps({"layout": layout, "machine": {"host": host}}))
+        began = time.time() - age_s - steps - 10
+        facts: dict[str, Any] = {"host": host, "process": 2**22 + 1}  # above the largest process id: it is gone
+        (folder / LOCK).write_text(json.dumps(facts | {"time": began - 1}))
+        events = [{"time": began, "event": "started", "step": 0, "before_s": 9.0, **facts}]
+        if saved is not None:
+            save(folder, saved)
+            events.append({"time": began + 10 + saved, "event": "saved", "step": saved, "bytes": 1000})
+        if ending is not None:
+            events.append({"time": began + 10 + steps, "event": ending, "session_s": 19.0 + steps})
+        (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+        records = [
+            {
+                "step": step,
+                "time": began + 10 + step,
+                "loss": 4 - step / 100,
+                "step_time_s": 0.9,
+                "tokens_per_second": 142.0,
+                "goodput": 0.5,
+            }
+            for step in range(1, steps + 1)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return folder
+
+    return make

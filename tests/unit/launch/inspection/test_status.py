@@ -1,0 +1,123 @@
+"""`megalite status`: what is told of a run's folder, in closed form, and that anything in it is survived."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from launch.inspection.report import status_lines
+from launch.inspection.state import RunState
+from launch.inspection.status import as_json, read_status
+from launch.runtime.run_lock import LOCK, take_lock
+from tests.unit.launch.inspection.conftest import MakeRun
+
+
+def test_a_run_that_lives_tells_its_progress(make_run: MakeRun) -> None:
+    folder = make_run()
+    lock = (folder / LOCK).read_text()
+    with take_lock(folder):
+        (folder / LOCK).write_text(lock)  # of this session
+        status = read_status(folder)
+    assert status.state is RunState.RUNNING and status.state.is_healthy
+    assert (status.step, status.total_steps, status.checkpoint, status.steps_at_risk) == (30, 100, 20, 10)
+    assert status.loss == pytest.approx(3.7) and status.tokens_per_second == 142 and status.goodput == 0.5
+    assert status.step_s == pytest.approx(1.0), "from step to step, not only the 0.9 s in it"
+    assert status.left_s == pytest.approx(70.0)
+    assert status.layout == "tp2 pp1 dp1 zero1 fp32" and status.sessions == 1
+    lines = list(status_lines(status))
+    assert lines[0].startswith(f"{folder}: running: ") and "10 steps would be lost now" in "\n".join(lines)
+    assert any("step 30 of 100 (30.0 %), which ended 5 s ago; loss 3.7000" in line for line in lines), lines
+    assert any("saved: step 20" in line for line in lines) and not any("before_s" in line for line in lines)
+    facts = json.loads(json.dumps(as_json(status, 1), allow_nan=False))
+    assert facts["state"] == "running" and facts["is_healthy"] is True and facts["steps_at_risk"] == 10
+    assert 4 < facts["last_step_age_s"] < 60 and [event["event"] for event in facts["last_events"]] == ["saved"]
+
+
+def test_a_run_that_was_killed_has_failed_and_has_no_time_left(make_run: MakeRun) -> None:
+    status = read_status(make_run())
+    assert status.state is RunState.FAILED and status.left_s is None
+    assert "10 steps have to be done again" in "\n".join(status_lines(status))
+
+
+@pytest.mark.parametrize(
+    ("ending", "state"),
+    [("ended", RunState.ENDED), ("interrupted", RunState.INTERRUPTED), ("preempted", RunState.PREEMPTED)],
+)
+def test_how_it_ended_is_its_state_for_ever(make_run: MakeRun, ending: str, state: RunState) -> None:
+    status = read_status(make_run(steps=20, age_s=1e6, ending=ending))
+    assert status.state is state and status.steps_at_risk == 0
+    assert "nothing would be lost" in "\n".join(status_lines(status))
+
+
+def test_a_new_start_of_an_ended_run_waits_for_its_first_step(make_run: MakeRun) -> None:
+    folder = make_run(steps=20, age_s=1e6, ending="ended")
+    with take_lock(folder):
+        status = read_status(folder)
+    assert status.state is RunState.WAITING and status.left_s is None and status.tokens_per_second is None
+    assert read_status(folder).state is RunState.WAITING, "this process lives, and was the last to take it"
+
+
+def test_silence_is_judged_by_the_watchdog_s_limit(make_run: MakeRun) -> None:
+    """Steps of a second: 300 s, the least that the watchdog allows; or while a save is written, half an hour."""
+    folder = make_run(age_s=400)
+    lock = (folder / LOCK).read_text()
+    with take_lock(folder):
+        (folder / LOCK).write_text(lock)
+        assert read_status(folder).state is RunState.HUNG
+        (folder / "checkpoints" / ".step_00000030.tmp").mkdir()
+        assert read_status(folder).state is RunState.RUNNING
+
+
+def test_a_first_start_is_a_run_before_it_has_written_anything(tmp_path: Path) -> None:
+    with take_lock(tmp_path):
+        status = read_status(tmp_path)
+        assert status.state is RunState.WAITING and status.step is None
+        assert len(list(status_lines(status))) == 2
+    (tmp_path / LOCK).write_text('{"host": "x", "process": 1, "time": 1.0}')
+    assert read_status(tmp_path).state is RunState.NOT_STARTED
+
+
+def test_only_the_end_of_long_files_is_read(make_run: MakeRun) -> None:
+    folder = make_run(steps=50, ending="ended", saved=None)
+    text = (folder / "metrics.jsonl").read_text()
+    with (folder / "metrics.jsonl").open("w") as file:
+        for _ in range(20_000):
+            file.write('{"step": 1, "loss": 9.0, "time": 1.0, "padding": "' + "x" * 1000 + '"}\n')
+        file.write(text)
+    began = time.process_time()
+    assert read_status(folder).step == 50
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "receipt.json", "metrics.jsonl", "events.jsonl", LOCK])
+def test_a_file_that_is_broken_or_missing_leaves_the_others(make_run: MakeRun, name: str) -> None:
+    folder = make_run(ending="ended")
+    for content in (b"", b"\x00\xff not any of it", b"[]", b"null", b'{"time": "x", "event": "started", "step": []}\n'):
+        (folder / name).write_bytes(content)
+        status = read_status(folder)
+        assert (status.state is RunState.ENDED) == (name != "events.jsonl"), (content, status)
+        assert list(status_lines(status)) and json.dumps(as_json(status, 5), default=str)
+    (folder / name).unlink()
+    assert list(status_lines(read_status(folder)))
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-(10**30), 10**30), st.floats(), st.text(max_size=5), st.lists(st.integers())
+)
+NAMES = st.sampled_from(["time", "event", "step", "loss", "host", "process", "step_time_s", "tokens_per_second"])
+LINES = st.lists(st.dictionaries(NAMES, VALUES | st.sampled_from(["started", "ended", "hung"])), max_size=6)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(LINES, LINES)
+def test_no_value_in_a_file_is_an_error(tmp_path: Path, records: list[object], events: list[object]) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records))
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in events))
+    status = read_status(tmp_path)
+    assert all(line.isprintable() for line in status_lines(status))
+    json.dumps(as_json(status, 5))

@@ -1,0 +1,65 @@
+"""The measured MFU is of the same FLOPs and peak as the predicted one, and is told only where the peak is known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from launch.planning.prediction import Prediction
+from launch.runtime.rank_environment import Rank
+from launch.trainer.prediction_tracker import MachineLookup, PredictionTracker
+from megalite.config import Config, resolve_layout
+from tests.unit.launch.planning.test_calibration import MODEL, machine
+
+
+@pytest.fixture
+def config() -> Config:
+    training = {"global_batch_size": 32, "micro_batch_size": 2, "sequence_length": 2048, "steps": 50}
+    return Config.model_validate(
+        {
+            "run_dir": "unused",
+            "model": MODEL,
+            "data": {"path": "unused"},
+            "parallel": {"tensor_parallel_size": 2},
+            "training": training,
+        }
+    )
+
+
+def test_a_step_as_long_as_predicted_has_the_predicted_mfu(config: Config) -> None:
+    layout = resolve_layout(config, 8, "cuda")
+    prediction = Prediction.of(config, layout, machine())
+    assert prediction.step is not None
+    expected, took = prediction.step.model_flops_utilization, prediction.step.seconds
+    assert expected is not None and 0.01 < expected < 1
+    assert prediction.model_flops_utilization(took) == pytest.approx(expected)
+    assert prediction.model_flops_utilization(4 * took) == pytest.approx(expected / 4)
+    # PaLM, appendix B: 6 N + 12 L H Q T operations a token, with N parameters without embeddings but with the head
+    layers, hidden, tokens = MODEL["num_hidden_layers"], MODEL["hidden_size"], 32 * 2048
+    block = hidden * hidden * 2 + 2 * hidden * hidden // 2 + 3 * hidden * MODEL["intermediate_size"]
+    parameters = layers * block + MODEL["vocab_size"] * hidden
+    flops = tokens * (6 * parameters + 12 * layers * hidden * 2048)
+    peak = machine().whole.peak_tflops["bf16"] * 1e12 * 8
+    assert prediction.model_flops_utilization(took) == pytest.approx(flops / took / peak, rel=1e-3)
+
+
+def test_an_mfu_without_a_known_peak_is_not_told(config: Config) -> None:
+    layout = resolve_layout(config, 8, "cuda")
+    gpu = machine()
+    on_cpu = gpu.cluster.model_copy(update={"accelerator": gpu.whole.model_copy(update={"device": "cpu"})})
+    for unknown in (None, replace(gpu, cluster=on_cpu, is_cpu=True)):
+        assert Prediction.of(config, layout, unknown, "unknown GPU").model_flops_utilization(1.0) is None
+    assert Prediction.of(config, layout, gpu).model_flops_utilization(0.0) is None, "a clock that stands still"
+
+
+def test_the_record_of_a_step_gets_it(config: Config) -> None:
+    tracker = PredictionTracker(config, resolve_layout(config, 8, "cuda"), Rank(1, 1, 8), "cuda")
+    record = {"step_time_s": 1.0, "data_wait_s": 0.0}
+    tracker.on_start()
+    tracker.on_step(record)
+    assert "model_flops_utilization" not in record
+    tracker.lookup = MachineLookup(machine)
+    tracker.on_start()
+    tracker.on_step(record)
+    assert 0 < record["model_flops_utilization"] < 1
