@@ -63,7 +63,7 @@ check: $(DEV_INSTALLED)
 	$(VENV)/bin/lint-imports --no-cache
 
 # Tests of one file stay on one of the workers, so that they share their fixtures.
-WORKERS ?= 3
+WORKERS ?= 4
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: check

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.runtime.processes import REPEAT_S
+from megalite.resilience.signals import REPEAT_S
 from tests.helpers.hosts import Cluster
 from tests.helpers.process_table import wait_until
 
