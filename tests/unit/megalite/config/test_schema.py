@@ -166,7 +166,7 @@ def test_options_chosen_with_the_layout_may_be_left_out(parallel: Any) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [*OWNED, *((name,) for name in PASSED_ON), *(tuple(name.split(".")) for name in REMOVED), REORDERING],
+    [*OWNED, *((name,) for name in sorted(PASSED_ON)), *(tuple(name.split(".")) for name in REMOVED), REORDERING],
     ids=str,
 )
 @pytest.mark.parametrize("value", [None, False, True, 2, {}, {"zebra": 1}], ids=str)
