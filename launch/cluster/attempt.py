@@ -159,8 +159,8 @@ class HostsAttempt:
             while (received := signals.take()) is not None:
                 if self._stop.note(*received) is StopAction.KILL:
                     return AttemptEnd(128 + received[0])
-            if self._stop.signal is not None and not self._signal_ranks():
-                return AttemptEnd(exit_code_for(self._stop.signal))
+            if self._stop.first is not None and not self._signal_ranks():
+                return AttemptEnd(exit_code_for(self._stop.first))
             if time.monotonic() > self._stop.deadline:
                 return AttemptEnd(KILLED_CODE)
             if (problem := self._monitor.problem()) is not None:

@@ -64,9 +64,10 @@ def read_status(run_dir: Path) -> RunStatus:
         own = []  # the process that lives is a later one, which has not written anything yet
     steps_s = seconds_between(own[-RECENT_STEPS:])
     last_activity = max([time_of(one) for one in (*files.records[-1:], *files.events[-1:])], default=0.0)
-    if holder is not None and lives is not False:
-        last_activity = max(last_activity, holder.time)
     endings = [event for event in session if event["event"] in ENDINGS]
+    # elsewhere, a lock that was taken after the end may be that of a command which found nothing left to do
+    if holder is not None and (lives or (lives is None and not endings)):
+        last_activity = max(last_activity, holder.time)
     state, reason = judge(
         Traces(
             is_alive=lives,
@@ -75,7 +76,7 @@ def read_status(run_dir: Path) -> RunStatus:
             has_started=bool(session),
             has_stepped=bool(own),
             ending=endings[-1]["event"] if endings else None,
-            is_started_again=is_newer,
+            is_started_again=is_newer and lives is not None,
             restart=announced_restart(run_dir),
         )
     )

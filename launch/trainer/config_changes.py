@@ -19,6 +19,7 @@ from megalite.checkpoint.manifest import Manifest
 from megalite.config import Config, ModelConfig
 from megalite.config.base import section_of
 from megalite.config.errors import shown
+from megalite.config.suggestions import dotted
 
 OptionName = str  # dotted, such as `optimizer.betas`
 
@@ -31,6 +32,7 @@ NEEDS_PERMISSION: Mapping[OptionName, str] = {
 seed, model or optimizer never go with a checkpoint and are refused by launch/trainer/resume.py; learning rate, weight
 decay, clipping, batch size, number formats and dropout are changed on purpose in the course of a run."""
 
+REDUCTION = "precision.gradient_reduction_dtype"  # None: as gradients are accumulated
 MOMENTS_ALONE = ("optimizer.betas", "optimizer.eps")  # which sgd ignores
 WITHOUT_EFFECT = (
     "run_dir",
@@ -58,16 +60,21 @@ class OptionChange:
 def changes_since(manifest: Manifest, config: Config) -> tuple[OptionChange, ...]:
     """Returns the options that differ from the checkpoint's config, in the order of the sections.
 
-    An option that the checkpoint does not name has the default that was in force.
+    An option that the checkpoint does not name has the default that was in force. Options that are still `auto` are
+    left out.
     """
     named = {name: manifest.config.get(name) for name in Config.model_fields} | {"model": saved_model(manifest)}
     saved = dict(_defaults(Config)) | _former_defaults(manifest) | dict(_flat("", named))
     ours = dict(_flat("", config.model_dump(mode="json")))
+    for values in (saved, ours):
+        values[REDUCTION] = values.get(REDUCTION) or values.get("precision.gradient_accumulation_dtype")
+    open_options = {dotted(path) for path in config.unresolved_options}
     changes = []
     for option in dict.fromkeys((*ours, *saved)):
         is_unknown = option not in saved and not option.startswith("deepspeed.")  # a checkpoint without a whole config
         before, after = saved.get(option), ours.get(option)
-        if before != after and not is_unknown and not _is_without_effect(option, config):
+        is_left_out = is_unknown or option in open_options or _is_without_effect(option, config)
+        if before != after and not is_left_out:
             changes.append(OptionChange(option, before, after))
     return tuple(changes)
 
@@ -96,7 +103,7 @@ def _former_defaults(manifest: Manifest) -> dict[OptionName, Any]:
     """Returns defaults that have changed since, for a checkpoint that does not name the option."""
     dtype = (manifest.config.get("precision") or {}).get("dtype", "fp32")
     # DeepSpeed sums the replicas' gradients in the format of the model, unless it is told another
-    reduction = {} if dtype == "fp32" else {"precision.gradient_reduction_dtype": dtype}
+    reduction = {} if dtype == "fp32" else {REDUCTION: dtype}
     return {"checkpoint.interval": 0, **reduction}
 
 

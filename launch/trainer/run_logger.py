@@ -109,7 +109,7 @@ class RunLogger(Observer):
         self.event("intervened", **facts)
         self.log_notice(sentence)
 
-    def on_checkpoint(self, saved: Saved, if_failed: str = "training goes on") -> None:
+    def on_checkpoint(self, saved: Saved, if_failed: str) -> None:
         facts = {"step": saved.step, "blocked_s": round(saved.blocked_s, 4), "total_s": round(saved.total_s, 4)}
         if saved.failure is not None:
             self.event("save_failed", **facts, reason=saved.failure)
@@ -154,7 +154,7 @@ class RunLogger(Observer):
         rank, hours = self._setup.rank, self._config.checkpoint.mean_hours_between_failures
         nodes = -(-rank.world_size // ranks_of_a_host(rank, os.environ))
         history = FailureHistory.of(read_events(self._config.run_dir / EVENTS), hours, nodes)
-        return IntervalPlanner(history, self.log_notice)
+        return IntervalPlanner(history, self.log_notice, background=self._config.checkpoint.background)
 
     def _write_receipt(self, **facts: Any) -> None:
         setup = self._setup

@@ -77,7 +77,7 @@ def starter_config(source: SourceOfWeights | None = None) -> str:
     values = VALUES
     if source is not None:
         length = min(source.longest, LONGEST)
-        values |= {**TUNING, "training.initialize_from": source.place, "training.sequence_length": length}
+        values = values | {**TUNING, "training.initialize_from": source.place, "training.sequence_length": length}
     parts = [_heading(source)]
     for section, names in CHOICES.items():
         if source is not None and section == "model":

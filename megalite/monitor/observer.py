@@ -32,8 +32,8 @@ class Observer:
     def on_intervention(self, facts: dict[str, Any], sentence: str) -> None:
         """Takes what a guard did about a step that was not taken, for events.jsonl and for the console."""
 
-    def on_checkpoint(self, saved: Saved) -> None:
-        """Takes the result of a save that has ended, complete or failed."""
+    def on_checkpoint(self, saved: Saved, if_failed: str) -> None:
+        """Takes the result of a save that has ended, complete or failed; `if_failed` says what follows a failure."""
 
     def on_end(self, ending: str, *, save_blocked_s: float = 0.0) -> None:
         """Is called when training has ended as it should, with one of `goodput.ENDS`.

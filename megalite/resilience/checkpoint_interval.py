@@ -80,10 +80,18 @@ class IntervalPlanner:
     """
 
     def __init__(
-        self, history: FailureHistory, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self,
+        history: FailureHistory,
+        report: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        background: bool = True,
     ) -> None:
-        """`report` gets a sentence with the interval whenever it changes noticeably; `clock` returns seconds."""
-        self._history, self._report, self._clock = history, report, clock
+        """`report` gets a sentence with the interval whenever it changes noticeably; `clock` returns seconds.
+
+        `background` is `checkpoint.background`: where training waits for a save, no save can begin during another.
+        """
+        self._history, self._report, self._clock, self._background = history, report, clock, background
         self._last_call: float | None = None  # of `step`
         self._running_s = self._since_save_s = self._reported_s = 0.0
         mean_s, _ = history.mean_time_between_failures(0.0)
@@ -130,7 +138,8 @@ class IntervalPlanner:
     def interval_s(self) -> float:
         """Returns the seconds of training between saves; needs a measured save."""
         mean_s, _ = self._history.mean_time_between_failures(self._running_s)
-        return planned_interval_s(Save(median(self._blocked_s), max(self._duration_s)), mean_s)
+        blocked_s = median(self._blocked_s)
+        return planned_interval_s(Save(blocked_s, max(self._duration_s) if self._background else blocked_s), mean_s)
 
     def sentence(self) -> str:
         """Returns the interval with the numbers that it follows from."""

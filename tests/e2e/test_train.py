@@ -197,7 +197,9 @@ def test_nothing_outlives_the_command_and_a_folder_takes_one_run(two_stages: dic
     while ranks_of(path) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not ranks_of(path)
-    assert run(BIN / "megalite", "status", two_stages["run_dir"]).returncode == 1, "it makes no progress any more"
+    # its memory goes before its lock, so a process without arguments may still hold that for a moment
+    while (told := run(BIN / "megalite", "status", two_stages["run_dir"])).returncode != 1:
+        assert time.monotonic() < deadline, f"it makes no progress any more: {told.stdout}"
 
 
 def ranks_of(path: Path) -> list[str]:

@@ -28,7 +28,7 @@ class _Log:
     def event(self, name: str, **facts: Any) -> None:
         """And events."""
 
-    def on_checkpoint(self, saved: Saved) -> None:
+    def on_checkpoint(self, saved: Saved, if_failed: str) -> None:
         self.saves.append((saved.step, saved.failure is None))
 
 

@@ -13,7 +13,6 @@ from launch.errors import LaunchError
 from launch.inspection import listing
 from launch.inspection.listing import list_runs, row_of
 from launch.inspection.report import runs_table
-from launch.output import console
 from tests.unit.launch.cli.test_mistakes import command
 from tests.unit.launch.inspection.conftest import MakeRun
 
@@ -40,7 +39,9 @@ def test_runs_are_found_at_any_depth_the_latest_first_and_not_inside_each_other(
     assert [run.name for run in list_runs(tmp_path / "old", depth=0)] == ["old"]
 
 
-def test_a_run_that_cannot_be_read_is_a_row(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_be_read_is_a_row(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_run("good", ending="ended")
     bad, read = make_run("bad"), listing.read_status
 
@@ -52,8 +53,8 @@ def test_a_run_that_cannot_be_read_is_a_row(make_run: MakeRun, tmp_path: Path, m
     monkeypatch.setattr(listing, "read_status", failing)
     runs = list_runs(tmp_path, depth=1)
     assert [(run.name, run.status.state.value) for run in runs] == [("good", "ended"), ("bad", "unreadable")]
-    with console().capture() as _:
-        runs_table(runs)
+    runs_table(runs).print()
+    assert "unreadable" in capsys.readouterr().out
     (folder,) = [run for run in runs if run.name == "bad"]
     assert "too deep" in row_of(folder)["reason"]
 

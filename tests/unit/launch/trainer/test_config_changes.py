@@ -74,7 +74,7 @@ def test_defaults_that_have_changed_since_are_those_of_their_time(tiny: dict[str
     old = config.model_dump(mode="json")
     del old["checkpoint"]["interval"], old["precision"]["gradient_reduction_dtype"]
     assert [str(change) for change in changes_since(manifest_of(old), config)] == [
-        "precision.gradient_reduction_dtype 'bf16' -> null",
+        "precision.gradient_reduction_dtype 'bf16' -> 'fp32'",
         "checkpoint.interval 0 -> 'auto'",
     ]
 

@@ -221,3 +221,14 @@ def test_steps_longer_than_the_interval_are_each_saved() -> None:
     planner = Steps(FailureHistory(configured_s=60.0))
     planner.saved(blocked_s=0.01, duration_s=0.02)
     assert all(planner.step(30.0) for _ in range(5))
+
+
+def test_one_slow_save_that_training_waits_for_does_not_set_the_interval() -> None:
+    """In the background no save can begin before the slowest has ended; in the foreground none is on its way."""
+    intervals_s = []
+    for background in (False, True):
+        planner = IntervalPlanner(FailureHistory(configured_s=50.0), print, background=background)
+        for seconds in (1.0, 1.0, 1.0, 1.0, 60.0):
+            planner.saved(blocked_s=seconds, duration_s=seconds)
+        intervals_s.append(planner.interval_s())
+    assert intervals_s[0] < 60 == intervals_s[1]
