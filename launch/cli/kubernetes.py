@@ -144,12 +144,18 @@ def _check_memory(config: Config, layout: ResolvedLayout, available: int, ranks:
     """Raises LaunchError where the CPU ranks of a pod cannot fit its memory."""
     from launch.planning.auto_layout import hosts_cluster
     from launch.planning.memory_check import forecast_memory, refuse_what_cannot_fit
+    from launch.planning.this_machine import UNMEASURED
     from megalite.planner.cost.memory import CPU
+    from megalite.planner.hardware import Cluster
 
     # torchrun starts them, which leaves malloc as it is
     forecast = forecast_memory(config, layout, replace(CPU, keeps_freed=False), available, ranks)
     slots = [ranks] * (layout.world_size // ranks)
-    refuse_what_cannot_fit(config, layout, forecast, lambda: hosts_cluster(slots, layout.world_size, "cpu", []), ranks)
+
+    def machine() -> Cluster:
+        return hosts_cluster(slots, layout.world_size, "cpu", [], UNMEASURED)
+
+    refuse_what_cannot_fit(config, layout, forecast, machine, ranks)
 
 
 def _deliver(job: PodJob, heading: str, notices: list[str], delivery: Delivery, context: str | None) -> None:

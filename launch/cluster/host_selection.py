@@ -15,10 +15,11 @@ from launch.cluster.switch_topology import Topology
 from launch.errors import LaunchError
 from launch.planning.auto_layout import hosts_cluster, layout_or_likely, most_ranks, why_fewer
 from launch.planning.memory_check import forecast_memory, refuse_what_cannot_fit
+from launch.planning.this_machine import UNMEASURED, cpu_memory
 from launch.runtime.devices import Device
 from launch.runtime.hostfile import Host
 from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
-from megalite.planner.cost.memory import CPU, CUDA
+from megalite.planner.cost.memory import CUDA
 from megalite.planner.hardware import Cluster
 from megalite.planner.search import Ranks
 
@@ -134,25 +135,42 @@ def choose_hosts(
 
 
 def check_memory_of_hosts(
-    config: Config, choice: Choice, facts: Mapping[str, Mapping[str, Any]], device: Device
+    config: Config,
+    choice: Choice,
+    facts: Mapping[str, Mapping[str, Any]],
+    device: Device,
+    environment: Mapping[str, str],
 ) -> None:
-    """Raises LaunchError where the run cannot fit the memory of the hosts; `facts` are the host probe's."""
+    """Raises LaunchError where the run cannot fit the memory of the hosts.
+
+    `facts` are the host probe's, `environment` the variables that ranks will have.
+    """
     slots = [host.slots for host in choice.hosts]
     gpus = [name for host in choice.hosts for name in facts[host.name]["gpus"]]
 
     def machine() -> Cluster:
-        return hosts_cluster(slots, choice.layout.world_size, device, gpus)
+        return hosts_cluster(slots, choice.layout.world_size, device, gpus, UNMEASURED)
 
     if device == "cpu":
-        memory = [int(facts[host.name]["memory_bytes"]) for host in choice.hosts]
-        available, ranks = min(zip(memory, slots, strict=True), key=lambda pair: pair[0] / pair[1])
+        smallest = min(choice.hosts, key=lambda host: facts[host.name]["memory_bytes"] / host.slots)
+        asked = facts[smallest.name]
+        available, ranks = asked["memory_bytes"], smallest.slots
+        allocator = cpu_memory(environment, asked["has_bf16_units"])
+    elif sizes := [size for host in choice.hosts for size in _gpu_sizes(host, facts[host.name])]:
+        available, ranks, allocator = min(sizes), 1, CUDA
     else:
         try:
-            available, ranks = machine().memory_bytes, 1
+            available, ranks, allocator = machine().memory_bytes, 1, CUDA
         except (ConfigError, LaunchError):  # the catalogue does not know them: the ranks look for themselves
             return
-    forecast = forecast_memory(config, choice.layout, CPU if device == "cpu" else CUDA, available, ranks)
+    forecast = forecast_memory(config, choice.layout, allocator, available, ranks)
     refuse_what_cannot_fit(config, choice.layout, forecast, machine, ranks)
+
+
+def _gpu_sizes(host: Host, facts: Mapping[str, Any]) -> list[int]:
+    """Returns the bytes of memory of the GPUs that get a rank, as far as the driver of the host tells them."""
+    known = dict(enumerate(facts["gpu_memory_bytes"]))
+    return [size for device in host.devices if (size := known.get(device)) is not None]
 
 
 def _largest_layout(config: Config, device: Device, slots: int) -> ResolvedLayout | None:

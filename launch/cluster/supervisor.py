@@ -31,6 +31,7 @@ from launch.cluster.deepspeed_launcher import (
 from launch.cluster.doctor.findings import FAIL, OK, Finding, Settings
 from launch.cluster.doctor.preflight import PreflightReport, preflight
 from launch.cluster.host_selection import (
+    Choice,
     NotEnoughHosts,
     check_memory_of_hosts,
     choose_hosts,
@@ -171,7 +172,7 @@ class HostsSupervisor(Supervisor):
         check_launcher(self._options.launcher, choice.hosts, self._options.ssh_port)
         check_known_bad(config, choice.layout, installed_versions(), report.device)
         if not self._options.flags.force:
-            check_memory_of_hosts(config, choice, report.facts, report.device)
+            self._check_memory(config, choice, report, is_short=len(fit) < len(self._hosts))
         hosts = choice.hosts
         if self._options.launcher == "openmpi":  # it puts the ranks of this machine first
             here = [host for host in hosts if report.facts[host.name]["hostname"] == socket.gethostname()]
@@ -182,6 +183,17 @@ class HostsSupervisor(Supervisor):
         self._log_if_new("order", [f"hosts of this attempt, in rank order: {', '.join(names)}"])
         cores = min(report.facts[name]["cores"] for name in names)
         return HostAssignment(hosts, config, report.device, cores, master)
+
+    def _check_memory(self, config: Config, choice: Choice, report: PreflightReport, *, is_short: bool) -> None:
+        """Raises LaunchError where the run cannot fit; NotEnoughHosts where hosts are missing that may come back."""
+        shown, private = forwarded_environment(os.environ, user_environment_files(os.environ))
+        own, _ = rank_environment(config.launch, max(host.slots for host in choice.hosts), report.device == "cuda")
+        try:
+            check_memory_of_hosts(config, choice, report.facts, report.device, own | shown | private)
+        except LaunchError as error:
+            if self._attempts == 1 or not is_short:
+                raise
+            raise NotEnoughHosts(f"the run does not fit the hosts that are left: {error}") from None
 
     def _log_if_new(self, subject: str, notices: Sequence[str]) -> None:
         """Logs the notices of an attempt on a subject, unless the attempt before had the same ones."""

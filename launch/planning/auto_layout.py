@@ -69,11 +69,13 @@ def choose_together(config: Config, device: Device, memory_bytes: int | None) ->
     return from_rank_0(lambda: _choose_for(config, facts, device), USER_ERRORS, LaunchError)
 
 
-def hosts_cluster(slots: Sequence[int], ranks: int, device: Device, gpus: Sequence[str]) -> Cluster:
+def hosts_cluster(
+    slots: Sequence[int], ranks: int, device: Device, gpus: Sequence[str], limits: MeasurementLimits | None = None
+) -> Cluster:
     """Describes hosts with these slots, of which `ranks` are used; `gpus`: names as their drivers report them."""
     nodes, per_node = shares(slots, ranks)
     if device == "cpu":
-        return describe_machine(per_node, on_cpu=True, nodes=nodes).cluster
+        return describe_machine(per_node, on_cpu=True, nodes=nodes, limits=limits).cluster
     known = known_hardware()
     kinds = dict.fromkeys(gpu_in_catalogue(name, known) or name for name in gpus)
     unknown = [name for name in kinds if name not in known.accelerators]

@@ -17,14 +17,13 @@ from megalite.config import Config, ResolvedLayout
 from megalite.config.auto import CHOOSABLE
 from megalite.config.deepspeed import has
 from megalite.config.suggestions import dotted
-from megalite.planner.cost.memory import MIB, TENSORS, Device, StageMemory
-from megalite.planner.explanation import why_nothing_fits
+from megalite.planner.cost.memory import PROCESS_BYTES, TENSORS, Device, StageMemory
+from megalite.planner.explanation import BACKGROUND, why_nothing_fits
 from megalite.planner.hardware import Cluster
-from megalite.planner.search import search
+from megalite.planner.search import SearchResult, search
 from megalite.planner.units import gib
 from megalite.planner.workload import TrainingWorkload
 
-PROCESS_BYTES = 300 * MIB  # of a rank before its model is built: benchmarks/results/planner_memory.md
 NEARLY_FULL = 0.9  # of a device's memory
 MARGIN = 0.2
 """Part of the prediction that is left out before a run is refused. Without the memory of a process before its model is
@@ -45,6 +44,7 @@ class MemoryForecast:
     owner: str  # of that memory, for sentences: `each GPU`, `the host`
     sharing: str  # by which ranks, for sentences: empty, or ` for its 8 ranks`
     is_certain: bool  # whether the planner knows all options that bear on memory
+    allocator: Device
 
     @property
     def cannot_fit(self) -> bool:
@@ -97,6 +97,7 @@ def forecast_memory(
         "the host" if on_cpu else "each GPU",
         f" for its {ranks_per_host} ranks" * (on_cpu and ranks_per_host > 1),
         is_certain=not config.deepspeed,
+        allocator=allocator,
     )
 
 
@@ -117,21 +118,49 @@ def refuse_what_cannot_fit(
     own = TrainingWorkload.of(config, layout).layout
     has = f"{forecast.owner} has {gib(forecast.available)}{forecast.sharing}"
     lacks = f"this layout, {own}, needs {gib(forecast.needed)} of memory, and {has}"
-    raise LaunchError(f"{lacks}: {_remedy(config, forecast, machine, ranks_per_host)}; --force starts it all the same")
+    remedy = _remedy(config, layout, forecast, machine, ranks_per_host)
+    raise LaunchError(f"{lacks}: {remedy}; --force starts it all the same")
 
 
-def _remedy(config: Config, forecast: MemoryForecast, machine: Callable[[], Cluster], ranks_per_host: int) -> str:
+def _remedy(
+    config: Config,
+    layout: ResolvedLayout,
+    forecast: MemoryForecast,
+    machine: Callable[[], Cluster],
+    ranks_per_host: int,
+) -> str:
     try:
         cluster = machine()
     except (LaunchError, ValueError):
         return "cut it over more GPUs, raise parallel.zero_stage, or set recompute.mode full"
-    shared_by = ranks_per_host if cluster.accelerator.device == "cpu" else 1
-    memory_gib = forecast.available / shared_by / 2**30
+    on_cpu = cluster.accelerator.device == "cpu"
+    memory_gib = forecast.available / (ranks_per_host if on_cpu else 1) / 2**30
     accelerator = cluster.accelerator.model_copy(update={"memory_gib": memory_gib})
     cluster = cluster.model_copy(update={"accelerator": accelerator})
-    result = search(config, cluster, check=known_good(cluster.accelerator.device))
-    if result.best is None:
+    result = _search(config, cluster, forecast)
+    ways = [_changes(config, result)]
+    if on_cpu and config.checkpoint.background:  # which keeps a copy of the state in the same memory
+        saves_wait = config.with_resolved({BACKGROUND: False})
+        alone = forecast_memory(saves_wait, layout, forecast.allocator, forecast.available, ranks_per_host)
+        if alone is not None and alone.needed <= alone.available:
+            ways.append([f"{dotted(BACKGROUND)} false"])
+        elif not any(ways) and (changes := _changes(config, _search(saves_wait, cluster, forecast))):
+            ways.append([*changes, f"{dotted(BACKGROUND)} false"])
+    if not any(ways):
         return why_nothing_fits(config, result, CHOOSABLE)
-    values = result.best.options
-    differing = [path for path in sorted(CHOOSABLE) if getattr(getattr(config, path[0]), path[1]) != values[path]]
-    return f"it fits with {', '.join(f'{dotted(path)} {str(values[path]).lower()}' for path in differing)}"
+    return f"it fits with {', or with '.join(', '.join(changes) for changes in ways if changes)}"
+
+
+def _search(config: Config, cluster: Cluster, forecast: MemoryForecast) -> SearchResult:
+    allocator = forecast.allocator if cluster.accelerator.device == "cpu" else None
+    return search(config, cluster, check=known_good(cluster.accelerator.device), allocator=allocator)
+
+
+def _changes(config: Config, result: SearchResult) -> list[str]:
+    """Lists the options in which the best layout differs from the config; empty where nothing fits."""
+    values = result.best.options if result.best is not None else {}
+    return [
+        f"{dotted(path)} {str(values[path]).lower()}"
+        for path in sorted(CHOOSABLE & values.keys())
+        if getattr(getattr(config, path[0]), path[1]) != values[path]
+    ]

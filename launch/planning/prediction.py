@@ -16,9 +16,7 @@ from typing import Any
 from launch.planning.this_machine import Machine
 from megalite.config import Config, ResolvedLayout
 from megalite.parallel.mesh import Mesh
-from megalite.planner.cost.memory import TENSORS, Device, StageMemory, memory_of
-from megalite.planner.cost.model_states import MOMENTS
-from megalite.planner.cost.shapes import stages_of
+from megalite.planner.cost.memory import TENSORS, Device, StageMemory, memory_of, with_process
 from megalite.planner.cost.step_time import StepTime, step_time
 from megalite.planner.units import about, gib, seconds
 from megalite.planner.workload import TrainingWorkload
@@ -26,7 +24,6 @@ from megalite.planner.workload import TrainingWorkload
 WARM_UP_STEPS = 3  # of a session, in which threads start, caches fill and memory is mapped
 KEPT_STEPS = 10_000
 LEAST_WAIT = 0.01  # part of a step that waiting for data takes before it is worth telling
-PROCESS, COPY = "process", "checkpoint copy"
 Facts = dict[str, Any]
 
 
@@ -64,7 +61,7 @@ class Prediction:
                 problem = str(error)
         memory = memory_of(job, device)
         if process_bytes:
-            memory = tuple(_of_process(stage, config, layout, process_bytes) for stage in memory)
+            memory = tuple(with_process(stage, job, process_bytes) for stage in memory)
         return cls(job, machine, problem, memory, step)
 
     def sentences(self) -> list[str]:
@@ -198,15 +195,6 @@ def _step_error(prediction: Prediction, measured_s: float) -> str:
     assert prediction.step is not None and prediction.machine is not None
     words = rough_error_in_words if prediction.machine.why_rough else error_in_words
     return words(prediction.step.seconds, measured_s)
-
-
-def _of_process(one: StageMemory, config: Config, layout: ResolvedLayout, process_bytes: int) -> StageMemory:
-    """Adds the memory of the process, which counts on a CPU, and the buffer that megalite/checkpoint/saver.py keeps for
-    background saves: this rank's share of fp32 weights and moments."""
-    shape = stages_of(config, layout)[one.stage]
-    numbers = (1 + MOMENTS[config.optimizer.name]) * shape.parameters / layout.data_parallel_size
-    copy = {COPY: 4.0 * numbers} if config.checkpoint.background else {}
-    return StageMemory(one.stage, {PROCESS: float(process_bytes), **one.parts, **copy})
 
 
 def _peaks(memory: Sequence[StageMemory]) -> str:

@@ -7,14 +7,14 @@ contradicted by a factor of 4 is repeated once. Delete the file to measure again
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -24,12 +24,13 @@ import psutil
 
 from launch.errors import LaunchError
 from launch.planning.hardware_catalogue import cache_folder, known_hardware, user_file
-from launch.runtime.devices import cpu_count, gpu_count, host_memory_bytes
-from launch.runtime.host_probe import gpus, start_listing_gpus
+from launch.runtime.devices import cpu_count, gpu_count
+from launch.runtime.host_probe import cpu_info, gpus, has_bf16_units, host_memory_bytes, start_listing_gpus
 from megalite.checkpoint.durable_files import write_durably
 from megalite.config import Config
 from megalite.planner.cost.communication_time import INTRA_NODE_EFFICIENCY
 from megalite.planner.cost.layer_time import MEMORY_EFFICIENCY
+from megalite.planner.cost.memory import CPU, Device
 from megalite.planner.hardware import Accelerator, Catalogue, Cluster, FlashAttention, Link, find_link, is_guess
 
 MEASURING = Path(__file__).with_name("measure_cpu.py")
@@ -61,6 +62,9 @@ class MeasurementLimits:
     timeout_s: float = MEASURING_S
     busy_ranks: int = 0  # ranks that compute at the same time
     allow_typical: bool = False  # take typical figures if the CPU cannot be measured in that time
+
+
+UNMEASURED = MeasurementLimits(timeout_s=0.0, allow_typical=True)  # where memory alone counts
 
 
 @dataclass(frozen=True)
@@ -308,18 +312,13 @@ def _computing_cores() -> int:
 
 def cpu_name() -> str:
     """The name of this machine's CPU, such as `AMD EPYC 7763 64-Core Processor`."""
-    return _cpu_info("model name") or platform.processor() or platform.machine()
+    return cpu_info("model name") or platform.processor() or platform.machine()
 
 
-def has_bf16_units() -> bool:
-    """True if this CPU multiplies bf16 without converting it to fp32."""
-    flags = _cpu_info("flags") or _cpu_info("Features")  # x86; ARM
-    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags.split())
+def cpu_memory(environment: Mapping[str, str], has_units: bool | None = None) -> Device:
+    """Returns the allocator of a CPU rank: glibc as launch/runtime/local_ranks.py tunes it, or untuned.
 
-
-def _cpu_info(key: str) -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(key):
-                return line.partition(":")[2].strip()
-    return ""
+    `has_units` tells whether its CPU has bf16 units; None asks this machine.
+    """
+    is_ours = "mmap_threshold" in environment.get("GLIBC_TUNABLES", "")
+    return replace(CPU, keeps_freed=is_ours, widens_bf16=not (has_bf16_units() if has_units is None else has_units))

@@ -23,10 +23,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 ROOMS = ("megalite", "models", "data_pipeline", "launch")
@@ -49,7 +49,7 @@ def facts(
     `root` is the folder of our code, `python_path` precedes Python's own folders in the search for `packages`. Free
     space is reported for `folders`, sizes for `files`, and compile locks for the torch extension folders in `caches`.
     """
-    listing = start_listing_gpus()
+    listing, sizing = start_listing_gpus(), start_sizing_gpus()
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return {
         "hostname": socket.gethostname(),
@@ -57,7 +57,8 @@ def facts(
         "executable": sys.executable,
         "kernel": platform.release(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": host_memory_bytes(),
+        "has_bf16_units": has_bf16_units(),
         "versions": {name: version_of(name, python_path) for name in packages},
         "code": within(PATIENCE_S * 4, lambda: code_digest(file_digests(root)), None),
         "own_name": own_name(),
@@ -72,6 +73,7 @@ def facts(
         "files": {path: within(PATIENCE_S, partial(size_of, path), None) for path in files},
         "locks": within(PATIENCE_S * 2, lambda: compile_locks(caches), []),
         **gpus(listing),
+        "gpu_memory_bytes": sizes_of_gpus(sizing),
     }
 
 
@@ -126,6 +128,66 @@ def gpus(listing: subprocess.Popen[str] | None) -> dict[str, Any]:
     names = [line.partition(": ")[2].partition(" (UUID")[0] for line in output.splitlines() if line.startswith("GPU ")]
     lines = output.strip().splitlines() or ["nvidia-smi failed"]
     return {"gpus": names, "gpu_problem": lines[0] if listing.returncode else None}
+
+
+def start_sizing_gpus() -> subprocess.Popen[str] | None:
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    with contextlib.suppress(OSError):
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return None
+
+
+def sizes_of_gpus(sizing: subprocess.Popen[str] | None) -> list[int | None]:
+    """Returns the bytes of memory of each GPU, None where the driver does not tell; empty if it does not answer."""
+    if sizing is None:
+        return []
+    try:
+        output, _ = sizing.communicate(timeout=GPUS_S)
+    except subprocess.TimeoutExpired:
+        sizing.kill()
+        return []
+    if sizing.returncode:
+        return []
+    return [int(line) << 20 if line.strip().isdecimal() else None for line in output.splitlines()]
+
+
+def host_memory_bytes() -> int:
+    """Returns the memory that processes of this host may use together: all of it, or less where a cgroup limits it.
+
+    Swap space does not count: a run that needs it makes no progress.
+    """
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *cgroup_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+
+
+def cgroup_limits(memberships: Path, root: Path) -> Iterator[int]:
+    """Yields the memory limits of this process's cgroup and those above it, of versions 1 and 2, in bytes."""
+    with contextlib.suppress(OSError):
+        for line in memberships.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers not in ("", "memory"):
+                continue
+            top, name = (root, "memory.max") if not controllers else (root / "memory", "memory.limit_in_bytes")
+            own = PurePosixPath(path.lstrip("/"))
+            for folder in dict.fromkeys((own, *own.parents)):
+                # in a container the path may be one that is seen from outside alone
+                with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+                    yield int((top / folder / name).read_text())
+
+
+def has_bf16_units() -> bool:
+    """Returns whether this CPU multiplies bf16 without converting it to fp32."""
+    flags = cpu_info("flags") or cpu_info("Features")  # x86; ARM
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags.split())
+
+
+def cpu_info(key: str) -> str:
+    """Returns a field of the first CPU in /proc/cpuinfo; empty if there is none."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(key):
+                return line.partition(":")[2].strip()
+    return ""
 
 
 def own_name() -> dict[str, Any]:

@@ -14,11 +14,10 @@ from typing import NoReturn
 
 from launch.errors import USER_ERRORS, LaunchError
 from launch.planning.prediction import Prediction
-from launch.planning.this_machine import Machine, MeasurementLimits, cpu_name, describe_machine
+from launch.planning.this_machine import UNMEASURED, Machine, MeasurementLimits, cpu_name, describe_machine
 from launch.runtime.host_probe import gpus, start_listing_gpus
 from launch.runtime.local_ranks import start_local_ranks
 from launch.runtime.logs import get_logger
-from launch.trainer.rank_devices import UNMEASURED
 from launch.trainer.resume import exports_of
 from launch.trainer.run_folder import lock_run_folder
 from launch.trainer.run_summary import (

@@ -9,7 +9,6 @@ import os
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -19,8 +18,8 @@ from launch.planning.this_machine import (
     Machine,
     MeasurementLimits,
     contradict,
+    cpu_memory,
     describe_machine,
-    has_bf16_units,
     start_patience_s,
 )
 from launch.runtime.devices import Device
@@ -179,9 +178,3 @@ def ranks_of_a_host(rank: Rank, environment: Mapping[str, str]) -> int:
         return rank.world_size
     match = next((found for name in LOCAL_SIZES if (found := LOCAL_SIZE.fullmatch(environment.get(name, "")))), None)
     return min(max(1, int(match[1])), rank.world_size) if match is not None else rank.world_size
-
-
-def cpu_memory(environment: Mapping[str, str]) -> memory.Device:
-    """Returns the allocator of this rank: glibc as launch/runtime/local_ranks.py tunes it, or untuned."""
-    is_ours = "mmap_threshold" in environment.get("GLIBC_TUNABLES", "")
-    return replace(memory.CPU, keeps_freed=is_ours, widens_bf16=not has_bf16_units())

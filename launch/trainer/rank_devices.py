@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.planning.memory_check import forecast_memory, refuse_what_cannot_fit
-from launch.planning.this_machine import MeasurementLimits, cpu_name, describe_machine
-from launch.runtime.devices import Device, host_memory_bytes
-from launch.trainer.prediction_tracker import cpu_memory
+from launch.planning.this_machine import UNMEASURED, cpu_memory, cpu_name, describe_machine
+from launch.runtime.devices import Device
+from launch.runtime.host_probe import host_memory_bytes
 from megalite.config import Config, ResolvedLayout
 from megalite.planner.cost.memory import CUDA
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-UNMEASURED = MeasurementLimits(timeout_s=0.0, allow_typical=True)  # memory alone counts: no CPU need be measured for it
 
 
 @dataclass(frozen=True)

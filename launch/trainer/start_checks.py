@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from launch.errors import LaunchError
 from launch.huggingface.hub_folder import is_hub_id
 from launch.planning.memory_check import MemoryForecast, forecast_memory, refuse_what_cannot_fit
-from launch.planning.this_machine import describe_machine
-from launch.runtime.devices import Device, gpu_count, gpu_memory_bytes, host_memory_bytes
+from launch.planning.this_machine import UNMEASURED, cpu_memory, describe_machine
+from launch.runtime.devices import Device, gpu_count, gpu_memory_bytes
+from launch.runtime.host_probe import host_memory_bytes
 from launch.runtime.local_ranks import rank_environment
 from launch.trainer.data import RunData, open_data
-from launch.trainer.prediction_tracker import cpu_memory
-from launch.trainer.rank_devices import UNMEASURED
 from launch.trainer.resume import Start, checkpoints_of, find_start
 from launch.trainer.run_folder import check_run_folder, lock_run_folder
 from launch.trainer.start_flags import StartFlags

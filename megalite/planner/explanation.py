@@ -9,6 +9,7 @@ from megalite.planner.hardware import is_guess
 from megalite.planner.search import ALIKE, ROOMY, Dropped, LayoutCandidate, SearchResult, search, smallest_that_fits
 from megalite.planner.units import about, gib, seconds
 
+BACKGROUND = ("checkpoint", "background")
 NOTICEABLE = 1e-3  # of a step
 NODE_COUNTS = sorted({*range(1, 17), *(2**n for n in range(4, 15)), *(3 * 2**n for n in range(2, 13))})
 
@@ -42,7 +43,7 @@ def caveats(result: SearchResult) -> list[str]:
             f"a step takes so much longer{instead}"
         )
     if kind.device == "cpu":
-        said.append("memory is what training adds; before it, a rank's process takes some 300 MiB")
+        said.append("memory includes some 300 MiB that a rank's process takes before training")
     if best is not None and best.fullest.total > ROOMY * result.cluster.memory_bytes:
         said.append("memory is nearly full, and predictions of it are good to some 6 %: try it before you rely on it")
     return said
@@ -62,7 +63,7 @@ def why_nothing_fits(config: Config, result: SearchResult, free: frozenset[Optio
 def _remedy(config: Config, result: SearchResult, free: frozenset[OptionPath]) -> str:
     cluster = result.cluster
     if stated := sorted(CHOOSABLE - free):
-        freed = search(config, cluster)
+        freed = search(config, cluster, allocator=result.allocator)
         if freed.best is not None:
             values = freed.best.options
             differing = [path for path in stated if getattr(getattr(config, path[0]), path[1]) != values[path]]
@@ -70,6 +71,10 @@ def _remedy(config: Config, result: SearchResult, free: frozenset[OptionPath]) -
             return f"it fits with {changes}"
     counts = [count for count in NODE_COUNTS if count > cluster.nodes]
     is_one_machine = cluster.accelerator.device == "cpu"  # more ranks bring no memory
+    if is_one_machine and config.checkpoint.background:  # which keeps a copy of the state in the same memory
+        saves_wait = config.with_resolved({BACKGROUND: False})
+        if search(saves_wait, cluster, free=free, allocator=result.allocator).best is not None:
+            return f"it fits with {dotted(BACKGROUND)} false"
     larger = None if is_one_machine else smallest_that_fits(config, cluster, counts, free=free)
     if larger is not None:
         return f"it fits on {larger[0].accelerators} of them ({larger[1]})"

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
 from megalite.config.auto import CHOOSABLE
 from megalite.config.suggestions import OptionPath
-from megalite.planner.cost.memory import CPU, CUDA, StageMemory, memory_of
+from megalite.planner.cost.memory import CPU, CUDA, PROCESS_BYTES, Device, StageMemory, memory_of, with_process
 from megalite.planner.cost.step_time import StepTime, step_time
 from megalite.planner.hardware import Cluster
 from megalite.planner.units import gib
@@ -93,6 +93,7 @@ class SearchResult:
     cluster: Cluster
     candidates: tuple[LayoutCandidate, ...]  # the one to take, then fastest first
     dropped: tuple[Dropped, ...]  # the nearest to fitting first, then those that a rule refuses
+    allocator: Device | None = None  # that was searched with
 
     @property
     def best(self) -> LayoutCandidate | None:
@@ -110,11 +111,12 @@ def search(
     *,
     free: frozenset[OptionPath] = CHOOSABLE,
     check: Check | None = None,
+    allocator: Device | None = None,
 ) -> SearchResult:
     """Searches all layouts on all accelerators of `cluster`; options that are not `free` stay as the config has them.
 
     Left out is what recomputes more than it must, which only costs time. Tensor parallelism crosses nodes only where
-    nothing else fits.
+    nothing else fits. `allocator` is that of CPU ranks, by default the one that `needs` assumes.
     """
     if cluster.accelerator.device == "cuda":  # a CPU's number formats are the business of the config's rules
         cluster.peak_flops(config.precision.dtype)
@@ -125,7 +127,7 @@ def search(
         for tp, pp in sizes(config, ranks, free, crosses=crosses):
             try:
                 for chain in chains(config, tp, pp, ranks, free, check):
-                    _try(chain, cluster, found, dropped)
+                    _try(chain, cluster, allocator, found, dropped)
             except ConfigError as error:
                 dropped.append(Dropped(_layout(config, tp, pp, ranks.count), str(error)))
         if found:
@@ -139,7 +141,7 @@ def search(
         found.remove(chosen)
         found.insert(0, chosen)
     dropped.sort(key=lambda one: (one.missing_bytes is None, one.missing_bytes or 0.0, _simplicity(one.layout)))
-    return SearchResult(cluster, tuple(found), tuple(dropped))
+    return SearchResult(cluster, tuple(found), tuple(dropped), allocator)
 
 
 def judged(config: Config, layout: ResolvedLayout, cluster: Cluster) -> LayoutCandidate:
@@ -148,12 +150,17 @@ def judged(config: Config, layout: ResolvedLayout, cluster: Cluster) -> LayoutCa
     return LayoutCandidate(job, needs(job, cluster), step_time(job, cluster))
 
 
-def needs(job: TrainingWorkload, cluster: Cluster) -> tuple[StageMemory, ...]:
-    """Returns the memory of a job on the cluster's accelerators."""
+def needs(job: TrainingWorkload, cluster: Cluster, allocator: Device | None = None) -> tuple[StageMemory, ...]:
+    """Returns the memory of a job on the cluster's accelerators; of CPU ranks all that counts against their host.
+
+    `allocator` is that of CPU ranks, by default malloc as `megalite train` sets it up.
+    """
     if cluster.accelerator.device == "cuda":
         return memory_of(job, CUDA)
-    peak = cluster.accelerator.peak_tflops  # bf16 units would make bf16 faster
-    return memory_of(job, replace(CPU, widens_bf16=peak.get("bf16", 0.0) <= peak.get("fp32", 0.0)))
+    if allocator is None:
+        peak = cluster.accelerator.peak_tflops  # bf16 units would make bf16 faster
+        allocator = replace(CPU, widens_bf16=peak.get("bf16", 0.0) <= peak.get("fp32", 0.0))
+    return tuple(with_process(one, job, PROCESS_BYTES) for one in memory_of(job, allocator))
 
 
 def options_of(layout: ParallelLayout) -> dict[OptionPath, Any]:
@@ -274,7 +281,11 @@ def _checked(config: Config, ranks: Ranks, check: Check | None) -> ResolvedLayou
 
 
 def _try(
-    chain: Sequence[TrainingWorkload], cluster: Cluster, found: list[LayoutCandidate], dropped: list[Dropped]
+    chain: Sequence[TrainingWorkload],
+    cluster: Cluster,
+    allocator: Device | None,
+    found: list[LayoutCandidate],
+    dropped: list[Dropped],
 ) -> None:
     """Collects all candidates that fit; of those that do not, keeps the nearest. A larger micro-batch may need less:
     the last gradients are added to none."""
@@ -283,7 +294,7 @@ def _try(
     for job in chain:
         if replace(job.layout, recompute="none") in already:
             continue
-        memory = needs(job, cluster)
+        memory = needs(job, cluster, allocator)
         fullest = max(memory, key=lambda stage: stage.total)
         missing = fullest.total - cluster.memory_bytes
         if missing > 0:

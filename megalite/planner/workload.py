@@ -80,6 +80,7 @@ class TrainingWorkload:
     gradient_reduction_dtype: Dtype | None = None  # between replicas; None: `gradient_accumulation_dtype`
     optimizer: Literal["adamw", "sgd"] = "adamw"
     document_mask: bool = False
+    background_saves: bool = False  # each rank keeps a copy of its weights and moments in the memory of the host
     stack: Stack = field(default=MEGALITE)
 
     @property
@@ -128,4 +129,5 @@ class TrainingWorkload:
             gradient_reduction_dtype=config.precision.gradient_reduction_dtype,
             optimizer=config.optimizer.name,
             document_mask=config.data.document_mask,
+            background_saves=config.checkpoint.background,
         )

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megalite.planner.cost.activations import embedding_bytes, micro_batches_in_flight, stage_blocks, with_same_blocks
-from megalite.planner.cost.model_states import BUCKET, deepspeed_states
+from megalite.planner.cost.model_states import BUCKET, MOMENTS, deepspeed_states
 from megalite.planner.cost.shapes import StageShape, cut, embedding_parameters, stage_shapes
 from megalite.planner.workload import BYTES, TrainingWorkload
 
 MIB = 2**20
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}  # fp32 logits at once, megalite/parallel/loss.py
 CHUNK_TOKENS = 128  # at least
+PROCESS_BYTES = 300 * MIB  # of a rank before its model is built: benchmarks/results/planner_memory.md
+PROCESS, COPY = "process", "checkpoint copy"
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,16 @@ def memory_of(job: TrainingWorkload, device: Device = CUDA) -> tuple[StageMemory
     shapes = stage_shapes(job.model, job.layout.tensor_parallel_size, job.layout.pipeline_parallel_size)
     blocks = with_same_blocks(job)
     return tuple(_Stage(job, blocks, stage, shape, device).memory() for stage, shape in enumerate(shapes))
+
+
+def with_process(one: StageMemory, job: TrainingWorkload, process_bytes: float) -> StageMemory:
+    """Adds the memory of the process, which counts on a CPU, and the buffer that megalite/checkpoint/saver.py keeps for
+    background saves: this rank's share of fp32 weights and moments."""
+    layout = job.layout
+    shape = stage_shapes(job.model, layout.tensor_parallel_size, layout.pipeline_parallel_size)[one.stage]
+    numbers = (1 + MOMENTS[job.optimizer]) * shape.parameters / layout.data_parallel_size
+    copy = {COPY: 4.0 * numbers} if job.background_saves else {}
+    return StageMemory(one.stage, {PROCESS: float(process_bytes), **one.parts, **copy}, one.moment)
 
 
 Moment = dict[str, float]

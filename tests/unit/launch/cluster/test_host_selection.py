@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from launch.cluster.doctor.findings import Finding, Severity
-from launch.cluster.host_selection import Choice, choose_hosts, wanted_ranks
+from launch.cluster.host_selection import Choice, check_memory_of_hosts, choose_hosts, wanted_ranks
 from launch.errors import LaunchError
+from launch.planning.memory_check import forecast_memory
 from launch.runtime.hostfile import Host
-from megalite.config import Config, ConfigError
+from launch.runtime.local_ranks import MALLOC_TUNABLES
+from megalite.config import Config, ConfigError, resolve_layout
+from megalite.planner.cost.memory import CPU, Device
 
 FOUR = tuple(Host(f"node{number}", (0, 1)) for number in range(1, 5))
 DEAD = Finding(
@@ -92,3 +96,47 @@ def test_what_may_not_shrink_says_what_is_missing(tiny: dict[str, Any], data: in
 def test_a_batch_that_cannot_be_cut_is_the_config_s_mistake(tiny: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="global_batch_size 3"):
         choose(config_of(tiny, "auto", batch=3), FOUR, 8)
+
+
+TUNED = {"GLIBC_TUNABLES": MALLOC_TUNABLES}
+
+
+@pytest.mark.parametrize(
+    ("environment", "has_units", "more", "less"),
+    [
+        (TUNED, True, CPU, replace(CPU, keeps_freed=False)),  # launch.malloc_tunables, or the user, decides
+        ({}, False, replace(CPU, keeps_freed=False, widens_bf16=True), replace(CPU, keeps_freed=False)),
+    ],
+)
+def test_hosts_are_compared_with_what_their_ranks_will_allocate(
+    tiny: dict[str, Any], environment: dict[str, str], has_units: bool, more: Device, less: Device
+) -> None:
+    """By the malloc that ranks will have and the host's own CPU: memory between the two fits one of them alone."""
+    tiny["model"] |= {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4}
+    tiny |= {"precision": {"dtype": "bf16"}, "checkpoint": {"background": False}}
+    tiny["training"] |= {"global_batch_size": 64, "micro_batch_size": 32, "sequence_length": 128}
+    config = Config.model_validate(tiny | {"parallel": {"data_parallel_size": 2}})
+    layout, hosts = resolve_layout(config, 2, "cpu"), FOUR[:1]
+    most, least = (forecast_memory(config, layout, allocator, 1, 2) for allocator in (more, less))
+    assert most is not None and least is not None and most.least > 1.02 * least.least
+    facts: dict[str, dict[str, Any]] = {"node1": {"gpus": [], "gpu_memory_bytes": [], "has_bf16_units": has_units}}
+    facts["node1"]["memory_bytes"] = round((most.least + least.least) / 2)
+    choice = Choice(hosts, layout, ())
+    with pytest.raises(LaunchError, match=r"the host has .* for its 2 ranks"):
+        check_memory_of_hosts(config, choice, facts, "cpu", environment)
+    facts["node1"]["has_bf16_units"] = True
+    check_memory_of_hosts(config, choice, facts, "cpu", {})
+
+
+def test_gpus_of_hosts_have_the_memory_that_their_drivers_tell(tiny: dict[str, Any]) -> None:
+    """Of the slots that are used; the catalogue, which does not know these, is asked where no driver tells it."""
+    config = Config.model_validate(tiny | {"parallel": {"data_parallel_size": 2}})
+    choice = Choice((Host("node1", (0, 2)),), resolve_layout(config, 2, "cuda"), ())
+    facts: dict[str, dict[str, Any]] = {"node1": {"gpus": ["Xyzzy 9000"] * 3}}
+    for sizes, fits in (([2**30] * 3, True), ([2**30, 2**30, 2**16], False), ([2**30, 2**16, None], True), ([], True)):
+        facts["node1"]["gpu_memory_bytes"] = sizes
+        if fits:
+            check_memory_of_hosts(config, choice, facts, "cuda", {})
+            continue
+        with pytest.raises(LaunchError, match="each GPU has"):
+            check_memory_of_hosts(config, choice, facts, "cuda", {})

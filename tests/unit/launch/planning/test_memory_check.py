@@ -11,9 +11,10 @@ import pytest
 import yaml
 
 from launch.errors import LaunchError
+from launch.planning.auto_layout import choose_on
 from launch.planning.memory_check import MARGIN, MemoryForecast, forecast_memory, refuse_what_cannot_fit
-from launch.planning.this_machine import describe_machine
-from launch.trainer.rank_devices import UNMEASURED, RankDevice, check_memory_of_ranks, devices_in_words
+from launch.planning.this_machine import UNMEASURED, describe_machine
+from launch.trainer.rank_devices import RankDevice, check_memory_of_ranks, devices_in_words
 from megalite.config import Config, ConfigError, resolve_layout
 from megalite.planner.cost.memory import CPU, CUDA
 from megalite.planner.hardware import Cluster, ClusterFile, cluster_of
@@ -92,6 +93,48 @@ def test_a_refusal_names_the_nearest_layout_that_fits(tiny: dict[str, Any]) -> N
     assert not forecast_of(advised, 2, found.available).cannot_fit
     with pytest.raises(LaunchError, match=r"fits in no layout on 2 x .*--force starts it all the same"):
         refuse_what_cannot_fit(config, layout, forecast_of(config, 2, 2**20), machine, 2)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_advice_counts_processes_and_the_copy_of_checkpoints(tiny: dict[str, Any], mode: str, ranks: int) -> None:
+    """Where weights, and not activations, take the memory; each way that is named fits by itself."""
+    tiny["recompute"] = {"mode": mode}
+    config = config_of(tiny, pipeline_parallel_size=ranks)
+    layout, least = resolve_layout(config, ranks, "cpu"), forecast_of(config, ranks, 1).least
+    named = set()
+    for share in (0.99, 0.9, 0.8, 0.7, 0.5, 0.1):
+        found = forecast_of(config, ranks, round(share * least))
+        with pytest.raises(LaunchError) as told:
+            refuse_what_cannot_fit(
+                config, layout, found, lambda: describe_machine(ranks, on_cpu=True, limits=UNMEASURED).cluster, ranks
+            )
+        ways = str(told.value).partition("it fits with")[2].partition(";")[0]
+        assert ways.strip() or "fits in no layout" in str(told.value), told.value
+        for way in filter(None, ways.split(", or with")):
+            advice = re.findall(r"(\w+)\.(\w+) (\w+)", way)
+            advised = config.with_resolved({(section, one): yaml.safe_load(value) for section, one, value in advice})
+            after = forecast_of(advised, ranks, found.available)
+            assert advice and after.needed <= after.available, told.value
+            named |= {one for _, one, _ in advice}
+    assert "background" in named
+
+
+def test_what_auto_chooses_is_not_refused(tiny: dict[str, Any]) -> None:
+    """On a CPU that has room for the tensors, and not for the copy of a checkpoint beside them."""
+    config = config_of(tiny).with_resolved({("recompute", "mode"): "none"})
+    needed = forecast_of(config.with_resolved({("checkpoint", "background"): False}), 1, 1).needed
+    roomy = describe_machine(1, on_cpu=True, limits=UNMEASURED).cluster
+    kind = roomy.accelerator.model_copy(update={"memory_gib": 1.01 * needed / GIB})
+    machine = roomy.model_copy(update={"accelerator": kind})
+    assert forecast_of(config, 1, machine.memory_bytes).cannot_fit
+    tiny["parallel"] = "auto"
+    auto = Config.model_validate(tiny)
+    with pytest.raises(LaunchError, match=r"fits in no layout .*it fits with checkpoint\.background false"):
+        choose_on(auto, machine)
+    saves_wait = auto.with_resolved({("checkpoint", "background"): False})
+    chosen = saves_wait.with_resolved(choose_on(saves_wait, machine).options)
+    assert not forecast_of(chosen, 1, machine.memory_bytes).cannot_fit
 
 
 def test_gpus_are_refused_by_their_tensors_alone(tiny: dict[str, Any]) -> None:

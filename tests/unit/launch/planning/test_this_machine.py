@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from launch.errors import LaunchError
 from launch.planning import measure_cpu
 from launch.planning import this_machine as machine_module
-from launch.planning.prediction import COPY, Prediction, comparison, error_in_words, rough_error_in_words
+from launch.planning.prediction import Prediction, comparison, error_in_words, rough_error_in_words
 from launch.planning.this_machine import (
     Machine,
     MeasurementLimits,
@@ -497,20 +497,22 @@ def test_copies_of_checkpoints_are_counted_where_they_are_made(config: Config, r
         checkpoint = config.checkpoint.model_copy(update={"background": background})
         settled = config.model_copy(update={"checkpoint": checkpoint})
         layout = resolve_layout(settled, 2 * replicas, "cpu")
-        return [one.parts.get(COPY) for one in Prediction.of(settled, layout, None, "", 2**20).memory]
+        return [one.parts.get(memory.COPY) for one in Prediction.of(settled, layout, None, "", 2**20).memory]
 
     assert copy(background=False) == [None, None]
     parameters = [stage.parameters for stage in stages_of(config, resolve_layout(config, 2, "cpu"))]
     assert copy(background=True) == [4.0 * 3 * count / replicas for count in parameters]
-    assert Prediction.of(config, resolve_layout(config, 2, "cpu"), None).memory[0].parts.get(COPY) is None, "on a GPU"
+    assert Prediction.of(config, resolve_layout(config, 2, "cpu"), None).memory[0].parts.get(memory.COPY) is None, (
+        "on a GPU"
+    )
 
 
 def test_what_allocates_the_tensors_is_told_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prediction_tracker, "has_bf16_units", lambda: False)
-    ours = prediction_tracker.cpu_memory({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1"})
+    monkeypatch.setattr(machine_module, "has_bf16_units", lambda: False)
+    ours = machine_module.cpu_memory({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1"})
     assert (ours.kind, ours.keeps_freed, ours.widens_bf16) == ("cpu", True, True)
-    monkeypatch.setattr(prediction_tracker, "has_bf16_units", lambda: True)
-    plain = prediction_tracker.cpu_memory({})
+    monkeypatch.setattr(machine_module, "has_bf16_units", lambda: True)
+    plain = machine_module.cpu_memory({})
     assert (plain.kind, plain.keeps_freed, plain.widens_bf16) == ("cpu", False, False)
 
 
@@ -519,7 +521,7 @@ def test_rank_0_predicts_for_its_own_allocator(
 ) -> None:
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1")
     tracker = PredictionTracker(config, resolve_layout(config, 2, "cpu"), Rank(0, 0, 2), "cpu")
-    assert tracker.allocator == prediction_tracker.cpu_memory(os.environ) != memory.TENSORS
+    assert tracker.allocator == machine_module.cpu_memory(os.environ) != memory.TENSORS
     bf16 = config.model_copy(update={"precision": config.precision.model_copy(update={"dtype": "bf16"})})
     layout, peaks = resolve_layout(bf16, 2, "cpu"), []
     for widens in (False, True):

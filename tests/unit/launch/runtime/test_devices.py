@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.runtime.devices import _cgroup_limits, gpu_count, gpu_memory_bytes, host_memory_bytes
+from launch.runtime.devices import gpu_count, gpu_memory_bytes
+from launch.runtime.host_probe import cgroup_limits, host_memory_bytes, sizes_of_gpus, start_sizing_gpus
 
 LISTING = "GPU 0: NVIDIA H200 (UUID: GPU-1a2b)\nGPU 1: NVIDIA H200 (UUID: GPU-3c4d)\n"
 
@@ -58,8 +59,8 @@ def test_limits_of_cgroups_are_found_in_both_versions(
     for name, text in files.items():
         (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "fs" / name).write_text(f"{text}\n")
-    assert list(_cgroup_limits(tmp_path / "cgroup", tmp_path / "fs")) == limits
-    assert list(_cgroup_limits(tmp_path / "nowhere", tmp_path / "fs")) == []
+    assert list(cgroup_limits(tmp_path / "cgroup", tmp_path / "fs")) == limits
+    assert list(cgroup_limits(tmp_path / "nowhere", tmp_path / "fs")) == []
     assert 2**28 < host_memory_bytes() < 2**50, "of this machine, whatever its cgroups"
 
 
@@ -71,3 +72,4 @@ def test_the_memory_of_gpus_is_that_of_the_largest(tmp_path: Path, monkeypatch: 
     program.write_text("#!/bin/sh\nprintf '4096\\n81559\\n[N/A]\\n'\n")
     program.chmod(0o755)
     assert gpu_memory_bytes() == 81559 << 20
+    assert sizes_of_gpus(start_sizing_gpus()) == [4096 << 20, 81559 << 20, None]

@@ -36,6 +36,8 @@ def test_the_facts_are_those_of_this_machine(tmp_path: Path) -> None:
     assert found["executable"] == sys.executable and found["cores"] == len(os.sched_getaffinity(0))
     assert found["versions"]["torch"] and found["versions"]["no-such-package"] is None
     assert found["files"] == {str(there): 5, str(missing): None}
+    assert found["memory_bytes"] == asked.host_memory_bytes(), "what its cgroup allows, and not what the machine has"
+    assert found["has_bf16_units"] is asked.has_bf16_units()
     free = os.statvfs(tmp_path)
     assert found["folders"][str(missing)]["bytes"] == pytest.approx(free.f_bavail * free.f_frsize, rel=0.05)
     assert found["interfaces"]["lo"] == "127.0.0.1"

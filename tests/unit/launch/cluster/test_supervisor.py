@@ -1,0 +1,46 @@
+"""When a restart of a run on several hosts waits for hosts, and when it gives up."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.cluster.host_selection import NotEnoughHosts
+from launch.cluster.supervisor import HostsSupervisor, Options
+from launch.errors import LaunchError
+from launch.runtime.hostfile import Host
+from launch.supervision.supervisor import Policy
+from megalite.config import Config
+
+
+@pytest.fixture
+def two_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Host, Host]:
+    """Two names of this machine, reached by shells instead of ssh: of two that are one, the second is not fit."""
+    for name in ("ssh", "pdsh"):
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text('#!/bin/sh\nfor command; do :; done\nexec sh -c "$command"\n')
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    return Host("node1", (0,)), Host("node2", (0,))
+
+
+def test_a_run_that_does_not_fit_the_hosts_that_are_left_waits_for_the_others(
+    tiny: dict[str, Any], two_names: tuple[Host, Host]
+) -> None:
+    """One of two is lost, and half of the memory with it: it may be booting."""
+    tiny["model"] |= {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 400}
+    config = Config.model_validate(tiny | {"parallel": {"data_parallel_size": "auto"}})
+    with HostsSupervisor(config, two_names, Policy(), Options()) as supervisor:
+        supervisor._attempts = 2
+        with pytest.raises(NotEnoughHosts, match=r"hosts that are left: this layout, .* needs .* and the host has"):
+            supervisor._assign_hosts()
+    with HostsSupervisor(config, two_names[:1], Policy(), Options()) as supervisor:
+        supervisor._attempts = 2
+        with pytest.raises(LaunchError, match=r"this layout, .* needs .* and the host has") as told:
+            supervisor._assign_hosts()
+        assert not isinstance(told.value, NotEnoughHosts), "nobody is missing"
