@@ -1,6 +1,6 @@
 """Entry of the `megalite` command, which is `python -m launch` too.
 
-A signal is answered with a sentence before anything else is imported: the imports of the command line take a second.
+A signal is answered with a sentence before the command line is imported, which takes a second.
 """
 
 from __future__ import annotations
@@ -8,28 +8,38 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from functools import partial
 from types import FrameType
 
 
 def main() -> None:
-    """Runs the command line."""
+    """Runs the command line. `train` keeps its answer to signals until what runs next has one."""
+    is_run = next((word for word in sys.argv[1:] if not word.startswith("-")), "") == "train"
     try:
-        waiting = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
-        for number in waiting:
-            signal.signal(number, _leave)
+        from megalite.resilience.signals import STOP_SIGNALS
+
+        taken = [number for number in STOP_SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
+        for number in taken:
+            signal.signal(number, partial(_leave, is_run=is_run))
         from launch.cli.app import main as run
 
-        for number in waiting:
-            signal.signal(number, signal.SIG_DFL)
+        if not is_run:
+            for number in taken:
+                signal.signal(number, signal.SIG_DFL)
         run()
     except KeyboardInterrupt:
         _leave(signal.SIGINT, None)
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _leave(number: int, frame: FrameType | None, *, is_run: bool = False) -> None:
     name = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+    code = 128 + number
+    if is_run:
+        from megalite.resilience.signals import START_UP, exit_code_for
+
+        name, code = f"{name} {START_UP}", exit_code_for(number)
     print(f"megalite: warning: {name}", file=sys.stderr, flush=True)
-    os._exit(128 + number)
+    os._exit(code)
 
 
 if __name__ == "__main__":

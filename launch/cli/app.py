@@ -141,7 +141,8 @@ def train(
         from launch.supervision.supervisor import Policy, supervise_run
 
         command = [sys.executable, "-m", COMMAND_LINE, "train", *arguments, *flags.words]
-        raise typer.Exit(supervise_run(command, Policy(restarts=restart)))
+        with ending_on_signals():
+            raise typer.Exit(supervise_run(command, Policy(restarts=restart)))
     else:
         with ending_on_signals():
             raise typer.Exit(start_local_run(load_run_config(config_path, overrides or []), arguments, flags))

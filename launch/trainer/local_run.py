@@ -48,12 +48,13 @@ def ending_on_signals() -> Iterator[None]:
         sys.exit(exit_code_for(number))
 
     taken = [each for each in STOP_SIGNALS if each != signal.SIGINT and signal.getsignal(each) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, leave) for number in taken}
+    for number in taken:
+        signal.signal(number, leave)
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for number in taken:  # not what was there before: launch/__main__.py would say that no step was taken
+            signal.signal(number, signal.SIG_DFL)
 
 
 def start_local_run(config: Config, arguments: Sequence[str], flags: StartFlags = NO_FLAGS) -> int:

@@ -1,7 +1,9 @@
 """The place where the ranks of a run meet: torch's store on rank 0's host, where each rank notes how far it has come.
 
 torch waits there without a word until all ranks have come. Here each one leaves its number, so that rank 0 can say who
-is missing.
+is missing. torchrun keeps one store while it restarts ranks (--max-restarts), so the notes of a rendezvous are
+removed in time for the next one. Its TORCHELASTIC_RESTART_COUNT cannot tell them apart: each host counts its own
+failures.
 """
 
 from __future__ import annotations
@@ -47,16 +49,18 @@ class Rendezvous:
             )
             if self.rank == 0:
                 announce(self._waiting)
+            self._store.delete_key(_key(JOINED, self.rank))  # from before a restart
             self.note(COME)
             if self.rank == 0:
                 self._wait_for_all(timeout)
+                for rank in range(self.world_size):  # none comes a second time until all are restarted
+                    self._store.delete_key(_key(COME, rank))
         except DistError as error:
             raise RendezvousFailed(self._reason(error)) from None
 
     def note(self, milestone: str) -> None:
         """Notes that this rank has come to `milestone`."""
-        self._store.set(f"megalite/{milestone}/{self.rank}", "")
-        self._store.add(f"megalite/{milestone}", 1)
+        self._store.set(_key(milestone, self.rank), "")
 
     def first_collective(self) -> str:
         """Says whom rank 0 waits for when all ranks have come and it communicates with them for the first time."""
@@ -68,7 +72,7 @@ class Rendezvous:
     def _missing(self, milestone: str) -> list[int]:
         """Returns the other ranks that have not come to `milestone`."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        return [rank for rank in others if not self._store.check([f"megalite/{milestone}/{rank}"])]
+        return [rank for rank in others if not self._store.check([_key(milestone, rank)])]
 
     def _listed(self, ranks: Sequence[int]) -> str:
         """Returns "2 others (ranks 3, 5)"; of many, the first few, and no numbers where all others are meant."""
@@ -83,8 +87,9 @@ class Rendezvous:
         return f"rank 0 of {self.world_size} waits for {absent} at {self.place}"
 
     def _wait_for_all(self, timeout: timedelta) -> None:
+        notes = [_key(COME, rank) for rank in range(self.world_size)]
         deadline, pause = time.monotonic() + timeout.total_seconds(), 0.002
-        while self._store.add(f"megalite/{COME}", 0) < self.world_size:
+        while not self._store.check(notes):
             if time.monotonic() > deadline:
                 raise RendezvousFailed(
                     f"rank 0 of {self.world_size} waited {timeout.total_seconds() / 60:g} minutes at {self.place} for "
@@ -98,3 +103,7 @@ class Rendezvous:
         if "EADDRINUSE" in text:
             return f"{self.place}, where the ranks are to meet, is used by another program: set another MASTER_PORT"
         return f"rank {self.rank} of {self.world_size} cannot reach rank 0 at {self.place}: {text.splitlines()[0]}"
+
+
+def _key(milestone: str, rank: int) -> str:
+    return f"megalite/{milestone}/{rank}"

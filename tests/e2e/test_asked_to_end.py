@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -169,16 +171,47 @@ def test_a_rank_whose_peers_never_come_says_so_and_ends_when_it_is_asked_to(
     assert said.count("\n") == 1
 
 
-def test_ctrl_c_during_start_up_is_one_line(config: dict[str, Any], tmp_path: Path) -> None:
-    """In the imports of the command line, and in those of a rank."""
-    path = write_config(tmp_path / "c.yaml", config)
-    for seconds, ending in ((0.2, "interrupted\n"), (2.0, "interrupted during start-up, no step was taken\n")):
-        process = start("train", path, **ALONE, MASTER_PORT=str(free_port()))
-        time.sleep(seconds)
-        os.killpg(process.pid, signal.SIGINT)
+def imports_the_command_line(process: subprocess.Popen[str]) -> bool:
+    """Returns whether `launch/__main__.py` has begun: SIGTERM is caught."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    caught = int(next(line for line in status.splitlines() if line.startswith("SigCgt:")).split()[1], 16)
+    return bool(caught >> (signal.SIGTERM - 1) & 1)
+
+
+def has_opened(file: str | Path, process: subprocess.Popen[str]) -> bool:
+    with suppress(FileNotFoundError):  # closed since it was listed
+        files = [each.readlink() for each in Path(f"/proc/{process.pid}/fd").iterdir() if int(each.name) > 2]
+        return any(str(each).startswith(str(file)) for each in files)
+    return False
+
+
+def test_a_signal_during_start_up_is_one_line(config: dict[str, Any], tmp_path: Path) -> None:
+    """In the imports of the command line, while it reads the config, and in the imports of a rank."""
+    path, fifo = write_config(tmp_path / "c.yaml", config), tmp_path / "fifo.yaml"
+    os.mkfifo(fifo)
+    kept_open = os.open(fifo, os.O_RDWR)  # so that reading it takes until the signal
+    reads_its_config = partial(has_opened, fifo)
+    is_rank = partial(has_opened, "pipe:")  # of the signals it has taken
+    train_it, check = ("train", path), ("--quiet", "train", fifo, "--dry-run")
+    no_step = "during start-up, no step was taken"
+    for words, is_there, number, code, sentence in (
+        (train_it, imports_the_command_line, signal.SIGINT, INTERRUPTED_CODE, "interrupted"),
+        (train_it, imports_the_command_line, signal.SIGUSR1, PREEMPTED_CODE, f"ended by SIGUSR1 {no_step}"),
+        (("plan", path), imports_the_command_line, signal.SIGUSR1, 128 + signal.SIGUSR1, "ended by SIGUSR1"),
+        (check, reads_its_config, signal.SIGTERM, PREEMPTED_CODE, f"ended by SIGTERM {no_step}"),
+        (train_it, is_rank, signal.SIGINT, INTERRUPTED_CODE, f"interrupted {no_step}"),
+    ):
+        process = start(*words, **(ALONE | {"MASTER_PORT": str(free_port())} if is_there is is_rank else {}))
+        deadline = time.monotonic() + 60
+        while not is_there(process):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(0.05)  # the pipe of a rank is there a moment before its thread
+        os.killpg(process.pid, number)
         said = process.communicate(timeout=5)[1]
-        assert process.returncode == INTERRUPTED_CODE and said.count("\n") == 1, said
-        assert said.endswith(("megalite: warning: interrupted\n", ending)), said
+        assert process.returncode == code, said
+        assert re.fullmatch(rf"(\[.* rank 0\] )?megalite: warning: {sentence}\n", said), said
+    os.close(kept_open)
 
 
 def test_another_number_of_ranks_is_refused_before_any_waits(config: dict[str, Any], tmp_path: Path) -> None:
