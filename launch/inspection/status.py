@@ -81,7 +81,7 @@ def read_status(run_dir: Path) -> RunStatus:
         )
     )
     steps, losses = known(files.records, "step"), known(files.records, "loss")
-    step, total = (int(steps[-1]) if steps else None), (files.config.total_steps if files.config is not None else None)
+    step, total = (int(steps[-1]) if steps else None), _total_steps(session, files.config)
     left_s = None
     if state is RunState.RUNNING and step is not None and total is not None:
         left_s = seconds_left(max(0, total - step), steps_s)
@@ -128,6 +128,17 @@ def _limit_s(config: Config | None, run_dir: Path, own: Sequence[Facts], steps_s
     )
     is_saving = any((run_dir / CHECKPOINTS).glob(".step_*.tmp"))
     return watchdog.limit_s(() if is_saving or is_first_evaluation else steps_s[-WATCHED_STEPS:])
+
+
+def _total_steps(session: Sequence[Facts], config: Config | None) -> int | None:
+    """Returns the length of the run: as the last session counted it, else as the config has it.
+
+    The config does not say how many steps of another batch size have contributed to `training.tokens`.
+    """
+    counted = number(session[0].get("total_steps")) if session else None
+    if counted is not None:
+        return int(counted)
+    return config.total_steps if config is not None else None
 
 
 def _layout(files: RunFiles) -> str | None:

@@ -64,6 +64,11 @@ class Prediction:
             memory = tuple(with_process(stage, job, process_bytes) for stage in memory)
         return cls(job, machine, problem, memory, step)
 
+    @property
+    def why_rough(self) -> str | None:
+        """Why the step time is rough, as `Machine.why_rough` tells; None where it is not."""
+        return (self.machine.why_rough or None) if self.machine is not None else None
+
     def sentences(self) -> list[str]:
         """The prediction as sentences, printed before the first step."""
         sentences = [f"predicted: peak memory {_peaks(self.memory)}"]
@@ -71,7 +76,7 @@ class Prediction:
             return [*sentences, f"predicted: no step time, because {self.problem}"]
         parts = sorted(self.step.parts.items(), key=lambda part: -part[1])
         shares = ", ".join(f"{name} {s / self.step.seconds:.0%}" for name, s in parts if s > 0.01 * self.step.seconds)
-        kind, rough, utilization = self.machine.whole, self.machine.why_rough, self.step.model_flops_utilization
+        kind, rough, utilization = self.machine.whole, self.why_rough, self.step.model_flops_utilization
         reason = rough or f"efficiency {kind.efficiency:.2f}, {kind.calibrated_on}"
         of_peak = "" if utilization is None else f", MFU {utilization:.0%}"
         took = f"{_expected(self)} a step{of_peak}"
@@ -104,7 +109,7 @@ class Prediction:
                 "accelerator": self.machine.name,
                 "efficiency": self.machine.whole.efficiency,
                 "calibrated_on": self.machine.whole.calibrated_on,
-                "rough": self.machine.why_rough or None,
+                "rough": self.why_rough,
                 "whole_accelerator": self.machine.whole.model_dump(mode="json"),
                 "link": self.machine.link.model_dump(mode="json"),
                 "cluster": self.machine.cluster.model_dump(mode="json"),
@@ -188,12 +193,12 @@ def _expected(prediction: Prediction) -> str:
     """The predicted step time: with one digit where it is rough."""
     assert prediction.step is not None and prediction.machine is not None
     time_s = prediction.step.seconds
-    return f"roughly {about(time_s)}" if prediction.machine.why_rough else seconds(time_s)
+    return f"roughly {about(time_s)}" if prediction.why_rough else seconds(time_s)
 
 
 def _step_error(prediction: Prediction, measured_s: float) -> str:
     assert prediction.step is not None and prediction.machine is not None
-    words = rough_error_in_words if prediction.machine.why_rough else error_in_words
+    words = rough_error_in_words if prediction.why_rough else error_in_words
     return words(prediction.step.seconds, measured_s)
 
 

@@ -82,7 +82,9 @@ class Machine:
     @property
     def why_rough(self) -> str:
         """Why step times on it are rough; empty where its constant was fitted to runs and nobody else computes."""
-        guess = "its efficiency is a guess, which `megalite plan calibrate RUN` fits" if is_guess(self.whole) else ""
+        guess = ""
+        if is_guess(self.whole):
+            guess = "the efficiency of this machine is a guess, which `megalite plan calibrate RUN` fits"
         return "; ".join(reason for reason in (self.rough, self.busy, guess) if reason)
 
 

@@ -27,6 +27,7 @@ from megalite.checkpoint.manifest import Manifest, read_manifest
 from megalite.checkpoint.retention import clean_up
 from megalite.config import Config, ResolvedLayout
 from megalite.config.model import DROPOUTS
+from megalite.config.rules import check_counted_length
 from megalite.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -70,9 +71,14 @@ class Start:
         return f"loading {self.checkpoint}, {size / 1e9:.1f} GB"
 
     def counted(self, config: Config) -> Config:
-        """Returns `config` with a length that counts `training.tokens` from this start on."""
+        """Returns `config` with a length that counts `training.tokens` from this start on.
+
+        Raises ConfigError if the schedule does not fit into that length.
+        """
         tokens_seen = self.manifest.state.get("tokens_seen", 0) if self.is_resume and self.manifest else 0
-        return config.counted_from(self.step, int(tokens_seen))
+        counted = config.counted_from(self.step, int(tokens_seen))
+        check_counted_length(counted)
+        return counted
 
     @property
     def inherited(self) -> dict[str, Any]:

@@ -18,14 +18,13 @@ from launch.trainer.resume import RunSetup, Start
 from launch.trainer.run_folder import layout_facts
 from megalite.config import Config, ResolvedLayout
 from megalite.planner.cost.shapes import StageShape, parameters, stages_of
-from megalite.planner.units import count, duration, gib, plural, seconds
+from megalite.planner.units import about, count, duration, gib, plural, seconds
 
 log = get_logger(__name__)
 Facts = dict[str, Any]
 Lines = list[tuple[str, str]]
 LONG_STEP_S = 3600.0  # a step from here on is worth a warning
 MOST_STAGES = 4  # that are told one by one
-GUESS = "a guess"  # beginning of `calibrated_on` where an efficiency was fitted on nothing
 
 
 def run_facts(config: Config, layout: ResolvedLayout, data: RunData, start: Start, devices: str) -> Facts:
@@ -82,21 +81,9 @@ def prediction_facts(facts: Facts, prediction: Prediction, memory: MemoryForecas
         "memory": memory.facts() if memory is not None else None,
         "step_s": step_s,
         "seconds_left": step_s * facts["length"]["steps_left"] if step_s is not None else None,
-        "rough": why_rough(prediction),
+        "rough": prediction.why_rough,
         "problem": prediction.problem or None,
     }
-
-
-def why_rough(prediction: Prediction) -> str | None:
-    """Returns why a predicted step time is no more than an order of magnitude; None where it is better."""
-    machine = prediction.machine
-    if machine is None:
-        return None
-    if machine.rough:
-        return "by typical figures of a CPU, because this one is not measured yet"
-    if machine.whole.calibrated_on.startswith(GUESS):
-        return "the efficiency of this machine is a guess"
-    return None
 
 
 def summary_lines(facts: Facts) -> Lines:
@@ -153,14 +140,8 @@ def prediction_lines(facts: Facts, predicted: Facts) -> Lines:
 def time_in_words(steps: int, step_s: float, rough: str | None) -> str:
     """Returns the predicted time of a step and of so many: one digit and the reason where it is `rough`."""
     if rough is not None:
-        return f"about {_one_digit(step_s)} a step, {_one_digit(steps * step_s)} in all (rough: {rough})"
+        return f"roughly {about(step_s)} a step, {about(steps * step_s)} in all ({rough})"
     return f"{seconds(step_s)} a step, {duration(steps * step_s)} in all, without evaluations and saves"
-
-
-def _one_digit(value_s: float) -> str:
-    """Formats a guess of seconds, such as `3 h`."""
-    number, unit = duration(value_s).replace(",", "").split()
-    return f"{float(f'{float(number):.1g}'):,.9g} {unit}"
 
 
 def warning_of_long_step(step_s: float, global_batch_size: int) -> str | None:
@@ -168,7 +149,7 @@ def warning_of_long_step(step_s: float, global_batch_size: int) -> str | None:
     if step_s < LONG_STEP_S:
         return None
     return (
-        f"one step is predicted to take about {_one_digit(step_s)}, in which nothing is logged and a request to stop "
+        f"one step is predicted to take about {about(step_s)}, in which nothing is logged and a request to stop "
         f"has to wait: training.global_batch_size is {global_batch_size:,}"
     )
 

@@ -45,6 +45,15 @@ def broken_rules(config: Config, data_parallel_size: int | None, device: Device 
     ]
 
 
+def check_counted_length(config: Config) -> None:
+    """Raises ConfigError if the phases of the schedule do not fit into a run that counts its length from its start.
+
+    Loading cannot check it with `training.tokens`: steps before a checkpoint may have had another batch size.
+    """
+    if broken := list(_phases(config)):
+        raise ConfigError(*broken)
+
+
 def _length(config: Config) -> Iterator[str]:
     training = config.training
     if training.steps is None and training.tokens is None:
@@ -177,15 +186,20 @@ def _batch(config: Config, replicas: int | None) -> Iterator[str]:
         )
 
 
+def _phases(config: Config) -> Iterator[str]:
+    schedule, steps = config.schedule, config.total_steps
+    decay = schedule.wsd_decay_steps(steps)
+    if schedule.name == "wsd" and schedule.warmup_steps + decay > steps:
+        yield (
+            f"schedule.warmup_steps {schedule.warmup_steps} + schedule.decay_steps {decay} is longer than "
+            f"the run of {steps} steps: they may add up to at most {steps}"
+        )
+
+
 def _schedule(config: Config) -> Iterator[str]:
     schedule, training = config.schedule, config.training
-    if schedule.name == "wsd" and (training.steps is None) != (training.tokens is None):
-        steps, decay = config.total_steps, schedule.wsd_decay_steps(config.total_steps)
-        if schedule.warmup_steps + decay > steps:
-            yield (
-                f"schedule.warmup_steps {schedule.warmup_steps} + schedule.decay_steps {decay} is longer than "
-                f"the run of {steps} steps: they may add up to at most {steps}"
-            )
+    if training.steps is not None and training.tokens is None:  # `check_counted_length` sees to tokens
+        yield from _phases(config)
     if schedule.name != "wsd" and schedule.decay_steps is not None:
         yield (
             f"schedule.decay_steps {schedule.decay_steps} has no meaning with schedule.name {schedule.name}: "

@@ -78,6 +78,11 @@ class Accelerator(Section):
     source: str = ""
     """Source of the figures."""
 
+    @property
+    def is_fitted(self) -> bool:
+        """True if the constant was fitted on a measurement."""
+        return not self.calibrated_on.startswith("a guess")
+
     @model_validator(mode="after")
     def _is_a_part_of_the_peak(self) -> Self:
         if self.device == "cuda" and self.efficiency > 1:  # a CPU's peak is measured, and may be surpassed
@@ -87,7 +92,7 @@ class Accelerator(Section):
 
 def is_guess(accelerator: Accelerator) -> bool:
     """True for a CPU whose efficiency no run was fitted to: step times on it are rough."""
-    return accelerator.device == "cpu" and accelerator.calibrated_on.startswith("a guess")
+    return accelerator.device == "cpu" and not accelerator.is_fitted
 
 
 class Catalogue(Section):

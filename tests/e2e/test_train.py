@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from launch.inference.stored_model import open_stored
+from megalite.monitor.events import EVENTS, read_events
 from tests.conftest import write_config
 from tests.helpers.commands import BIN, ROOT, metrics, run
 from tests.helpers.warm_runs import session
@@ -65,7 +66,9 @@ def test_a_run_leaves_what_it_promises(two_stages: dict[str, Any], tmp_path: Pat
     assert stored.manifest is not None and stored.manifest.tokenizer == "../../model_tokenizer"
     assert stored.tokenizer == moved / "model_tokenizer" and stored.load_tokenizer()("def").input_ids
     on = run(BIN / "megalite", "train", moved / "config.yaml", f"run_dir={moved}", "training.steps=5")
-    assert on.returncode == 0 and "(step 4)" in on.stdout, on.stdout + on.stderr
+    assert on.returncode == 0 and "resumes from step 4 of 5 (" in on.stdout, on.stdout + on.stderr
+    started = [event for event in read_events(moved / EVENTS) if event["event"] == "started"]
+    assert [event["total_steps"] for event in started] == [4, 5], "which `status` and `ls` show"
 
 
 def test_killed_and_resumed_equals_uninterrupted_to_the_last_bit(two_stages: dict[str, Any], tmp_path: Path) -> None:
@@ -90,7 +93,7 @@ def test_killed_and_resumed_equals_uninterrupted_to_the_last_bit(two_stages: dic
 
     resumed = run(*command)
     assert resumed.returncode == 0, resumed.stderr
-    assert "resuming from" in resumed.stdout and "(step 10)" in resumed.stdout
+    assert f"resumes from step 10 of 20 ({cut}/checkpoints/step_00000010)" in resumed.stdout
     assert curve(cut) == curve(two_stages["run_dir"])
 
 

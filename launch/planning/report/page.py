@@ -137,7 +137,6 @@ def assumptions_of(winner: LayoutCandidate, cluster: Cluster, outlook: RunOutloo
     writers = "one writer a node" if storage.writers == PER_NODE else f"writers: {storage.writers}"
     limit = storage.storage_bytes_per_s
     at_most = "" if limit is None else f", {limit / 1e9:g} GB/s in total at most"
-    is_guess = accelerator.calibrated_on.startswith("a guess")
     parts = winner.fullest.parts
     allocator, context = parts.get("allocator", 0.0), parts.get("context", 0.0)
     allocator_share = allocator / (winner.fullest.total - allocator - context)
@@ -146,7 +145,7 @@ def assumptions_of(winner: LayoutCandidate, cluster: Cluster, outlook: RunOutloo
         (
             "calibrated constant: part of the peak that large matrix products reach",
             f"{accelerator.efficiency:.3g} of {peak:.4g} TFLOP/s in {job.dtype}",
-            accelerator.calibrated_on if is_guess else f"fitted on {accelerator.calibrated_on}",
+            f"fitted on {accelerator.calibrated_on}" if accelerator.is_fitted else accelerator.calibrated_on,
         ),
         (
             f"{cluster.accelerator_name}: memory, and its bandwidth",

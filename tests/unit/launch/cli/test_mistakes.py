@@ -64,7 +64,7 @@ def own_checkpoint(**saved: Any) -> Change:
         length, prefix = config["training"]["sequence_length"], Path(config["data"]["path"])
         fingerprint = PackedSamples([prefix], length, 0, "train", config["data"]["held_out_fraction"]).fingerprint
         made = {"model": config["model"], "optimizer": {"name": "adamw"}, "training": config["training"]}
-        state = {"data_fingerprint": fingerprint, "seed": 0, "step": 2, "consumed_samples": 8}
+        state = {"data_fingerprint": fingerprint, "seed": 0, "step": 2, "consumed_samples": 8, "tokens_seen": 0}
         for name, value in saved.items():
             (state if name in state else made)[name] = value
         step = Path(config["run_dir"]) / "checkpoints" / "step_00000002"

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from launch.inspection.listing import list_runs, row_of
 from launch.inspection.report import status_lines
 from launch.inspection.state import RunState
 from launch.inspection.status import as_json, read_status
@@ -36,6 +37,19 @@ def test_a_run_that_lives_tells_its_progress(make_run: MakeRun) -> None:
     facts = json.loads(json.dumps(as_json(status, 1), allow_nan=False))
     assert facts["state"] == "running" and facts["is_healthy"] is True and facts["steps_at_risk"] == 10
     assert 4 < facts["last_step_age_s"] < 60 and [event["event"] for event in facts["last_events"]] == ["saved"]
+
+
+def test_the_length_is_what_the_session_counted(make_run: MakeRun) -> None:
+    """Its config counts all steps of `training.tokens` at the new batch size, also those done at another."""
+    folder = make_run(ending="ended")
+    assert read_status(folder).total_steps == 100, "of a version that did not note it"
+    first, *others = (folder / "events.jsonl").read_text().splitlines(keepends=True)
+    started = json.dumps(json.loads(first) | {"total_steps": 30}) + "\n"
+    (folder / "events.jsonl").write_text("".join([started, *others]))
+    status = read_status(folder)
+    assert status.total_steps == 30 and "step 30 of 30 (100.0 %)" in "\n".join(status_lines(status))
+    (run,) = list_runs(folder.parent, 1)
+    assert row_of(run)["total_steps"] == 30
 
 
 def test_a_run_that_was_killed_has_failed_and_has_no_time_left(make_run: MakeRun) -> None:
@@ -109,7 +123,9 @@ def test_a_file_that_is_broken_or_missing_leaves_the_others(make_run: MakeRun, n
 VALUES = st.one_of(
     st.none(), st.booleans(), st.integers(-(10**30), 10**30), st.floats(), st.text(max_size=5), st.lists(st.integers())
 )
-NAMES = st.sampled_from(["time", "event", "step", "loss", "host", "process", "step_time_s", "tokens_per_second"])
+NAMES = st.sampled_from(
+    ["time", "event", "step", "loss", "host", "process", "step_time_s", "tokens_per_second", "total_steps"]
+)
 LINES = st.lists(st.dictionaries(NAMES, VALUES | st.sampled_from(["started", "ended", "hung"])), max_size=6)
 
 

@@ -401,7 +401,10 @@ def test_what_a_run_says(four_cores: list[int], config: Config) -> None:
     prediction = Prediction.of(config, layout, machine, "", 300 * 2**20)
     first, second = prediction.sentences()
     assert first.startswith("predicted: peak memory stage 0 ") and "stage 1" in first
-    assert f"a step on {machine.name} (its efficiency is a guess, " in second and "matrix products" in second
+    assert (
+        f"a step on {machine.name} (the efficiency of this machine is a guess, " in second
+        and "matrix products" in second
+    )
     facts = prediction.facts()
     assert facts["model_flops_utilization"] is None and facts["rough"] == machine.why_rough, "of a measured peak"
     for stage in facts["memory"]:

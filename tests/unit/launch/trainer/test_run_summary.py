@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,15 +49,33 @@ def test_what_is_predicted_is_told_as_far_as_it_is_known(tiny: dict[str, Any]) -
     machine = describe_machine(1, on_cpu=True, limits=MeasurementLimits(timeout_s=0.0, allow_typical=True))
     known = prediction_facts(facts, Prediction.of(config, layout, machine), None)
     assert known["seconds_left"] == pytest.approx(4 * known["step_s"]) and known["rough"]
-    assert "(rough: " in dict(prediction_lines(facts, known))["time"]
+    assert "roughly " in dict(prediction_lines(facts, known))["time"]
     unknown = prediction_facts(facts, Prediction.of(config, layout, None, "the catalogue has no GPU 'L4'"), None)
     assert dict(prediction_lines(facts, unknown))["time"] == "not known, because the catalogue has no GPU 'L4'"
 
 
+@pytest.mark.parametrize("busy", ["", "somebody else computes here too"])
+@pytest.mark.parametrize("calibrated_on", ["a guess: calibrate it", "a run"])
+def test_the_summary_and_the_prediction_agree_on_what_is_rough(
+    calibrated_on: str, busy: str, tiny: dict[str, Any]
+) -> None:
+    config = Config.model_validate(tiny)
+    layout = resolve_layout(config, 1, "cpu")
+    here = describe_machine(1, on_cpu=True, limits=MeasurementLimits(timeout_s=0.0, allow_typical=True))
+    kind = here.whole.model_copy(update={"calibrated_on": calibrated_on})
+    prediction = Prediction.of(config, layout, replace(here, whole=kind, rough="", busy=busy))
+    facts = run_facts(config, layout, open_data(config), Start(), "1 rank")
+    known = prediction_facts(facts, prediction, None)
+    time, (_, sentence) = dict(prediction_lines(facts, known))["time"], prediction.sentences()
+    is_rough = bool(busy) or calibrated_on != "a run"
+    assert ("roughly" in time, "roughly" in sentence) == (is_rough, is_rough), (time, sentence)
+    assert known["rough"] == prediction.facts()["rough"]
+
+
 def test_a_guess_has_one_digit() -> None:
     assert time_in_words(71_526, 22.94, None) == "22.9 s a step, 19 days in all, without evaluations and saves"
-    assert time_in_words(1000, 22.94, "why").startswith("about 20 s a step, 6 h in all (rough: why")
-    assert time_in_words(10**6, 0.0123, "why").startswith("about 10 ms a step, 3 h in all")
+    assert time_in_words(1000, 22.94, "why").startswith("roughly 20 s a step, 6 h in all (why")
+    assert time_in_words(10**6, 0.0123, "why").startswith("roughly 10 ms a step, 3 h in all")
 
 
 def test_a_step_of_days_is_said_plainly() -> None:

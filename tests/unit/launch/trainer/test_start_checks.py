@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from launch.errors import LaunchError
+from launch.trainer.run_config import load_run_config
 from launch.trainer.run_folder import check_run_folder, lock_run_folder
 from launch.trainer.start_checks import check_start, find_position
 from launch.trainer.start_flags import NO_FLAGS, StartFlags, split_flags
-from megalite.config import Config
+from megalite.config import Config, ConfigError
+from tests.conftest import write_config
 from tests.unit.launch.cli.test_mistakes import own_checkpoint
 
 HUGE = {"hidden_size": 32768, "intermediate_size": 131072, "num_hidden_layers": 100}
@@ -69,6 +71,23 @@ def test_tokens_are_counted_from_those_a_checkpoint_has_seen(tiny: dict[str, Any
     assert config.counted_from(2, 256).with_resolved({("recompute", "mode"): "full"}).total_steps == 8
     steps = Config.model_validate(tiny | {"training": tiny["training"] | {"steps": 9}})
     assert steps.counted_from(2, 256).total_steps == 9
+
+
+def test_a_schedule_of_tokens_must_fit_into_the_length_that_the_start_counts(
+    tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    """8 steps at the config's batch size, of which a run without a checkpoint has none behind it."""
+    del tiny["training"]["steps"]
+    tiny["training"]["tokens"] = 1000
+    tiny["schedule"] = {"name": "wsd", "warmup_steps": 5, "decay_steps": 4}
+    config = load_run_config(write_config(tmp_path / "c.yaml", tiny))
+    with pytest.raises(ConfigError, match=r"5 \+ schedule.decay_steps 4 is longer than the run of 8 steps"):
+        find_position(config, NO_FLAGS, is_dry=True)
+    own_checkpoint()(tiny, tmp_path)
+    assert find_position(config, NO_FLAGS, is_dry=True).config.total_steps == 10, "2 steps have seen no token"
+    own_checkpoint(tokens_seen=360)(tiny, tmp_path / "grown")
+    with pytest.raises(ConfigError, match="the run of 7 steps: they may add up to at most 7"):
+        find_position(config, NO_FLAGS, is_dry=True)
 
 
 def test_flags_are_found_among_the_arguments_of_a_rank() -> None:

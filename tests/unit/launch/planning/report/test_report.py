@@ -367,6 +367,7 @@ def test_a_cpu_has_no_utilization_and_no_three_digits(tmp_path: Path) -> None:
     source = (tmp_path / "plan.html").read_text(encoding="utf-8")
     assert "model FLOPs utilization" not in source
     assert f"<b>{about(found.time.seconds)}</b><span>per optimizer step</span>" in source and "roughly" in source
+    assert "a guess: calibrate it" in source and "fitted on a guess" not in source
 
 
 def test_a_folder_that_is_not_there_is_one_sentence(llama: SearchResult, tmp_path: Path) -> None:
