@@ -52,7 +52,7 @@ class RunLogger(Observer):
         if setup.start.tokenizer is not None:
             keep_tokenizer(config, setup.start.tokenizer)
         first_step = setup.start.step
-        facts = {"total_steps": config.total_steps, "world_size": setup.layout.world_size}
+        facts: dict[str, Any] = {"total_steps": config.total_steps, "world_size": setup.layout.world_size}
         facts |= {"host": socket.gethostname(), "process": os.getpid()}
         self._goodput = Goodput(config.run_dir, first_step, self.event, **facts)
         sinks = open_sinks(config, first_step, self._nonfatal)
