@@ -52,9 +52,9 @@ class RunLogger(Observer):
         if setup.start.tokenizer is not None:
             keep_tokenizer(config, setup.start.tokenizer)
         first_step = setup.start.step
-        facts = {"total_steps": config.total_steps, "world_size": setup.layout.world_size}
-        facts |= {"host": socket.gethostname(), "process": os.getpid()}
-        self._goodput = Goodput(config.run_dir, first_step, self.event, **facts)
+        length = {"total_steps": config.total_steps, "world_size": setup.layout.world_size}
+        process = {"host": socket.gethostname(), "process": os.getpid()}
+        self._goodput = Goodput(config.run_dir, first_step, self.event, **length, **process)
         sinks = open_sinks(config, first_step, self._nonfatal)
         self._observers = [*self._others, self._goodput, self.prediction, *sinks]  # goodput adds to the records
         for notice in (*setup.layout.notices, *setup.data.notices, *setup.start.notices):
