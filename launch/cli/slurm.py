@@ -136,7 +136,7 @@ def slurm(
         options=options,
         environment=environment,
     )
-    notices += _check_start(config, flags)
+    notices += _check_start(config, flags, may_download=not dry_run)
     _deliver(job, Delivery(output, overwrite, submit, dry_run, as_json), notices)
 
 
@@ -178,7 +178,7 @@ def _line(path: Path, what: str) -> Path:
     return path
 
 
-def _check_start(config: Config, flags: StartFlags) -> list[str]:
+def _check_start(config: Config, flags: StartFlags, *, may_download: bool) -> list[str]:
     """Checks data and checkpoint now; otherwise a problem would show only after hours in the queue.
 
     Returns a notice where this host lacks the data, which may be on storage that only the job's hosts have.
@@ -192,7 +192,7 @@ def _check_start(config: Config, flags: StartFlags) -> list[str]:
             f"this host has no {missing[0]}, so data and checkpoint are checked only when the job starts, and it ends "
             "with exit code 2 if they are missing there: see that data.path is right on the job's hosts"
         ]
-    position_without_lock(config, flags)
+    position_without_lock(config, flags, may_download=may_download)
     return []
 
 

@@ -220,9 +220,7 @@ def find_start(
         check_kept(manifest, own, config)
         changes = changes_since(manifest, config)
         check_changes(changes, own, allow_change=flags.allow_change)
-        notice = f"resuming from {own} (step {manifest.step})"
-        notices = (*(f"passed over: {why}" for why in skipped), notice)
-        start = Start(own, manifest, True, notices, changes=changes)
+        start = Start(own, manifest, True, tuple(f"passed over: {why}" for why in skipped), changes=changes)
     else:
         source = config.training.initialize_from
         start = Start() if source is None else _start_from(source, config, data)
@@ -237,12 +235,12 @@ def _start_from(source: Path, config: Config, data: RunData) -> Start:
         refuse_other_model(config.model, hub.model, type(hub.model).model_fields, f"{hub.folder}/config.json")
         hub.check_tokenizer(Path(config.data.path[0]), data.tokenizer, data.tokenizer_sha256)
         check_tokenizer_links(tokenizer_files(hub.folder))
-        return Start(hub=hub, notices=(f"taking the weights of {hub.folder}",))
+        return Start(hub=hub)
     weights = checkpoint_at(source)
     manifest = read_manifest(weights)
     _check_model(manifest, config, weights)
     check_tokenizer(manifest, weights, Path(config.data.path[0]), data.tokenizer, data.tokenizer_sha256)
-    return Start(weights, manifest, notices=(f"taking the weights of {weights}",))
+    return Start(weights, manifest)
 
 
 def _with_tokenizer(start: Start, config: Config, data: RunData) -> Start:

@@ -12,7 +12,7 @@ from launch.runtime.logs import get_logger
 from launch.trainer.prediction_tracker import PredictionTracker, RankMemory, ranks_of_a_host
 from launch.trainer.resume import RunSetup
 from launch.trainer.run_folder import write_receipt, write_settings
-from launch.trainer.run_summary import time_in_words, warning_of_long_step
+from launch.trainer.run_summary import total_in_words, warning_of_long_step
 from launch.trainer.run_tokenizer import keep_tokenizer
 from megalite.monitor.events import EVENTS, EventLog, read_events
 from megalite.monitor.observer import Nonfatal, Observer
@@ -52,9 +52,9 @@ class RunLogger(Observer):
         if setup.start.tokenizer is not None:
             keep_tokenizer(config, setup.start.tokenizer)
         first_step = setup.start.step
-        facts: dict[str, Any] = {"total_steps": config.total_steps, "world_size": setup.layout.world_size}
-        facts |= {"host": socket.gethostname(), "process": os.getpid()}
-        self._goodput = Goodput(config.run_dir, first_step, self.event, **facts)
+        length = {"total_steps": config.total_steps, "world_size": setup.layout.world_size}
+        process = {"host": socket.gethostname(), "process": os.getpid()}
+        self._goodput = Goodput(config.run_dir, first_step, self.event, **length, **process)
         sinks = open_sinks(config, first_step, self._nonfatal)
         self._observers = [*self._others, self._goodput, self.prediction, *sinks]  # goodput adds to the records
         for notice in (*setup.layout.notices, *setup.data.notices, *setup.start.notices):
@@ -67,12 +67,12 @@ class RunLogger(Observer):
         return self
 
     def _tell_length(self) -> None:
-        """Logs how long the steps that are left take, and warns if each of them takes very long."""
+        """Logs how long all steps that are left take, and warns if each of them takes very long."""
         with self._nonfatal(self.prediction.name):
             if (prediction := self.prediction.prediction) is None or prediction.step is None:
                 return
             step_s, left = prediction.step.seconds, self._config.total_steps - self._setup.start.step
-            log.info(f"{plural(left, 'step')} to go: {time_in_words(left, step_s, prediction.why_rough)}")
+            log.info(f"{plural(left, 'step')} to go: {total_in_words(left * step_s, prediction.why_rough)}")
             if (warning := warning_of_long_step(step_s, self._config.training.global_batch_size)) is not None:
                 log.warning(warning)
 

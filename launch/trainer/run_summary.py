@@ -133,15 +133,19 @@ def prediction_lines(facts: Facts, predicted: Facts) -> Lines:
         text += f"; {gib(needed)} of the {gib(available)} of {memory['of']} ({needed / available:.0%})"
     if predicted["step_s"] is None:
         return [("memory", text), ("time", f"not known, because {predicted['problem']}")]
-    time = time_in_words(facts["length"]["steps_left"], predicted["step_s"], predicted["rough"])
-    return [("memory", text), ("time", time)]
+    step_s, rough = predicted["step_s"], predicted["rough"]
+    step = seconds(step_s) if rough is None else f"roughly {about(step_s)}"
+    because = "" if rough is None else f" ({rough})"
+    return [
+        ("memory", text),
+        ("time", f"{step} a step; in all {total_in_words(predicted['seconds_left'], rough)}{because}"),
+    ]
 
 
-def time_in_words(steps: int, step_s: float, rough: str | None) -> str:
-    """Returns the predicted time of a step and of so many: one digit and the reason where it is `rough`."""
-    if rough is not None:
-        return f"roughly {about(step_s)} a step, {about(steps * step_s)} in all ({rough})"
-    return f"{seconds(step_s)} a step, {duration(steps * step_s)} in all, without evaluations and saves"
+def total_in_words(whole_s: float, rough: str | None) -> str:
+    """Returns the predicted time of all steps that are left: with one digit where it is `rough`."""
+    whole = duration(whole_s) if rough is None else f"roughly {about(whole_s)}"
+    return f"{whole}, without evaluations and saves"
 
 
 def warning_of_long_step(step_s: float, global_batch_size: int) -> str | None:

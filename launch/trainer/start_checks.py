@@ -62,7 +62,8 @@ class CheckedRun:
 
 
 def check_start(config: Config, flags: StartFlags, *, is_dry: bool = False) -> CheckedRun:
-    """Makes every check of a run on this machine. With `is_dry` nothing is created, changed or downloaded."""
+    """Makes every check of a run on this machine. With `is_dry` nothing is created or changed, and no weights
+    and no checkpoint are downloaded."""
     config, overrides, notices = choose_layout(config)
     layout, device = resolve(config)
     position = find_position(config, flags, is_dry=is_dry)

@@ -85,7 +85,7 @@ def test_the_one_before_is_taken(
         assert len(passed_over) == 1 and passed_over[0].startswith(f"megalite: passed over: {root}/{reason}"), said
     else:
         assert not passed_over
-    assert f"megalite: resuming from {root}/step_00000006 (step 6)" in said
+    assert f", resumes from step 6 of 8 ({root}/step_00000006)" in "\n".join(said)
     audit_against(references.of(config).run_dir, finished, BATCH)
 
 
@@ -104,7 +104,7 @@ def test_all_that_are_damaged_are_named_and_the_last_good_one_is_taken(
         f"megalite: passed over: {root}/step_{step:08d}: {FILE} has changed since it was written: its digest differs"
         for step in (8, 6, 4)
     ]
-    assert f"megalite: resuming from {root}/step_00000002 (step 2)" in said
+    assert f", resumes from step 2 of 8 ({root}/step_00000002)" in "\n".join(said)
     audit_against(references.of(config).run_dir, finished, BATCH)
     assert complete(root) == {2, 4, 6, 8}
 
@@ -120,7 +120,7 @@ def test_a_damaged_one_does_not_cost_a_good_one_its_place(
     flip_a_bit(root / LAST / FILE, -1000)
     with session(tmp_path / "session", config, fault=(die_at, ("all files written", 0, [0, 1], 2))) as running:
         assert running.wait() == [-signal.SIGKILL] * 2, running.output()
-    assert f"megalite: resuming from {root}/step_00000006 (step 6)" in train(tmp_path / "session", config)
+    assert f", resumes from step 6 of 8 ({root}/step_00000006)" in train(tmp_path / "session", config)
     audit_against(references.of(config).run_dir, root.parent, BATCH)
 
 

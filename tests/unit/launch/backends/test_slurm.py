@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 from launch.cli.app import app
 from launch.cli.slurm import seconds_of
 from launch.errors import USER_ERRORS, LaunchError
+from launch.huggingface.hub_folder import SMALL_FILES
+from megalite.checkpoint.errors import CheckpointError
 from tests.conftest import write_config
 
 Slurm = Callable[..., str]
@@ -163,6 +165,29 @@ def test_names_with_odd_characters_stay_whole(slurm: Slurm, tmp_path: Path) -> N
     assigned = next(line for line in script.splitlines() if line.startswith("run_dir="))
     printed = subprocess.run(["bash", "-c", f'{assigned}; echo "$run_dir"'], capture_output=True, text=True, check=True)
     assert printed.stdout.strip() == str(odd) and odd.is_dir()
+
+
+def test_a_dry_run_downloads_no_weights(
+    slurm: Slurm, tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hub that has a config.json alone; without --dry-run its weights are asked for, and missed."""
+    model = {name: value for name, value in tiny.pop("model").items() if name != "model_type"}
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "config.json").write_text(json.dumps({"model_type": "llama", **model}))
+    tiny["training"]["initialize_from"] = "some/model"
+    write_config(tmp_path / "config.yaml", tiny)
+    asked: list[str] = []
+
+    def download(hub_id: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.extend(allow_patterns)
+        return str(tmp_path / "hub")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert "-m launch.train config.yaml" in slurm(*ON_CPU, "--dry-run")
+    assert set(asked) == set(SMALL_FILES)
+    with pytest.raises(CheckpointError):
+        slurm(*ON_CPU)
+    assert set(asked) > set(SMALL_FILES)
 
 
 def test_a_dry_run_prints_and_writes_nothing(slurm: Slurm, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from launch.errors import LaunchError
+from launch.trainer.local_run import print_dry_run
 from launch.trainer.run_config import load_run_config
 from launch.trainer.run_folder import check_run_folder, lock_run_folder
 from launch.trainer.start_checks import check_start, find_position
@@ -88,6 +89,21 @@ def test_a_schedule_of_tokens_must_fit_into_the_length_that_the_start_counts(
     own_checkpoint(tokens_seen=360)(tiny, tmp_path / "grown")
     with pytest.raises(ConfigError, match="the run of 7 steps: they may add up to at most 7"):
         find_position(config, NO_FLAGS, is_dry=True)
+
+
+@pytest.mark.parametrize("is_resume", [True, False])
+def test_where_a_run_starts_is_said_once(
+    is_resume: bool, tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    own_checkpoint()(tiny, Path(tiny["run_dir"]))
+    step, says = Path(tiny["run_dir"]) / "checkpoints" / "step_00000002", "resumes from step 2 of 4 ({})"
+    if not is_resume:
+        tiny["training"]["initialize_from"], says = str(step), "new, with the weights of {}"
+        tiny["run_dir"] += "_new"
+    print_dry_run(Config.model_validate(tiny))
+    said = "".join(capfd.readouterr())
+    assert said.count(str(step)) == 1 and f"{tiny['run_dir']}, {says.format(step)}\n" in said
 
 
 def test_flags_are_found_among_the_arguments_of_a_rank() -> None:
