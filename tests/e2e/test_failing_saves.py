@@ -112,7 +112,7 @@ def test_a_full_disk(kind: str, disk: Disk, config: dict[str, Any], references: 
     good = fails_to_save(config, tmp_path / "session", f"{why}: {ADVICE}")
     assert good in ({3, 6}, {3, 6, 9})
     disk(root, "size=1g,nr_inodes=1000")
-    assert f"(step {max(good)})" in train(tmp_path / "session", config)
+    assert f"resumes from step {max(good)} of" in train(tmp_path / "session", config)
     audit_against(references.of(config).run_dir, root.parent, BATCH)
     assert complete(root) >= good
 
@@ -201,5 +201,5 @@ def test_a_clock_that_jumps_back(config: dict[str, Any], references: References,
     written = [read_manifest(root / f"step_{step:08d}").written for step in sorted(complete(root))]
     assert written[0] > max(written[1:]), "the clock has not jumped"
     newest = max(complete(root))
-    assert f"(step {newest})" in train(tmp_path / "session", config)
+    assert f"resumes from step {newest} of" in train(tmp_path / "session", config)
     audit_against(references.of(config).run_dir, run_dir, BATCH)

@@ -71,7 +71,7 @@ def test_killed_and_resumed_without_the_folder_equals_uninterrupted(
     assert not list((run_dir / "hugging_face").glob("step_*"))
     shutil.rmtree(tmp_path / "model")
     said = train(tmp_path / "session", tuned, every)
-    assert f"(step {INTERVAL})" in said
+    assert f"resumes from step {INTERVAL} of" in said
     audit_against(whole, run_dir, BATCH)
 
     exported = [run_dir / "hugging_face" / f"step_{step:08d}" for step in (INTERVAL, STEPS)]

@@ -108,7 +108,7 @@ def test_a_run_goes_on_from_its_mirror(config: dict[str, Any], references: Refer
     shutil.rmtree(run_dir)
     shutil.rmtree(mirror / "step_00000010")
     said = train(tmp_path / "second", config)
-    assert "fetching" in said and "(step 9)" in said
+    assert "fetching" in said and "resumes from step 9 of" in said
     assert [record["loss"] for record in metrics(run_dir)] == [whole[-1]["loss"]]
     assert (mirror / "step_00000010" / "manifest.json").is_file(), "the mirror gets the last checkpoint at the end"
 
