@@ -201,7 +201,7 @@ def _lines(description: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def progress_bar(*, is_shown: bool = True, is_bytes: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on stderr while the block runs, if stderr is a terminal.
+    """A progress bar on stderr while the block runs; elsewhere than on a terminal, a line every 10 s.
 
     Yields a function of a description, the work done and the total; a new description replaces the bar.
     """
@@ -220,7 +220,11 @@ def progress_bar(*, is_shown: bool = True, is_bytes: bool = False) -> Iterator[C
     amount: list[ProgressColumn] = [DownloadColumn(), TransferSpeedColumn()] if is_bytes else [TaskProgressColumn()]
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), *amount, TimeRemainingColumn())
     to = console(stderr=True)
-    with Progress(*columns, console=to, transient=True, disable=not (is_shown and to.is_terminal)) as bar:
+    if is_shown and not to.is_terminal:
+        with _lines("starting") as describe:
+            yield lambda description, done, total: describe(f"{description}: {done / max(1, total):.0%}")
+        return
+    with Progress(*columns, console=to, transient=True, disable=not is_shown) as bar:
         tasks: dict[str, TaskID] = {}
 
         def report(description: str, done: int, total: int) -> None:

@@ -65,6 +65,7 @@ from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.config.layout import unchecked_layout
 from megalite.engine.errors import RendezvousFailed
 from megalite.monitor.events import EVENTS, EventLog
+from megalite.planner.units import plural
 from megalite.resilience.heartbeat import Heartbeat
 from megalite.resilience.signals import take_signals
 from megalite.training.state import SaveFailed, TrainingInterrupted, TrainingPreempted, TrainingStopped, TrainState
@@ -316,7 +317,7 @@ def _start_heartbeat(config: Config, rank: Rank, exit_stack: ExitStack) -> Heart
     def stop() -> None:
         heartbeat.stop()
         if heartbeat.failures:
-            times = f"{heartbeat.failures} time{'s' * (heartbeat.failures > 1)}"
+            times = plural(heartbeat.failures, "time")
             log.warning(f"rank {rank.rank} could not write its heartbeat {times}")
 
     exit_stack.callback(stop)

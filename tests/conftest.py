@@ -28,8 +28,9 @@ settings.register_profile("exhaustive", deadline=None, max_examples=200)
 TIMEOUT_S = {"unit": 120, "ranks": 300, "e2e": 300, "cluster": 300}
 """Longest time of one test by tier, on a machine that other work keeps busy."""
 
-BUDGET_S = {"unit": 1200, "ranks": 2400, "e2e": 3000, "cluster": 3000}
-"""Sum of the times of a tier's tests, over all workers, beyond which a run fails: more than twice what it takes."""
+BUDGET_S = {"unit": 1600, "ranks": 3200, "e2e": 4000, "cluster": 3000}
+"""Sum of the times of a tier's tests, over all workers, beyond which a run fails: about twice what it takes where four
+workers share two cores and nobody else computes."""
 
 DURATIONS = Path("build") / "test_durations"
 VOCAB_SIZE = 320

@@ -224,10 +224,9 @@ def main() -> int:
     try:
         prepare_packages(options)
         choose_one_gpu(options.device)
-        store = open_store(options, look_at_machine(options.device))
         if options.list or options.dry_run:
-            _list(options, store)
-            return 0
+            return _list(options)
+        store = open_store(options, look_at_machine(options.device))
         options.work.mkdir(parents=True, exist_ok=True)
         return run_all(options, store, options.work.resolve())
     except (Lacking, OSError) as error:
@@ -238,11 +237,18 @@ def main() -> int:
         return 130
 
 
-def _list(options: argparse.Namespace, store: ResultStore) -> None:
+def _list(options: argparse.Namespace) -> int:
+    try:
+        store = open_store(options, look_at_machine(options.device))
+    except Lacking as error:
+        print(f"gpu day: {error}", file=sys.stderr)
+        store = None  # the parts are the same everywhere
     for part in options.parts if options.dry_run else PARTS:
-        is_skipped = store.has_passed(part.name) and not (options.again or part.always)
+        is_skipped = store is not None and store.has_passed(part.name) and not (options.again or part.always)
         would = "" if options.list else "skip: " if is_skipped else "run:  "
-        print_line(f"{would}{part.name:18} {state_of(part, store):12} {part.about}")
+        state = "" if store is None else f"{state_of(part, store):12} "
+        print_line(f"{would}{part.name:18} {state}{part.about}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cache
 from statistics import fmean
 
 from benchmarks.planner.published import read
@@ -157,6 +158,7 @@ CASES = (
 BACKGROUND = Case(16_384, 3.79, Save(10.0, 300.0))
 
 
+@cache
 def validation_rows() -> list[Check]:
     """All of them, in some seconds."""
     parts = (intervals, efficiencies, metas_formula, spares, llama_3, megascale, bloom, stragglers, schedules)

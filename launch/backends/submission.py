@@ -14,6 +14,8 @@ from launch.runtime.devices import Device
 from launch.runtime.logs import get_logger
 from launch.trainer.run_config import load_run_config
 from megalite.config import Config, ResolvedLayout, wanted_world_size
+from megalite.config.suggestions import neighbours
+from megalite.planner.units import plural
 
 log = get_logger(__name__)
 
@@ -91,7 +93,6 @@ def fit_layout(
     from megalite.config.known_bad import check_known_bad, installed_versions
     from megalite.planner.search import PIPELINE, TENSOR, Ranks
 
-    or_option = "" if ranks_option is None else f", or give {ranks_option}"
     give_option = "" if ranks_option is None else f"give {ranks_option}, or "
     per_node = gpus_per_node or cpu_ranks_per_node
     if per_node is None and {TENSOR, PIPELINE} & config.unresolved_options:
@@ -102,9 +103,12 @@ def fit_layout(
     world_size = nodes * per_node if per_node else wanted_world_size(config, None)
     ranks, left_over = divmod(world_size, nodes)
     if left_over or not ranks:
+        is_open = ranks_option is not None and config.parallel.data_parallel_size == "auto"
+        another = f"or {ranks_option}" if is_open else "or another parallel.data_parallel_size"
+        near = neighbours(nodes, (count for count in range(1, world_size + 1) if not world_size % count))
         raise LaunchError(
-            f"the layout has {world_size} rank{'s' * (world_size > 1)} on the CPU, which {nodes} nodes cannot share "
-            f"equally: choose --nodes or parallel.data_parallel_size so that they can{or_option}"
+            f"the layout has {plural(world_size, 'rank')} on the CPU, which {nodes} nodes cannot share "
+            f"equally: give --nodes {near}, {another}"
         )
     device: Device = "cuda" if gpus_per_node else "cpu"
     likely, layout, later = layout_or_likely(config, Ranks(world_size, ranks, device))

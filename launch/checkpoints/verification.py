@@ -5,7 +5,6 @@ A `deep` verification reads every byte: it checks the digest of each file, and t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
@@ -17,9 +16,8 @@ from megalite.checkpoint.durable_files import verify_digest
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.folder import row_blocks
 from megalite.checkpoint.manifest import WEIGHT, Manifest, read_manifest
-from megalite.checkpoint.reader import CheckpointReader
+from megalite.checkpoint.reader import READERS, CheckpointReader
 
-READERS = min(8, os.cpu_count() or 1)  # files that are hashed concurrently: hashing releases the GIL
 Advance = Callable[[int], None]  # called with the number of bytes that have just been read
 
 

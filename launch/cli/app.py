@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
+from typer.exceptions import TyperException
 
 from launch.cli.checkpoint import checkpoint_app
 from launch.cli.config import config_app
@@ -42,6 +43,7 @@ from launch.cli.slurm import slurm
 from launch.cli.verbosity import CommandsWithVerbosity
 from launch.cli.version import show_version
 from launch.errors import (
+    FAILED_CODE,
     INTERRUPTED_CODE,
     USER_ERROR_CODE,
     USER_ERRORS,
@@ -60,8 +62,23 @@ log = get_logger(__name__)
 DASHED_OVERRIDE = re.compile(rf"--(?:run_dir|(?:{'|'.join(Config.model_fields)})\.[a-z_.]+)=")
 
 
-class InterruptibleGroup(CommandsWithVerbosity):
-    """All commands; Ctrl-C ends any of them with one sentence instead of a traceback or nothing."""
+class AllCommands(CommandsWithVerbosity):
+    """All commands; wrong usage and Ctrl-C end any of them with one sentence instead of a page or a traceback."""
+
+    def main(self, *arguments: Any, **options: Any) -> NoReturn:
+        try:
+            code = super().main(*arguments, **options | {"standalone_mode": False})
+        except TyperException as error:
+            # empty where a command without arguments has shown its help
+            if message := error.format_message().removesuffix(".").replace("Value error, ", ""):
+                command = getattr(error, "ctx", None)
+                where = "" if command is None or message.endswith("?") else f"; see `{command.command_path} --help`"
+                log.error(f"{message[0].lower()}{message[1:]}{where}")
+            sys.exit(error.exit_code)
+        except typer.Abort:
+            log.warning("not confirmed: nothing was done")
+            sys.exit(FAILED_CODE)
+        sys.exit(code if isinstance(code, int) else 0)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -73,7 +90,7 @@ class InterruptibleGroup(CommandsWithVerbosity):
 
 app = typer.Typer(
     name="megalite",
-    cls=InterruptibleGroup,
+    cls=AllCommands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -257,5 +274,5 @@ def main() -> None:
     except OSError as error:
         if error.filename is None:
             raise
-        log.error(f"{error.filename}: {error.strerror}")
+        log.error(f"{error.filename}: {error.strerror}: check the path and your rights to it")
         sys.exit(USER_ERROR_CODE)

@@ -15,6 +15,7 @@ from launch.cli.options import AllowChange, ConfigPath, Force, OutputFile, Overr
 from launch.errors import LaunchError
 from launch.trainer.start_flags import StartFlags
 from megalite.config import Config, ResolvedLayout
+from megalite.planner.units import plural
 
 OUTPUT, DATA = "/output", "/data"
 NOT_VALIDATED = "not validated by an API server; --submit --dry-run, or kubectl apply --dry-run=server, asks one"
@@ -134,7 +135,7 @@ def k8s(
     )
     if memory is not None and not (gpus_per_node or force or config.unresolved_options):
         _check_memory(config, layout, int(parsing.amount(memory, "--memory")), ranks_per_node)
-    ranks = f"{nodes} node{'s' * (nodes > 1)} x {ranks_per_node} rank{'s' * (ranks_per_node > 1)}"
+    ranks = f"{plural(nodes, 'node')} x {plural(ranks_per_node, 'rank')}"
     heading = f"megalite {version('megalite')}, {config_path}: {ranks}; {sizes_in_words(config, layout)}"
     delivery = Delivery(output, overwrite, submit, dry_run, as_json)
     _deliver(job, heading, notices, delivery, context)

@@ -30,6 +30,7 @@ from launch.errors import LaunchError
 from launch.output import print_json
 from launch.runtime.logs import get_logger
 from launch.trainer.start_flags import StartFlags
+from megalite.planner.units import plural
 
 if TYPE_CHECKING:
     from launch.cluster.supervisor import Options
@@ -142,7 +143,7 @@ def _print_dry_run(position: RunPosition, hosts: Sequence[Host], options: Option
         launcher_args=options.launcher_args,
         flags=options.flags,
     )
-    ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)} on {len(placed)} host{'s' * (len(placed) > 1)}"
+    ranks = f"{plural(layout.world_size, 'rank')} on {plural(len(placed), 'host')}"
     summary = run_facts(likely, layout, position.data, position.start, ranks)
     if as_json:
         devices = {host.name: list(host.devices) for host in placed}

@@ -10,6 +10,7 @@ from launch.cli.plan_layouts import layouts
 from launch.cli.plan_reliability import reliability
 from launch.cli.plan_schedule import schedule
 from launch.cli.plan_simulate import simulate_runs
+from launch.cli.verbosity import VERBOSITY
 
 DEFAULT = "layouts"
 
@@ -18,8 +19,9 @@ class _ConfigFirst(TyperGroup):
     """Takes a first argument that is no subcommand as the config of the subcommand `layouts`."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        if args and args[0] not in self.commands and args[0] not in ("--help", "-h"):
-            args = [DEFAULT, *args]
+        first = next((place for place, word in enumerate(args) if word not in VERBOSITY), len(args))
+        if first < len(args) and args[first] not in self.commands and args[first] not in ("--help", "-h"):
+            args = [*args[:first], DEFAULT, *args[first:]]
         return super().parse_args(ctx, args)
 
 

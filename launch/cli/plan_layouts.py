@@ -31,6 +31,7 @@ from megalite.planner.explanation import caveats, explain, why_nothing_fits
 from megalite.planner.hardware import Cluster, is_guess
 from megalite.planner.outlook import outlook_of
 from megalite.planner.search import SearchResult, judged, search
+from megalite.planner.units import plural
 
 log = get_logger(__name__)
 ALL_AUTO = ("parallel=auto", "training.micro_batch_size=auto", "recompute=auto")
@@ -188,7 +189,7 @@ def _as_written(config: Config, cluster: Cluster | None) -> LayoutRow:
 
 
 def _cluster_text(cluster: Cluster) -> str:
-    nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)}"
+    nodes = plural(cluster.nodes, "node")
     between = f", {cluster.inter_node.gb_per_s:g} GB/s per adapter between nodes" if cluster.nodes > 1 else ""
     return (
         f"{cluster.name}, {nodes} x {cluster.accelerators_per_node} {cluster.accelerator_name}, "

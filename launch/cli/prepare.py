@@ -12,6 +12,7 @@ from launch.cli.options import AsJson
 from launch.errors import INTERRUPTED_CODE
 from launch.output import print_json, spinner
 from launch.runtime.logs import get_logger
+from megalite.planner.units import plural
 
 if TYPE_CHECKING:
     from data_pipeline.prepare.prepare import PrepareProgress, PrepareSummary
@@ -99,7 +100,7 @@ def _print_summary(summary: PrepareSummary) -> None:
         log.info(f"discarded {summary.discarded_parts} parts that an interrupted run had encoded from something else")
     if summary.dry_run and not summary.reused:
         size = f", {summary.source_bytes:,} bytes" if summary.source_bytes is not None else ""
-        files = f"{summary.source_count} source{'s' * (summary.source_count != 1)}"
+        files = plural(summary.source_count, "source")
         print(f"dry run: would encode {files}{size} into {summary.output}.bin ({summary.dtype})")
         return
     done = "already prepared" if summary.reused else f"prepared in {summary.seconds:.1f} s"

@@ -19,6 +19,7 @@ from launch.runtime.logs import get_logger
 from launch.runtime.modules import RAY_DRIVER
 from launch.trainer.start_flags import StartFlags
 from megalite.config import Config, wanted_world_size
+from megalite.planner.units import plural
 
 log = get_logger(__name__)
 
@@ -69,7 +70,7 @@ def ray(
         raise LaunchError("Ray is not installed: pip install 'megalite[ray]', or train without it (megalite train)")
     sizes = sizes_in_words(config, layout)
     cluster = f"the Ray cluster at {where}" if where else "a Ray cluster of this machine"
-    log.info(f"{count} worker{'s' * (count != 1)} ({sizes}), {gpus} GPU{'s' * (gpus != 1)} each, on {cluster}")
+    log.info(f"{plural(count, 'worker')} ({sizes}), {plural(gpus, 'GPU')} each, on {cluster}")
     for notice in notices:
         log.info(notice)
     flags = StartFlags(force, allow_change)

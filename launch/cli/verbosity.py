@@ -12,6 +12,7 @@ from typer.main import get_command
 from launch.errors import LaunchError
 from launch.runtime.logs import configure_logging
 
+VERBOSITY = ("--verbose", "-v", "--quiet", "-q")
 LEVELS = {"verbose": "DEBUG", "quiet": "WARNING"}
 
 
@@ -45,7 +46,7 @@ def _verbosity(
 
 
 class CommandsWithVerbosity(TyperGroup):
-    """A group that takes --verbose and --quiet, as do all its commands and those of the groups in it."""
+    """A group that takes --verbose and --quiet, as do all its commands and groups and the commands in those."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -56,7 +57,6 @@ class CommandsWithVerbosity(TyperGroup):
 
 def _commands_in(group: TyperGroup) -> Iterator[Any]:
     for command in group.commands.values():
+        yield command
         if isinstance(command, TyperGroup):
             yield from _commands_in(command)
-        else:
-            yield command

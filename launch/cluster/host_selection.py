@@ -22,6 +22,7 @@ from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
 from megalite.planner.cost.memory import CUDA
 from megalite.planner.hardware import Cluster
 from megalite.planner.search import Ranks
+from megalite.planner.units import plural
 
 
 class NotEnoughHosts(LaunchError):
@@ -57,7 +58,7 @@ def wanted_ranks(config: Config, hosts: Sequence[Host], spares: int, device: Dev
     wanted = slots // replica * replica if data == "auto" else replica * data
     if wanted > slots or not wanted:
         count = len(hosts) - spares
-        of = f"{count} host{'s' * (count > 1)}{' that are not spare' if spares else ''}"
+        of = f"{plural(count, 'host')}{' that are not spare' if spares else ''}"
         raise LaunchError(
             f"the layout needs {wanted or replica} ranks, and there are {slots} slots on {of}: name more hosts, or use "
             "a smaller parallel layout"

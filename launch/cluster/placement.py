@@ -20,6 +20,7 @@ from megalite.planner.cost.shapes import stages_of
 from megalite.planner.cost.volumes import Traffic, traffic, volumes
 from megalite.planner.placement.cost import Costs, Node, Picks
 from megalite.planner.placement.search import first_fit, search
+from megalite.planner.units import plural
 from megalite.planner.workload import TrainingWorkload
 
 
@@ -50,7 +51,7 @@ def place(nodes: Sequence[Node], mesh: Mesh, traffic: Traffic, needs_gib: float 
         missing = [node.name for node in nodes if not is_large(node)]
         small = f" ({_listed(missing)} left out: no free slot, or less than {needs_gib:.3g} GiB of memory)"
         raise LaunchError(
-            f"the layout {mesh} needs {mesh.world_size} slots, and {_counted(len(large), 'host')} with {room} free "
+            f"the layout {mesh} needs {mesh.world_size} slots, and {plural(len(large), 'host')} with {room} free "
             f"ones were given{small if missing else ''}: use a smaller layout or more hosts"
         )
     costs = Costs(large, mesh, traffic)
@@ -107,7 +108,7 @@ def _notices(costs: Costs, nodes: Sequence[Node], picks: Picks) -> Iterator[str]
         largest, why = max(costs.gpus), "too few hosts have room for whole groups"
         if largest < tp:
             why = f"no host has {tp} free slots (the largest has {largest})"
-        groups = _counted(costs.mesh.world_size // tp, "tensor-parallel group")
+        groups = plural(costs.mesh.world_size // tp, "tensor-parallel group")
         yield (
             f"{len(cut)} of {groups} of {tp} ranks span several hosts, because {why}: their all-reduces, the most "
             "frequent traffic of all, leave the host; a tensor_parallel_size that divides the hosts' slots avoids it"
@@ -119,7 +120,3 @@ def _notices(costs: Costs, nodes: Sequence[Node], picks: Picks) -> Iterator[str]
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

@@ -35,14 +35,11 @@ from megalite.checkpoint.huggingface.folder import (
 from megalite.checkpoint.huggingface.json_files import CONFIG
 from megalite.checkpoint.huggingface.safetensors_writer import Entry
 from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER, copy_tokenizer
-from megalite.checkpoint.manifest import find_latest, no_checkpoint
-from megalite.checkpoint.reader import CheckpointReader
+from megalite.checkpoint.reader import CheckpointReader, open_checkpoint
 from megalite.config import ModelConfig
 from models.families import family, hf_config
 from models.hub.family import TOKEN_IDS
 from models.hub.tensor_layout import HubLayout
-
-ATTEMPTS = 5  # to open the newest checkpoint of a run that removes old ones meanwhile
 
 
 @dataclass(frozen=True)
@@ -134,6 +131,7 @@ def export_hugging_face(
             write_weights(folder, list(export.entries.values()), blocks, max_shard_bytes)
 
         def compare() -> Validation:
+            export.reader.verify_weights(partial(report, "comparing digests"))
             return validate_logits(export.model, export.read, folder, report)
 
         what = f"{export.reader.folder}: in {export.dtype}"
@@ -141,7 +139,7 @@ def export_hugging_face(
 
 
 def _prepare(checkpoint: Path, dtype: str | None, tokenizer: str | Path | None) -> _Export:
-    reader = open_newest(checkpoint)
+    reader = open_checkpoint(checkpoint)
     config = reader.manifest.config
     model = model_of(config.get("model"), str(reader.folder))
     shapes = global_shapes(model)
@@ -165,27 +163,6 @@ def _prepare(checkpoint: Path, dtype: str | None, tokenizer: str | Path | None) 
         raise CheckpointError(f"{found.problem}: {REMEDY}")
     notices = (f"{found.problem}, so the folder has none: {REMEDY}",) if found.folder is None else ()
     return _Export(reader, model, layout, usual, entries, found.files, notices)
-
-
-def open_newest(path: Path) -> CheckpointReader:
-    """Opens the checkpoint at `path`, or the newest complete one under it, even while a run removes old ones.
-
-    The files of an open checkpoint are mapped, so it stays readable when they are removed. Raises CheckpointError.
-    """
-    folder = None
-    for _ in range(ATTEMPTS):
-        folder, skipped = find_latest(path)
-        if folder is None:
-            raise CheckpointError(skipped[0] if skipped else no_checkpoint(path))
-        try:
-            return CheckpointReader(folder)
-        except CheckpointError:
-            if folder.is_dir():
-                raise
-    raise CheckpointError(
-        f"{folder}: was removed while it was being opened, its run keeps only some (checkpoint.keep_last): give the "
-        "run's folder, of which the newest is taken"
-    )
 
 
 def _token_ids(tokenizer: list[Path]) -> dict[str, Any]:

@@ -40,6 +40,8 @@ def local_folder(place: str | Path, *, weights: bool = True) -> Path:
     """Returns the folder, or the download of a hub id, with or without weights. Raises LaunchError."""
     if not is_hub_id(place):
         return Path(place)
+    if Path(f"{place}.bin").is_file():
+        raise LaunchError(f"{place}: is prepared data, no model: give the model, and --data {place} to evaluate it on")
     folder = _download(str(place), SMALL_FILES)
     if weights:
         _download(str(place), WEIGHTS)

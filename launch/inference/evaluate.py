@@ -42,6 +42,7 @@ from megalite.config.base import Section
 from megalite.config.errors import describe_validation_error
 from megalite.config.sections import DataConfig, TrainingConfig
 from megalite.parallel.loss import head_loss
+from megalite.planner.units import plural
 
 LONGEST_BY_DEFAULT = 2048  # tokens, for a model that no run saved, whose context may be a million tokens
 ANY = TypeVar("ANY", bound=Section)
@@ -170,6 +171,11 @@ def scored_data(request: EvaluateRequest, stored: StoredModel) -> Texts | Prepar
         fraction,
         vocab_limit=stored.model.vocab_size,
     )
+    if request.samples is not None and request.samples > samples.samples_per_epoch:
+        raise LaunchError(
+            f"--samples {request.samples}: the {samples.split} split of {', '.join(map(str, prefixes))} has "
+            f"{samples.samples_per_epoch} of {length} tokens: give at most that, or leave it out"
+        )
     count = request.samples or (training.evaluation.samples if training else samples.samples_per_epoch)
     return Prepared(samples, count, data.document_mask if data else True, samples.notice())
 
@@ -266,7 +272,7 @@ def show(request: EvaluateRequest, loaded: Loaded) -> None:
 def _sentence(evaluation: Evaluation) -> str:
     bits = "" if evaluation.bits_per_byte is None else f", {evaluation.bits_per_byte:.4f} bits per byte"
     if evaluation.documents is not None:
-        documents = f"{evaluation.documents:,} document{'s' * (evaluation.documents != 1)}"
+        documents = plural(evaluation.documents, "document")
         of = f"{documents} in windows of {evaluation.sequence_length:,}, {evaluation.stride:,} apart"
     else:
         of = f"{evaluation.samples:,} of {evaluation.samples_per_epoch:,} samples of {evaluation.sequence_length:,}"

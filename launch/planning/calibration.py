@@ -24,6 +24,7 @@ from megalite.config.layout import unchecked_layout
 from megalite.monitor.sinks.jsonl import read_records
 from megalite.planner.cost.step_time import step_time
 from megalite.planner.hardware import Accelerator, Cluster, Link
+from megalite.planner.units import plural
 from megalite.planner.workload import TrainingWorkload
 
 LEAST_STEPS = 5  # after warm-up
@@ -203,7 +204,7 @@ def _measured(folder: Path, receipt: _Receipt) -> tuple[int, float]:
     times = [time for one in records[WARM_UP_STEPS:] if (time := _computing_s(one)) is not None]
     if len(times) < LEAST_STEPS:
         raise LaunchError(
-            f"{folder}: it has {len(times)} step{'s' * (len(times) != 1)} after {WARM_UP_STEPS} of warm-up, and "
+            f"{folder}: it has {plural(len(times), 'step')} after {WARM_UP_STEPS} of warm-up, and "
             f"{LEAST_STEPS} are needed: train {LEAST_STEPS + WARM_UP_STEPS} or more"
         )
     return len(times), statistics.median(times)

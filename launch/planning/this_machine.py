@@ -32,6 +32,7 @@ from megalite.planner.cost.communication_time import INTRA_NODE_EFFICIENCY
 from megalite.planner.cost.layer_time import MEMORY_EFFICIENCY
 from megalite.planner.cost.memory import CPU, Device
 from megalite.planner.hardware import Accelerator, Catalogue, Cluster, FlashAttention, Link, find_link, is_guess
+from megalite.planner.units import plural
 
 MEASURING = Path(__file__).with_name("measure_cpu.py")
 MEASURING_S = 60.0  # timeout; takes three seconds on an idle machine
@@ -143,7 +144,7 @@ def _with_gpus(ranks: int, nodes: int, known: Catalogue) -> Machine:
 
 def _with_cpu(ranks: int, nodes: int, known: Catalogue, limits: MeasurementLimits) -> Machine:
     cores, rough = _computing_cores(), ""
-    name = f"{cpu_name()}, {cores} core{'s' * (cores > 1)}"
+    name = f"{cpu_name()}, {plural(cores, 'core')}"
     if name in known.accelerators:  # calibrated, or described by hand
         whole = known.accelerators[name]
         link = find_link(whole.intra_node, known)
@@ -236,7 +237,7 @@ def who_else_computes() -> str:
     load, cores = os.getloadavg()[0], _computing_cores()
     if load <= cores + OTHERS_COMPUTE:
         return ""
-    return f"somebody else computes here too, at a load of {load:.0f} on {cores} core{'s' * (cores > 1)}"
+    return f"somebody else computes here too, at a load of {load:.0f} on {plural(cores, 'core')}"
 
 
 def contradict(name: str, predicted_s: float, measured_s: float) -> bool:

@@ -13,6 +13,7 @@ from launch.runtime.logs import get_logger
 from launch.runtime.modules import RANK
 from launch.runtime.processes import ProcessTree, StopRequest, StopSignals, wait_for
 from megalite.config import LaunchConfig
+from megalite.planner.units import plural
 from megalite.resilience.signals import PREEMPTED_CODE, exit_code_for
 
 log = get_logger(__name__)
@@ -39,7 +40,7 @@ def rank_environment(
     cores = cores or cpu_count()
     threads = max(1, cores // ranks) if options.threads_per_rank == "auto" else options.threads_per_rank
     wanted["OMP_NUM_THREADS"] = str(threads)
-    reasons.append(f"{threads} thread{'s' * (threads > 1)} each")
+    reasons.append(f"{plural(threads, 'thread')} each")
     if options.malloc_tunables:
         wanted["GLIBC_TUNABLES"] = MALLOC_TUNABLES
         reasons.append("malloc keeps freed memory")

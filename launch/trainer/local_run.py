@@ -33,6 +33,7 @@ from launch.trainer.start_flags import NO_FLAGS, StartFlags
 from megalite.checkpoint.durable_files import verify_digest
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config import Config
+from megalite.planner.units import plural
 from megalite.resilience.signals import START_UP, STOP_SIGNALS, exit_code_for
 
 log = get_logger(__name__)
@@ -65,7 +66,7 @@ def start_local_run(config: Config, arguments: Sequence[str], flags: StartFlags 
     if run.device == "cpu":  # measured for the run's prediction while nothing else computes here, not beside the ranks
         with suppress(Exception):  # the run does not need it
             describe_machine(on_cpu=True, limits=MeasurementLimits(timeout_s=CPU_MEASUREMENT_S))
-    ranks = f"{run.layout.world_size} rank{'s' * (run.layout.world_size > 1)}"
+    ranks = plural(run.layout.world_size, "rank")
     for notice in run.notices:
         log.info(notice)
     log.info(f"starting {ranks} on {run.device} ({run.environment_in_words})")
@@ -152,7 +153,7 @@ def _predict(run: CheckedRun) -> Prediction:
 
 
 def _devices_in_words(run: CheckedRun) -> str:
-    ranks = f"{run.layout.world_size} rank{'s' * (run.layout.world_size > 1)}"
+    ranks = plural(run.layout.world_size, "rank")
     if run.device == "cpu":
         return f"{ranks} on this CPU ({cpu_name()})"
     return f"{ranks} on this machine's GPUs ({', '.join(dict.fromkeys(gpus(start_listing_gpus())['gpus']))})"

@@ -16,6 +16,7 @@ from launch.runtime.devices import Device
 from launch.runtime.host_probe import host_memory_bytes
 from megalite.config import Config, ResolvedLayout
 from megalite.planner.cost.memory import CUDA
+from megalite.planner.units import plural
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -77,4 +78,4 @@ def devices_in_words(devices: Sequence[RankDevice]) -> str:
     """Returns the devices in words, such as `16 ranks on 2 hosts (NVIDIA H100 80GB HBM3)`."""
     hosts, names = {(one.host, one.boot) for one in devices}, dict.fromkeys(one.name for one in devices)
     where = devices[0].host if len(hosts) == 1 else f"{len(hosts)} hosts"
-    return f"{len(devices)} rank{'s' * (len(devices) > 1)} on {where} ({', '.join(names)})"
+    return f"{plural(len(devices), 'rank')} on {where} ({', '.join(names)})"

@@ -19,7 +19,7 @@ from launch.runtime.host_probe import host_memory_bytes
 from launch.runtime.local_ranks import rank_environment
 from launch.trainer.data import RunData, open_data
 from launch.trainer.resume import Start, checkpoints_of, find_start
-from launch.trainer.run_folder import check_run_folder, lock_run_folder
+from launch.trainer.run_folder import check_run_folder
 from launch.trainer.start_flags import StartFlags
 from megalite.checkpoint.manifest import find_latest, step_folders
 from megalite.config import Config, ResolvedLayout, resolve_layout, wanted_world_size
@@ -86,11 +86,8 @@ def check_start(config: Config, flags: StartFlags, *, is_dry: bool = False) -> C
 
 
 def find_position(config: Config, flags: StartFlags, *, is_dry: bool = False) -> RunPosition:
-    """Checks the run's folder, its data and its checkpoint, as rank 0 of the run does."""
-    if is_dry:
-        check_run_folder(config)
-    else:
-        lock_run_folder(config).close()  # rank 0 takes it for the run
+    """Checks the run's folder, its data and its checkpoint, as rank 0 of the run does. Creates no folder."""
+    check_run_folder(config)
     return position_without_lock(config, flags, may_download=not is_dry)
 
 

@@ -54,6 +54,8 @@ def check_replaceable(folder: Path, overwrite: bool, marker: str) -> None:
     """Raises CheckpointError if `folder` holds what must not be replaced."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: is a file, where a folder is to be written: choose another name")
     if not overwrite:
         raise CheckpointError(f"{folder}: is there already and not empty: choose another name, or --overwrite it")
     if not (folder / marker).is_file():  # a mistyped path must not cost a home folder

@@ -71,4 +71,9 @@ def digest(path: Path) -> FileEntry:
 def verify_digest(path: Path, recorded: FileEntry) -> None:
     """Reads a file and compares its SHA-256. Raises CheckpointError if it differs."""
     if digest(path) != recorded:
-        raise CheckpointError(f"{path.parent}: {path.name} has changed since it was written: its digest differs")
+        raise changed(path)
+
+
+def changed(path: Path) -> CheckpointError:
+    """Returns the error of a checkpoint's file whose digest is not the recorded one."""
+    return CheckpointError(f"{path.parent}: {path.name} has changed since it was written: its digest differs")

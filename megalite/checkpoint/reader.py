@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.durable_files import changed
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.reader import HubReader
 from megalite.checkpoint.huggingface.weight_files import SafetensorsFile
@@ -23,6 +27,9 @@ from megalite.checkpoint.manifest import (
     read_manifest,
 )
 
+log = logging.getLogger(__name__)
+ATTEMPTS = 5  # to open the newest checkpoint of a run that removes old ones meanwhile
+READERS = min(8, os.cpu_count() or 1)  # files that are hashed concurrently: hashing releases the GIL
 MANY_BLOCKS = 1000  # of one tensor, above which they are not compared with one another
 Stored = tuple[Slices, str, str]  # block of the global tensor, file, key in the file
 
@@ -100,6 +107,21 @@ class CheckpointReader:
                 return self._files[file].read(key, inside)
         return None
 
+    def verify_weights(self, report: Callable[[int, int], object]) -> None:
+        """Reads all files that hold weights and compares their digests. Raises CheckpointError if one differs.
+
+        `report` is called after each file with the bytes that have been read, and of how many.
+        """
+        names = {file for (kind, _), blocks in self._blocks.items() if kind == WEIGHT for _, file, _ in blocks}
+        files = {name: self._files[name] for name in sorted(names)}
+        done, total = 0, sum(self.manifest.files[name].size for name in names)
+        with ThreadPoolExecutor(READERS) as pool:
+            for name, sha256 in zip(files, pool.map(SafetensorsFile.sha256, files.values()), strict=True):
+                if sha256 != self.manifest.files[name].sha256:
+                    raise changed(self.folder / name)
+                done += self.manifest.files[name].size
+                report(done, total)
+
     def stored_numbers(self) -> dict[tuple[str, str], int]:
         """Returns how many numbers of each tensor the files hold, by kind and name."""
         return {
@@ -140,9 +162,26 @@ def _overlap_on_a_grid(blocks: list[Stored]) -> tuple[str, str] | None:
 
 
 def open_checkpoint(path: Path) -> CheckpointReader:
-    """Opens the checkpoint at `path`, or the newest complete one under it."""
-    folder, skipped = find_latest(path)
-    if folder is None:
-        reason = skipped[0] if skipped else no_checkpoint(path)
-        raise CheckpointError(reason)
-    return CheckpointReader(folder)
+    """Opens the checkpoint at `path`, or the newest complete one under it, even while a run removes old ones.
+
+    Warns of newer checkpoints that it passes over. The files of an open checkpoint are mapped, so it stays readable
+    when they are removed. Raises CheckpointError.
+    """
+    folder = None
+    for _ in range(ATTEMPTS):
+        folder, skipped = find_latest(path)
+        if folder is None:
+            raise CheckpointError(skipped[0] if skipped else no_checkpoint(path))
+        try:
+            reader = CheckpointReader(folder)
+        except CheckpointError:
+            if folder.is_dir():
+                raise
+        else:
+            for reason in skipped:
+                log.warning(f"{reason}: taking {folder} instead")
+            return reader
+    raise CheckpointError(
+        f"{folder}: was removed while it was being opened, its run keeps only some (checkpoint.keep_last): give the "
+        "run's folder, of which the newest is taken"
+    )

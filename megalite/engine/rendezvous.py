@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
 from megalite.engine.errors import RendezvousFailed
+from megalite.planner.units import plural
 
 POLL_S = 0.2  # between two questions whether all ranks have come
 NAMED = 8  # missing ranks that are listed one by one
@@ -76,7 +77,7 @@ class Rendezvous:
 
     def _listed(self, ranks: Sequence[int]) -> str:
         """Returns "2 others (ranks 3, 5)"; of many, the first few, and no numbers where all others are meant."""
-        count = f"{len(ranks)} other{'s' * (len(ranks) > 1)}"
+        count = plural(len(ranks), "other")
         if len(ranks) == self.world_size - 1:
             return count
         more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""

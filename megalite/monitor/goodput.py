@@ -24,6 +24,7 @@ from megalite.monitor.events import EVENTS, read_events
 from megalite.monitor.observer import Observer
 from megalite.monitor.progress import duration
 from megalite.monitor.sinks.jsonl import read_records
+from megalite.planner.units import plural
 
 log = logging.getLogger(__name__)
 Event = Mapping[str, Any]
@@ -128,7 +129,7 @@ class Goodput(Observer):
             start = duration(wall_s * shares["startup"])
             return f"goodput: too short to tell: {start} of the {duration(wall_s)} so far went into starting"
         parts = [f"{label} {shares[name]:.1%}" for name, label in CATEGORIES.items() if shares[name] >= 0.001]
-        sessions = f"{self.sessions} session{'s' * (self.sessions > 1)}"
+        sessions = plural(self.sessions, "session")
         return f"goodput {shares['productive']:.1%} of {duration(wall_s)} in {sessions}: {', '.join(parts)}"
 
     def _session_s(self) -> float:

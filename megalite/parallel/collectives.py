@@ -73,14 +73,9 @@ class _Copy(torch.autograd.Function):
         return all_reduce(grad.clone(), ctx.tp), None
 
 
-class _CopyParameter(torch.autograd.Function):
+class _CopyParameter(_Copy):
     """Sums the gradient in fp32 at least, and rounds the sum once: parameters are small here, and their gradients are
     what the optimizer gets."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
-        return parameter.view_as(parameter)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from megalite.config import Config
-from megalite.planner.units import duration, short
+from megalite.planner.units import duration, plural, short
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 LEAST_GOODPUT = 1e-3  # below it a run takes a thousand times its steps, and is said never to end
@@ -63,7 +63,7 @@ class RunLength:
         """Steps and tokens in words: `71,526 steps, 300 billion tokens`."""
         scales = ((1e12, "trillion "), (1e9, "billion "), (1e6, "million "), (1.0, ""))
         scale, word = next(((scale, word) for scale, word in scales if self.tokens >= scale), scales[-1])
-        return f"{self.steps:,} step{'s' * (self.steps != 1)}, {short(self.tokens / scale)} {word}tokens"
+        return f"{plural(self.steps, 'step')}, {short(self.tokens / scale)} {word}tokens"
 
 
 def run_length(

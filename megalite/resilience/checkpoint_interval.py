@@ -22,7 +22,7 @@ from typing import Any
 from megalite.monitor.goodput import ENDS
 from megalite.planner.reliability.checkpoints import LONGEST_INTERVAL_S, Save, planned_interval_s
 from megalite.planner.reliability.failure_rates import DEFAULT_RATE, mtbf_hours
-from megalite.planner.units import short
+from megalite.planner.units import plural, short
 
 FIRST_SAVE_S = 60.0  # of training
 FIRST_SAVE_SHARE = 0.1  # of the mean time between failures, where that is less
@@ -68,7 +68,7 @@ class FailureHistory:
         assumed_s = 3600 * mtbf_hours(DEFAULT_RATE, self.nodes)
         if seen_s > assumed_s:
             return seen_s, f"at most: none in {_format_s(seen_s)}"
-        nodes = f"{self.nodes} node{'s' * (self.nodes > 1)}"
+        nodes = plural(self.nodes, "node")
         return assumed_s, f"assumed for {nodes}: none seen in {_format_s(seen_s)}"
 
 
@@ -148,7 +148,7 @@ class IntervalPlanner:
         steps = max(1, round(interval_s / median(self._step_s))) if any(self._step_s) else 1
         bound = ", the longest" * (interval_s == LONGEST_INTERVAL_S)
         return (
-            f"checkpoint.interval auto: a save every {_format_s(interval_s)} ({steps} step{'s' * (steps > 1)}){bound}, "
+            f"checkpoint.interval auto: a save every {_format_s(interval_s)} ({plural(steps, 'step')}){bound}, "
             f"because one blocks {_format_s(median(self._blocked_s))} and takes {_format_s(max(self._duration_s))},"
             f" and a failure is expected every {_format_s(mean_s)} ({source})"
         )

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.engine.distributed import group_timeout
+from megalite.planner.units import plural
 from megalite.resilience.signals import ANNOUNCEMENTS, take_signals
 
 
@@ -75,7 +76,7 @@ class StopRequests:
         name = "" if number == signal.SIGINT else f"{signal.Signals(number).name}: "
         lost = max(1, self._step - self._saved_step)
         again = "press Ctrl-C again to end now" if number == signal.SIGINT else "a second one ends the run now"
-        cost = "" if number in ANNOUNCEMENTS else f"; {again}, which loses {lost} step{'s' * (lost > 1)}"
+        cost = "" if number in ANNOUNCEMENTS else f"; {again}, which loses {plural(lost, 'step')}"
         times = f"step {self._step} began {time.monotonic() - self._step_began:.0f} s ago"
         if self._last_step_s:
             times += f", the one before took {self._last_step_s:.3g} s"

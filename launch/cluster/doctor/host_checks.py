@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from launch.cluster.doctor.findings import FAIL, WARN, Answers, Finding, Problems, usual
+from megalite.planner.units import plural
 
 MIB, GIB = 1 << 20, 1 << 30
 SHM = "/dev/shm"
@@ -114,7 +115,7 @@ def check_devices(answers: Answers) -> list[Finding]:
             remedy = "look at nvidia-smi there, or set DS_ACCELERATOR=cpu here"
             problems.add(name, FAIL, facts["gpu_problem"], remedy)
         elif count < wanted:
-            sentence = f"{count} GPU{'s' * (count != 1)}, and the hostfile's slots need {wanted}"
+            sentence = f"{plural(count, 'GPU')}, and the hostfile's slots need {wanted}"
             problems.add(name, FAIL, sentence, "correct its slots, or look at nvidia-smi there")
         elif names[name] != right:
             sentence = f"{names[name]}, and {right} on the others"

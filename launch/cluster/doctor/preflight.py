@@ -23,6 +23,7 @@ from launch.runtime.devices import Device
 from launch.runtime.hostfile import Host
 from launch.runtime.modules import INSTALLATION
 from launch.trainer.run_folder import PACKAGES
+from megalite.planner.units import plural
 
 ANSWER_S = 30.0  # for all facts of a host; each that may hang has its own limit
 CONNECT_S = 2.0
@@ -84,8 +85,8 @@ class PreflightReport:
     def conclusion(self) -> str:
         """Summarises the report in one line."""
         count, failed = len(self.hosts), self.failed_hosts
-        hosts, warnings = f"{count} host{'s' * (count > 1)}", sum(one.verdict == WARN for one in self.findings)
-        suffix = f", {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
+        hosts, warnings = plural(count, "host"), sum(one.verdict == WARN for one in self.findings)
+        suffix = f", {plural(warnings, 'warning')}" if warnings else ""
         if self.passed:
             return f"{hosts} can train together{suffix} ({self.seconds:.1f} s)"
         if not failed:

@@ -10,7 +10,7 @@ from launch.output import Table
 from megalite.planner.explanation import explain
 from megalite.planner.hardware import Cluster, is_guess
 from megalite.planner.search import LayoutCandidate, SearchResult
-from megalite.planner.units import GIB
+from megalite.planner.units import GIB, plural
 
 LayoutRow = dict[str, Any]
 """One layout with its predicted figures; the keys are the columns of the CSV output."""
@@ -70,7 +70,7 @@ def layouts_table(rows: Sequence[LayoutRow], result: SearchResult) -> Table:
     return Table.of(
         [row | text for row, text in zip(rows, texts, strict=True)],
         columns,
-        title=f"{count} layout{'s' * (count != 1)} that fit, fastest first; an accelerator has "
+        title=f"{plural(count, 'layout')} that fit, fastest first; an accelerator has "
         f"{result.cluster.accelerator.memory_gib:.3g} GiB",
         text_columns=(0, 1),
     )

@@ -6,6 +6,7 @@ refused with a CheckpointError, one sentence; a pickle runs no code.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -55,6 +56,11 @@ class SafetensorsFile:
             row = torch.Size(shape[1:]).numel() * DTYPES[self.tags[name]].itemsize
             self._ask_for(*(self._starts[name] + row * end for end in (source[0].start, source[0].stop)))
         return self._file.get_slice(name)[source]
+
+    def sha256(self) -> str:
+        """Returns the digest of the whole file, also after it was removed."""
+        self._bytes.seek(0)
+        return hashlib.file_digest(self._bytes, "sha256").hexdigest()
 
     def _ask_for(self, start: int, stop: int) -> None:
         """Starts reading bytes [start, stop) and some after them from disk; returns at once."""

@@ -83,10 +83,10 @@ class Patience:
 PATIENCE = Patience()
 
 
-def check_url(url: str) -> type[Any]:
-    """Returns fsspec's class for `url`. Contacts no server.
+def check_url(url: str) -> None:
+    """Checks that `url` can hold checkpoints and that its library is installed. Contacts no server.
 
-    Raises CheckpointError if `url` cannot hold checkpoints or its library is missing.
+    Raises CheckpointError.
     """
     import fsspec
 
@@ -99,7 +99,7 @@ def check_url(url: str) -> type[Any]:
             f"{url}: fsspec knows no protocol {protocol}: use s3://bucket/folder, gs://bucket/folder or file:///folder"
         )
     try:
-        return fsspec.get_filesystem_class(protocol)
+        fsspec.get_filesystem_class(protocol)
     except ImportError as error:
         extra = EXTRAS.get(protocol)
         remedy = f"pip install 'megalite[{extra}]'" if extra else error
@@ -118,12 +118,13 @@ class Store:
     """
 
     def __init__(self, url: str, patience: Patience = PATIENCE, given_up: threading.Event | None = None) -> None:
-        filesystem, protocol = check_url(url), urlsplit(url).scheme
+        check_url(url)
         from fsspec.callbacks import Callback
+        from fsspec.core import url_to_fs
 
         self.url = url.rstrip("/")
         self._patience, self._given_up = patience, given_up or threading.Event()
-        self._extra = EXTRAS.get(protocol)
+        self._extra = EXTRAS.get(urlsplit(url).scheme)
         options: dict[str, Any] = {}  # our timeouts under the names of the protocol's own library
         if self._extra == "s3":
             retries = {"total_max_attempts": patience.requests, "mode": "standard"}
@@ -132,10 +133,13 @@ class Store:
             options = {"config_kwargs": timeouts | {"retries": retries}, "use_listings_cache": False, **parts}
         elif self._extra == "gcs":
             options = {"requests_timeout": patience.stall_s, "use_listings_cache": False}
-        self._fs = filesystem(**options, skip_instance_cache=True)
+        try:
+            self._fs, root = url_to_fs(self.url, skip_instance_cache=True, **options)
+        except Exception as error:  # each library has its own
+            raise explained(self.url, error) from None
         if self._extra == "s3":
             self._fs.retries = 1  # botocore's are enough: s3fs would repeat each of them
-        self._root = self._fs._strip_protocol(self.url).rstrip("/")
+        self._root = root.rstrip("/")
         self._progress_time = 0.0  # time.monotonic() of the last progress
         self._callback = Callback(hooks={"progress": lambda *_, **__: self._note_progress()})
 

@@ -20,6 +20,10 @@ def test_a_long_command_says_what_it_does_where_no_terminal_is(
         time.sleep(0.2)
     said = capsys.readouterr().err
     assert said.index("megalite: reading (") < said.index("megalite: writing (")
+    with output.progress_bar() as report:
+        report("comparing", 1, 4)
+        time.sleep(0.2)
+    assert "megalite: comparing: 25% (" in capsys.readouterr().err
     with output.spinner("reading", is_shown=False):
         time.sleep(0.2)
     assert capsys.readouterr().err == ""

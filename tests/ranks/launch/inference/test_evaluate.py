@@ -15,7 +15,7 @@ import transformers
 from data_pipeline.prepare.prepare import prepare
 from data_pipeline.tokenizer import train_tokenizer
 from launch.cli.app import main
-from launch.errors import USER_ERRORS
+from launch.errors import USER_ERRORS, LaunchError
 from launch.inference.evaluate import EvaluateRequest, Evaluation, evaluate
 from launch.inference.generate import generate
 from launch.inference.session import ModelPlacement, load
@@ -134,6 +134,8 @@ def test_a_run_is_evaluated_on_its_own_samples(tiny: dict[str, Any], tmp_path: P
     assert evaluated(EvaluateRequest(place, [], list(map(str, [tiny["data"]["path"]])))).loss == own.loss
     whole = evaluated(EvaluateRequest(place, [], [], samples=own.samples_per_epoch))
     assert whole.tokens > own.tokens and whole.loss != own.loss
+    with pytest.raises(LaunchError, match=f"has {own.samples_per_epoch} of 32 tokens: give at most that"):
+        evaluated(EvaluateRequest(place, [], [], samples=own.samples_per_epoch + 1))
     if document_mask:  # text too, with the tokenizer that prepared the data
         made = generate(tiny["run_dir"], "import ", max_new_tokens=5)
         assert made.prompt_tokens >= 1 and 1 <= made.new_tokens <= 5

@@ -254,7 +254,7 @@ MISTAKES = {
         [*ON_GPUS, "parallel.data_parallel_size=2"],
         ["makes 4 processes, but this run has 32"],
     ),
-    "too many hosts": (["-N", "4", "--gpus-per-node", "0"], ["2 ranks", "4 nodes", "give --ntasks-per-node"]),
+    "too many hosts": (["-N", "4", "--gpus-per-node", "0"], ["2 ranks", "4 nodes", "give --nodes 2, or"]),
     "ranks without GPUs": ([*ON_GPUS, "--ntasks-per-node", "4"], ["--ntasks-per-node 4", "--gpus-per-node 8"]),
     "fp16 on the CPU": ([*ON_CPU, "precision.dtype=fp16"], ["fp16"]),
     "unknown option": ([*ON_CPU, "training.stepz=3"], ["training.stepz", "training.steps"]),

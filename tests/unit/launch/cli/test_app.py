@@ -140,16 +140,16 @@ def test_a_dry_run_under_a_launcher_starts_nothing(tiny: dict[str, Any], tmp_pat
     assert not Path(tiny["run_dir"]).exists()
 
 
-@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize("place", [0, 1, 4])
 @pytest.mark.parametrize(("option", "has_notices"), [([], True), (["-q"], False), (["--verbose"], True)])
 def test_quiet_keeps_results_and_drops_notices(
-    option: list[str], is_before: bool, has_notices: bool, monkeypatch: pytest.MonkeyPatch
+    option: list[str], place: int, has_notices: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(LEVEL, "INFO")  # restored afterwards, as the options set it
     configure_logging()
     try:
         command = ["plan", "reliability", "--gpus", "64"]
-        done = CliRunner().invoke(app, [*option, *command] if is_before else [*command, *option])
+        done = CliRunner().invoke(app, [*command[:place], *option, *command[place:]])
     finally:
         monkeypatch.undo()
         configure_logging()

@@ -20,6 +20,7 @@ from launch.huggingface.exporting import export_hugging_face
 from launch.huggingface.importing import import_hugging_face
 from launch.huggingface.progress import SAMPLE_S, PeakMemory
 from launch.huggingface.streaming import Stream
+from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface import folder as hugging_face
 from megalite.checkpoint.huggingface.folder import HuggingFaceFolder
 from tests.helpers.audit import verify_digests
@@ -87,6 +88,18 @@ def test_progress_counts_every_byte_that_is_written(tmp_path: Path) -> None:
     assert {what for what, *_ in seen} == {f"writing {tmp_path / 'checkpoint'}", "comparing logits with transformers"}
     comparing = [done for what, done, _ in seen if what.startswith("comparing")]
     assert comparing[0] == 0 and comparing == sorted(comparing), "it is said before transformers is loaded"
+
+
+def test_an_export_notices_a_weight_that_has_changed_on_disk(tmp_path: Path) -> None:
+    """Still a finite number, in which transformers and we agree."""
+    import_hugging_face(LLAMA.save(tmp_path / "hf"), tmp_path / "checkpoint", validate=False)
+    file = next((tmp_path / "checkpoint").glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-4] ^= 1  # the lowest bit of the last number
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match="has changed since it was written: its digest differs"):
+        export_hugging_face(tmp_path / "checkpoint", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "hf"]
 
 
 def _convert(way: str, tmp_path: Path, tell: Any, **options: Any) -> None:

@@ -72,7 +72,7 @@ def test_what_is_there_is_kept_unless_overwriting_is_asked_for_and_safe(tmp_path
     (home / "thesis.tex").touch()
     with pytest.raises(CheckpointError, match=r"has no config\.json, so it is nothing of this kind"):
         _fill(home, overwrite=True)
-    with pytest.raises(CheckpointError, match="not empty"):
+    with pytest.raises(CheckpointError, match="is a file"):
         _fill(home / "thesis.tex")
     assert _names(home) == ["thesis.tex"]
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from launch.runtime.logs import configure_logging
 from megalite.checkpoint import durable_files, writer
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import find_latest, read_manifest
@@ -124,12 +125,18 @@ def test_a_flipped_bit_is_found_by_the_digest(tmp_path: Path) -> None:
         verify_digests(folder)
 
 
-def test_the_newest_complete_one_is_taken_and_the_rest_explained(tmp_path: Path) -> None:
+def test_the_newest_complete_one_is_taken_and_the_rest_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(tmp_path, 1)
     truncate(write(tmp_path, 2))
     latest, skipped = find_latest(tmp_path)
     assert latest == tmp_path / "step_00000001"
     assert len(skipped) == 1 and "step_00000002" in skipped[0]
+
+    configure_logging()
+    assert open_checkpoint(tmp_path).folder == latest
+    assert capsys.readouterr().err == f"megalite: warning: {skipped[0]}: taking {latest} instead\n"
 
 
 def test_a_missing_piece_is_named(tmp_path: Path) -> None:

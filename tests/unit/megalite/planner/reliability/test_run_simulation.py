@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planner.simulation import Check, Relation, simulated_best_interval_s, validation_rows, waiting_share
+from benchmarks.planner.simulation import Check, Relation, simulated_best_interval_s, waiting_share
 from megalite.config import ConfigError
 from megalite.planner.reliability.checkpoints import Save, time_shares
 from megalite.planner.reliability.failure_rates import failure_probability
@@ -304,16 +304,6 @@ def test_an_impossible_run_is_one_sentence(changes: dict[str, float], words: str
     with pytest.raises(ConfigError, match=words) as caught:
         replace(RUN, **changes)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.slow
-def test_simulations_stay_within_their_bounds() -> None:
-    """The issue's: best interval within 10 %, goodput within 0.3 points, Meta's formula within 1.5 %, and what Llama 3,
-    MegaScale and BLOOM published."""
-    checks = validation_rows()
-    assert not [check for check in checks if not check.passes]
-    for words, count in (("best interval", 4), ("goodput", 10), ("ETTR", 6), ("Llama 3", 2), ("MegaScale", 4)):
-        assert sum(check.name.startswith(words) for check in checks) == count
 
 
 @pytest.mark.parametrize(
