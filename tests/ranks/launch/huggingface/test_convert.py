@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from data_pipeline.tokenizer import inspect_tokenizer, train_tokenizer
 from launch.errors import USER_ERRORS
-from launch.huggingface import exporting
 from launch.huggingface.exporting import export_hugging_face, plan_export
 from launch.huggingface.importing import import_hugging_face, plan_import
 from launch.huggingface.serial_model import global_shapes
+from megalite.checkpoint import reader as checkpoint_reader
 from megalite.checkpoint.engine_state import load_engine
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.config import Config, ModelConfig, resolve_layout
@@ -305,7 +305,7 @@ def test_a_checkpoint_that_retention_removes_meanwhile_is_exported_whole_or_said
     assert summary.source.endswith("step_00000020") and summary.logit_difference is not None
     assert all(torch.equal(tensor, expected[name]) for name, tensor in _weights(tmp_path / "hf").items())
 
-    found = exporting.find_latest
+    found = checkpoint_reader.find_latest
 
     def find_and_lose(path: Path) -> Any:
         folder, skipped = found(path)
@@ -315,7 +315,7 @@ def test_a_checkpoint_that_retention_removes_meanwhile_is_exported_whole_or_said
                 _run_checkpoint(steps / "step_00000030", LLAMA, step=30)
         return folder, skipped
 
-    monkeypatch.setattr(exporting, "find_latest", find_and_lose)
+    monkeypatch.setattr(checkpoint_reader, "find_latest", find_and_lose)
     newer = export_hugging_face(tmp_path / "run", tmp_path / "newer", validate=False)
     assert newer.source.endswith("step_00000030")
     _run_checkpoint(steps / "step_00000010", LLAMA, step=10)
