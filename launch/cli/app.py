@@ -7,6 +7,8 @@ run), 75 (stopped on request after saving), 86 (the run hung). No torch here.
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import sys
 from pathlib import Path
@@ -56,6 +58,7 @@ from launch.runtime.logs import get_logger
 from launch.runtime.modules import COMMAND_LINE
 from launch.trainer.run_config import load_run_config
 from launch.trainer.start_flags import StartFlags
+from megalite.checkpoint.durable_files import NO_ROOM
 from megalite.config import Config
 
 log = get_logger(__name__)
@@ -265,14 +268,22 @@ def _refuse_dashed_overrides(words: list[str]) -> None:
 def main() -> None:
     """Entry of the `megalite` command."""
     try:
-        _refuse_dashed_overrides(sys.argv[1:])
-        app()
+        try:
+            _refuse_dashed_overrides(sys.argv[1:])
+            app()
+        finally:
+            sys.stdout.flush()  # here, where an error can be told
     except USER_ERRORS as error:
         for sentence in sentences_of(error):
             log.error(sentence)
         sys.exit(USER_ERROR_CODE)
     except OSError as error:
-        if error.filename is None:
+        if error.filename is not None:
+            log.error(f"{error.filename}: {error.strerror}: check the path and your rights to it")
+        elif error.errno in (*NO_ROOM, errno.EPIPE):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
+            if error.errno != errno.EPIPE:  # whoever read it has seen enough
+                log.error(f"standard output cannot be written: {error.strerror}: send it elsewhere")
+        else:
             raise
-        log.error(f"{error.filename}: {error.strerror}: check the path and your rights to it")
         sys.exit(USER_ERROR_CODE)

@@ -105,15 +105,23 @@ def launcher_command(
         arguments += [] if ssh_port is None else ["--mca", "plm_rsh_args", f"-p {ssh_port}"]
     elif launcher == "slurm":
         arguments += ["--distribution=arbitrary"]  # keeps the order of SLURM_HOSTFILE; a node list would be sorted
-    arguments += shlex.split(launcher_args)
+    arguments += _words(launcher_args, "--launcher-args")
     if arguments:
         command += [f"--launcher_args={shlex.join(arguments)}"]
     return [*command, str(RANK_SCRIPT), str(folder / CONFIG), *flags.words]
 
 
+def _words(text: str, origin: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise LaunchError(f"{origin} {text!r} is not what a shell could read ({error}): correct its quotes") from None
+
+
 def launcher_environment(folder: Path, patience_s: float) -> dict[str, str]:
     """Returns the environment of the launcher's own process, without variables it would put on command lines."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW")}
-    options = [*shlex.split(kept.get("PDSH_SSH_ARGS_APPEND", "")), *(f"-o{one}" for one in keep_alive(patience_s))]
-    own = {"DS_ENV_FILE": str(folder / ENVIRONMENT), "PDSH_SSH_ARGS_APPEND": " ".join(options)}
+    name = "PDSH_SSH_ARGS_APPEND"
+    options = [*_words(kept.get(name, ""), name), *(f"-o{one}" for one in keep_alive(patience_s))]
+    own = {"DS_ENV_FILE": str(folder / ENVIRONMENT), name: " ".join(options)}
     return kept | own | {"SLURM_HOSTFILE": str(folder / TASKS)}

@@ -24,6 +24,7 @@ from megalite.planner.search import search
 from megalite.planner.units import duration
 from megalite.planner.workload import TrainingWorkload
 
+HARDLY_EVER = 1e-9  # failures per 1,000 node-days, for a rate of 0, which has no mean time between failures
 COMMUNICATION = ("tensor collectives", "between stages", "replicas")  # of `StepTime.parts`
 
 
@@ -88,8 +89,8 @@ def planned_run(
     """
     job = reliability_of(config, gpus_per_node, gpus)
     job = replace(job, detection_s=down_s[0], restart_s=down_s[1])
-    if rate_per_1000_node_days:
-        job = replace(job, rate_per_1000_node_days=rate_per_1000_node_days)
+    if rate_per_1000_node_days is not None:
+        job = replace(job, rate_per_1000_node_days=rate_per_1000_node_days or HARDLY_EVER)
     if accelerator is None:
         return PlannedRun(job, SizedRun(at_scale(job, gpus), job.days), True, tuple(steps_not_counted(config)))
     (run,), _ = predicted_runs(config, accelerator, [gpus], job, is_length_wanted=is_length_wanted)

@@ -293,6 +293,8 @@ def _is_measured(value: Any) -> TypeGuard[Measured]:
 
 
 def _measure(timeout_s: float) -> Measured:
+    if timeout_s <= 0:
+        raise LaunchError("this machine's CPU has not been measured yet, which a run does at its start")
     command = [sys.executable, "-P", str(MEASURING), str(_computing_cores())]
     try:
         # without the thread settings of a rank's environment

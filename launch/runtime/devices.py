@@ -6,18 +6,25 @@ import os
 import subprocess
 from typing import Literal
 
+from launch.errors import LaunchError
 from launch.runtime.host_probe import sizes_of_gpus, start_sizing_gpus
 
 Device = Literal["cpu", "cuda"]
 
 
 def gpu_count() -> int:
-    """Returns how many GPUs ranks may use: those in CUDA_VISIBLE_DEVICES if it is set, none with DS_ACCELERATOR=cpu."""
-    if os.environ.get("DS_ACCELERATOR") == "cpu":
+    """Returns how many GPUs ranks may use: those in CUDA_VISIBLE_DEVICES if it is set, none with DS_ACCELERATOR=cpu.
+
+    Raises LaunchError if DS_ACCELERATOR names something else than the CPU or CUDA.
+    """
+    accelerator = os.environ.get("DS_ACCELERATOR")
+    if accelerator not in (None, "cpu", "cuda"):
+        raise LaunchError(f"DS_ACCELERATOR is {accelerator!r} in the environment: set it to cpu or cuda, or unset it")
+    if accelerator == "cpu":
         return 0
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.TimeoutExpired):  # not there, or in a folder of PATH that may not be read
         return 0
     gpus = sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

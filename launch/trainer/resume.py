@@ -18,7 +18,7 @@ from launch.runtime.rank_environment import Rank
 from launch.trainer.config_changes import OptionChange, changes_since, check_changes, saved_model
 from launch.trainer.data import RunData
 from launch.trainer.run_config import checkpoint_at, reads_the_length, refuse_other_model
-from launch.trainer.run_tokenizer import check_kept, choose_tokenizer
+from launch.trainer.run_tokenizer import check_kept, check_room_for, choose_tokenizer
 from launch.trainer.start_flags import NO_FLAGS, StartFlags
 from megalite.checkpoint.durable_files import remove
 from megalite.checkpoint.errors import CheckpointError
@@ -70,14 +70,15 @@ class Start:
         size = sum(file.size for file in self.manifest.files.values())
         return f"loading {self.checkpoint}, {size / 1e9:.1f} GB"
 
-    def counted(self, config: Config) -> Config:
+    def counted(self, config: Config, *, is_certain: bool = True) -> Config:
         """Returns `config` with a length that counts `training.tokens` from this start on.
 
-        Raises ConfigError if the schedule does not fit into that length.
+        Raises ConfigError if the schedule does not fit into that length, unless the run may start elsewhere.
         """
         tokens_seen = self.manifest.state.get("tokens_seen", 0) if self.is_resume and self.manifest else 0
         counted = config.counted_from(self.step, int(tokens_seen))
-        check_counted_length(counted)
+        if is_certain:
+            check_counted_length(counted)
         return counted
 
     @property
@@ -254,6 +255,8 @@ def _with_tokenizer(start: Start, config: Config, data: RunData) -> Start:
         first = find_tokenizer(manifest, start.checkpoint).folder
     wanted = manifest.tokenizer_sha256 if start.is_resume and manifest is not None else data.tokenizer_sha256
     tokenizer, notice = choose_tokenizer(config, data, first, wanted)
+    if tokenizer is not None:
+        check_room_for(config, tokenizer)
     return replace(start, tokenizer=tokenizer, notices=(*start.notices, *filter(None, [notice])))
 
 

@@ -53,19 +53,28 @@ def choose_tokenizer(config: Config, data: RunData, first: Path | None, wanted: 
     return None, f"the run keeps no tokenizer, {problem}: generate and export will need --tokenizer"
 
 
+def check_room_for(config: Config, source: Path) -> None:
+    """Raises CheckpointError if the run's folder holds other files where `keep_tokenizer` is to copy `source`."""
+    kept = config.run_dir / KEPT
+    if kept.exists() and not _is_kept(source, kept) and (not kept.is_dir() or any(kept.iterdir())):
+        raise CheckpointError(
+            f"{kept} holds other files than the tokenizer {source}, which the run is to keep there: move them away, or "
+            "choose another run_dir"
+        )
+
+
 def keep_tokenizer(config: Config, source: Path) -> None:
     """Copies the tokenizer in the folder `source` into the run's folder, whole or not at all; no change if it is there.
 
-    Raises CheckpointError if it cannot be written.
+    Raises CheckpointError if it cannot be written, or if other files are there.
     """
     from megalite.checkpoint.atomic_folder import new_folder  # pulls in torch
 
-    kept, files = config.run_dir / KEPT, tokenizer_files(source)
-    former = tokenizer_files(kept)
-    if _contents(former, kept) == _contents(files, source):
+    kept = config.run_dir / KEPT
+    if _is_kept(source, kept):
         return
-    with new_folder(kept, overwrite=True, marker=former[0].name if former else TOKENIZER) as folder:
-        copy_tokenizer(files, folder)
+    with new_folder(kept, overwrite=False, marker=TOKENIZER) as folder:
+        copy_tokenizer(tokenizer_files(source), folder)
 
 
 def tokenizer_in_manifests(data: RunData, kept: Path | None) -> tuple[str | None, str | None]:
@@ -80,5 +89,7 @@ def _sha256(place: Path) -> str | None:
     return tokenizer_sha256(tokenizer_files(place))
 
 
-def _contents(files: list[Path], folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+def _is_kept(source: Path, kept: Path) -> bool:
+    """Returns whether `kept` holds every file of the tokenizer in `source`; the user may have added others."""
+    copies = [(path, kept / path.relative_to(source)) for path in tokenizer_files(source)]
+    return all(copy.is_file() and copy.read_bytes() == path.read_bytes() for path, copy in copies)

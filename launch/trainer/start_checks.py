@@ -101,16 +101,21 @@ def position_without_lock(config: Config, flags: StartFlags, *, may_download: bo
         start = Start(notices=(f"the weights of {source} are downloaded when the run starts",))
     else:
         start = find_start(config, data, own, skipped, flags)
-    if own is None and config.checkpoint.mirror is not None and not may_download:
+    may_be_on_mirror = own is None and config.checkpoint.mirror is not None
+    if may_be_on_mirror and not may_download:
         later = f"the run resumes from {config.checkpoint.mirror} if that has a checkpoint: a dry run does not look"
         start = replace(start, notices=(*start.notices, later))
-    return RunPosition(start.counted(config), data, start)
+    return RunPosition(start.counted(config, is_certain=not may_be_on_mirror), data, start)
 
 
 def resolve(config: Config) -> tuple[ResolvedLayout, Device]:
     """Resolves the layout for this machine. Raises ConfigError or LaunchError if it does not fit."""
     gpus = gpu_count()
     device: Device = "cuda" if gpus else "cpu"
+    if not gpus and os.environ.get("DS_ACCELERATOR") == "cuda":
+        raise LaunchError(
+            "DS_ACCELERATOR is cuda, and there is no GPU here that may be used: set it to cpu, or unset it"
+        )
     check_run(config)
     world_size = wanted_world_size(config, gpus or None)
     if gpus and world_size > gpus:

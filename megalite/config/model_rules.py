@@ -58,7 +58,7 @@ def _heads(model: ModelConfig) -> Iterator[str]:
                 f"{multiples_near(head_dim, 2)}, or a model.hidden_size of {multiples_near(hidden, 2 * heads)} with "
                 "head_dim left out"
             )
-        if int(head_dim * model.partial_rotary_factor) == 0:
+        if head_dim and int(head_dim * model.partial_rotary_factor) == 0:
             yield (
                 f"model.partial_rotary_factor {model.partial_rotary_factor:g} of model.head_dim {head_dim} is less "
                 f"than one feature, so no position would be encoded: use at least {2 / head_dim:.4g}"

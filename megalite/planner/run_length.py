@@ -72,20 +72,18 @@ def run_length(
     accelerators: int,
     *,
     goodput: float = 1.0,
-    first_step: int = 0,
     global_batch_size: int | None = None,
 ) -> RunLength:
     """Returns the length of the run of `config` where a step takes `step_s` on `accelerators`.
 
-    `first_step`: the step from which it is resumed. `global_batch_size`: sequences per step where they are not the
-    config's, as on more replicas of the same size; the run then has as many tokens in fewer steps.
+    `global_batch_size`: sequences per step where they are not the config's, as on more replicas of the same size; the
+    run then has as many tokens in fewer steps.
     """
     training = config.training
     own = training.global_batch_size
     tokens = config.total_steps * own * training.sequence_length
-    steps = -(-config.total_steps * own // (global_batch_size or own)) - first_step
-    left = tokens - first_step * (global_batch_size or own) * training.sequence_length
-    return RunLength(max(0, steps), max(0, left), step_s, accelerators, goodput)
+    steps = -(-config.total_steps * own // (global_batch_size or own))
+    return RunLength(steps, tokens, step_s, accelerators, goodput)
 
 
 def hours(accelerator_hours: float) -> str:

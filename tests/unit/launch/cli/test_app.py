@@ -168,6 +168,15 @@ def test_quiet_and_verbose_exclude_each_other(words: str, monkeypatch: pytest.Mo
         configure_logging()
 
 
+@pytest.mark.parametrize("words", ["--version", "config schema"])
+def test_an_output_that_cannot_be_written_is_one_sentence(words: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([MEGALITE, *words.split()], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("megalite: error: standard output cannot be written: No space left on device")
+    assert done.stderr.count("\n") == 1
+
+
 def test_options_of_a_supervised_command_are_its_own() -> None:
     """`-q` behind COMMAND belongs to COMMAND."""
     command = get_command(app).commands["supervise"]

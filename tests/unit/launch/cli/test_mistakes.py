@@ -203,6 +203,17 @@ def test_a_path_that_does_not_exist_is_named_in_full(
         assert code == 2 and err.count("\n") == 1 and f"{elsewhere}/{named}" in err, err
 
 
+def test_the_environment_may_ask_for_a_gpu_that_is_not_there(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_config(tmp_path / "config.yaml", tiny)
+    monkeypatch.setattr("launch.trainer.start_checks.gpu_count", lambda: 0)
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+    for arguments in (["train"], ["train", "--dry-run"]):
+        code, _, err = command([*arguments, str(path)], monkeypatch, capfd)
+        assert code == 2 and err.startswith("megalite: error: DS_ACCELERATOR is cuda, and there is no GPU here"), err
+
+
 def test_a_known_bad_combination_is_one_sentence_too(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,6 +33,19 @@ def test_without_a_rate_the_published_band_is_simulated_too() -> None:
     assert len(answer["runs"]) == 9 and answer["assumptions"]["nodes"] == 128
 
 
+def test_no_failures_are_fewer_than_the_config_has() -> None:
+    """Not the rate of the config, of which a run would be three times as long."""
+    words = ["checkpoint.mean_hours_between_failures=0.5", "checkpoint.interval=auto", "training.steps=10000000"]
+    answers = []
+    for rate in ("0", "0.0001"):
+        asked = ("--accelerator", "H100", "--gpus", "8", "--rate-per-1000-node-days", rate, "--json", "--seeds", "1")
+        done = megalite("plan", "simulate", "configs/quickstart.yaml", *words, *asked)
+        assert done.returncode == 0, done.stderr
+        answers.append(json.loads(done.stdout)["assumptions"])
+    assert answers[0]["duration_s"] == pytest.approx(answers[1]["duration_s"], rel=1e-3)
+    assert answers[0]["interval_s"] == answers[1]["interval_s"]
+
+
 def test_the_same_seed_is_the_same_run() -> None:
     words = (*SIMULATE, "--rate-per-1000-node-days", "14", "--csv")
     first, again, other = megalite(*words), megalite(*words), megalite(*words, "--seed", "100")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.errors import LaunchError
 from launch.runtime.devices import gpu_count, gpu_memory_bytes
 from launch.runtime.host_probe import cgroup_limits, host_memory_bytes, sizes_of_gpus, start_sizing_gpus
 
@@ -39,6 +40,17 @@ def test_gpus_are_those_that_are_both_there_and_visible(
     program.chmod(0o755)
     assert gpu_count() == count
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert gpu_count() == 0
+    monkeypatch.setenv("DS_ACCELERATOR", "gpu")
+    with pytest.raises(LaunchError, match="set it to cpu or cuda, or unset it"):
+        gpu_count()
+
+
+def test_a_file_that_cannot_be_run_is_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one in a folder of PATH that only root may read: a PermissionError, not a FileNotFoundError."""
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "nvidia-smi").touch()
     assert gpu_count() == 0
 
 

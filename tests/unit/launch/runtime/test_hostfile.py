@@ -220,6 +220,8 @@ def test_commands_of_the_other_launchers() -> None:
     slurm = launcher_command("slurm", [Host("a", (0, 1)), Host("b", (0, 1))], master, folder)
     assert "--launcher_args=--distribution=arbitrary" in slurm
     assert all("--force_multi" in words for words in (openmpi, slurm))
+    with pytest.raises(LaunchError, match=r"No closing quotation.*correct its quotes"):
+        launcher_command("slurm", NODES, master, folder, launcher_args="'--verbose")
 
 
 def test_the_example_is_one() -> None:

@@ -101,14 +101,23 @@ def test_a_run_of_an_older_version_keeps_it_from_its_next_session_on(config: Con
     assert kept(config) == before
 
 
-def test_a_start_on_other_data_replaces_what_an_earlier_start_kept(config: Config, tmp_path: Path) -> None:
-    """No checkpoint was saved with it."""
+def test_a_start_on_other_data_does_not_replace_what_an_earlier_start_kept(config: Config, tmp_path: Path) -> None:
+    """Though no checkpoint was saved with it, it may be the only copy."""
     config.run_dir.mkdir()
     train_tokenizer(["abc " * 99], tmp_path / "earlier", 258)
     keep_tokenizer(config, tmp_path / "earlier")
+    with pytest.raises(CheckpointError, match=r"holds other files than the tokenizer .*corpus/tokenizer"):
+        started(config)
+    (config.run_dir / "model_tokenizer").rename(tmp_path / "aside")
     tokenizer = tmp_path / "corpus" / "tokenizer"
     assert kept(config)["tokenizer.json"] == (tokenizer / "tokenizer.json").read_bytes()
-    assert not list(config.run_dir.glob(".model_tokenizer*"))
+
+
+def test_what_a_user_adds_to_the_kept_one_stays(config: Config) -> None:
+    before = kept(config)
+    template = config.run_dir / "model_tokenizer" / "chat_template.jinja"
+    template.write_text("{{ messages }}")
+    assert kept(config) == before | {template.name: b"{{ messages }}"}
 
 
 @pytest.mark.parametrize("damage", ["gone", "retrained", "a link"])

@@ -84,6 +84,8 @@ def test_a_schedule_of_tokens_must_fit_into_the_length_that_the_start_counts(
     config = load_run_config(write_config(tmp_path / "c.yaml", tiny))
     with pytest.raises(ConfigError, match=r"5 \+ schedule.decay_steps 4 is longer than the run of 8 steps"):
         find_position(config, NO_FLAGS, is_dry=True)
+    mirrored = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"mirror": "file:///m"})})
+    find_position(mirrored, NO_FLAGS, is_dry=True)  # whose ranks may find a checkpoint there
     own_checkpoint()(tiny, tmp_path)
     assert find_position(config, NO_FLAGS, is_dry=True).config.total_steps == 10, "2 steps have seen no token"
     own_checkpoint(tokens_seen=360)(tiny, tmp_path / "grown")

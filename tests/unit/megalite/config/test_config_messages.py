@@ -29,6 +29,7 @@ BAD_OVERRIDES = [
         ["parallel.data_parallel_size must be a valid integer or auto, got 'x'"],
     ),
     ("model.hidden_size=-1", ["model.hidden_size must be greater than 0, got -1"]),
+    ("model.hidden_size=3", ["model.hidden_size 3 is not a multiple of model.num_attention_heads 4"]),
     ("model.hidden_size=64.5", ["model.hidden_size must be a valid integer, got 64.5"]),
     ("model.hidden_size=true", ["model.hidden_size must be a valid integer, got 'true'"]),
     ("model.hidden_size=null", ["model.hidden_size must be a valid integer, got null"]),

@@ -55,12 +55,8 @@ def test_length_of_steps_and_of_tokens() -> None:
     assert run_length(config_of(tokens=tokens), STEP_S, 16).steps == 11, "the last step is a whole one"
 
 
-def test_the_length_that_is_left_and_of_a_larger_batch() -> None:
-    config = config_of(steps=1000)
-    assert run_length(config, STEP_S, 1, first_step=400).steps == 600
-    assert run_length(config, STEP_S, 1, first_step=400).tokens == 600 * BATCH * SEQUENCE
-    assert run_length(config, STEP_S, 1, first_step=1200).steps == 0, "a run that is finished"
-    larger = run_length(config, STEP_S, 1, global_batch_size=3 * BATCH)
+def test_the_length_of_a_larger_batch() -> None:
+    larger = run_length(config_of(steps=1000), STEP_S, 1, global_batch_size=3 * BATCH)
     assert (larger.steps, larger.tokens) == (334, 1000 * BATCH * SEQUENCE), "as many tokens"
 
 
