@@ -58,6 +58,33 @@ PASSED_ON = frozenset(
 )  # fmt: skip
 """Top-level keys that DeepSpeed 0.19.8 reads and that may be set; it ignores any other key silently."""
 
+NESTED = {
+    "fp16": frozenset(
+        {
+            "auto_cast", "consecutive_hysteresis", "enabled", "fp16_master_weights_and_grads", "hysteresis",
+            "initial_scale_power", "loss_scale", "loss_scale_window", "min_loss_scale",
+        }
+    ),
+    "zero_optimization": frozenset(
+        {
+            "allgather_bucket_size", "allgather_partitions", "compute_grad_norm", "contiguous_gradients",
+            "cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory", "elastic_checkpoint",
+            "enable_sanity_checks", "ignore_unused_parameters", "leaf_module", "legacy_stage1",
+            "load_from_fp32_weights", "log_trace_cache_warnings", "memory_efficient_linear", "offload_optimizer",
+            "offload_param", "overlap_comm", "override_module_apply", "parameter_alignment",
+            "pipeline_loading_checkpoint", "reduce_bucket_size", "reduce_scatter", "round_robin_gradients",
+            "save_muon_momentum_buffer_in_memory", "stage", "stage3_allgather_sequential",
+            "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
+            "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_model_persistence_threshold",
+            "stage3_module_granularity_threshold", "stage3_param_persistence_threshold",
+            "stage3_prefetch_bucket_size", "stage3_use_all_reduce_for_fetch_params", "sub_group_size",
+            "use_multi_rank_bucket_allreduce", "zenflow", "zero_hpz_partition_size", "zero_quantized_gradients",
+            "zero_quantized_nontrainable_weights", "zero_quantized_weights",
+        }
+    ),
+}  # fmt: skip
+"""Keys of the sections that DeepSpeed 0.19.8 refuses other keys in, once ranks have started."""
+
 REMOVED = (
     "nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue", "sparse_attention",
     "elasticity", "graph_harvesting", "curriculum_learning", "progressive_layer_drop",
@@ -93,7 +120,17 @@ def check_pass_through(options: dict[str, Any]) -> dict[str, Any]:
     for key in {path[0] for path in OWNED if len(path) > 1}:
         if key in options and not isinstance(options[key], dict):
             raise ValueError(f"deepspeed.{key} must be a section with options of its own, got {shown(options[key])}")
+    _check_nested(options)
     return options
+
+
+def _check_nested(options: dict[str, Any]) -> None:
+    for section, known in NESTED.items():
+        for key in options.get(section, {}):
+            if key not in known:
+                meant = nearest_name(str(key), known)
+                hint = f'did you mean "{meant}"?' if meant else f"remove deepspeed.{section}.{key}"
+                raise ValueError(f'DeepSpeed 0.19 has no option "{key}" in its section {section}: {hint}')
 
 
 def _unknown(key: str) -> str:

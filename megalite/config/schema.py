@@ -12,7 +12,7 @@ from typing import Any
 from megalite.config.auto import ALONG, AUTO, PLACEHOLDERS, SECTIONS
 from megalite.config.base import Section, section_of
 from megalite.config.config import Config
-from megalite.config.deepspeed import OWNED, PASSED_ON, REMOVED, REORDERING
+from megalite.config.deepspeed import NESTED, OWNED, PASSED_ON, REMOVED, REORDERING
 from megalite.config.suggestions import OptionPath, dotted
 
 Schema = dict[str, Any]
@@ -108,6 +108,8 @@ def _deepspeed_schema() -> Schema:
     nested = [path for path in OWNED if len(path) > 1]
     for section in {path[0] for path in nested}:
         keys[section] = {"type": "object", "properties": {}}
+    for section, names in NESTED.items():
+        keys[section] |= {"properties": {name: {} for name in sorted(names)}, "additionalProperties": False}
     for section, name in (*nested, *(tuple(name.split(".")) for name in REMOVED if "." in name)):
         keys[section]["properties"][name] = False
     section, name = REORDERING

@@ -20,9 +20,10 @@ import deepspeed.runtime.bf16_optimizer as bf16_optimizer
 import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor, nn
 
-from megalite.config import Config, ResolvedLayout
+from megalite.config import Config, ConfigError, ResolvedLayout
 from megalite.engine.activity import Activity, Operation, Phase
 from megalite.engine.deepspeed_config import build_optimizer, deepspeed_config
 from megalite.engine.deepspeed_internals import (
@@ -163,13 +164,16 @@ class Engine(ABC):
             # DeepSpeed's norm counts an unmarked parameter on tensor-parallel rank 0 only, a marked one on every rank
             parameter.tensor_model_parallel = not parameter.shard.is_replicated  # type: ignore[attr-defined]
         self.torch_optimizer = build_optimizer(model.parameters(), self.config.optimizer)
-        with quiet_stdout():
-            self.deepspeed, *_ = deepspeed.initialize(
-                model=model,
-                optimizer=self.torch_optimizer,
-                mpu=mpu,
-                config=deepspeed_config(self.config, self.layout),
-            )
+        options = deepspeed_config(self.config, self.layout)
+        try:
+            with quiet_stdout():
+                self.deepspeed, *_ = deepspeed.initialize(
+                    model=model, optimizer=self.torch_optimizer, mpu=mpu, config=options
+                )
+        except ValidationError as error:  # a value of the section `deepspeed`
+            first = error.errors()[0]
+            option = ".".join(map(str, first["loc"]))
+            raise ConfigError(f"section deepspeed: DeepSpeed refuses {option}: {first['msg']}: correct it") from None
         share_fp32_weights(self.deepspeed.optimizer)
         stay_at_smallest_loss_scale(self.deepspeed.optimizer)
 

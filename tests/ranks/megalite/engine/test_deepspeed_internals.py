@@ -27,11 +27,14 @@ from deepspeed.pipe import LayerSpec as DeepSpeedLayerSpec
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.fp16 import loss_scaler
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 from deepspeed.runtime.utils import partition_balanced
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import logger, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from torch import nn
 
 from megalite.config import Config, resolve_layout
+from megalite.config.deepspeed import NESTED, REMOVED
 from megalite.engine import deepspeed_internals as seams
 from megalite.engine.activity import Phase
 from megalite.engine.build import build_engine
@@ -487,3 +490,13 @@ def test_deepspeed_s_groups_have_not_the_timeout_of_the_job() -> None:
     """tests/ranks/megalite/engine/test_timeouts.py holds that they have it after all."""
     for seen in run_fresh_ranks(_timeouts_without_ours, 2, timeout_s=90):
         assert seen == {90.0, 1800.0}, "fixed in DeepSpeed, or torch: share_timeout has nothing to do"
+
+
+@pytest.mark.parametrize(
+    ("section", "model"), [("zero_optimization", DeepSpeedZeroConfig), ("fp16", DeepSpeedFP16Config)]
+)
+def test_the_keys_of_its_sections_are_those_that_the_config_knows(section: str, model: Any) -> None:
+    """Of any other key it raises pydantic's error on the ranks."""
+    assert model.model_config["extra"] == "forbid"
+    removed = {name.partition(".")[2] for name in REMOVED if name.startswith(f"{section}.")}
+    assert {field.alias or name for name, field in model.model_fields.items()} - removed == NESTED[section]

@@ -62,6 +62,11 @@ BAD_OVERRIDES = [
     ("training.steps.x=3", ["training.steps is a value, not a section; write training.steps=..."]),
     ("data.path=[a", ['override "data.path=[a": not valid YAML: expected']),
     ("deepspeed={a: 1, a: 2}", ["a stands twice"]),
+    (
+        "deepspeed={zero_optimization: {reduce_bucket: 3}}",
+        ['no option "reduce_bucket" in its section zero_optimization: did you mean "reduce_bucket_size"?'],
+    ),
+    ("deepspeed={zero_optimization:{stage:3}}", ['"stage:3" in its section zero_optimization: remove']),
     # the model and the layout
     (
         "model.hidden_size=66",
