@@ -23,11 +23,16 @@ def publish(temporary: Path, final: Path) -> None:
 def write_atomically(path: Path, content: bytes) -> None:
     """Writes the file so that readers see its old content or the new one, never a part."""
     temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
-    with temporary.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    publish(temporary, path)
+    try:
+        with temporary.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        publish(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)  # a full disk is reported without a name
+        raise
 
 
 def sha256_of_file(path: Path) -> str:

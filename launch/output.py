@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from launch.errors import LaunchError
 from launch.runtime.logs import get_logger
-from megalite.checkpoint.durable_files import write_durably
+from megalite.checkpoint.durable_files import NO_ROOM, write_durably
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -246,8 +246,9 @@ def write_file(path: Path, text: str) -> None:
         else:
             write_durably(target, text.encode())
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise LaunchError(f"{path} cannot be written: {reason}; give a file in a folder that exists") from None
+        why = NO_ROOM.get(error.errno or 0)
+        told = f"{why}; free some space" if why else f"{error.strerror or error}; give a file in a folder that exists"
+        raise LaunchError(f"{path} cannot be written: {told}") from None
 
 
 def check_writable(path: Path) -> None:

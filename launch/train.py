@@ -142,7 +142,7 @@ def _load_and_run(arguments: Sequence[str], console: Console, exit_stack: ExitSt
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
-        tell_once(f"{error.filename}: {NO_ROOM[error.errno]}: free some space", rank)
+        tell_once(f"{error.filename or 'a disk that the run writes to'}: {NO_ROOM[error.errno]}: free some space", rank)
         return FAILED_CODE
     return 0
 

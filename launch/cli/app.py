@@ -279,7 +279,9 @@ def main() -> None:
         sys.exit(USER_ERROR_CODE)
     except OSError as error:
         if error.filename is not None:
-            log.error(f"{error.filename}: {error.strerror}: check the path and your rights to it")
+            why = NO_ROOM.get(error.errno or 0)
+            told = f"{why}: free some space" if why else f"{error.strerror}: check the path and your rights to it"
+            log.error(f"{error.filename}: {told}")
         elif error.errno in (*NO_ROOM, errno.EPIPE):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
             if error.errno != errno.EPIPE:  # whoever read it has seen enough

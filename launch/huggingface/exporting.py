@@ -24,7 +24,8 @@ from launch.huggingface.progress import ConversionPlan, ConvertSummary, ReportPr
 from launch.huggingface.serial_model import global_shapes
 from launch.huggingface.streaming import Stream, checkpoint_blocks, convert
 from launch.huggingface.validation import Validation, validate_logits
-from megalite.checkpoint.atomic_folder import check_replaceable, check_room, new_folder, room_at
+from megalite.checkpoint.atomic_folder import check_replaceable, check_room, new_folder
+from megalite.checkpoint.durable_files import room_at
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.folder import (
     SHARD_BYTES,

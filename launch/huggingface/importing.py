@@ -19,7 +19,8 @@ from launch.huggingface.progress import ConversionPlan, ConvertSummary, ReportPr
 from launch.huggingface.serial_model import global_shapes
 from launch.huggingface.streaming import Stream, convert
 from launch.huggingface.validation import Validation, validate_logits
-from megalite.checkpoint.atomic_folder import check_replaceable, check_room, new_folder, room_at
+from megalite.checkpoint.atomic_folder import check_replaceable, check_room, new_folder
+from megalite.checkpoint.durable_files import room_at
 from megalite.checkpoint.huggingface.folder import INDEX, WEIGHTS
 from megalite.checkpoint.huggingface.json_files import CONFIG, read_json
 from megalite.checkpoint.huggingface.tokenizer_folder import tokenizer_files

@@ -58,7 +58,9 @@ class MemoryForecast:
         has = f"{gib(self.available)} that {self.owner} has{self.sharing}"
         share = f"{gib(self.needed)} of the {has} ({self.needed / self.available:.0%})"
         if self.needed > self.available:
-            return f"predicted memory: {share}, more than there is: the run may be killed for want of memory"
+            copy = " or checkpoint.background false" if self.allocator.kind == "cpu" else ""
+            remedy = f"a smaller training.micro_batch_size, recompute.mode full{copy} needs less"
+            return f"predicted memory: {share}, more than there is: the run may be killed for want of memory; {remedy}"
         return f"predicted memory: {share}: predictions are good to some {MARGIN / 2:.0%}, so it may not fit"
 
     def facts(self) -> dict[str, Any]:

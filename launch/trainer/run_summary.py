@@ -16,8 +16,10 @@ from launch.trainer.config_changes import OptionChange
 from launch.trainer.data import RunData
 from launch.trainer.resume import RunSetup, Start
 from launch.trainer.run_folder import layout_facts
+from megalite.checkpoint.durable_files import room_at
 from megalite.config import Config, ResolvedLayout
 from megalite.planner.cost.shapes import StageShape, parameters, stages_of
+from megalite.planner.reliability.checkpoints import megalite_bytes_per_parameter
 from megalite.planner.units import about, count, duration, gib, plural, seconds
 
 log = get_logger(__name__)
@@ -69,8 +71,8 @@ def tell_start(setup: RunSetup, devices: str, memory_warning: str | None) -> Non
     facts = run_facts(setup.config, setup.layout, setup.data, setup.start, devices)
     for label, text in summary_lines(facts):
         log.info(f"{label}: {text}")
-    if memory_warning is not None:
-        log.warning(memory_warning)
+    for warning in filter(None, (memory_warning, warning_of_room(setup.config))):
+        log.warning(warning)
 
 
 def prediction_facts(facts: Facts, prediction: Prediction, memory: MemoryForecast | None) -> Facts:
@@ -155,6 +157,18 @@ def warning_of_long_step(step_s: float, global_batch_size: int) -> str | None:
     return (
         f"one step is predicted to take about {about(step_s)}, in which nothing is logged and a request to stop "
         f"has to wait: training.global_batch_size is {global_batch_size:,}"
+    )
+
+
+def warning_of_room(config: Config) -> str | None:
+    """Returns a warning where the disk of `run_dir` has no room for the next checkpoint."""
+    size = parameters(config.model) * megalite_bytes_per_parameter(config.optimizer.name)
+    free = room_at(config.run_dir.absolute())
+    if free >= size:
+        return None
+    return (
+        f"a checkpoint takes {gib(size)} and the disk of {config.run_dir} has {gib(free)} free: "
+        "free some space, or choose another run_dir"
     )
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megalite.checkpoint.durable_files import NO_ROOM, remove, sync
+from megalite.checkpoint.durable_files import NO_ROOM, remove, room_at, sync
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.tokenizer_folder import MORE_TEMPLATES
 from megalite.checkpoint.writer import temporary_folder
@@ -73,12 +72,6 @@ def check_room(folder: Path, size: int) -> None:
             f"{folder}: takes {size / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free: free some space, or choose "
             "another disk"
         )
-
-
-def room_at(folder: Path) -> int:
-    """Returns the free bytes on the file system of `folder`, which need not exist yet."""
-    there = next((path for path in (folder, *folder.parents) if path.is_dir()), Path("/"))
-    return shutil.disk_usage(there).free
 
 
 def _replaced(folder: Path) -> Path:

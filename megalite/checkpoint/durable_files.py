@@ -38,12 +38,18 @@ def remove(path: Path) -> None:
 def write_durably(path: Path, data: bytes) -> None:
     """Replaces `path` atomically: a reader sees the old bytes or the new ones, never a part."""
     descriptor, temporary = _temporary_of(path)
-    with os.fdopen(descriptor, "wb") as file:
-        file.truncate()
-        file.write(data)
-        file.flush()
-        sync(temporary)
-        temporary.replace(path)  # while it is locked: no other process writes into what becomes `path`
+    with os.fdopen(descriptor, "wb", buffering=0) as file:
+        try:
+            file.truncate()
+            rest = memoryview(data)
+            while rest:  # a disk that is nearly full takes a part
+                rest = rest[file.write(rest) :]
+            sync(temporary)
+            temporary.replace(path)  # while it is locked: no other process writes into what becomes `path`
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            error.filename = error.filename or str(path)  # a full disk is reported without a name
+            raise
     sync(path.parent)
 
 
@@ -59,6 +65,12 @@ def _temporary_of(path: Path) -> tuple[int, Path]:
     os.close(descriptor)
     own = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     return os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), own
+
+
+def room_at(folder: Path) -> int:
+    """Returns the free bytes on the file system of `folder`, which need not exist yet."""
+    there = next((path for path in (folder, *folder.parents) if path.is_dir()), Path("/"))
+    return shutil.disk_usage(there).free
 
 
 def digest(path: Path) -> FileEntry:

@@ -64,8 +64,8 @@ def check_room(root: Path, size: int) -> None:
     free = shutil.disk_usage(root).free
     if free < size + SPARE_BYTES:
         raise CheckpointError(
-            f"{root}: the checkpoint takes {size / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free: free some space, or "
-            "keep fewer checkpoints (checkpoint.keep_last)"
+            f"{root}: the checkpoint takes {(size + SPARE_BYTES) / 1e6:,.1f} MB with its manifest and the logs, and "
+            f"{free / 1e6:,.1f} MB are free: free some space, or keep fewer checkpoints (checkpoint.keep_last)"
         )
 
 

@@ -6,7 +6,9 @@ on the CPU makes all ranks end after the same step.
 
 from __future__ import annotations
 
+import logging
 import signal
+import threading
 import time
 from dataclasses import dataclass
 from typing import Self
@@ -17,6 +19,9 @@ import torch.distributed as dist
 from megalite.engine.distributed import group_timeout
 from megalite.planner.units import plural
 from megalite.resilience.signals import ANNOUNCEMENTS, take_signals
+
+log = logging.getLogger(__name__)
+SILENCE_S = 10.0  # longest silence between a request to stop and the end of its step
 
 
 @dataclass(frozen=True)
@@ -43,12 +48,15 @@ class StopRequests:
         self._group = dist.new_group(backend="gloo", timeout=group_timeout()) if several else None
         self._step = self._saved_step = 0
         self._step_began, self._last_step_s = time.monotonic(), 0.0
+        self._has_agreed = threading.Event()
+        self._reminder: threading.Thread | None = None  # that a long step still goes on, once it is the last
 
     def __enter__(self) -> Self:
         self._signals.begin_training(self._answer if dist.get_rank() == 0 else lambda number: "")
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._has_agreed.set()
         self._signals.end_training()
 
     def begin_step(self, step: int, saved_step: int) -> None:
@@ -68,11 +76,19 @@ class StopRequests:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         number, is_over, save_next = flags.tolist()
         if number:
+            self._has_agreed.set()
             return Stop(f"signal {signal.Signals(number).name}", number == signal.SIGINT), bool(save_next)
         return Stop(self._limit) if is_over else None, bool(save_next)
 
+    def _remind(self) -> None:
+        while not self._has_agreed.wait(SILENCE_S):
+            log.info(f"step {self._step} still goes on ({time.monotonic() - self._step_began:.0f} s so far)")
+
     def _answer(self, number: int) -> str:
         """Returns what a signal leads to and what a second one would cost. Runs in the thread that takes signals."""
+        if self._reminder is None:
+            self._reminder = threading.Thread(target=self._remind, name="stop reminder", daemon=True)
+            self._reminder.start()
         name = "" if number == signal.SIGINT else f"{signal.Signals(number).name}: "
         lost = max(1, self._step - self._saved_step)
         again = "press Ctrl-C again to end now" if number == signal.SIGINT else "a second one ends the run now"

@@ -21,8 +21,10 @@ from launch.trainer.run_summary import (
     tell_start,
     total_in_words,
     warning_of_long_step,
+    warning_of_room,
 )
 from megalite.config import Config, resolve_layout
+from megalite.planner.cost.shapes import parameters
 
 
 def test_facts_are_those_of_the_run(tiny: dict[str, Any]) -> None:
@@ -81,6 +83,15 @@ def test_a_step_of_days_is_said_plainly() -> None:
     assert warning_of_long_step(60.0, 8) is None
     warning = warning_of_long_step(263_431.0, 1_000_000)
     assert warning is not None and "about 3 days" in warning and "global_batch_size is 1,000,000" in warning
+
+
+def test_a_disk_too_small_for_a_checkpoint_is_warned_of(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp32 weights and two moments of AdamW."""
+    config = Config.model_validate(tiny)
+    size = 12 * parameters(config.model)
+    for free, is_warned in ((size, False), (size - 1, True)):
+        monkeypatch.setattr("launch.trainer.run_summary.room_at", lambda folder, free=free: free)
+        assert (warning_of_room(config) is not None) == is_warned
 
 
 def test_rank_0_tells_what_it_starts(tiny: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:

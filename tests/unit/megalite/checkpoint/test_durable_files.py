@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import threading
 from pathlib import Path
@@ -16,6 +17,19 @@ def test_what_a_killed_writer_left_is_taken_again(tmp_path: Path) -> None:
     (tmp_path / ".latest.tmp").write_bytes(b"half of something longer")
     write_durably(tmp_path / "latest", b"new")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("latest", b"new")]
+
+
+def test_a_write_that_fails_leaves_nothing_and_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x").write_bytes(b"old")
+
+    def fill_the_disk(synced: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "sync", fill_the_disk)
+    with pytest.raises(OSError, match="No space") as caught:
+        write_durably(tmp_path / "x", b"new")
+    assert caught.value.filename == str(tmp_path / "x")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("x", b"old")]
 
 
 def test_a_second_writer_does_not_touch_the_file_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
