@@ -1,16 +1,18 @@
 """The place where the ranks of a run meet: torch's store on rank 0's host, where each rank notes how far it has come.
 
 torch waits there without a word until all ranks have come. Here each one leaves its number, so that rank 0 can say who
-is missing. torchrun keeps one store while it restarts ranks (--max-restarts), so the notes of a rendezvous are
-removed in time for the next one. Its TORCHELASTIC_RESTART_COUNT cannot tell them apart: each host counts its own
-failures.
+is missing. torchrun keeps one store while it restarts ranks (--max-restarts), and ranks that it has ended cannot take
+their notes back. So rank 0 removes all notes when it comes, and ranks that still live renew theirs. torchrun's
+TORCHELASTIC_RESTART_COUNT could not tell the notes apart: each host counts its own failures.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
@@ -20,6 +22,7 @@ from megalite.engine.errors import RendezvousFailed
 from megalite.planner.units import plural
 
 POLL_S = 0.2  # between two questions whether all ranks have come
+RENEWAL_S = 0.2  # between two notes of a rank that has come
 NAMED = 8  # missing ranks that are listed one by one
 COME, JOINED = "come", "joined"
 
@@ -38,6 +41,7 @@ class Rendezvous:
         self.place = f"{address}:{port}"
         # torchrun's own process serves the store to its ranks, as torch/distributed/rendezvous.py reads it
         is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._has_joined = threading.Event()
         announce(lambda: f"rank {self.rank} of {self.world_size} waits for rank 0 at {self.place}")
         try:
             self._store = TCPStore(
@@ -51,17 +55,28 @@ class Rendezvous:
             if self.rank == 0:
                 announce(self._waiting)
             self._store.delete_key(_key(JOINED, self.rank))  # from before a restart
+            if self.rank == 0 and is_served:
+                for rank in range(self.world_size):  # left by a rendezvous before
+                    self._store.delete_key(_key(COME, rank))
             self.note(COME)
             if self.rank == 0:
                 self._wait_for_all(timeout)
-                for rank in range(self.world_size):  # none comes a second time until all are restarted
-                    self._store.delete_key(_key(COME, rank))
+            elif is_served:  # else the notes end with the process of rank 0
+                threading.Thread(target=self._renew, name="rendezvous", daemon=True).start()
         except DistError as error:
             raise RendezvousFailed(self._reason(error)) from None
 
     def note(self, milestone: str) -> None:
         """Notes that this rank has come to `milestone`."""
         self._store.set(_key(milestone, self.rank), "")
+        if milestone == JOINED:
+            self._has_joined.set()
+
+    def _renew(self) -> None:
+        """Notes again and again that this rank has come, as rank 0 may come after it, until all ranks have joined."""
+        with suppress(DistError):  # the store has ended, which the main thread notices by itself
+            while not self._has_joined.wait(RENEWAL_S):
+                self._store.set(_key(COME, self.rank), "")
 
     def first_collective(self) -> str:
         """Says whom rank 0 waits for when all ranks have come and it communicates with them for the first time."""

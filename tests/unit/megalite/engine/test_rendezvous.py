@@ -32,11 +32,11 @@ def test_the_missing_ranks_are_named(port: int) -> None:
     """Rank 2 comes, the others do not; the same sentence is told while rank 0 still waits."""
     sentences: list[Callable[[], str]] = []
 
-    def come() -> None:
+    def rank_2_comes() -> None:
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=LIMIT, wait_for_workers=False)
         store.set("megalite/come/2", "")
 
-    other = threading.Thread(target=come)
+    other = threading.Thread(target=rank_2_comes)
     other.start()
     with pytest.raises(RendezvousFailed) as failed:
         Rendezvous(LIMIT, sentences.append)
@@ -46,27 +46,43 @@ def test_the_missing_ranks_are_named(port: int) -> None:
     assert sentences[-1]() == f"rank 0 of 4 waits for 2 others (ranks 1, 3) at 127.0.0.1:{port}"
 
 
-def test_after_a_restart_by_torchrun_the_ranks_of_before_are_missing(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torchrun's own process serves the store, which outlives the ranks; a failure on another host is not counted."""
-    _store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+@pytest.fixture
+def kept_store(port: int, monkeypatch: pytest.MonkeyPatch) -> TCPStore:
+    """The store of torchrun's own process, which outlives the ranks; a failure on another host is not counted."""
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    return store
 
-    def all_come() -> Rendezvous:
-        for rank in ("1", "2", "3", "0"):
-            monkeypatch.setenv("RANK", rank)
-            rendezvous = Rendezvous(LIMIT, lambda sentence: None)
-        return rendezvous
 
-    first = all_come()
-    for rank in range(4):
-        first.rank = rank
-        first.note(JOINED)
+def come(rank: int, monkeypatch: pytest.MonkeyPatch) -> Rendezvous:
+    monkeypatch.setenv("RANK", str(rank))
+    return Rendezvous(LIMIT, lambda sentence: None)
+
+
+def test_after_a_restart_by_torchrun_the_ranks_of_before_are_missing(
+    kept_store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for one in [come(rank, monkeypatch) for rank in (1, 2, 3, 0)]:
+        one.note(JOINED)
     with pytest.raises(RendezvousFailed, match="for 3 others: look at why they did not start"):
-        Rendezvous(LIMIT, lambda sentence: None)
-    assert "waits in the first collective for 3 others" in all_come().first_collective()
+        come(0, monkeypatch)
+    again = [come(rank, monkeypatch) for rank in (1, 2, 3, 0)]
+    assert "waits in the first collective for 3 others" in again[-1].first_collective()
+    for one in again:
+        one.note(JOINED)
+
+
+def test_ranks_that_torchrun_ended_while_rank_0_waited_are_missing_after_the_restart(
+    kept_store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks 1 and 2 had come when they and rank 0 were ended; then ranks 3 and 0 come, in this order."""
+    for rank in (1, 2):
+        kept_store.set(f"megalite/come/{rank}", "")
+    living = come(3, monkeypatch)
+    with pytest.raises(RendezvousFailed, match=r"for 2 others \(ranks 1, 2\): look at why they did not start"):
+        come(0, monkeypatch)
+    living.note(JOINED)
 
 
 def test_a_port_that_is_taken_is_a_sentence(port: int) -> None:
