@@ -105,19 +105,22 @@ class Exporter:
             except OSError as error:
                 self._run_log.log_notice(f"{folder} stays, though its checkpoint is deleted: {error.strerror or error}")
 
-    def close(self, *, is_done: bool) -> None:
-        """Waits for the queued exports and reports progress; cancels them if training is not done."""
+    def close(self, *, is_done: bool, at_most_s: float = math.inf) -> None:
+        """Waits for the queued exports if training is done, at most so long, and reports progress; cancels the rest."""
+        deadline = time.monotonic() + (at_most_s if is_done else 0.0)
         with self._changed:
-            self._is_closing, self._is_cancelled = True, not is_done
-            if self._is_cancelled and self._process is not None:
-                self._process.terminate()
+            self._is_closing = True
             self._changed.notify_all()
         if self._thread is None:
             return
-        self._thread.join(PROGRESS_EVERY_S if is_done else CANCEL_S)
-        while is_done and self._thread.is_alive():
+        while self._thread.is_alive() and (left_s := deadline - time.monotonic()) > 0:
+            self._thread.join(min(left_s, PROGRESS_EVERY_S))
             self._report_progress()
-            self._thread.join(PROGRESS_EVERY_S)
+        with self._changed:
+            self._is_cancelled = True
+            if self._process is not None:
+                self._process.terminate()
+        self._thread.join(CANCEL_S)
 
     def _report_progress(self) -> None:
         with self._changed:
@@ -233,15 +236,16 @@ class CheckpointHooks:
                 self.exporter.on_commit(own)
 
     def close(self, *, is_done: bool, at_most_s: float = math.inf) -> None:
-        """Waits for the mirror up to `checkpoint.mirror_wait_minutes` and `at_most_s`, and for exports if `is_done`.
+        """Waits for exports if `is_done`, then for the mirror up to `checkpoint.mirror_wait_minutes`.
 
-        Otherwise exports are cancelled, and the next session starts them again.
+        Both together get `at_most_s`. What is not exported then is cancelled, and the next session starts it again.
         """
+        deadline = time.monotonic() + at_most_s
         if self.exporter is not None:
-            self.exporter.close(is_done=is_done)
+            self.exporter.close(is_done=is_done, at_most_s=at_most_s)
         options = self._config.checkpoint
         seconds = min(60 * options.mirror_wait_minutes, at_most_s)
-        if self.mirror is not None and not self.mirror.close(seconds):
+        if self.mirror is not None and not self.mirror.close(max(0.0, min(seconds, deadline - time.monotonic()))):
             self._run_logger.log_notice(
                 f"{options.mirror} has not got the last checkpoint in {seconds / 60:.3g} minutes: it is in "
                 f"{checkpoints_of(self._config)}, and the next run sends it"

@@ -41,6 +41,7 @@ class StopRequests:
         self._signals = take_signals()
         several = dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo", timeout=group_timeout()) if several else None
+        self._is_agreed = False
         self._step = self._saved_step = 0
         self._step_began, self._last_step_s = time.monotonic(), 0.0
 
@@ -67,9 +68,15 @@ class StopRequests:
         if self._group is not None:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         number, is_over, save_next = flags.tolist()
+        self._is_agreed = bool(number or is_over)
         if number:
             return Stop(f"signal {signal.Signals(number).name}", number == signal.SIGINT), bool(save_next)
         return Stop(self._limit) if is_over else None, bool(save_next)
+
+    @property
+    def is_asked(self) -> bool:
+        """True if the run was asked to end in its last step, or this rank has got a signal since. Not collective."""
+        return self._is_agreed or self._signals.first != 0
 
     def _answer(self, number: int) -> str:
         """Returns what a signal leads to and what a second one would cost. Runs in the thread that takes signals."""
