@@ -27,6 +27,8 @@ from launch.trainer.run_tokenizer import tokenizer_in_manifests
 from megalite.checkpoint.durable_files import remove
 from megalite.checkpoint.manifest import Manifest, step_folder
 from megalite.config import Config
+from megalite.config.sections import CheckpointConfig
+from megalite.monitor.progress import duration
 from megalite.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -224,10 +226,7 @@ class CheckpointHooks:
             return
         options, own = setup.config.checkpoint, setup.start.checkpoint if setup.start.is_resume else None
         if options.mirror is not None:
-            from megalite.checkpoint.remote.mirror import Mirror
-            from megalite.checkpoint.retention import Retention
-
-            self.mirror = Mirror(options.mirror, Retention.of(options), run_logger.log_upload)
+            self.mirror = open_mirror(options.mirror, options, run_logger.log_upload)
             if own is not None:
                 self.mirror.on_commit(own)
         if options.export_hf != "off":
@@ -243,10 +242,27 @@ class CheckpointHooks:
         deadline = time.monotonic() + at_most_s
         if self.exporter is not None:
             self.exporter.close(is_done=is_done, at_most_s=at_most_s)
-        options = self._config.checkpoint
-        seconds = min(60 * options.mirror_wait_minutes, at_most_s)
-        if self.mirror is not None and not self.mirror.close(max(0.0, min(seconds, deadline - time.monotonic()))):
-            self._run_logger.log_notice(
-                f"{options.mirror} has not got the last checkpoint in {seconds / 60:.3g} minutes: it is in "
-                f"{checkpoints_of(self._config)}, and the next run sends it"
-            )
+        say = self._run_logger.log_notice
+        if self.mirror is not None and (missing := wait_for_mirror(self.mirror, self._config, say, deadline)):
+            say(missing)
+
+
+def open_mirror(url: str, options: CheckpointConfig, notify: Callable[[str, str, dict[str, Any]], None]) -> Mirror:
+    """Opens the mirror that a run asks for; `notify` as in `Mirror`. Raises CheckpointError."""
+    from megalite.checkpoint.remote.mirror import Mirror
+    from megalite.checkpoint.retention import Retention
+
+    return Mirror(url, Retention.of(options), notify)
+
+
+def wait_for_mirror(mirror: Mirror, config: Config, say: Callable[[str], None], deadline: float = math.inf) -> str:
+    """Closes a mirror after at most `checkpoint.mirror_wait_minutes`; returns what it lacks, as a sentence, or "".
+
+    `deadline` is a reading of `time.monotonic`. `say` gets the progress.
+    """
+    began, options = time.monotonic(), config.checkpoint
+    if mirror.close(min(60 * options.mirror_wait_minutes, max(0.0, deadline - began)), say):
+        return ""
+    waited = f"{duration(time.monotonic() - began)} (checkpoint.mirror_wait_minutes: {options.mirror_wait_minutes:g})"
+    where = f"it is in {checkpoints_of(config)}, and the next run sends it"
+    return f"{options.mirror} has not got the last checkpoint after {waited}: {where}"
