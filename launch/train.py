@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import signal
 import sys
@@ -77,7 +78,7 @@ log = get_logger("launch.train")  # as a script this module is named __main__
 PROCESS_START_TIME = time.monotonic()
 WAITING_AGAIN_S = 60.0  # between two sentences about the same wait for other ranks
 RUN_LOCK_TIMEOUT_S = 100.0  # a file server keeps the lock of a host that has died for its lease; NFS: 90 s
-MIRROR_FLUSH_TIMEOUT_S = 60.0  # for the mirror, when the machine has been asked for
+ASKED_TO_END_S = 60.0  # for the mirror, and the exports of a run that is done, when the machine has been asked for
 COLLECTIVE_TIMEOUT_FRACTION = 5 / 6  # of the process group's timeout, within which rank 0 must join the others
 NO_SUPERVISOR = (
     "with `deepspeed` alone on several hosts nobody checks the hosts before, ends ranks that one left behind when it "
@@ -215,17 +216,17 @@ def run(
         with RunLogger(setup, prediction, progress) as run_logger:
             hooks = CheckpointHooks(setup, run_logger)
             try:
-                state = _train(engine, setup, state, run_logger, hooks)
+                state, is_asked_to_end = _train(engine, setup, state, run_logger, hooks)
             except tuple(ENDINGS) as error:
                 watchdog.stop()
                 # launchers end rank 0 soon after another rank has left with such a code, so all ranks wait for it
-                longest_s = MIRROR_FLUSH_TIMEOUT_S if isinstance(error, TrainingPreempted) else _longest_wait_s()
+                longest_s = ASKED_TO_END_S if isinstance(error, TrainingPreempted) else _longest_wait_s()
                 hooks.close(is_done=False, at_most_s=longest_s)
                 raise
             run_logger.outcome = {"finished": True, **state.model_dump(exclude={"guard"})}
             watchdog.stop()
             leave_together()
-            hooks.close(is_done=True)
+            hooks.close(is_done=True, at_most_s=ASKED_TO_END_S if is_asked_to_end else math.inf)
     del lock  # held until here
 
 
@@ -251,8 +252,11 @@ def _join(config: Config, rank: Rank, progress: StartupProgress) -> Device:
 
 def _train(
     engine: Engine, setup: RunSetup, state: TrainState, run_logger: RunLogger, hooks: CheckpointHooks
-) -> TrainState:
-    """Builds the dependencies of the training loop, runs it, and logs how it ended."""
+) -> tuple[TrainState, bool]:
+    """Builds the dependencies of the training loop, runs it, and logs how it ended.
+
+    Returns the state at the end, and whether the run, now complete, was asked to end as well.
+    """
     from megalite.resilience.guards import Guard
     from megalite.resilience.stop_requests import StopRequests
     from megalite.training.checkpoints import Checkpoints
@@ -297,7 +301,7 @@ def _train(
             _end(engine, run_logger, ENDINGS[type(error)][1], checkpoints.wait())
             raise
         _end(engine, run_logger, "ended", checkpoints.wait())
-    return state
+    return state, requests.is_asked
 
 
 def _end(engine: Engine, run_logger: RunLogger, ending: str, save_blocked_s: float) -> None:

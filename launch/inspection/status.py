@@ -19,7 +19,7 @@ from megalite.config import Config
 from megalite.config.sections import WatchdogConfig
 from megalite.monitor.progress import RECENT_STEPS, seconds_left
 
-WATCHED_STEPS = 20  # that the watchdog learns its limit from
+WATCHED = 20  # steps and evaluations that the watchdog learns a limit from
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def read_status(run_dir: Path) -> RunStatus:
     if is_newer and lives:
         own = []  # the process that lives is a later one, which has not written anything yet
     steps_s = seconds_between(own[-RECENT_STEPS:])
-    last_activity = max([time_of(one) for one in (*files.records[-1:], *files.events[-1:])], default=0.0)
+    last_activity = max([*map(_ended, files.records[-1:]), *map(time_of, files.events[-1:])], default=0.0)
     endings = [event for event in session if event["event"] in ENDINGS]
     # elsewhere, a lock that was taken after the end may be that of a command which found nothing left to do
     if holder is not None and (lives or (lives is None and not endings)):
@@ -72,7 +72,7 @@ def read_status(run_dir: Path) -> RunStatus:
         Traces(
             is_alive=lives,
             silent_s=max(0.0, time.time() - last_activity),
-            limit_s=_limit_s(files.config, run_dir, own, steps_s),
+            limit_s=_limit_s(files, own, steps_s, is_saving=any((run_dir / CHECKPOINTS).glob(".step_*.tmp"))),
             has_started=bool(session),
             has_stepped=bool(own),
             ending=endings[-1]["event"] if endings else None,
@@ -112,22 +112,40 @@ def read_status(run_dir: Path) -> RunStatus:
     )
 
 
-def _limit_s(config: Config | None, run_dir: Path, own: Sequence[Facts], steps_s: Sequence[float]) -> float:
-    """Returns the longest silence of a run that makes progress: the watchdog's limit for what it does now.
+def _limit_s(files: RunFiles, own: Sequence[Facts], steps_s: Sequence[float], *, is_saving: bool) -> float:
+    """Returns the longest silence of a run that makes progress: the watchdog's limits for all it may do now.
 
-    A save, or the first evaluation, may take as long as the start.
+    The next record comes after the step and its evaluation; a save and a rollback are limited by storage.
     """
-    watchdog = config.watchdog if config is not None else WatchdogConfig()
-    interval = config.training.evaluation.interval if config is not None else 0
-    steps = known(own[-1:], "step")
-    is_first_evaluation = (
-        interval > 0
-        and bool(steps)
-        and (steps[-1] + 1) % interval == 0
-        and not any("evaluation_s" in record for record in own)
-    )
-    is_saving = any((run_dir / CHECKPOINTS).glob(".step_*.tmp"))
-    return watchdog.limit_s(() if is_saving or is_first_evaluation else steps_s[-WATCHED_STEPS:])
+    watchdog = files.config.watchdog if files.config is not None else WatchdogConfig()
+    limit_s = watchdog.limit_s(steps_s[-WATCHED:])
+    if own and _evaluates_next(files, own[-1]):
+        limit_s += watchdog.limit_s(known(own, "evaluation_s")[-WATCHED:])
+    if is_saving:
+        limit_s += watchdog.limit_s(())
+    if own and _is_rolling_back(files.session, time_of(own[-1])):
+        limit_s += watchdog.limit_s(())
+    return limit_s
+
+
+def _evaluates_next(files: RunFiles, last: Facts) -> bool:
+    """Returns whether an evaluation follows the step after `last`, as the training loop decides it."""
+    interval = files.config.training.evaluation.interval if files.config is not None else 0
+    step = number(last.get("step"))
+    if interval == 0 or step is None:
+        return False
+    return step + 1 == _total_steps(files.session, files.config) or (step + 1) % interval == 0
+
+
+def _is_rolling_back(session: Sequence[Facts], since: float) -> bool:
+    """Returns whether a guard has asked for a rollback since a time, which loads a checkpoint."""
+    recent = [event for event in session if time_of(event) >= since]
+    return any(event["event"] == "intervened" and event.get("action") == "rollback" for event in recent)
+
+
+def _ended(record: Facts) -> float:
+    """Returns when what a record tells of was over: its time is that of the step, before the evaluation."""
+    return time_of(record) + sum(known([record], "evaluation_s"))
 
 
 def _total_steps(session: Sequence[Facts], config: Config | None) -> int | None:

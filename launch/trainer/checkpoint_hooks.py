@@ -27,6 +27,8 @@ from launch.trainer.run_tokenizer import tokenizer_in_manifests
 from megalite.checkpoint.durable_files import remove
 from megalite.checkpoint.manifest import Manifest, step_folder
 from megalite.config import Config
+from megalite.config.sections import CheckpointConfig
+from megalite.monitor.progress import duration
 from megalite.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -105,19 +107,22 @@ class Exporter:
             except OSError as error:
                 self._run_log.log_notice(f"{folder} stays, though its checkpoint is deleted: {error.strerror or error}")
 
-    def close(self, *, is_done: bool) -> None:
-        """Waits for the queued exports and reports progress; cancels them if training is not done."""
+    def close(self, *, is_done: bool, at_most_s: float = math.inf) -> None:
+        """Waits for the queued exports if training is done, at most so long, and reports progress; cancels the rest."""
+        deadline = time.monotonic() + (at_most_s if is_done else 0.0)
         with self._changed:
-            self._is_closing, self._is_cancelled = True, not is_done
-            if self._is_cancelled and self._process is not None:
-                self._process.terminate()
+            self._is_closing = True
             self._changed.notify_all()
         if self._thread is None:
             return
-        self._thread.join(PROGRESS_EVERY_S if is_done else CANCEL_S)
-        while is_done and self._thread.is_alive():
+        while self._thread.is_alive() and (left_s := deadline - time.monotonic()) > 0:
+            self._thread.join(min(left_s, PROGRESS_EVERY_S))
             self._report_progress()
-            self._thread.join(PROGRESS_EVERY_S)
+        with self._changed:
+            self._is_cancelled = True
+            if self._process is not None:
+                self._process.terminate()
+        self._thread.join(CANCEL_S)
 
     def _report_progress(self) -> None:
         with self._changed:
@@ -221,10 +226,7 @@ class CheckpointHooks:
             return
         options, own = setup.config.checkpoint, setup.start.checkpoint if setup.start.is_resume else None
         if options.mirror is not None:
-            from megalite.checkpoint.remote.mirror import Mirror
-            from megalite.checkpoint.retention import Retention
-
-            self.mirror = Mirror(options.mirror, Retention.of(options), run_logger.log_upload)
+            self.mirror = open_mirror(options.mirror, options, run_logger.log_upload)
             if own is not None:
                 self.mirror.on_commit(own)
         if options.export_hf != "off":
@@ -233,16 +235,34 @@ class CheckpointHooks:
                 self.exporter.on_commit(own)
 
     def close(self, *, is_done: bool, at_most_s: float = math.inf) -> None:
-        """Waits for the mirror up to `checkpoint.mirror_wait_minutes` and `at_most_s`, and for exports if `is_done`.
+        """Waits for exports if `is_done`, then for the mirror up to `checkpoint.mirror_wait_minutes`.
 
-        Otherwise exports are cancelled, and the next session starts them again.
+        Both together get `at_most_s`. What is not exported then is cancelled, and the next session starts it again.
         """
+        deadline = time.monotonic() + at_most_s
         if self.exporter is not None:
-            self.exporter.close(is_done=is_done)
-        options = self._config.checkpoint
-        seconds = min(60 * options.mirror_wait_minutes, at_most_s)
-        if self.mirror is not None and not self.mirror.close(seconds):
-            self._run_logger.log_notice(
-                f"{options.mirror} has not got the last checkpoint in {seconds / 60:.3g} minutes: it is in "
-                f"{checkpoints_of(self._config)}, and the next run sends it"
-            )
+            self.exporter.close(is_done=is_done, at_most_s=at_most_s)
+        say = self._run_logger.log_notice
+        if self.mirror is not None and (missing := wait_for_mirror(self.mirror, self._config, say, deadline)):
+            say(missing)
+
+
+def open_mirror(url: str, options: CheckpointConfig, notify: Callable[[str, str, dict[str, Any]], None]) -> Mirror:
+    """Opens the mirror that a run asks for; `notify` as in `Mirror`. Raises CheckpointError."""
+    from megalite.checkpoint.remote.mirror import Mirror
+    from megalite.checkpoint.retention import Retention
+
+    return Mirror(url, Retention.of(options), notify)
+
+
+def wait_for_mirror(mirror: Mirror, config: Config, say: Callable[[str], None], deadline: float = math.inf) -> str:
+    """Closes a mirror after at most `checkpoint.mirror_wait_minutes`; returns what it lacks, as a sentence, or "".
+
+    `deadline` is a reading of `time.monotonic`. `say` gets the progress.
+    """
+    began, options = time.monotonic(), config.checkpoint
+    if mirror.close(min(60 * options.mirror_wait_minutes, max(0.0, deadline - began)), say):
+        return ""
+    waited = f"{duration(time.monotonic() - began)} (checkpoint.mirror_wait_minutes: {options.mirror_wait_minutes:g})"
+    where = f"it is in {checkpoints_of(config)}, and the next run sends it"
+    return f"{options.mirror} has not got the last checkpoint after {waited}: {where}"

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from launch.errors import USER_ERRORS, LaunchError
 from launch.planning.prediction import Prediction
@@ -18,6 +18,7 @@ from launch.planning.this_machine import UNMEASURED, Machine, MeasurementLimits,
 from launch.runtime.host_probe import gpus, start_listing_gpus
 from launch.runtime.local_ranks import start_local_ranks
 from launch.runtime.logs import get_logger
+from launch.trainer.checkpoint_hooks import open_mirror, wait_for_mirror
 from launch.trainer.resume import exports_of
 from launch.trainer.run_folder import lock_run_folder
 from launch.trainer.run_summary import (
@@ -34,6 +35,7 @@ from launch.trainer.start_flags import NO_FLAGS, StartFlags
 from megalite.checkpoint.durable_files import verify_digest
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config import Config
+from megalite.monitor.events import EVENTS, EventLog
 from megalite.planner.units import plural
 from megalite.resilience.signals import START_UP, STOP_SIGNALS, exit_code_for
 
@@ -75,7 +77,7 @@ def start_local_run(config: Config, arguments: Sequence[str], flags: StartFlags 
 
 
 def finish_if_complete(position: RunPosition) -> bool:
-    """Returns True if nothing is left to train, after exporting the last checkpoint if its export is missing."""
+    """Returns True if nothing is left to train, after making up for a last export or upload that is missing."""
     config, start = position.config, position.start
     if not position.is_complete:
         return False
@@ -89,6 +91,8 @@ def finish_if_complete(position: RunPosition) -> bool:
     log.info(f"{start.checkpoint} is at step {start.step} {end}: nothing left to train")
     if config.checkpoint.export_hf != "off" and start.checkpoint is not None:
         _export_if_missing(config, start.checkpoint)
+    if config.checkpoint.mirror is not None and start.checkpoint is not None:
+        _mirror_if_missing(config, config.checkpoint.mirror, start.checkpoint)
     return True
 
 
@@ -105,6 +109,21 @@ def _export_if_missing(config: Config, checkpoint: Path) -> None:
             export_hugging_face(checkpoint, folder, dtype=config.checkpoint.export_hf_dtype)
         except USER_ERRORS as error:  # no failure of the run, whose training is complete
             log.error(f"{folder} is NOT made: {error}; by hand: megalite export {checkpoint} {folder}")
+
+
+def _mirror_if_missing(config: Config, url: str, checkpoint: Path) -> None:
+    """Sends the last checkpoint of a run that ended before its mirror had it."""
+    events = EventLog(config.run_dir / EVENTS)
+
+    def tell(event: str, sentence: str, facts: dict[str, Any]) -> None:
+        log.info(sentence)
+        events.write(event, **facts)
+
+    with lock_run_folder(config):
+        mirror = open_mirror(url, config.checkpoint, tell)
+        mirror.on_commit(checkpoint)
+        if missing := wait_for_mirror(mirror, config, log.info):  # no failure of the run, whose training is complete
+            log.error(missing)
 
 
 def print_dry_run(config: Config, flags: StartFlags = NO_FLAGS, *, full: bool = False, as_json: bool = False) -> None:

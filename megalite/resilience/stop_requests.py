@@ -46,9 +46,10 @@ class StopRequests:
         self._signals = take_signals()
         several = dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo", timeout=group_timeout()) if several else None
+        self._is_agreed = False
         self._step = self._saved_step = 0
         self._step_began, self._last_step_s = time.monotonic(), 0.0
-        self._has_agreed = threading.Event()
+        self._has_ended = threading.Event()  # the step in which a signal came
         self._reminder: threading.Thread | None = None  # that a long step still goes on, once it is the last
 
     def __enter__(self) -> Self:
@@ -56,7 +57,7 @@ class StopRequests:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._has_agreed.set()
+        self._has_ended.set()
         self._signals.end_training()
 
     def begin_step(self, step: int, saved_step: int) -> None:
@@ -75,13 +76,19 @@ class StopRequests:
         if self._group is not None:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         number, is_over, save_next = flags.tolist()
+        self._is_agreed = bool(number or is_over)
         if number:
-            self._has_agreed.set()
+            self._has_ended.set()
             return Stop(f"signal {signal.Signals(number).name}", number == signal.SIGINT), bool(save_next)
         return Stop(self._limit) if is_over else None, bool(save_next)
 
+    @property
+    def is_asked(self) -> bool:
+        """True if the run was asked to end in its last step, or this rank has got a signal since. Not collective."""
+        return self._is_agreed or self._signals.first != 0
+
     def _remind(self) -> None:
-        while not self._has_agreed.wait(SILENCE_S):
+        while not self._has_ended.wait(SILENCE_S):
             log.info(f"step {self._step} still goes on ({time.monotonic() - self._step_began:.0f} s so far)")
 
     def _answer(self, number: int) -> str:

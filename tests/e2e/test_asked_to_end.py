@@ -27,7 +27,7 @@ from tests.conftest import write_config
 from tests.e2e.conftest import References
 from tests.helpers.audit import audit_against, complete, events, steps_done
 from tests.helpers.commands import BIN, ROOT
-from tests.helpers.faults import several, signal_in_step, slow_writer
+from tests.helpers.faults import endless_export, several, signal_in_step, slow_writer
 from tests.helpers.warm_runs import session, train
 
 pytestmark = pytest.mark.slow
@@ -111,6 +111,32 @@ def test_time_is_up(config: dict[str, Any], references: References, tmp_path: Pa
     assert goodput["sessions"] == 3 and goodput["seconds"]["down"] == 0 and goodput["paused_s"] >= 2
     status = read_status(run_dir)
     assert (status.state, status.step, status.steps_at_risk) == (RunState.ENDED, 16, 0)
+
+
+@pytest.mark.parametrize("asked", ["by a signal", "while it saves", "by its time limit"])
+def test_a_run_that_is_asked_in_its_last_step_is_complete_and_does_not_wait_for_ever(
+    asked: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    """The export and the mirror could take longer than a scheduler gives; the next run goes on with them."""
+    run_dir = Path(config["run_dir"])
+    config["training"]["steps"] = 3
+    config["checkpoint"] = {"export_hf": "last", "mirror": "file:///proc/no/such/folder"}
+    faults, words = [(endless_export, (1.0,))], list[str]()
+    if asked == "by a signal":
+        faults.append((signal_in_step, (3, signal.SIGTERM, [1])))
+    elif asked == "while it saves":
+        faults.append((slow_writer, (2.0,)))
+    else:
+        config["training"]["steps"] = 1
+        words.append("training.max_minutes=0.001")
+    with session(tmp_path / "session", config, *words, fault=(several, tuple(faults))) as running:
+        if asked == "while it saves":
+            running.wait_until(lambda: (run_dir / "checkpoints" / ".step_00000003.tmp").exists())
+            running.send(signal.SIGTERM)
+        assert running.wait(GRACE_S) == [0, 0], running.output()
+        said = running.output(0)
+    assert "is not made, the run ends before: the next one makes it" in said and "has not got the last" in said
+    assert read_status(run_dir).state is RunState.ENDED
 
 
 def test_the_command_passes_it_on(config: dict[str, Any], references: References, tmp_path: Path) -> None:

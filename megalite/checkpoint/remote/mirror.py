@@ -22,6 +22,7 @@ from megalite.checkpoint.remote.transfer import Damaged, prune_store, upload
 from megalite.checkpoint.retention import Retention, RetentionCandidate, which_to_delete
 
 CANCEL_S = 5.0  # for what is under way when a mirror is closed
+PROGRESS_EVERY_S = 10.0  # while `close` waits
 
 
 class Mirror:
@@ -78,21 +79,31 @@ class Mirror:
         with self._changed:
             return set(self._waiting)
 
-    def close(self, timeout_s: float) -> bool:
+    def close(self, timeout_s: float, say: Callable[[str], None] = lambda _: None) -> bool:
         """Waits until all checkpoints are on the mirror, retrying failed uploads; returns whether they are.
 
-        Gives up after `timeout_s`, and immediately for an error that a retry cannot cure.
+        Gives up after `timeout_s`, and immediately for an error that a retry cannot cure. `say` gets the progress.
         """
+        deadline = time.monotonic() + timeout_s
         with self._changed:
             self._is_closing = self._is_awake = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join(timeout_s)
+            while self._thread.is_alive() and (left_s := deadline - time.monotonic()) > 0:
+                self._thread.join(min(left_s, PROGRESS_EVERY_S))
+                if self._thread.is_alive():
+                    say(self._progress())
             self._given_up.set()
             with self._changed:
                 self._changed.notify_all()
             self._thread.join(CANCEL_S)
         return not self._waiting and not self._is_last_lost
+
+    def _progress(self) -> str:
+        with self._changed:
+            folder = self._busy or self._last or Path()
+            sent = sum(file.size for file in list(self._arrived.get(folder, {}).values()))
+        return f"waiting until {folder.name} is on {self._url} ({sent / 1e9:.2f} GB sent)"
 
     def _work(self) -> None:
         while self._is_awake or not self._is_closing:
@@ -192,7 +203,7 @@ class Mirror:
     def _report_failure(self, folder: Path, error: Exception) -> None:
         if isinstance(error, Damaged):
             then = ""
-        elif self._given_up.is_set():
+        elif self._given_up.is_set() or (self._is_closing and not self._is_awake):
             then = ": the run ends without this copy"
         else:
             then = ": it is tried again after the next checkpoint"

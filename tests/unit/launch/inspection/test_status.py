@@ -79,12 +79,49 @@ def test_a_new_start_of_an_ended_run_waits_for_its_first_step(make_run: MakeRun)
 def test_silence_is_judged_by_the_watchdog_s_limit(make_run: MakeRun) -> None:
     """Steps of a second: 300 s, the least that the watchdog allows; or while a save is written, half an hour."""
     folder = make_run(age_s=400)
+    assert state_of_living(folder) is RunState.HUNG
+    (folder / "checkpoints" / ".step_00000030.tmp").mkdir()
+    assert state_of_living(folder) is RunState.RUNNING
+
+
+@pytest.mark.parametrize(
+    ("what", "steps", "interval", "healthy_s"),
+    [
+        ("a step without an evaluation", 48, 25, 300),
+        ("the first evaluation", 24, 25, 300 + 1800),
+        ("a later evaluation", 49, 25, 300 + 4000),  # ten times an earlier one
+        ("the step after an evaluation", 50, 25, 400 + 300),  # which its record does not count
+        ("the evaluation at the end", 99, 1000, 300 + 1800),
+        ("no evaluation at the end", 99, 0, 300),
+    ],
+)
+def test_the_limit_is_that_of_what_comes_next(
+    what: str, steps: int, interval: int, healthy_s: float, make_run: MakeRun
+) -> None:
+    """Or the longest evaluations of healthy runs would look like hangs; a limit that is lost would hide real ones."""
+    for age_s, state in ((healthy_s - 30, RunState.RUNNING), (healthy_s + 30, RunState.HUNG)):
+        folder = make_run(str(age_s), steps, age_s, saved=None, interval=interval)
+        assert state_of_living(folder) is state, (what, age_s)
+
+
+@pytest.mark.parametrize(
+    ("ago_s", "action", "state"),
+    [(999, "rollback", RunState.RUNNING), (999, "skip", RunState.HUNG), (1001, "rollback", RunState.HUNG)],
+)
+def test_a_rollback_may_take_as_long_as_a_start(ago_s: float, action: str, state: RunState, make_run: MakeRun) -> None:
+    """It loads a checkpoint; the last step, 1000 s ago, says that an earlier rollback is over."""
+    folder = make_run(age_s=1000)
+    with (folder / "events.jsonl").open("a") as events:
+        print(json.dumps({"time": time.time() - ago_s, "event": "intervened", "action": action}), file=events)
+    assert state_of_living(folder) is state
+
+
+def state_of_living(folder: Path) -> RunState:
+    """The state while the process of the last session lives."""
     lock = (folder / LOCK).read_text()
     with take_lock(folder):
         (folder / LOCK).write_text(lock)
-        assert read_status(folder).state is RunState.HUNG
-        (folder / "checkpoints" / ".step_00000030.tmp").mkdir()
-        assert read_status(folder).state is RunState.RUNNING
+        return read_status(folder).state
 
 
 def test_a_first_start_is_a_run_before_it_has_written_anything(tmp_path: Path) -> None:

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from launch.errors import LaunchError
-from launch.trainer.local_run import print_dry_run
+from launch.trainer.local_run import finish_if_complete, print_dry_run
 from launch.trainer.run_config import load_run_config
 from launch.trainer.run_folder import check_run_folder, lock_run_folder
 from launch.trainer.start_checks import check_start, find_position
 from launch.trainer.start_flags import NO_FLAGS, StartFlags, split_flags
 from megalite.config import Config, ConfigError
+from megalite.monitor.events import EVENTS, read_events
 from tests.conftest import write_config
+from tests.helpers.mirrors import complete
 from tests.unit.launch.cli.test_mistakes import own_checkpoint
 
 HUGE = {"hidden_size": 32768, "intermediate_size": 131072, "num_hidden_layers": 100}
@@ -59,6 +61,37 @@ def test_force_starts_what_cannot_fit(tiny: dict[str, Any], monkeypatch: pytest.
     checked = check_start(config, StartFlags(force=True), is_dry=True)
     assert checked.memory is not None and checked.memory.cannot_fit and checked.memory.warning
     assert not config.run_dir.exists()
+
+
+def finish(tiny: dict[str, Any], tmp_path: Path, mirror: str) -> Config:
+    """A run that ended before its mirror had the last checkpoint, and is started again."""
+    tiny["training"]["steps"] = 2
+    tiny["checkpoint"] = {"mirror": mirror}
+    own_checkpoint()(tiny, tmp_path)
+    config = Config.model_validate(tiny)
+    assert finish_if_complete(find_position(config, NO_FLAGS))
+    return config
+
+
+def test_the_mirror_of_a_complete_run_gets_what_it_lacks(
+    tiny: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As the end of that run has promised; no training and no other command would send it."""
+    mirror = (tmp_path / "mirror").as_uri()
+    config = finish(tiny, tmp_path, mirror)
+    assert complete(mirror) == ["step_00000002"] and f"step_00000002 is on {mirror}" in capfd.readouterr().out
+    assert [event["event"] for event in read_events(config.run_dir / EVENTS)] == ["mirrored"]
+    lock_run_folder(config).close()  # which the upload does not keep
+
+
+def test_a_mirror_that_cannot_be_reached_is_no_failure_of_a_complete_run(
+    tiny: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = finish(tiny, tmp_path, "file:///proc/no/such/folder")
+    said = capfd.readouterr()
+    assert "mirroring step_00000002 failed" in said.out and "the run ends without this copy" in said.out
+    assert "error: file:///proc/no/such/folder has not got the last checkpoint after 0 s" in said.err
+    assert str(config.run_dir / "checkpoints") in said.err and "mirror_wait_minutes" in said.err
 
 
 def test_tokens_are_counted_from_those_a_checkpoint_has_seen(tiny: dict[str, Any], tmp_path: Path) -> None:

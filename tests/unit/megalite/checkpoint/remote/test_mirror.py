@@ -15,6 +15,7 @@ import torch
 from megalite.checkpoint.durable_files import digest
 from megalite.checkpoint.errors import StorageError
 from megalite.checkpoint.manifest import LATEST, MANIFEST
+from megalite.checkpoint.remote import mirror as mirror_module
 from megalite.checkpoint.remote.mirror import Mirror
 from megalite.checkpoint.remote.storage import Listed, Patience, Store, list_checkpoints
 from megalite.checkpoint.remote.transfer import fetch_newest, upload
@@ -148,14 +149,19 @@ def test_closing_ends_in_time_and_leaves_nothing_under_way(s3: Gate, place: str,
     assert [report.event for report in reports] == ["mirror_failed"] and "ends without" in reports[0].sentence
 
 
-def test_the_end_of_a_run_waits_for_a_server_that_comes_back(s3: Gate, place: str, tmp_path: Path) -> None:
-    """The retries of an offer are used up; `close` goes on with them as long as it may."""
+def test_the_end_of_a_run_waits_for_a_server_that_comes_back(
+    s3: Gate, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The retries of an offer are used up; `close` goes on with them as long as it may, and says so."""
+    monkeypatch.setattr(mirror_module, "PROGRESS_EVERY_S", 0.2)
+    said: list[str] = []
     s3.faults = [Fault(lambda r: r.method == "PUT", "error")]
     mirror, reports = mirror_to(place, attempts=1)
     mirror.on_commit(write(tmp_path, 1))
     until(lambda: reports)
     threading.Timer(1, s3.mend).start()
-    assert mirror.close(60) and complete(place) == ["step_00000001"]
+    assert mirror.close(60, said.append) and complete(place) == ["step_00000001"]
+    assert len(said) >= 2 and said[0] == f"waiting until step_00000001 is on {place} (0.00 GB sent)"
 
 
 def test_retention_holds_on_the_mirror_and_spares_what_is_not_ours(place: str, tmp_path: Path) -> None:
