@@ -85,6 +85,18 @@ def file_as_run_dir(config: dict[str, Any], folder: Path) -> list[str]:
     return []
 
 
+def damaged_run_dir(name: str, *, is_folder: bool) -> Change:
+    """A run folder in which `name` is a folder, or a file."""
+
+    def change(config: dict[str, Any], folder: Path) -> list[str]:
+        path = Path(config["run_dir"]) / name
+        path.parent.mkdir(parents=True)
+        path.mkdir() if is_folder else path.write_text("")
+        return []
+
+    return change
+
+
 MISTAKES: dict[str, tuple[Change, list[str]]] = {
     "unknown option": (override("training.stepz=3"), ["training.stepz", "training.steps"]),
     "option of another section": (override("training.learning_rate=1"), ["optimizer.learning_rate"]),
@@ -143,6 +155,15 @@ MISTAKES: dict[str, tuple[Change, list[str]]] = {
         ["checkpoint.resume is false"],
     ),
     "run_dir is a file": (file_as_run_dir, ["taken"]),
+    "checkpoints is a file": (
+        damaged_run_dir("checkpoints", is_folder=False),
+        ["/checkpoints is a file: move it away or choose another run_dir"],
+    ),
+    "config.yaml is a folder": (
+        damaged_run_dir("config.yaml", is_folder=True),
+        ["/config.yaml is a folder: move it away or choose another run_dir"],
+    ),
+    "events.jsonl is a folder": (damaged_run_dir("events.jsonl", is_folder=True), ["/events.jsonl is a folder"]),
 }
 
 
