@@ -154,6 +154,10 @@ MISTAKES: dict[str, tuple[Change, list[str]]] = {
         lambda c, f: own_checkpoint()(c, f) or ["checkpoint.resume=false"],
         ["checkpoint.resume is false"],
     ),
+    "run_dir is a URL": (
+        override("run_dir=s3://bucket/run"),
+        ["run_dir s3://bucket/run is a URL: give a local folder, and checkpoint.mirror=s3://bucket/run"],
+    ),
     "run_dir is a file": (file_as_run_dir, ["taken"]),
     "checkpoints is a file": (
         damaged_run_dir("checkpoints", is_folder=False),
@@ -246,6 +250,12 @@ OTHER_COMMANDS: dict[str, tuple[list[str], str]] = {
     "import of nothing": (["import", "./nowhere", "out"], "nowhere"),
     "generate with no tokenizer": (["generate", "nowhere", "--prompt", "x", "--tokenizer", "tok"], "nowhere"),
     "export of a file": (["export", __file__, "out"], "is a file, no checkpoint folder"),
+    "import to a URL": (["import", "./nowhere", "s3://b/x"], "s3://b/x is a URL: give a local folder, and copy it"),
+    "export to a URL": (["export", "nowhere", "s3://b/x"], "s3://b/x is a URL: give a local folder, and copy it"),
+    "import below a file": (["import", "./nowhere", f"{__file__}/x"], f"{__file__}: is a file, where a folder"),
+    "export below a file": (["export", "nowhere", f"{__file__}/x"], f"{__file__}: is a file, where a folder"),
+    "state of a URL": (["status", "s3://b/x"], "`megalite checkpoint ls s3://b/x` lists the checkpoints there"),
+    "runs of a URL": (["ls", "s3://b"], "s3://b is a URL: give a local folder"),
     "generate from nothing": (["generate", "nowhere", "--prompt", "x"], "nowhere"),
     "show of nothing": (["config", "show", "nowhere.yaml"], "nowhere.yaml"),
     "override with dashes": (["train", "c.yaml", "--training.steps=3"], "no dashes here: training.steps=3"),
