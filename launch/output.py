@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from launch.errors import LaunchError
 from launch.runtime.logs import get_logger
 from megalite.checkpoint.durable_files import NO_ROOM, write_durably
+from megalite.config.places import url_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -251,14 +252,21 @@ def write_file(path: Path, text: str) -> None:
         raise LaunchError(f"{path} cannot be written: {told}") from None
 
 
+def check_local(path: Path, remedy: str) -> None:
+    """Raises LaunchError with the `remedy` if `path` is a URL: it would be a folder here, named as the protocol."""
+    if url := url_of(path):
+        raise LaunchError(f"{url} is a URL: {remedy}")
+
+
 def check_writable(path: Path) -> None:
     """Checks, before the work whose result goes there, that `path` can be written. Raises LaunchError."""
+    check_local(path, "give a local file, and copy it afterwards")
+    if path.is_dir():
+        raise LaunchError(f"{path} is a folder: name a file")
     folder = path.resolve().parent
     problem = None
-    if path.is_dir():
-        problem = "it is a folder"
-    elif not folder.is_dir():
-        problem = f"there is no folder {folder}"
+    if not folder.is_dir():
+        problem = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
     elif not os.access(folder, os.W_OK | os.X_OK):
         problem = f"nothing may be written in {folder}"
     if problem:

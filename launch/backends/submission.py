@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.errors import LaunchError
+from launch.output import check_writable, write_file
 from launch.runtime.devices import Device
 from launch.runtime.logs import get_logger
 from launch.trainer.run_config import load_run_config
@@ -31,15 +32,18 @@ class Delivery:
     as_json: bool
 
     def check(self) -> None:
-        """Raises LaunchError if the file exists and must not be replaced."""
-        if self.file is not None and self.file.exists() and not self.overwrite:
+        """Raises LaunchError if the file cannot be written, or exists and must not be replaced."""
+        if self.file is None:
+            return
+        check_writable(self.file)
+        if self.file.exists() and not self.overwrite:
             raise LaunchError(f"{self.file} is there already: give --overwrite, or write another file")
 
     def write(self, text: str, next_step: str) -> list[str]:
         """Writes the file, except in a dry run; returns a sentence that says so, with the user's `next_step`."""
         if self.file is None or self.dry_run:
             return []
-        self.file.write_text(text)
+        write_file(self.file, text)
         return [f"wrote {self.file}{next_step}"]
 
     def report(

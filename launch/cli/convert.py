@@ -14,7 +14,7 @@ import typer
 
 from launch.cli.options import AsJson, ModelTokenizer
 from launch.errors import INTERRUPTED_CODE, LaunchError
-from launch.output import print_json, progress_bar
+from launch.output import check_local, print_json, progress_bar
 from launch.runtime.logs import get_logger
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)i?B?", re.IGNORECASE)
+COPY = "give a local folder, and copy it afterwards"
 POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -59,6 +60,7 @@ def import_(
     """
     from launch.huggingface.importing import import_hugging_face, plan_import
 
+    check_local(checkpoint, COPY)
     kept = None if dtype is None else dtype.value
     if dry_run:
         _print_plan(plan_import(hf_dir, checkpoint, dtype=kept, overwrite=overwrite), "import", as_json)
@@ -91,6 +93,7 @@ def export(
     """
     from launch.huggingface.exporting import export_hugging_face, plan_export
 
+    check_local(hf_dir, COPY)
     size, stored = parse_size(max_shard_size), None if dtype is None else dtype.value
     if dry_run:
         plan = plan_export(

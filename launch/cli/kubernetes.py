@@ -170,7 +170,7 @@ def _deliver(job: PodJob, heading: str, notices: list[str], delivery: Delivery, 
         notices += check_claims(cluster, job)
     objects = objects_of(job)
     text = to_yaml(objects, heading)
-    done = delivery.write(text, f"; hand it on with: kubectl apply -f {delivery.file}")
+    done = []
     if cluster is not None and delivery.dry_run:
         unchecked = check(cluster, objects)
         notices += unchecked
@@ -178,6 +178,7 @@ def _deliver(job: PodJob, heading: str, notices: list[str], delivery: Delivery, 
     elif cluster is not None:
         create(cluster, objects)
         done.append(f"{cluster} has created them")
+    done += delivery.write(text, f"; hand it on with: kubectl apply -f {delivery.file}")
     if delivery.dry_run:
         done.append("dry run: nothing was written or created")
     but = " except the TrainJob" if unchecked else ""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
 import subprocess
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +17,7 @@ from launch.backends.slurm import SlurmJob, Spawner, batch_script
 from launch.backends.submission import Delivery, fit_layout, load_checked_config
 from launch.cli.options import AllowChange, ConfigPath, Force, OutputFile, Overrides, OverwriteFile
 from launch.errors import LaunchError
+from launch.trainer.run_folder import check_run_place
 from launch.trainer.start_flags import StartFlags
 from megalite.config import Config
 
@@ -200,29 +201,36 @@ def _deliver(job: SlurmJob, delivery: Delivery, notices: list[str]) -> None:
     if delivery.submit and shutil.which("sbatch") is None:
         raise LaunchError("there is no sbatch on PATH, so nothing can be submitted: run this on a host of the cluster")
     delivery.check()
+    check_run_place(job.run_dir)
     text, number = batch_script(job), None
-    if not delivery.dry_run:
-        _make_folder(job.run_dir)
-    done = delivery.write(text, "" if delivery.submit else f"; submit it: sbatch {delivery.file}")
-    if delivery.submit and delivery.dry_run:
-        done.append(_sbatch(text, "--test-only"))
-    elif delivery.submit:
-        number = _sbatch(text, "--parsable").partition(";")[0]  # followed by the cluster's name
-        done += _how_to_follow(job, number)
+    made = [] if delivery.dry_run else _make_folder(job.run_dir)
+    done = []
+    try:
+        if delivery.submit and delivery.dry_run:
+            done.append(_sbatch(text, "--test-only"))
+        elif delivery.submit:
+            number = _sbatch(text, "--parsable").partition(";")[0]  # followed by the cluster's name
+            done += _how_to_follow(job, number)
+    except LaunchError:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
+    done += delivery.write(text, "" if delivery.submit else f"; submit it: sbatch {delivery.file}")
     if delivery.dry_run:
         done.append("dry run: nothing was written or submitted")
     facts = {"job": number, "nodes": job.nodes, "ranks": job.nodes * job.ranks_per_node, "log": str(job.log)}
     delivery.report(text, {**facts, "script": text}, notices, done)
 
 
-def _make_folder(run_dir: Path) -> None:
-    """Creates the folder of the log, without which Slurm ends a job silently."""
+def _make_folder(run_dir: Path) -> list[Path]:
+    """Creates the folder of the log, without which Slurm ends a job silently; returns what it made, innermost first."""
+    made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LaunchError(f"run_dir {run_dir} cannot be made: {error.strerror}") from None
-    if not os.access(run_dir, os.W_OK | os.X_OK):
-        raise LaunchError(f"run_dir {run_dir} cannot be written: choose another, or change its rights")
+    return made
 
 
 def _sbatch(script: str, option: str) -> str:

@@ -60,8 +60,8 @@ def wanted_ranks(config: Config, hosts: Sequence[Host], spares: int, device: Dev
         count = len(hosts) - spares
         of = f"{plural(count, 'host')}{' that are not spare' if spares else ''}"
         raise LaunchError(
-            f"the layout needs {wanted or replica} ranks, and there are {slots} slots on {of}: name more hosts, or use "
-            "a smaller parallel layout"
+            f"the layout needs {plural(wanted or replica, 'rank')}, more than the {plural(slots, 'slot')} on {of}: "
+            "name more hosts, or use a smaller parallel layout"
         )
     return wanted
 
@@ -118,9 +118,10 @@ def choose_hosts(
                 is_named = any(f"host {name} " in first.sentence for name in first.hosts)
                 text = f"{first.sentence}: {first.remedy}".rstrip(": ") if is_named else str(first)
                 reason = f" ({text}{f'; and {len(why_not) - 1} more' if len(why_not) > 1 else ''})"
+            needed = f"{plural(wanted, 'rank')} {'is' if wanted == 1 else 'are'} needed"
             raise NotEnoughHosts(
-                f"{wanted} ranks are needed, and hosts that are fit have {slots} slots{reason}: mend them, leave them "
-                "out with --exclude, or name others in the hostfile"
+                f"{needed}, and hosts that are fit have {plural(slots, 'slot')}{reason}: mend them, leave them out "
+                "with --exclude, or name others in the hostfile"
             )
         layout = smaller
     candidates = fit

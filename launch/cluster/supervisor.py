@@ -146,17 +146,15 @@ class HostsSupervisor(Supervisor):
         report = preflight(self._connections, errors, self._hosts, settings)
         if self._remove_stale_locks(report):
             report = preflight(self._connections, errors, self._hosts, settings)
-        if report.findings != self._shown_findings and (self._attempts == 1 or report.failures):
-            log.log(logging.INFO if report.passed else logging.WARNING, "%s", report.conclusion())
-            for finding in report.findings:
-                if finding.verdict != OK:
-                    log.warning("%s%s: %s", finding.check, " failed" if finding.verdict == FAIL else "", finding)
-        self._shown_findings = report.findings
+        unfit = self._stuck.union(report.failed_hosts)
+        fit = [host for host in self._hosts if host.name not in unfit]
+        is_refused = self._attempts == 1 and sum(host.slots for host in fit) < self._world_size
+        doubts = [finding for finding in report.findings if finding.verdict != OK]
+        if not (is_refused and doubts == report.failures[:1]):  # else the error says all that there is to say
+            self._show(report)
         for finding in report.failures:
             if not finding.hosts:
                 raise LaunchError(f"the hosts cannot train together: {finding}")
-        unfit = self._stuck.union(report.failed_hosts)
-        fit = [host for host in self._hosts if host.name not in unfit]
         config, wanted = self._with_layout(fit, report)
         choice = choose_hosts(
             config,
@@ -183,6 +181,15 @@ class HostsSupervisor(Supervisor):
         self._log_if_new("order", [f"hosts of this attempt, in rank order: {', '.join(names)}"])
         cores = min(report.facts[name]["cores"] for name in names)
         return HostAssignment(hosts, config, report.device, cores, master)
+
+    def _show(self, report: PreflightReport) -> None:
+        """Logs the findings about hosts, unless the attempt before had the same ones."""
+        if report.findings != self._shown_findings and (self._attempts == 1 or report.failures):
+            log.log(logging.INFO if report.passed else logging.WARNING, "%s", report.conclusion())
+            for finding in report.findings:
+                if finding.verdict != OK:
+                    log.warning("%s%s: %s", finding.check, " failed" if finding.verdict == FAIL else "", finding)
+        self._shown_findings = report.findings
 
     def _check_memory(self, config: Config, choice: Choice, report: PreflightReport, *, is_short: bool) -> None:
         """Raises LaunchError where the run cannot fit; NotEnoughHosts where hosts are missing that may come back."""

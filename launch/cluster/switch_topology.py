@@ -43,7 +43,10 @@ def read_topology(path: Path) -> Topology:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise LaunchError(f"topology {path} cannot be read: {reason}") from None
+        raise LaunchError(
+            f"topology {path} cannot be read: {reason}: give Slurm's topology.conf, or the output of `scontrol show "
+            "topology`"
+        ) from None
     return parse_topology(text, str(path))
 
 

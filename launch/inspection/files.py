@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from launch.errors import LaunchError
+from launch.output import check_local
 from launch.runtime.run_lock import LockHolder, lock_holder
 from megalite.config import Config, ConfigError, load_config
+from megalite.config.places import url_of
 from megalite.monitor.events import EVENTS, read_events
 from megalite.monitor.sinks.jsonl import read_records
 
@@ -86,6 +88,7 @@ def check_is_run(folder: Path) -> None:
     """Raises LaunchError, with what was perhaps meant, where a folder is not that of a run."""
     if is_run(folder):
         return
+    check_local_folder(folder)
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise LaunchError(f"{folder} {what}: give the folder of a run, its run_dir; `megalite ls FOLDER` lists runs")
@@ -96,6 +99,11 @@ def check_is_run(folder: Path) -> None:
         f"{folder} is no folder of a run, which has {CONFIG}, {RECEIPT} and {EVENTS}; `megalite ls {folder}` lists the "
         "runs below it"
     )
+
+
+def check_local_folder(folder: Path) -> None:
+    """Raises LaunchError for a URL, of which only checkpoints can be listed."""
+    check_local(folder, f"give a local folder; `megalite checkpoint ls {url_of(folder)}` lists the checkpoints there")
 
 
 def known(records: Sequence[Facts], name: str) -> list[float]:

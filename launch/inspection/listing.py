@@ -10,7 +10,7 @@ from typing import Any
 
 from launch.checkpoints.listing import CHECKPOINTS
 from launch.errors import LaunchError
-from launch.inspection.files import is_run
+from launch.inspection.files import check_local_folder, is_run
 from launch.inspection.state import RunState
 from launch.inspection.status import RunStatus, read_status
 
@@ -30,6 +30,7 @@ def list_runs(root: Path, depth: int, advance: Callable[[str], None] = lambda na
     A run of which nothing can be read is listed as unreadable. `advance` gets the name of each before it is read.
     Raises LaunchError where there is no such folder.
     """
+    check_local_folder(root)
     if not root.is_dir():
         what = "is a file" if root.exists() else "does not exist"
         raise LaunchError(f"{root} {what}: give a folder with runs in it, such as the one above a run_dir")

@@ -15,12 +15,16 @@ from typing import IO, Any
 import psutil
 
 from launch.errors import LaunchError
+from launch.huggingface.checkpoint_tokenizer import KEPT
 from launch.runtime.checkout import git_state
-from launch.runtime.run_lock import is_locked, take_lock
+from launch.runtime.run_lock import LOCK, is_locked, take_lock
 from megalite.checkpoint.durable_files import write_durably
 from megalite.config import Config, ResolvedLayout
+from megalite.monitor.events import EVENTS
 
 WITHOUT_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts")  # file systems of the kernel, which take no folders
+FILES = ("config.yaml", "deepspeed.json", "receipt.json", "metrics.jsonl", EVENTS, LOCK)
+FOLDERS = ("checkpoints", "hugging_face", KEPT)
 PACKAGES = ("megalite", "torch", "deepspeed", "transformers", "tokenizers", "numpy")
 
 
@@ -43,8 +47,15 @@ def lock_run_folder(config: Config, patience_s: float = 0.0) -> IO[str]:
 
 
 def check_run_folder(config: Config) -> None:
-    """Raises LaunchError where `lock_run_folder` would, but creates and changes nothing."""
-    run_dir = config.run_dir
+    """Raises LaunchError where `lock_run_folder` would, or what a run writes has no place; creates and changes
+    nothing."""
+    check_run_place(config.run_dir)
+    if is_locked(config.run_dir):
+        raise LaunchError(_in_use(config.run_dir))
+
+
+def check_run_place(run_dir: Path) -> None:
+    """Raises LaunchError where a run could not write its folder, which another run may be using now."""
     own = run_dir.absolute()
     place = next(folder for folder in (own, *own.parents) if os.path.lexists(folder))
     if not place.is_dir():
@@ -56,8 +67,21 @@ def check_run_folder(config: Config) -> None:
     if not os.access(place, os.W_OK | os.X_OK):
         is_read_only = os.statvfs(place).f_flag & os.ST_RDONLY
         raise LaunchError(_not_writable(run_dir, os.strerror(errno.EROFS if is_read_only else errno.EACCES)))
-    if is_locked(run_dir):
-        raise LaunchError(_in_use(run_dir))
+    _check_parts(run_dir)
+
+
+def _check_parts(run_dir: Path) -> None:
+    """Checks that what a run will write is not in the way: it would show only after steps that are then lost."""
+    for path in (run_dir / name for name in (*FILES, *FOLDERS)):
+        problem = None
+        if path.name in FILES:
+            problem = "is a folder" if path.is_dir() else None
+        elif os.path.lexists(path) and not path.is_dir():
+            problem = "is a file" if path.exists() else "is a link to nothing"
+        elif path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
+            raise LaunchError(f"{path} cannot be written: change its rights or choose another run_dir")
+        if problem:
+            raise LaunchError(f"{path} {problem}: move it away or choose another run_dir")
 
 
 def write_settings(config: Config, deepspeed: dict[str, Any]) -> None:

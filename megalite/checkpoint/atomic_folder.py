@@ -51,17 +51,24 @@ def new_folder(folder: Path, *, overwrite: bool, marker: str) -> Iterator[Path]:
 
 def check_replaceable(folder: Path, overwrite: bool, marker: str) -> None:
     """Raises CheckpointError if `folder` holds what must not be replaced."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise CheckpointError(f"{there}: is a file, where a folder is to be written: choose another name")
+    if there != folder or not any(folder.iterdir()):
         return
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: is a file, where a folder is to be written: choose another name")
-    if not overwrite:
-        raise CheckpointError(f"{folder}: is there already and not empty: choose another name, or --overwrite it")
     if not (folder / marker).is_file():  # a mistyped path must not cost a home folder
-        raise CheckpointError(f"{folder}: has no {marker}, so it is nothing of this kind and is not overwritten")
+        raise CheckpointError(
+            f"{folder}: is not empty and has no {marker}, so it is nothing of this kind and is not overwritten: choose "
+            "another name"
+        )
     for inner in sorted(folder.iterdir()):  # perhaps the very checkpoint that is exported
         if inner.is_dir() and not inner.is_symlink() and inner.name != MORE_TEMPLATES:
-            raise CheckpointError(f"{folder}: holds a folder {inner.name}, which would be lost: move it away first")
+            raise CheckpointError(
+                f"{folder}: holds a folder {inner.name}, which would be lost: choose another name, or move it "
+                "away first"
+            )
+    if not overwrite:
+        raise CheckpointError(f"{folder}: is there already and not empty: choose another name, or --overwrite it")
 
 
 def check_room(folder: Path, size: int) -> None:

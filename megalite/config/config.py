@@ -21,6 +21,7 @@ from megalite.config import auto
 from megalite.config.base import Section
 from megalite.config.deepspeed import check_pass_through
 from megalite.config.model import ModelConfig
+from megalite.config.places import local_run_dir
 from megalite.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -42,7 +43,7 @@ from megalite.config.yaml_text import to_yaml
 class Config(Section):
     """All options of a run. Unknown names are refused; missing options have the defaults written here."""
 
-    run_dir: Path = Field(examples=["runs/mine"])
+    run_dir: Annotated[Path, AfterValidator(local_run_dir)] = Field(examples=["runs/mine"])
     """Folder of this run: its config, metrics, checkpoints and pictures."""
 
     model: ModelConfig

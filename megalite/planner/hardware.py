@@ -238,8 +238,8 @@ def _find(kind: str, name: str, known: dict[str, Entry]) -> Entry:
     if name.lower() in by_lower:
         return by_lower[name.lower()]
     near = _names_near(name, known) if name else []
-    meant = f"did you mean {' or '.join(near)}? " if near else ""
-    raise ConfigError(f'unknown {kind} "{name}": {meant}The catalogue has {", ".join(known)}; or describe it yourself')
+    meant = f"did you mean {' or '.join(near)}? The" if near else "the"
+    raise ConfigError(f'unknown {kind} "{name}": {meant} catalogue has {", ".join(known)}; or describe it yourself')
 
 
 def _names_near(name: str, known: Iterable[str]) -> list[str]:

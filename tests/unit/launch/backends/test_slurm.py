@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 from collections.abc import Callable
@@ -265,6 +266,10 @@ MISTAKES = {
     "two lines": ([*ON_CPU, "--sbatch-option", "--comment=a\nb"], ["--key=value"]),
     "option that is ours": ([*ON_CPU, "--sbatch-option", "--time=3"], ["--time=3", "give --time"]),
     "number of nodes as an option": ([*ON_CPU, "--sbatch-option", "--nodes=3"], ["give -N"]),
+    "folder as the file": ([*ON_CPU, "-o", "/etc", "--overwrite"], ["/etc is a folder: name a file"]),
+    "file in no folder": ([*ON_CPU, "-o", "nowhere/job.sh"], ["there is no folder", "/nowhere;"]),
+    "file in a file": ([*ON_CPU, "-o", "config.yaml/job.sh"], ["/config.yaml is a file;"]),
+    "run_dir in a file": ([*ON_CPU, "run_dir=config.yaml/x"], ["/config.yaml is a file: choose another run_dir"]),
     "no sbatch": ([*ON_CPU, "--submit"], ["no sbatch on PATH"]),
     "run_dir is a file": ([*ON_CPU, "run_dir=config.yaml"], ["config.yaml"]),
 }
@@ -280,6 +285,20 @@ def test_a_mistake_is_one_sentence_and_nothing_is_written(
         slurm(*words)
     assert "\n" not in str(told.value) and all(part in str(told.value) for part in fragments), told.value
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_a_job_that_sbatch_refuses_leaves_nothing(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: no such account' >&2\nexit 1\n")
+    (programs / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(LaunchError, match="sbatch does not take the job: no such account"):
+        slurm(*ON_CPU, "--submit", "-o", "job.sh", "run_dir=runs/below/mine")
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_flags_reach_the_ranks_alone(slurm: Slurm) -> None:

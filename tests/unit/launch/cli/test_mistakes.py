@@ -85,6 +85,18 @@ def file_as_run_dir(config: dict[str, Any], folder: Path) -> list[str]:
     return []
 
 
+def damaged_run_dir(name: str, *, is_folder: bool) -> Change:
+    """A run folder in which `name` is a folder, or a file."""
+
+    def change(config: dict[str, Any], folder: Path) -> list[str]:
+        path = Path(config["run_dir"]) / name
+        path.parent.mkdir(parents=True)
+        path.mkdir() if is_folder else path.write_text("")
+        return []
+
+    return change
+
+
 MISTAKES: dict[str, tuple[Change, list[str]]] = {
     "unknown option": (override("training.stepz=3"), ["training.stepz", "training.steps"]),
     "option of another section": (override("training.learning_rate=1"), ["optimizer.learning_rate"]),
@@ -142,7 +154,20 @@ MISTAKES: dict[str, tuple[Change, list[str]]] = {
         lambda c, f: own_checkpoint()(c, f) or ["checkpoint.resume=false"],
         ["checkpoint.resume is false"],
     ),
+    "run_dir is a URL": (
+        override("run_dir=s3://bucket/run"),
+        ["run_dir s3://bucket/run is a URL: give a local folder, and checkpoint.mirror=s3://bucket/run"],
+    ),
     "run_dir is a file": (file_as_run_dir, ["taken"]),
+    "checkpoints is a file": (
+        damaged_run_dir("checkpoints", is_folder=False),
+        ["/checkpoints is a file: move it away or choose another run_dir"],
+    ),
+    "config.yaml is a folder": (
+        damaged_run_dir("config.yaml", is_folder=True),
+        ["/config.yaml is a folder: move it away or choose another run_dir"],
+    ),
+    "events.jsonl is a folder": (damaged_run_dir("events.jsonl", is_folder=True), ["/events.jsonl is a folder"]),
 }
 
 
@@ -236,6 +261,12 @@ OTHER_COMMANDS: dict[str, tuple[list[str], str]] = {
     "import of nothing": (["import", "./nowhere", "out"], "nowhere"),
     "generate with no tokenizer": (["generate", "nowhere", "--prompt", "x", "--tokenizer", "tok"], "nowhere"),
     "export of a file": (["export", __file__, "out"], "is a file, no checkpoint folder"),
+    "import to a URL": (["import", "./nowhere", "s3://b/x"], "s3://b/x is a URL: give a local folder, and copy it"),
+    "export to a URL": (["export", "nowhere", "s3://b/x"], "s3://b/x is a URL: give a local folder, and copy it"),
+    "import below a file": (["import", "./nowhere", f"{__file__}/x"], f"{__file__}: is a file, where a folder"),
+    "export below a file": (["export", "nowhere", f"{__file__}/x"], f"{__file__}: is a file, where a folder"),
+    "state of a URL": (["status", "s3://b/x"], "`megalite checkpoint ls s3://b/x` lists the checkpoints there"),
+    "runs of a URL": (["ls", "s3://b"], "s3://b is a URL: give a local folder"),
     "generate from nothing": (["generate", "nowhere", "--prompt", "x"], "nowhere"),
     "show of nothing": (["config", "show", "nowhere.yaml"], "nowhere.yaml"),
     "override with dashes": (["train", "c.yaml", "--training.steps=3"], "no dashes here: training.steps=3"),

@@ -29,6 +29,18 @@ def two_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Host, Ho
     return Host("node1", (0,)), Host("node2", (0,))
 
 
+def test_an_unreachable_host_is_told_once(
+    tiny: dict[str, Any], two_names: tuple[Host, Host], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Warnings of the check and the error that follows from it said the same three times."""
+    (tmp_path / "bin" / "ssh").write_text("#!/bin/sh\necho 'ssh: no route to host' >&2\nexit 255\n")
+    with HostsSupervisor(Config.model_validate(tiny), two_names[:1], Policy(), Options()) as supervisor:
+        supervisor._attempts = 1
+        with pytest.raises(NotEnoughHosts, match=r"1 rank is needed, .* 0 slots \(host node1 .*no route to host"):
+            supervisor._assign_hosts()
+    assert not [record for record in caplog.records if "no route" in record.getMessage()]
+
+
 def test_a_run_that_does_not_fit_the_hosts_that_are_left_waits_for_the_others(
     tiny: dict[str, Any], two_names: tuple[Host, Host]
 ) -> None:

@@ -52,6 +52,17 @@ def test_a_folder_without_the_right_to_write_is_refused(tiny: dict[str, Any], mo
         check_run_folder(Config.model_validate(tiny))
 
 
+def test_checkpoints_without_the_right_to_write_are_refused(
+    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run would train all its steps before it finds out."""
+    config = Config.model_validate(tiny)
+    (config.run_dir / "checkpoints").mkdir(parents=True)
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path).name != "checkpoints")
+    with pytest.raises(LaunchError, match="/checkpoints cannot be written: change its rights"):
+        check_run_folder(config)
+
+
 def test_force_starts_what_cannot_fit(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     tiny["model"] |= HUGE

@@ -72,8 +72,13 @@ def test_what_is_there_is_kept_unless_overwriting_is_asked_for_and_safe(tmp_path
     (home / "thesis.tex").touch()
     with pytest.raises(CheckpointError, match=r"has no config\.json, so it is nothing of this kind"):
         _fill(home, overwrite=True)
+    with pytest.raises(CheckpointError) as told:
+        _fill(home)
+    assert "overwrite" not in str(told.value).replace("not overwritten", ""), "it would be refused then"
     with pytest.raises(CheckpointError, match="is a file"):
         _fill(home / "thesis.tex")
+    with pytest.raises(CheckpointError, match=r"thesis\.tex: is a file"):
+        _fill(home / "thesis.tex" / "hf")
     assert _names(home) == ["thesis.tex"]
 
 
