@@ -92,8 +92,12 @@ def _numbers(text: str, hosts: str, where: str) -> Iterator[str]:
         if match is None:
             raise LaunchError(f"{where}: {part!r} in {hosts!r} is not a number or a range such as 1-4: correct it")
         first, last = match.group(1), match.group(2) or match.group(1)
-        if not 0 <= int(last) - int(first) < LARGEST_RANGE:
+        if int(last) < int(first):
             raise LaunchError(f"{where}: {part!r} in {hosts!r} is not a range from small to large: correct it")
+        if int(last) - int(first) >= LARGEST_RANGE:
+            raise LaunchError(
+                f"{where}: {part!r} in {hosts!r} is longer than any cluster: give at most {LARGEST_RANGE:,} hosts"
+            )
         for number in range(int(first), int(last) + 1):
             yield str(number).zfill(len(first))
 
