@@ -134,7 +134,8 @@ class HfDataset:
         except Exception as error:  # the classes of its HTTP client differ from version to version
             raise DataError(
                 f"{self.spec}: there is no file or folder {Path(name).absolute()}, and the hub did not answer "
-                f"({_first_sentence(error)}): check the name and the network"
+                f"({_first_sentence(error)}): check the name and the network, or set HF_HUB_OFFLINE=1 for a copy in "
+                "its cache"
             ) from error
 
 
