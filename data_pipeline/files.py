@@ -2,12 +2,18 @@
 
 import hashlib
 import os
+import re
 from pathlib import Path
 
 
 def with_ending(prefix: Path, ending: str) -> Path:
     """Returns PREFIX + ending; unlike Path.with_suffix it keeps dots inside the prefix."""
     return prefix.parent / (prefix.name + ending)
+
+
+def is_url(text: str) -> bool:
+    """True for `https://...`, `s3://...` and the like."""
+    return bool(re.match(r"[A-Za-z][\w+.-]*://", text))
 
 
 def publish(temporary: Path, final: Path) -> None:

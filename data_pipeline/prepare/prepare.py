@@ -160,7 +160,8 @@ def _encode_missing(
         if progress is not None:
             progress(PrepareProgress(parts_done, documents, tokens, time.monotonic() - started))
     if part_count == 0:
-        raise DataError(f"{first_names(job.specs)} hold no text at all: give at least one document with text")
+        hold = "holds" if len(job.specs) == 1 else "hold"
+        raise DataError(f"{first_names(job.specs)} {hold} no text at all: give at least one document with text")
     return part_count
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from data_pipeline.errors import DataError
+from data_pipeline.files import is_url
 from data_pipeline.sources.hf_dataset import DATASET_PREFIX, HfDataset
 from data_pipeline.sources.jsonl import JsonLinesSource
 from data_pipeline.sources.text import TextFile, TextPiece
@@ -56,7 +57,7 @@ def _open_file(path: Path, text_field: str) -> Source:
     if path.name.endswith((".jsonl", ".jsonl.gz")):
         return JsonLinesSource(path, text_field)
     if path.suffix == ".parquet":
-        return HfDataset(f"{DATASET_PREFIX}{path}", text_field)
+        return HfDataset(f"{DATASET_PREFIX}{path}", text_field, typed=str(path))
     return TextFile(path)
 
 
@@ -73,6 +74,10 @@ def _expand(spec: str) -> list[Path]:
         if not files:
             raise DataError(f"source folder {spec} holds no files: give a folder with text or .jsonl files")
         return sorted(files)
+    if is_url(spec):  # before the pattern: it may have a question mark
+        raise DataError(f"source {spec} is a URL, which is not read: download it and give the file")
+    if spec == "-":
+        raise DataError("source - (stdin) is not read: write the text into a file and give that")
     if glob.has_magic(spec):
         files = [Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file()]
         if not files:

@@ -6,6 +6,7 @@ files, or a name on the hub. It is streamed in its own order: nothing is mapped,
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,24 @@ from data_pipeline.sources.text import TextPiece, cut_document, file_identity
 DATASET_PREFIX = "dataset:"
 _SPEC = re.compile(r"dataset:(?P<name>[^:]+)(?::(?P<split>.+))?")
 _BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".json": "json", ".jsonl": "json"}
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ANSWERS_WITHIN_S = 10.0
 _ROWS_PER_READ = 1000
 
 
 class HfDataset:
-    """The rows of one split; the text is in one column."""
+    """The rows of one split; the text is in one column. `typed` is what the user wrote instead of `spec`."""
 
-    def __init__(self, spec: str, text_field: str) -> None:
+    def __init__(self, spec: str, text_field: str, typed: str | None = None) -> None:
         match = _SPEC.fullmatch(spec)
         if match is None:
             raise DataError(
                 f"source {spec!r} names no data set: write dataset:NAME_OR_PATH or dataset:NAME_OR_PATH:split"
             )
-        self.spec, self.text_field = spec, text_field
+        self.spec, self.text_field, self.typed = spec, text_field, typed or spec
         self.name: str = match["name"]
         self.split: str = match["split"] or "train"
+        self._names_split = match["split"] is not None
 
     size_bytes: int | None = None  # of the text: not known before reading
 
@@ -47,15 +51,15 @@ class HfDataset:
         rows = self._rows
         if rows.column_names is not None and self.text_field not in rows.column_names:
             raise DataError(
-                f"{self.spec} has no column {self.text_field!r} (it has {', '.join(map(repr, rows.column_names))}): "
+                f"{self.typed} has no column {self.text_field!r} (it has {', '.join(map(repr, rows.column_names))}): "
                 "name the column that holds the text with --text-field"
             )
         number = 0
-        for batch in rows.iter(batch_size=_ROWS_PER_READ):
+        for batch in self._batches(rows):
             for text in batch[self.text_field]:
                 if not isinstance(text, str):
                     raise DataError(
-                        f"{self.spec}, row {number} has {type(text).__name__} in column {self.text_field!r}: it must "
+                        f"{self.typed}, row {number} has {type(text).__name__} in column {self.text_field!r}: it must "
                         "hold a string"
                     )
                 yield from cut_document([text])
@@ -63,15 +67,36 @@ class HfDataset:
 
     @cached_property
     def _rows(self) -> Any:
-        try:
+        with self._one_sentence():
             return self._load()
+
+    def _batches(self, rows: Any) -> Iterator[Any]:
+        """Yields the rows in batches: a damaged file may be found only here."""
+        with self._one_sentence():
+            yield from rows.iter(batch_size=_ROWS_PER_READ)
+
+    @contextmanager
+    def _one_sentence(self) -> Iterator[None]:
+        """Turns what `datasets` raises into one sentence, and keeps it from logging the same before."""
+        from datasets import logging
+
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity(logging.CRITICAL)
+        try:
+            yield
         except DataError:
             raise
         except Exception as error:  # `datasets` raises dozens of types here, from pyarrow's to the hub client's
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-            raise DataError(
-                f"{self.spec} cannot be loaded ({reason}): check the name, the split and the path"
-            ) from error
+            raise DataError(f"{self.typed} cannot be loaded ({_first_sentence(error)}): {self._advice()}") from error
+        finally:
+            logging.set_verbosity(verbosity)
+
+    def _advice(self) -> str:
+        split = " and the split" if self._names_split else ""
+        path = Path(self.name).expanduser()
+        if path.is_file():
+            return f"check the file{split}, or fetch or save it again"
+        return f"check the {'folder' if path.exists() else 'name or path'}{split}"
 
     def _load(self) -> Any:
         import datasets
@@ -91,4 +116,29 @@ class HfDataset:
             if builder is None:
                 raise DataError(f"{self.spec} is no data set file (known endings: {', '.join(_BUILDERS)}): convert it")
             return datasets.load_dataset(builder, data_files=str(path), split=self.split, streaming=True)
+        if not path.exists():
+            self._check_hub_answers(str(path))
         return datasets.load_dataset(str(path), split=self.split, streaming=True)
+
+    def _check_hub_answers(self, name: str) -> None:
+        """Raises DataError if the hub cannot be reached: `datasets` would try again for half a minute first."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+        if not _HUB_NAME.fullmatch(name):
+            return
+        try:
+            HfApi().dataset_info(name, timeout=_HUB_ANSWERS_WITHIN_S)
+        except (HfHubHTTPError, OfflineModeIsEnabled, ValueError):
+            return  # it answered, is not to be asked, or the name is none: `datasets` says it soon enough
+        except Exception as error:  # the classes of its HTTP client differ from version to version
+            raise DataError(
+                f"{self.spec}: there is no file or folder {Path(name).absolute()}, and the hub did not answer "
+                f"({_first_sentence(error)}): check the name and the network, or set HF_HUB_OFFLINE=1 for a copy in "
+                "its cache"
+            ) from error
+
+
+def _first_sentence(error: Exception) -> str:
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return line.partition(". ")[0].rstrip(".")

@@ -15,6 +15,7 @@ from megalite.planner.schedules import PipelineTimes, Schedule, Timeline, bubble
 
 WIDTH = 100
 MOST_TASKS = 2_000_000  # take a few seconds
+MOST_STAGES = 1000  # more than any model has layers
 
 
 def schedule(
@@ -80,8 +81,8 @@ def schedule(
 
 def _check_size(stages: int, micro_batches: int, pieces: int) -> None:
     most = MOST_TASKS // (3 * pieces)  # stages times micro-batches
-    if stages > most:
-        raise LaunchError(f"--stages {stages} are too many to draw: take up to {most:,}")
+    if stages > min(most, MOST_STAGES):
+        raise LaunchError(f"--stages {stages} are too many to draw: take up to {min(most, MOST_STAGES):,}")
     if stages * micro_batches > most:
         raise LaunchError(
             f"{stages} stages with {micro_batches} micro-batches are too many to draw: more of them repeat what fewer "

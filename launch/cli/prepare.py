@@ -28,7 +28,7 @@ def prepare(
             "them, dataset:NAME_OR_PATH[:SPLIT], or python-stdlib."
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Prefix of the output files.")],
+    output: Annotated[str, typer.Option("--output", "-o", help="Prefix of the output files.", metavar="PREFIX")],
     tokenizer: Annotated[Path, typer.Option("--tokenizer", "-t", help="Folder with a tokenizer.json.")],
     train_vocab_size: Annotated[
         int | None,
@@ -51,10 +51,12 @@ def prepare(
     Example: `megalite prepare "corpus/**/*.md" notes.jsonl.gz pages.parquet -t my_tokenizer -o data/corpus`
     """
     from data_pipeline.prepare.existing import check_vocabulary
+    from data_pipeline.prepare.output import output_prefix
     from data_pipeline.prepare.prepare import prepare as prepare_data
     from data_pipeline.sources import open_sources
     from data_pipeline.tokenizer import TrainedTokenizer, trained_tokenizer
 
+    prefix = output_prefix(output)
     where: Path | TrainedTokenizer = (
         tokenizer.absolute()
     )  # kept with the tokens, for runs and exports started elsewhere
@@ -63,7 +65,7 @@ def prepare(
             if train_vocab_size is not None:
                 opened = open_sources(sources, text_field)
                 if not overwrite:
-                    check_vocabulary(output, sources, tokenizer, train_vocab_size)
+                    check_vocabulary(prefix, sources, tokenizer, train_vocab_size)
                 describe(f"training a tokenizer of {train_vocab_size:,} entries")
                 texts = (piece.text for source in opened for piece in source.pieces())
                 where = trained_tokenizer(
@@ -77,7 +79,7 @@ def prepare(
             describe("reading and encoding the text")
             summary = prepare_data(
                 sources,
-                output,
+                prefix,
                 where,
                 text_field=text_field,
                 workers=workers,

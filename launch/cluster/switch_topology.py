@@ -10,11 +10,12 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from launch.errors import LaunchError
 
-LARGEST_RANGE = 100_000  # hosts of one bracket; more is a typing error
+LARGEST_RANGE = 100_000  # hosts of one name with brackets; more is a typing error
 KINDS = {"switchname": "SwitchName", "blockname": "BlockName"}  # a block is a leaf: hosts that share a faster network
 
 
@@ -86,6 +87,8 @@ def expand_hosts(hosts: str, where: str) -> Iterator[str]:
         if "[" in "".join(texts[::2]) or "]" in "".join(texts[::2]):
             raise LaunchError(f"{where}: {hosts!r} has a bracket without its partner: correct it")
         inside = [[text] if place % 2 == 0 else list(_numbers(text, hosts, where)) for place, text in enumerate(texts)]
+        if prod(map(len, inside)) > LARGEST_RANGE:
+            raise _too_many(part, hosts, where)
         yield from map("".join, itertools.product(*inside))
 
 
@@ -95,10 +98,18 @@ def _numbers(text: str, hosts: str, where: str) -> Iterator[str]:
         if match is None:
             raise LaunchError(f"{where}: {part!r} in {hosts!r} is not a number or a range such as 1-4: correct it")
         first, last = match.group(1), match.group(2) or match.group(1)
-        if not 0 <= int(last) - int(first) < LARGEST_RANGE:
+        if int(last) < int(first):
             raise LaunchError(f"{where}: {part!r} in {hosts!r} is not a range from small to large: correct it")
+        if int(last) - int(first) >= LARGEST_RANGE:
+            raise _too_many(part, hosts, where)
         for number in range(int(first), int(last) + 1):
             yield str(number).zfill(len(first))
+
+
+def _too_many(part: str, hosts: str, where: str) -> LaunchError:
+    return LaunchError(
+        f"{where}: {part!r} in {hosts!r} is longer than any cluster: give at most {LARGEST_RANGE:,} hosts"
+    )
 
 
 def _lines(text: str, source: str) -> Iterator[tuple[str, str]]:

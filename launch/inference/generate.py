@@ -24,6 +24,7 @@ from launch.inference.session import run as run_anywhere
 from launch.inference.stored_model import StoredModel
 from launch.runtime.logs import get_logger
 from launch.runtime.rank_process import run_to_the_end
+from megalite.config import ModelConfig
 from models.generation import Sampling
 from models.generation import generate as generate_tokens
 
@@ -182,14 +183,18 @@ def _prompts(request: GenerateRequest, stored: StoredModel, tokenizer: Any) -> l
     prompts = [_tokens_of(prompt, request.chat, stored, tokenizer) for prompt in request.prompts]
     model, new = stored.model, request.max_new_tokens
     stored.check_ids([token for prompt in prompts for token in prompt], "the prompt")
-    longest = max(map(len, prompts))
-    room = model.max_position_embeddings + 1 - longest  # the last new token is never read
+    longest, room = max(map(len, prompts)), _room(model, prompts)
     if model.position_embedding == "learned" and new > room:
         raise LaunchError(
             f"{longest} tokens of the prompt and {new} new ones are more than the {model.max_position_embeddings} "
             f"positions that this model has learned: {'shorten the prompt' if room < 1 else f'ask for {room} new ones'}"
         )
     return prompts
+
+
+def _room(model: ModelConfig, prompts: Sequence[Sequence[int]]) -> int:
+    """Returns how many new tokens the model is meant for after the longest prompt; the last one is never read."""
+    return model.max_position_embeddings + 1 - max(map(len, prompts))
 
 
 def _tokens_of(prompt: str, chat: bool, stored: StoredModel, tokenizer: Any) -> list[int]:
@@ -214,7 +219,16 @@ def run(request: GenerateRequest) -> int:
     """Runs `megalite generate`. Returns the exit code."""
 
     def check(request: GenerateRequest, stored: StoredModel) -> None:
-        _prompts(request, stored, stored.load_tokenizer())
+        prompts = _prompts(request, stored, stored.load_tokenizer())
+        room = _room(stored.model, prompts)
+        if request.max_new_tokens > room:  # said before the first token: the last may take minutes
+            log.warning(
+                "%d tokens of the prompt and up to %d new ones are more than the %d this model is meant for: %s",
+                max(map(len, prompts)),
+                request.max_new_tokens,
+                stored.model.max_position_embeddings,
+                f"ask for {room} new ones" if room > 0 else "shorten the prompt",
+            )
 
     return run_anywhere("launch.inference.generate", request, check, show)
 
@@ -222,7 +236,6 @@ def run(request: GenerateRequest) -> int:
 def show(request: GenerateRequest, loaded: Loaded) -> None:
     """Prints text to stdout as it is generated, or JSON at the end, and the speed to stderr."""
     streams = loaded.is_rank_zero and not request.as_json
-    longest = loaded.stored.model.max_position_embeddings
 
     def write(text: str) -> None:
         if streams and text:
@@ -235,9 +248,6 @@ def show(request: GenerateRequest, loaded: Loaded) -> None:
         write("\n")
         if streams:
             print(f"megalite: {_sentence(generation)}", file=sys.stderr, flush=True)
-        length = generation.prompt_tokens + generation.new_tokens
-        if loaded.is_rank_zero and length > longest:
-            log.warning("%d tokens are more than the %d this model is meant for", length, longest)
     if loaded.is_rank_zero and request.as_json:
         rows = [asdict(generation) | {"tokens_per_second": generation.tokens_per_second} for generation in made]
         print(json.dumps({"model": str(loaded.stored.folder), "generations": rows}, indent=2))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
 
+from launch.errors import LaunchError
 from launch.runtime import host_probe
 from launch.runtime.devices import cpu_count
 from launch.runtime.logs import get_logger
@@ -23,6 +25,7 @@ log = get_logger(__name__)
 MALLOC_TUNABLES = (
     "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184:glibc.malloc.hugetlb=1"
 )
+THREADS = "OMP_NUM_THREADS"
 LEFT_RANKS_S = 30.0  # for the other ranks when one has failed: they may still explain why, or write a checkpoint
 
 
@@ -31,15 +34,17 @@ def rank_environment(
 ) -> tuple[dict[str, str], str]:
     """Returns the variables to set for each rank, without those the user has set, and a sentence that explains them.
 
-    `ranks` share the `cores` of one host, by default those of this one.
+    `ranks` share the `cores` of one host, by default those of this one. Raises LaunchError if the user has set a number
+    of threads that is none.
     """
+    _check_threads(os.environ.get(THREADS))
     wanted: dict[str, str] = {}
     reasons = []
     if not on_gpu:
         wanted["DS_ACCELERATOR"] = "cpu"
     cores = cores or cpu_count()
     threads = max(1, cores // ranks) if options.threads_per_rank == "auto" else options.threads_per_rank
-    wanted["OMP_NUM_THREADS"] = str(threads)
+    wanted[THREADS] = str(threads)
     reasons.append(f"{plural(threads, 'thread')} each")
     if options.malloc_tunables:
         wanted["GLIBC_TUNABLES"] = MALLOC_TUNABLES
@@ -52,6 +57,12 @@ def rank_environment(
     if kept:
         reasons.append(f"{', '.join(kept)} as you set it")
     return {name: value for name, value in wanted.items() if name not in os.environ}, ", ".join(reasons)
+
+
+def _check_threads(text: str | None) -> None:
+    """libgomp ignores what is no number and takes all cores for each rank; a list is for nested parallel regions."""
+    if text is not None and not re.fullmatch(r"\s*0*[1-9]\d*\s*(,\s*0*[1-9]\d*\s*)*", text):
+        raise LaunchError(f"{THREADS}={text} is no number of threads: set it to at least 1, or unset it")
 
 
 def start_local_ranks(ranks: int, environment: dict[str, str], arguments: Sequence[str], module: str = RANK) -> int:

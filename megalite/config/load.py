@@ -53,12 +53,13 @@ class _Stated:
     def origin_of_rule(self, sentence: str) -> str:
         """Returns the origin of the first option that a sentence about several options names, overrides first.
 
-        The value of an override is not repeated: it may have a credential in it, which the sentence leaves out.
+        What may be a URL is not repeated: it may have a credential in it, which the sentence leaves out.
         """
         named = options_named(sentence)
         for option in named:
-            if option in self.overrides:
-                return f'override "{dotted(option)}=..."'
+            if override := self.overrides.get(option):
+                hides = any(mark in override for mark in ":@")
+                return f'override "{dotted(option)}=..."' if hides else f'override "{override}"'
         return next((self.origin(option) for option in named if option in self.lines), str(self.path))
 
 
@@ -168,7 +169,7 @@ def _read_stated(path: Path, overrides: Sequence[str]) -> _Stated:
     if malformed:
         are = "override {} is" if len(malformed) == 1 else "overrides {} are"
         names = are.format(", ".join(malformed))
-        stated.problems.append(f"{names} not of the form section.option=value, with no space around =")
+        stated.problems.append(f"{names} not of the form section.option=value, in one word")
     return stated
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.manifest import printable
+from megalite.checkpoint.manifest import find_latest, printable
 
 CONFIG = "config.json"
+ADAPTER = "adapter_config.json"  # as peft writes it
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -17,9 +18,22 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(f"{path.parent}: not a Hugging Face folder: it has no {path.name}") from None
+        raise CheckpointError(f"{path.parent}: {_what_is_there(path)}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable as JSON: {printable(str(error))}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: not a JSON object")
     return value
+
+
+def _what_is_there(missing: Path) -> str:
+    """Returns a clause that says what the folder of a missing file is, and what to do."""
+    folder = missing.parent
+    if missing.name == CONFIG and (folder / ADAPTER).is_file():
+        return "is an adapter, not a model: merge it into its base model first, with peft's merge_and_unload"
+    if missing.name == CONFIG and find_latest(folder)[0] is not None:
+        return (
+            "is a run or checkpoint of megalite, no Hugging Face folder: `megalite export` makes one of it, and "
+            "training.initialize_from takes it as it is"
+        )
+    return f"not a Hugging Face folder: it has no {missing.name}"

@@ -98,6 +98,11 @@ def test_sources_that_are_not_there_are_one_sentence(tmp_path: Path) -> None:
         documents([f"{tmp_path}/*.md"])
     with pytest.raises(DataError, match="holds no files"):
         documents([str(tmp_path)])
+    for spec in ("https://example.com/a.txt?b", "s3://bucket/a.txt"):  # the first has what looks like a pattern
+        with pytest.raises(DataError, match=r"is a URL, which is not read: download it"):
+            documents([spec])
+    with pytest.raises(DataError, match=r"source - .stdin. is not read: write the text into a file"):
+        documents(["-"])
     with pytest.raises(DataError, match="no source is given"):
         documents([])
     with pytest.raises(DataError, match="names no data set"):
@@ -105,6 +110,44 @@ def test_sources_that_are_not_there_are_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "abc"}\n' * 50)[:-10])
     with pytest.raises(DataError, match=r"cut.jsonl.gz is not a complete gzip file"):
         documents([f"{tmp_path}/cut.jsonl.gz"])
+
+
+@pytest.mark.parametrize("is_cut_inside", [False, True])
+def test_a_damaged_parquet_file_is_one_sentence(
+    is_cut_inside: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`datasets` logs the damage before it raises; damage that its footer does not show is found only while reading."""
+    from datasets import Dataset, logging
+
+    path = tmp_path / "rows.parquet"
+    Dataset.from_dict({"text": [f"text {number}" for number in range(1000)]}).to_parquet(path)
+    content = bytearray(path.read_bytes())
+    content[4:1000] = b"\xff" * 996
+    path.write_bytes(content if is_cut_inside else b"no parquet")
+    verbosity = logging.get_verbosity()
+    capfd.readouterr()
+    with pytest.raises(DataError, match=rf"^{path} cannot be loaded \(.*\): check the file, or fetch or save it again"):
+        documents([str(path)])
+    assert capfd.readouterr().err == "" and logging.get_verbosity() == verbosity
+
+
+def test_a_hub_that_does_not_answer_is_said_before_datasets_tries_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def unreachable(*arguments: object, **options: object) -> None:
+        raise TimeoutError("Name or service not known\nmore about it")
+
+    def not_to_be_asked(*arguments: object, **options: object) -> None:
+        raise AssertionError("retries for half a minute")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unreachable)
+    monkeypatch.setattr("datasets.load_dataset", not_to_be_asked)
+    for spec in ("dataset:some/thing", "dataset:./thing:test"):
+        with pytest.raises(
+            DataError, match=r"did not answer \(Name or service not known\): check the name and the network, or"
+        ):
+            documents([spec])
 
 
 @pytest.mark.parametrize("bad_byte", [0, 5, (1 << 20) + 2, (3 << 20) - 1])

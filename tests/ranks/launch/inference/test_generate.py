@@ -310,6 +310,25 @@ def test_ranks_are_given_prompts_of_any_length(spoken: Path, monkeypatch: pytest
     assert seen[0]["prompts"] == ["я" * 25_000]
 
 
+def test_a_text_too_long_for_the_model_is_said_before_it_is_made(
+    spoken: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Such a text may take minutes, and is rubbish from that length on."""
+    stored = open_stored(spoken)
+    room = stored.model.max_position_embeddings + 1 - len(stored.load_tokenizer()("def f").input_ids)
+
+    def read_weights(*_: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(inference, "load", read_weights)
+    for new, said in ((room, 0), (room + 1, 1)):
+        with pytest.raises(InterruptedError):
+            run(GenerateRequest(ModelPlacement(str(spoken)), ["def f"], new))
+        err = capfd.readouterr().err
+        assert err.count("\n") == said == err.count(f"up to {new} new ones are more than"), err
+    assert f"this model is meant for: ask for {room} new ones" in err
+
+
 def without_tokenizer(folder: Path, spoken: Path) -> Path:
     folder.mkdir()
     for path in spoken.iterdir():
@@ -365,3 +384,6 @@ def test_a_model_without_a_tokenizer_or_with_anothers_says_so(spoken: Path, tmp_
     with pytest.raises(USER_ERRORS, match="another model's tokenizer"):
         generate(small, "def f(x): return x")
     assert open_stored(small).model.vocab_size == 131
+    (small / "tokenizer.json").write_text("{}")  # of which transformers says KeyError: 'added_tokens'
+    with pytest.raises(USER_ERRORS, match=r"tokenizer.json is not a tokenizer that `tokenizers` can load"):
+        generate(small, "x")

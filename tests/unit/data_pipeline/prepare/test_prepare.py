@@ -200,7 +200,7 @@ def test_bad_input_is_one_sentence_and_leaves_no_output(tokenizer_folder: Path, 
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{}")
     good, output = [str(tmp_path / "good.txt")], tmp_path / "c"
-    with pytest.raises(DataError, match="hold no text at all"):
+    with pytest.raises(DataError, match=r"empty.txt holds no text at all"):
         prepare([str(tmp_path / "empty.txt")], output, tokenizer_folder)
     with pytest.raises(DataError, match=r"bad.txt is not UTF-8"):
         prepare([*good, str(tmp_path / "bad.txt")], output, tokenizer_folder)

@@ -256,6 +256,11 @@ def test_a_known_bad_combination_is_one_sentence_too(
 OTHER_COMMANDS: dict[str, tuple[list[str], str]] = {
     "no such config": (["train", "nowhere.yaml"], "nowhere.yaml"),
     "no such source": (["prepare", "nowhere.txt", "-o", "out", "-t", "tok"], "nowhere.txt"),
+    "prefix without a name": (["prepare", __file__, "-o", "", "-t", "tok"], "-o '' names no file: give a prefix"),
+    "prefix that is a folder": (["prepare", __file__, "-o", "data/", "-t", "tok"], "such as data/text"),
+    "prefix with an ending": (["prepare", __file__, "-o", "data/n.bin", "-t", "tok"], "no ending: give data/n"),
+    "prefix that is a URL": (["prepare", __file__, "-o", "s3://bucket/x", "-t", "tok"], "give a local prefix"),
+    "prefix below a file": (["prepare", __file__, "-o", f"{__file__}/x", "-t", "tok"], "is a file, not a folder"),
     "no such tokenizer": (["prepare", __file__, "-o", "out", "-t", "nowhere"], "nowhere"),
     "export of nothing": (["export", "nowhere", "out"], "nowhere"),
     "import of nothing": (["import", "./nowhere", "out"], "nowhere"),

@@ -156,7 +156,9 @@ def test_each_stage_has_its_time() -> None:
         ),
         (("--forward-ms", "0", "--backward-ms", "0"), "a schedule needs work"),
         (("--micro-batches", "1000000"), "take --micro-batches 83333 or fewer"),
-        (("--stages", "100000000000"), "--stages 100000000000 are too many to draw: take up to 333,333"),
+        (("--stages", "100000000000"), "--stages 100000000000 are too many to draw: take up to 1,000"),
+        (("--stages", "1001", "--micro-batches", "100000"), "--stages 1001 are too many to draw: take up to 1,000"),
+        (("--schedule", "interleaved", "--chunks", "10000", "--stages", "100"), "take up to 66"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_one_sentence(words: tuple[str, ...], sentence: str) -> None:

@@ -64,6 +64,8 @@ def test_host_lists(words: str, names: list[str]) -> None:
         ("SwitchName=a Nodes=n1]", "a bracket without its partner"),
         ("SwitchName=a Nodes=n[1-x]", "t:1: '1-x' in 'n[1-x]' is not a number or a range"),
         ("SwitchName=a Nodes=n[4-1]", "is not a range from small to large"),
+        ("SwitchName=a Nodes=n[1-99999999]", "is longer than any cluster: give at most 100,000 hosts"),
+        ("SwitchName=a Nodes=r[1-1000]n[1-1000]", "'r[1-1000]n[1-1000]' is longer than any cluster"),
         ("SwitchName=a Nodes", "t:1: 'Nodes' is not NAME=VALUE"),
         ("node1 slots=8", "t:1: 'node1' is not NAME=VALUE"),
         ("Nodes=n1", "t:1: 'Nodes=n1' is not SwitchName=NAME"),

@@ -43,11 +43,23 @@ def _import(folder: Path) -> None:
     import_hugging_face(folder / "hf", folder / "out")
 
 
+def _adapter(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+
+
+def _run(folder: Path) -> Path:
+    (folder / "run" / "checkpoints" / "step_00000000").symlink_to(folder / "checkpoint")
+    return folder / "run"
+
+
 Attempt = Callable[[Path], object]
 NORM = "model.norm.weight"
 BAD: list[tuple[str, Attempt, str]] = [
     ("no such folder", lambda t: import_hugging_face(t / "none", t / "out"), "no such folder"),
     ("not a folder of theirs", lambda t: import_hugging_face(t, t / "out"), r"no config\.json"),
+    ("an adapter", lambda t: (_adapter(t / "lora"), import_hugging_face(t / "lora", t / "out")), "merge it into its"),
+    ("a checkpoint of ours", lambda t: import_hugging_face(t / "checkpoint", t / "out"), "`megalite export` makes one"),
+    ("a run of ours", lambda t: import_hugging_face(_run(t), t / "out"), "training.initialize_from takes it as it is"),
     ("unknown family", lambda t: (_change_config(t / "hf", model_type="mamba"), _import(t)), "mamba"),
     ("unread key", lambda t: (_change_config(t / "hf", logit_scale=2.0), _import(t)), "logit_scale"),
     ("unknown activation", lambda t: (_change_config(t / "hf", hidden_act="swish9"), _import(t)), "hidden_act"),
@@ -103,6 +115,8 @@ def test_bad_input_is_one_sentence_and_writes_nothing(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
     import_hugging_face(LLAMA.save(tmp_path / "hf"), tmp_path / "checkpoint", validate=False)
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(USER_ERRORS, match=says) as caught:
         attempt(tmp_path)

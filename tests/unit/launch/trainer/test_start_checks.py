@@ -36,6 +36,19 @@ def test_a_dry_run_of_a_folder_in_use_is_refused_and_frees_it(tiny: dict[str, An
     assert sorted(config.run_dir.iterdir()) == before
 
 
+@pytest.mark.parametrize("threads", ["x", "0", "-1", "1.5", ""])
+def test_threads_that_are_no_number_are_refused(
+    threads: str, tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libgomp ignores them and gives every rank all cores, while the summary says what the user has set."""
+    config = Config.model_validate(tiny)
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    with pytest.raises(LaunchError, match=f"^OMP_NUM_THREADS={threads} is no number of threads: set it to at least 1"):
+        check_start(config, NO_FLAGS, is_dry=True)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2,1")  # of nested parallel regions
+    assert "OMP_NUM_THREADS as you set it" in check_start(config, NO_FLAGS, is_dry=True).environment_in_words
+
+
 @pytest.mark.parametrize("below", ["", "further/down"])
 def test_a_file_in_the_way_is_named_by_both(below: str, tiny: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")

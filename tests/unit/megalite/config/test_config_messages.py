@@ -54,7 +54,7 @@ BAD_OVERRIDES = [
     # the form of an override
     ("training.steps", ['"training.steps" is not of the form section.option=value']),
     (".steps=3", ['".steps=3" is not of the form section.option=value']),
-    ("training.steps = 3", ['overrides "training.steps", "=", "3" are not of the form', "no space around ="]),
+    ("training.steps = 3", ['overrides "training.steps", "=", "3" are not of the form', "value, in one word"]),
     ("run_dir=", ["run_dir must be a path, got null"]),
     ("model.vocab_size=1e30", ["model.vocab_size must be an integer of fewer digits, got 1e+30"]),
     ("model.model_type=3", ["model.model_type must be text, got 3"]),
@@ -108,6 +108,7 @@ BAD_OVERRIDES = [
     ),
     # the run
     ("training.tokens=1e6", ["training.steps 10 and training.tokens 1000000", "keep one"]),
+    ("training.steps=", ['override "training.steps=": a run needs a length: set training.steps']),
     ("training.steps=null", ["a run needs a length: set training.steps or training.tokens"]),
     ("training.global_batch_size=9", ["training.global_batch_size 9", "micro_batch_size 2", "of 8 or 10"]),
     (
@@ -333,7 +334,7 @@ def test_all_problems_are_found_at_once_each_with_its_line(minimal: Path) -> Non
     path.write_text(text.replace("  global_batch_size: 8\n", ""))
     found = sentences(path, "parallel.tp=2", "optimizer.eps=0", "nonsense")
     assert [sentence.partition(": ")[0] for sentence in found] == [
-        'override "nonsense" is not of the form section.option=value, with no space around =',
+        'override "nonsense" is not of the form section.option=value, in one word',
         f"{path}, line 4",
         'override "parallel.tp=2"',
         'override "optimizer.eps=0"',
@@ -352,8 +353,8 @@ def test_rules_are_checked_beside_wrong_values(minimal: Path) -> None:
     """A second round for a rule about options that are right would be a second mistake to find."""
     found = sentences(minimal, "optimizer.eps=0", "training.global_batch_size=9", "parallel.tensor_parallel_size=3")
     assert len(found) == 3, found
-    assert found[1].startswith('override "parallel.tensor_parallel_size=...": model.num_attention_heads 4 cannot')
-    assert found[2].startswith('override "training.global_batch_size=...": training.global_batch_size 9 is not')
+    assert found[1].startswith('override "parallel.tensor_parallel_size=3": model.num_attention_heads 4 cannot')
+    assert found[2].startswith('override "training.global_batch_size=9": training.global_batch_size 9 is not')
 
 
 def test_a_rule_is_not_blamed_on_an_option_that_is_wrong_by_itself(minimal: Path) -> None:
