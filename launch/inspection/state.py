@@ -55,6 +55,7 @@ class Traces:
     ending: str | None = None  # event that ended the last session, one of ENDINGS
     is_started_again: bool = False  # a process took the lock after `ending`
     restart: str = ""  # a supervisor's announcement to start it again
+    failed_save: str = ""  # why the last thing that the last session did, a save, failed
 
 
 def judge(traces: Traces) -> tuple[RunState, str]:
@@ -67,6 +68,8 @@ def judge(traces: Traces) -> tuple[RunState, str]:
         return ENDINGS[traces.ending]
     if not is_alive and not traces.has_started:
         return RunState.NOT_STARTED, "no session of it has begun to train"
+    if not is_alive and traces.failed_save:
+        return RunState.FAILED, f"its state could not be saved: {traces.failed_save}"
     if not is_alive:
         gone = "it has given no sign of life" if traces.is_alive is None else "its process is gone; it wrote nothing"
         return RunState.FAILED, f"{gone} for {silent} and wrote down no end of its last session"

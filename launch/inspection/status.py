@@ -78,6 +78,7 @@ def read_status(run_dir: Path) -> RunStatus:
             ending=endings[-1]["event"] if endings else None,
             is_started_again=is_newer and lives is not None,
             restart=announced_restart(run_dir),
+            failed_save=_failed_save(session),
         )
     )
     steps, losses = known(files.records, "step"), known(files.records, "loss")
@@ -141,6 +142,11 @@ def _is_rolling_back(session: Sequence[Facts], since: float) -> bool:
     """Returns whether a guard has asked for a rollback since a time, which loads a checkpoint."""
     recent = [event for event in session if time_of(event) >= since]
     return any(event["event"] == "intervened" and event.get("action") == "rollback" for event in recent)
+
+
+def _failed_save(session: Sequence[Facts]) -> str:
+    last = session[-1] if session else {}
+    return str(last.get("reason")) if last.get("event") == "save_failed" else ""
 
 
 def _ended(record: Facts) -> float:

@@ -52,6 +52,15 @@ def test_the_length_is_what_the_session_counted(make_run: MakeRun) -> None:
     assert row_of(run)["total_steps"] == 30
 
 
+def test_a_run_whose_last_state_could_not_be_saved_says_why(make_run: MakeRun) -> None:
+    folder = make_run()
+    with (folder / "events.jsonl").open("a") as file:
+        event = {"time": time.time(), "event": "save_failed", "step": 30, "reason": "the disk is full"}
+        file.write(json.dumps(event) + "\n")
+    status = read_status(folder)
+    assert status.state is RunState.FAILED and status.reason == "its state could not be saved: the disk is full"
+
+
 def test_a_run_that_was_killed_has_failed_and_has_no_time_left(make_run: MakeRun) -> None:
     status = read_status(make_run())
     assert status.state is RunState.FAILED and status.left_s is None
