@@ -185,12 +185,12 @@ def run(
     if config.training.deterministic:
         be_deterministic()
     device = _join(config, rank, progress)
+    devices = devices_of_ranks(device)
     if config.unresolved_options:
-        config = with_layout_for_all(config, rank, device)
+        config = with_layout_for_all(config, rank, devices)
     layout = resolve_layout(config, rank.world_size, device)
     check_known_bad(config, layout, installed_versions(), device)
-    devices = devices_of_ranks(device)
-    memory_warning = check_memory_of_ranks(config, layout, devices, device, force=flags.force)
+    memory_warning = check_memory_of_ranks(config, layout, devices, force=flags.force)
     activity = Activity(Mesh.of(layout), rank.rank)
     if heartbeat is not None:
         heartbeat.step = lambda: activity.span.step

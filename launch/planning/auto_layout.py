@@ -7,7 +7,6 @@ One process chooses and sends the result to the others, so that all ranks have t
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,12 +14,14 @@ from typing import Any
 
 from launch.errors import USER_ERRORS, LaunchError
 from launch.planning.cluster import nodes_of, search_here, shares
+from launch.planning.device_facts import RankDevice, bytes_for_each, most_demanding_allocator, ranks_of_hosts
 from launch.planning.hardware_catalogue import known_hardware
 from launch.planning.this_machine import MeasurementLimits, describe_machine, gpu_in_catalogue, start_patience_s
 from launch.runtime.devices import Device
 from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
 from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.config.suggestions import OptionPath, dotted
+from megalite.planner.cost import memory
 from megalite.planner.explanation import main_parts, why_nothing_fits
 from megalite.planner.hardware import Cluster, is_guess
 from megalite.planner.search import PIPELINE, TENSOR, Check, Ranks, SearchResult, divisors, first_legal, search
@@ -55,18 +56,20 @@ def choose_here(config: Config, device: Device) -> ChosenLayout:
     return _best(config, search_here(config, config.unresolved_options, known_good(device)))
 
 
-def choose_on(config: Config, cluster: Cluster) -> ChosenLayout:
-    """Chooses a layout for one rank per accelerator of `cluster`. Raises as `choose_here`."""
+def choose_on(config: Config, cluster: Cluster, allocator: memory.Device | None = None) -> ChosenLayout:
+    """Chooses a layout for one rank per accelerator of `cluster`. Raises as `choose_here`.
+
+    `allocator` is that of CPU ranks, by default the one that `megalite train` sets up.
+    """
     check = known_good(cluster.accelerator.device)
-    return _best(config, search(config, cluster, free=config.unresolved_options, check=check))
+    return _best(config, search(config, cluster, free=config.unresolved_options, check=check, allocator=allocator))
 
 
-def choose_together(config: Config, device: Device, memory_bytes: int | None) -> ChosenLayout:
-    """Chooses a layout on rank 0 for all ranks of the process group; collective. `memory_bytes`: of this rank's GPU."""
-    from megalite.engine.distributed import from_all_ranks, from_rank_0
+def choose_together(config: Config, devices: Sequence[RankDevice]) -> ChosenLayout:
+    """Chooses a layout on rank 0 for all ranks of the process group, which have these devices; collective."""
+    from megalite.engine.distributed import from_rank_0
 
-    facts = from_all_ranks((platform.node(), memory_bytes))
-    return from_rank_0(lambda: _choose_for(config, facts, device), USER_ERRORS, LaunchError)
+    return from_rank_0(lambda: _choose_for(config, devices), USER_ERRORS, LaunchError)
 
 
 def hosts_cluster(
@@ -157,17 +160,14 @@ def _products(config: Config, slots: int) -> list[int]:
     return sorted({tp * pp * dp for tp in tensor for pp in pipeline for dp in data if tp * pp * dp <= slots})[::-1]
 
 
-def _choose_for(config: Config, facts: Sequence[tuple[str, int | None]], device: Device) -> ChosenLayout:
+def _choose_for(config: Config, devices: Sequence[RankDevice]) -> ChosenLayout:
     """Chooses on rank 0 while the others wait: a CPU that is not known yet is measured within their timeout."""
-    hosts = [name for name, _ in facts]
-    nodes, per_node = shares([hosts.count(name) for name in dict.fromkeys(hosts)], len(hosts))
+    nodes, per_node = shares(list(ranks_of_hosts(devices).values()), len(devices))
+    allocator = most_demanding_allocator(devices)
     limits = MeasurementLimits(timeout_s=start_patience_s(config), allow_typical=True)
-    machine = describe_machine(per_node, on_cpu=device == "cpu", nodes=nodes, limits=limits)
-    cluster = machine.cluster
-    memory = [size for _, size in facts if size is not None]
-    if memory:
-        cluster = _with_memory(cluster, min(cluster.accelerator.memory_gib, min(memory) / 2**30))
-    chosen = choose_on(config, cluster)
+    machine = describe_machine(per_node, on_cpu=allocator.kind == "cpu", nodes=nodes, limits=limits)
+    memory_gib = min(machine.cluster.accelerator.memory_gib, min(bytes_for_each(devices)) / 2**30)
+    chosen = choose_on(config, _with_memory(machine.cluster, memory_gib), allocator)
     return replace(chosen, sentence=f"{chosen.sentence} ({machine.rough})") if machine.rough else chosen
 
 

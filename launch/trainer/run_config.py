@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from launch.errors import LaunchError
 from launch.huggingface.hub_folder import hub_config, is_hub_model
-from launch.runtime.devices import Device
 from launch.runtime.logs import get_logger
 from launch.runtime.rank_environment import Rank
 from megalite.checkpoint.errors import CheckpointError
@@ -23,6 +22,9 @@ from megalite.checkpoint.manifest import find_latest, no_checkpoint, read_manife
 from megalite.config import Config, ModelConfig, load_config
 from megalite.config.model import DROPOUTS
 from models.families import FAMILIES
+
+if TYPE_CHECKING:
+    from launch.planning.device_facts import RankDevice
 
 log = get_logger(__name__)
 Options = dict[str, Any]
@@ -34,14 +36,12 @@ def load_run_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return load_config(path, overrides, complete=_with_model)
 
 
-def with_layout_for_all(config: Config, rank: Rank, device: Device) -> Config:
-    """Resolves the options that are `auto`; rank 0 chooses, so that all ranks get the same. Collective."""
-    import torch
-
+def with_layout_for_all(config: Config, rank: Rank, devices: Sequence[RankDevice]) -> Config:
+    """Resolves the options that are `auto` for these devices of all ranks; rank 0 chooses, so that all ranks get the
+    same. Collective."""
     from launch.planning.auto_layout import choose_together
 
-    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if device == "cuda" else None
-    chosen = choose_together(config, device, memory)
+    chosen = choose_together(config, devices)
     if rank.rank == 0:
         log.info(chosen.sentence)
     return config.with_resolved(chosen.options)

@@ -31,6 +31,7 @@ from launch.planning.auto_layout import (
     most_ranks,
     why_fewer,
 )
+from launch.planning.device_facts import RankDevice
 from launch.planning.this_machine import Machine
 from launch.runtime.hostfile import Host
 from launch.supervision.supervisor import Policy
@@ -39,6 +40,7 @@ from launch.trainer.start_checks import choose_layout
 from megalite.config import Config, ConfigError, load_config, resolve_layout, wanted_world_size
 from megalite.config.auto import CHOOSABLE
 from megalite.config.suggestions import OptionPath
+from megalite.planner.cost.memory import CPU, CUDA, Device
 from megalite.planner.hardware import Cluster
 from megalite.planner.search import Ranks, first_legal
 from models.hub.config_parts import FamilyError
@@ -418,15 +420,18 @@ def test_ranks_of_unequal_gpus_choose_for_the_smallest(auto: Path, monkeypatch: 
         cluster = hosts_cluster([ranks] * nodes, ranks * nodes, "cuda", ["NVIDIA H100 80GB HBM3"])
         return Machine("H100", cluster.accelerator, cluster.intra_node, cluster, on_cpu)
 
-    def choose(config: Config, cluster: Cluster) -> automatic.ChosenLayout:
+    def choose(config: Config, cluster: Cluster, allocator: Device) -> automatic.ChosenLayout:
         asked.append(cluster)
-        return choose_on(config, cluster)
+        return choose_on(config, cluster, allocator)
+
+    def gpus(*found: tuple[str, int]) -> list[RankDevice]:
+        return [RankDevice(host, "", "H100", gib * 2**30, CUDA) for host, gib in found]
 
     monkeypatch.setattr(automatic, "describe_machine", machine)
     monkeypatch.setattr(automatic, "choose_on", choose)
-    config, gib = load_run_config(auto), 2**30
-    automatic._choose_for(config, [("a", 79 * gib), ("a", 40 * gib), ("b", 79 * gib), ("b", 79 * gib)], "cuda")
-    automatic._choose_for(config, [("a", 200 * gib), ("a", 200 * gib)], "cuda")
+    config = load_run_config(auto)
+    automatic._choose_for(config, gpus(("a", 79), ("a", 40), ("b", 79), ("b", 79)))
+    automatic._choose_for(config, gpus(("a", 200), ("a", 200)))
     assert [(one.nodes, one.accelerators_per_node) for one in asked] == [(2, 2), (1, 2)]
     assert asked[0].accelerator.memory_gib == 40, "what the smallest GPU has"
     assert asked[1].accelerator.memory_gib < 81, "no more than the catalogue says"
@@ -442,7 +447,7 @@ def test_the_choice_waits_no_longer_than_ranks_do(auto: Path, monkeypatch: pytes
     monkeypatch.setattr("launch.planning.this_machine._measure", slow)
     monkeypatch.setattr("launch.planning.this_machine._read_cache", lambda path: {})
     config = load_run_config(auto, ["watchdog.timeout_minutes=0.5", "watchdog.startup_minutes=0.2"])
-    chosen = automatic._choose_for(config, [("a", None)] * 2, "cpu")
+    chosen = automatic._choose_for(config, [RankDevice("a", "", "EPYC", 2**30, CPU)] * 2)
     assert waited == [3.0]
     assert chosen.sentence.endswith("(by rough figures of a CPU: this machine's CPU could not be measured in 3 s)")
 

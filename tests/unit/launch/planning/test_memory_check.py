@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,18 @@ import pytest
 import yaml
 
 from launch.errors import LaunchError
-from launch.planning.auto_layout import choose_on
-from launch.planning.memory_check import MARGIN, MemoryForecast, forecast_memory, refuse_what_cannot_fit
-from launch.planning.this_machine import UNMEASURED, describe_machine
-from launch.trainer.rank_devices import RankDevice, check_memory_of_ranks, devices_in_words
-from megalite.config import Config, ConfigError, resolve_layout
+from launch.planning.auto_layout import ChosenLayout, _choose_for, choose_on
+from launch.planning.device_facts import RankDevice
+from launch.planning.memory_check import (
+    MARGIN,
+    MemoryForecast,
+    forecast_memory,
+    refuse_what_cannot_fit,
+)
+from launch.planning.this_machine import ROUGH, UNMEASURED, describe_machine
+from launch.runtime.local_ranks import MALLOC_TUNABLES
+from launch.trainer.rank_devices import check_memory_of_ranks, devices_in_words
+from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
 from megalite.planner.cost.memory import CPU, CUDA
 from megalite.planner.hardware import Cluster, ClusterFile, cluster_of
 
@@ -166,11 +174,78 @@ def test_ranks_look_at_the_host_with_least_memory_for_each(tiny: dict[str, Any])
     """As under torchrun, which checks nothing before; the names of hosts may be equal."""
     tiny["training"]["global_batch_size"] = 6
     config = config_of(tiny, data_parallel_size=3)
-    layout, large = resolve_layout(config, 3, "cpu"), RankDevice("node", "1", "EPYC", 1000 * GIB)
-    small = RankDevice("node", "2", "EPYC", GIB)
-    assert check_memory_of_ranks(config, layout, [large] * 3, "cpu", force=False) is None
+    layout, large = resolve_layout(config, 3, "cpu"), RankDevice("node", "1", "EPYC", 1000 * GIB, CPU)
+    small = RankDevice("node", "2", "EPYC", GIB, CPU)
+    assert check_memory_of_ranks(config, layout, [large] * 3, force=False) is None
     with pytest.raises(LaunchError, match="the host has 1 GiB for its 2 ranks"):
-        check_memory_of_ranks(config, layout, [large, small, small], "cpu", force=False)
-    warning = check_memory_of_ranks(config, layout, [large, small, small], "cpu", force=True)
+        check_memory_of_ranks(config, layout, [large, small, small], force=False)
+    warning = check_memory_of_ranks(config, layout, [large, small, small], force=True)
     assert warning is not None and "for its 2 ranks" in warning
     assert devices_in_words([large, small, small]) == "3 ranks on 2 hosts (EPYC)"
+
+
+def test_the_environment_of_a_rank_does_not_decide_whether_it_starts(
+    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one rank leaves and the others wait for it; malloc as `megalite train` sets it up needs most."""
+    tuned, plain = CPU, replace(CPU, keeps_freed=False)
+    config = config_of(tiny, data_parallel_size=2)
+    layout = resolve_layout(config, 2, "cpu")
+    least = {one: found.least for one in (tuned, plain) if (found := forecast_memory(config, layout, one, 1, 1))}
+    assert least[tuned] > 1.05 * least[plain]
+    between = round((least[tuned] + least[plain]) / 2)
+
+    def starts(*allocators: Any) -> list[bool]:
+        devices = [RankDevice(str(host), "", "EPYC", between, one) for host, one in enumerate(allocators)]
+        found = []
+        for tunables in ("", MALLOC_TUNABLES):
+            monkeypatch.setenv("GLIBC_TUNABLES", tunables)
+            try:
+                check_memory_of_ranks(config, layout, devices, force=False)
+                found.append(True)
+            except LaunchError:
+                found.append(False)
+        return found
+
+    assert starts(plain, plain) == [True, True]
+    assert starts(plain, tuned) == starts(tuned, plain) == [False, False]
+
+
+def test_what_rank_0_chooses_fits_the_host_with_least_memory_for_each_rank(
+    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That host is not its own; and hosts of the same name are two, each with its memory for its own ranks."""
+    tiny["training"] = {"global_batch_size": 16, "sequence_length": 512, "steps": 1}
+    tiny["model"] |= {"max_position_embeddings": 512, "hidden_size": 1024, "intermediate_size": 4096}
+    auto, large = Config.model_validate(tiny | {"parallel": "auto"}), 64 * GIB
+    monkeypatch.setattr("launch.planning.this_machine.host_memory_bytes", lambda: large)  # of rank 0's host
+    monkeypatch.setattr("launch.planning.this_machine.measured_cpu", lambda *_: (ROUGH, ""))
+    asked, allocators = [], []
+
+    def choose(config: Config, cluster: Cluster, allocator: Any) -> ChosenLayout:
+        asked.append(cluster)
+        allocators.append(allocator)
+        return choose_on(config, cluster, allocator)
+
+    monkeypatch.setattr("launch.planning.auto_layout.choose_on", choose)
+
+    def devices(*memory: int) -> list[RankDevice]:
+        return [RankDevice("node", str(size), "EPYC", size, CPU) for size in memory]
+
+    def chosen(*memory: int) -> tuple[Config, ResolvedLayout]:
+        config = auto.with_resolved(_choose_for(auto, devices(*memory)).options)
+        return config, resolve_layout(config, len(memory), "cpu")
+
+    roomy = chosen(large, large + 1)
+    forecast = forecast_memory(*roomy, CPU, large, 1)
+    assert forecast is not None
+    small = round(0.9 * forecast.least)
+    with pytest.raises(LaunchError, match="this layout"):
+        check_memory_of_ranks(*roomy, devices(large, small), force=False)
+    check_memory_of_ranks(*chosen(large, small), devices(large, small), force=False)
+    chosen(large, large, large // 2, large // 2)
+    found = [(one.nodes, one.accelerators_per_node, round(one.accelerator.memory_gib, 3)) for one in asked]
+    assert found[0] == (2, 1, 64) and found[-1] == (2, 2, 16)
+    plain, wide = (replace(CPU, keeps_freed=False, widens_bf16=widens) for widens in (False, True))
+    _choose_for(auto, [replace(*devices(large), allocator=own) for own in (plain, wide)])
+    assert allocators[0] == CPU and allocators[-1] == wide, "what each rank needs at most"
