@@ -357,7 +357,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
 
     with monkeypatch.context() as patches:
         patches.setattr(output, "write_durably", full)
-        with pytest.raises(LaunchError, match=r"link.yaml cannot be written: No space left on device"):
+        with pytest.raises(LaunchError, match=r"link.yaml cannot be written: the disk is full"):
             output.write_file(link, "new")
     assert target.read_text() == "old"
     output.write_file(link, "new")
