@@ -266,7 +266,7 @@ def main() -> None:
     """Entry of the `megalite` command."""
     try:
         _refuse_dashed_overrides(sys.argv[1:])
-        app()
+        app(prog_name="megalite")  # also for `python -m launch`
     except USER_ERRORS as error:
         for sentence in sentences_of(error):
             log.error(sentence)
