@@ -13,6 +13,7 @@ from pathlib import Path
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import LATEST, STEP, Manifest
 from megalite.checkpoint.remote.storage import Listed, Store, list_checkpoints
+from megalite.config.places import url_of
 
 CHECKPOINTS = "checkpoints"  # subfolder of a run folder
 LEFT_OVER = re.compile(r"\.step_[0-9]+\.[a-z]+")  # folders of interrupted saves and deletions
@@ -65,10 +66,10 @@ def checkpoints_in(place: str) -> list[Listed]:
     return checkpoints
 
 
-def local_path(place: str) -> Path:
-    """Returns `place` as a path. Raises CheckpointError for a URL."""
+def local_path(place: str, remedy: str = "copy the checkpoint here first") -> Path:
+    """Returns `place` as a path. Raises CheckpointError with the `remedy` for a URL."""
     if is_url(place):
-        raise CheckpointError(f"{place}: is no folder of this machine: copy the checkpoint here first")
+        raise CheckpointError(f"{place}: is no folder of this machine: {remedy}")
     return Path(place)
 
 
@@ -81,6 +82,8 @@ def _nothing_in(place: str) -> CheckpointError:
     if is_url(place):
         return CheckpointError(f"{place}: there are no checkpoints: give the URL of a run, or of one checkpoint")
     path = Path(place)
+    if url := url_of(path):
+        return CheckpointError(f"{place}: there is no such folder, and a URL has two slashes: {url}")
     if not path.is_dir():
         return CheckpointError(f"{place}: {'is a file, no folder' if path.exists() else 'there is no such folder'}")
     if STEP.fullmatch(path.name):

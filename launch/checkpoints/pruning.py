@@ -14,6 +14,8 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import MANIFEST, find_latest
 from megalite.checkpoint.retention import Retention, RetentionCandidate, clean_up, prune, reasons_to_keep
 
+LOCAL_ONLY = "only checkpoints of this machine are pruned; delete there with the tools of that storage"
+
 
 @dataclass(frozen=True)
 class Fate:
@@ -49,7 +51,7 @@ class PrunePlan:
 @contextmanager
 def no_run_in(place: str) -> Iterator[None]:
     """Keeps runs from starting in the run folder of `place`. Raises LaunchError where one is active."""
-    path = local_path(place)
+    path = local_path(place, LOCAL_ONLY)
     folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     with ExitStack() as held:
         # `checkpoints` may be a link to other storage: the run folder is where the link is
@@ -67,7 +69,7 @@ def no_run_in(place: str) -> Iterator[None]:
 
 def plan_prune(place: str, policy: Retention) -> PrunePlan:
     """Plans a prune. Raises CheckpointError where `place` is no local folder of checkpoints."""
-    if (local_path(place) / MANIFEST).is_file():
+    if (local_path(place, LOCAL_ONLY) / MANIFEST).is_file():
         raise CheckpointError(f"{place}: is one checkpoint: give the folder that contains it")
     listing = list_place(place)
     complete = [RetentionCandidate.of(one.name, one.manifest) for one in listing.checkpoints if one.manifest]

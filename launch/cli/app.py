@@ -270,7 +270,7 @@ def main() -> None:
     try:
         try:
             _refuse_dashed_overrides(sys.argv[1:])
-            app()
+            app(prog_name="megalite")  # also for `python -m launch`
         finally:
             sys.stdout.flush()  # here, where an error can be told
     except USER_ERRORS as error:

@@ -6,7 +6,7 @@ They may be missing, cut by a kill, of another version, or still being written: 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -41,11 +41,15 @@ class RunFiles:
     def read(cls, run_dir: Path) -> RunFiles:
         """Reads the files. Raises OSError where steps or events cannot be read."""
         problems: list[str] = []
+        records = read_records(run_dir / METRICS, METRICS_BYTES)
+        events = read_events(run_dir / EVENTS, EVENTS_BYTES)
+        problems.extend(_problems_with_lines(run_dir / METRICS, records))
+        problems.extend(_problems_with_lines(run_dir / EVENTS, events))
         return cls(
             config=_config(run_dir / CONFIG, problems),
             receipt=_receipt(run_dir / RECEIPT, problems),
-            records=read_records(run_dir / METRICS, METRICS_BYTES),
-            events=read_events(run_dir / EVENTS, EVENTS_BYTES),
+            records=records,
+            events=events,
             holder=lock_holder(run_dir),
             problems=tuple(problems),
         )
@@ -129,13 +133,21 @@ def seconds_between(records: Sequence[Facts]) -> list[float]:
 
 
 def _config(path: Path, problems: list[str]) -> Config | None:
-    if not path.is_file():
+    if not path.exists():
         return None
     try:
         return load_config(path)
     except ConfigError as error:
         problems.append(str(error))
         return None
+
+
+def _problems_with_lines(path: Path, found: Sequence[Facts]) -> Iterator[str]:
+    """Yields a sentence if a file of one object per line has none; metrics.jsonl is empty until a step has ended."""
+    if path.is_dir():
+        yield f"{path} is a folder"
+    elif path.is_file() and not found and (path.name == EVENTS or path.stat().st_size):
+        yield f"{path} has no line that can be read"
 
 
 def _receipt(path: Path, problems: list[str]) -> Facts:

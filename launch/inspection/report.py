@@ -82,7 +82,8 @@ def _checkpoint(status: RunStatus) -> str:
     if not at_risk:
         return f"{newest}: nothing would be lost"
     is_over = status.state not in (RunState.RUNNING, RunState.WAITING)
-    return f"{newest}: {plural(at_risk, 'step')} {'have to be done again' if is_over else 'would be lost now'}"
+    lost = f"{'has' if at_risk == 1 else 'have'} to be done again" if is_over else "would be lost now"
+    return f"{newest}: {plural(at_risk, 'step')} {lost}"
 
 
 def _process(status: RunStatus) -> str:

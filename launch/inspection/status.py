@@ -73,7 +73,7 @@ def read_status(run_dir: Path) -> RunStatus:
             is_alive=lives,
             silent_s=max(0.0, time.time() - last_activity),
             limit_s=_limit_s(files, own, steps_s, is_saving=any((run_dir / CHECKPOINTS).glob(".step_*.tmp"))),
-            has_started=bool(session),
+            has_started=bool(session or files.records),  # events may be damaged
             has_stepped=bool(own),
             ending=endings[-1]["event"] if endings else None,
             is_started_again=is_newer and lives is not None,

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.errors import HUNG_CODE, INTERRUPTED_CODE, PREEMPTED_CODE, STOPPED_CODE, USER_ERROR_CODE, LaunchError
+from launch.output import check_local
 from launch.runtime.logs import get_logger
 from launch.runtime.modules import REAPER
 from launch.runtime.processes import ProcessTree, StopRequest, StopSignals, wait_for
@@ -93,13 +94,26 @@ def supervise_run(command: Sequence[str], policy: Policy, run_dir: Path | None =
 
     Raises LaunchError or ConfigError if it cannot be supervised.
     """
-    if not command or shutil.which(command[0]) is None:
-        raise LaunchError(f"the command {command[0] if command else ''!r} is not there: name a program after --")
+    _check_command(command[0] if command else "")
     if run_dir is not None:
+        check_local(run_dir, "give the local folder of the run with --run-dir")
+        if run_dir.exists() and not run_dir.is_dir():
+            raise LaunchError(f"--run-dir {run_dir} is a file: give the folder of the run")
         return CommandSupervisor(command, policy, run_dir, config=None).run()
     config = config_of(command)
     check_resumes(config)
     return CommandSupervisor(command, policy, config.run_dir, config).run()
+
+
+def _check_command(program: str) -> None:
+    """Raises LaunchError if `program` cannot be started."""
+    if shutil.which(program) is not None:
+        return
+    if program.endswith((".yaml", ".yml")):
+        raise LaunchError(f"{program} is a config, no program: megalite supervise -- megalite train {program}")
+    if Path(program).is_file():
+        raise LaunchError(f"the command {program!r} is not executable: chmod +x it, or name its interpreter first")
+    raise LaunchError(f"the command {program!r} is not there: name a program after --")
 
 
 def check_resumes(config: Config) -> None:

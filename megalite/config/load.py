@@ -22,6 +22,7 @@ from megalite.config.suggestions import OptionPath, dotted, option_paths
 from megalite.config.yaml_text import LinePath, parse_yaml
 
 Values = dict[str, Any]
+MODEL_CONFIG = "config.json"  # of a Hugging Face folder
 OPTION_NAME = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
 
 
@@ -181,6 +182,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[LinePath, int]]:
         raise ConfigError(f"{path.absolute()} does not exist{hint}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder: {_config_of_folder(path)}") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     try:
@@ -193,7 +196,16 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[LinePath, int]]:
         raise ConfigError(f"{path} is empty: it needs at least run_dir and the sections model, data and training")
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold sections like `model:`, but holds {type(values).__name__} data")
+    if path.name == MODEL_CONFIG and not values.keys().isdisjoint({"model_type", "architectures"}):
+        raise ConfigError(f"{path} is a Hugging Face config: {_config_of_folder(path.parent)}")
     return values, lines
+
+
+def _config_of_folder(folder: Path) -> str:
+    """Returns how to come to the config of a run from a folder."""
+    if (folder / MODEL_CONFIG).is_file():
+        return f"write a config for the model with `megalite config init --from {folder} -o config.yaml`"
+    return f"give {folder / 'config.yaml'}" if (folder / "config.yaml").is_file() else "give a config in YAML"
 
 
 def _value_of(override: str, text: str) -> Any:

@@ -59,6 +59,7 @@ def parse_yaml(text: str) -> tuple[Any, dict[LinePath, int]]:
         node = loader.get_single_node()
         if node is None:
             return None, {}
+        _check_aliases(node, ())
         problems: list[str] = []
         lines = dict(_key_lines(node, (), problems))
         if problems:
@@ -70,13 +71,25 @@ def parse_yaml(text: str) -> tuple[Any, dict[LinePath, int]]:
         raise ConfigError(_syntax_sentence(error)) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise ConfigError("not valid YAML: it is nested too deeply") from None
+    except ValueError as error:
         raise ConfigError(f"not valid YAML: {error}") from None
 
 
 def to_yaml(values: dict[str, Any]) -> str:
     """Returns YAML in the order given, which `parse_yaml` reads back to equal values."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=110)
+
+
+def _check_aliases(node: yaml.Node, above: tuple[yaml.Node, ...]) -> None:
+    """Raises ConfigError if an alias stands inside the value that it repeats, which would have no end."""
+    if any(node is one for one in above):
+        raise ConfigError(f"line {node.start_mark.line + 1}: an alias contains itself: write out what it stands for")
+    if isinstance(node, yaml.CollectionNode):
+        for child in node.value:
+            for each in child if isinstance(child, tuple) else (child,):
+                _check_aliases(each, (*above, node))
 
 
 def _key_lines(node: yaml.Node, path: LinePath, problems: list[str]) -> Iterator[tuple[LinePath, int]]:

@@ -102,7 +102,8 @@ def check_url(url: str) -> None:
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
         extra = EXTRAS.get(protocol)
-        remedy = f"pip install 'megalite[{extra}]'" if extra else error
+        package = "fsspec[http]" if protocol in ("http", "https") else f"megalite[{extra}]"
+        remedy = f"pip install '{package}'" if extra or protocol.startswith("http") else error
         raise CheckpointError(f"{url}: {protocol}: needs a package that is not installed: {remedy}") from None
 
 

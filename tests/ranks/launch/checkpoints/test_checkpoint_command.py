@@ -435,6 +435,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "ls of an unknown protocol": (["ls", "gopher://x"], "gopher"),
     "ls of an empty store": (["ls", "memory://nothing"], "there are no checkpoints"),
     "show of nothing": (["show", "nowhere"], "there is no such folder"),
+    "show of a URL that lost a slash": (["show", "s3:/bucket/run"], "a URL has two slashes: s3://bucket/run"),
     "show of a foreign manifest": (["show", "alien"], "not a manifest of this version"),
     "verify of nothing": (["verify", "nowhere"], "there is no such folder"),
     "verify of a URL": (["verify", "s3://bucket/run"], "copy the checkpoint here first"),
@@ -442,7 +443,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "diff with a URL": (["diff", "run", "s3://bucket/run"], "copy the checkpoint here first"),
     "diff with a damaged one": (["diff", "run", "run/checkpoints/step_00000001"], "is missing"),
     "prune of a URL": (["prune", "s3://bucket/run", "--keep-last", "1"], "--yes"),
-    "prune of a URL, sure": (["prune", "s3://bucket/run", "--keep-last", "1", "--yes"], "s3://bucket/run"),
+    "prune of a URL, sure": (["prune", "s3://bucket/run", "--keep-last", "1", "--yes"], "tools of that storage"),
     "prune of one checkpoint": (
         ["prune", "run/checkpoints/step_00000002", "--keep-last", "1", "--yes"],
         "is one checkpoint",

@@ -78,5 +78,5 @@ def test_a_mistake_is_one_sentence_with_its_line(text: str, sentence: str) -> No
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"cannot be read: No such file"):
+    with pytest.raises(LaunchError, match=r"cannot be read: No such file or directory: give Slurm's topology"):
         read_topology(tmp_path / "topology.conf")

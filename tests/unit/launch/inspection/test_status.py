@@ -166,6 +166,23 @@ def test_a_file_that_is_broken_or_missing_leaves_the_others(make_run: MakeRun, n
     assert list(status_lines(read_status(folder)))
 
 
+def test_damaged_events_are_named_and_the_steps_count(make_run: MakeRun) -> None:
+    """It said that no session had begun to train, above the progress of that session."""
+    for damage in ("empty", "a folder"):
+        folder = make_run(damage, ending="ended")
+        (folder / "events.jsonl").unlink()
+        (folder / "events.jsonl").mkdir() if damage == "a folder" else (folder / "events.jsonl").touch()
+        status = read_status(folder)
+        assert status.state is RunState.FAILED and status.step == 30
+        assert "wrote down no end of its last session" in status.reason
+        said = "is a folder" if damage == "a folder" else "has no line that can be read"
+        assert f"not read:    {folder}/events.jsonl {said}" in list(status_lines(status))
+
+
+def test_a_single_lost_step_is_one(make_run: MakeRun) -> None:
+    assert any("1 step has to be done again" in line for line in status_lines(read_status(make_run(saved=29))))
+
+
 VALUES = st.one_of(
     st.none(), st.booleans(), st.integers(-(10**30), 10**30), st.floats(), st.text(max_size=5), st.lists(st.integers())
 )

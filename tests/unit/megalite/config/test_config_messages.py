@@ -201,6 +201,9 @@ BAD_FILES = [
     ("model:\n  vocab_size: 8\n vocab_size: 9\n", ["line 3: not valid YAML"]),
     ("model:\n\tvocab_size: 8\n", ["line 2: not valid YAML: found character"]),
     ("model: *nowhere\n", ["line 1: not valid YAML: found undefined alias"]),
+    ("run_dir: x\nmodel: &a [*a]\n", ["line 2: an alias contains itself: write out what it stands for"]),
+    ("model: &a {b: {c: *a}}\n", ["line 1: an alias contains itself"]),
+    ("[" * 2000 + "]" * 2000, ["nested too deeply"]),
     ("model: !!python/object:os.system {}\n", ["line 1: not valid YAML: could not determine a constructor"]),
     (
         "seed: 1\nmodel:\n  a: 1\n  b: 2\n  a: 3\n",
@@ -213,7 +216,6 @@ BAD_FILES = [
     ),
     ("run_dir: x\nmodell: {}\n", ["line 2: unknown option", 'did you mean "model"? (and 2 more)']),
     ("run_dir: x\n", ["section model is required, with vocab_size, hidden_size"]),
-    ("a: &a [*a]\n", ["not valid YAML"]),
     ("run_dir: x\n---\nrun_dir: y\n", ["line 2: not valid YAML: expected a single document"]),
     ("\x00", ["not valid YAML"]),
 ]
@@ -298,10 +300,16 @@ def test_bad_world_is_one_sentence(
 def test_unreadable_files_are_one_sentence(tmp_path: Path) -> None:
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"\xff\xfe\xff")
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 8}')
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").touch()
     for path, reason in [
         (tmp_path / "absent.yaml", "does not exist"),
         (tmp_path / "training.steps=3", "does not exist: the config comes first, then overrides"),
-        (tmp_path, "cannot be read: Is a directory"),
+        (tmp_path, "is a folder: write a config for the model with `megalite config init --from"),
+        (tmp_path / "config.json", "is a Hugging Face config: write a config for the model with `megalite config init"),
+        (run, f"is a folder: give {run / 'config.yaml'}"),
         (binary, "is not UTF-8 text"),
     ]:
         with pytest.raises(ConfigError) as raised:

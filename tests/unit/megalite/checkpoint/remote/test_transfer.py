@@ -247,6 +247,17 @@ def test_a_url_of_no_use_here_is_refused_before_anything_is_asked(url: str, reme
     assert remedy in str(told.value) and "\n" not in str(told.value) and "hunter2" not in str(told.value)
 
 
+def test_a_missing_package_of_the_web_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec names its class, not what to install."""
+
+    def is_missing(protocol: str) -> None:
+        raise ImportError('HTTPFileSystem requires "requests" and "aiohttp" to be installed')
+
+    monkeypatch.setattr("fsspec.get_filesystem_class", is_missing)
+    with pytest.raises(CheckpointError, match=r"not installed: pip install 'fsspec\[http\]'"):
+        check_url("https://example.com/run")
+
+
 @pytest.mark.parametrize(
     "text",
     [
