@@ -128,6 +128,22 @@ def test_hosts_are_compared_with_what_their_ranks_will_allocate(
     check_memory_of_hosts(config, choice, facts, "cpu", {})
 
 
+def test_the_host_with_least_memory_for_each_of_its_ranks_decides(tiny: dict[str, Any]) -> None:
+    """Here that is neither the first nor the one with least memory in all."""
+    tiny["training"]["global_batch_size"] = 8
+    config = Config.model_validate(tiny | {"parallel": {"data_parallel_size": 4}})
+    layout = resolve_layout(config, 4, "cpu")
+    alone = forecast_memory(config, layout, replace(CPU, keeps_freed=False), 1, 1)
+    assert alone is not None
+    roomy, crowded = Host("node1", (0,)), Host("node2", (0, 1, 2))
+    facts: dict[str, dict[str, Any]] = {
+        host.name: {"gpus": [], "gpu_memory_bytes": [], "has_bf16_units": True, "memory_bytes": round(size)}
+        for host, size in ((roomy, 1.1 * alone.least), (crowded, 2 * alone.least))
+    }
+    with pytest.raises(LaunchError, match=r"the host has .* for its 3 ranks"):
+        check_memory_of_hosts(config, Choice((roomy, crowded), layout, ()), facts, "cpu", {})
+
+
 def test_gpus_of_hosts_have_the_memory_that_their_drivers_tell(tiny: dict[str, Any]) -> None:
     """Of the slots that are used; the catalogue, which does not know these, is asked where no driver tells it."""
     config = Config.model_validate(tiny | {"parallel": {"data_parallel_size": 2}})

@@ -26,6 +26,8 @@ from launch.trainer.rank_devices import check_memory_of_ranks, devices_in_words
 from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
 from megalite.planner.cost.memory import CPU, CUDA
 from megalite.planner.hardware import Cluster, ClusterFile, cluster_of
+from megalite.planner.search import search
+from tests.helpers.machines import cpus
 
 RESULTS = Path("benchmarks/results")
 GIB = 2**30
@@ -101,6 +103,22 @@ def test_a_refusal_names_the_nearest_layout_that_fits(tiny: dict[str, Any]) -> N
     assert not forecast_of(advised, 2, found.available).cannot_fit
     with pytest.raises(LaunchError, match=r"fits in no layout on 2 x .*--force starts it all the same"):
         refuse_what_cannot_fit(config, layout, forecast_of(config, 2, 2**20), machine, 2)
+
+
+def test_advice_is_searched_with_the_malloc_that_ranks_have(tiny: dict[str, Any]) -> None:
+    """Without our settings of malloc a layout fits where, with them, none would."""
+    tiny["training"] = {"global_batch_size": 16, "micro_batch_size": 8, "sequence_length": 2048, "steps": 1}
+    tiny["model"]["max_position_embeddings"] = 2048
+    config = config_of(tiny | {"checkpoint": {"background": False}})
+    untuned, machine = replace(CPU, keeps_freed=False), cpus(1, memory_gib=1000)
+    least, tuned = (
+        min(one.fullest.total for one in search(config, machine, allocator=malloc).candidates)
+        for malloc in (untuned, CPU)
+    )
+    assert tuned > 1.02 * least, "the case that this test is for"
+    found = forecast_of(config, 1, round((least + tuned) / 2), untuned)
+    with pytest.raises(LaunchError, match=r"it fits with training\.micro_batch_size 1;"):
+        refuse_what_cannot_fit(config, resolve_layout(config, 1, "cpu"), found, lambda: machine, 1)
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])

@@ -5,8 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from launch.supervision.supervisor import LOG, CommandSupervisor, Policy, announced_restart
+import pytest
+
+from launch.runtime.processes import StopSignals
+from launch.supervision.supervisor import LOG, AttemptEnd, CommandSupervisor, Policy, Supervisor, announced_restart
+from megalite.config import Config
+from tests.unit.launch.cli.test_mistakes import own_checkpoint
 
 
 def test_a_restart_is_announced_until_it_is_overdue(tmp_path: Path) -> None:
@@ -26,3 +32,22 @@ def test_a_restart_is_announced_until_it_is_overdue(tmp_path: Path) -> None:
     assert announced_restart(tmp_path) == ""
     (tmp_path / LOG).write_text(f"{long_ago} restart 3 of 5 in 1.2e+03 s: exit code 1 after step 3\n")
     assert announced_restart(tmp_path).startswith("restart 3 of 5")
+
+
+class SilentSupervisor(Supervisor):
+    """Its attempts record nothing and exit with 0, as where a launcher's ranks were killed."""
+
+    def _attempt(self, signals: StopSignals) -> AttemptEnd:
+        return AttemptEnd(0)
+
+
+@pytest.mark.parametrize(("tokens_seen", "code"), [(1000, 0), (872, 1)])
+def test_a_run_of_tokens_is_done_by_those_that_its_checkpoint_has_seen(
+    tiny: dict[str, Any], tmp_path: Path, tokens_seen: int, code: int
+) -> None:
+    """Two steps of a larger batch took them: at the config's own, of 4 x 32 tokens, 1000 tokens are 8 steps."""
+    del tiny["training"]["steps"]
+    tiny["training"]["tokens"] = 1000
+    own_checkpoint(tokens_seen=tokens_seen)(tiny, tmp_path)
+    config = Config.model_validate(tiny)
+    assert SilentSupervisor(Policy(restarts=0), config.run_dir, config).run() == code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +24,11 @@ from launch.trainer.run_summary import (
     warning_of_long_step,
     warning_of_room,
 )
+from launch.trainer.start_checks import find_position
+from launch.trainer.start_flags import NO_FLAGS
 from megalite.config import Config, resolve_layout
 from megalite.planner.cost.shapes import parameters
+from tests.unit.launch.cli.test_mistakes import own_checkpoint
 
 
 def test_facts_are_those_of_the_run(tiny: dict[str, Any]) -> None:
@@ -42,6 +46,16 @@ def test_facts_are_those_of_the_run(tiny: dict[str, Any]) -> None:
     assert "stage 0 (embedding, layers 0-1)" in lines["per rank"] and "stage 1 (layer 2, head)" in lines["per rank"]
     assert "4 samples x 32 tokens = 128 tokens a step; on each replica 2 micro-batches of 2" in lines["batch"]
     assert "each time in another order" in lines["data"] and lines["length"] == "1,000 steps, 128,000 tokens"
+
+
+def test_epochs_count_what_a_resumed_run_has_taken_before(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """Its first two steps took 20 samples, of another batch size; two of 4 samples are left."""
+    own_checkpoint(consumed_samples=20)(tiny, tmp_path)
+    position = find_position(Config.model_validate(tiny), NO_FLAGS, is_dry=True)
+    layout = resolve_layout(position.config, 1, "cpu")
+    facts = run_facts(position.config, layout, position.data, position.start, "1 rank")
+    samples = position.data.training.samples_per_epoch
+    assert facts["length"]["steps_left"] == 2 and facts["data"]["epochs"] == pytest.approx((20 + 2 * 4) / samples)
 
 
 def test_what_is_predicted_is_told_as_far_as_it_is_known(tiny: dict[str, Any]) -> None:

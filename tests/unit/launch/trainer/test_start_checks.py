@@ -118,6 +118,21 @@ def test_a_mirror_that_cannot_be_reached_is_no_failure_of_a_complete_run(
     assert str(config.run_dir / "checkpoints") in said.err and "mirror_wait_minutes" in said.err
 
 
+def test_a_run_that_is_complete_needs_no_memory(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started again, as a supervisor may on a smaller host, it says so and ends: it builds no engine."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    tiny["model"] |= HUGE
+    own_checkpoint()(tiny, tmp_path)
+    tiny["training"]["steps"] = 2
+    checked = check_start(Config.model_validate(tiny), NO_FLAGS, is_dry=True)
+    assert checked.position.is_complete and checked.memory is not None and checked.memory.cannot_fit
+    tiny["training"]["steps"] = 3
+    with pytest.raises(LaunchError, match="--force starts it all the same"):
+        check_start(Config.model_validate(tiny), NO_FLAGS, is_dry=True)
+
+
 def test_tokens_are_counted_from_those_a_checkpoint_has_seen(tiny: dict[str, Any], tmp_path: Path) -> None:
     """Two steps of whatever batch size; the config's own takes 4 x 32 tokens a step."""
     own_checkpoint()(tiny, tmp_path)

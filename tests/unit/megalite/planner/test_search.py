@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from benchmarks.planner.published import nodes_of
 from megalite.config import Config, ConfigError, resolve_layout
 from megalite.config.auto import CHOOSABLE
+from megalite.config.suggestions import OptionPath, dotted
 from megalite.planner import search as module
-from megalite.planner.cost.memory import memory_of
+from megalite.planner.cost.memory import CPU, Device, memory_of
 from megalite.planner.cost.step_time import StepTime
-from megalite.planner.explanation import explain, why_nothing_fits
+from megalite.planner.explanation import BACKGROUND, explain, why_nothing_fits
 from megalite.planner.hardware import Cluster, ClusterFile, cluster_of
 from megalite.planner.search import DATA, TENSOR, Ranks, SearchResult, first_legal, search, smallest_that_fits
 from megalite.planner.workload import ParallelLayout, TrainingWorkload
@@ -230,6 +231,23 @@ def test_where_what_is_stated_is_in_the_way_it_is_named() -> None:
     free = CHOOSABLE - {TENSOR}
     sentence = why_nothing_fits(config, search(config, h100(8), free=free), free)
     assert "it fits with parallel.tensor_parallel_size" in sentence
+
+
+@pytest.mark.parametrize(("stated", "value"), [(BACKGROUND, False), (module.MICRO_BATCH, 1)])
+def test_the_way_out_is_searched_with_the_malloc_of_the_search(stated: OptionPath, value: Any) -> None:
+    """Without our settings of malloc one change is enough where, with them, it would not be."""
+    model = ODD | {"hidden_size": 960, "intermediate_size": 4001, "head_dim": 80, "max_position_embeddings": 512}
+    config = config_of(model, 4, 512, training={"micro_batch_size": 4})
+    mended, free, untuned = config.with_resolved({stated: value}), CHOOSABLE - {stated}, replace(CPU, keeps_freed=False)
+
+    def least(one: Config, malloc: Device) -> float:
+        return needs_gib(search(one, cpus(1, memory_gib=1e6), free=free, allocator=malloc))[0]
+
+    enough, most = least(mended, untuned), min(least(config, untuned), least(mended, CPU))
+    assert most > 1.02 * enough, "the case that this test is for"
+    result = search(config, cpus(1, memory_gib=(enough + most) / 2), free=free, allocator=untuned)
+    sentence = why_nothing_fits(config, result, free)
+    assert sentence.endswith(f": it fits with {dotted(stated)} {str(value).lower()}")
 
 
 def test_a_rule_that_refuses_everything_is_told() -> None:

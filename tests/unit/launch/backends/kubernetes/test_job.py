@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ from hypothesis import strategies as st
 
 from launch.backends.kubernetes.manifests import to_yaml
 from launch.errors import LaunchError
+from launch.planning.memory_check import forecast_memory
 from launch.trainer.run_config import load_run_config
+from megalite.config import resolve_layout
 from megalite.config.yaml_text import parse_yaml
+from megalite.planner.cost.memory import CPU
 from tests.conftest import write_config
 from tests.helpers.k8s_command_line import KINDS, LAYOUT, Run, command, from_yaml
 from tests.helpers.kubernetes_schema import problems
@@ -64,6 +68,22 @@ def test_flags_reach_the_ranks_and_memory_of_a_pod_is_compared(k8s: Run) -> None
     with pytest.raises(LaunchError, match=refusal):
         k8s(*on_cpu, *large)
     assert "--force" in k8s(*on_cpu, *large, "--force")
+
+
+def test_a_pod_is_compared_by_the_malloc_that_torchrun_leaves_as_it_is(k8s: Run, config: Path) -> None:
+    """Which needs less than that of `megalite train`: memory between the two is enough."""
+    large = ["model.hidden_size=512", "model.intermediate_size=2048", "checkpoint.background=false"]
+    large += ["training.global_batch_size=64", "training.micro_batch_size=32", "training.sequence_length=128"]
+    found = load_run_config(config, [*LAYOUT, *large])
+    tuned, untuned = (
+        forecast_memory(found, resolve_layout(found, 4, "cpu"), allocator, 1, 4)
+        for allocator in (CPU, replace(CPU, keeps_freed=False))
+    )
+    assert tuned is not None and untuned is not None and tuned.least > 1.02 * untuned.least
+    on_cpu, between = ("--gpus-per-node", "0", "--nodes", "1"), (tuned.least + untuned.least) / 2
+    k8s(*on_cpu, "--memory", f"{between / 1024:.0f}Ki", *large)
+    with pytest.raises(LaunchError, match="for its 4 ranks"):
+        k8s(*on_cpu, "--memory", f"{0.98 * untuned.least / 1024:.0f}Ki", *large)
 
 
 def test_a_train_job(k8s: Run, config: Path, tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ from benchmarks.planner.memory_published import (
 from benchmarks.planner.published import read
 from megalite.config import ModelConfig
 from megalite.planner.cost.activations import micro_batches_in_flight
-from megalite.planner.cost.memory import CPU, CUDA, TENSORS, Device, StageMemory, memory_of
+from megalite.planner.cost.memory import COPY, CPU, CUDA, TENSORS, Device, StageMemory, memory_of, with_process
 from megalite.planner.cost.model_states import BUCKET, deepspeed_states
-from megalite.planner.cost.shapes import stage_shapes
+from megalite.planner.cost.shapes import parameters, stage_shapes
 from megalite.planner.workload import MEGALITE, ParallelLayout, TrainingWorkload
 
 
@@ -205,6 +205,32 @@ def test_selective_recomputation_drops_scores() -> None:
     none, selective = (_most(_with(job, recompute=mode), TENSORS) for mode in ("none", "selective"))
     scores = 7 * job.model.num_attention_heads * job.sequence_length**2
     assert 6.9 * scores < none - selective < 8 * scores
+
+
+@pytest.mark.parametrize("length", [2048, 4096])
+@pytest.mark.parametrize(("dtype", "size"), [("fp16", 4), ("bf16", 2)])
+def test_gradients_of_an_fp16_head_are_fp32(dtype: Any, size: int, length: int) -> None:
+    """Those of hidden states, and of the head those of a chunk, beside the fp32 sum of chunks: logits of 2097 tokens
+    are a chunk of 256 MiB (megalite/parallel/loss.py)."""
+    model = _model(num_hidden_layers=1, tie_word_embeddings=True)  # so that no moment needs more than the loss
+    job = TrainingWorkload(model, ParallelLayout(), sequence_length=length, global_batch_size=1, dtype=dtype)
+    (stage,) = memory_of(job, TENSORS)
+    weight = model.vocab_size * model.hidden_size
+    assert stage.moment == "loss"
+    assert stage.parts["working"] == 4 * weight + size * weight * (length > 2097) + size * length * model.hidden_size
+
+
+@pytest.mark.parametrize(("optimizer", "numbers"), [("adamw", 3), ("sgd", 1)])
+def test_the_copy_of_a_save_in_the_background_is_a_rank_s_share(optimizer: Any, numbers: int) -> None:
+    """fp32 weights, and of AdamW two moments; SGD without momentum has none. The process counts beside it."""
+    layout = ParallelLayout(data_parallel_size=2)
+    job = TrainingWorkload(_model(), layout, 512, 64, optimizer=optimizer, background_saves=True)
+    (stage,) = memory_of(job, CPU)
+    saved = with_process(stage, job, 7.0)
+    assert saved.parts[COPY] == 4 * numbers * parameters(job.model) / 2
+    assert saved.total == pytest.approx(stage.total + saved.parts[COPY] + 7)
+    waits = with_process(stage, replace(job, background_saves=False), 7.0)
+    assert waits.total == pytest.approx(stage.total + 7)
 
 
 @settings(deadline=None)
