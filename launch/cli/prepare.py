@@ -57,9 +57,8 @@ def prepare(
     from data_pipeline.tokenizer import TrainedTokenizer, trained_tokenizer
 
     prefix = output_prefix(output)
-    where: Path | TrainedTokenizer = (
-        tokenizer.absolute()
-    )  # kept with the tokens, for runs and exports started elsewhere
+    # kept with the tokens, for runs and exports started elsewhere
+    where: Path | TrainedTokenizer = tokenizer.absolute()
     try:
         with spinner("reading the sources", is_shown=not as_json) as describe:
             if train_vocab_size is not None:

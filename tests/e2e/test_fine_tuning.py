@@ -115,6 +115,6 @@ def test_one_command_from_folder_to_folder(
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
     shutil.rmtree(folder.parent)
-    folder.parent.write_text("no folder can be made in a file")
+    monkeypatch.setattr("megalite.checkpoint.atomic_folder.room_at", lambda folder: 0)  # a disk that is full
     assert start_local_run(load_run_config(path, overrides), [str(path), *overrides]) == 0  # the run itself is done
     assert f"{folder} is NOT made" in capfd.readouterr().err
