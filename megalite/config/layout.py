@@ -102,6 +102,7 @@ def _data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
         instead = "" if left_over else f", or set parallel.data_parallel_size to {fitting} or auto"
         raise ConfigError(
             f"parallel.tensor_parallel_size {tp} x parallel.pipeline_parallel_size {pp} x parallel.data_parallel_size "
-            f"{dp} makes {replica * dp} processes, but this run has {world_size}: start {replica * dp}{instead}"
+            f"{dp} makes {replica * dp} process{'es' * (replica * dp > 1)}, but this run has {world_size}: start "
+            f"{replica * dp}{instead}"
         )
     return dp

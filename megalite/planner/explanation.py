@@ -9,6 +9,7 @@ from megalite.planner.hardware import is_guess
 from megalite.planner.search import ALIKE, ROOMY, Dropped, LayoutCandidate, SearchResult, search, smallest_that_fits
 from megalite.planner.units import about, gib, seconds
 
+OF_THE_SEQUENCE = ("activations", "working", "logits")  # parts of a stage's memory that grow with its length
 BACKGROUND = ("checkpoint", "background")
 NOTICEABLE = 1e-3  # of a step
 NODE_COUNTS = sorted({*range(1, 17), *(2**n for n in range(4, 15)), *(3 * 2**n for n in range(2, 13))})
@@ -78,14 +79,16 @@ def _remedy(config: Config, result: SearchResult, free: frozenset[OptionPath]) -
     larger = None if is_one_machine else smallest_that_fits(config, cluster, counts, free=free)
     if larger is not None:
         return f"it fits on {larger[0].accelerators} of them ({larger[1]})"
-    nearest = result.too_large[0].memory
-    assert nearest is not None
+    nearest, missing = result.too_large[0].memory, result.too_large[0].missing_bytes
+    assert nearest is not None and missing is not None
     name, size = max(nearest.parts.items(), key=lambda part: part[1])
+    can_be_shorter = sum(nearest.parts.get(part, 0.0) for part in OF_THE_SEQUENCE) > missing
+    shorter = f", or a training.sequence_length below {config.training.sequence_length}" * can_be_shorter
     what = "a machine" if is_one_machine else "accelerators"
     numbers = "ranks" if is_one_machine else f"them up to {NODE_COUNTS[-1] * cluster.accelerators_per_node}"
     return (
-        f"no number of {numbers} helps (the largest part, {name}, needs {gib(size)}): use {what} with more memory, a "
-        f"smaller model, or a training.sequence_length below {config.training.sequence_length}"
+        f"no number of {numbers} helps (the largest part, {name}, needs {gib(size)}): use {what} with more memory or a "
+        f"smaller model{shorter}"
     )
 
 

@@ -250,6 +250,14 @@ def test_the_way_out_is_searched_with_the_malloc_of_the_search(stated: OptionPat
     assert sentence.endswith(f": it fits with {dotted(stated)} {str(value).lower()}")
 
 
+def test_a_shorter_sequence_is_advised_where_it_could_make_room() -> None:
+    config = config_of(ODD, 1, 8).with_resolved({BACKGROUND: False})
+    least, *_ = needs_gib(search(config, cpus(1, memory_gib=1e6)))
+    for memory_gib, could in ((least - 1e-6, True), (least / 1e6, False)):
+        sentence = why_nothing_fits(config, search(config, cpus(1, memory_gib=memory_gib)), CHOOSABLE)
+        assert sentence.endswith(", or a training.sequence_length below 8") == could, sentence
+
+
 def test_a_rule_that_refuses_everything_is_told() -> None:
     config = config_of(ODD, 1, 8)
     result = search(config, cpus(1, nodes=7))
