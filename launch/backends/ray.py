@@ -220,9 +220,17 @@ def code_of(failures: dict[int, str], logs: Path) -> int:
         codes, key=lambda rank: (codes[rank] == FAILED_CODE, rank)
     )  # a rank that lost a peer fails with that code
     if rank and codes[rank] == USER_ERROR_CODE:
-        lines = (logs / f"rank_{rank}.log").read_text(errors="replace").splitlines()
-        print(next((line for line in reversed(lines) if MISTAKE in line), ""), file=sys.stderr, flush=True)
+        # Ray may name another rank although rank 0, whose log is shown, has failed with the same error
+        of_rank_0, own = (_mistakes(logs / f"rank_{each}.log") for each in (0, rank))
+        if own and not of_rank_0:
+            print(own[-1], file=sys.stderr, flush=True)
     return codes[rank]
+
+
+def _mistakes(path: Path) -> list[str]:
+    """Returns the lines of a rank's log that tell the user what to correct; none if there is no log."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return [line for line in lines if MISTAKE in line]
 
 
 @contextlib.contextmanager

@@ -145,6 +145,9 @@ def test_the_rank_that_failed_first_decides_the_exit_code(tmp_path: Path, capsys
     capsys.readouterr()
     assert code_of({1: ended(1, 2)}, tmp_path) == 2
     assert capsys.readouterr().err == "megalite: error: the data is not here\n"
+    (tmp_path / "rank_0.log").write_text("megalite: error: the data is not here\n")
+    assert code_of({1: ended(1, 2)}, tmp_path) == 2
+    assert capsys.readouterr().err == "", "the log of rank 0, which is shown, has it"
 
 
 def test_a_dry_run_says_what_it_would_start(config: dict[str, Any], tmp_path: Path) -> None:
