@@ -64,7 +64,7 @@ from megalite.checkpoint.errors import StorageError
 from megalite.config import Config, resolve_layout
 from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.config.layout import unchecked_layout
-from megalite.engine.errors import RendezvousFailed
+from megalite.engine.errors import MessageRefused, RendezvousFailed
 from megalite.monitor.events import EVENTS, EventLog
 from megalite.planner.units import plural
 from megalite.resilience.heartbeat import Heartbeat
@@ -137,7 +137,7 @@ def _load_and_run(arguments: Sequence[str], console: Console, exit_stack: ExitSt
             log.log(logging.WARNING if was_asked else logging.ERROR, f"{ending}: {error}")
         leave_together()
         return code
-    except RendezvousFailed as error:
+    except (MessageRefused, RendezvousFailed) as error:
         tell_once(str(error), rank)
         return FAILED_CODE
     except OSError as error:
