@@ -38,6 +38,7 @@ from typing import Annotated, Any, NoReturn, Self
 import torch.distributed as dist
 from pydantic import Field
 
+from megalite.config.secrets import without_secrets
 from megalite.config.sections import WatchdogConfig
 from megalite.engine.activity import NOBODY, Activity, FinishedSpan, Phase, Span
 from megalite.engine.agreement import from_rank_0
@@ -363,7 +364,8 @@ def _stacks() -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": ")[:300]
+    line = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": ")
+    return str(without_secrets(line))[:300]
 
 
 def _wait_until(holds: Callable[[], bool], seconds: float) -> None:
