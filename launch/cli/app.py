@@ -60,7 +60,7 @@ from launch.trainer.run_config import load_run_config
 from launch.trainer.start_flags import StartFlags
 from megalite.checkpoint.durable_files import NO_ROOM
 from megalite.config import Config
-from megalite.config.secrets import without_secrets
+from megalite.config.hidden_secrets import without_secrets
 
 log = get_logger(__name__)
 DASHED_OVERRIDE = re.compile(rf"--(?:run_dir|(?:{'|'.join(Config.model_fields)})\.[a-z_.]+)=")

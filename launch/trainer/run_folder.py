@@ -20,7 +20,7 @@ from launch.runtime.checkout import git_state
 from launch.runtime.run_lock import LOCK, is_locked, take_lock
 from megalite.checkpoint.durable_files import write_durably
 from megalite.config import Config, ResolvedLayout
-from megalite.config.secrets import without_secrets
+from megalite.config.hidden_secrets import without_secrets
 from megalite.monitor.events import EVENTS
 
 WITHOUT_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts")  # file systems of the kernel, which take no folders

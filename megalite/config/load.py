@@ -17,9 +17,9 @@ from pydantic import ValidationError
 from megalite.config.auto import AUTO, SECTIONS, spell_out
 from megalite.config.config import Config
 from megalite.config.errors import ConfigError, ConfigProblem, problems_of
+from megalite.config.hidden_secrets import without_secrets
 from megalite.config.rules import broken_rules
 from megalite.config.secret_options import secret_in_override, secrets_among
-from megalite.config.secrets import without_secrets
 from megalite.config.suggestions import OptionPath, dotted, option_paths
 from megalite.config.yaml_text import LinePath, parse_yaml
 

@@ -6,7 +6,6 @@ A doubt counts as a secret, except where ordinary paths, addresses of hosts or n
 from __future__ import annotations
 
 import re
-from typing import Any
 
 NAME = re.compile(
     r"(?:KEY|TOKEN|SECRET|PASS|PASSWD|PASSWORD|PASSPHRASE|PWD|CREDENTIAL|AUTH|AUTHORIZATION|BEARER|COOKIE|SESSION|WEBHOOK"
@@ -33,8 +32,6 @@ KINDS = {  # what a text seems to contain -> how that is recognised
     "a user's name and password": r"(?:^|[\s=,;])[\w.+%-]+:(?![\d,]+@)[^\s/@:]+@[\w.-]+(?::\d+)?(?:[/\s,;]|$)",
     "a password": r"(?i)(?:^|[\s?&;,])(?:passw(?:or)?d|pwd|(?:\w+_)?(?:token|secret)|(?:access|api)_?key)=[^\s&;,]{4,}",
 }
-# the rest of a secret behind what it is known by; of a private key all lines
-REST = re.compile(r"[^\s&;,<>]*(?:(?<=-----)[\s\S]*?(?:-----END[^-]*-----|\Z))?")
 PATTERNS = {kind: re.compile(pattern) for kind, pattern in KINDS.items()}
 
 
@@ -46,27 +43,3 @@ def secret_in(value: str) -> str | None:
 def names_secret(name: str) -> bool:
     """Returns whether an environment variable of this name holds a secret, such as HF_TOKEN2 or GITHUB_PAT."""
     return bool(NAME.search(name))
-
-
-def without_secrets(value: Any) -> Any:
-    """Returns a text with `***` in place of all that seems to be a secret; in nested values, all their texts.
-
-    For what is made of command lines and of other programs' errors, and kept where others read it.
-    """
-    if isinstance(value, dict):
-        return {name: without_secrets(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_secrets(one) for one in value]
-    if not isinstance(value, str):
-        return value
-    return "".join(map(_text_without_secrets, re.split("([\"'])", value)))  # quotes end a secret
-
-
-def _text_without_secrets(text: str) -> str:
-    for pattern in PATTERNS.values():
-        start = 0
-        while found := pattern.search(text, start):
-            rest = REST.match(text, found.end())
-            text = f"{text[: found.start()]}***{text[rest.end() if rest else found.end() :]}"
-            start = found.start() + len("***")
-    return text

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megalite.config.secrets import without_secrets
+from megalite.config.hidden_secrets import without_secrets
 
 
 def append_line(path: Path, line: str) -> None:

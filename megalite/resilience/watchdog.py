@@ -38,7 +38,7 @@ from typing import Annotated, Any, NoReturn, Self
 import torch.distributed as dist
 from pydantic import Field
 
-from megalite.config.secrets import without_secrets
+from megalite.config.hidden_secrets import without_secrets
 from megalite.config.sections import WatchdogConfig
 from megalite.engine.activity import NOBODY, Activity, FinishedSpan, Phase, Span
 from megalite.engine.agreement import from_rank_0

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config import Config, ConfigError, load_config
+from megalite.config.hidden_secrets import without_secrets
 from megalite.config.load import stated_values
 from megalite.config.secret_options import secret_in_option, secret_in_override
-from megalite.config.secrets import without_secrets
 from megalite.config.suggestions import OptionPath, dotted, option_paths
 from tests.unit.megalite.config.test_secrets import ORDINARY, SECRETS
 
