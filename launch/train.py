@@ -25,10 +25,15 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":
     if sys.path[0] == str(Path(__file__).resolve().parent):
         del sys.path[0]  # started as a script: this folder's modules must not shadow top-level ones
-    from launch.runtime.logs import configure_logging
+    from launch.runtime.import_path import exclude_current_folder
+
+    notice = exclude_current_folder()
+    from launch.runtime.logs import configure_logging, get_logger
     from megalite.resilience.signals import take_signals
 
     configure_logging()
+    if notice is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        get_logger("launch.train").warning(notice)
     take_signals()  # before the imports below, which take a while
 
 from launch.errors import (

@@ -55,7 +55,7 @@ from launch.errors import (
 )
 from launch.output import console, print_json
 from launch.runtime.logs import get_logger
-from launch.runtime.modules import COMMAND_LINE
+from launch.runtime.modules import COMMAND_LINE, python_command
 from launch.trainer.run_config import load_run_config
 from launch.trainer.start_flags import StartFlags
 from megalite.checkpoint.durable_files import NO_ROOM
@@ -161,7 +161,7 @@ def train(
     elif restart:
         from launch.supervision.supervisor import Policy, supervise_run
 
-        command = [sys.executable, "-m", COMMAND_LINE, "train", *arguments, *flags.words]
+        command = python_command(COMMAND_LINE, "train", *arguments, *flags.words)
         with ending_on_signals():
             raise typer.Exit(supervise_run(command, Policy(restarts=restart)))
     else:
