@@ -11,10 +11,14 @@ import sys
 from functools import partial
 from types import FrameType
 
+from launch.runtime.import_path import exclude_current_folder
+
 
 def main() -> None:
     """Runs the command line. `train` keeps its answer to signals until what runs next has one."""
     is_run = next((word for word in sys.argv[1:] if not word.startswith("-")), "") == "train"
+    if (notice := exclude_current_folder()) is not None:
+        print(f"megalite: warning: {notice}", file=sys.stderr, flush=True)
     try:
         from megalite.resilience.signals import STOP_SIGNALS
 

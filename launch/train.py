@@ -25,10 +25,15 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":
     if sys.path[0] == str(Path(__file__).resolve().parent):
         del sys.path[0]  # started as a script: this folder's modules must not shadow top-level ones
-    from launch.runtime.logs import configure_logging
+    from launch.runtime.import_path import exclude_current_folder
+
+    notice = exclude_current_folder()
+    from launch.runtime.logs import configure_logging, get_logger
     from megalite.resilience.signals import take_signals
 
     configure_logging()
+    if notice is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        get_logger("launch.train").warning(notice)
     take_signals()  # before the imports below, which take a while
 
 from launch.errors import (
@@ -64,7 +69,7 @@ from megalite.checkpoint.errors import StorageError
 from megalite.config import Config, resolve_layout
 from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.config.layout import unchecked_layout
-from megalite.engine.errors import RendezvousFailed
+from megalite.engine.errors import MessageRefused, RendezvousFailed
 from megalite.monitor.events import EVENTS, EventLog
 from megalite.planner.units import plural
 from megalite.resilience.heartbeat import Heartbeat
@@ -137,7 +142,7 @@ def _load_and_run(arguments: Sequence[str], console: Console, exit_stack: ExitSt
             log.log(logging.WARNING if was_asked else logging.ERROR, f"{ending}: {error}")
         leave_together()
         return code
-    except RendezvousFailed as error:
+    except (MessageRefused, RendezvousFailed) as error:
         tell_once(str(error), rank)
         return FAILED_CODE
     except OSError as error:

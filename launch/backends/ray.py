@@ -25,9 +25,10 @@ from typing import Any
 
 from launch.errors import FAILED_CODE, USER_ERROR_CODE, LaunchError
 from launch.runtime.forwarded_environment import forwarded_environment
+from launch.runtime.import_path import CHECKOUT, import_variables
 from launch.runtime.local_ranks import free_port, rank_environment
 from launch.runtime.logs import get_logger
-from launch.runtime.modules import RANK, REAPER
+from launch.runtime.modules import RANK, REAPER, python_command
 from launch.runtime.processes import ProcessTree, StopSignals
 from launch.runtime.rank_environment import ATTEMPT
 from launch.supervision.supervisor import REAPER_S, AttemptEnd, CommandSupervisor, Policy
@@ -103,7 +104,8 @@ def main(arguments: Sequence[str]) -> int:
     logs = config.run_dir.resolve() / FOLDER
     logs.mkdir(parents=True, exist_ok=True)
     os.environ |= OWN_SETTINGS
-    _connect(address, int(count))
+    with contextlib.chdir(CHECKOUT[0] if CHECKOUT else "/"):  # Ray's workers load code from the driver's folder
+        _connect(address, int(count))
     for number in STOP_SIGNALS:  # Ray's own handlers print stack traces; its workers end with this process
         signal.signal(number, lambda number, _: os._exit(128 + number))
     shown, private = forwarded_environment(os.environ, [])
@@ -195,6 +197,7 @@ def run_rank(settings: dict[str, Any]) -> None:
         **os.environ,
         **defaults,
         **job.environment,
+        **import_variables(os.environ),
         "RANK": str(rank),
         "LOCAL_RANK": str(0 if sees_one else context.get_local_rank()),
         "WORLD_SIZE": str(context.get_world_size()),
@@ -202,7 +205,7 @@ def run_rank(settings: dict[str, Any]) -> None:
         "MASTER_ADDR": rendezvous[0],
         "MASTER_PORT": str(rendezvous[1]),
     }
-    command = [sys.executable, "-m", REAPER, str(job.grace_s), sys.executable, "-m", RANK, *job.arguments]
+    command = python_command(REAPER, str(job.grace_s), *python_command(RANK, *job.arguments))
     file = shlex.quote(str(Path(job.logs) / f"rank_{rank}.log"))
     with ProcessTree(["sh", "-c", f"exec {shlex.join(command)} >>{file} 2>&1"], environment) as tree:
         code = tree.process.wait()

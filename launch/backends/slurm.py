@@ -6,16 +6,17 @@ Input: the run and its requests, as a `SlurmJob`. Output: a script for sbatch th
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import string
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from launch.errors import INTERRUPTED_CODE, PREEMPTED_CODE
-from launch.runtime.modules import COMMAND_LINE, RANK
+from launch.runtime.import_path import CHECKOUT
+from launch.runtime.modules import COMMAND_LINE, RANK, TORCHRUN, python_command
 from launch.runtime.rank_environment import FIRST_PORT, PORTS, VARIABLES
 
 SCRIPT = Path(__file__).with_name("slurm_job.sh")
@@ -68,11 +69,11 @@ def batch_script(job: SlurmJob) -> str:
         "run_dir": shlex.quote(str(job.run_dir)),
         "unset": " ".join(unset),
         "exports": "\n".join(f'export {name}="${{{name}:-{value}}}"' for name, value in job.environment.items()),
-        "python": shlex.quote(sys.executable),
-        "megalite": shlex.join([sys.executable, "-m", COMMAND_LINE]),
-        "rank_module": RANK,
+        "checkout": shlex.quote(os.pathsep.join(CHECKOUT)),
+        "megalite": shlex.join(python_command(COMMAND_LINE)),
+        "torchrun": shlex.join(python_command(TORCHRUN)),
+        "rank_command": shlex.join(python_command(RANK, *job.arguments, *job.flags)),
         "arguments": shlex.join(job.arguments),
-        "rank_arguments": shlex.join([*job.arguments, *job.flags]),
         "nodes": job.nodes,
         "ranks": job.nodes * job.ranks_per_node,
         "ranks_per_node": job.ranks_per_node,

@@ -6,6 +6,9 @@ first_code="$run_dir/.first_code"  # exit code of the first rank that failed
 distribution=block  # of srun's tasks over hosts
 unset @{unset}
 @{exports}
+# no code from the current folder, where Python looks first, nor from one relative to it or empty in PYTHONPATH
+PYTHONPATH=$(tr : '\n' <<< @{checkout}":$PYTHONPATH" | grep ^/ | paste -sd :)
+export PYTHONPATH PYTHONSAFEPATH=1
 
 #: rank
 # Slurm sends these to the ranks too, which save and end; this script and the supervisor wait for them
@@ -16,7 +19,7 @@ before=$(newest)
 
 rank() {
     trap '' TERM USR1 USR2 HUP
-    @{python} -m @{rank_module} @{rank_arguments}
+    @{rank_command}
     local code=$?
     [ "$code" -eq 0 ] || (set -o noclobber; echo "$code" > "$first_code") 2> /dev/null
     exit "$code"
@@ -36,7 +39,7 @@ export -f rank
 # on SIGTERM torchrun would kill ranks that take over 30 s to save, so it handles SIGINT alone
 ranks_of_host() {
     trap '' TERM USR1 USR2 HUP
-    exec @{python} -m torch.distributed.run --max-restarts=0 --nproc-per-node=@{ranks_per_node} \
+    exec @{torchrun} --max-restarts=0 --nproc-per-node=@{ranks_per_node} \
         --nnodes=@{nodes} --node-rank="$SLURM_PROCID" --master-addr="$MASTER_ADDR" \
         --master-port=$((@{first_port} + (16 * SLURM_JOB_ID + SLURM_STEP_ID) % @{ports})) \
         --signals-to-handle=SIGINT --no-python bash -c rank

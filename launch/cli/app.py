@@ -55,11 +55,12 @@ from launch.errors import (
 )
 from launch.output import console, print_json
 from launch.runtime.logs import get_logger
-from launch.runtime.modules import COMMAND_LINE
+from launch.runtime.modules import COMMAND_LINE, python_command
 from launch.trainer.run_config import load_run_config
 from launch.trainer.start_flags import StartFlags
 from megalite.checkpoint.durable_files import NO_ROOM
 from megalite.config import Config
+from megalite.config.hidden_secrets import without_secrets
 
 log = get_logger(__name__)
 DASHED_OVERRIDE = re.compile(rf"--(?:run_dir|(?:{'|'.join(Config.model_fields)})\.[a-z_.]+)=")
@@ -76,7 +77,7 @@ class AllCommands(CommandsWithVerbosity):
             if message := error.format_message().removesuffix(".").replace("Value error, ", ""):
                 command = getattr(error, "ctx", None)
                 where = "" if command is None or message.endswith("?") else f"; see `{command.command_path} --help`"
-                log.error(f"{message[0].lower()}{message[1:]}{where}")
+                log.error(without_secrets(f"{message[0].lower()}{message[1:]}{where}"))  # words as they were typed
             sys.exit(error.exit_code)
         except typer.Abort:
             log.warning("not confirmed: nothing was done")
@@ -160,7 +161,7 @@ def train(
     elif restart:
         from launch.supervision.supervisor import Policy, supervise_run
 
-        command = [sys.executable, "-m", COMMAND_LINE, "train", *arguments, *flags.words]
+        command = python_command(COMMAND_LINE, "train", *arguments, *flags.words)
         with ending_on_signals():
             raise typer.Exit(supervise_run(command, Policy(restarts=restart)))
     else:
@@ -262,7 +263,8 @@ def _refuse_dashed_overrides(words: list[str]) -> None:
         if word in ("--", "supervise"):  # what follows may be another program's
             return
         if DASHED_OVERRIDE.match(word):
-            raise LaunchError(f"{word}: an option of the config has no dashes here: {word.lstrip('-')}")
+            shown = without_secrets(word)
+            raise LaunchError(f"{shown}: an option of the config has no dashes here: {shown.lstrip('-')}")
 
 
 def main() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from typing import Annotated
 
 import typer
@@ -16,7 +15,7 @@ from launch.backends.submission import load_checked_config
 from launch.cli.options import AllowChange, ConfigPath, Force, Overrides
 from launch.errors import LaunchError
 from launch.runtime.logs import get_logger
-from launch.runtime.modules import RAY_DRIVER
+from launch.runtime.modules import RAY_DRIVER, python_command
 from launch.trainer.start_flags import StartFlags
 from megalite.config import Config, wanted_world_size
 from megalite.planner.units import plural
@@ -81,7 +80,7 @@ def ray(
     check_address(where)
     if finish_if_complete(position):
         return
-    command = [sys.executable, "-m", RAY_DRIVER, str(count), str(gpus), where, str(grace), str(config_path)]
+    command = python_command(RAY_DRIVER, str(count), str(gpus), where, str(grace), str(config_path))
     policy = Policy(restarts=max_failures, grace_s=grace)
     supervisor = RaySupervisor(config, [*command, *(overrides or []), *flags.words], policy, is_local=not where)
     raise typer.Exit(supervisor.run())

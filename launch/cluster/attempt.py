@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from launch.cluster.ssh.connection import HostConnection, HostError, in_parallel
-from launch.runtime.modules import REAPER
+from launch.runtime.modules import REAPER, python_command
 from launch.runtime.processes import (
     TICK_S,
     ProcessTree,
@@ -136,7 +135,7 @@ class HostsAttempt:
         stale_reason: Callable[[], str | None],
     ) -> None:
         """`stale_reason` returns what is wrong with the heartbeats of the ranks, None if nothing is."""
-        self._command = [sys.executable, "-m", REAPER, "0", *command]
+        self._command = python_command(REAPER, "0", *command)
         self._environment, self._monitor, self._grace_s = environment, monitor, grace_s
         self._stale_reason = stale_reason
         self._stop = StopRequest(grace_s)

@@ -18,13 +18,17 @@ from launch.cluster.ssh.connection import keep_alive
 from launch.errors import LaunchError
 from launch.runtime.forwarded_environment import PLAIN
 from launch.runtime.hostfile import Host, hostfile_text, include_filter
-from launch.runtime.modules import RANK_SCRIPT
+from launch.runtime.import_path import PYTHON_PATH, import_variables
+from launch.runtime.modules import DEEPSPEED_RUNNER, RANK_SCRIPT, python_command
 from launch.trainer.start_flags import NO_FLAGS, StartFlags
 from megalite.config import Config
 
 Launcher = Literal["pdsh", "openmpi", "mpich", "slurm"]  # with which `deepspeed` starts ranks on other hosts
 NEEDS: dict[Launcher, str] = {"pdsh": "pdsh", "openmpi": "mpirun", "mpich": "mpirun", "slurm": "srun"}  # its program
 FOLDER = ".launch"  # in the run's folder: a folder of files for each attempt
+# beginnings of the variables that DeepSpeed's runner puts on command lines by itself: EXPORT_ENVS in
+# deepspeed/launcher/runner.py and export_envs() of its accelerators for CPU and CUDA
+EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
 HOSTFILE, CONFIG, ENVIRONMENT, TASKS = "hostfile", "config.yaml", "environment", "tasks"  # files of an attempt
 
 
@@ -59,6 +63,7 @@ def check_launcher(launcher: Launcher, hosts: Sequence[Host], ssh_port: int | No
 def check_paths(run_dir: Path) -> None:
     """Raises LaunchError if shells on the hosts would change one of the paths on the launcher's command line."""
     paths = {"run_dir": run_dir, "this folder": Path.cwd(), "Python": Path(sys.executable), "megalite": RANK_SCRIPT}
+    paths |= {PYTHON_PATH: Path(import_variables(os.environ)[PYTHON_PATH])}
     for what, path in paths.items():
         if not PLAIN.fullmatch(str(path)):
             raise LaunchError(
@@ -68,12 +73,21 @@ def check_paths(run_dir: Path) -> None:
 
 
 def write_files(folder: Path, hosts: Sequence[Host], shown: Mapping[str, str], config: Config) -> None:
-    """Writes the config of the ranks and what the launcher reads into a new folder; `shown` holds no secrets."""
-    folder.mkdir(parents=True)
-    (folder / CONFIG).write_text(config.to_yaml())
-    (folder / HOSTFILE).write_text(hostfile_text(hosts))
-    (folder / ENVIRONMENT).write_text("".join(f"{name}={value}\n" for name, value in shown.items()))
-    (folder / TASKS).write_text("".join(f"{host.name}\n" * host.slots for host in hosts))  # a host per rank, for srun
+    """Writes the config of the ranks and what the launcher reads into a new folder; `shown` holds no secrets.
+
+    Only this user can read them.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700)
+    texts = {
+        CONFIG: config.to_yaml(),
+        HOSTFILE: hostfile_text(hosts),
+        ENVIRONMENT: "".join(f"{name}={value}\n" for name, value in shown.items()),
+        TASKS: "".join(f"{host.name}\n" * host.slots for host in hosts),  # a host per rank, for srun
+    }
+    for name, text in texts.items():
+        with os.fdopen(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
 
 
 def launcher_command(
@@ -90,7 +104,7 @@ def launcher_command(
 
     `master` is the address and port at which the ranks find each other; `flags` are handed on to them.
     """
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(folder / HOSTFILE)]
+    command = python_command(DEEPSPEED_RUNNER, "--hostfile", str(folder / HOSTFILE))
     command += ["--launcher", launcher, "--no_ssh_check", "--no_local_rank", "--log_level", "warning"]
     command += ["--force_multi"]  # a single host that is left need not be this machine
     command += ["--master_addr", master[0], "--master_port", str(master[1])]
@@ -118,9 +132,12 @@ def _words(text: str, origin: str) -> list[str]:
         raise LaunchError(f"{origin} {text!r} is not what a shell could read ({error}): correct its quotes") from None
 
 
-def launcher_environment(folder: Path, patience_s: float) -> dict[str, str]:
-    """Returns the environment of the launcher's own process, without variables it would put on command lines."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW")}
+def launcher_environment(folder: Path, patience_s: float, shown: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of the launcher's own process, without variables it would put on command lines.
+
+    Of those it keeps what is in `shown`.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(EXPORTED) or name in shown}
     name = "PDSH_SSH_ARGS_APPEND"
     options = [*_words(kept.get(name, ""), name), *(f"-o{one}" for one in keep_alive(patience_s))]
     own = {"DS_ENV_FILE": str(folder / ENVIRONMENT), name: " ".join(options)}

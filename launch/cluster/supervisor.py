@@ -21,6 +21,7 @@ from pathlib import Path
 
 from launch.cluster.attempt import HostMonitor, HostsAttempt
 from launch.cluster.deepspeed_launcher import (
+    EXPORTED,
     FOLDER,
     Launcher,
     check_launcher,
@@ -45,8 +46,9 @@ from launch.cluster.switch_topology import Topology
 from launch.errors import FAILED_CODE, LaunchError
 from launch.planning.auto_layout import choose_on, hosts_cluster, most_ranks
 from launch.runtime.devices import Device
-from launch.runtime.forwarded_environment import forwarded_environment, user_environment_files
+from launch.runtime.forwarded_environment import environment_notices, forwarded_environment, user_environment_files
 from launch.runtime.hostfile import Host
+from launch.runtime.import_path import import_variables
 from launch.runtime.local_ranks import rank_environment
 from launch.runtime.logs import get_logger
 from launch.runtime.processes import StopSignals
@@ -259,7 +261,9 @@ class HostsSupervisor(Supervisor):
         attempt, self._began = uuid.uuid4().hex, time.monotonic()
         lease_s = self._options.host_timeout_s
         connections = {host.name: self._connections[host.name] for host in assignment.hosts}
-        shown, private = forwarded_environment(os.environ, user_environment_files(os.environ))
+        files = user_environment_files(os.environ)
+        shown, private = forwarded_environment(os.environ, files, also=EXPORTED)
+        self._log_if_new("environment", environment_notices(files, private))
         guard = {"attempt": attempt, "lease_s": lease_s, "private": private}
         answers, errors = in_parallel(
             list(connections), lambda name: connections[name].ask("guard", timeout_s=GUARD_S, **guard)
@@ -268,8 +272,10 @@ class HostsSupervisor(Supervisor):
             in_parallel(list(answers), lambda name: connections[name].ask("release"))
             raise error
         folder = (self._run_dir / FOLDER / attempt).absolute()
-        shown |= {ATTEMPT: attempt, PRIVATE: next(iter(answers.values()))["private_environment"]}
-        command, environment = self._command(assignment, shown, folder), launcher_environment(folder, lease_s)
+        # in the file that DeepSpeed reads, PYTHONPATH replaces the one that begins with the current folder
+        shown = import_variables(os.environ) | shown | {ATTEMPT: attempt}
+        shown |= {PRIVATE: next(iter(answers.values()))["private_environment"]}
+        command, environment = self._command(assignment, shown, folder), launcher_environment(folder, lease_s, shown)
         reconnect = partial(HostConnection, ssh_port=self._options.ssh_port, patience_s=lease_s)
         with (
             HostMonitor(connections, guard, reconnect, lease_s) as monitor,

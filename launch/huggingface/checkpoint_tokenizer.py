@@ -40,14 +40,21 @@ class FoundTokenizer:
 def find_tokenizer(manifest: Manifest, checkpoint: Path, given: str | Path | None = None) -> FoundTokenizer:
     """Finds the tokenizer of the checkpoint in the folder `checkpoint`.
 
-    A relative path in a manifest starts at the checkpoint's folder, so that a run folder can be moved. Raises
-    LaunchError if `given` is not the tokenizer that the manifest names by its digest.
+    A relative path in a manifest starts at the checkpoint's folder, so that a run folder can be moved. A folder outside
+    the run is taken only if the manifest has the digest of its tokenizer. Raises LaunchError if `given` is not the
+    tokenizer that the manifest names by its digest.
     """
     wanted = manifest.tokenizer_sha256
     if given is not None:
         return FoundTokenizer(given_tokenizer(Path(given), wanted, checkpoint))
     if manifest.tokenizer is None:
         return FoundTokenizer(None, "the checkpoint knows no tokenizer")
+    if wanted is None and not _is_own(manifest.tokenizer):
+        return FoundTokenizer(
+            None,
+            f"its manifest names {_places(manifest, checkpoint)[0]}, outside the run's folder, without a digest that "
+            "would tell whether that is the model's tokenizer",
+        )
     replaced = None
     for place in _places(manifest, checkpoint):
         files = tokenizer_files(place)
@@ -69,6 +76,12 @@ def _places(manifest: Manifest, checkpoint: Path) -> list[Path]:
     recorded = [manifest.tokenizer or RECORDED, *([RECORDED] if manifest.tokenizer_sha256 else [])]
     folders = (checkpoint.absolute(), checkpoint.resolve())
     return list(dict.fromkeys(Path(os.path.normpath(folder / path)) for path in recorded for folder in folders))
+
+
+def _is_own(recorded: str) -> bool:
+    """Returns whether a path in a manifest stays in its run: somebody else's could name any folder of this machine."""
+    path = os.path.normpath(recorded)
+    return path == RECORDED or not (Path(path).is_absolute() or Path(path).parts[:1] == (os.pardir,))
 
 
 def given_tokenizer(given: Path, wanted: str | None, model: Path) -> Path:

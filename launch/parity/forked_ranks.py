@@ -84,6 +84,7 @@ class RankProcesses:
                 if pipe in ready:
                     rank = waiting[pipe]
                     try:
+                        # from a child that this process has forked, over a pipe that only the two of them hold
                         succeeded, value = pickle.loads(pipe.recv_bytes())
                     except (EOFError, ConnectionResetError):
                         raise RankFailure(f"rank {rank} died") from None

@@ -28,6 +28,7 @@ from megalite.planner.search import PIPELINE, TENSOR, Check, Ranks, SearchResult
 from megalite.planner.units import about, seconds
 
 DECIDED_LATER = "the layout is auto: rank 0 chooses it when the run starts, by the accelerators it finds"
+ChosenOption = tuple[tuple[str, str], bool | int | str]
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,14 @@ def choose_on(config: Config, cluster: Cluster, allocator: memory.Device | None 
 
 def choose_together(config: Config, devices: Sequence[RankDevice]) -> ChosenLayout:
     """Chooses a layout on rank 0 for all ranks of the process group, which have these devices; collective."""
-    from megalite.engine.distributed import from_rank_0
+    from megalite.engine.agreement import from_rank_0
 
-    return from_rank_0(lambda: _choose_for(config, devices), USER_ERRORS, LaunchError)
+    def choose() -> tuple[list[tuple[OptionPath, Any]], str]:
+        chosen = _choose_for(config, devices)
+        return list(chosen.options.items()), chosen.sentence
+
+    options, sentence = from_rank_0(choose, tuple[list[ChosenOption], str], USER_ERRORS, LaunchError)
+    return ChosenLayout(dict(options), sentence)
 
 
 def hosts_cluster(

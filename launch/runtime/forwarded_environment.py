@@ -1,4 +1,8 @@
-"""Environment variables that the launcher forwards to ranks on other hosts, and which of them are secret."""
+"""Environment variables that the launcher forwards to ranks on other hosts, and which of them all users may see there.
+
+A command line can be read by every user of a host. So it has only settings of libraries that are known by name; all
+other variables reach ranks in a file that nobody else can read.
+"""
 
 from __future__ import annotations
 
@@ -7,50 +11,84 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launch.errors import LaunchError
+from launch.runtime.import_path import PYTHON_PATH, SAFE_PATH
 from launch.runtime.processes import TREES
 from launch.runtime.rank_environment import ATTEMPT
+from launch.runtime.shown_variables import AT_START, SHOWN
+from megalite.config.secrets import names_secret, secret_in
 
-NAME = re.compile(r"(KEY|TOKEN|SECRET|PASS|PASSWD|PASSWORD|PWD|CREDENTIALS?|AUTH|SAS)S?(_|$)", re.IGNORECASE)
-IN_ADDRESS = re.compile(r"://[^/]*@")  # https://user:password@host
+USER_IN_ADDRESS = re.compile(r"://[^/]*@")  # of some services a user's name is a token
 
 
 def is_secret(name: str, value: str) -> bool:
     """Returns whether a variable looks like a secret. Errs on the side of treating it as one."""
-    return bool(NAME.search(name) or IN_ADDRESS.search(value))
+    return names_secret(name) or secret_in(value) is not None or bool(USER_IN_ADDRESS.search(value))
 
 
-FORWARDED = re.compile(  # variables of this shell that ranks on other hosts need too; DeepSpeed forwards few of them
+# variables of this shell that ranks on other hosts need too
+FORWARDED = re.compile(
     r"(NCCL|GLOO|TORCH|UCX|OMP|MKL|KMP|HF|HUGGINGFACE|MLFLOW|TRANSFORMERS|TOKENIZERS|WANDB|AWS|S3|GOOGLE|GCS|AZURE|FSSPEC|DS|DEEPSPEED"
     r"|CUDA|PYTORCH|MEGALITE|GLIBC)_.*|(HTTPS?|NO|ALL)_PROXY|https?_proxy|no_proxy|SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE"
 )
-NOT_FORWARDED = {"CUDA_VISIBLE_DEVICES", TREES, ATTEMPT, "DS_ENV_FILE"}  # specific to this host or this process
+# specific to this host or this process
+NOT_FORWARDED = {"CUDA_VISIBLE_DEVICES", TREES, ATTEMPT, "DS_ENV_FILE", PYTHON_PATH, SAFE_PATH}
 PLAIN = re.compile(r"[\w@%+=:./-]+")  # neither a shell nor srun changes these
+ENVIRONMENT_FILE = ".deepspeed_env"
 
 
 def forwarded_environment(
-    variables: Mapping[str, str], environment_files: Sequence[Path]
+    variables: Mapping[str, str], environment_files: Sequence[Path], also: tuple[str, ...] = ()
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Selects the variables that ranks need from this process's `variables` and from `.deepspeed_env` files.
 
-    Returns those for command lines, which every user of a host can read, and private ones: secrets, and values that a
-    shell would change.
+    `also` are beginnings of further names that are selected.
+    Returns those for command lines, which every user of a host can read, and private ones: all but the known settings
+    of libraries (`SHOWN`), and those with a value that looks like a secret or that a shell would change.
     Files may have comments and empty lines, on which DeepSpeed itself fails. Raises LaunchError for any other line that
     is not NAME=VALUE.
     """
     wanted = {
-        name: value for name, value in variables.items() if FORWARDED.fullmatch(name) and name not in NOT_FORWARDED
+        name: value
+        for name, value in variables.items()
+        if (FORWARDED.fullmatch(name) or name.startswith(also)) and name not in NOT_FORWARDED
     }
     for path in environment_files:
         if path.is_file():
             wanted |= _read_environment_file(path)
-    shown = {name: value for name, value in wanted.items() if PLAIN.fullmatch(value) and not is_secret(name, value)}
+
+    def may_be_shown(name: str, value: str) -> bool:
+        return name in SHOWN and bool(PLAIN.fullmatch(value)) and secret_in(value) is None
+
+    shown = {name: value for name, value in wanted.items() if may_be_shown(name, value)}
     return shown, {name: value for name, value in wanted.items() if name not in shown}
 
 
 def user_environment_files(variables: Mapping[str, str]) -> list[Path]:
-    """Returns the paths at which DeepSpeed looks for environment files."""
-    name = variables.get("DS_ENV_FILE", ".deepspeed_env")
+    """Returns the paths of the user's environment files: the one at home, or those that DS_ENV_FILE names.
+
+    As for DeepSpeed, a relative DS_ENV_FILE is looked for at home and in the current folder. Other files of the current
+    folder are not read, since they may be somebody else's.
+    """
+    name = variables.get("DS_ENV_FILE")
+    if name is None:
+        return [Path.home() / ENVIRONMENT_FILE]
     return list(dict.fromkeys(folder / name for folder in (Path.home(), Path.cwd())))
+
+
+def environment_notices(environment_files: Sequence[Path], private: Mapping[str, str]) -> list[str]:
+    """Returns sentences about what does not work as a user of DeepSpeed may expect."""
+    notices, here = [], Path.cwd() / ENVIRONMENT_FILE
+    if here.is_file() and here not in environment_files:
+        notices.append(
+            f"./{ENVIRONMENT_FILE} is not read, since a file of the current folder may be somebody else's: move it to "
+            f"~/{ENVIRONMENT_FILE}, or name it (export DS_ENV_FILE={here})"
+        )
+    if late := sorted(private.keys() & AT_START):
+        notices.append(
+            f"ranks have {', '.join(late)} only after they have started, because the value does not fit on a command "
+            "line: write it with letters, digits and _ @ % + = : . / - alone"
+        )
+    return notices
 
 
 def _read_environment_file(path: Path) -> dict[str, str]:

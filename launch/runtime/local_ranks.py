@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 from collections.abc import Sequence
 
 from launch.errors import LaunchError
 from launch.runtime import host_probe
 from launch.runtime.devices import cpu_count
 from launch.runtime.logs import get_logger
-from launch.runtime.modules import RANK
+from launch.runtime.modules import RANK, python_command
 from launch.runtime.processes import ProcessTree, StopRequest, StopSignals, wait_for
 from megalite.config import LaunchConfig
 from megalite.planner.units import plural
@@ -78,7 +77,7 @@ def start_local_ranks(ranks: int, environment: dict[str, str], arguments: Sequen
     # torch's and DeepSpeed's names; DeepSpeed takes the last two from its own launcher
     shared |= {"LOCAL_WORLD_SIZE": count, "LOCAL_SIZE": count, "CROSS_RANK": "0", "CROSS_SIZE": "1"}
     numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    command, stop = [sys.executable, "-u", "-m", module, *arguments], StopRequest(grace_s=None)
+    command, stop = python_command(module, *arguments), StopRequest(grace_s=None)
     with StopSignals() as signals, ProcessTree(command, os.environ | environment | shared, copies=numbers) as tree:
         code = wait_for(tree, signals, stop, ranks=tree.commands)
         tree.end(LEFT_RANKS_S, until=signals.take)

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -25,8 +24,9 @@ from typing import Any
 
 from launch.errors import HUNG_CODE, INTERRUPTED_CODE, PREEMPTED_CODE, STOPPED_CODE, USER_ERROR_CODE, LaunchError
 from launch.output import check_local
+from launch.runtime.import_path import unreachable_modules
 from launch.runtime.logs import get_logger
-from launch.runtime.modules import REAPER
+from launch.runtime.modules import REAPER, python_command
 from launch.runtime.processes import ProcessTree, StopRequest, StopSignals, wait_for
 from launch.runtime.rank_environment import ATTEMPT
 from launch.supervision.liveness import HeartbeatMonitor
@@ -95,6 +95,8 @@ def supervise_run(command: Sequence[str], policy: Policy, run_dir: Path | None =
     Raises LaunchError or ConfigError if it cannot be supervised.
     """
     _check_command(command[0] if command else "")
+    if (notice := unreachable_modules(command)) is not None:
+        log.warning(notice)
     if run_dir is not None:
         check_local(run_dir, "give the local folder of the run with --run-dir")
         if run_dir.exists() and not run_dir.is_dir():
@@ -237,7 +239,7 @@ class CommandSupervisor(Supervisor):
 
     def _attempt(self, signals: StopSignals) -> AttemptEnd:
         grace_s = self._policy.grace_s
-        reaper = [sys.executable, "-m", REAPER, str(grace_s), *self._command]
+        reaper = python_command(REAPER, str(grace_s), *self._command)
         attempt = uuid.uuid4().hex
         with (
             ProcessTree(reaper, os.environ | {ATTEMPT: attempt}) as tree,

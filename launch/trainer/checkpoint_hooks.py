@@ -11,7 +11,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING, Any
 
-from launch.runtime.modules import EXPORT_PROCESS
+from launch.runtime.modules import EXPORT_PROCESS, python_command
 from launch.runtime.rank_environment import VARIABLES
 from launch.trainer.resume import RunSetup, checkpoints_of, exports_of
 from launch.trainer.run_folder import layout_facts
@@ -168,7 +167,7 @@ class Exporter:
         # the comparison of logits loads the model once more: only when no training goes on beside it
         arguments = [str(os.getpid()), str(checkpoint), str(folder), self._dtype or "-", str(is_last)]
         process = subprocess.Popen(
-            [sys.executable, "-m", EXPORT_PROCESS, *arguments],
+            python_command(EXPORT_PROCESS, *arguments),
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,

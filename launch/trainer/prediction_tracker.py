@@ -166,10 +166,10 @@ class PredictionTracker(Observer):
 def memory_of_ranks(engine: Engine, own: RankMemory | None) -> list[RankMemory | None]:
     """Gathers `PredictionTracker.memory` of all ranks; collective, at the end of a session that all ranks reach."""
     from megalite.engine.activity import Operation
-    from megalite.engine.distributed import from_all_ranks
+    from megalite.engine.agreement import from_all_ranks
 
     engine.activity.record_op(Operation.MEET, peers=engine.activity.peers.everyone)
-    return from_all_ranks(own)
+    return from_all_ranks(own, RankMemory | None)
 
 
 def ranks_of_a_host(rank: Rank, environment: Mapping[str, str]) -> int:

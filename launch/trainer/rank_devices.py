@@ -25,15 +25,17 @@ def devices_of_ranks(device: Device) -> list[RankDevice]:
     """Returns the device of each rank, in rank order; collective."""
     import torch
 
-    from megalite.engine.distributed import from_all_ranks
+    from megalite.engine.agreement import from_all_ranks
 
     host, boot = platform.node(), ""
     with suppress(OSError):
         boot = BOOT_ID.read_text()
     if device == "cpu":
-        return from_all_ranks(RankDevice(host, boot, cpu_name(), host_memory_bytes(), cpu_memory(os.environ)))
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return from_all_ranks(RankDevice(host, boot, found.name, found.total_memory, memory.CUDA))
+        own = RankDevice(host, boot, cpu_name(), host_memory_bytes(), cpu_memory(os.environ))
+    else:
+        found = torch.cuda.get_device_properties(torch.cuda.current_device())
+        own = RankDevice(host, boot, found.name, found.total_memory, memory.CUDA)
+    return from_all_ranks(own, RankDevice)
 
 
 def check_memory_of_ranks(

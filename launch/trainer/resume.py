@@ -127,7 +127,7 @@ def agree_on_start(config: Config, rank: Rank, data: RunData, activity: Activity
     """Finds where the run starts, equal on all ranks; verifies the digests of the checkpoint's files. Collective."""
     from megalite.checkpoint.digests import newest_intact
     from megalite.engine.activity import Phase
-    from megalite.engine.distributed import is_same_on_all_ranks
+    from megalite.engine.agreement import is_same_on_all_ranks
 
     activity.begin_phase(Phase.LOADING)
     root = checkpoints_of(config)

@@ -20,6 +20,7 @@ from launch.runtime.checkout import git_state
 from launch.runtime.run_lock import LOCK, is_locked, take_lock
 from megalite.checkpoint.durable_files import write_durably
 from megalite.config import Config, ResolvedLayout
+from megalite.config.hidden_secrets import without_secrets
 from megalite.monitor.events import EVENTS
 
 WITHOUT_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts")  # file systems of the kernel, which take no folders
@@ -95,7 +96,7 @@ def write_receipt(config: Config, layout: ResolvedLayout, facts: dict[str, Any])
     receipt = {
         "versions": {name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
         "machine": {"platform": platform.platform(), "host": platform.node()},
-        "command": sys.argv,
+        "command": without_secrets(sys.argv),
         "git": git_state(),
         "layout": layout_facts(layout) | {"gradient_accumulation_steps": layout.gradient_accumulation_steps},
         "seed": config.training.seed,

@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated
 
 import torch.distributed as dist
+from pydantic import Field
 
 from megalite.checkpoint.durable_files import verify_digest
 from megalite.checkpoint.errors import CheckpointError, StorageError
-from megalite.checkpoint.manifest import read_manifest, step_folders, step_of
+from megalite.checkpoint.manifest import STEP, read_manifest, step_folders, step_of
+from megalite.engine.agreement import from_all_ranks, from_rank_0
 
-Value = TypeVar("Value")
+StepName = Annotated[str, Field(pattern=f"^{STEP.pattern}$")]  # of a folder in `root`, never of one elsewhere
 WAITS_S = (1.0, 3.0, 0.0)  # after a read that failed
 UNREADABLE = "the storage fails: "
 VISIBLE_WITHIN_S = 20.0  # a network file system may show a new folder a little later on other hosts
@@ -27,18 +29,17 @@ def newest_intact(
     Collective. `progress` is called after each file. Raises CheckpointError on all ranks where one of them does not see
     what rank 0 sees.
     """
-    names: list[list[str]] = [[folder.name for folder in reversed(step_folders(root))] if root.is_dir() else []]
-    dist.broadcast_object_list(names, src=0)
     skipped: list[str] = []
-    for name in names[0]:
+    for name in from_rank_0(lambda: _names_in(root), list[StepName], (CheckpointError,), StorageError):
         if at_most_step is not None and step_of(name) > at_most_step:
             continue
         folder = root / name
-        if not all(_gather(_is_visible(folder))):
+        if not all(from_all_ranks(_is_visible(folder), bool)):
             raise CheckpointError(
                 f"not all ranks see {folder}: run_dir must be on storage that all hosts share, or it is not there yet"
             )
-        reasons = [reason for reason in _gather(_problem_with(folder, progress)) if reason is not None]
+        found = from_all_ranks(_problem_with(folder, progress), str | None)
+        reasons = [reason for reason in found if reason is not None]
         if not reasons:
             return folder, skipped
         for reason in reasons:
@@ -48,10 +49,8 @@ def newest_intact(
     return None, skipped
 
 
-def _gather(value: Value) -> list[Value]:
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+def _names_in(root: Path) -> list[str]:
+    return [folder.name for folder in reversed(step_folders(root))] if root.is_dir() else []
 
 
 def _is_visible(folder: Path) -> bool:

@@ -7,9 +7,11 @@ safetensors file says which block of which global tensor it is, so any layout re
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from math import prod
+from math import isfinite, prod
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -152,6 +154,10 @@ def parse_manifest(data: bytes, path: Path | str) -> Manifest:
         where = ".".join(str(part) for part in first["loc"]) or "its text"
         why = printable(f"{where}: {first['msg']}")
         raise CheckpointError(f"{path}: not a manifest of this version: {why}") from None
+    try:
+        json.loads(data, object_pairs_hook=_once, parse_constant=_finite, parse_float=_finite)
+    except ValueError as error:  # as pydantic has read it, the last of two values counts, and NaN is a number
+        raise CheckpointError(f"{path}: not a manifest of this version: {printable(str(error))}") from None
     if manifest.digest and manifest.digest != _digest_of(data):
         raise CheckpointError(f"{path}: has changed since it was written: its digest differs")
     for name in manifest.files:
@@ -161,6 +167,22 @@ def parse_manifest(data: bytes, path: Path | str) -> Manifest:
     if claimed > held:  # a number takes a byte at least: no reader allocates more than the files could fill
         raise CheckpointError(f"{path}: names more numbers than the {held} bytes of its files can hold")
     return manifest
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the pairs of a JSON object. Raises ValueError for a key that stands twice: readers may differ on it."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f'its key "{twice}" stands twice')
+    return values
+
+
+def _finite(text: str) -> float:
+    """Returns the number that JSON text holds. Raises ValueError for NaN and infinity, which we never write."""
+    if not isfinite(number := float(text)):
+        raise ValueError(f"it holds the number {text}, which is not finite")
+    return number
 
 
 def check_size(folder: Path | str, name: str, recorded: FileEntry, actual: int | None) -> None:

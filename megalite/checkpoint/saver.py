@@ -27,6 +27,7 @@ from megalite.checkpoint.engine_state import own_blocks, own_size
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import WEIGHT, FileEntry, Manifest, step_folder
 from megalite.checkpoint.writer import Block, check_room, commit, discard, now, start, temporary_folder, write_blocks
+from megalite.engine.agreement import from_all_ranks
 from megalite.engine.deepspeed_internals import loss_scaler_state
 from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import moment_names, optimizer_step_count
@@ -130,13 +131,13 @@ class Saver:
         folder = self._root / step_folder(manifest.step)
         failure, size = None, 0
         try:
-            size = sum(self._gather(lambda: _size(blocks, error_before)))
-            self._gather(lambda: self._start(folder, size))
+            size = sum(self._gather(lambda: _size(blocks, error_before), int))
+            self._gather(lambda: self._start(folder, size), None)
             prefix = f"rank_{dist.get_rank():05d}"
             written = self._gather(
-                lambda: (write_blocks(temporary_folder(folder), prefix, blocks), shapes, _counts(blocks))
+                lambda: (write_blocks(temporary_folder(folder), prefix, blocks), shapes, _counts(blocks)), Written
             )
-            self._gather(lambda: self._commit(folder, manifest, written))
+            self._gather(lambda: self._commit(folder, manifest, written), None)
         except Exception as error:  # whatever it is, training goes on
             failure = str(error) or repr(error)
             if dist.get_rank() == 0:
@@ -167,22 +168,22 @@ class Saver:
             sync(temporary_folder(folder))
             commit(folder, manifest.model_copy(update={"files": files, "tensors": tensors}))
 
-    def _gather(self, action: Callable[[], Any]) -> list[Any]:
-        """Returns every rank's result of `action`; a failure on one rank is raised on all.
+    def _gather(self, action: Callable[[], Any], of: object) -> list[Any]:
+        """Returns every rank's result of `action`, which is of type `of`; a failure on one rank is raised on all.
 
         A rank that fails alone would leave the others waiting in the next collective.
         """
-        result, failure = None, None
+        results, failure = [], None
         try:
-            result = action()
+            results = [action()]
         except Exception as error:
-            failure = str(error) or repr(error)
-        everyone: list[tuple[Any, str | None]] = [(None, None)] * dist.get_world_size()
-        dist.all_gather_object(everyone, (result, failure), group=self._group)
+            failure = (str(error) or repr(error)).encode(errors="backslashreplace").decode()  # names of files
+        outcome = tuple[list[of], str | None]  # type: ignore[valid-type]
+        everyone = from_all_ranks((results, failure), outcome, self._group)
         for rank, (_, why) in enumerate(everyone):
             if why is not None:
                 raise CheckpointError(why if rank == 0 else f"rank {rank}: {why}")
-        return [value for value, _ in everyone]
+        return [value for values, _ in everyone for value in values]
 
 
 def _size(blocks: Sequence[Block], error_before: Exception | None) -> int:

@@ -17,7 +17,9 @@ from pydantic import ValidationError
 from megalite.config.auto import AUTO, SECTIONS, spell_out
 from megalite.config.config import Config
 from megalite.config.errors import ConfigError, ConfigProblem, problems_of
+from megalite.config.hidden_secrets import without_secrets
 from megalite.config.rules import broken_rules
+from megalite.config.secret_options import secret_in_override, secrets_among
 from megalite.config.suggestions import OptionPath, dotted, option_paths
 from megalite.config.yaml_text import LinePath, parse_yaml
 
@@ -54,7 +56,7 @@ class _Stated:
     def origin_of_rule(self, sentence: str) -> str:
         """Returns the origin of the first option that a sentence about several options names, overrides first.
 
-        What may be a URL is not repeated: it may have a credential in it, which the sentence leaves out.
+        What may be a URL is not repeated: it may have a credential in it that only its own rule knows.
         """
         named = options_named(sentence)
         for option in named:
@@ -151,9 +153,13 @@ def _rules_broken_besides(values: Values, problems: list[ConfigProblem]) -> list
 
 
 def _read_stated(path: Path, overrides: Sequence[str]) -> _Stated:
-    """Reads the file and applies the overrides."""
+    """Reads the file and applies the overrides. Raises ConfigError for secrets first: other sentences repeat values."""
+    in_overrides = [sentence for override in overrides if (sentence := secret_in_override(override))]
     values, lines = _read(path)
     stated = _Stated(path, values, lines, {}, [])
+    in_file = [f"{stated.origin(option)}: {sentence}" for option, sentence in secrets_among(values)]
+    if in_overrides or in_file:
+        raise ConfigError(*in_overrides, *in_file)
     malformed = []
     for override in overrides:
         name, equals, text = override.partition("=")
@@ -190,7 +196,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[LinePath, int]]:
         values, lines = parse_yaml(text)
     except ConfigError as error:
         raise ConfigError(
-            *(f"{path}{', ' if said.startswith('line ') else ': '}{said}" for said in error.sentences)
+            *(f"{path}{', ' if said.startswith('line ') else ': '}{without_secrets(said)}" for said in error.sentences)
         ) from None
     if values is None:
         raise ConfigError(f"{path} is empty: it needs at least run_dir and the sections model, data and training")

@@ -259,6 +259,10 @@ def problem_with_url(url: str) -> str | None:
     """Returns why `url` cannot hold checkpoints, without repeating a credential in it; None if it can."""
     never = "credentials come only from the usual providers (environment variables, profiles, the machine's role)"
     protocol, is_url, rest = url.partition("://")
+    try:
+        urlsplit(url)
+    except ValueError:  # brackets that do not enclose an IPv6 address
+        return "is not a URL that can be read: write file:///folder, s3://bucket/folder or gs://bucket/folder"
     if re.search(r"::[\w+.-]+://", url):
         return "chains protocols: use one, as in s3://bucket/folder"
     if not is_url:

@@ -1,11 +1,9 @@
-"""Joining and leaving the run's process group, its topology, and agreement between ranks."""
+"""Joining and leaving the run's process group, and its topology."""
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import deepspeed
 import torch
@@ -53,9 +51,6 @@ def tensor_parallel_of(grid: PipelineParallelGrid, sequence_parallel: bool) -> T
     )
 
 
-Value = TypeVar("Value")
-
-
 def start_distributed(local_rank: int, timeout: timedelta = timedelta(minutes=30)) -> torch.device:
     """Joins the process group that the launcher's environment describes; returns this rank's device."""
     quiet_logging()
@@ -83,42 +78,6 @@ def share_timeout() -> None:
     timeout = group_timeout()
     for group in process_groups():
         set_timeout(group, timeout)
-
-
-def from_all_ranks(value: Value) -> list[Value]:
-    """Returns the values of all ranks in rank order; collective."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def is_same_on_all_ranks(value: object) -> bool:
-    """Returns whether all ranks hold equal values; collective."""
-    return all(other == value for other in from_all_ranks(value))
-
-
-def from_rank_0(
-    find: Callable[[], Value], errors: tuple[type[Exception], ...], otherwise: Callable[[str], Exception]
-) -> Value:
-    """Returns on every rank what `find` returns on rank 0; collective.
-
-    If `find` raises one of `errors`, all ranks raise it. For any other exception all raise what `otherwise` makes of a
-    sentence about it, so that no rank is left waiting.
-    """
-    answer: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            answer = [(find(), None)]
-            pickle.loads(pickle.dumps(answer))  # raises here, not while the other ranks wait
-        except errors as error:
-            answer = [(None, error)]
-        except Exception as error:
-            answer = [(None, otherwise(f"rank 0 could not decide for all ranks ({type(error).__name__}: {error})"))]
-    dist.broadcast_object_list(answer)
-    found, problem = answer[0]
-    if problem is not None:
-        raise problem
-    return cast(Value, found)
 
 
 def stop_distributed() -> None:

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megalite.config.hidden_secrets import without_secrets
+
 
 def append_line(path: Path, line: str) -> None:
     """Appends one line. Raises OSError.
@@ -59,8 +61,9 @@ class EventLog:
         self._path = path
 
     def write(self, event: str, **facts: Any) -> None:
-        """Appends `event` with the time (unix seconds) and `facts`, as JSON. Raises OSError."""
-        append_line(self._path, json.dumps({"time": time.time(), "event": event, **facts}, default=str) + "\n")
+        """Appends `event` with the time (unix seconds) and `facts`, without secrets, as JSON. Raises OSError."""
+        known = {"time": time.time(), "event": event, **without_secrets(facts)}
+        append_line(self._path, json.dumps(known, default=str) + "\n")
 
 
 def read_events(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalite.engine.agreement import from_all_ranks
 from megalite.engine.deepspeed_internals import loss_scaler_state, resident_weights, set_loss_scaler_state
-from megalite.engine.distributed import from_all_ranks
 from megalite.engine.engine import Engine, MicroBatch, StepResult
 from megalite.engine.parameter_state import read_gradients
 from megalite.parallel.loss import IGNORED
@@ -113,7 +113,7 @@ def gather_rank_reports(
         tuple(tuple(batch.samples.tolist()) for batch in micro_batches),
         tuple(norms),
     )
-    return from_all_ranks(own)
+    return from_all_ranks(own, RankReport)
 
 
 def run_again(
@@ -139,7 +139,7 @@ def run_again(
     losses = _token_losses(result, micro_batches)
     bad = [number for number, loss in enumerate(losses, start=1) if not math.isfinite(loss)]
     behind_all_layers = [FirstNonfinite("forward", LOSS, number, 1 << 30) for number in bad[:1]]
-    found: list[list[FirstNonfinite]] = from_all_ranks([*sightings, *behind_all_layers])
+    found = from_all_ranks([*sightings, *behind_all_layers], list[FirstNonfinite])
     seen = [replace(old, sightings=tuple(new)) for old, new in zip(rank_reports, found, strict=True)]
     return seen, result.skipped
 

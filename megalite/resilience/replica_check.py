@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.engine.activity import Phase
+from megalite.engine.agreement import from_all_ranks
 from megalite.engine.deepspeed_internals import fp32_fragment, is_whole_here, resident_weights, tied_weights
-from megalite.engine.distributed import from_all_ranks
 from megalite.engine.engine import Engine
 
 CHUNK = 1 << 20  # values hashed at once: 8 MiB of int64 beside the weights
@@ -199,9 +199,11 @@ def _differs(hashes: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _find_minorities(keys: list[_Key], hashes: list[int], differs: list[bool]) -> list[Disagreement]:
     """Gathers all ranks' hashes of what differs anywhere and finds the minority; one result per parameter."""
-    differing: set[_Key] = set().union(*from_all_ranks({key for key, bad in zip(keys, differs, strict=True) if bad}))
-    own = {key: value for key, value in zip(keys, hashes, strict=True) if key in differing}
-    answers: list[tuple[str, dict[_Key, int]]] = from_all_ranks((socket.gethostname(), own))
+    bad_here = {key for key, bad in zip(keys, differs, strict=True) if bad}
+    differing = set[_Key]().union(*from_all_ranks(bad_here, set[_Key]))
+    own_hashes = [(key, value) for key, value in zip(keys, hashes, strict=True) if key in differing]
+    gathered = from_all_ranks((socket.gethostname(), own_hashes), tuple[str, list[tuple[_Key, int]]])
+    answers = [(host, dict(pairs)) for host, pairs in gathered]
     found = []
     for key in differing:
         held = {Holder(rank, host): own[key] for rank, (host, own) in enumerate(answers) if key in own}

@@ -33,16 +33,20 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Annotated, Any, NoReturn, Self
 
 import torch.distributed as dist
+from pydantic import Field
 
+from megalite.config.hidden_secrets import without_secrets
 from megalite.config.sections import WatchdogConfig
 from megalite.engine.activity import NOBODY, Activity, FinishedSpan, Phase, Span
+from megalite.engine.agreement import from_rank_0
 from megalite.resilience.hang_report import RankState, duration, explain
 from megalite.resilience.rank_registry import RankFile, forget, look_for
 
 log = logging.getLogger(__name__)
+LaunchName = Annotated[str, Field(pattern="^[0-9a-f_-]+$")]  # of a folder in that of the run, never of one elsewhere
 RECENT = 20  # spans of each kind that a limit is learned from
 UNHURRIED = frozenset({Phase.STARTING, Phase.LOADING, Phase.WRITING})  # limited by storage, which may be slow
 POLLS_PER_S = 700  # polls of the storage by all ranks together; three times as many near a limit
@@ -93,9 +97,9 @@ class Limits:
 
 def agree_on_launch() -> str:
     """Returns a name for this start of the run, unique and equal on all ranks; collective."""
-    name: list[Any] = [f"{time.strftime('%Y-%m-%d_%H-%M-%S', time.gmtime())}_{secrets.token_hex(4)}"]
-    dist.broadcast_object_list(name, src=0)
-    return str(name[0])
+    return from_rank_0(
+        lambda: f"{time.strftime('%Y-%m-%d_%H-%M-%S', time.gmtime())}_{secrets.token_hex(4)}", LaunchName
+    )
 
 
 class Watchdog:
@@ -360,7 +364,8 @@ def _stacks() -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": ")[:300]
+    line = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": ")
+    return str(without_secrets(line))[:300]
 
 
 def _wait_until(holds: Callable[[], bool], seconds: float) -> None:

@@ -16,11 +16,16 @@ import yaml
 from tests.conftest import write_config
 from tests.e2e.conftest import References
 from tests.helpers.audit import audit
+from tests.helpers.canaries import loaded_from, plant
 from tests.helpers.cluster_runs import MARK, Launched
 from tests.helpers.commands import ROOT
 from tests.helpers.hosts import Cluster
 
 SECRET = "not-for-everybody"
+SECRETS = (
+    "WANDB_API_KEY HF_PAT AWS_SESSION AZURE_CONN MLFLOW_X NCCL_X UCX_X PYTHON_X MV2_X GLOO_X TORCH_X OMP_X CUDA_X DS_X "
+    "HTTPS_PROXY GOOGLE_X S3_X MEGALITE_X"
+)
 TWO = "node1 slots=2\nnode2 slots=2\n"
 
 
@@ -88,6 +93,13 @@ def mpich(tmp_path: Path) -> Iterator[str]:
     yield f"{folder}:{os.environ['PATH']}"
 
 
+def set_secrets(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Sets a secret in variables of all kinds that ranks get; returns their names."""
+    for name in SECRETS.split():
+        monkeypatch.setenv(name, SECRET)
+    return SECRETS.split()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
@@ -100,11 +112,17 @@ def test_other_launchers_start_the_same_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Also from a folder whose modules nobody may load, and without a secret on a command line."""
     config["training"] |= {"global_batch_size": 8}
     if launcher == "mpich":
         monkeypatch.setenv("PATH", mpich)
-    run = Launched(two_hosts, tmp_path / "launch", config, TWO, "--launcher", launcher)
+    set_secrets(monkeypatch)
+    download = plant(tmp_path / "download")
+    run = Launched(two_hosts, tmp_path / "launch", config, TWO, "--launcher", launcher, cwd=download)
+    run.wait_until(lambda: len(run.command_lines_with("launch/train.py")) > 4)  # the launcher's own among them
+    assert run.command_lines_with(SECRET) == []
     assert run.end() == 0, run.said()
+    assert loaded_from(download) == []
     records, wanted = audit(run.run_dir, 4, 8), audit(references.of(config, world_size=4).run_dir, 4, 8)
     assert [record["loss"] for record in records] == [record["loss"] for record in wanted]
 
@@ -122,15 +140,21 @@ def test_a_filter_that_leaves_one_host_runs_there_and_names_that_lead_to_loopbac
     assert list(run.attempts()[0]["hosts"]) == ["node2"]
 
     config["training"]["steps"] = 6
-    monkeypatch.setenv("WANDB_API_KEY", SECRET)
-    run = Launched(cluster, tmp_path / "two", config, TWO)
+    names, download = set_secrets(monkeypatch), plant(tmp_path / "download")
+    (download / ".deepspeed_env").write_text("LD_PRELOAD=theirs.so\n")
+    (tmp_path / "own").write_text(f"OF_A_FILE={SECRET}\n")
+    monkeypatch.setenv("DS_ENV_FILE", str(tmp_path / "own"))
+    run = Launched(cluster, tmp_path / "two", config, TWO, cwd=download)
     run.wait_until(lambda: len(run.rank_processes()) == 4)
-    pids = [pid for host in cluster.hosts.values() for pid in host.pids()]
-    assert not any(SECRET in Path(f"/proc/{pid}/cmdline").read_text() for pid in pids if Path(f"/proc/{pid}").exists())
+    assert run.command_lines_with(SECRET) == []
     files = [path for path in run.run_dir.rglob("*") if path.is_file()]
     assert any(path.name == "environment" for path in files)
     assert not any(SECRET.encode() in path.read_bytes() for path in files)
+    for node in ("node1", "node2"):
+        private = cluster.hosts[node].run(["sh", "-c", "cat /dev/shm/megalite_*.json"], check=True).stdout
+        assert {*names, "OF_A_FILE"} <= {name for name, value in yaml.safe_load(private).items() if value == SECRET}
     assert run.end() == 0, run.said()
+    assert "./.deepspeed_env is not read" in run.said() and loaded_from(download) == []
     assert run.attempts()[-1]["hosts"] == {"node1": 2, "node2": 2}
     audit(run.run_dir, 6, 8)
 

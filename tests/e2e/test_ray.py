@@ -24,6 +24,7 @@ from launch.errors import LaunchError
 from megalite.checkpoint.manifest import find_latest
 from tests.conftest import write_config
 from tests.helpers.audit import audit, events, steps_done
+from tests.helpers.canaries import loaded_from, plant
 from tests.unit.launch.cli.test_app import MEGALITE, megalite
 
 STEPS, BATCH = 300, 4
@@ -87,10 +88,11 @@ def process_of(run_dir: Path, rank: int) -> int:
 @needs_ray
 def test_a_killed_rank_is_started_again_and_every_sample_counts_once(config: dict[str, Any], tmp_path: Path) -> None:
     run_dir, began = Path(config["run_dir"]), time.monotonic()
-    with running(config, tmp_path, "--workers", "2", "--max-failures", "2") as process:
+    with running(config, plant(tmp_path), "--workers", "2", "--max-failures", "2") as process:
         wait_until(lambda: steps_done(run_dir) >= 30, process, tmp_path)
         os.kill(process_of(run_dir, 1), signal.SIGKILL)
         assert process.wait(LONGEST_S) == 0, (tmp_path / "output").read_text()
+    assert loaded_from(tmp_path) == [], "not by Ray's workers either"
     print(f"two attempts took {time.monotonic() - began:.0f} s")
     said = (tmp_path / "output").read_text()
     audit(run_dir, STEPS, BATCH)

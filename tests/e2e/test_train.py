@@ -16,6 +16,7 @@ import pytest
 from launch.inference.stored_model import open_stored
 from megalite.monitor.events import EVENTS, read_events
 from tests.conftest import write_config
+from tests.helpers.canaries import loaded_from, plant
 from tests.helpers.commands import BIN, ROOT, metrics, run
 from tests.helpers.warm_runs import session
 from tests.helpers.warm_runs import train as warm_train
@@ -39,8 +40,11 @@ def two_stages(tiny: dict[str, Any]) -> dict[str, Any]:
 def test_a_run_leaves_what_it_promises(two_stages: dict[str, Any], tmp_path: Path) -> None:
     two_stages["training"]["evaluation"] = {"interval": 2, "samples": 4}
     two_stages["monitor"] = {"wandb": {"enabled": True}}  # offline: must not need a network
-    done = run(BIN / "megalite", "train", write_config(tmp_path / "c.yaml", two_stages))
+    download = plant(tmp_path / "download")
+    words = ["train", write_config(tmp_path / "c.yaml", two_stages), "--restart", "1"]
+    done = run(BIN / "megalite", *words, cwd=download)
     assert done.returncode == 0, done.stderr
+    assert loaded_from(download) == [], "the current folder may be somebody else's"
     folder = Path(two_stages["run_dir"])
     records = metrics(folder)
     assert [record["step"] for record in records] == [1, 2, 3, 4]

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from megalite.monitor.events import EVENTS, read_events
 from tests.conftest import write_config
 from tests.helpers.audit import steps_done
-from tests.helpers.commands import ROOT
+from tests.helpers.commands import BIN, ROOT
 from tests.helpers.hosts import Cluster, HostedProcess
 from tests.helpers.process_table import environment
 
@@ -26,26 +25,19 @@ MARK = "MEGALITE_ATTEMPT"
 class Launched:
     """`megalite launch` on the head of a cluster."""
 
-    def __init__(self, cluster: Cluster, folder: Path, config: dict[str, Any], hosts: str, *options: str) -> None:
+    def __init__(
+        self, cluster: Cluster, folder: Path, config: dict[str, Any], hosts: str, *options: str, cwd: Path = ROOT
+    ) -> None:
         self.cluster, self.folder, self.run_dir = cluster, folder, Path(config["run_dir"])
         folder.mkdir(exist_ok=True)
         (folder / "hosts").write_text(hosts)
         path = write_config(folder / "config.yaml", config)
-        command = [
-            sys.executable,
-            "-m",
-            "launch",
-            "launch",
-            "--hostfile",
-            str(folder / "hosts"),
-            *options,
-            str(path),
-        ]
+        command = [BIN / "megalite", "launch", "--hostfile", str(folder / "hosts"), *options, str(path)]
         self._said = folder / "said"
         with self._said.open("w") as said:
             self.process = cluster.hosts["head"].popen(
                 command,
-                cwd=ROOT,
+                cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=subprocess.STDOUT,
@@ -100,6 +92,14 @@ class Launched:
             rank = environment(process.pid).get("RANK", "")
             if rank.isdecimal() and "launch/train.py" in process.command:
                 found[int(rank)] = process
+        return found
+
+    def command_lines_with(self, word: str) -> list[str]:
+        """The command lines on all hosts that hold a word; every user of a host can read them."""
+        found = []
+        for pid in [pid for host in self.cluster.hosts.values() for pid in host.pids()]:
+            with contextlib.suppress(OSError):
+                found += [line for line in [Path(f"/proc/{pid}/cmdline").read_text()] if word in line]
         return found
 
     def send(self, number: int, rank: int) -> float:

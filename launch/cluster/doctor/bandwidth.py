@@ -7,7 +7,7 @@ link to itself, so the figures describe the network, not eight GPUs that share i
 from __future__ import annotations
 
 import json
-import sys
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ from launch.cluster.doctor.findings import STYLES, WARN
 from launch.cluster.doctor.preflight import PreflightReport
 from launch.cluster.ssh.connection import HostConnection, HostError, in_parallel
 from launch.output import Cell, StyledCell, Table
-from launch.runtime.modules import BANDWIDTH_RANK, INSTALLATION
+from launch.runtime.import_path import import_variables
+from launch.runtime.modules import BANDWIDTH_RANK, INSTALLATION, python_command
 
 LIMIT_S = 90.0
 START_S = 10.0  # additional time to start a process and collect its output
@@ -83,7 +84,7 @@ def measure(connections: Mapping[str, HostConnection], report: PreflightReport) 
 
     def run(name: str) -> None:
         environment = _environment(report, hosts, name, port)
-        command = [sys.executable, "-m", BANDWIDTH_RANK, str(LIMIT_S)]
+        command = python_command(BANDWIDTH_RANK, str(LIMIT_S))
         answers[name] = connections[name].ask(
             "run_program",
             timeout_s=LIMIT_S + 2 * START_S,
@@ -134,6 +135,7 @@ def _environment(report: PreflightReport, hosts: tuple[str, ...], name: str, por
         "RANK": str(hosts.index(name)),
         "WORLD_SIZE": str(len(hosts)),
         "OMP_NUM_THREADS": "1",
+        **import_variables(os.environ),
     }
     own = {address: interface for interface, address in report.facts[name]["interfaces"].items()}
     interface = own.get(report.addresses.get(name, ""))

@@ -7,6 +7,7 @@ from typing import Any
 
 from megalite.checkpoint.errors import StorageError
 from megalite.checkpoint.manifest import printable
+from megalite.config.hidden_secrets import without_secrets
 
 # in the names of classes: which of these packages are installed is not known here
 NO_CREDENTIALS = re.compile("Credentials|CredentialRetrieval|ProfileNotFound|SSOToken|TokenRetrieval|RefreshError")
@@ -31,7 +32,7 @@ def scrubbed(text: str) -> str:
     """Returns `text` in one line, with anything that looks like a credential replaced."""
     for pattern, replacement in SECRETS:
         text = pattern.sub(replacement, text)
-    return printable(" ".join(text.split()))
+    return printable(" ".join(without_secrets(text).split()))
 
 
 def error_code(error: BaseException) -> str | None:

@@ -27,6 +27,7 @@ from launch.inference.session import ModelPlacement, load
 from launch.inference.stored_model import open_stored
 from models.generation import Sampling
 from models.generation import generate as generate_tokens
+from tests.helpers.canaries import loaded_from, plant
 from tests.helpers.hub_models import HUB_MODELS, HubModel
 from tests.helpers.rank_pool import run_ranks
 
@@ -285,14 +286,16 @@ def test_the_command_prints_text_and_json(
 
 @pytest.mark.slow
 def test_the_command_starts_ranks(
-    spoken: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    spoken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """More ranks than key/value heads; rank 0 alone speaks."""
+    """More ranks than key/value heads; rank 0 alone speaks, and modules of a downloaded folder stay unloaded."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.chdir(plant(tmp_path))
     words = ["generate", str(spoken), "--prompt", "def f", "--max-new-tokens", "7", "--tensor-parallel-size", "2"]
     out, err = command(words, monkeypatch, capfd)
     assert out == generate(spoken, "def f", max_new_tokens=7).text + "\n"
     assert "starting 2 ranks on cpu" in err and err.count("7 made") == 1
+    assert loaded_from(tmp_path) == []
 
 
 def test_ranks_are_given_prompts_of_any_length(spoken: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -12,14 +13,15 @@ from typer.testing import CliRunner
 from launch.cli.app import app
 from launch.parity import verify as command
 from tests.helpers import defects
+from tests.helpers.canaries import loaded_from, plant
 from tests.helpers.commands import BIN, ROOT, run
 
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 SMALL = ["model.num_hidden_layers=2", "model.hidden_size=32", "model.intermediate_size=50", "model.vocab_size=131"]
 
 
-def verify(*words: str) -> tuple[int, str, str]:
-    done = run(BIN / "megalite", "verify", QUICKSTART, *SMALL, *words)
+def verify(*words: str, cwd: Path = ROOT) -> tuple[int, str, str]:
+    done = run(BIN / "megalite", "verify", QUICKSTART, *SMALL, *words, cwd=cwd)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -34,9 +36,12 @@ def test_a_table_for_people() -> None:
 
 
 @pytest.mark.slow
-def test_json_for_programs() -> None:
-    code, out, err = verify("--layouts", "dp=2,zero=3", "--steps", "2", "--json", "precision.dtype=bf16")
+def test_json_for_programs(tmp_path: Path) -> None:
+    """From a folder whose modules nobody may load, not even the server from which ranks are forked."""
+    download, words = plant(tmp_path), ("--layouts", "dp=2,zero=3", "--steps", "2", "--json", "precision.dtype=bf16")
+    code, out, err = verify(*words, cwd=download)
     assert code == 0, out + err
+    assert loaded_from(download) == []
     report = json.loads(out)
     assert report["passed"] is True and report["steps"] == 2
     assert [(layout["layout"], layout["dtype"]) for layout in report["layouts"]] == [

@@ -210,6 +210,26 @@ def test_all_mistakes_of_a_config_are_told_each_on_a_line(
         assert line.startswith(f'megalite: error: override "{mistake.partition("=")[0]}='), line
 
 
+SECRET = "hf_" + "c4naryC4nary" * 3
+READ_A_CONFIG = [
+    *("train", "train --dry-run", "supervise", "verify", "place", "doctor", "config show"),
+    *("plan", "plan reliability", "plan simulate"),
+    *("launch --dry-run", "slurm --dry-run", "k8s --dry-run", "ray --dry-run"),
+]
+
+
+@pytest.mark.parametrize("words", READ_A_CONFIG)
+def test_no_command_repeats_a_secret_that_was_typed(
+    words: str, tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_config(tmp_path / "config.yaml", tiny)
+    before = sorted(tmp_path.rglob("*"))
+    for typed in (f"data.path={SECRET}", f"data.no_such={SECRET}", f"--data.path={SECRET}", f"--{SECRET}", SECRET):
+        code, out, err = command([*words.split(), str(path), typed], monkeypatch, capfd)
+        assert code == 2 and SECRET[3:] not in out + err, out + err
+        assert "Traceback" not in err and sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_path_that_does_not_exist_is_named_in_full(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -54,14 +55,23 @@ def test_a_checkpoint_of_an_older_version_names_a_folder(tokenizer: Path, run_di
     """It is taken while it is the right one; else the copy that a resume has kept since."""
     older = manifest(tokenizer, str(tokenizer))
     assert find_tokenizer(older, run_dir / STEP).folder == tokenizer
-    assert (
-        find_tokenizer(manifest(tokenizer, str(tokenizer), tokenizer_sha256=None), run_dir / STEP).folder == tokenizer
-    )
     train_tokenizer(["xyz " * 9], tokenizer, 258, overwrite=True)
     assert find_tokenizer(older, run_dir / STEP).folder == run_dir / "model_tokenizer"
     shutil.rmtree(run_dir / "model_tokenizer")
     found = find_tokenizer(older, run_dir / STEP)
     assert found.folder is None and found.is_replaced and f"{older.tokenizer_sha256}: it was retrained" in found.problem
+
+
+def test_a_folder_elsewhere_is_taken_only_by_its_digest(tokenizer: Path, run_dir: Path) -> None:
+    """An export would copy what a manifest of somebody else names: any folder of this machine."""
+    for recorded in (str(tokenizer), os.path.relpath(tokenizer, run_dir / STEP), "x/../../../../elsewhere", ".."):
+        found = find_tokenizer(manifest(tokenizer, recorded, tokenizer_sha256=None), run_dir / STEP)
+        assert found.folder is None and "outside the run's folder, without a digest" in found.problem
+    kept = find_tokenizer(manifest(tokenizer, tokenizer_sha256=None), run_dir / STEP)
+    assert kept.folder == run_dir / "model_tokenizer"
+    assert find_tokenizer(manifest(tokenizer, ".", tokenizer_sha256=None), run_dir / STEP).folder is None
+    shutil.copytree(tokenizer, run_dir / STEP / "own")
+    assert find_tokenizer(manifest(tokenizer, "own", tokenizer_sha256=None), run_dir / STEP).folder is not None
 
 
 def test_what_cannot_be_found_is_said(tokenizer: Path, run_dir: Path, tmp_path: Path) -> None:

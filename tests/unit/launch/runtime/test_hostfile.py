@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.cluster.deepspeed_launcher import ENVIRONMENT, check_launcher, launcher_command, write_files
+from launch.cluster.deepspeed_launcher import (
+    EXPORTED,
+    check_launcher,
+    check_paths,
+    launcher_command,
+    launcher_environment,
+    write_files,
+)
 from launch.errors import LaunchError
-from launch.runtime.forwarded_environment import forwarded_environment, user_environment_files
+from launch.runtime.forwarded_environment import environment_notices, forwarded_environment, user_environment_files
 from launch.runtime.hostfile import Host, hostfile_text, include_filter, read_hostfile, select_hosts
+from launch.runtime.modules import DEEPSPEED_RUNNER, python_command
 from launch.trainer.run_config import load_run_config
 from tests.conftest import write_config
+from tests.helpers.canaries import loaded_from, plant
 
 NODES = (Host("node1", (0, 1)), Host("node2", (0, 1, 2)))
 
@@ -114,24 +122,33 @@ def test_what_deepspeed_is_given_leads_back_to_the_same_hosts(chosen: list[set[i
     assert select_hosts(full, include_filter(hosts), None) == hosts
 
 
-def test_deepspeed_itself_reads_them_so(tmp_path: Path, tiny: dict[str, Any]) -> None:
-    """Its own runner makes of our words the command for pdsh: hosts in our order, their devices, our variables."""
+def test_deepspeed_itself_reads_them_so(tmp_path: Path, tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own runner makes of our words the command for pdsh: hosts in our order, their devices, our variables; of the
+    shell's variables none that we did not name, and of the current folder, where it runs, no code here or there.
+    """
     hosts = (Host("node2", (0, 2)), Host("node1", (0, 1)))
-    shown = {"WORDS": "a=b:c", "MEGALITE_ATTEMPT": "123"}
+    shown = {"WORDS": "a=b:c", "MEGALITE_ATTEMPT": "123", "UCX_TLS": "tcp", "PYTHONPATH": "/own", "PYTHONSAFEPATH": "1"}
+    for name in (*shown, *(f"{prefix}_API" for prefix in EXPORTED)):
+        monkeypatch.setenv(name, "$(touch canary)")
     folder = tmp_path / "attempt"
     write_files(folder, hosts, shown, load_run_config(write_config(tmp_path / "c.yaml", tiny), []))
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600} and len(list(folder.iterdir())) == 4
+    assert folder.stat().st_mode & 0o777 == 0o700
     command = launcher_command("pdsh", hosts, ("10.1.2.3", 4567), folder)
     (tmp_path / "bin").mkdir()
     pdsh = tmp_path / "bin" / "pdsh"
     pdsh.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     pdsh.chmod(0o755)
     path = f"{pdsh.parent}:{os.environ['PATH']}"
-    variables = os.environ | {"PATH": path, "DS_ENV_FILE": str(folder / ENVIRONMENT), "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True, cwd=tmp_path)
+    variables = launcher_environment(folder, 20, shown) | {"PATH": path, "DS_ACCELERATOR": "cpu"}
+    download = plant(tmp_path / "download")
+    (download / ".deepspeed_env").write_text("LD_PRELOAD=canary\n")
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True, cwd=download)
     words = done.stdout.splitlines()
+    assert loaded_from(download) == [] and "canary" not in done.stdout
     assert words[words.index("-w") + 1] == "node2,node1"
     (exports,) = (word for word in words if word.startswith("export"))
-    assert "export WORDS=a=b:c; " in exports and "export MEGALITE_ATTEMPT=123; " in exports
+    assert sorted(exports.split("; ")) == ["", *sorted(f"export {name}={value}" for name, value in shown.items())]
     (world,) = (word.partition("=")[2] for word in words if word.startswith("--world_info="))
     assert json.loads(base64.urlsafe_b64decode(world)) == {"node2": [0, 2], "node1": [0, 1]}
     assert {"--master_addr=10.1.2.3", "--master_port=4567", "--no_local_rank", str(folder / "config.yaml")} <= set(
@@ -143,6 +160,11 @@ def test_what_ranks_need_travels_and_secrets_do_so_in_private(tmp_path: Path) ->
     (tmp_path / ".deepspeed_env").write_text('# ours\n\nNCCL_DEBUG=INFO\nMY_VARIABLE=1\nGREETING="hello you"\n')
     variables = {
         "NCCL_DEBUG": "WARN",
+        "NCCL_API_CANARY": "word",
+        "TORCH_CPP_LOG_LEVEL": "eyJhbGciOiJIUzI1",
+        "PYTHONHASHSEED": "1",
+        "PYTHONPATH": "/own",
+        "MV2_CANARY": "word",
         "GLOO_SOCKET_IFNAME": "eth0",
         "WANDB_API_KEY": "123",
         "WANDB_PROJECT": "p",
@@ -156,14 +178,19 @@ def test_what_ranks_need_travels_and_secrets_do_so_in_private(tmp_path: Path) ->
         "MLFLOW_TRACKING_PASSWORD": "word",
         "AZURE_STORAGE_SAS": "sig",
     }
-    shown, private = forwarded_environment(variables, [tmp_path / ".deepspeed_env", tmp_path / "nothing"])
+    files = [tmp_path / ".deepspeed_env", tmp_path / "nothing"]
+    shown, private = forwarded_environment(variables, files, also=EXPORTED)
     assert shown == {
         "NCCL_DEBUG": "INFO",
         "GLOO_SOCKET_IFNAME": "eth0",
-        "WANDB_PROJECT": "p",
-        "MY_VARIABLE": "1",
+        "PYTHONHASHSEED": "1",
     }
     assert private == {
+        "NCCL_API_CANARY": "word",
+        "TORCH_CPP_LOG_LEVEL": "eyJhbGciOiJIUzI1",
+        "MV2_CANARY": "word",
+        "WANDB_PROJECT": "p",
+        "MY_VARIABLE": "1",
         "WANDB_API_KEY": "123",
         "AWS_SECRET_ACCESS_KEY": "k",
         "HF_TOKEN": "t",
@@ -179,7 +206,53 @@ def test_what_ranks_need_travels_and_secrets_do_so_in_private(tmp_path: Path) ->
     (tmp_path / ".deepspeed_env").write_text("NCCL_DEBUG\n")
     with pytest.raises(LaunchError, match=r"\.deepspeed_env:1: 'NCCL_DEBUG' is not NAME=VALUE"):
         forwarded_environment({}, [tmp_path / ".deepspeed_env"])
-    assert user_environment_files({"DS_ENV_FILE": "mine"}) == [Path.home() / "mine", Path.cwd() / "mine"]
+
+
+def test_an_environment_file_of_the_current_folder_is_read_only_if_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may set LD_PRELOAD for ranks."""
+    monkeypatch.chdir(tmp_path)
+    at_home = Path.home() / ".deepspeed_env"
+    assert user_environment_files({}) == [at_home] and environment_notices([at_home], {}) == []
+    (tmp_path / ".deepspeed_env").touch()
+    (said,) = environment_notices([at_home], {})
+    assert "./.deepspeed_env is not read" in said and f"export DS_ENV_FILE={tmp_path}/.deepspeed_env" in said
+    for name in (".deepspeed_env", str(tmp_path / ".deepspeed_env")):
+        named = user_environment_files({"DS_ENV_FILE": name})
+        assert tmp_path / ".deepspeed_env" in named and environment_notices(named, {}) == []
+    assert user_environment_files({"DS_ENV_FILE": "mine"}) == [Path.home() / "mine", tmp_path / "mine"]
+    (late,) = environment_notices(named, {"PYTHONWARNINGS": "a,b", "WANDB_API_KEY": "x"})
+    assert "ranks have PYTHONWARNINGS only after they have started" in late
+
+
+def test_what_deepspeed_shows_by_itself_is_known() -> None:
+    """Variables with other beginnings would stand on its command lines, whatever they hold."""
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+    from deepspeed.launcher.runner import EXPORT_ENVS
+
+    by_accelerators = [kind.export_envs(None) for kind in (CPU_Accelerator, CUDA_Accelerator)]
+    assert set(EXPORTED) == set(EXPORT_ENVS).union(*by_accelerators)
+
+
+def test_tokens_with_any_name_are_private() -> None:
+    names = (
+        "HF_TOKEN1 HF_TOKENS WANDB_APIKEY2 AZURE_CONN WANDB_IDENTITY HF_PAT MEGALITE_COOKIE AWS_SESSION S3_PASSPHRASE "
+        "WANDB_LICENSE HUGGINGFACE_BEARER HF_TOKEN_V2 AWS_CONTAINER_AUTHORIZATION HF_JWT HF_ACCESSTOKEN HF_SIGNED_URL "
+        "AWS_MYAPIKEYVALUE GCS_SERVICE_ACCOUNT_JSON HTTPS_PROXY ALL_PROXY AZURE_STORAGE_SAS WANDB_API_KEY AZURE_X S3_X "
+        "GOOGLE_APPLICATION_CREDENTIALS UCX_API MLFLOW_TRACKING_TOKEN PYTHON_Y MV2_X NCCL_X CUDA_X TORCH_X DS_X GLOO_X"
+    )
+    variables = dict.fromkeys(names.split(), "plain")
+    assert forwarded_environment(variables, [], also=EXPORTED) == ({}, variables)
+
+
+def test_a_path_that_shells_would_execute_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/own")
+    check_paths(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "/own/$(touch canary)")
+    with pytest.raises(LaunchError, match=r"PYTHONPATH, .*/own/\$\(touch canary\), has characters that shells"):
+        check_paths(tmp_path)
 
 
 def test_launchers_that_cannot_do_it_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -214,7 +287,7 @@ def test_launchers_that_cannot_do_it_are_told(monkeypatch: pytest.MonkeyPatch, t
 def test_commands_of_the_other_launchers() -> None:
     master, folder = ("a", 1), Path("/f")
     openmpi = launcher_command("openmpi", NODES, master, folder, ssh_port=2222, launcher_args="--verbose")
-    assert "--include" not in openmpi and openmpi[:3] == [sys.executable, "-m", "deepspeed.launcher.runner"]
+    assert "--include" not in openmpi and openmpi[:5] == python_command(DEEPSPEED_RUNNER)
     (given,) = (word.partition("=")[2] for word in openmpi if word.startswith("--launcher_args="))
     assert shlex.split(given)[-4:] == ["--mca", "plm_rsh_args", "-p 2222", "--verbose"]
     slurm = launcher_command("slurm", [Host("a", (0, 1)), Host("b", (0, 1))], master, folder)

@@ -37,7 +37,7 @@ class Command:
         self.folder, self.mark = folder, folder.name + behaviour
         self.process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(folder), behaviour],
-            env=os.environ | {MARK: self.mark, "CUDA_VISIBLE_DEVICES": GPUS},
+            env=os.environ | {MARK: self.mark, "CUDA_VISIBLE_DEVICES": GPUS, "PYTHONPATH": str(ROOT)},
             cwd=ROOT,
             stderr=subprocess.PIPE,
             text=True,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import struct
@@ -46,6 +47,13 @@ def manifest_text(text: str) -> Callable[[Path], None]:
     return lambda folder: (folder / MANIFEST).write_text(text) and None
 
 
+def replace_text(folder: Path, old: str, new: str) -> None:
+    """Without the digest, which a forger would compute anew."""
+    text = (folder / MANIFEST).read_text()
+    assert old in text
+    (folder / MANIFEST).write_text(re.sub('"digest": ?"[0-9a-f]*"', '"digest": ""', text.replace(old, new, 1)))
+
+
 def deeply_nested(folder: Path) -> None:
     text = (folder / MANIFEST).read_text()
     nested = '{"a":' * 100_000 + "1" + "}" * 100_000
@@ -71,6 +79,11 @@ HOSTILE_MANIFESTS: dict[str, Callable[[Path], object]] = {
     "smaller than stored": set_shape(2),
     "many dimensions": set_shape(*[1] * 5000),
     "NaN step": set_field(step=float("nan")),
+    "a key twice": lambda f: replace_text(f, '"state": {', '"state": {"a": 1, "a": 2, '),
+    "a field twice": lambda f: replace_text(f, '"state": {', '"step": 7, "state": {'),
+    "NaN in the state": set_field(state={"losses": [float("nan")]}),
+    "infinity in the config": set_field(config={"a": float("-inf")}),
+    "a number beyond all floats": lambda f: replace_text(f, '"state": {', '"state": {"a": 1e999, '),
     "infinite step": set_field(step=float("inf")),
     "negative step": set_field(step=-1),
     "step of 5,000 digits": manifest_text('{"step": ' + "9" * 5000 + "}"),

@@ -38,11 +38,14 @@ def test_the_best_need_losses(minimal: Path) -> None:
 )
 def test_a_url_with_a_credential_is_refused_and_not_repeated(url: str, minimal: Path) -> None:
     sentence = told_of(minimal, f"checkpoint.mirror='{url}'")
-    assert "checkpoint.mirror has" in sentence and "usual providers" in sentence
+    assert "checkpoint.mirror has" in sentence or "checkpoint.mirror holds" in sentence
+    assert "usual providers" in sentence or "environment instead" in sentence
     assert "hun" not in sentence and "ter2" not in sentence
 
 
-@pytest.mark.parametrize("url", ["/mnt/copies", "bucket/run", "s3://", "simplecache::s3://bucket/run", "s3:a:b@bucket"])
+@pytest.mark.parametrize(
+    "url", ["/mnt/copies", "bucket/run", "s3://", "simplecache::s3://bucket/run", "s3:a:b@bucket", "file://[::1/x"]
+)
 def test_what_is_no_url_is_told_what_one_looks_like(url: str, minimal: Path) -> None:
     sentence = told_of(minimal, f"checkpoint.mirror='{url}'")
     assert "s3://bucket/folder" in sentence and "a:b@" not in sentence
