@@ -24,7 +24,7 @@ from typing import Any
 
 from launch.errors import HUNG_CODE, INTERRUPTED_CODE, PREEMPTED_CODE, STOPPED_CODE, USER_ERROR_CODE, LaunchError
 from launch.output import check_local
-from launch.runtime.import_path import unreachable_modules
+from launch.runtime.import_path import SAFE_PATH, unreachable_modules
 from launch.runtime.logs import get_logger
 from launch.runtime.modules import REAPER, python_command
 from launch.runtime.processes import ProcessTree, StopRequest, StopSignals, wait_for
@@ -95,7 +95,7 @@ def supervise_run(command: Sequence[str], policy: Policy, run_dir: Path | None =
     Raises LaunchError or ConfigError if it cannot be supervised.
     """
     _check_command(command[0] if command else "")
-    if (notice := unreachable_modules(command)) is not None:
+    if os.environ.get(SAFE_PATH) and (notice := unreachable_modules(command)) is not None:
         log.warning(notice)
     if run_dir is not None:
         check_local(run_dir, "give the local folder of the run with --run-dir")

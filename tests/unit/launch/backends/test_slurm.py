@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 
 from launch.cli.app import app
 from launch.cli.slurm import seconds_of
-from launch.errors import USER_ERRORS, LaunchError
+from launch.errors import USER_ERROR_CODE, USER_ERRORS, LaunchError
 from launch.huggingface.hub_folder import SMALL_FILES
 from megalite.checkpoint.errors import CheckpointError
 from tests.conftest import write_config
+from tests.helpers.canaries import loaded_from, plant
 
 Slurm = Callable[..., str]
 ON_CPU = ("-N", "2", "--gpus-per-node", "0")
@@ -306,3 +307,26 @@ def test_flags_reach_the_ranks_alone(slurm: Slurm) -> None:
     script = slurm(*ON_GPUS, "training.seed=7", "--allow-change", "--force")
     assert "-m launch.train config.yaml training.seed=7 --force --allow-change\n" in script
     assert script.count("--force") == 1 and script.count("--allow-change") == 1
+
+
+FAKES = """
+srun() { RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 "${@: -3}"; }
+squeue() { :; }
+scontrol() { :; }
+export -f srun squeue scontrol
+"""
+
+
+@pytest.mark.slow
+def test_a_job_loads_no_code_of_its_folder(slurm: Slurm, tmp_path: Path) -> None:
+    """The script itself, with a Slurm that answers nothing: the command, the processes above ranks, and a rank."""
+    assert " -P -u -m torch.distributed.run " in slurm(*ON_GPUS, "--spawner", "torchrun")
+    script = slurm("-N", "1", "--gpus-per-node", "0", "--ntasks-per-node", "2")
+    plant(tmp_path)
+    (tmp_path / "config.yaml").write_text("no config any more")
+    environment = os.environ | {"PYTHONPATH": ":src", "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"}
+    command = ["bash", "-c", FAKES + script]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert loaded_from(tmp_path) == [], done
+    assert "config.yaml" in done.stderr and done.stderr.count("megalite: error:") == 1, done
+    assert done.returncode == USER_ERROR_CODE
