@@ -326,6 +326,4 @@ class LaunchConfig(Section):
     """OpenMP threads spin between parallel regions; `auto`: only when ranks x threads fit the cores."""
 
     interface: Annotated[str, Field(pattern=r"^[^\s/:,=^]{1,15}$", examples=["eth0"])] = "auto"
-    """Network interface, the same name on every host, on which ranks of several hosts meet and communicate; `auto`: the
-    one on the way to rank 0. Ranks of one host stay on loopback. `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME` override
-    it for one of the two libraries."""
+    """Network interface of ranks on several hosts, by the same name on each; `auto`: the one on the way to rank 0."""
