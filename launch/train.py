@@ -127,7 +127,7 @@ def _load_and_run(arguments: Sequence[str], console: Console, exit_stack: ExitSt
         if not arguments:
             raise LaunchError("no config is given: name a YAML file, as in launch/train.py configs/quickstart.yaml")
         config = load_run_config(Path(arguments[0]), arguments[1:])
-        choose_interface(os.environ, rank)
+        choose_interface(os.environ, rank, config.launch.interface)
         _keep_console(console, config, rank)
         with StartupProgress(rank, PROCESS_START_TIME) as progress:
             run(config, rank, exit_stack, progress, flags)
@@ -248,7 +248,7 @@ def _join(config: Config, rank: Rank, progress: StartupProgress) -> Device:
 
     rendezvous = Rendezvous(timeout, announce) if rank.world_size > 1 else None
     progress.begin("connecting all ranks" if rendezvous is not None else "preparing the device")
-    kind = start_distributed(rank.local_rank, timeout).type
+    kind = start_distributed(rank.local_rank, timeout, rendezvous).type
     if rendezvous is not None:
         rendezvous.note(JOINED)
         progress.begin_waiting(rendezvous.first_collective, WAITING_AGAIN_S)

@@ -36,6 +36,7 @@ from launch.trainer.run_config import load_run_config
 from launch.trainer.run_folder import lock_run_folder
 from launch.trainer.start_flags import split_flags
 from megalite.config import Config
+from megalite.engine.meeting_place import SECRET, new_secret
 from megalite.resilience.signals import STOP_SIGNALS
 
 log = get_logger("launch.backends.ray")  # this module also runs as __main__
@@ -109,7 +110,7 @@ def main(arguments: Sequence[str]) -> int:
     for number in STOP_SIGNALS:  # Ray's own handlers print stack traces; its workers end with this process
         signal.signal(number, lambda number, _: os._exit(128 + number))
     shown, private = forwarded_environment(os.environ, [])
-    variables = shown | private | {ATTEMPT: os.environ.get(ATTEMPT, "")}
+    variables = shown | private | {ATTEMPT: os.environ.get(ATTEMPT, ""), SECRET: new_secret()}
     job = RayJob(tuple(run), str(Path.cwd()), str(logs), int(gpus), float(grace_s), variables)
     with _echoed(logs / "rank_0.log"):
         return _fit(job, int(count))

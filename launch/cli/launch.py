@@ -51,6 +51,10 @@ def launch(
     restarts: Restarts = 5,
     spares: Annotated[int, typer.Option(min=0, metavar="K", help="Keep the last K hosts in reserve.")] = 0,
     topology: TopologyPath = None,
+    interface: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Network interface on which the ranks communicate, as launch.interface."),
+    ] = None,
     ssh_port: SshPort = None,
     wait_for_hosts: Annotated[
         float,
@@ -83,6 +87,8 @@ def launch(
     """
     from launch.runtime.hostfile import read_hostfile, select_hosts
 
+    if interface is not None:
+        overrides = [*(overrides or []), f"launch.interface={interface}"]
     config = load_checked_config(config_path, overrides)
     hosts = select_hosts(read_hostfile(hostfile), include, exclude)
     from launch.cluster.deepspeed_launcher import check_launcher, check_paths

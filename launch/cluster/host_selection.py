@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launch.cluster.doctor.findings import Finding
+from launch.cluster.doctor.preflight import PreflightReport
 from launch.cluster.placement import place_hosts
 from launch.cluster.switch_topology import Topology
 from launch.errors import LaunchError
@@ -134,6 +135,24 @@ def choose_hosts(
         fewer = f"going on with {layout.world_size} ranks instead of {wanted}: data parallelism is auto"
         notices = (fewer, *notices)
     return Choice(hosts, layout, notices)
+
+
+def address_of_rank_0(hosts: Sequence[Host], interface: str, report: PreflightReport) -> str:
+    """Returns the address where rank 0 waits for the others: on a named interface, or else the one that hosts use.
+
+    Raises LaunchError if a host has no such interface with an IPv4 address.
+    """
+    first = hosts[0].name
+    if interface == "auto":
+        return report.addresses[first]
+    for host in hosts:
+        known = report.facts[host.name]["interfaces"]
+        if interface not in known:
+            raise LaunchError(
+                f"launch.interface is {interface}, and {host.name} has no address on one of this name: it has "
+                f"{', '.join(known)}"
+            )
+    return str(report.facts[first]["interfaces"][interface])
 
 
 def check_memory_of_hosts(

@@ -34,6 +34,7 @@ from launch.cluster.doctor.preflight import PreflightReport, preflight
 from launch.cluster.host_selection import (
     Choice,
     NotEnoughHosts,
+    address_of_rank_0,
     check_memory_of_hosts,
     choose_hosts,
     expected_device,
@@ -58,6 +59,7 @@ from launch.supervision.supervisor import AttemptEnd, Policy, Supervisor, sleep
 from launch.trainer.start_flags import NO_FLAGS, StartFlags
 from megalite.config import Config, ConfigError
 from megalite.config.known_bad import check_known_bad, installed_versions
+from megalite.engine.meeting_place import SECRET, new_secret
 from megalite.planner.search import Ranks, first_legal
 from megalite.resilience.signals import exit_code_for
 
@@ -178,7 +180,8 @@ class HostsSupervisor(Supervisor):
             here = [host for host in hosts if report.facts[host.name]["hostname"] == socket.gethostname()]
             hosts = (*here, *(host for host in hosts if host not in here))
         first = hosts[0].name
-        master = (report.addresses[first], self._connections[first].ask("free_port")["port"])
+        address = address_of_rank_0(hosts, config.launch.interface, report)
+        master = (address, self._connections[first].ask("free_port")["port"])
         names = [host.name for host in hosts]
         self._log_if_new("order", [f"hosts of this attempt, in rank order: {', '.join(names)}"])
         cores = min(report.facts[name]["cores"] for name in names)
@@ -264,6 +267,7 @@ class HostsSupervisor(Supervisor):
         files = user_environment_files(os.environ)
         shown, private = forwarded_environment(os.environ, files, also=EXPORTED)
         self._log_if_new("environment", environment_notices(files, private))
+        private |= {SECRET: new_secret()}
         guard = {"attempt": attempt, "lease_s": lease_s, "private": private}
         answers, errors = in_parallel(
             list(connections), lambda name: connections[name].ask("guard", timeout_s=GUARD_S, **guard)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from launch.errors import USER_ERROR_CODE, USER_ERRORS, LaunchError
+from launch.errors import FAILED_CODE, USER_ERROR_CODE, USER_ERRORS, LaunchError
 from launch.huggingface.model_folder import DTYPES
 from launch.huggingface.serial_model import filled_model
 from launch.inference.stored_model import StoredModel, open_stored
@@ -27,6 +27,7 @@ from launch.runtime.rank_environment import this_rank
 from launch.runtime.rank_process import tell_once
 from megalite.config import LaunchConfig
 from megalite.config.suggestions import tensor_parallel_fits, tensor_parallel_near
+from megalite.engine.errors import RendezvousFailed
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import SerialModel
 from megalite.resilience.signals import take_signals
@@ -128,5 +129,8 @@ def rank_main(arguments: Sequence[str], kind: Callable[..., Any], work: Callable
     except USER_ERRORS as error:
         tell_once(str(error), rank)
         return USER_ERROR_CODE
+    except RendezvousFailed as error:
+        tell_once(str(error), rank)
+        return FAILED_CODE
     stop_distributed()
     return 0

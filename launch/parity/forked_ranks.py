@@ -19,11 +19,12 @@ from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
-from launch.runtime.local_ranks import free_port
 from launch.runtime.modules import FORK_SERVER_PRELOAD
 from launch.runtime.processes import end_with_parent
+from megalite.engine.meeting_place import FOLDER, private_folder
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([FORK_SERVER_PRELOAD])
@@ -49,10 +50,14 @@ def warm_up(environment: Mapping[str, str], imports: Sequence[str] = ()) -> None
 
 
 class RankProcesses:
-    """Processes that run `target(pipe, rank, world_size, port, *arguments)`, each with the other end of its pipe."""
+    """Processes that run `target(pipe, rank, world_size, folder, *arguments)`, each with the other end of its pipe.
+
+    `folder` is where they meet; nobody else can open it.
+    """
 
     def __init__(self, target: Callable[..., None], world_size: int, *arguments: Any) -> None:
-        port = free_port()
+        self._resources = contextlib.ExitStack()
+        folder = self._resources.enter_context(private_folder())
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
         try:
@@ -60,7 +65,7 @@ class RankProcesses:
                 ours, theirs = _CONTEXT.Pipe()
                 self.pipes.append(ours)
                 process = _CONTEXT.Process(
-                    target=target, args=(theirs, rank, world_size, port, *arguments), daemon=True
+                    target=target, args=(theirs, rank, world_size, folder, *arguments), daemon=True
                 )
                 process.start()
                 self.processes.append(process)
@@ -94,13 +99,14 @@ class RankProcesses:
         return [results[rank] for rank in range(len(self.pipes))]
 
     def kill(self) -> None:
-        """Kills all processes and waits for them."""
+        """Kills all processes, waits for them, and removes the folder where they met."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
             process.join()
         for pipe in self.pipes:
             pipe.close()
+        self._resources.close()
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120) -> list[Any]:
@@ -112,7 +118,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
         ranks.kill()
 
 
-def become_rank(rank: int, world_size: int, port: int) -> None:
+def become_rank(rank: int, world_size: int, folder: Path) -> None:
     """Prepares the process of a rank: sets its environment, before anything else runs."""
     end_with_parent()
     gc.freeze()  # a garbage collection of forked objects would copy their pages
@@ -121,8 +127,7 @@ def become_rank(rank: int, world_size: int, port: int) -> None:
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        FOLDER: str(folder),
     }
 
 
@@ -150,12 +155,12 @@ def _rank_main(
     pipe: Connection,
     rank: int,
     world_size: int,
-    port: int,
+    folder: Path,
     function: Callable[..., Any],
     timeout_s: float,
     arguments: tuple[Any, ...],
 ) -> None:
-    become_rank(rank, world_size, port)
+    become_rank(rank, world_size, folder)
 
     def joined() -> Any:
         join_world(rank, timedelta(seconds=timeout_s))
@@ -163,5 +168,5 @@ def _rank_main(
 
     with contextlib.suppress(BrokenPipeError):  # the command has exited
         pipe.send_bytes(answer(joined))
-    # rank 0 serves the store that other ranks may still use: all wait until `run_ranks` kills them
+    # other ranks may still communicate with this one: all wait until `run_ranks` kills them
     threading.Event().wait()

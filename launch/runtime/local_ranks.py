@@ -14,6 +14,7 @@ from launch.runtime.logs import get_logger
 from launch.runtime.modules import RANK, python_command
 from launch.runtime.processes import ProcessTree, StopRequest, StopSignals, wait_for
 from megalite.config import LaunchConfig
+from megalite.engine.meeting_place import FOLDER, private_folder
 from megalite.planner.units import plural
 from megalite.resilience.signals import PREEMPTED_CODE, exit_code_for
 
@@ -78,9 +79,11 @@ def start_local_ranks(ranks: int, environment: dict[str, str], arguments: Sequen
     shared |= {"LOCAL_WORLD_SIZE": count, "LOCAL_SIZE": count, "CROSS_RANK": "0", "CROSS_SIZE": "1"}
     numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     command, stop = python_command(module, *arguments), StopRequest(grace_s=None)
-    with StopSignals() as signals, ProcessTree(command, os.environ | environment | shared, copies=numbers) as tree:
-        code = wait_for(tree, signals, stop, ranks=tree.commands)
-        tree.end(LEFT_RANKS_S, until=signals.take)
+    with StopSignals() as signals, private_folder() as folder:
+        shared[FOLDER] = str(folder)
+        with ProcessTree(command, os.environ | environment | shared, copies=numbers) as tree:
+            code = wait_for(tree, signals, stop, ranks=tree.commands)
+            tree.end(LEFT_RANKS_S, until=signals.take)
     return _documented_code(code, stop)
 
 

@@ -14,7 +14,9 @@ from typing import NoReturn
 
 import psutil
 
+from launch.errors import LaunchError
 from launch.runtime.rank_environment import ATTEMPT, Rank
+from megalite.engine.meeting_place import AGENT_STORE, is_loopback_address, use_loopback
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 DISTANT_ADDRESS = "192.0.2.1"  # reserved for documentation: its route is that to any distant host
@@ -82,20 +84,60 @@ def be_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def choose_interface(environment: MutableMapping[str, str], rank: Rank) -> None:
-    """Names the interface of gloo in `environment` if its default cannot be reached from other hosts.
+def choose_interface(environment: MutableMapping[str, str], rank: Rank, wanted: str = "auto") -> None:
+    """Decides in `environment` on which interface ranks communicate, and rank 0's host waits for the others.
 
-    gloo listens on the address that the host's own name resolves to. Debian writes `127.0.1.1 NAME` into /etc/hosts,
-    and then other hosts wait for this one until everything times out. Nothing is done where the interface is set
-    already, or all ranks are on one host (loopback is best).
+    Ranks of one host meet on loopback and stay there. Among several hosts gloo listens on the address that the host's
+    own name resolves to. Debian writes `127.0.1.1 NAME` into /etc/hosts, and then other hosts wait for this one until
+    everything times out, so gloo gets the interface on the way to rank 0. NCCL chooses well by itself. An interface
+    that is `wanted` by name is for both, but for what the environment says already. Raises LaunchError if there is none
+    of this name.
     """
     master, _ = rank.master
-    if INTERFACE in environment or rank.has_several_hosts is False or rank.world_size == 1:
+    is_served = environment.get(AGENT_STORE) == "True"  # by torchrun, at the address that it has chosen
+    if rank.has_several_hosts is False or rank.world_size == 1:
+        use_loopback(environment)
+        if not is_served and not is_loopback_address(master):
+            environment["MASTER_ADDR"] = "127.0.0.1"
         return
-    if rank.has_several_hosts is None and master.startswith(("localhost", "127.", "::1")):
+    if rank.has_several_hosts is None and is_loopback_address(master):
         return
-    if is_loopback(socket.gethostname()) and (name := interface_to(master)) is not None:
+    if wanted != "auto":
+        _check_interface(wanted)
+        environment.setdefault(INTERFACE, wanted)
+        environment.setdefault("NCCL_SOCKET_IFNAME", f"={wanted}")
+    elif INTERFACE not in environment and is_loopback(socket.gethostname()) and (name := interface_to(master)):
         environment[INTERFACE] = name
+    if not is_served and not is_loopback_address(master) and (own := _own_master(rank, wanted)) is not None:
+        environment["MASTER_ADDR"] = own
+
+
+def _check_interface(name: str) -> None:
+    if name not in (known := psutil.net_if_addrs()):
+        raise LaunchError(
+            f"launch.interface is {name}, and {socket.gethostname()} has none of this name: it has {', '.join(known)}"
+        )
+
+
+def _own_master(rank: Rank, wanted: str) -> str | None:
+    """Returns the address on which this host waits for the other ranks, if its own view of MASTER_ADDR is not theirs.
+
+    Debian's own name is loopback to itself alone; behind a NAT, rank 0 does not have the address that others use.
+    Raises LaunchError if MASTER_ADDR is this host's on another interface than the one that is wanted.
+    """
+    master, _ = rank.master
+    named, own = set(_addresses(master)), _own_addresses()
+    here = {name for name, ours in own.items() if named & ours}
+    if wanted != "auto" and here and wanted not in here and not is_loopback(master):
+        raise LaunchError(
+            f"launch.interface is {wanted}, but {master}, where the ranks meet, is on {', '.join(sorted(here))}: set "
+            "MASTER_ADDR to an address of the same interface"
+        )
+    is_hidden = bool(named) and is_loopback(master) and rank.has_several_hosts is True
+    if not is_hidden and not (wanted != "auto" and rank.rank == 0 and not here):
+        return None
+    name = wanted if wanted != "auto" else interface_to(master)
+    return min(own.get(name or "", set()), default=None)
 
 
 def is_loopback(host: str) -> bool:
@@ -114,13 +156,17 @@ def interface_to(master: str) -> str | None:
             own = {probe.getsockname()[0]}
         except OSError:
             own = set()
-    outward = {
+    outward = {name: ours for name, ours in _own_addresses().items() if any(not a.startswith("127.") for a in ours)}
+    found = [name for name, ours in outward.items() if ours & own] or list(outward)
+    return found[0] if len(found) == 1 else None
+
+
+def _own_addresses() -> dict[str, set[str]]:
+    """Returns the IPv4 addresses of each interface of this host."""
+    return {
         name: {one.address for one in addresses if one.family == socket.AF_INET}
         for name, addresses in psutil.net_if_addrs().items()
     }
-    outward = {name: ours for name, ours in outward.items() if any(not a.startswith("127.") for a in ours)}
-    found = [name for name, ours in outward.items() if ours & own] or list(outward)
-    return found[0] if len(found) == 1 else None
 
 
 def _addresses(host: str) -> list[str]:

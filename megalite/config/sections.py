@@ -314,7 +314,7 @@ class MonitorConfig(Section):
 
 
 class LaunchConfig(Section):
-    """Process settings of local CPU ranks; none of them changes a result."""
+    """Process settings of ranks; none of them changes a result."""
 
     threads_per_rank: PositiveInt | Literal["auto"] = "auto"
     """Compute threads of one rank; `auto` divides this machine's cores among its ranks."""
@@ -324,3 +324,6 @@ class LaunchConfig(Section):
 
     spin_threads: Literal["auto"] | bool = "auto"
     """OpenMP threads spin between parallel regions; `auto`: only when ranks x threads fit the cores."""
+
+    interface: Annotated[str, Field(pattern=r"^[^\s/:,=^]{1,15}$", examples=["eth0"])] = "auto"
+    """Network interface of ranks on several hosts, by the same name on each; `auto`: the one on the way to rank 0."""

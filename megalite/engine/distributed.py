@@ -19,6 +19,7 @@ from megalite.engine.deepspeed_internals import (
     set_timeout,
     timeout_of,
 )
+from megalite.engine.rendezvous import Rendezvous
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.mesh import Mesh
 
@@ -51,18 +52,36 @@ def tensor_parallel_of(grid: PipelineParallelGrid, sequence_parallel: bool) -> T
     )
 
 
-def start_distributed(local_rank: int, timeout: timedelta = timedelta(minutes=30)) -> torch.device:
-    """Joins the process group that the launcher's environment describes; returns this rank's device."""
+def start_distributed(
+    local_rank: int, timeout: timedelta = timedelta(minutes=30), rendezvous: Rendezvous | None = None
+) -> torch.device:
+    """Joins the process group of the ranks that meet at `rendezvous`; returns this rank's device.
+
+    Without one, the ranks meet where the launcher's environment says. Raises RendezvousFailed.
+    """
     quiet_logging()
     keep_muon_uncompiled()
     accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
+    on_cpu = accelerator.device_name() == "cpu"
+    if on_cpu:
         keep_collective_uncompiled()
-        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False, timeout=timeout)
-        return torch.device("cpu")
-    accelerator.set_device(local_rank)
-    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
-    return torch.device(accelerator.device_name(local_rank))
+    else:
+        accelerator.set_device(local_rank)
+    device = torch.device("cpu" if on_cpu else accelerator.device_name(local_rank))
+    backend = "gloo" if on_cpu else accelerator.communication_backend_name()
+    if not dist.is_initialized():  # DeepSpeed, which takes no store, then leaves the group as it is
+        rendezvous = rendezvous or Rendezvous(timeout)
+        dist.init_process_group(
+            backend,
+            store=rendezvous.store,
+            rank=rendezvous.rank,
+            world_size=rendezvous.world_size,
+            timeout=timeout,
+            # as DeepSpeed's comm/torch.py does: NCCL then splits the groups that are made later
+            device_id=device if device.type == "cuda" and rendezvous.world_size > 1 else None,
+        )
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+    return device
 
 
 def group_timeout() -> timedelta:

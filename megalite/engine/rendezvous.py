@@ -1,74 +1,179 @@
-"""The place where the ranks of a run meet: torch's store on rank 0's host, where each rank notes how far it has come.
+"""The place where the ranks of a run meet: torch's store, where each rank notes how far it has come.
 
 torch waits there without a word until all ranks have come. Here each one leaves its number, so that rank 0 can say who
-is missing. torchrun keeps one store while it restarts ranks (--max-restarts), and ranks that it has ended cannot take
-their notes back. So rank 0 removes all notes when it comes, and ranks that still live renew theirs. torchrun's
+is missing, and proves that it belongs to this attempt if the attempt has a secret (meeting_place.py).
+
+torchrun keeps one store while it restarts ranks (--max-restarts), and ranks that it has ended cannot take their notes
+back. So rank 0 removes all notes when it comes, and ranks that still live renew theirs. torchrun's
 TORCHELASTIC_RESTART_COUNT could not tell the notes apart: each host counts its own failures.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
 from megalite.engine.errors import RendezvousFailed
+from megalite.engine.meeting_place import (
+    AGENT_STORE,
+    FOLDER,
+    SECRET,
+    SharedSecret,
+    is_loopback_address,
+    is_private,
+    listen,
+    use_loopback,
+)
 from megalite.planner.units import plural
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.2  # between two questions whether all ranks have come
 RENEWAL_S = 0.2  # between two notes of a rank that has come
+REFUSAL_S = 1.0  # that rank 0, which serves the store, stays for the others to read that a rank is refused
 NAMED = 8  # missing ranks that are listed one by one
 COME, JOINED = "come", "joined"
+CHALLENGE, VERDICT = "megalite/challenge", "megalite/verdict"  # keys of rank 0
+ALL_PROVEN, REFUSED = "all", "refused"
 
 
 class Rendezvous:
-    """The notes of all ranks; torch's own rendezvous then takes place on the same server."""
+    """The notes of all ranks, and the `store` with which torch's own rendezvous then takes place."""
 
-    def __init__(self, timeout: timedelta, announce: Callable[[Callable[[], str]], None]) -> None:
+    store: Store
+
+    def __init__(
+        self,
+        timeout: timedelta,
+        announce: Callable[[Callable[[], str]], None] = lambda sentence: None,
+        environment: MutableMapping[str, str] = os.environ,
+    ) -> None:
         """Returns once this rank has come, and on rank 0 once all ranks have. Raises RendezvousFailed.
 
-        Reads the variables that torch reads: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. `announce` takes a function
-        that says at any later moment what this rank waits for.
+        Reads the variables that torch reads: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; and those of our own
+        launchers: the folder where ranks of one host meet, and the secret of this attempt, which is removed from
+        `environment`. `announce` takes a function that says at any later moment what this rank waits for.
         """
-        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self.place = f"{address}:{port}"
+        self.rank, self.world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        self._has_joined, self._announce = threading.Event(), announce
+        secret, folder = environment.pop(SECRET, ""), environment.get(FOLDER)
+        address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
+        self.place = f"in {folder}" if folder else f"at {address}:{port}"
+        if self.world_size == 1 or folder or is_loopback_address(address):
+            use_loopback(environment)
         # torchrun's own process serves the store to its ranks, as torch/distributed/rendezvous.py reads it
-        is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self._has_joined = threading.Event()
-        announce(lambda: f"rank {self.rank} of {self.world_size} waits for rank 0 at {self.place}")
+        is_served = environment.get(AGENT_STORE) == "True"
         try:
-            self._store = TCPStore(
-                address,
-                port,
-                is_master=self.rank == 0 and not is_served,
-                timeout=timeout,
-                wait_for_workers=False,
-                multi_tenant=not is_served,
-            )
-            if self.rank == 0:
-                announce(self._waiting)
-            self._store.delete_key(_key(JOINED, self.rank))  # from before a restart
-            if self.rank == 0 and is_served:
-                for rank in range(self.world_size):  # left by a rendezvous before
-                    self._store.delete_key(_key(COME, rank))
-            self.note(COME)
-            if self.rank == 0:
-                self._wait_for_all(timeout)
-            elif is_served:  # else the notes end with the process of rank 0
-                threading.Thread(target=self._renew, name="rendezvous", daemon=True).start()
-        except DistError as error:
+            if self.world_size == 1:
+                self.store = HashStore()
+            elif folder:
+                self._meet_in(Path(folder), timeout)
+            else:
+                self._meet_over_tcp(address, int(port), timeout, secret, is_served=is_served)
+        except (DistError, OSError) as error:
             raise RendezvousFailed(self._reason(error)) from None
+
+    def _meet_in(self, folder: Path, timeout: timedelta) -> None:
+        """Meets ranks of the same user on this host; to open the folder is proof enough."""
+        if not is_private(folder):
+            raise RendezvousFailed(
+                f"{FOLDER} is {folder}, which is no folder that this user alone can open: unset it, or let megalite "
+                "start the ranks"
+            )
+        self.store = FileStore(str(folder / "store"), self.world_size)
+        self.store.set_timeout(timeout)
+        self._come(timeout)
+
+    def _meet_over_tcp(self, address: str, port: int, timeout: timedelta, secret: str, *, is_served: bool) -> None:
+        self._announce(lambda: f"rank {self.rank} of {self.world_size} waits for rank 0 {self.place}")
+        if self.rank == 0 and not is_served:
+            self.store = _serve(address, port, timeout)
+        else:
+            self.store = TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        if not is_served:
+            return self._prove_and_come(timeout, secret)
+        self._forget_before()
+        self._come(timeout)
+        if self.rank:  # without torchrun the notes end with the process of rank 0
+            threading.Thread(target=self._renew, name="rendezvous", daemon=True).start()
+
+    def _forget_before(self) -> None:
+        """Removes the notes of a rendezvous before a restart."""
+        self.store.delete_key(_key(JOINED, self.rank))
+        if self.rank == 0:
+            for rank in range(self.world_size):
+                self.store.delete_key(_key(COME, rank))
+
+    def _come(self, timeout: timedelta, proof: str = "") -> None:
+        """Notes that this rank has come; rank 0 waits for all others."""
+        if self.rank == 0:
+            self._announce(self._waiting)
+        self.store.set(_key(COME, self.rank), proof)
+        if self.rank == 0:
+            self._wait_for_all(timeout)
+
+    def _prove_and_come(self, timeout: timedelta, secret: str) -> None:
+        """Meets the other ranks, and if there is a secret, only those that know it. Reads and writes O(ranks) keys.
+
+        A rank that finds another run at this place leaves without a note, so that the other run goes on.
+        """
+        if self.rank == 0:
+            shared = SharedSecret(secret, self.world_size)
+            self.store.set(CHALLENGE, shared.challenge if secret else "")
+            self._come(timeout)
+            if secret:
+                self._check_proofs(shared)
+        else:
+            challenge = self.store.get(CHALLENGE).decode()
+            shared = SharedSecret(secret, self.world_size, challenge)
+            if bool(secret) != bool(challenge) or (secret and not shared.opens(challenge)):
+                raise RendezvousFailed(
+                    f"rank {self.rank} of {self.world_size} has found another run {self.place}, whose rank 0 does not "
+                    "share this run's secret: set another MASTER_PORT, or start all ranks with one command"
+                )
+            self._come(timeout, shared.proof(f"rank {self.rank}") if secret else "")
+            if secret:
+                come = f"rank {self.rank} of {self.world_size} has reached rank 0 {self.place}, which waits for others"
+                self._announce(lambda: come)
+                self._hear_verdict(shared)
+        if secret:  # whoever does not know it cannot guess the names of torch's own keys either
+            self.store = PrefixStore(shared.proof("process group"), self.store)
+
+    def _check_proofs(self, shared: SharedSecret) -> None:
+        """Says on rank 0 whether all other ranks have proven that they know the secret."""
+        others = range(1, self.world_size)
+        proofs = self.store.multi_get([_key(COME, rank) for rank in others])
+        for rank, proof in zip(others, proofs, strict=True):
+            if not shared.proves(f"rank {rank}", proof.decode(errors="replace")):
+                self.store.set(VERDICT, f"{REFUSED} {rank}")
+                time.sleep(REFUSAL_S)
+                raise RendezvousFailed(self._refusal(rank))
+        self.store.set(VERDICT, shared.proof(ALL_PROVEN))
+
+    def _hear_verdict(self, shared: SharedSecret) -> None:
+        verdict = self.store.get(VERDICT).decode(errors="replace")
+        if not shared.proves(ALL_PROVEN, verdict):
+            number = verdict.removeprefix(f"{REFUSED} ")
+            raise RendezvousFailed(self._refusal(int(number) if number.isdecimal() else 0))
+
+    def _refusal(self, rank: int) -> str:
+        return (
+            f"rank {rank} does not know this run's secret: another program or another run has joined {self.place}; "
+            "nothing was communicated: start this run again, with another MASTER_PORT if you have set it"
+        )
 
     def note(self, milestone: str) -> None:
         """Notes that this rank has come to `milestone`."""
-        self._store.set(_key(milestone, self.rank), "")
+        self.store.set(_key(milestone, self.rank), "")
         if milestone == JOINED:
             self._has_joined.set()
 
@@ -76,7 +181,7 @@ class Rendezvous:
         """Notes again and again that this rank has come, as rank 0 may come after it, until all ranks have joined."""
         with suppress(DistError):  # the store has ended, which the main thread notices by itself
             while not self._has_joined.wait(RENEWAL_S):
-                self._store.set(_key(COME, self.rank), "")
+                self.store.set(_key(COME, self.rank), "")
 
     def first_collective(self) -> str:
         """Says whom rank 0 waits for when all ranks have come and it communicates with them for the first time."""
@@ -88,7 +193,7 @@ class Rendezvous:
     def _missing(self, milestone: str) -> list[int]:
         """Returns the other ranks that have not come to `milestone`."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        return [rank for rank in others if not self._store.check([_key(milestone, rank)])]
+        return [rank for rank in others if not self.store.check([_key(milestone, rank)])]
 
     def _listed(self, ranks: Sequence[int]) -> str:
         """Returns "2 others (ranks 3, 5)"; of many, the first few, and no numbers where all others are meant."""
@@ -100,25 +205,41 @@ class Rendezvous:
 
     def _waiting(self) -> str:
         absent = self._listed(self._missing(COME))
-        return f"rank 0 of {self.world_size} waits for {absent} at {self.place}"
+        return f"rank 0 of {self.world_size} waits for {absent} {self.place}"
 
     def _wait_for_all(self, timeout: timedelta) -> None:
         notes = [_key(COME, rank) for rank in range(self.world_size)]
         deadline, pause = time.monotonic() + timeout.total_seconds(), 0.002
-        while not self._store.check(notes):
+        while not self.store.check(notes):
             if time.monotonic() > deadline:
                 raise RendezvousFailed(
-                    f"rank 0 of {self.world_size} waited {timeout.total_seconds() / 60:g} minutes at {self.place} for "
+                    f"rank 0 of {self.world_size} waited {timeout.total_seconds() / 60:g} minutes {self.place} for "
                     f"{self._listed(self._missing(COME))}: look at why they did not start"
                 )
             time.sleep(pause)
             pause = min(POLL_S, 1.5 * pause)
 
-    def _reason(self, error: DistError) -> str:
+    def _reason(self, error: DistError | OSError) -> str:
         text = str(error)
-        if "EADDRINUSE" in text:
-            return f"{self.place}, where the ranks are to meet, is used by another program: set another MASTER_PORT"
-        return f"rank {self.rank} of {self.world_size} cannot reach rank 0 at {self.place}: {text.splitlines()[0]}"
+        place = self.place.removeprefix("at ")
+        if "EADDRINUSE" in text or "Address already in use" in text:
+            return f"{place}, where the ranks are to meet, is used by another program: set another MASTER_PORT"
+        return f"rank {self.rank} of {self.world_size} cannot reach rank 0 {self.place}: {text.splitlines()[0]}"
+
+
+def _serve(address: str, port: int, timeout: timedelta) -> TCPStore:
+    """Starts rank 0's store, on one address of this host if `address` stands for one."""
+    listener = listen(address, port)
+    if listener is None:
+        log.warning(
+            f"{address}, where the ranks are to meet, is no address of this host's own: port {port} is open on all its "
+            "interfaces; launch.interface names one"
+        )
+        return TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False)
+    own, port = listener.getsockname()[:2]
+    return TCPStore(
+        own, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def _key(milestone: str, rank: int) -> str:

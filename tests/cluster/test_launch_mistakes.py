@@ -20,6 +20,7 @@ from tests.helpers.canaries import loaded_from, plant
 from tests.helpers.cluster_runs import MARK, Launched
 from tests.helpers.commands import ROOT
 from tests.helpers.hosts import Cluster
+from tests.helpers.process_table import environment
 
 SECRET = "not-for-everybody"
 SECRETS = (
@@ -77,6 +78,9 @@ def test_hosts_that_are_not_fit(cluster_of: Callable[..., Cluster], config: dict
     assert "host node1 cannot be reached" in say(TWO, "--ssh-port", "2222")
     asleep = say("node3 slots=2\nnode1 slots=2\n")
     assert "host node3 cannot be reached" in asleep and "look whether it is up" in asleep
+    assert "launch.interface is ib7, and node1 has no address on one of this name: it has lo, eth0" in say(
+        TWO, "--interface", "ib7"
+    )
     run_dir = tmp_path / "run"
     run_dir.mkdir(exist_ok=True)
     cluster.private_directory("node2", run_dir)
@@ -132,31 +136,38 @@ def test_other_launchers_start_the_same_run(
 def test_a_filter_that_leaves_one_host_runs_there_and_names_that_lead_to_loopback_do_not_matter(
     cluster_of: Callable[..., Cluster], config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where `deepspeed` runs here instead, and hangs. No secret is on a command line or on shared storage."""
+    """Where `deepspeed` runs here instead, and hangs. No secret is on a command line or on shared storage, and rank 0
+    waits for the others on the interface that is named, alone."""
     cluster = cluster_of(2, debian_hosts=True)
     config["training"] |= {"global_batch_size": 8, "steps": 3}
     run = Launched(cluster, tmp_path / "one", config, TWO, "--include", "node2")
     assert run.end() == 0, run.said()
     assert list(run.attempts()[0]["hosts"]) == ["node2"]
 
-    config["training"]["steps"] = 6
+    config["training"]["steps"] = 100
     names, download = set_secrets(monkeypatch), plant(tmp_path / "download")
     (download / ".deepspeed_env").write_text("LD_PRELOAD=theirs.so\n")
     (tmp_path / "own").write_text(f"OF_A_FILE={SECRET}\n")
     monkeypatch.setenv("DS_ENV_FILE", str(tmp_path / "own"))
-    run = Launched(cluster, tmp_path / "two", config, TWO, cwd=download)
+    run = Launched(cluster, tmp_path / "two", config, TWO, "--interface", "eth0", cwd=download)
     run.wait_until(lambda: len(run.rank_processes()) == 4)
+    port = environment(run.rank_processes()[0].pid)["MASTER_PORT"]
     assert run.command_lines_with(SECRET) == []
     files = [path for path in run.run_dir.rglob("*") if path.is_file()]
     assert any(path.name == "environment" for path in files)
     assert not any(SECRET.encode() in path.read_bytes() for path in files)
+    assert not any(b"MEGALITE_ATTEMPT_SECRET" in path.read_bytes() for path in files)
     for node in ("node1", "node2"):
         private = cluster.hosts[node].run(["sh", "-c", "cat /dev/shm/megalite_*.json"], check=True).stdout
         assert {*names, "OF_A_FILE"} <= {name for name, value in yaml.safe_load(private).items() if value == SECRET}
+    run.wait_for_steps(1)
+    node1 = cluster.hosts["node1"]
+    listeners = node1.run(["ss", "-ltnH", f"sport = :{port}"], check=True).stdout.split()
+    assert f"{node1.ip}:{port}" in listeners and not {f"*:{port}", f"0.0.0.0:{port}"} & set(listeners), listeners
     assert run.end() == 0, run.said()
     assert "./.deepspeed_env is not read" in run.said() and loaded_from(download) == []
     assert run.attempts()[-1]["hosts"] == {"node1": 2, "node2": 2}
-    audit(run.run_dir, 6, 8)
+    audit(run.run_dir, 100, 8)
 
 
 def test_a_dry_run_connects_to_nobody(config: dict[str, Any], tmp_path: Path) -> None:

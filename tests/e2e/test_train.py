@@ -18,6 +18,7 @@ from megalite.monitor.events import EVENTS, read_events
 from tests.conftest import write_config
 from tests.helpers.canaries import loaded_from, plant
 from tests.helpers.commands import BIN, ROOT, metrics, run
+from tests.helpers.process_table import listening
 from tests.helpers.warm_runs import session
 from tests.helpers.warm_runs import train as warm_train
 
@@ -193,6 +194,7 @@ def test_nothing_outlives_the_command_and_a_folder_takes_one_run(two_stages: dic
     while not (log.exists() and log.stat().st_size):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
+    assert listening(process.pid) == {"127.0.0.1"}, "gloo; the ranks themselves meet in a folder"
     second = run(BIN / "megalite", "train", path)
     assert second.returncode == 2 and "another run is using run_dir" in second.stderr
     told = run(BIN / "megalite", "status", two_stages["run_dir"], "--json")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import psutil
 
 PATIENCE_S = 20.0  # for what takes milliseconds, on a machine that is busy
 
@@ -47,6 +50,17 @@ def members(namespace: str) -> list[int]:
 def environment(pid: int) -> dict[str, str]:
     """As it was when its program began; empty where it is gone."""
     return {name: value for name, _, value in (entry.partition("=") for entry in _words(pid, "environ"))}
+
+
+def listening(pid: int) -> set[str]:
+    """Addresses at which a process and all that it has started wait for connections."""
+    found = set()
+    with contextlib.suppress(psutil.Error):
+        for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                connections = process.net_connections("tcp")
+                found |= {one.laddr.ip for one in connections if one.status == psutil.CONN_LISTEN}
+    return found
 
 
 def command_line(pid: int) -> str:

@@ -122,9 +122,9 @@ def close_pools() -> None:
         close_pool(world_size)
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
+def _serve(pipe: Connection, rank: int, world_size: int, folder: Path) -> None:
     """A rank's life: what has become of joining the world is its answer to the first task."""
-    become_rank(rank, world_size, port)
+    become_rank(rank, world_size, folder)
     joined = answer(join_world, rank, timedelta(minutes=2))
     has_joined, _ = pickle.loads(joined)
     if has_joined:

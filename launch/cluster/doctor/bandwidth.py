@@ -21,6 +21,7 @@ from launch.cluster.ssh.connection import HostConnection, HostError, in_parallel
 from launch.output import Cell, StyledCell, Table
 from launch.runtime.import_path import import_variables
 from launch.runtime.modules import BANDWIDTH_RANK, INSTALLATION, python_command
+from megalite.engine.meeting_place import SECRET, new_secret
 
 LIMIT_S = 90.0
 START_S = 10.0  # additional time to start a process and collect its output
@@ -81,9 +82,10 @@ def measure(connections: Mapping[str, HostConnection], report: PreflightReport) 
     if len(hosts) < 2 or hosts[0] not in report.addresses:
         return Links(hosts, problem=None if len(report.hosts) < 2 else "fewer than two hosts can be measured")
     answers: dict[str, dict[str, Any]] = {}
+    secret = {SECRET: new_secret()}
 
     def run(name: str) -> None:
-        environment = _environment(report, hosts, name, port)
+        environment = _environment(report, hosts, name, port) | secret
         command = python_command(BANDWIDTH_RANK, str(LIMIT_S))
         answers[name] = connections[name].ask(
             "run_program",

@@ -1,7 +1,7 @@
 """Process on each host that measures links: `python -m launch.cluster.doctor.bandwidth_rank LIMIT_S`.
 
-Input: the environment of torch.distributed. Output: one line on stdout, a prefix and a JSON object. The process ends
-with its parent, and after LIMIT_S in any case.
+Input: the environment of torch.distributed, and a secret of this measurement. Output: one line on stdout, a prefix and
+a JSON object. The process ends with its parent, and after LIMIT_S in any case.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from launch.runtime.processes import PR_SET_PDEATHSIG
+from megalite.engine.errors import RendezvousFailed
 
 if TYPE_CHECKING:
     import torch
@@ -43,10 +44,16 @@ class BandwidthMeasurement:
         import torch
         import torch.distributed as dist
 
+        from megalite.engine.rendezvous import Rendezvous
+
         on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
         self._device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
         self._dist, self._finish = dist, torch.cuda.synchronize if on_gpu else lambda: None
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=limit_s))
+        timeout = timedelta(seconds=limit_s)
+        met = Rendezvous(timeout)
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo", store=met.store, rank=met.rank, world_size=met.world_size, timeout=timeout
+        )
         self._payload = torch.zeros(LARGE[self._device.type] // 4, device=self._device)
         self._one = self._payload[:1].clone()
 
@@ -123,7 +130,10 @@ def main(limit_s: float) -> None:
     if os.getppid() != int(os.environ.get("PARENT_PROCESS", os.getppid())):
         return  # the parent has died already
     signal.setitimer(signal.ITIMER_REAL, limit_s)  # SIGALRM is not caught and ends the process
-    print(f"{PREFIX}{json.dumps(BandwidthMeasurement(limit_s).run())}", flush=True)
+    try:
+        print(f"{PREFIX}{json.dumps(BandwidthMeasurement(limit_s).run())}", flush=True)
+    except RendezvousFailed as error:
+        sys.exit(str(error))
     os._exit(0)  # without cleaning up: the others have passed the last barrier too
 
 

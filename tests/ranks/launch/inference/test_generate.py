@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +31,7 @@ from models.generation import Sampling
 from models.generation import generate as generate_tokens
 from tests.helpers.canaries import loaded_from, plant
 from tests.helpers.hub_models import HUB_MODELS, HubModel
+from tests.helpers.process_table import listening
 from tests.helpers.rank_pool import run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -288,11 +291,25 @@ def test_the_command_prints_text_and_json(
 def test_the_command_starts_ranks(
     spoken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """More ranks than key/value heads; rank 0 alone speaks, and modules of a downloaded folder stay unloaded."""
+    """More ranks than key/value heads; rank 0 alone speaks, no rank listens for other hosts, and modules of a
+    downloaded folder stay unloaded."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.chdir(plant(tmp_path))
+    is_over, heard = threading.Event(), set[str]()
+
+    def watch() -> None:
+        while not is_over.wait(0.02):
+            heard.update(listening(os.getpid()))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     words = ["generate", str(spoken), "--prompt", "def f", "--max-new-tokens", "7", "--tensor-parallel-size", "2"]
-    out, err = command(words, monkeypatch, capfd)
+    try:
+        out, err = command(words, monkeypatch, capfd)
+    finally:
+        is_over.set()
+        watcher.join()
+    assert heard == {"127.0.0.1"}
     assert out == generate(spoken, "def f", max_new_tokens=7).text + "\n"
     assert "starting 2 ranks on cpu" in err and err.count("7 made") == 1
     assert loaded_from(tmp_path) == []

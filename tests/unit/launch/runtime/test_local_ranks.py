@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from megalite.engine.meeting_place import FOLDER, is_private
 from megalite.resilience.signals import INTERRUPT_REPEAT_S, REPEAT_S
 from tests.e2e.test_supervise import MARK, marked, wait_until
 from tests.helpers.commands import ROOT
@@ -92,6 +93,7 @@ def test_ranks_get_what_torch_and_deepspeed_read(start: Callable[[str], Command]
     command = start("save")
     command.wait_for_ranks()
     read = [json.loads((command.folder / f"environment_{rank}").read_text()) for rank in range(2)]
+    assert is_private(Path(read[0][FOLDER])), "where they meet nobody else gets in"
     command.process.terminate()
     command.end(timeout_s=10)
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
@@ -99,7 +101,7 @@ def test_ranks_get_what_torch_and_deepspeed_read(start: Callable[[str], Command]
         expected = world | {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
         assert {name: environment.get(name) for name in expected} == expected
         assert environment.get("CUDA_VISIBLE_DEVICES") == GPUS and environment["DS_ACCELERATOR"] == "cpu"
-    assert read[0]["MASTER_PORT"] == read[1]["MASTER_PORT"]
+    assert read[0][FOLDER] == read[1][FOLDER] and not Path(read[0][FOLDER]).exists(), "it is gone with the ranks"
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
@@ -131,6 +133,7 @@ def test_the_first_rank_that_fails_gives_the_code_and_the_other_is_ended(
     command = start(behaviour)
     assert command.end(timeout_s=20) == code
     assert command.got(0) == ["SIGTERM"]
+    assert not Path(json.loads((command.folder / "environment_0").read_text())[FOLDER]).exists()
 
 
 def test_ranks_do_not_outlive_a_command_that_is_killed(start: Callable[[str], Command]) -> None:

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from launch.errors import LaunchError
 from launch.runtime.rank_environment import Rank
 from launch.runtime.rank_process import INTERFACE, choose_interface, interface_to, is_loopback
 from tests.helpers.commands import ROOT
 
+LOOPBACK = {INTERFACE: "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 RANK = Rank(0, 0, 4, "Slurm", True, ("node2", 4000))
 MACHINE = """
 set -e
@@ -38,7 +40,7 @@ from launch.runtime.rank_process import choose_interface
 from launch.runtime.rank_environment import Rank
 rank = json.loads(os.environ["RANK_FACTS"])
 environment = json.loads(os.environ["GIVEN"])
-choose_interface(environment, Rank(**rank | {"master": tuple(rank["master"])}))
+choose_interface(environment, Rank(**rank | {"master": tuple(rank["master"])}), os.environ["WANTED"])
 print(json.dumps(environment))
 """
 DEBIAN = "127.0.0.1 localhost\n127.0.1.1 node1\n10.78.0.2 node2\n10.78.1.2 storage2\n"
@@ -54,8 +56,9 @@ def chosen(
     interfaces: str = "0 1",
     route: str = "",
     given: dict[str, str] | None = None,
-) -> str | None:
-    """What GLOO_SOCKET_IFNAME is afterwards, on a machine with its own network, name and hosts file."""
+    wanted: str = "auto",
+) -> dict[str, str]:
+    """The environment afterwards, on a machine with its own network, name and hosts file."""
     (folder / "hosts").write_text(hosts)
     own = os.environ | {
         "HOSTS": str(folder / "hosts"),
@@ -65,13 +68,19 @@ def chosen(
         "PROGRAM": PROGRAM,
         "RANK_FACTS": json.dumps(asdict(rank)),
         "GIVEN": json.dumps(given or {}),
+        "WANTED": wanted,
     }
     words = ["unshare", "--user", "--map-root-user", "--net", "--uts", "--mount", "sh", "-c", MACHINE]
     done = subprocess.run(words, env=own, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        pytest.fail(done.stderr)
+        raise LaunchError(done.stderr)
     environment: dict[str, str] = json.loads(done.stdout)
-    return environment.get(INTERFACE)
+    return environment
+
+
+def interface(*arguments: Any, **options: Any) -> str | None:
+    """What GLOO_SOCKET_IFNAME is afterwards."""
+    return chosen(*arguments, **options).get(INTERFACE)
 
 
 @pytest.fixture(scope="module")
@@ -84,21 +93,21 @@ def namespaces() -> None:
 
 @pytest.mark.usefixtures("namespaces")
 def test_the_interface_on_the_way_to_the_master(tmp_path: Path) -> None:
-    assert chosen(tmp_path) == "eth0"
-    assert chosen(tmp_path, Rank(0, 0, 4, "", True, ("storage2", 4000))) == "eth1"
-    assert chosen(tmp_path, Rank(0, 0, 4, "", None, ("10.78.1.2", 4000))) == "eth1", "the launcher does not say"
-    assert chosen(tmp_path, hosts=UNNAMED) == "eth0", "a name that nobody knows: gloo takes loopback then, too"
+    assert interface(tmp_path) == "eth0"
+    assert interface(tmp_path, Rank(0, 0, 4, "", True, ("storage2", 4000))) == "eth1"
+    assert interface(tmp_path, Rank(0, 0, 4, "", None, ("10.78.1.2", 4000))) == "eth1", "the launcher does not say"
+    assert interface(tmp_path, hosts=UNNAMED) == "eth0", "a name that nobody knows: gloo takes loopback then, too"
 
 
 @pytest.mark.usefixtures("namespaces")
 def test_on_the_master_itself(tmp_path: Path) -> None:
     """It may be called by its address, or by its name, which is loopback to itself alone."""
     by_address, by_name = (Rank(0, 0, 4, "", True, (master, 4000)) for master in ("10.78.1.1", "node1"))
-    assert chosen(tmp_path, by_address) == "eth1"
-    assert chosen(tmp_path, by_name, route="1") == "eth1", "the way to everybody else"
-    assert chosen(tmp_path, by_name, interfaces="0") == "eth0", "the only one"
-    assert chosen(tmp_path, by_name) is None, "nobody can know"
-    assert chosen(tmp_path, Rank(0, 0, 4, "", None, ("node1", 4000)), interfaces="1") == "eth1", "perhaps several"
+    assert interface(tmp_path, by_address) == "eth1"
+    assert interface(tmp_path, by_name, route="1") == "eth1", "the way to everybody else"
+    assert interface(tmp_path, by_name, interfaces="0") == "eth0", "the only one"
+    assert interface(tmp_path, by_name) is None, "nobody can know"
+    assert interface(tmp_path, Rank(0, 0, 4, "", None, ("node1", 4000)), interfaces="1") == "eth1", "perhaps several"
 
 
 @pytest.mark.usefixtures("namespaces")
@@ -107,16 +116,14 @@ def test_on_the_master_itself(tmp_path: Path) -> None:
     [
         (RANK, {"hosts": PLAIN}),
         (RANK, {"given": {INTERFACE: "ib0"}}),
-        (Rank(0, 0, 4, "deepspeed", False, ("node2", 4000)), {}),
-        (Rank(0, 0, 1, "Slurm", True, ("node2", 4000)), {}),
         (Rank(0, 0, 4, "", None, ("127.0.0.1", 4000)), {}),
         (Rank(0, 0, 4, "", None, ("localhost", 4000)), {}),
     ],
-    ids=["the name is good", "the user has chosen", "one host", "one rank", "on loopback", "on localhost"],
+    ids=["the name is good", "the user has chosen", "on loopback", "on localhost"],
 )
 def test_nothing_is_chosen_where_that_is_not_needed(tmp_path: Path, rank: Rank, options: dict[str, Any]) -> None:
     before = options.get("given", {}).get(INTERFACE)
-    assert chosen(tmp_path, rank, **options) == before
+    assert interface(tmp_path, rank, **options) == before
 
 
 def test_this_machine() -> None:
@@ -125,4 +132,44 @@ def test_this_machine() -> None:
     assert name is None or Path("/sys/class/net", name).exists()
     environment: dict[str, str] = {}
     choose_interface(environment, Rank(1, 1, 2, "torchrun", False, ("127.0.0.1", 4000)))
-    assert environment == {}
+    assert environment == LOOPBACK
+
+
+@pytest.mark.parametrize("rank", [Rank(0, 0, 4, "deepspeed", False, ("node2", 4000)), Rank(0, 0, 1, "Slurm", True)])
+def test_ranks_of_one_host_stay_on_loopback(rank: Rank) -> None:
+    """Also where a script has set MASTER_ADDR to the host's name, unless torchrun waits there."""
+    given = {"MASTER_ADDR": "node2"}
+    environment = dict(given)
+    choose_interface(environment, rank)
+    assert environment == LOOPBACK | {"MASTER_ADDR": "127.0.0.1"}
+    environment = given | {"TORCHELASTIC_USE_AGENT_STORE": "True", "NCCL_SOCKET_IFNAME": "eth1"}
+    choose_interface(environment, rank, "eth7")
+    assert environment["MASTER_ADDR"] == "node2" and environment["NCCL_SOCKET_IFNAME"] == "eth1"
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_an_interface_by_name(tmp_path: Path) -> None:
+    """For gloo, NCCL, and the address of rank 0, unless other hosts know that one already."""
+    both = {INTERFACE: "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
+    elsewhere = Rank(1, 0, 4, "Slurm", True, ("node2", 4000))
+    assert chosen(tmp_path, elsewhere, wanted="eth1") == both
+    assert chosen(tmp_path, elsewhere, wanted="eth1", given={INTERFACE: "ib0"}) == both | {INTERFACE: "ib0"}
+    at_own_name = Rank(1, 1, 4, "", True, ("node1", 4000))
+    assert chosen(tmp_path, at_own_name, wanted="eth1") == both | {"MASTER_ADDR": "10.78.1.1"}
+    behind_nat = Rank(0, 0, 4, "", True, ("198.51.100.7", 4000))
+    assert chosen(tmp_path, behind_nat, wanted="eth1") == both | {"MASTER_ADDR": "10.78.1.1"}
+    assert chosen(tmp_path, Rank(0, 0, 4, "", True, ("10.78.1.1", 4000)), wanted="eth1") == both
+    with pytest.raises(LaunchError, match=r"launch.interface is ib7, and node1 has none of this name: it has lo, eth0"):
+        chosen(tmp_path, wanted="ib7")
+    with pytest.raises(LaunchError, match=r"launch.interface is eth1, but 10.78.0.1, where the ranks meet, is on eth0"):
+        chosen(tmp_path, Rank(0, 0, 4, "", True, ("10.78.0.1", 4000)), wanted="eth1")
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_rank_0_has_its_outer_address_where_its_name_is_loopback(tmp_path: Path) -> None:
+    """All ranks of its host, or those beside it would look for it on loopback."""
+    for number in (0, 1):
+        found = chosen(tmp_path, Rank(number, number, 4, "Slurm", True, ("node1", 4000)), interfaces="0")
+        assert found == {INTERFACE: "eth0", "MASTER_ADDR": "10.78.0.1"}
+    nobody_knows = Rank(0, 0, 4, "Slurm", True, ("node1", 4000))
+    assert chosen(tmp_path, nobody_knows) == {}, "then all interfaces are open"

@@ -38,7 +38,7 @@ def test_a_rank_is_deterministic_before_it_joins_the_others(
     """On a CPU runs are equal without it too, so the test of two runs would not miss it."""
     seen: list[Any] = []
 
-    def join(local_rank: int, timeout: timedelta) -> None:
+    def join(local_rank: int, timeout: timedelta, rendezvous: None) -> None:
         seen.append((torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
         raise _JoiningError
 

@@ -1,17 +1,24 @@
-"""Who is missing where the ranks of a run meet."""
+"""Who is missing where the ranks of a run meet, and who must not come."""
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from torch.distributed import TCPStore
 
 from launch.runtime.local_ranks import free_port
+from megalite.engine import rendezvous
 from megalite.engine.errors import RendezvousFailed
+from megalite.engine.meeting_place import FOLDER, SECRET, new_secret
 from megalite.engine.rendezvous import JOINED, Rendezvous
 
 LIMIT = timedelta(seconds=1.2)
@@ -91,3 +98,119 @@ def test_a_port_that_is_taken_is_a_sentence(port: int) -> None:
         other.listen()
         with pytest.raises(RendezvousFailed, match=f"127.0.0.1:{port}, .* is used by another program"):
             Rendezvous(LIMIT, lambda sentence: None)
+
+
+def meet(rank: int, port: int, secret: str = "", world_size: int = 3, **more: str) -> Rendezvous:
+    """Comes as a rank with an environment of its own."""
+    own = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    own |= {SECRET: secret} if secret else {}
+    met = Rendezvous(timedelta(seconds=20), environment=(own := own | more))
+    assert SECRET not in own, "what a rank starts must not have it"
+    return met
+
+
+def listening(port: int | None = None) -> set[Any]:
+    """Addresses at which this process listens on `port`; without one, addresses and ports."""
+    found = [one.laddr for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    return {tuple(one) for one in found} if port is None else {one.ip for one in found if one.port == port}
+
+
+@pytest.fixture
+def threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(3)
+
+
+def sentence_of(failed: Future[Rendezvous]) -> str:
+    with pytest.raises(RendezvousFailed) as error:
+        failed.result(timeout=10)
+    return str(error.value)
+
+
+def test_ranks_with_one_secret_meet_where_no_stranger_finds_them(port: int, threads: ThreadPoolExecutor) -> None:
+    """The store itself is open: a stranger that takes rank 1's place as torch does writes where nobody reads."""
+    secret = new_secret()
+    others = [threads.submit(meet, rank, port, secret) for rank in (1, 2)]
+    first = meet(0, port, secret)
+    stranger = TCPStore("127.0.0.1", port, is_master=False, timeout=LIMIT, wait_for_workers=False)
+    stranger.set("default_pg/0//cpu//0/1", "a pickle")
+    for one in (first, *(other.result() for other in others)):
+        one.note(JOINED)
+        assert not one.store.check(["default_pg/0//cpu//0/1"])
+    assert first.first_collective() == "all 3 ranks are connected and begin to communicate"
+
+
+def test_a_rank_of_another_run_leaves_and_the_run_goes_on(port: int, threads: ThreadPoolExecutor) -> None:
+    """Two runs have one port: each rank of the second one says so, and the first one does not notice."""
+    secret = new_secret()
+    first = threads.submit(meet, 0, port, secret, 2)
+    for other in (new_secret(), ""):
+        with pytest.raises(
+            RendezvousFailed, match=f"rank 1 of 2 has found another run at 127.0.0.1:{port}, whose rank"
+        ):
+            meet(1, port, other, 2)
+    with pytest.raises(RendezvousFailed, match=f"127.0.0.1:{port}, .* is used by another program"):
+        meet(0, port, new_secret(), 2)
+    assert not first.done()
+    meet(1, port, secret, 2)
+    first.result(timeout=10)
+
+
+def test_a_secret_that_rank_0_does_not_have_is_a_sentence(port: int, threads: ThreadPoolExecutor) -> None:
+    first = threads.submit(meet, 0, port, "", 2)
+    with pytest.raises(RendezvousFailed, match="does not share this run's secret: set another MASTER_PORT, or"):
+        meet(1, port, new_secret(), 2)
+    meet(1, port, "", 2)
+    first.result(timeout=10)
+
+
+@pytest.mark.parametrize("proof", [b"", b"f" * 64, b"\xff\x80\n"])
+def test_a_stranger_in_a_rank_s_place_ends_all_ranks_with_a_sentence(
+    port: int, threads: ThreadPoolExecutor, proof: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The honest ranks as well, before anything is communicated."""
+    monkeypatch.setattr(rendezvous, "REFUSAL_S", 0.3)
+    secret = new_secret()
+    honest = [threads.submit(meet, rank, port, secret) for rank in (0, 2)]
+    TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False).set(
+        "megalite/come/1",
+        proof,  # type: ignore[arg-type]
+    )
+    expected = f"rank 1 does not know this run's secret: another program or another run has joined at 127.0.0.1:{port};"
+    assert [sentence_of(one).startswith(expected) for one in honest] == [True, True]
+
+
+def test_ranks_of_one_user_meet_in_a_folder_and_nothing_listens(
+    tmp_path: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "ranks"
+    folder.mkdir(mode=0o700)
+    before = listening()
+    others = [threads.submit(meet, rank, 0, **{FOLDER: str(folder)}) for rank in (1, 2)]
+    met = [meet(0, 0, **{FOLDER: str(folder)}), *(other.result() for other in others)]
+    assert listening() <= before
+    assert met[0].first_collective() == "rank 0 of 3 waits in the first collective for 2 others"
+    for one in met:
+        one.note(JOINED)
+    assert met[0].first_collective() == "all 3 ranks are connected and begin to communicate"
+    with pytest.raises(RendezvousFailed, match=rf"waited 0.02 minutes in {folder} for 1 other \(rank 3\): look at why"):
+        Rendezvous(LIMIT, environment={"RANK": "0", "WORLD_SIZE": "4", FOLDER: str(folder)})
+    folder.chmod(0o755)
+    with pytest.raises(RendezvousFailed, match="no folder that this user alone can open: unset it"):
+        meet(0, 0, **{FOLDER: str(folder)})
+
+
+def test_a_store_listens_on_the_address_where_the_ranks_meet(
+    port: int, threads: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """127.0.0.2 stands for one interface of several; where rank 0 has no such address, all are open and it says so."""
+    other = threads.submit(meet, 1, port, world_size=2, MASTER_ADDR="127.0.0.2")
+    first = meet(0, port, world_size=2, MASTER_ADDR="127.0.0.2")
+    assert other.result() and listening(port) == {"127.0.0.2"} and not caplog.records
+    del first
+    monkeypatch.setattr(rendezvous, "listen", lambda address, port: None)
+    port = free_port()
+    other = threads.submit(meet, 1, port, world_size=2)
+    first = meet(0, port, world_size=2)
+    assert first and other.result() and listening(port) in ({"::"}, {"0.0.0.0"})
+    assert f"is no address of this host's own: port {port} is open on all its interfaces" in caplog.text
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
