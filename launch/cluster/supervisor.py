@@ -53,7 +53,9 @@ from launch.runtime.processes import StopSignals
 from launch.runtime.rank_environment import ATTEMPT, PRIVATE
 from launch.supervision.liveness import HeartbeatMonitor
 from launch.supervision.supervisor import AttemptEnd, Policy, Supervisor, sleep
+from launch.trainer.run_folder import make_run_folder
 from launch.trainer.start_flags import NO_FLAGS, StartFlags
+from megalite.checkpoint.small_files import make_folder
 from megalite.config import Config, ConfigError
 from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.planner.search import Ranks, first_legal
@@ -273,7 +275,12 @@ class HostsSupervisor(Supervisor):
         reconnect = partial(HostConnection, ssh_port=self._options.ssh_port, patience_s=lease_s)
         with (
             HostMonitor(connections, guard, reconnect, lease_s) as monitor,
-            HeartbeatMonitor(self._run_dir, attempt, self._policy.heartbeat_timeout_s) as heartbeats,
+            HeartbeatMonitor(
+                self._run_dir,
+                attempt,
+                self._policy.heartbeat_timeout_s,
+                world_size=sum(one.slots for one in assignment.hosts),
+            ) as heartbeats,
         ):
             ended = HostsAttempt(command, environment, monitor, self._policy.grace_s, heartbeats.reason).run(signals)
             lost = monitor.lost()
@@ -295,6 +302,8 @@ class HostsSupervisor(Supervisor):
         own, _ = rank_environment(self._config.launch, ranks, assignment.device == "cuda", cores=assignment.cores)
         if options.launcher != "pdsh":  # MPI and srun set only rank numbers, and mpirun makes a terminal
             shown = shown | {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TTY_COMPATIBLE": "0"}
+        make_run_folder(self._run_dir, shared=options.flags.shared_run_dir)
+        make_folder(folder.parent, private=True)
         write_files(folder, hosts, own | shown, assignment.config)
         return launcher_command(
             options.launcher,
