@@ -240,11 +240,11 @@ class HostsSupervisor(Supervisor):
         seconds = time.monotonic() - self._began
         locks = [(name, lock) for name, facts in report.facts.items() for lock in facts["locks"]]
         held = {lock["path"] for _, lock in locks if lock["holder"] is not None}  # the holder may be another host
-        left = {lock["path"]: name for name, lock in locks if lock["path"] not in held and lock["age_s"] < seconds}
-        for text, name in left.items():
-            path = Path(text)
-            self._connections[name].ask("remove_token", folder=str(path.parent), name=path.name, made=[])
-            self._log(f"removed {path} on {name}, which a killed compiler had left")
+        stale = [lock for lock in locks if lock[1]["age_s"] < seconds and lock[1]["path"] not in held]
+        left = {lock["path"]: name for name, lock in stale if lock["is_own"]}
+        for path, name in left.items():
+            if self._connections[name].ask("remove_lock", path=path)["removed"]:
+                self._log(f"removed {path} on {name}, which a killed compiler had left")
         return bool(left)
 
     def _connect(self) -> dict[str, HostError]:
