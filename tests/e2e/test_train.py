@@ -39,9 +39,12 @@ def two_stages(tiny: dict[str, Any]) -> dict[str, Any]:
 def test_a_run_leaves_what_it_promises(two_stages: dict[str, Any], tmp_path: Path) -> None:
     two_stages["training"]["evaluation"] = {"interval": 2, "samples": 4}
     two_stages["monitor"] = {"wandb": {"enabled": True}}  # offline: must not need a network
-    done = run(BIN / "megalite", "train", write_config(tmp_path / "c.yaml", two_stages))
+    without_umask = ["sh", "-c", 'umask 0 && exec "$0" "$@"']  # as in some containers
+    done = run(*without_umask, BIN / "megalite", "train", write_config(tmp_path / "c.yaml", two_stages))
     assert done.returncode == 0, done.stderr
     folder = Path(two_stages["run_dir"])
+    made = [path for path in (folder, *folder.rglob("*")) if not path.is_symlink()]
+    assert [path for path in made if path.stat().st_mode & 0o022] == [], "others could change these"
     records = metrics(folder)
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert [record["samples"] for record in records] == [[0, 4], [4, 8], [8, 12], [12, 16]]
