@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from data_pipeline.errors import DataError
 from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.small_files import UnsafeFile
 from megalite.config import ConfigError
 from megalite.resilience.signals import INTERRUPTED_CODE as INTERRUPTED_CODE
 from megalite.resilience.signals import PREEMPTED_CODE as PREEMPTED_CODE
@@ -19,7 +20,7 @@ def sentences_of(error: Exception) -> tuple[str, ...]:
     return error.sentences if isinstance(error, ConfigError) else (str(error),)
 
 
-USER_ERRORS = (ConfigError, DataError, CheckpointError, FamilyError, LaunchError)
+USER_ERRORS = (ConfigError, DataError, CheckpointError, FamilyError, LaunchError, UnsafeFile)
 VERIFY_FAILED_CODE = 1
 FAILED_CODE = 1  # a run that broke, or could not save its last state
 USER_ERROR_CODE = 2

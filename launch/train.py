@@ -2,8 +2,8 @@
 
 Started by `megalite train`, and by other launchers as
 
-deepspeed --hostfile HOSTFILE launch/train.py CONFIG.yaml [section.option=value ...] [--force] [--allow-change]
-torchrun --nproc-per-node 8 -m launch.train CONFIG.yaml [section.option=value ...] [--force] [--allow-change]
+deepspeed --hostfile HOSTFILE launch/train.py CONFIG.yaml [section.option=value ...] [FLAGS]
+torchrun --nproc-per-node 8 -m launch.train CONFIG.yaml [section.option=value ...] [FLAGS]
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ from launch.trainer.run_summary import tell_start
 from launch.trainer.start_flags import NO_FLAGS, StartFlags, split_flags
 from megalite.checkpoint.durable_files import NO_ROOM
 from megalite.checkpoint.errors import StorageError
+from megalite.checkpoint.small_files import forbid_writing_by_all
 from megalite.config import Config, resolve_layout
 from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.config.layout import unchecked_layout
@@ -99,6 +100,7 @@ ENDINGS: dict[type[Exception], tuple[int, str]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one rank and returns its exit code. User errors are printed as one line on stderr, once per host."""
+    forbid_writing_by_all()
     console = outlive_readers()
     take_signals()  # until training begins there is nothing to save
     end_with_parent()  # a launcher that is killed takes its ranks along; they save first
@@ -175,7 +177,9 @@ def run(
     """
     if not config.unresolved_options:
         unchecked_layout(config, rank.world_size)  # refuses another number of ranks before any of them waits
-    lock = lock_run_folder(config, RUN_LOCK_TIMEOUT_S if ATTEMPT in os.environ else 0.0) if rank.rank == 0 else None
+    lock, patience_s = None, RUN_LOCK_TIMEOUT_S if ATTEMPT in os.environ else 0.0
+    if rank.rank == 0:
+        lock = lock_run_folder(config, patience_s, shared=flags.shared_run_dir)
     heartbeat = _start_heartbeat(config, rank, exit_stack)  # before the long imports
     progress.begin("loading PyTorch and DeepSpeed")
     import torch

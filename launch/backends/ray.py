@@ -33,8 +33,9 @@ from launch.runtime.processes import ProcessTree, StopSignals
 from launch.runtime.rank_environment import ATTEMPT
 from launch.supervision.supervisor import REAPER_S, AttemptEnd, CommandSupervisor, Policy
 from launch.trainer.run_config import load_run_config
-from launch.trainer.run_folder import lock_run_folder
+from launch.trainer.run_folder import lock_run_folder, make_run_folder
 from launch.trainer.start_flags import split_flags
+from megalite.checkpoint.small_files import UnsafeFile, check_small_file, make_folder
 from megalite.config import Config
 from megalite.engine.meeting_place import SECRET, new_secret
 from megalite.resilience.signals import STOP_SIGNALS
@@ -94,16 +95,20 @@ class RaySupervisor(CommandSupervisor):
         deadline = time.monotonic() + self._policy.grace_s + REAPER_S
         while time.monotonic() < deadline and signals.take() is None:
             with contextlib.suppress(LaunchError):
-                return lock_run_folder(self._config).close()
+                return lock_run_folder(self._config, shared=True).close()  # checked before the start
             time.sleep(POLL_S)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs one attempt; returns its exit code."""
     count, gpus, address, grace_s, *run = arguments
-    config = load_run_config(Path(run[0]), split_flags(run[1:])[1])
+    flags, overrides = split_flags(run[1:])
+    config = load_run_config(Path(run[0]), overrides)
+    make_run_folder(config.run_dir, shared=flags.shared_run_dir)
     logs = config.run_dir.resolve() / FOLDER
-    logs.mkdir(parents=True, exist_ok=True)
+    make_folder(logs)
+    for rank in range(int(count)):
+        check_small_file(logs / f"rank_{rank}.log")
     os.environ |= OWN_SETTINGS
     with contextlib.chdir(CHECKOUT[0] if CHECKOUT else "/"):  # Ray's workers load code from the driver's folder
         _connect(address, int(count))
@@ -265,6 +270,6 @@ def _echoed(path: Path) -> Iterator[None]:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except LaunchError as error:
+    except (LaunchError, UnsafeFile) as error:
         log.error(error)
         sys.exit(USER_ERROR_CODE)

@@ -13,6 +13,7 @@ from pathlib import Path
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import LATEST, STEP, Manifest
 from megalite.checkpoint.remote.storage import Listed, Store, list_checkpoints
+from megalite.checkpoint.small_files import read_small_file
 from megalite.config.places import url_of
 
 CHECKPOINTS = "checkpoints"  # subfolder of a run folder
@@ -100,8 +101,8 @@ def _pointer_and_left_overs(root: str) -> tuple[str | None, list[str]]:
     else:
         path = Path(root)
         pointer = None
-        with suppress(OSError), (path / LATEST).open("rb") as file:
-            pointer = file.read(100)
+        with suppress(OSError):
+            pointer = read_small_file(path / LATEST, 100)
         folders = [folder.name for folder in path.iterdir()] if path.is_dir() else []
     latest = pointer.decode(errors="replace").strip() if pointer else None
     return latest, sorted(name for name in folders if LEFT_OVER.fullmatch(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from launch.runtime.run_lock import LOCK, lock_file
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import MANIFEST, find_latest
 from megalite.checkpoint.retention import Retention, RetentionCandidate, clean_up, prune, reasons_to_keep
+from megalite.checkpoint.small_files import SAFELY
 
 LOCAL_ONLY = "only checkpoints of this machine are pruned; delete there with the tools of that storage"
 
@@ -58,7 +60,7 @@ def no_run_in(place: str) -> Iterator[None]:
         for lock in {folder.absolute().parent / LOCK, folder.resolve().parent / LOCK}:
             if lock.is_file():
                 try:
-                    lock_file(held.enter_context(lock.open()))
+                    lock_file(held.enter_context(os.fdopen(os.open(lock, os.O_RDONLY | SAFELY))))
                 except BlockingIOError:
                     raise LaunchError(
                         f"a run is using {lock.parent}, and deletes by its own checkpoint.keep_last, keep_every and "

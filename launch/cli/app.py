@@ -34,6 +34,7 @@ from launch.cli.options import (
     LongestWait,
     Overrides,
     Restarts,
+    SharedRunDir,
     Silence,
 )
 from launch.cli.place import place
@@ -59,6 +60,7 @@ from launch.runtime.modules import COMMAND_LINE, python_command
 from launch.trainer.run_config import load_run_config
 from launch.trainer.start_flags import StartFlags
 from megalite.checkpoint.durable_files import NO_ROOM
+from megalite.checkpoint.small_files import forbid_writing_by_all
 from megalite.config import Config
 from megalite.config.hidden_secrets import without_secrets
 
@@ -128,6 +130,7 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result of --dry-run as JSON.")] = False,
     force: Force = False,
     allow_change: AllowChange = False,
+    shared_run_dir: SharedRunDir = False,
     restart: Annotated[
         int, typer.Option(min=0, metavar="N", help="Restart a failed run, up to N times; see supervise.")
     ] = 0,
@@ -143,7 +146,7 @@ def train(
     from launch.trainer.local_run import ending_on_signals, print_dry_run, start_local_run
     from megalite.resilience.signals import take_signals
 
-    flags = StartFlags(force, allow_change)
+    flags = StartFlags(force, allow_change, shared_run_dir)
     arguments = [str(config_path), *(overrides or [])]
     if dry_run:
         print_dry_run(load_run_config(config_path, overrides or []), flags, full=full, as_json=as_json)
@@ -269,6 +272,7 @@ def _refuse_dashed_overrides(words: list[str]) -> None:
 
 def main() -> None:
     """Entry of the `megalite` command."""
+    forbid_writing_by_all()
     try:
         try:
             _refuse_dashed_overrides(sys.argv[1:])

@@ -11,7 +11,7 @@ import typer
 from launch.backends.kubernetes import parsing
 from launch.backends.kubernetes.manifests import Kind, PodJob, name_of, objects_of, to_yaml
 from launch.backends.submission import Delivery, fit_layout, load_checked_config
-from launch.cli.options import AllowChange, ConfigPath, Force, OutputFile, Overrides, OverwriteFile
+from launch.cli.options import AllowChange, ConfigPath, Force, OutputFile, Overrides, OverwriteFile, SharedRunDir
 from launch.errors import LaunchError
 from launch.trainer.start_flags import StartFlags
 from megalite.config import Config, ResolvedLayout
@@ -80,6 +80,7 @@ def k8s(
     as_json: Annotated[bool, typer.Option("--json", help="Print objects, notices and actions as JSON.")] = False,
     force: Force = False,
     allow_change: AllowChange = False,
+    shared_run_dir: SharedRunDir = False,
 ) -> None:
     """Write Kubernetes manifests for a run, or --submit them.
 
@@ -130,7 +131,7 @@ def k8s(
         environment=parsing.variables(env or [], secret_env or []),
         service_account=service_account,
         restarts=restarts,
-        flags=StartFlags(force, allow_change),
+        flags=StartFlags(force, allow_change, shared_run_dir),
         grace_s=grace,
     )
     if memory is not None and not (gpus_per_node or force or config.unresolved_options):

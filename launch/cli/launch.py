@@ -21,6 +21,7 @@ from launch.cli.options import (
     LongestWait,
     Overrides,
     Restarts,
+    SharedRunDir,
     Silence,
     SshPort,
     TopologyPath,
@@ -75,6 +76,7 @@ def launch(
     as_json: Annotated[bool, typer.Option("--json", help="Print the dry run as JSON.")] = False,
     force: Force = False,
     allow_change: AllowChange = False,
+    shared_run_dir: SharedRunDir = False,
 ) -> None:
     """Train on the hosts of a hostfile, or resume training there.
 
@@ -107,7 +109,7 @@ def launch(
         host_timeout_s=host_timeout,
         wait_for_hosts_s=60 * wait_for_hosts,
         topology=read_topology(topology) if topology is not None else None,
-        flags=StartFlags(force, allow_change),
+        flags=StartFlags(force, allow_change, shared_run_dir),
     )
     check_launcher(launcher, hosts, ssh_port)
     check_paths(config.run_dir.absolute())

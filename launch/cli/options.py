@@ -24,6 +24,12 @@ AllowChange = Annotated[
         help="Resume although an option has changed that the data or the saved moments depend on.",
     ),
 ]
+SharedRunDir = Annotated[
+    bool,
+    typer.Option(
+        "--shared-run-dir", help="Start in a run_dir that others own or that a group may write: they are trusted."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 ModelTokenizer = Annotated[
     str | None,

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from launch.backends.submission import load_checked_config
-from launch.cli.options import AllowChange, ConfigPath, Force, Overrides
+from launch.cli.options import AllowChange, ConfigPath, Force, Overrides, SharedRunDir
 from launch.errors import LaunchError
 from launch.runtime.logs import get_logger
 from launch.runtime.modules import RAY_DRIVER, python_command
@@ -43,6 +43,7 @@ def ray(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started; start nothing.")] = False,
     force: Force = False,
     allow_change: AllowChange = False,
+    shared_run_dir: SharedRunDir = False,
 ) -> None:
     """Train on Ray workers, one rank each, or resume training there. Needs `pip install megalite[ray]`.
 
@@ -72,7 +73,7 @@ def ray(
     log.info(f"{plural(count, 'worker')} ({sizes}), {plural(gpus, 'GPU')} each, on {cluster}")
     for notice in notices:
         log.info(notice)
-    flags = StartFlags(force, allow_change)
+    flags = StartFlags(force, allow_change, shared_run_dir)
     position = find_position(config, flags, is_dry=dry_run)
     if dry_run:
         print("dry run: nothing was started")

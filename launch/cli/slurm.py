@@ -15,10 +15,10 @@ import typer
 
 from launch.backends.slurm import SlurmJob, Spawner, batch_script
 from launch.backends.submission import Delivery, fit_layout, load_checked_config
-from launch.cli.options import AllowChange, ConfigPath, Force, OutputFile, Overrides, OverwriteFile
+from launch.cli.options import AllowChange, ConfigPath, Force, OutputFile, Overrides, OverwriteFile, SharedRunDir
 from launch.errors import LaunchError
-from launch.trainer.run_folder import check_run_place
-from launch.trainer.start_flags import StartFlags
+from launch.trainer.run_folder import check_run_place, make_run_folder
+from launch.trainer.start_flags import SHARED_RUN_DIR, StartFlags
 from megalite.config import Config
 
 TIME = re.compile(r"(?:(\d+)-)?(\d+(?::\d+){0,2})")
@@ -82,6 +82,7 @@ def slurm(
     as_json: Annotated[bool, typer.Option("--json", help="Print script, job and notices as JSON.")] = False,
     force: Force = False,
     allow_change: AllowChange = False,
+    shared_run_dir: SharedRunDir = False,
 ) -> None:
     """Write a Slurm batch script for a run, or --submit it.
 
@@ -93,7 +94,7 @@ def slurm(
     from launch.planning.auto_layout import sizes_in_words
     from launch.runtime.local_ranks import rank_environment
 
-    flags = StartFlags(force, allow_change)
+    flags = StartFlags(force, allow_change, shared_run_dir)
     config = load_checked_config(config_path, overrides)
     gpus = _gpus(gpus_per_node)
     options = tuple(_option(text) for text in sbatch_option or [])
@@ -201,9 +202,10 @@ def _deliver(job: SlurmJob, delivery: Delivery, notices: list[str]) -> None:
     if delivery.submit and shutil.which("sbatch") is None:
         raise LaunchError("there is no sbatch on PATH, so nothing can be submitted: run this on a host of the cluster")
     delivery.check()
-    check_run_place(job.run_dir)
+    is_shared = SHARED_RUN_DIR in job.flags
+    check_run_place(job.run_dir, shared=is_shared)
     text, number = batch_script(job), None
-    made = [] if delivery.dry_run else _make_folder(job.run_dir)
+    made = [] if delivery.dry_run else _make_folder(job.run_dir, shared=is_shared)
     done = []
     try:
         if delivery.submit and delivery.dry_run:
@@ -223,13 +225,10 @@ def _deliver(job: SlurmJob, delivery: Delivery, notices: list[str]) -> None:
     delivery.report(text, {**facts, "script": text}, notices, done)
 
 
-def _make_folder(run_dir: Path) -> list[Path]:
+def _make_folder(run_dir: Path, *, shared: bool) -> list[Path]:
     """Creates the folder of the log, without which Slurm ends a job silently; returns what it made, innermost first."""
     made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LaunchError(f"run_dir {run_dir} cannot be made: {error.strerror}") from None
+    make_run_folder(run_dir, shared=shared)
     return made
 
 

@@ -56,7 +56,9 @@ from launch.runtime.processes import StopSignals
 from launch.runtime.rank_environment import ATTEMPT, PRIVATE
 from launch.supervision.liveness import HeartbeatMonitor
 from launch.supervision.supervisor import AttemptEnd, Policy, Supervisor, sleep
+from launch.trainer.run_folder import make_run_folder
 from launch.trainer.start_flags import NO_FLAGS, StartFlags
+from megalite.checkpoint.small_files import make_folder
 from megalite.config import Config, ConfigError
 from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.engine.meeting_place import SECRET, new_secret
@@ -243,11 +245,11 @@ class HostsSupervisor(Supervisor):
         seconds = time.monotonic() - self._began
         locks = [(name, lock) for name, facts in report.facts.items() for lock in facts["locks"]]
         held = {lock["path"] for _, lock in locks if lock["holder"] is not None}  # the holder may be another host
-        left = {lock["path"]: name for name, lock in locks if lock["path"] not in held and lock["age_s"] < seconds}
-        for text, name in left.items():
-            path = Path(text)
-            self._connections[name].ask("remove_token", folder=str(path.parent), name=path.name, made=[])
-            self._log(f"removed {path} on {name}, which a killed compiler had left")
+        stale = [lock for lock in locks if lock[1]["age_s"] < seconds and lock[1]["path"] not in held]
+        left = {lock["path"]: name for name, lock in stale if lock["is_own"]}
+        for path, name in left.items():
+            if self._connections[name].ask("remove_lock", path=path)["removed"]:
+                self._log(f"removed {path} on {name}, which a killed compiler had left")
         return bool(left)
 
     def _connect(self) -> dict[str, HostError]:
@@ -283,7 +285,12 @@ class HostsSupervisor(Supervisor):
         reconnect = partial(HostConnection, ssh_port=self._options.ssh_port, patience_s=lease_s)
         with (
             HostMonitor(connections, guard, reconnect, lease_s) as monitor,
-            HeartbeatMonitor(self._run_dir, attempt, self._policy.heartbeat_timeout_s) as heartbeats,
+            HeartbeatMonitor(
+                self._run_dir,
+                attempt,
+                self._policy.heartbeat_timeout_s,
+                world_size=sum(one.slots for one in assignment.hosts),
+            ) as heartbeats,
         ):
             ended = HostsAttempt(command, environment, monitor, self._policy.grace_s, heartbeats.reason).run(signals)
             lost = monitor.lost()
@@ -305,6 +312,8 @@ class HostsSupervisor(Supervisor):
         own, _ = rank_environment(self._config.launch, ranks, assignment.device == "cuda", cores=assignment.cores)
         if options.launcher != "pdsh":  # MPI and srun set only rank numbers, and mpirun makes a terminal
             shown = shown | {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TTY_COMPATIBLE": "0"}
+        make_run_folder(self._run_dir, shared=options.flags.shared_run_dir)
+        make_folder(folder.parent, private=True)
         write_files(folder, hosts, own | shown, assignment.config)
         return launcher_command(
             options.launcher,

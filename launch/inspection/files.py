@@ -15,6 +15,7 @@ from typing import Any
 from launch.errors import LaunchError
 from launch.output import check_local
 from launch.runtime.run_lock import LockHolder, lock_holder
+from megalite.checkpoint.small_files import read_small_file
 from megalite.config import Config, ConfigError, load_config
 from megalite.config.places import url_of
 from megalite.monitor.events import EVENTS, read_events
@@ -24,6 +25,7 @@ Facts = Mapping[str, Any]
 CONFIG, RECEIPT, METRICS = "config.yaml", "receipt.json", "metrics.jsonl"
 METRICS_BYTES = 1 << 19  # at the end of the file: the last thousand steps
 EVENTS_BYTES = 1 << 23
+SETTINGS_BYTES = 1 << 22  # of config.yaml or receipt.json
 
 
 @dataclass(frozen=True)
@@ -133,11 +135,12 @@ def seconds_between(records: Sequence[Facts]) -> list[float]:
 
 
 def _config(path: Path, problems: list[str]) -> Config | None:
-    if not path.exists():
-        return None
     try:
+        read_small_file(path, SETTINGS_BYTES)  # `load_config` would wait for a named pipe, and read any size
         return load_config(path)
-    except ConfigError as error:
+    except FileNotFoundError:
+        return None
+    except (OSError, ConfigError) as error:
         problems.append(str(error))
         return None
 
@@ -152,10 +155,10 @@ def _problems_with_lines(path: Path, found: Sequence[Facts]) -> Iterator[str]:
 
 def _receipt(path: Path, problems: list[str]) -> Facts:
     try:
-        receipt = json.loads(path.read_bytes())
+        receipt = json.loads(read_small_file(path, SETTINGS_BYTES))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path} cannot be read: {error}")
         return {}
     return receipt if isinstance(receipt, dict) else {}

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.small_files import write_small_file
+
 PAUSE_S = 0.02
 PATIENCE_S = 10.0  # for a reader that pauses
 CHUNK_BYTES = select.PIPE_BUF  # a pipe that is ready takes this many bytes at once
@@ -38,8 +40,8 @@ class Console:
     def lose(self, data: bytes, error: OSError | None) -> None:
         """Stores output that could not be written."""
         if self._path is not None:
-            with contextlib.suppress(OSError), self._path.open("ab") as file:
-                file.write(data)
+            with contextlib.suppress(OSError):
+                write_small_file(self._path, data, append=True)
         if isinstance(error, BrokenPipeError) and self._on_broken_pipe is not None and not self._is_broken:
             self._is_broken = True
             self._on_broken_pipe()

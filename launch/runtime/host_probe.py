@@ -18,6 +18,7 @@ import random
 import resource
 import site
 import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -254,7 +255,8 @@ def size_of(path: str) -> int | None:
 
 
 def compile_locks(caches: list[str]) -> list[dict[str, Any]]:
-    """Returns the locks of torch's extension builder with their age and the process of this host that holds them.
+    """Returns the locks of torch's extension builder: age, the process of this host that holds it, and whether it is
+    a file that this user has there.
 
     Every process that finds a lock without a holder waits for ever (torch/utils/file_baton.py).
     """
@@ -262,9 +264,38 @@ def compile_locks(caches: list[str]) -> list[dict[str, Any]]:
     own = os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path(cache, "torch_extensions"))
     folders = [Path(folder) for folder in dict.fromkeys([*caches, own])]
     locks = [lock for folder in folders for lock in (*folder.glob("*/lock"), *folder.glob("*/*/lock"))]
-    ages = {str(lock.resolve()): time.time() - lock.stat().st_mtime for lock in locks if lock.is_file()}
-    holders = holders_of(set(ages))
-    return [{"path": path, "age_s": age_s, "holder": holders.get(path)} for path, age_s in sorted(ages.items())]
+    found = {Path(lock.parent.resolve(), lock.name): lock.lstat() for lock in locks if not lock.is_dir()}
+    roots = {root.resolve() for root in folders}
+    holders = holders_of({str(path) for path in found})
+    return [
+        {
+            "path": str(path),
+            "age_s": time.time() - state.st_mtime,
+            "holder": holders.get(str(path)),
+            # a link, of the lock or of a folder above, may lead to a lock of another program
+            "is_own": is_own_file(state) and not roots.isdisjoint(path.parents),
+        }
+        for path, state in sorted(found.items())
+    ]
+
+
+def is_own_file(state: os.stat_result) -> bool:
+    """Returns whether it is a regular file of the user of this process."""
+    return stat.S_ISREG(state.st_mode) and state.st_uid == os.geteuid()
+
+
+def remove_lock(path: str) -> dict[str, bool]:
+    """Removes a compile lock, but no link and no other user's file; returns whether it is gone."""
+    lock = Path(path)
+    with contextlib.suppress(OSError):
+        folder = os.open(str(lock.parent), os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if is_own_file(os.stat(lock.name, dir_fd=folder, follow_symlinks=False)):
+                os.unlink(lock.name, dir_fd=folder)
+                return {"removed": True}
+        finally:
+            os.close(folder)
+    return {"removed": False}
 
 
 def holders_of(paths: set[str]) -> dict[str, int]:
@@ -441,6 +472,6 @@ ACTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     action.__name__: action
     for action in (
         *(facts, file_digests, clock, free_port, run_program),
-        *(listen, stop_listening, connect, write_token, read_tokens, remove_token),
+        *(listen, stop_listening, connect, write_token, read_tokens, remove_token, remove_lock),
     )
 }

@@ -130,7 +130,8 @@ def _parse_filter(option: str, text: str, hosts: Sequence[Host]) -> dict[str, tu
         if name in named:
             raise LaunchError(f"{option} {text}: host {name} is named twice: put its slots together ({name}:0,1)")
         slots = numbers.split(",") if colon else [str(device) for device in known[name].devices]
-        wrong = [slot for slot in slots if not slot.isdecimal() or int(slot) not in known[name].devices]
+        devices = known[name].devices
+        wrong = [slot for slot in slots if not re.fullmatch(r"[0-9]{1,6}", slot) or int(slot) not in devices]
         if wrong:
             raise LaunchError(
                 f"{option} {text}: host {name} has slots 0 to {known[name].slots - 1}, not {wrong[0]!r}: correct it"

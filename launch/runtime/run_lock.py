@@ -19,7 +19,11 @@ from typing import IO
 
 import psutil
 
+from megalite.checkpoint.small_files import SAFELY, open_to_write, read_small_file
+
 LOCK = ".lock"
+LONGEST_BYTES = 4096
+LARGEST_PROCESS_ID = 1 << 22  # of Linux, linux/threads.h
 LOOKED_AT_S = 0.3  # `is_locked` holds the lock for microseconds, which must not make a start fail
 RETRY_S = 0.05
 
@@ -46,10 +50,10 @@ class LockHolder:
 def take_lock(folder: Path, patience_s: float = 0.0) -> IO[str]:
     """Locks a run's folder until the returned file is closed, and writes down who holds it.
 
-    Raises BlockingIOError if another process keeps the lock for longer than `patience_s`, and OSError if the file
-    cannot be written.
+    Raises BlockingIOError if another process keeps the lock for longer than `patience_s`, UnsafeFile where a stranger
+    has put something in its place, and another OSError if the file cannot be written.
     """
-    lock = (folder / LOCK).open("a+")  # what it says stays until the lock is ours
+    lock = os.fdopen(open_to_write(folder / LOCK), "r+")  # what it says stays until the lock is ours
     try:
         lock_file(lock, patience_s)
     except OSError:
@@ -77,22 +81,27 @@ def lock_file(lock: IO[str], patience_s: float = 0.0) -> None:
 def is_locked(folder: Path) -> bool | None:
     """Returns whether a process holds the lock of a run's folder; None if this file system does not tell."""
     try:
-        with (folder / LOCK).open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        descriptor = os.open(folder / LOCK, os.O_RDONLY | SAFELY)
     except FileNotFoundError:
         return False
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
         return None
+    finally:
+        os.close(descriptor)
     return False
 
 
 def lock_holder(folder: Path) -> LockHolder | None:
     """Returns the process that took the lock last; None if none did, or if an older version of megalite did."""
     try:
-        found = LockHolder(**json.loads((folder / LOCK).read_bytes()))
-    except (OSError, ValueError, TypeError):
+        found = LockHolder(**json.loads(read_small_file(folder / LOCK, LONGEST_BYTES)))
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
-    is_sound = isinstance(found.host, str) and isinstance(found.process, int) and isinstance(found.time, float)
-    return found if is_sound else None
+    is_sound = isinstance(found.host, str) and type(found.process) is int and isinstance(found.time, float)
+    return found if is_sound and 0 < found.process <= LARGEST_PROCESS_ID else None

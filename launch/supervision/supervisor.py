@@ -32,6 +32,7 @@ from launch.runtime.rank_environment import ATTEMPT
 from launch.supervision.liveness import HeartbeatMonitor
 from launch.supervision.run_outcome import RunFolder, run_exit_code
 from launch.trainer.run_config import load_run_config
+from megalite.checkpoint.small_files import read_end
 from megalite.config import Config
 from megalite.monitor.events import append_line
 from megalite.monitor.observer import Nonfatal
@@ -43,6 +44,7 @@ ATTEMPTS = "attempts.jsonl"
 STARTUP_FAILURES = 5  # in a row, after which a transient cause, such as a lock or unmounted storage, is unlikely
 REAPER_S = 20.0  # for the reaper to end an attempt after the grace period, before it is killed itself
 ANNOUNCEMENT = re.compile(r"restart \d+ of \d+ in ([\d.e+]+) s: ")
+ANNOUNCED_BYTES = 1 << 16  # at the end of the log, with its last line
 START_S = 120.0  # from a restart until the new ranks take the lock of the run's folder
 FINAL = {  # exit codes after which a restart would not help, or is not wanted
     0: "done",
@@ -226,8 +228,8 @@ class Supervisor(ABC):
         with self._nonfatal("the console"):
             log.log(level, "%s", sentence)
         if self._run_dir.is_dir():
-            with self._nonfatal(str(self._run_dir / LOG)), (self._run_dir / LOG).open("a") as file:
-                file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {sentence}\n")
+            with self._nonfatal(str(self._run_dir / LOG)):
+                append_line(self._run_dir / LOG, f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {sentence}\n")
 
 
 class CommandSupervisor(Supervisor):
@@ -263,7 +265,8 @@ class CommandSupervisor(Supervisor):
 def announced_restart(run_dir: Path) -> str:
     """Returns the sentence that announces a restart, if that is a supervisor's last word and not overdue; else ""."""
     try:
-        written, _, sentence = (run_dir / LOG).read_text(errors="replace").splitlines()[-1].partition(" ")
+        last = read_end(run_dir / LOG, ANNOUNCED_BYTES).decode(errors="replace").splitlines()[-1]
+        written, _, sentence = last.partition(" ")
         announced = ANNOUNCEMENT.match(sentence)
         if announced is None:
             return ""

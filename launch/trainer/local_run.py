@@ -104,7 +104,7 @@ def _export_if_missing(config: Config, checkpoint: Path) -> None:
     from launch.huggingface.exporting import export_hugging_face
 
     log.info(f"exporting it to {folder}")
-    with lock_run_folder(config):
+    with lock_run_folder(config, shared=True):  # checked by `find_position`
         try:
             export_hugging_face(checkpoint, folder, dtype=config.checkpoint.export_hf_dtype)
         except USER_ERRORS as error:  # no failure of the run, whose training is complete
@@ -119,7 +119,7 @@ def _mirror_if_missing(config: Config, url: str, checkpoint: Path) -> None:
         log.info(sentence)
         events.write(event, **facts)
 
-    with lock_run_folder(config):
+    with lock_run_folder(config, shared=True):  # checked by `find_position`
         mirror = open_mirror(url, config.checkpoint, tell)
         mirror.on_commit(checkpoint)
         if missing := wait_for_mirror(mirror, config, log.info):  # no failure of the run, whose training is complete

@@ -87,7 +87,7 @@ def check_start(config: Config, flags: StartFlags, *, is_dry: bool = False) -> C
 
 def find_position(config: Config, flags: StartFlags, *, is_dry: bool = False) -> RunPosition:
     """Checks the run's folder, its data and its checkpoint, as rank 0 of the run does. Creates no folder."""
-    check_run_folder(config)
+    check_run_folder(config, shared=flags.shared_run_dir)
     return position_without_lock(config, flags, may_download=not is_dry)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-FORCE, ALLOW_CHANGE = "--force", "--allow-change"
+FORCE, ALLOW_CHANGE, SHARED_RUN_DIR = "--force", "--allow-change", "--shared-run-dir"
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,13 @@ class StartFlags:
 
     force: bool = False  # start although the predicted memory does not fit
     allow_change: bool = False  # resume although options have changed that give the checkpoint another meaning
+    shared_run_dir: bool = False  # start in a folder that others own, or that a group may write
 
     @property
     def words(self) -> list[str]:
         """The flags that are set, as arguments of a rank."""
-        return [FORCE] * self.force + [ALLOW_CHANGE] * self.allow_change
+        given = {FORCE: self.force, ALLOW_CHANGE: self.allow_change, SHARED_RUN_DIR: self.shared_run_dir}
+        return [word for word, is_set in given.items() if is_set]
 
 
 NO_FLAGS = StartFlags()
@@ -29,5 +31,6 @@ NO_FLAGS = StartFlags()
 
 def split_flags(arguments: Sequence[str]) -> tuple[StartFlags, list[str]]:
     """Separates the flags from the other arguments of a rank, whose order stays."""
-    others = [argument for argument in arguments if argument not in (FORCE, ALLOW_CHANGE)]
-    return StartFlags(FORCE in arguments, ALLOW_CHANGE in arguments), others
+    words = (FORCE, ALLOW_CHANGE, SHARED_RUN_DIR)
+    others = [argument for argument in arguments if argument not in words]
+    return StartFlags(*(word in arguments for word in words)), others

@@ -15,6 +15,7 @@ from pathlib import Path
 from megalite.checkpoint.durable_files import NO_ROOM, remove, room_at, sync
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.tokenizer_folder import MORE_TEMPLATES
+from megalite.checkpoint.small_files import SAFELY, make_folder, open_to_write, write_small_file
 from megalite.checkpoint.writer import temporary_folder
 
 LOCK = "conversion.lock"
@@ -87,8 +88,10 @@ def _replaced(folder: Path) -> Path:
 
 def _locked(temporary: Path) -> int:
     """Creates the empty folder and a lock in it, which the returned descriptor holds."""
-    temporary.mkdir(exist_ok=True)
-    descriptor = os.open(temporary / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    if temporary.is_symlink():
+        remove(temporary)
+    make_folder(temporary)
+    descriptor = open_to_write(temporary / LOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -110,7 +113,7 @@ def _publish(temporary: Path, folder: Path) -> None:
     sync(temporary)
     if folder.exists() and any(folder.iterdir()):
         remove(_replaced(folder))
-        (folder / LOCK).touch()  # until its successor is there it is to get its name back
+        write_small_file(folder / LOCK, b"")  # until its successor is there it is to get its name back
         folder.rename(_replaced(folder))
     temporary.rename(folder)
     (folder / LOCK).unlink()
@@ -132,7 +135,7 @@ def recover(parent: Path) -> None:
 
 
 def _is_held(lock: Path) -> bool:
-    descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+    descriptor = os.open(lock, os.O_RDWR | SAFELY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import FileEntry
+from megalite.checkpoint.small_files import SAFELY, check_small_file, open_new
 
 NO_ROOM = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up"}
 
@@ -40,7 +41,6 @@ def write_durably(path: Path, data: bytes) -> None:
     descriptor, temporary = _temporary_of(path)
     with os.fdopen(descriptor, "wb", buffering=0) as file:
         try:
-            file.truncate()
             rest = memoryview(data)
             while rest:  # a disk that is nearly full takes a part
                 rest = rest[file.write(rest) :]
@@ -54,17 +54,37 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def _temporary_of(path: Path) -> tuple[int, Path]:
-    """Opens a file that nobody else writes: `.NAME.tmp`, which killed processes leave, or, while another process has
-    that one, a file of its own."""
+    """Creates a file that nobody else writes: `.NAME.tmp`, where killed processes may have left one, or, while another
+    process has that one or a stranger has put something there, a file of its own."""
     usual = path.with_name(f".{path.name}.tmp")
-    descriptor = os.open(usual, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    _remove_left_over(usual)
+    with suppress(FileExistsError):
+        descriptor = open_new(usual)
+        if _is_locked_by_us(descriptor, usual):
+            return descriptor, usual
+        os.close(descriptor)
+    own = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    return open_new(own), own
+
+
+def _remove_left_over(temporary: Path) -> None:
+    """Removes a temporary file that no process writes, instead of writing into it: it may have a second name."""
+    with suppress(OSError):
+        check_small_file(temporary)
+        descriptor = os.open(temporary, os.O_RDONLY | SAFELY)
+        try:
+            if _is_locked_by_us(descriptor, temporary):
+                temporary.unlink()
+        finally:
+            os.close(descriptor)
+
+
+def _is_locked_by_us(descriptor: int, path: Path) -> bool:
+    """Locks an open file, and returns whether that worked and the file still has its name."""
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), usual.stat()):  # or it has just been renamed
-            return descriptor, usual
-    os.close(descriptor)
-    own = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    return os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), own
+        return os.path.samestat(os.fstat(descriptor), path.lstat())  # or another process has just renamed it
+    return False
 
 
 def room_at(folder: Path) -> int:

@@ -7,22 +7,27 @@ restarts and lost work.
 from __future__ import annotations
 
 import json
+import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.small_files import open_to_write
 from megalite.config.hidden_secrets import without_secrets
+
+LONGEST_LINE_BYTES = 1 << 20
 
 
 def append_line(path: Path, line: str) -> None:
-    """Appends one line. Raises OSError.
+    """Appends one line. Raises OSError, UnsafeFile where the file is none that a run has made.
 
     The file is opened each time, so that a full disk damages no other line. If a kill has left half a line, the new one
     starts on a line of its own. The line is one append of the kernel's, so threads do not mix their lines.
     """
     data = line.encode()
-    with path.open("ab+") as file:
-        if file.tell() > 0:
+    with os.fdopen(open_to_write(path, append=True), "ab+") as file:
+        if file.seek(0, os.SEEK_END) > 0:
             file.seek(-1, 2)
             if file.read(1) != b"\n":
                 data = b"\n" + data
@@ -31,23 +36,20 @@ def append_line(path: Path, line: str) -> None:
 
 def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
     """Returns the objects in the order of writing, all or those in the last bytes; skips lines that a kill left
-    half-written. Raises OSError."""
-    if not path.is_file():
+    half-written, and those of LONGEST_LINE_BYTES or more. Raises OSError."""
+    if not path.is_file():  # nor a named pipe, which would be waited for
         return []
+    objects = []
     with path.open("rb") as file:
         start = 0 if last_bytes is None else max(0, file.seek(0, 2) - last_bytes)
         file.seek(start)
-        if start > 0:
-            file.readline()  # it may be cut
-        lines = file.read().splitlines()
-    objects = []
-    for line in lines:
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            objects.append(value)
+        is_cut = start > 0
+        while line := file.readline(LONGEST_LINE_BYTES):
+            is_whole = not is_cut and len(line) < LONGEST_LINE_BYTES
+            is_cut = not line.endswith(b"\n")
+            with suppress(ValueError, RecursionError):
+                if is_whole and isinstance(value := json.loads(line), dict):
+                    objects.append(value)
     return objects
 
 

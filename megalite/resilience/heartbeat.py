@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import threading
@@ -16,12 +17,18 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megalite.checkpoint.small_files import UnsafeFile, make_folder, open_to_write, read_small_file
+
+log = logging.getLogger(__name__)
+
 FOLDER = ".ranks"
 READER = "reader.json"
 BEAT_S = 2.0
 WRITES_PER_S = 200  # of all ranks together, on shared storage
 LONGEST_BEAT_S = 10.0
 LENGTH = 256  # bytes; all lines are equally long, so that no reader sees the end of an older one
+LONGEST = 4 * LENGTH  # a line with long names is longer
+LARGEST = 1 << 31  # above every number of a rank, a process or a step, and what psutil takes
 LEAVE_S = 5.0  # for the thread to remove the file; storage that hangs may block it
 
 
@@ -35,6 +42,20 @@ class Beat:
     process: int
     count: int  # grows while the rank lives
     step: int  # the current step, from 1; 0: starting
+
+    @classmethod
+    def parsed(cls, data: bytes) -> Beat:
+        """Parses the line of a rank. Raises ValueError for anything that no rank writes."""
+        try:
+            found = cls(**json.loads(data))
+        except (TypeError, RecursionError):  # whose messages hold words of the file
+            raise ValueError("it is no JSON object with the facts of a rank") from None
+        words, numbers = (found.attempt, found.host), (found.rank, found.process, found.count, found.step)
+        if not all(isinstance(word, str) and word.isprintable() for word in words):
+            raise ValueError("its attempt or host is no printable word")
+        if not all(type(number) is int and 0 <= number < LARGEST for number in numbers) or found.process == 0:
+            raise ValueError("its rank, process, count or step is no such number")
+        return found
 
     def __str__(self) -> str:
         where = f"in step {self.step}" if self.step else "starting"
@@ -92,26 +113,43 @@ class Heartbeat:
                     path.unlink()
 
 
-def read_beats(run_dir: Path, attempt: str) -> dict[int, Beat]:
-    """Returns by rank the heartbeats of an attempt that can be read at the moment."""
+def read_beats(
+    run_dir: Path, attempt: str, world_size: int | None = None, refused: dict[str, str] | None = None
+) -> dict[int, Beat]:
+    """Returns by rank the heartbeats of an attempt that can be read at the moment.
+
+    Ignores what no rank of `world_size` ranks writes (None: any number); adds it to `refused`: file -> reason.
+    """
     found = {}
     for path in (run_dir / FOLDER).glob("beat_*.json"):
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            beat = Beat(**json.loads(path.read_bytes()))
-            if beat.attempt == attempt:
-                found[beat.rank] = beat
+        try:
+            beat = Beat.parsed(read_small_file(path, LONGEST, trusted=True))
+            if beat.attempt != attempt:  # of an earlier one, whose ranks were killed
+                continue
+            if path != _path(run_dir, beat.rank) or (world_size is not None and beat.rank >= world_size):
+                raise ValueError(f"there is no rank {beat.rank} that writes this file")
+            found[beat.rank] = beat
+        except FileNotFoundError:
+            continue  # its rank has left
+        except (UnsafeFile, ValueError) as error:
+            if refused is not None:
+                refused[path.name] = str(error)
+        except OSError:
+            continue  # the storage may answer the next time
     return found
 
 
 def beat_times(run_dir: Path) -> list[tuple[float, float]]:
     """Returns when each rank wrote its heartbeat last, in unix seconds, and the seconds since, whatever the attempt.
 
+    Whoever may write into the run's folder can plant a time.
+
     By this host's clock and the file system's: for a reader that looks once. A supervisor has `StaleHeartbeats`.
     """
     found = []
     for path in (run_dir / FOLDER).glob("beat_*.json"):
         with contextlib.suppress(OSError):
-            written = path.stat().st_mtime
+            written = path.lstat().st_mtime
             found.append((written, max(0.0, time.time() - written)))
     return found
 
@@ -125,18 +163,31 @@ class StaleHeartbeats:
 
     def __init__(self, run_dir: Path, attempt: str, limit_s: float) -> None:
         self._run_dir, self._attempt, self._limit_s = run_dir, attempt, limit_s
+        self._refused: dict[str, str] = {}  # at the last poll
+        self._warned: set[str] = set()
         self._longest_pause_s = limit_s / 10  # between two polls; longer pauses do not count
         self._polled_at, self._polled_s = time.monotonic(), 0.0
         self._last_change: dict[int, tuple[tuple[int, int], float]] = {}  # rank: (process, count), time of the change
 
-    def silent(self) -> list[Beat]:
-        """Returns the last heartbeats of ranks that have written none for the limit."""
+    def silent(self, world_size: int | None = None) -> list[Beat]:
+        """Returns the last heartbeats of ranks that have written none for the limit; ignores as `read_beats` does."""
+        refused: dict[str, str] = {}
         try:
             write_line(self._run_dir / FOLDER / READER, json.dumps({"attempt": self._attempt}))
-            beats = read_beats(self._run_dir, self._attempt)
-        except OSError:
+            beats = read_beats(self._run_dir, self._attempt, world_size, refused)
+        except OSError as error:
+            if isinstance(error, UnsafeFile):
+                self._warn("heartbeats", f"heartbeats cannot be watched: {error}")
             self._polled_at = time.monotonic()
             return []
+        if lasting := refused.keys() & self._refused.keys():  # no rank is just writing them
+            name = min(lasting)
+            others = f", as are {len(lasting) - 1} others" if len(lasting) > 1 else ""
+            folder = self._run_dir / FOLDER
+            self._warn(
+                "files", f"{name!r} in {folder} is no heartbeat of a rank and is ignored{others}: {refused[name]}"
+            )
+        self._refused = refused
         now = time.monotonic()
         self._polled_s += min(now - self._polled_at, self._longest_pause_s)
         self._polled_at = now
@@ -146,6 +197,12 @@ class StaleHeartbeats:
             last_change[rank] = known if known is not None and known[0] == sign else (sign, self._polled_s)
         self._last_change = last_change
         return [beat for rank, beat in beats.items() if self._polled_s - self._last_change[rank][1] > self._limit_s]
+
+    def _warn(self, subject: str, sentence: str) -> None:
+        """Logs a sentence, once on each subject."""
+        if subject not in self._warned:
+            self._warned.add(subject)
+            log.warning(sentence)
 
     def close(self) -> None:
         """Removes the reader's file."""
@@ -157,11 +214,10 @@ class StaleHeartbeats:
 def write_line(path: Path, text: str) -> None:
     """Writes `text` in place with one call. Creates its folder, but not the run's, whose absence may be a mistake."""
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        descriptor = open_to_write(path, private=True)
     except FileNotFoundError:
-        with contextlib.suppress(FileExistsError):  # another rank has created it
-            path.parent.mkdir()
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        make_folder(path.parent, private=True)
+        descriptor = open_to_write(path, private=True)
     try:
         os.pwrite(descriptor, f"{text:<{LENGTH - 1}}\n".encode(), 0)
     finally:

@@ -16,9 +16,11 @@ from pathlib import Path
 
 import psutil
 
+from megalite.checkpoint.small_files import make_folder, open_new, read_small_file
 from megalite.resilience.hang_report import NoResponse
 from megalite.resilience.heartbeat import FOLDER
 
+LONGEST_BYTES = 1 << 24  # stacks of many threads
 CLOCK_S = 2.0  # accuracy of a process's start time if the clock is set meanwhile
 
 
@@ -28,9 +30,10 @@ class RankFile:
     def __init__(self, run_dir: Path, rank: int) -> None:
         self._run_dir, self._rank = run_dir, rank
         path = _path(run_dir, rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent, private=True)
         path.unlink(missing_ok=True)  # one of an earlier launch, whose process may still have it open
-        self._file = path.open("ab")
+        self._file = os.fdopen(open_new(path, private=True, append=True), "ab")
         self._write_first_line(ended="")
 
     def arm(self, seconds: float) -> None:
@@ -72,11 +75,11 @@ class RankFile:
 def look_for(run_dir: Path, rank: int) -> tuple[NoResponse, bytes]:
     """Returns what this host knows about a rank that does not answer, and its stacks if it left any."""
     try:
-        first, _, stacks = _path(run_dir, rank).read_bytes().partition(b"\n")
+        first, _, stacks = read_small_file(_path(run_dir, rank), LONGEST_BYTES, trusted=True).partition(b"\n")
         found = json.loads(first)
         host, process, ended = str(found["host"]), int(found["process"]), str(found["ended"])
         born = float(found["born"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return NoResponse(), b""
     if ended:
         return NoResponse(host, f"it ended with {ended}"), b""

@@ -38,6 +38,7 @@ from typing import Annotated, Any, NoReturn, Self
 import torch.distributed as dist
 from pydantic import Field
 
+from megalite.checkpoint.small_files import make_folder, read_small_file, write_small_file
 from megalite.config.hidden_secrets import without_secrets
 from megalite.config.sections import WatchdogConfig
 from megalite.engine.activity import NOBODY, Activity, FinishedSpan, Phase, Span
@@ -54,6 +55,7 @@ LOST_S = 3.0  # wait for answers when a peer is known to be gone: a launcher is 
 FORCED_S = 30.0  # plus four times the wait for answers: then the process exits, explained or not
 PAUSE_TICKS = 5  # a watchdog that has not run for so many ticks was stopped with the whole process
 EXPLANATION = "explanation.txt"
+LONGEST_ANSWER_BYTES = 1 << 24
 LOST_MARK = "lost"  # an empty file beside it: a peer is gone, so one answer will never come
 LOST = re.compile(  # messages of gloo, NCCL and torch's store when a peer is gone or does not come
     r"connection (was )?(reset|closed|refused|aborted|lost|timed out)|broken pipe|socket (closed|timeout|error)"
@@ -265,16 +267,15 @@ class Watchdog:
                 for note in notes
             ),
         )
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(self._folder.parent)
+        make_folder(self._folder)
         if error is not None:
-            (self._folder / LOST_MARK).touch()
+            write_small_file(self._folder / LOST_MARK, b"")
         name = f"rank_{state.rank:04d}"
-        with (self._folder / f"{name}.txt").open("w") as file:
-            for thread in threading.enumerate():
-                print(f"Thread {thread.ident or 0:#018x} is {thread.name}", file=file)
-            if error is not None:
-                traceback.print_exception(error, file=file)
-            file.write(_stacks())
+        threads = [f"Thread {thread.ident or 0:#018x} is {thread.name}\n" for thread in threading.enumerate()]
+        lines = [*threads, *(traceback.format_exception(error) if error is not None else ()), _stacks()]
+        write_small_file(self._folder / f"{name}.txt", "".join(lines).encode(errors="replace"))
         _write(self._folder / f"{name}.json", state.packed())  # last: it says that the answer is complete
 
     def _is_to_explain(self, is_explained: Callable[[], bool], wait_s: float) -> bool:
@@ -295,7 +296,7 @@ class Watchdog:
             if rank not in states:
                 unresponsive[rank], stacks = look_for(self._run_dir, rank)
                 if stacks:
-                    (self._folder / f"rank_{rank:04d}.txt").write_bytes(stacks)
+                    write_small_file(self._folder / f"rank_{rank:04d}.txt", stacks)
         explanation = explain(states, unresponsive, self._activity.mesh)
         stacks_of = len(list(self._folder.glob("rank_*.txt")))
         whose = "all ranks" if stacks_of == len(ranks) else f"{stacks_of} of {len(ranks)} ranks"
@@ -379,12 +380,12 @@ def _wait_until(holds: Callable[[], bool], seconds: float) -> None:
 def _write(path: Path, text: str) -> None:
     """Writes atomically."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
+    write_small_file(temporary, text.encode())
     temporary.replace(path)
 
 
 def _read(path: Path) -> RankState | None:
     try:
-        return RankState.unpacked(path.read_bytes())
+        return RankState.unpacked(read_small_file(path, LONGEST_ANSWER_BYTES, trusted=True))
     except (OSError, ValueError):
         return None

@@ -43,10 +43,13 @@ def test_a_run_leaves_what_it_promises(two_stages: dict[str, Any], tmp_path: Pat
     two_stages["monitor"] = {"wandb": {"enabled": True}}  # offline: must not need a network
     download = plant(tmp_path / "download")
     words = ["train", write_config(tmp_path / "c.yaml", two_stages), "--restart", "1"]
-    done = run(BIN / "megalite", *words, cwd=download)
+    without_umask = ["sh", "-c", 'umask 0 && exec "$0" "$@"']  # as in some containers
+    done = run(*without_umask, BIN / "megalite", *words, cwd=download)
     assert done.returncode == 0, done.stderr
     assert loaded_from(download) == [], "the current folder may be somebody else's"
     folder = Path(two_stages["run_dir"])
+    made = [path for path in (folder, *folder.rglob("*")) if not path.is_symlink()]
+    assert [path for path in made if path.stat().st_mode & 0o022] == [], "others could change these"
     records = metrics(folder)
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert [record["samples"] for record in records] == [[0, 4], [4, 8], [8, 12], [12, 16]]

@@ -15,7 +15,7 @@ import yaml
 from launch.backends.kubernetes.parsing import Claim, Source
 from launch.errors import PREEMPTED_CODE, STOPPED_CODE, USER_ERROR_CODE, LaunchError
 from launch.runtime.modules import RANK
-from launch.trainer.start_flags import ALLOW_CHANGE, FORCE, StartFlags
+from launch.trainer.start_flags import ALLOW_CHANGE, FORCE, SHARED_RUN_DIR, StartFlags
 
 Manifest = dict[str, Any]  # one Kubernetes object
 Kind = Literal["trainjob", "pytorchjob", "jobset"]
@@ -112,6 +112,7 @@ def _values(job: PodJob) -> dict[str, Any]:
         "rank_module": RANK,
         "force": FORCE if job.flags.force else None,
         "allow_change": ALLOW_CHANGE if job.flags.allow_change else None,
+        "shared_run_dir": SHARED_RUN_DIR if job.flags.shared_run_dir else None,
         "user_error_code": USER_ERROR_CODE,
         "stopped_code": STOPPED_CODE,
         "preempted_code": PREEMPTED_CODE,

@@ -2,7 +2,8 @@
 
 Standard library only, and no import of ours: the host may have another version of megalite, or none. Input: one JSON
 object per line on stdin, `{"id", "confirmed", "action", "arguments"}`, where `confirmed` is the id of the newest answer
-that the client has received. Output: `megalite {"id", "reply"}`, or `"error"` in place of `"reply"`.
+that the client has received. Output: lines `WORD {"id", "reply"}`, or `"error"` in place of `"reply"`. The client has
+drawn the word at random, so that nothing that a host prints at login is taken for an answer.
 
 Ranks are recognised by an environment variable that no other run has. While the agent guards them, a lease runs. If the
 client confirms no answer for longer than the lease, this host is cut off and the ranks are killed. The lease counts
@@ -14,10 +15,13 @@ save and end before the lease does.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
+import stat
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -32,6 +36,8 @@ TICK_S = 0.2  # between two checks of the lease
 SUCCESSOR_S = 5.0  # for another agent to take over after a lost connection
 KILL_S = 20.0  # after this, the kernel cannot end a killed process
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")  # set by torchrun and deepspeed, MPI, srun
+PRIVATE_FOLDER, PRIVATE_PREFIX = Path("/dev/shm"), "megalite_"  # of the files with private variables
+LEFT_OVER_S = 600.0  # age from which such a file without an agent is removed; ranks that start may still read a newer
 DEAD = "ZX"  # process states: zombie, and gone
 
 
@@ -53,15 +59,27 @@ def status_of(process: int) -> tuple[str, int]:
     return fields[0], int(fields[1])
 
 
+def is_ours(process: int) -> bool:
+    """Returns whether a process runs as this user alone; anybody can give a process of theirs our mark."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process}/status").read_text().splitlines():
+            if line.startswith("Uid:"):  # real, effective, saved and file system's
+                return {int(number) for number in line.split()[1:]} == {os.geteuid()}
+    return False
+
+
+def marked_environment(process: int, attempt: str) -> dict[str, str]:
+    """Returns the environment of a process if it runs for an attempt, else nothing."""
+    environment = environment_of(process)
+    is_marked = environment.get(MARK) == attempt and is_ours(process) and status_of(process)[0] not in DEAD
+    return environment if is_marked else {}
+
+
 def processes_of(attempt: str) -> dict[int, dict[str, str]]:
     """Returns the running processes of an attempt, with their environments."""
     running = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    environments = {process: environment_of(process) for process in running}
-    return {
-        process: environment
-        for process, environment in environments.items()
-        if environment.get(MARK) == attempt and status_of(process)[0] not in DEAD
-    }
+    found = {process: marked_environment(process, attempt) for process in running}
+    return {process: environment for process, environment in found.items() if environment}
 
 
 def ranks_of(processes: dict[int, dict[str, str]]) -> dict[int, int]:
@@ -74,20 +92,62 @@ def ranks_of(processes: dict[int, dict[str, str]]) -> dict[int, int]:
     return {process: rank for process, rank in found.items() if status_of(process)[1] not in found}
 
 
-def send(processes: Iterable[int], number: int) -> None:
-    """Sends a signal to all processes that still exist."""
+def send(attempt: str, processes: Iterable[int], number: int) -> None:
+    """Sends a signal to all processes that still exist, and to none that has got the number of one of them since."""
     for process in processes:
         with contextlib.suppress(OSError):
-            os.kill(process, number)
+            handle = handle_of(process)
+            try:
+                if not marked_environment(process, attempt):
+                    continue
+                if handle is None:
+                    os.kill(process, number)
+                else:
+                    signal.pidfd_send_signal(handle, number)
+            finally:
+                if handle is not None:
+                    os.close(handle)
+
+
+def handle_of(process: int) -> int | None:
+    """Returns a descriptor that means this process for ever; None where Linux or Python is too old for that.
+
+    Raises ProcessLookupError if it has ended.
+    """
+    try:
+        return os.pidfd_open(process)
+    except ProcessLookupError:
+        raise
+    except (OSError, AttributeError):  # a container may forbid it
+        return None
+
+
+def remove_left_over(folder: Path) -> None:
+    """Removes this user's files with private variables whose agent was killed: nobody holds their lock."""
+    for path in folder.glob(f"{PRIVATE_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            state = path.lstat()
+            is_old = time.time() - state.st_mtime > LEFT_OVER_S
+            if not (is_old and stat.S_ISREG(state.st_mode) and state.st_uid == os.geteuid()):
+                continue
+            descriptor = os.open(str(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(descriptor)
 
 
 class Agent:
     """Serves one connection and guards one attempt."""
 
-    def __init__(self, actions: dict[str, Action]) -> None:
+    def __init__(self, actions: dict[str, Action], word: str) -> None:
+        """`word` begins each answer."""
+        self._word = word
         self._writing = threading.Lock()
         self._attempt, self._lease_s = "", float("inf")
         self._renewed, self._private = time.monotonic(), Path()
+        self._lock: int | None = None  # an open descriptor of `_private`, which shows other agents that this one lives
         self._sent: dict[int, float] = {}  # answer id -> time.monotonic
         own: tuple[Action, ...] = (self.guard, self.ranks, self.signal, self.kill, self.release)
         self._actions: dict[str, Action] = {**actions, "ping": dict, **{action.__name__: action for action in own}}
@@ -99,13 +159,17 @@ class Agent:
         the reply names the file.
         """
         self.release()
+        remove_left_over(PRIVATE_FOLDER)
         self._renewed = time.monotonic()
         self._attempt, self._lease_s = attempt, lease_s
-        self._private = Path(f"/dev/shm/megalite_{attempt}.json")
-        new = self._private.with_suffix(f".{os.getpid()}")
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
+        self._private = PRIVATE_FOLDER / f"{PRIVATE_PREFIX}{attempt}.json"
+        # of mode 0600, under a name that nobody can have taken before
+        descriptor, new = tempfile.mkstemp(dir=str(PRIVATE_FOLDER), prefix=f"{PRIVATE_PREFIX}{attempt}.")
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        self._lock = os.dup(descriptor)
+        with os.fdopen(descriptor, "w") as file:
             json.dump({**private, AGENT: str(os.getpid())}, file)
-        new.replace(self._private)
+        Path(new).replace(self._private)
         return {"private_environment": str(self._private)}
 
     def ranks(self) -> dict[str, Any]:
@@ -120,7 +184,7 @@ class Agent:
     def signal(self, number: int) -> dict[str, Any]:
         """Sends a signal to the ranks only, which save and end; their launcher would kill them."""
         ranks = ranks_of(processes_of(self._attempt))
-        send(ranks, number)
+        send(self._attempt, ranks, number)
         return {"ranks": sorted(ranks.values())}
 
     def kill(self) -> dict[str, Any]:
@@ -129,14 +193,18 @@ class Agent:
         seen: set[int] = set()
         while (left := processes_of(self._attempt)) and time.monotonic() < deadline:
             seen |= set(left)
-            send(left, signal.SIGKILL)
+            send(self._attempt, left, signal.SIGKILL)
             time.sleep(POLL_KILLED_S)
         return {"killed": len(seen), "left": sorted(left)}
 
     def release(self) -> dict[str, Any]:
         """Stops guarding the attempt."""
         if self._attempt and not self._is_relieved():
-            self._private.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                self._private.unlink()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         self._attempt, self._lease_s = "", float("inf")
         return {}
 
@@ -167,7 +235,7 @@ class Agent:
         while time.monotonic() < deadline and not self._is_relieved():
             time.sleep(TICK_S)
         if not self._is_relieved():
-            send(ranks_of(processes_of(self._attempt)), signal.SIGTERM)
+            send(self._attempt, ranks_of(processes_of(self._attempt)), signal.SIGTERM)
             while processes_of(self._attempt):
                 time.sleep(TICK_S)
 
@@ -185,7 +253,7 @@ class Agent:
         # the client may be gone, and stdin is closed then too
         with self._writing, contextlib.suppress(OSError):
             self._sent[request["id"]] = time.monotonic()
-            print(f"megalite {json.dumps(answer)}", flush=True)
+            print(f"{self._word} {json.dumps(answer)}", flush=True)
 
     def _leave(self) -> None:
         with contextlib.suppress(OSError):
@@ -193,10 +261,10 @@ class Agent:
         os._exit(0)
 
 
-def main(actions: dict[str, Action]) -> None:
-    """Runs an agent; never returns."""
+def main(actions: dict[str, Action], word: str) -> None:
+    """Runs an agent whose answers begin with `word`; never returns."""
     for number in (signal.SIGHUP, signal.SIGPIPE, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    agent = Agent(actions)
+    agent = Agent(actions, word)
     threading.Thread(target=agent.watch, daemon=True).start()
     agent.serve()

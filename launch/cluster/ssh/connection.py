@@ -7,20 +7,21 @@ Login messages of hosts are ignored. When this process dies, stdin of each ssh i
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
+import os
 import queue
 import resource
+import secrets
 import shlex
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from launch.errors import LaunchError
 from launch.runtime.modules import AGENT, HOST_PROBE
@@ -33,7 +34,9 @@ LOADER = (  # executes all sources in one namespace
 PATIENCE_S = 30.0
 CONNECT_S = 5  # for the network; the key exchange of ssh takes additional time
 MAX_THREADS = 64
-PREFIX = "megalite "
+LINE_BYTES = 1 << 20  # of the longest answer
+STDERR_BYTES = 1 << 24  # that ssh may write into our temporary file before it is ended
+REASON_BYTES, REASON_CHARACTERS = 1 << 14, 300  # at the end of that file, where ssh says why it failed
 Result = TypeVar("Result")
 REMEDIES = {  # part of the error message of ssh -> remedy
     "permission denied": "set up a key that works without a password (ssh-copy-id {name})",
@@ -62,7 +65,8 @@ class HostConnection:
         self.name = name
         self.heard = time.monotonic()  # time of the last answer
         self.is_open = True  # False once ssh, or the agent, has ended
-        program = json.dumps([*(path.read_text() for path in PROGRAM), "main(ACTIONS)"]).encode()
+        self._word = secrets.token_hex(16)
+        program = json.dumps([*(path.read_text() for path in PROGRAM), f"main(ACTIONS, {self._word!r})"]).encode()
         loader = LOADER.format(len(program))
         remote = f"exec {shlex.quote(sys.executable)} -I -u -c {shlex.quote(loader)}"
         options = [f"-o{option}" for option in (*keep_alive(patience_s), f"ConnectTimeout={CONNECT_S}")]
@@ -78,7 +82,9 @@ class HostConnection:
             )
         except OSError as error:  # no ssh, too many open files
             raise HostError(f"host {name} cannot be reached: {error.filename or 'ssh'}: {error.strerror}") from None
-        self._numbers, self._confirmed = itertools.count(), -1
+        with contextlib.suppress(OSError):  # it has ended already
+            resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (STDERR_BYTES, STDERR_BYTES))
+        self._asked, self._confirmed = 0, -1  # number of requests; the newest that was answered
         self._waiting: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}
         self._lock = threading.Lock()
         threading.Thread(target=self._read, name=f"answers of {name}", daemon=True).start()
@@ -91,10 +97,11 @@ class HostConnection:
 
     def ask(self, action: str, *, timeout_s: float = 10.0, **arguments: object) -> dict[str, Any]:
         """Sends a request and returns the reply. Raises HostError if there is none within `timeout_s`, or an error."""
-        number, answers = next(self._numbers), queue.SimpleQueue[dict[str, Any] | None]()
+        answers = queue.SimpleQueue[dict[str, Any] | None]()
         with self._lock:
             if not self.is_open:
                 raise self._lost()
+            number, self._asked = self._asked, self._asked + 1
             self._waiting[number] = answers
         try:
             request = {"id": number, "confirmed": self._confirmed, "action": action, "arguments": arguments}
@@ -137,30 +144,59 @@ class HostConnection:
     def _read(self) -> None:
         """Passes answers to the threads that wait for them. Runs in a thread."""
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            text = line.decode(errors="replace")
-            with contextlib.suppress(ValueError):  # a login message that begins like an answer
-                if text.startswith(PREFIX):
-                    answer = json.loads(text.removeprefix(PREFIX))
-                    self.heard, self._confirmed = time.monotonic(), answer["id"]
-                    with self._lock:
-                        waiting = self._waiting.get(answer["id"])
-                    if waiting is not None:
-                        waiting.put(answer)
-        with self._lock:
-            self.is_open = False
-            for waiting in self._waiting.values():
-                waiting.put(None)
+        try:
+            for line in short_lines(self._process.stdout):
+                answer = answer_in(line, self._word)
+                if answer is None or answer["id"] >= self._asked:
+                    continue
+                self.heard, self._confirmed = time.monotonic(), answer["id"]
+                with self._lock:
+                    waiting = self._waiting.pop(answer["id"], None)  # an answer that comes twice counts once
+                if waiting is not None:
+                    waiting.put(answer)
+        finally:
+            with self._lock:
+                self.is_open = False
+                for waiting in self._waiting.values():
+                    waiting.put(None)
 
     def _lost(self) -> HostError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(0.5)
-        self._stderr.seek(0)
+        self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - REASON_BYTES))
         lines = [line.strip() for line in self._stderr.read().splitlines() if line.strip()]
-        reason = lines[-1] if lines else "the connection was closed"
+        reason = lines[-1][-REASON_CHARACTERS:] if lines else "the connection was closed"
         remedies = (remedy for message, remedy in REMEDIES.items() if message in reason.lower())
         remedy = next(remedies, "try `ssh {name}` by hand").format(name=self.name)
         return HostError(f"host {self.name} cannot be reached ({reason}): {remedy}")
+
+
+def short_lines(stream: IO[bytes]) -> Iterator[bytes]:
+    """Yields the lines of a stream; passes over those that are longer than LINE_BYTES, or not ended."""
+    is_cut = False
+    while part := stream.readline(LINE_BYTES):
+        has_end = part.endswith(b"\n")
+        if has_end and not is_cut:
+            yield part
+        is_cut = not has_end
+
+
+def answer_in(line: bytes, word: str) -> dict[str, Any] | None:
+    """Returns the answer of an agent that follows `word` in a line; None if there is none, or not one as agents write.
+
+    Hosts print messages at login, also without an end of line, and a host may be hostile.
+    """
+    _, found, text = line.partition(word.encode())
+    if not found:
+        return None
+    try:
+        answer = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(answer, dict) or type(answer.get("id")) is not int or answer["id"] < 0:
+        return None
+    is_sound = isinstance(answer.get("reply"), dict) if "error" not in answer else isinstance(answer["error"], str)
+    return answer if is_sound else None
 
 
 def keep_alive(patience_s: float) -> list[str]:

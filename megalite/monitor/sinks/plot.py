@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.durable_files import write_durably
 from megalite.config import Config
 from megalite.monitor.observer import Observer
 from megalite.monitor.sinks.jsonl import read_records
@@ -28,7 +30,7 @@ class PlotSink(Observer):
 
 
 def plot_loss(records: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draws training and evaluation loss; skipped steps leave a gap."""
+    """Draws training and evaluation loss as PNG; skipped steps leave a gap."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -43,7 +45,9 @@ def plot_loss(records: list[dict[str, Any]], path: Path, title: str) -> None:
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    picture = BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    write_durably(path, picture.getvalue())
 
 
 def open_sink(config: Config, first_step: int) -> PlotSink | None:

@@ -165,7 +165,7 @@ MISTAKES: dict[str, tuple[Change, list[str]]] = {
     ),
     "config.yaml is a folder": (
         damaged_run_dir("config.yaml", is_folder=True),
-        ["/config.yaml is a folder: move it away or choose another run_dir"],
+        ["/config.yaml is a folder, where a run has a file of its own: move it away, or choose another run_dir"],
     ),
     "events.jsonl is a folder": (damaged_run_dir("events.jsonl", is_folder=True), ["/events.jsonl is a folder"]),
 }

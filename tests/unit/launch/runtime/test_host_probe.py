@@ -90,6 +90,27 @@ def test_a_lock_is_stale_once_its_holder_is_dead(tmp_path: Path, depth: str) -> 
         assert found["holder"] is None and 0 <= found["age_s"] < 60
 
 
+def test_a_lock_that_leads_elsewhere_or_belongs_to_others_is_seen_and_stays(tmp_path: Path) -> None:
+    """Torch waits for it like for any other; but what it names may be a file of this user that nobody may remove."""
+    cache, other = tmp_path / "cache", tmp_path / "other program"
+    for folder in (cache / "own", cache / "linked", cache / "foreign", other):
+        folder.mkdir(parents=True)
+    (other / "lock").write_text("precious")
+    (cache / "own" / "lock").touch()
+    (cache / "linked" / "lock").symlink_to(other / "lock")
+    (cache / "folder").symlink_to(other)
+    (cache / "foreign" / "lock").touch()
+    if os.geteuid() == 0:
+        os.chown(cache / "foreign" / "lock", 65534, 65534)
+    found = {lock["path"]: lock["is_own"] for lock in asked.compile_locks([str(cache)])}
+    is_own = {cache / "own": True, cache / "linked": False, other: False, cache / "foreign": os.geteuid() != 0}
+    assert found == {str(folder / "lock"): owned for folder, owned in is_own.items()}
+    removed = {path for path in found if asked.remove_lock(path)["removed"]}
+    assert str(cache / "own" / "lock") in removed and str(cache / "linked" / "lock") not in removed
+    assert (cache / "foreign" / "lock").exists() == (os.geteuid() == 0)
+    assert not asked.remove_lock(str(cache / "folder" / "lock"))["removed"]
+
+
 def test_hosts_greet_each_other_and_nobody_else_is_taken_for_them() -> None:
     first, second = asked.listen("one")["port"], asked.listen("another")["port"]
     try:

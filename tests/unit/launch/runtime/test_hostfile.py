@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -300,3 +301,24 @@ def test_commands_of_the_other_launchers() -> None:
 def test_the_example_is_one() -> None:
     hosts = read_hostfile(Path(__file__).parents[4] / "configs" / "hostfile.example")
     assert [host.slots for host in hosts] == [8] * 4
+
+
+PIECES = st.sampled_from(
+    ["node1", "node2", " ", "slots=", "2", "9" * 5000, "#", "=", ":", "@", ",", "\t", "-o", "\x1b[1m", "\u0661"]
+)
+
+
+@given(st.lists(PIECES | st.characters(codec="utf-8"), max_size=12).map("".join), st.text(max_size=20))
+def test_any_hostfile_and_any_filter_are_hosts_or_one_sentence(text: str, other: str) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "hostfile"
+        path.write_text(f"{text}\nnode1 slots=2\n{other}\n", encoding="utf-8")
+        for work in (
+            lambda: read_hostfile(path),
+            lambda: select_hosts(NODES, text, None),
+            lambda: select_hosts(NODES, None, f"node1:{text}"),
+        ):
+            try:
+                assert all(host.slots > 0 for host in work())
+            except LaunchError as error:
+                assert str(error)

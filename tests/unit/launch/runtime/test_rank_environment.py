@@ -262,6 +262,7 @@ def test_what_is_no_list_is_one_sentence(nodelist: str) -> None:
 def test_private_variables_come_from_a_file_and_override_the_host_s(tmp_path: Path) -> None:
     path = tmp_path / "private.json"
     path.write_text(json.dumps({"WANDB_API_KEY": "secret", "AWS_REGION": "there"}))
+    path.chmod(0o600)
     environment = {PRIVATE: str(path), "AWS_REGION": "here"}
     take_private_environment(environment)
     assert environment == {PRIVATE: str(path), "AWS_REGION": "there", "WANDB_API_KEY": "secret"}
@@ -277,8 +278,42 @@ def test_private_variables_that_cannot_be_read_are_one_sentence(tmp_path: Path, 
     path = tmp_path / "private.json"
     if content is not None:
         path.write_bytes(content.encode("latin-1"))
+        path.chmod(0o600)
     with pytest.raises(LaunchError, match=rf"{PRIVATE} names {path}, which cannot be read \(.*shared by all hosts"):
         take_private_environment({PRIVATE: str(path)})
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("readable", r"has mode 644, so that others may read or write it: .*make it a file of your own with mode 600"),
+        ("writable", r"has mode 622, so that"),
+        ("another's", r"belongs to user \S+, not to user root: "),
+        ("link", "is a link or no file: name the file itself"),
+        ("pipe", "is a link or no file"),
+        ("huge", r"has more than 16,777,216 bytes"),
+    ],
+)
+def test_a_file_that_others_could_have_written_sets_nothing(tmp_path: Path, what: str, sentence: str) -> None:
+    """Else whoever writes it runs code in each rank, by LD_PRELOAD or PYTHONPATH."""
+    path, environment = tmp_path / "private.json", {PRIVATE: str(tmp_path / "private.json")}
+    if what == "pipe":
+        os.mkfifo(path, 0o600)
+    elif what == "link":
+        (tmp_path / "own").write_text("{}")
+        path.symlink_to(tmp_path / "own")
+    else:
+        path.write_text('{"LD_PRELOAD": "/evil.so"}')
+        path.chmod({"readable": 0o644, "writable": 0o622}.get(what, 0o600))
+    if what == "huge":
+        os.truncate(path, 1 << 30)
+    if what == "another's":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a file to another user")
+        os.chown(path, 65534, 65534)
+    with pytest.raises(LaunchError, match=f"^{PRIVATE} names {path}, which {sentence}"):
+        take_private_environment(environment)
+    assert environment == {PRIVATE: str(path)}
 
 
 def test_the_rank_s_own_words(tmp_path: Path) -> None:
