@@ -155,7 +155,7 @@ def _receipt(path: Path, problems: list[str]) -> Facts:
         receipt = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path} cannot be read: {error}")
         return {}
     return receipt if isinstance(receipt, dict) else {}

@@ -42,7 +42,7 @@ def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]
     for line in lines:
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
             objects.append(value)

@@ -76,7 +76,7 @@ def look_for(run_dir: Path, rank: int) -> tuple[NoResponse, bytes]:
         found = json.loads(first)
         host, process, ended = str(found["host"]), int(found["process"]), str(found["ended"])
         born = float(found["born"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return NoResponse(), b""
     if ended:
         return NoResponse(host, f"it ended with {ended}"), b""
