@@ -28,6 +28,7 @@ from launch.runtime.forwarded_environment import forwarded_environment
 from launch.runtime.local_ranks import free_port, rank_environment
 from launch.runtime.logs import get_logger
 from launch.runtime.modules import RANK, REAPER
+from launch.runtime.printing import say
 from launch.runtime.processes import ProcessTree, StopSignals
 from launch.runtime.rank_environment import ATTEMPT
 from launch.supervision.supervisor import REAPER_S, AttemptEnd, CommandSupervisor, Policy
@@ -221,7 +222,7 @@ def code_of(failures: dict[int, str], logs: Path) -> int:
     )  # a rank that lost a peer fails with that code
     if rank and codes[rank] == USER_ERROR_CODE:
         lines = (logs / f"rank_{rank}.log").read_text(errors="replace").splitlines()
-        print(next((line for line in reversed(lines) if MISTAKE in line), ""), file=sys.stderr, flush=True)
+        say(next((line for line in reversed(lines) if MISTAKE in line), ""), file=sys.stderr, flush=True)
     return codes[rank]
 
 

@@ -56,6 +56,7 @@ from launch.errors import (
 from launch.output import console, print_json
 from launch.runtime.logs import get_logger
 from launch.runtime.modules import COMMAND_LINE
+from launch.runtime.printing import print_exception, say
 from launch.trainer.run_config import load_run_config
 from launch.trainer.start_flags import StartFlags
 from megalite.checkpoint.durable_files import NO_ROOM
@@ -251,7 +252,7 @@ def verify(
         print_json(reports.as_json(report))
     else:
         reports.table(report).print()
-        print("\n".join(reports.conclusion(report)))
+        say("\n".join(reports.conclusion(report)))
     if not report.passed:
         raise typer.Exit(VERIFY_FAILED_CODE)
 
@@ -267,6 +268,7 @@ def _refuse_dashed_overrides(words: list[str]) -> None:
 
 def main() -> None:
     """Entry of the `megalite` command."""
+    sys.excepthook = print_exception
     try:
         try:
             _refuse_dashed_overrides(sys.argv[1:])

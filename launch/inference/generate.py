@@ -24,6 +24,7 @@ from launch.inference.session import Loaded, ModelPlacement, load, rank_main
 from launch.inference.session import run as run_anywhere
 from launch.inference.stored_model import StoredModel
 from launch.runtime.logs import get_logger
+from launch.runtime.printing import print_result, say
 from launch.runtime.rank_process import run_to_the_end
 from megalite.config import ModelConfig
 from models.generation import Sampling
@@ -231,18 +232,17 @@ def show(request: GenerateRequest, loaded: Loaded) -> None:
 
     def write(text: str) -> None:
         if streams and text:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            print_result(text, end="", flush=True)
 
     made = []
     for generation in generations(request, loaded, write):
         made.append(generation)
         write("\n")
         if streams:
-            print(f"megalite: {_sentence(generation)}", file=sys.stderr, flush=True)
+            say(f"megalite: {_sentence(generation)}", file=sys.stderr, flush=True)
     if loaded.is_rank_zero and request.as_json:
         rows = [asdict(generation) | {"tokens_per_second": generation.tokens_per_second} for generation in made]
-        print(json.dumps({"model": str(loaded.stored.folder), "generations": rows}, indent=2))
+        print_result(json.dumps({"model": str(loaded.stored.folder), "generations": rows}, indent=2))
 
 
 def _sentence(generation: Generation) -> str:

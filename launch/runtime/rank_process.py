@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import psutil
 
+from launch.runtime.printing import print_exception, say
 from launch.runtime.rank_environment import ATTEMPT, Rank
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -32,7 +33,7 @@ def tell_once(sentence: str, rank: Rank | None) -> None:
     if rank is not None and rank.local_rank:
         time.sleep(GRACE_S)
         where = f"rank {rank.rank}: "
-    print(f"megalite: error: {where}{sentence}", file=sys.stderr, flush=True)
+    say(f"megalite: error: {where}{sentence}", file=sys.stderr, flush=True)
 
 
 def run_to_the_end(main: Callable[[], int]) -> NoReturn:
@@ -46,12 +47,12 @@ def run_to_the_end(main: Callable[[], int]) -> NoReturn:
     try:
         code = main()
     except Exception:
-        sys.excepthook(*sys.exc_info())
+        print_exception(*sys.exc_info())
     for step in (threading._shutdown, atexit._run_exitfuncs, _flush):  # type: ignore[attr-defined]
         try:
             step()
         except (Exception, KeyboardInterrupt):
-            sys.excepthook(*sys.exc_info())
+            print_exception(*sys.exc_info())
             code = code or (LOST_OUTPUT_CODE if step is _flush else 0)
     os._exit(code)
 
