@@ -96,7 +96,8 @@ def _address_space() -> int:
 
 def _read(pipe: int) -> bytes | None:
     """Returns what is written to the pipe until it closes; None if that is nothing, or takes too long."""
-    parts, deadline = [], time.monotonic() + PATIENCE_S
+    parts: list[bytes] = []
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
