@@ -49,7 +49,7 @@ def read_meta(prefix: Path) -> CorpusMeta | None:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         meta = CorpusMeta(**fields)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise DataError(
             f"{path} is not readable as metadata of a corpus ({error}): delete it or prepare again"
         ) from error

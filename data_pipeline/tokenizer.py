@@ -82,7 +82,9 @@ def load_tokenizer(path: Path) -> "tokenizers.Tokenizer":
 
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # `tokenizers` raises bare Exception for every fault of a file
+    except BaseException as error:  # bare Exception for most faults of a file, and pyo3's PanicException, which is none
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise DataError(f"{path} is not a tokenizer that `tokenizers` can load ({error}): save it again") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -226,7 +228,7 @@ def _former_training(folder: Path, overwrite: bool) -> TrainingRecord | None:
         return None
     try:
         former = TrainingRecord(**json.loads(record.read_text(encoding="utf-8")))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         if overwrite:
             return None
         raise DataError(
@@ -256,7 +258,7 @@ def _configured_end_token(path: Path) -> str | None:
         return None
     try:
         token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} is not readable as JSON ({error}): save the tokenizer again") from error
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None

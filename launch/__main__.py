@@ -42,7 +42,7 @@ def _leave(number: int, frame: FrameType | None, *, is_run: bool = False) -> Non
         from megalite.resilience.signals import START_UP, exit_code_for
 
         name, code = f"{name} {START_UP}", exit_code_for(number)
-    print(f"megalite: warning: {name}", file=sys.stderr, flush=True)
+    print(f"megalite: warning: {name}", file=sys.stderr, flush=True)  # noqa: T201  # a name of ours
     os._exit(code)
 
 

@@ -7,6 +7,7 @@ module knows rich, which it imports when something is printed.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import logging
 import math
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from launch.errors import LaunchError
 from launch.runtime.logs import get_logger
+from launch.runtime.printing import print_result, say, visible
 from megalite.checkpoint.durable_files import NO_ROOM, write_durably
 from megalite.config.places import url_of
 
@@ -82,16 +84,19 @@ class Table:
         to = to or console()
 
         def texts(row: Sequence[Cell]) -> list[Text]:
-            return [Text(cell) if isinstance(cell, str) else Text(*cell) for cell in row]
+            return [
+                Text(visible(cell)) if isinstance(cell, str) else Text(visible(cell.text), cell.style) for cell in row
+            ]
 
         rows = [None if row is None else texts(row) for row in self.rows]
-        cells = [[name, *(row[place].plain for row in rows if row)] for place, name in enumerate(self.columns)]
+        columns = [visible(name) for name in self.columns]
+        cells = [[name, *(row[place].plain for row in rows if row)] for place, name in enumerate(columns)]
         borders = len(cells) + 1
         padding = 1 if sum(self._least_widths(cells)) + borders + 2 * len(cells) <= to.width else 0
         widths = self._widths(cells, to.width - borders - 2 * padding * len(cells))
-        title = Text(self.title, style="table.title") if self.title else None
+        title = Text(visible(self.title), style="table.title") if self.title else None
         table = RichTable(title=title, title_justify="left", padding=(0, padding))
-        for place, (name, width) in enumerate(zip(self.columns, widths, strict=True)):
+        for place, (name, width) in enumerate(zip(columns, widths, strict=True)):
             justify = "left" if place in self.text_columns else "right"
             table.add_column(Text(name), width=width, justify=justify, overflow="fold", no_wrap=False)  # type: ignore[arg-type]
         for row in rows:
@@ -125,10 +130,15 @@ def terminal_width() -> int | None:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that takes names and paths as text, never as markup."""
+    """A console that takes names and paths as text, never as markup or as control of the terminal."""
     from rich.console import Console
+    from rich.text import Text
 
-    return Console(
+    class PlainConsole(Console):
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(visible(text), **options)
+
+    return PlainConsole(
         width=None if stderr else terminal_width(), highlight=False, markup=False, soft_wrap=True, stderr=stderr
     )
 
@@ -142,7 +152,7 @@ def decimal_size(size: int) -> str:
 
 def print_json(values: Any) -> None:
     """Prints indented JSON; numbers that are not finite, which JSON cannot hold, become null."""
-    print(json.dumps(_finite(values), indent=2, allow_nan=False, default=str))
+    print_result(json.dumps(_finite(values), indent=2, allow_nan=False, default=str))
 
 
 def _finite(value: Any) -> Any:
@@ -155,9 +165,11 @@ def _finite(value: Any) -> Any:
 
 def print_csv(rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints at least one row, with a header."""
-    writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
+    print_result(text.getvalue(), end="")
 
 
 @contextmanager
@@ -175,8 +187,8 @@ def spinner(description: str, *, is_shown: bool = True) -> Iterator[Callable[[st
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=to, transient=True, disable=not is_shown) as progress:
-        task = progress.add_task(description)
-        yield lambda text: progress.update(task, description=text)
+        task = progress.add_task(visible(description))
+        yield lambda text: progress.update(task, description=visible(text))
 
 
 @contextmanager
@@ -186,7 +198,7 @@ def _lines(description: str) -> Iterator[Callable[[str], None]]:
 
     def write() -> None:
         while not ended.wait(SILENCE_S) and log.isEnabledFor(logging.INFO):
-            print(f"megalite: {newest[0]} ({time.monotonic() - started:.0f} s)", file=sys.stderr, flush=True)
+            say(f"megalite: {newest[0]} ({time.monotonic() - started:.0f} s)", file=sys.stderr, flush=True)
 
     def describe(text: str) -> None:
         newest[0] = text
@@ -229,6 +241,7 @@ def progress_bar(*, is_shown: bool = True, is_bytes: bool = False) -> Iterator[C
         tasks: dict[str, TaskID] = {}
 
         def report(description: str, done: int, total: int) -> None:
+            description = visible(description)
             if description not in tasks:
                 for task in tasks.values():
                     bar.update(task, visible=False)

@@ -168,5 +168,5 @@ class PartStore:
     def _belongs(self) -> bool:
         try:
             return bool(json.loads(self._journal.read_bytes())["job_sha256"] == self.job_sha256)
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+        except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
             return False

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from data_pipeline.errors import DataError
 from data_pipeline.files import is_url
+from data_pipeline.sources.containment import check_inside
 from data_pipeline.sources.hf_dataset import DATASET_PREFIX, HfDataset
 from data_pipeline.sources.jsonl import JsonLinesSource
 from data_pipeline.sources.text import TextFile, TextPiece
@@ -73,6 +74,7 @@ def _expand(spec: str) -> list[Path]:
         ]
         if not files:
             raise DataError(f"source folder {spec} holds no files: give a folder with text or .jsonl files")
+        check_inside(path, files)
         return sorted(files)
     if is_url(spec):  # before the pattern: it may have a question mark
         raise DataError(f"source {spec} is a URL, which is not read: download it and give the file")

@@ -1,17 +1,21 @@
 """A `datasets` dataset: `dataset:NAME_OR_PATH[:split]`, the split being "train" unless named.
 
 NAME_OR_PATH is a folder written by `save_to_disk`, a parquet, arrow, csv or json file, a folder of such
-files, or a name on the hub. It is streamed in its own order: nothing is mapped, shuffled or copied into a cache.
+files, or a name on the hub. It is streamed in its own order: nothing is mapped, shuffled or copied into a cache. What a
+folder or a repository names outside of itself is refused.
 """
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError
+from data_pipeline.sources.containment import check_card, check_inside, check_saved
 from data_pipeline.sources.text import TextPiece, cut_document, file_identity
 
 DATASET_PREFIX = "dataset:"
@@ -103,22 +107,41 @@ class HfDataset:
 
         path = Path(self.name).expanduser()
         if (path / "dataset_dict.json").is_file():
-            splits = datasets.load_from_disk(str(path))
+            splits = json.loads((path / "dataset_dict.json").read_bytes())["splits"]
             if self.split not in splits:
                 raise DataError(
                     f"{self.spec} has no split {self.split!r} (it has {', '.join(map(repr, splits))}): name one of them"
                 )
-            return splits[self.split]
+            check_inside(path, [path / self.split])
+            check_saved(path, path / self.split)
+            return datasets.load_from_disk(str(path / self.split))
         if (path / "state.json").is_file():
+            check_saved(path, path)
             return datasets.load_from_disk(str(path))
         if path.is_file():
             builder = _BUILDERS.get(path.suffix)
             if builder is None:
                 raise DataError(f"{self.spec} is no data set file (known endings: {', '.join(_BUILDERS)}): convert it")
             return datasets.load_dataset(builder, data_files=str(path), split=self.split, streaming=True)
-        if not path.exists():
+        is_local = path.exists()
+        if is_local:
+            check_card(path)
+        else:
             self._check_hub_answers(str(path))
-        return datasets.load_dataset(str(path), split=self.split, streaming=True)
+        # a name alone could be one of datasets' own builders, which reads what is in the current folder
+        rows = datasets.load_dataset_builder(str(path.absolute() if is_local else path))
+        self._check_files(path if is_local else None, rows.config.data_files or {})
+        return rows.as_streaming_dataset(split=self.split)
+
+    def _check_files(self, folder: Path | None, files: Mapping[str, Sequence[str]]) -> None:
+        """Raises DataError unless the files of all splits are in the folder, or, without a folder, on the hub."""
+        for name in chain.from_iterable(files.values()):
+            if ("://" in name or "::" in name) if folder else not name.startswith("hf://"):
+                raise DataError(
+                    f"{self.spec} names a file elsewhere, {name!r}: fetch it, if it is meant, and name it as a source"
+                )
+        if folder:
+            check_inside(folder.absolute(), map(Path, chain.from_iterable(files.values())))
 
     def _check_hub_answers(self, name: str) -> None:
         """Raises DataError if the hub cannot be reached: `datasets` would try again for half a minute first."""

@@ -29,6 +29,7 @@ from launch.runtime.import_path import CHECKOUT, import_variables
 from launch.runtime.local_ranks import free_port, rank_environment
 from launch.runtime.logs import get_logger
 from launch.runtime.modules import RANK, REAPER, python_command
+from launch.runtime.printing import say
 from launch.runtime.processes import ProcessTree, StopSignals
 from launch.runtime.rank_environment import ATTEMPT
 from launch.supervision.supervisor import REAPER_S, AttemptEnd, CommandSupervisor, Policy
@@ -232,7 +233,7 @@ def code_of(failures: dict[int, str], logs: Path) -> int:
         # Ray may name another rank although rank 0, whose log is shown, has failed with the same error
         of_rank_0, own = (_mistakes(logs / f"rank_{each}.log") for each in (0, rank))
         if own and not of_rank_0:
-            print(own[-1], file=sys.stderr, flush=True)
+            say(own[-1], file=sys.stderr, flush=True)
     return codes[rank]
 
 

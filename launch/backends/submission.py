@@ -13,6 +13,7 @@ from launch.errors import LaunchError
 from launch.output import check_writable, write_file
 from launch.runtime.devices import Device
 from launch.runtime.logs import get_logger
+from launch.runtime.printing import print_result, say
 from launch.trainer.run_config import load_run_config
 from megalite.config import Config, ResolvedLayout, wanted_world_size
 from megalite.config.suggestions import neighbours
@@ -54,17 +55,17 @@ class Delivery:
         A dry run prints the `summary`, if there is one, instead of the text.
         """
         if self.as_json:
-            print(json.dumps({**facts, "notices": list(notices), "done": list(done)}, indent=2))
+            print_result(json.dumps({**facts, "notices": list(notices), "done": list(done)}, indent=2))
             return
         for notice in notices:
             log.warning(notice)
         prints_text = self.file is None and not self.submit and not (summary and self.dry_run)
         if prints_text:
-            print(text, end="")
+            print_result(text, end="")
         elif summary:
-            print(summary)
+            say(summary)
         for sentence in done:
-            print(sentence, file=sys.stderr if prints_text else sys.stdout)
+            say(sentence, file=sys.stderr if prints_text else sys.stdout)
 
 
 def load_checked_config(config_path: Path, overrides: Sequence[str] | None) -> Config:

@@ -57,6 +57,7 @@ from launch.errors import (
 from launch.output import console, print_json
 from launch.runtime.logs import get_logger
 from launch.runtime.modules import COMMAND_LINE, python_command
+from launch.runtime.printing import print_exception, say
 from launch.trainer.run_config import load_run_config
 from launch.trainer.start_flags import StartFlags
 from megalite.checkpoint.durable_files import NO_ROOM
@@ -255,7 +256,7 @@ def verify(
         print_json(reports.as_json(report))
     else:
         reports.table(report).print()
-        print("\n".join(reports.conclusion(report)))
+        say("\n".join(reports.conclusion(report)))
     if not report.passed:
         raise typer.Exit(VERIFY_FAILED_CODE)
 
@@ -273,6 +274,7 @@ def _refuse_dashed_overrides(words: list[str]) -> None:
 def main() -> None:
     """Entry of the `megalite` command."""
     forbid_writing_by_all()
+    sys.excepthook = print_exception
     try:
         try:
             _refuse_dashed_overrides(sys.argv[1:])

@@ -17,6 +17,7 @@ import typer
 from launch.cli.options import AsJson
 from launch.errors import VERIFY_FAILED_CODE, LaunchError
 from launch.output import print_json, progress_bar
+from launch.runtime.printing import say
 
 checkpoint_app = typer.Typer(
     help="List, inspect, verify, compare and delete checkpoints of any layout.",
@@ -47,7 +48,7 @@ def list_(place: Place, as_json: AsJson = False) -> None:
         return
     report.listing_table(folders).print()
     for line in report.left_overs_lines(listing.left_overs):
-        print(line)
+        say(line)
 
 
 @checkpoint_app.command()
@@ -73,7 +74,7 @@ def show(
         print_json({"url": url, **report.as_json(facts), **names})
         return
     age_s = age_seconds(manifest, datetime.now(UTC))
-    print(*(f"passed over: {why}" for why in passed_over), *report.summary_lines(url, facts, age_s), sep="\n")
+    say(*(f"passed over: {why}" for why in passed_over), *report.summary_lines(url, facts, age_s), sep="\n")
     report.files_table(facts["files"]).print()
     if tensors:
         report.tensors_table(manifest.tensors).print()
@@ -108,7 +109,7 @@ def verify(
     if as_json:
         print_json({"passed": passed, "deep": deep, "checkpoints": report.as_json(results)})
     else:
-        print(*report.verification_lines(results, deep=deep), sep="\n")
+        say(*report.verification_lines(results, deep=deep), sep="\n")
     if not passed:
         raise typer.Exit(VERIFY_FAILED_CODE)
 
@@ -144,7 +145,7 @@ def diff(
     else:
         if found.different:
             report.difference_table(found, tolerance, everything=everything).print()
-        print(*report.difference_lines(found, tolerance, everything=everything), sep="\n")
+        say(*report.difference_lines(found, tolerance, everything=everything), sep="\n")
     if not equal:
         raise typer.Exit(VERIFY_FAILED_CODE)
 
@@ -178,7 +179,7 @@ def prune(
         plan = plan_prune(place, policy)
         if not as_json:
             report.prune_table(plan).print()
-            print(report.prune_line(plan))
+            say(report.prune_line(plan))
         is_deleting = not dry_run and not plan.is_empty
         if is_deleting:
             if not yes:
@@ -187,7 +188,7 @@ def prune(
     if as_json:
         print_json({"deleted": is_deleting, **report.as_json(plan)})
     elif is_deleting:
-        print("deleted")
+        say("deleted")
 
 
 @contextmanager

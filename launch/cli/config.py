@@ -11,6 +11,7 @@ import typer
 from launch.cli.options import AsJson, ConfigPath, OutputFile, Overrides, OverwriteFile
 from launch.errors import LaunchError
 from launch.output import Table, check_writable, print_json, write_file
+from launch.runtime.printing import print_result, say
 from launch.trainer.run_config import load_run_config
 from megalite.config import Config
 from megalite.config.deepspeed import check_pass_through
@@ -59,13 +60,13 @@ def init(
         weights = SourceOfWeights(source, folder, model.max_position_embeddings)
     text = starter_config(weights)
     if output is None:
-        print(text, end="")
+        print_result(text, end="")
         return
     if output.exists() and not overwrite:
         raise LaunchError(f"{output} is there already: give --overwrite, or write another file")
     check_writable(output)
     write_file(output, text)
-    print(f"wrote {output}; its first lines say how to go on")
+    say(f"wrote {output}; its first lines say how to go on")
 
 
 @config_app.command()
@@ -78,7 +79,7 @@ def show(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJson =
     if as_json:
         print_json(config.model_dump(mode="json"))
     else:
-        print(config.to_yaml(), end="")
+        print_result(config.to_yaml(), end="")
 
 
 def _names_from(incomplete: str) -> list[str]:
@@ -117,9 +118,9 @@ def explain(
 def _print_facts(about: OptionFacts) -> None:
     is_word = about.default in ("required", "derived")
     default = "" if not about.default else f"; {about.default if is_word else f'default {about.default}'}"
-    print(f"{dotted(about.path)}: {about.values.replace('`', '')}{default}\n{about.details or about.description}")
+    say(f"{dotted(about.path)}: {about.values.replace('`', '')}{default}\n{about.details or about.description}")
     if about.example is not None:
-        print(f"\non the command line:\n  {about.override}\nin a config:\n{indent(about.in_file, '  ')}", end="")
+        say(f"\non the command line:\n  {about.override}\nin a config:\n{indent(about.in_file, '  ')}", end="")
 
 
 def _explain_deepspeed(path: OptionPath) -> None:
@@ -131,7 +132,7 @@ def _explain_deepspeed(path: OptionPath) -> None:
         check_pass_through(options)
     except ValueError as error:
         raise LaunchError(str(error)) from None
-    print(f"{dotted(path)} is passed on to DeepSpeed as it is, which explains it at {DEEPSPEED_KEYS}")
+    say(f"{dotted(path)} is passed on to DeepSpeed as it is, which explains it at {DEEPSPEED_KEYS}")
 
 
 @config_app.command()
@@ -147,7 +148,7 @@ def schema(
     if markdown:
         from megalite.config.option_docs import options_page
 
-        print(options_page(), end="")
+        print_result(options_page(), end="")
         return
     from megalite.config.schema import json_schema
 

@@ -16,6 +16,7 @@ from launch.cli.options import AsJson, ModelTokenizer
 from launch.errors import INTERRUPTED_CODE, LaunchError
 from launch.output import check_local, print_json, progress_bar
 from launch.runtime.logs import get_logger
+from launch.runtime.printing import say
 
 if TYPE_CHECKING:
     from launch.huggingface.progress import ConversionPlan, ConvertSummary
@@ -144,7 +145,7 @@ def _print_plan(plan: ConversionPlan, action: str, as_json: bool) -> None:
         return
     tensors = "" if plan.tensors is None else f"{plan.tensors} tensors, "
     fits = "" if plan.bytes_written <= plan.bytes_free else ", which are too few"
-    print(
+    say(
         f"dry run: would {action} {plan.source} -> {plan.target}: {plan.model_type}, {tensors}{plan.parameters:,} "
         f"parameters, {plan.dtype}\n"
         f"files with weights on the Hugging Face side: {', '.join(plan.files)}\n"
@@ -161,16 +162,16 @@ def _print_summary(summary: ConvertSummary, as_json: bool) -> None:
         return
     moved = summary.bytes_read + summary.bytes_written
     memory = "" if summary.peak_memory_bytes is None else f", {summary.peak_memory_bytes / 1e6:,.0f} MB of memory"
-    print(
+    say(
         f"{summary.source} -> {summary.target}: {summary.model_type}, {summary.tensors} tensors, "
         f"{summary.parameters:,} parameters, {summary.dtype}\n"
         f"{_gigabytes(summary.bytes_read)} read and {_gigabytes(summary.bytes_written)} written in "
         f"{summary.seconds:.1f} s ({_gigabytes(moved / max(summary.seconds, 1e-9))}/s){memory}"
     )
     if summary.logit_difference is None:
-        print("NOT VALIDATED: this model's logits were not compared with those of transformers, and may be wrong")
+        say("NOT VALIDATED: this model's logits were not compared with those of transformers, and may be wrong")
     else:
-        print(
+        say(
             f"validated in {summary.validation_seconds:.1f} s: logits within {summary.logit_difference:.1e} of their "
             f"spread of transformers', on {', '.join(summary.compared)}"
         )

@@ -16,6 +16,7 @@ from launch.cli.options import AsJson, Exclude, Hostfile, Include, Overrides, Ss
 from launch.errors import FAILED_CODE, INTERRUPTED_CODE, LaunchError
 from launch.output import print_json
 from launch.runtime.logs import get_logger
+from launch.runtime.printing import say
 from launch.trainer.run_config import load_run_config
 
 if TYPE_CHECKING:
@@ -81,8 +82,8 @@ def doctor(
         if links is not None:
             if links.links:
                 links.table().print()
-            print(links.conclusion())
-        print(report.conclusion())
+            say(links.conclusion())
+        say(report.conclusion())
     if not report.passed or (links is not None and links.problem):
         raise typer.Exit(FAILED_CODE)
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from launch.cli.options import AsJson, ModelTokenizer
+from launch.runtime.printing import say
 
 ModelPath = Annotated[
     str, typer.Argument(help="Hugging Face folder, hub id, checkpoint, or run folder.", metavar="MODEL")
@@ -123,7 +124,7 @@ def _exit_with(run: Callable[[], int]) -> None:
     try:
         code = run()
     except KeyboardInterrupt:
-        print(file=sys.stderr)
+        say(file=sys.stderr)
         raise
     if code:
         raise typer.Exit(code)

@@ -30,6 +30,7 @@ from launch.cluster.deepspeed_launcher import Launcher
 from launch.errors import LaunchError
 from launch.output import print_json
 from launch.runtime.logs import get_logger
+from launch.runtime.printing import say
 from launch.trainer.start_flags import StartFlags
 from megalite.planner.units import plural
 
@@ -161,10 +162,10 @@ def _print_dry_run(position: RunPosition, hosts: Sequence[Host], options: Option
     print_lines(summary_lines(summary))
     first = 0
     for host in placed:
-        print(f"{host.name}: ranks {first} to {first + host.slots - 1} on devices {', '.join(map(str, host.devices))}")
+        say(f"{host.name}: ranks {first} to {first + host.slots - 1} on devices {', '.join(map(str, host.devices))}")
         first += host.slots
     for notice in notices:
         log.info(notice)
-    print(f"spare: {', '.join(spares) or 'none'}")
-    print(shlex.join(command))
-    print("dry run: nothing was started")
+    say(f"spare: {', '.join(spares) or 'none'}")
+    say(shlex.join(command))
+    say("dry run: nothing was started")

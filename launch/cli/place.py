@@ -14,6 +14,7 @@ from launch.cluster.switch_topology import Topology, expand_hosts, read_topology
 from launch.errors import LaunchError
 from launch.output import Table, print_json
 from launch.runtime.logs import get_logger
+from launch.runtime.printing import say
 from launch.trainer.run_config import load_run_config
 from megalite.config import Config, ResolvedLayout, resolve_layout
 from megalite.parallel.mesh import Mesh
@@ -69,7 +70,7 @@ def place(
         for notice in best.notices:
             log.warning(notice)
         for name, count in best.hosts:
-            print(*[name] * count, sep="\n")
+            say(*[name] * count, sep="\n")
         return
     rows, notices = _host_rows(best, Mesh.of(layout)), [*layout.notices, *best.notices]
     if as_json:

@@ -23,6 +23,7 @@ from launch.output import check_writable, print_csv, print_json, write_file
 from launch.planning.tables.layouts import LayoutRow, layouts_table, row_of, rows_of, search_as_json
 from launch.planning.tables.outlook import outlook_as_json, outlook_lines
 from launch.runtime.logs import get_logger
+from launch.runtime.printing import say
 from launch.trainer.run_config import load_run_config
 from megalite.config import Config, ConfigError, resolve_layout, wanted_world_size
 from megalite.config.load import stated_values
@@ -94,13 +95,13 @@ def layouts(
     elif as_json:
         print_json(search_as_json(result, outlook_as_json(outlook, config, price), own, problem, top))
     else:
-        print(f"cluster: {_cluster_text(result.cluster)}")
+        say(f"cluster: {_cluster_text(result.cluster)}")
         layouts_table(rows_of(result, own, top), result).print()
         if problem is not None:
-            print(f"as written it does not work: {problem}")
+            say(f"as written it does not work: {problem}")
         is_rough = is_guess(result.cluster.accelerator)
         lines = [*explain(result), *outlook_lines(outlook, config, price, rough=is_rough)]
-        print("\n".join([*lines, *(f"note: {line}" for line in caveats(result))]))
+        say("\n".join([*lines, *(f"note: {line}" for line in caveats(result))]))
     if write is not None:
         write_file(write, best_config(config_path, overrides or [], result))
         _report(f"wrote {write}; train with: megalite train {write}", beside_result=as_json or as_csv)
@@ -199,6 +200,6 @@ def _cluster_text(cluster: Cluster) -> str:
 
 def _report(sentence: str, *, beside_result: bool) -> None:
     if beside_result:  # programs read stdout
-        print(f"megalite: {sentence}", file=sys.stderr)
+        say(f"megalite: {sentence}", file=sys.stderr)
     else:
         log.info(sentence)

@@ -10,6 +10,7 @@ import typer
 from launch.cli.options import AsJson, check_one_format
 from launch.errors import LaunchError
 from launch.output import Table, print_csv, print_json
+from launch.runtime.printing import say
 from megalite.config import ConfigError
 from megalite.planner.schedules import PipelineTimes, Schedule, Timeline, bubble_closed_form, simulate_schedule
 
@@ -124,7 +125,7 @@ def _show(timelines: list[Timeline]) -> None:
 
     rows = []
     for timeline in timelines:
-        print(f"{timeline.schedule}: {legend(timeline)}", *draw(timeline, WIDTH), "", sep="\n")
+        say(f"{timeline.schedule}: {legend(timeline)}", *draw(timeline, WIDTH), "", sep="\n")
         facts = _facts(timeline)
         held = [count / timeline.chunks for count in timeline.peak_in_flight]
         rows.append(

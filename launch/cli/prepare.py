@@ -12,6 +12,7 @@ from launch.cli.options import AsJson
 from launch.errors import INTERRUPTED_CODE
 from launch.output import print_json, spinner
 from launch.runtime.logs import get_logger
+from launch.runtime.printing import say
 from megalite.planner.units import plural
 
 if TYPE_CHECKING:
@@ -102,8 +103,8 @@ def _print_summary(summary: PrepareSummary) -> None:
     if summary.dry_run and not summary.reused:
         size = f", {summary.source_bytes:,} bytes" if summary.source_bytes is not None else ""
         files = plural(summary.source_count, "source")
-        print(f"dry run: would encode {files}{size} into {summary.output}.bin ({summary.dtype})")
+        say(f"dry run: would encode {files}{size} into {summary.output}.bin ({summary.dtype})")
         return
     done = "already prepared" if summary.reused else f"prepared in {summary.seconds:.1f} s"
     counts = f"{summary.document_count:,} documents, {summary.token_count:,} tokens"
-    print(f"{summary.output}.bin: {counts}, vocabulary {summary.vocab_size:,}, {done}")
+    say(f"{summary.output}.bin: {counts}, vocabulary {summary.vocab_size:,}, {done}")

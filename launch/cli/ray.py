@@ -16,6 +16,7 @@ from launch.cli.options import AllowChange, ConfigPath, Force, Overrides, Shared
 from launch.errors import LaunchError
 from launch.runtime.logs import get_logger
 from launch.runtime.modules import RAY_DRIVER, python_command
+from launch.runtime.printing import say
 from launch.trainer.start_flags import StartFlags
 from megalite.config import Config, wanted_world_size
 from megalite.planner.units import plural
@@ -76,7 +77,7 @@ def ray(
     flags = StartFlags(force, allow_change, shared_run_dir)
     position = find_position(config, flags, is_dry=dry_run)
     if dry_run:
-        print("dry run: nothing was started")
+        say("dry run: nothing was started")
         return
     check_address(where)
     if finish_if_complete(position):

@@ -13,6 +13,7 @@ import typer
 from launch.cli.options import AsJson, check_one_format
 from launch.output import print_csv, print_json, spinner
 from launch.runtime.logs import get_logger
+from launch.runtime.printing import say
 
 log = get_logger(__name__)
 NOT_HEALTHY_CODE = 1
@@ -39,7 +40,7 @@ def status(
     if as_json:
         print_json(facts_of(found, SHOWN_EVENTS))
     else:
-        print(*status_lines(found), sep="\n")
+        say(*status_lines(found), sep="\n")
     if not found.state.is_healthy:
         raise typer.Exit(NOT_HEALTHY_CODE)
 

@@ -9,6 +9,7 @@ import typer
 
 from launch.runtime.checkout import git_state
 from launch.runtime.modules import INSTALLATION
+from launch.runtime.printing import say
 
 PACKAGES = ("torch", "deepspeed", "transformers", "numpy")
 
@@ -19,7 +20,7 @@ def show_version(is_given: bool) -> None:
         return
     lines = [f"megalite {version('megalite')}{_checkout()}"]
     lines += [f"{name} {_installed(name)}" for name in PACKAGES]
-    print(*lines, f"python {platform.python_version()}", platform.platform(), sep="\n")
+    say(*lines, f"python {platform.python_version()}", platform.platform(), sep="\n")
     raise typer.Exit
 
 

@@ -36,6 +36,7 @@ from launch.inference.session import Loaded, ModelPlacement, rank_main
 from launch.inference.session import run as run_anywhere
 from launch.inference.stored_model import StoredModel
 from launch.output import spinner
+from launch.runtime.printing import print_result
 from launch.runtime.rank_process import run_to_the_end
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config.base import Section
@@ -266,7 +267,7 @@ def show(request: EvaluateRequest, loaded: Loaded) -> None:
             request, loaded, lambda score: describe(f"{score.tokens:,} tokens, loss {score.mean:.4f}")
         )
     if loaded.is_rank_zero:
-        print(json.dumps(asdict(evaluation), indent=2) if request.as_json else _sentence(evaluation))
+        print_result(json.dumps(asdict(evaluation), indent=2) if request.as_json else _sentence(evaluation))
 
 
 def _sentence(evaluation: Evaluation) -> str:

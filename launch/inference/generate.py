@@ -19,10 +19,12 @@ from typing import Any, Literal
 import torch
 
 from launch.errors import LaunchError
+from launch.inference.chat_template import render_chats
 from launch.inference.session import Loaded, ModelPlacement, load, rank_main
 from launch.inference.session import run as run_anywhere
 from launch.inference.stored_model import StoredModel
 from launch.runtime.logs import get_logger
+from launch.runtime.printing import print_result, say
 from launch.runtime.rank_process import run_to_the_end
 from megalite.config import ModelConfig
 from models.generation import Sampling
@@ -180,7 +182,8 @@ def generations(request: GenerateRequest, loaded: Loaded, write: Write) -> Itera
 
 def _prompts(request: GenerateRequest, stored: StoredModel, tokenizer: Any) -> list[list[int]]:
     """Returns the token ids of each prompt; for an empty one the token before a document. Raises LaunchError."""
-    prompts = [_tokens_of(prompt, request.chat, stored, tokenizer) for prompt in request.prompts]
+    texts = render_chats(tokenizer, request.prompts, stored.folder) if request.chat else request.prompts
+    prompts = [_tokens_of(text, request.chat, tokenizer) for text in texts]
     model, new = stored.model, request.max_new_tokens
     stored.check_ids([token for prompt in prompts for token in prompt], "the prompt")
     longest, room = max(map(len, prompts)), _room(model, prompts)
@@ -197,18 +200,8 @@ def _room(model: ModelConfig, prompts: Sequence[Sequence[int]]) -> int:
     return model.max_position_embeddings + 1 - max(map(len, prompts))
 
 
-def _tokens_of(prompt: str, chat: bool, stored: StoredModel, tokenizer: Any) -> list[int]:
-    if chat:
-        if not tokenizer.chat_template:
-            raise LaunchError(f"{stored.folder}: its tokenizer has no chat template: leave out --chat")
-        message = {"role": "user", "content": prompt}
-        try:
-            rendered = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template is a program that may raise anything
-            raise LaunchError(f"{stored.folder}: its chat template takes no message of a user alone: {error}") from None
-        ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]  # the template has them
-    else:
-        ids = tokenizer(prompt)["input_ids"]
+def _tokens_of(prompt: str, chat: bool, tokenizer: Any) -> list[int]:
+    ids = tokenizer(prompt, add_special_tokens=not chat)["input_ids"]  # a chat's template has them
     start = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
     if not ids and not start:
         raise LaunchError("the prompt is empty, and the tokenizer has no token that starts a text: give a prompt")
@@ -239,18 +232,17 @@ def show(request: GenerateRequest, loaded: Loaded) -> None:
 
     def write(text: str) -> None:
         if streams and text:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            print_result(text, end="", flush=True)
 
     made = []
     for generation in generations(request, loaded, write):
         made.append(generation)
         write("\n")
         if streams:
-            print(f"megalite: {_sentence(generation)}", file=sys.stderr, flush=True)
+            say(f"megalite: {_sentence(generation)}", file=sys.stderr, flush=True)
     if loaded.is_rank_zero and request.as_json:
         rows = [asdict(generation) | {"tokens_per_second": generation.tokens_per_second} for generation in made]
-        print(json.dumps({"model": str(loaded.stored.folder), "generations": rows}, indent=2))
+        print_result(json.dumps({"model": str(loaded.stored.folder), "generations": rows}, indent=2))
 
 
 def _sentence(generation: Generation) -> str:

@@ -22,6 +22,7 @@ from launch.huggingface.serial_model import filled_model
 from launch.inference.stored_model import StoredModel, open_stored
 from launch.runtime.devices import gpu_count
 from launch.runtime.local_ranks import rank_environment, start_local_ranks
+from launch.runtime.printing import say
 from launch.runtime.processes import end_with_parent
 from launch.runtime.rank_environment import this_rank
 from launch.runtime.rank_process import tell_once
@@ -105,7 +106,7 @@ def run(
         work(request, load(place, 0, stored))
         return 0
     environment, description = rank_environment(LaunchConfig(), size, place.device == "cuda")
-    print(f"megalite: starting {size} ranks on {place.device} ({description})", file=sys.stderr, flush=True)
+    say(f"megalite: starting {size} ranks on {place.device} ({description})", file=sys.stderr, flush=True)
     with NamedTemporaryFile("w", suffix=".json") as file:  # command-line arguments are limited to 128 KB
         json.dump(asdict(replace(request, place=place)), file)
         file.flush()

@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from launch.errors import LaunchError
 from launch.parity.problem import ParityProblem
+from megalite.checkpoint.huggingface.folder import INDEX, WEIGHTS
+from megalite.checkpoint.huggingface.json_files import ADAPTER
 from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import SerialModel, make_layer, named_shards
@@ -163,12 +165,22 @@ def load_transformers(kind: Any, folder: Path | None, config: Mapping[str, Any] 
     from transformers.utils import logging
 
     subject, advice = (str(folder), "") if folder else ("this model", ": try --reference self")
+    if folder is not None:
+        if (folder / ADAPTER).is_file():  # with peft, transformers would load it too, and import what it names
+            raise LaunchError(
+                f"{folder}: holds an adapter beside the model: move {ADAPTER} away, or merge it with peft"
+            )
+        # as our reader chooses, so that no pickle is read where there is none to be read
+        options["use_safetensors"] = any((folder / name).is_file() for name in (WEIGHTS, INDEX))
     logging.disable_progress_bar()
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it lists layers that a shortened config leaves out
     try:
         if config is not None:
             options["config"] = AutoConfig.for_model(**config)
+        else:
+            options["config"] = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        options["config"]._attn_implementation = None  # one with a slash is code on the hub, fetched and run
         # fused experts accept only widths that are multiples of 16 bytes, and change from version to version
         module, report = kind.from_pretrained(
             folder,

@@ -279,7 +279,7 @@ def _write_cache(path: Path, values: dict[str, Any]) -> bool:
 def _read_cache(path: Path) -> dict[str, Any]:
     try:
         cached = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return cached if isinstance(cached, dict) else {}
 

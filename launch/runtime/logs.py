@@ -12,6 +12,8 @@ import os
 import sys
 import time
 
+from launch.runtime.printing import say
+
 LEVEL = "MEGALITE_LOG_LEVEL"
 PACKAGES = ("launch", "megalite", "models", "data_pipeline")
 
@@ -28,7 +30,7 @@ class _ConsoleHandler(logging.Handler):
         start = "" if self._rank is None else f"[{at} rank {self._rank}] "
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
-        print(f"{start}megalite: {level}{record.getMessage()}", file=stream, flush=True)
+        say(f"{start}megalite: {level}{record.getMessage()}", file=stream, flush=True)
 
 
 def configure_logging(level: str | None = None, *, rank: int | None = None) -> None:

@@ -15,6 +15,7 @@ from typing import NoReturn
 import psutil
 
 from launch.errors import LaunchError
+from launch.runtime.printing import print_exception, say
 from launch.runtime.rank_environment import ATTEMPT, Rank
 from megalite.engine.meeting_place import AGENT_STORE, is_loopback_address, use_loopback
 
@@ -34,7 +35,7 @@ def tell_once(sentence: str, rank: Rank | None) -> None:
     if rank is not None and rank.local_rank:
         time.sleep(GRACE_S)
         where = f"rank {rank.rank}: "
-    print(f"megalite: error: {where}{sentence}", file=sys.stderr, flush=True)
+    say(f"megalite: error: {where}{sentence}", file=sys.stderr, flush=True)
 
 
 def run_to_the_end(main: Callable[[], int]) -> NoReturn:
@@ -48,12 +49,12 @@ def run_to_the_end(main: Callable[[], int]) -> NoReturn:
     try:
         code = main()
     except Exception:
-        sys.excepthook(*sys.exc_info())
+        print_exception(*sys.exc_info())
     for step in (threading._shutdown, atexit._run_exitfuncs, _flush):  # type: ignore[attr-defined]
         try:
             step()
         except (Exception, KeyboardInterrupt):
-            sys.excepthook(*sys.exc_info())
+            print_exception(*sys.exc_info())
             code = code or (LOST_OUTPUT_CODE if step is _flush else 0)
     os._exit(code)
 

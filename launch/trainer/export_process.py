@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from launch.errors import USER_ERROR_CODE, USER_ERRORS
+from launch.runtime.printing import say
 from launch.runtime.processes import end_with_parent
 
 NICENESS = 10
@@ -56,7 +57,7 @@ def main(parent: str, checkpoint: str, hf_dir: str, dtype: str, validate: str) -
             report=_ProgressLines(),
         )
     except USER_ERRORS as error:
-        print(error, file=sys.stderr)
+        say(error, file=sys.stderr)
         return USER_ERROR_CODE
     print(json.dumps(asdict(summary)))
     return 0

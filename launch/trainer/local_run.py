@@ -18,6 +18,7 @@ from launch.planning.this_machine import UNMEASURED, Machine, MeasurementLimits,
 from launch.runtime.host_probe import gpus, start_listing_gpus
 from launch.runtime.local_ranks import start_local_ranks
 from launch.runtime.logs import get_logger
+from launch.runtime.printing import print_result, say
 from launch.trainer.checkpoint_hooks import open_mirror, wait_for_mirror
 from launch.trainer.resume import exports_of
 from launch.trainer.run_folder import lock_run_folder
@@ -141,12 +142,12 @@ def print_dry_run(config: Config, flags: StartFlags = NO_FLAGS, *, full: bool = 
 
         known = {"device": run.device, "config": run.config.model_dump(mode="json"), "layout": asdict(layout)}
         rows = [asdict(row) for row in layout_rows(run.config, layout)]
-        print(json.dumps({**known, "summary": facts, "predicted": predicted, "ranks": rows}, indent=2))
+        print_result(json.dumps({**known, "summary": facts, "predicted": predicted, "ranks": rows}, indent=2))
         return
     if full:
         from launch.trainer.layout_table import layout_rows, layout_table
 
-        print(run.config.to_yaml())
+        print_result(run.config.to_yaml())
         layout_table(layout_rows(run.config, layout), layout).print()
     print_lines([*summary_lines(facts), *prediction_lines(facts, predicted)])
     for notice in (*run.notices, *layout.notices, *position.data.notices, *position.start.notices):
@@ -155,7 +156,7 @@ def print_dry_run(config: Config, flags: StartFlags = NO_FLAGS, *, full: bool = 
     for warning in (run.memory.warning if run.memory is not None else None, warning_of_room(run.config), long_step):
         if warning is not None:
             log.warning(warning)
-    print(f"dry run on {run.device}: nothing was started")
+    say(f"dry run on {run.device}: nothing was started")
 
 
 def _predict(run: CheckedRun) -> Prediction:

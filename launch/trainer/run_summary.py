@@ -12,6 +12,7 @@ from typing import Any
 from launch.planning.memory_check import MemoryForecast
 from launch.planning.prediction import Prediction
 from launch.runtime.logs import get_logger
+from launch.runtime.printing import say
 from launch.trainer.config_changes import OptionChange
 from launch.trainer.data import RunData
 from launch.trainer.resume import RunSetup, Start
@@ -122,7 +123,7 @@ def summary_lines(facts: Facts) -> Lines:
 def print_lines(lines: Lines) -> None:
     """Prints lines with their labels in a column."""
     for label, text in lines:
-        print(f"{label:<9} {text}")
+        say(f"{label:<9} {text}")
 
 
 def prediction_lines(facts: Facts, predicted: Facts) -> Lines:

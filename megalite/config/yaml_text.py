@@ -27,6 +27,13 @@ NUMBERS_AND_BOOLS = {
 }
 """The pattern of plain text that is a number or bool, and the characters it can start with."""
 
+MOST_CHARACTERS = 2_000_000  # read in seconds
+MOST_VALUES = 100_000
+"""The largest number of values in a text, each alias counted as the values it repeats: ten levels of ten aliases, in
+400 bytes, would be ten thousand million."""
+
+LONGEST_PROBLEM = 300  # characters of PyYAML's words on a syntax error, which repeat what it read
+
 KEPT_TAGS = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
 
 
@@ -54,12 +61,14 @@ class _Dumper(yaml.SafeDumper):
 
 def parse_yaml(text: str) -> tuple[Any, dict[LinePath, int]]:
     """Returns the value and the line, counted from 1, of each key. Raises ConfigError with a sentence per problem."""
+    if len(text) > MOST_CHARACTERS:
+        raise ConfigError(f"more than {MOST_CHARACTERS:,} characters: write less")
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None, {}
-        _check_aliases(node, ())
+        _check_size(node)
         problems: list[str] = []
         lines = dict(_key_lines(node, (), problems))
         if problems:
@@ -82,14 +91,25 @@ def to_yaml(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=110)
 
 
-def _check_aliases(node: yaml.Node, above: tuple[yaml.Node, ...]) -> None:
-    """Raises ConfigError if an alias stands inside the value that it repeats, which would have no end."""
-    if any(node is one for one in above):
-        raise ConfigError(f"line {node.start_mark.line + 1}: an alias contains itself: write out what it stands for")
-    if isinstance(node, yaml.CollectionNode):
-        for child in node.value:
-            for each in child if isinstance(child, tuple) else (child,):
-                _check_aliases(each, (*above, node))
+def _check_size(node: yaml.Node) -> None:
+    """Raises ConfigError for more than `MOST_VALUES` values, and for an alias inside the value that it repeats."""
+    if _size(node, {}) > MOST_VALUES:
+        raise ConfigError(f"more than {MOST_VALUES:,} values, each alias counted as what it repeats: write fewer")
+
+
+def _size(node: yaml.Node, known: dict[int, int]) -> int:
+    """Returns the number of values in `node`; `known` has the sizes of nodes by id, 0 while they are counted."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if (size := known.get(id(node))) is not None:
+        if size == 0:
+            line = node.start_mark.line + 1
+            raise ConfigError(f"line {line}: an alias contains itself: write out what it stands for")
+        return size
+    known[id(node)] = 0
+    children = (each for child in node.value for each in (child if isinstance(child, tuple) else (child,)))
+    known[id(node)] = size = 1 + sum(_size(child, known) for child in children)
+    return size
 
 
 def _key_lines(node: yaml.Node, path: LinePath, problems: list[str]) -> Iterator[tuple[LinePath, int]]:
@@ -121,4 +141,4 @@ def _syntax_sentence(error: yaml.MarkedYAMLError) -> str:
     problem = error.problem or error.context or "unreadable"
     if problem.startswith("but ") and error.context:
         problem = f"{error.context}, {problem}"
-    return f"{where}not valid YAML: {' '.join(problem.split())}"
+    return f"{where}not valid YAML: {' '.join(problem.split())[:LONGEST_PROBLEM]}"

@@ -11,6 +11,7 @@ from typing import Any
 from launch.output import Table, print_csv, print_json
 from launch.planning.prediction_by_size import SizedRun
 from launch.runtime.logs import get_logger
+from launch.runtime.printing import say
 from megalite.planner.reliability.failure_rates import (
     GPUS_PER_NODE,
     HOURS_PER_DAY,
@@ -45,7 +46,7 @@ ROUNDED = ("_s", "_min", "mtbf_hours", "mtbf_hours_at_high_rate", "mtbf_hours_at
 
 def show(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> None:
     """Prints assumptions, tables and notices."""
-    print(*assumptions(answer), sep="\n")
+    say(*assumptions(answer), sep="\n")
     for table in _tables(answer, runs):
         table.print()
     for notice in notices(answer, runs):
@@ -222,7 +223,7 @@ def show_tutorial(*, as_json: bool, as_csv: bool) -> None:
     if as_json:
         print_json(example)
         return
-    print(
+    say(
         'The worked example "Scaling to 1000 GPUs": Llama 3 70B, nodes of 8 GPUs, tensor parallelism 8, 30 days; node '
         f"MTTF {example['node_mttf_hours']:,.1f} h (GPU 50,000 h, network adapter 150,000 h, power supply 100,000 h)"
     )
@@ -235,7 +236,7 @@ def show_tutorial(*, as_json: bool, as_csv: bool) -> None:
     }
     Table.of(example["scales"], scales, "failures", ()).print()
     seconds, hourly = example["checkpoint_write_s"], example["hourly_checkpoint_share"]
-    print(
+    say(
         "Checkpoint: 14 bytes per parameter (fp16 weights, three fp32 tensors) = "
         f"{example['checkpoint_bytes'] / 1e9:.1f} GB; one writer of 7 GB/s: {seconds:.1f} s; saved hourly: "
         f"{hourly:.2%} of the time"
@@ -250,8 +251,8 @@ def show_tutorial(*, as_json: bool, as_csv: bool) -> None:
     steps = [row | {"communication_ms": 1000 * row["communication_s"]} for row in example["steps"]]
     columns = {"GPUs": "{gpus}", "communication ms": "{communication_ms:.1f}", "efficiency": "{efficiency:.1%}"}
     Table.of(steps, columns, "a step", ()).print()
-    print("Exercises", *(f"- {each['question']}: {each['answer']}" for each in example["exercises"]), sep="\n")
-    print("\nWhere the text contradicts its own numbers", *(f"- {one}" for one in example["contradictions"]), sep="\n")
+    say("Exercises", *(f"- {each['question']}: {each['answer']}" for each in example["exercises"]), sep="\n")
+    say("\nWhere the text contradicts its own numbers", *(f"- {one}" for one in example["contradictions"]), sep="\n")
 
 
 def _figures(value: float) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from launch.output import Table, print_json
 from launch.planning.tables.outlook import money
 from launch.runtime.logs import get_logger
+from launch.runtime.printing import say
 from megalite.planner.reliability.checkpoints import time_shares
 from megalite.planner.reliability.failure_rates import failure_probability
 from megalite.planner.reliability.run_simulation import (
@@ -48,12 +49,12 @@ def show(simulated: Sequence[Simulated], gpus: int, price: float | None, remarks
     `price`: of an accelerator-hour; `remarks`: more notices.
     """
     first = simulated[0]
-    print(*assumptions(first.run, gpus), sep="\n")
+    say(*assumptions(first.run, gpus), sep="\n")
     _hours_table(simulated).print()
     if price is not None:
         hours = accelerator_hours(first.run, gpus)
-        print(f"price: {money(hours * price)} for {count(hours)} accelerator-hours at {price:g}")
-    print(*timeline(first.run, first.outcomes[0]), "", *cost_histogram(first.outcomes), sep="\n")
+        say(f"price: {money(hours * price)} for {count(hours)} accelerator-hours at {price:g}")
+    say(*timeline(first.run, first.outcomes[0]), "", *cost_histogram(first.outcomes), sep="\n")
     for notice in (*remarks, *notices(simulated)):
         log.info(notice)
 

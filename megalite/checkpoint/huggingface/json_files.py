@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,21 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import find_latest, printable
 
 CONFIG = "config.json"
+LARGEST = 1 << 26  # bytes; the index of a model with 100,000 tensors has 10 MB
 ADAPTER = "adapter_config.json"  # as peft writes it
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object from a file. Raises CheckpointError if it holds none."""
+    """Reads a JSON object from a file. Raises CheckpointError if it holds none, or is too large for one."""
     try:
+        if not stat.S_ISREG((about := path.stat()).st_mode):  # of a pipe nothing might ever come
+            raise CheckpointError(f"{path}: is no file")
+        if about.st_size > LARGEST:
+            raise CheckpointError(f"{path}: {about.st_size:,} bytes are too many for it")
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent}: {_what_is_there(path)}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(f"{path}: not readable as JSON: {printable(str(error))}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: not a JSON object")

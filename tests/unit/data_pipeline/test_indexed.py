@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
 from data_pipeline.indexed import IndexedTokens, IndexedWriter, token_dtype
@@ -114,6 +116,25 @@ def test_broken_files_are_one_sentence(case: str, write_corpus: Callable[..., Pa
     with pytest.raises(DataError, match=sentence) as caught:
         IndexedTokens(prefix)
     assert "\n" not in str(caught.value)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.integers(0, 97), change=st.binary(min_size=1, max_size=12), cut=st.booleans())
+def test_any_index_is_read_or_one_sentence(
+    place: int, change: bytes, cut: bool, write_corpus: Callable[..., Path]
+) -> None:
+    """Whatever an index says, no token outside the file is read, and nothing is allocated for what it only claims."""
+    prefix = write_corpus(DOCUMENTS)
+    rewrite(
+        Path(f"{prefix}.idx"),
+        lambda content: content[:place] + change + (b"" if cut else content[place + len(change) :]),
+    )
+    try:
+        tokens = IndexedTokens(prefix)
+    except DataError as error:
+        assert str(prefix) in str(error) and "\n" not in str(error)
+    else:
+        assert sum(len(tokens.document(i)) for i in range(len(tokens))) <= 12
 
 
 @pytest.mark.parametrize("ending", [".bin", ".idx"])

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
 from data_pipeline.sources import open_sources
@@ -79,6 +81,9 @@ BAD: dict[str, tuple[bytes, str]] = {
     "not an object": (b'["a"]', "line 1 is not a JSON object"),
     "not a string": (b'{"text": null}', "line 1 has NoneType in field 'text'"),
     "not utf-8": (b'{"text": "a"}\n{"text": "\xe4"}', "line 2 is not UTF-8"),
+    "nested too deeply": (b"[" * 100_000, r"line 1 is not JSON \(maximum recursion depth exceeded"),
+    "a number of too many digits": (b'{"n": ' + b"9" * 5000 + b"}", r"line 1 is not JSON \(Exceeds the limit"),
+    "half a surrogate pair": (b'{"text": "\\ud800"}', "line 1 has half of a surrogate pair in field 'text'"),
 }
 
 
@@ -89,6 +94,33 @@ def test_bad_json_lines_name_the_line(case: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"rows.jsonl, {sentence}") as caught:
         documents([str(tmp_path / "rows.jsonl")])
     assert "\n" not in str(caught.value)
+
+
+def test_a_line_of_gigabytes_in_a_small_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_pipeline.sources.jsonl._LONGEST_LINE", 1 << 20)
+    (tmp_path / "bomb.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' + b" " * (8 << 20)))
+    with pytest.raises(DataError, match="line 2 has more than 1,048,576 bytes: cut the document"):
+        documents([str(tmp_path / "bomb.jsonl.gz")])
+
+
+LINES = st.lists(
+    st.sampled_from(
+        ['{"text": ', '"a"', "}", "[", "]", "null", "1e9", "\n", '"', "\\ud800", "\\u0041", "{", ":", "NaN", ","]
+    ),
+    max_size=12,
+).map("".join)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=LINES.map(str.encode) | st.binary(max_size=60))
+def test_any_json_lines_are_text_or_a_sentence(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    try:
+        found = documents([str(tmp_path / "rows.jsonl")])
+    except DataError as error:
+        assert str(tmp_path) in str(error) and "\n" not in str(error)
+    else:
+        "".join(found).encode()
 
 
 def test_sources_that_are_not_there_are_one_sentence(tmp_path: Path) -> None:

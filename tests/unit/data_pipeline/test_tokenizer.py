@@ -151,3 +151,12 @@ def test_the_standard_library_is_text_without_tests(stdlib_files: list[Path]) ->
     assert {"dataclasses.py", "argparse.py"} <= names
     assert not any({"test", "site-packages", "idlelib"} & set(path.parts) for path in stdlib_files)
     assert sum(path.stat().st_size for path in stdlib_files) > 5_000_000
+
+
+def test_a_tokenizer_at_which_the_library_panics_is_one_sentence(tokenizer_folder: Path, tmp_path: Path) -> None:
+    """Its exception is no `Exception`."""
+    content = json.loads((tokenizer_folder / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match="is not a tokenizer that `tokenizers` can load"):
+        inspect_tokenizer(tmp_path)

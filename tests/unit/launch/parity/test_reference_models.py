@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
+from launch.errors import LaunchError
 from launch.parity import reference
 from launch.parity.layout import ParityLayout
 from launch.parity.observations import NEAR_CHOICES, Observations, Quantity
 from launch.parity.problem import Batch, ParityProblem, Training
 from launch.parity.reference import solve
-from launch.parity.reference_models import HEAD, Model, Rows, SerialReference, TransformersModel
+from launch.parity.reference_models import HEAD, Model, Rows, SerialReference, TransformersModel, load_transformers
 from launch.parity.verify import MOST_NEAR_CHOICES
 from megalite.config import ModelConfig
 from models.families import model_config
@@ -62,6 +66,31 @@ def test_ours_and_transformers_are_one_function_in_float64(name: str, switches: 
                     np.abs(value).max(), 1e-4 * largest
                 )  # the gradient of a key's bias is zero but for rounding
                 assert difference <= 1e-8 * scale, f"{quantity} of {part} off by {difference / scale:.1e}"
+
+
+KERNELS: list[dict[str, Any]] = [
+    {"attn_implementation": "some/kernel"},
+    {"_attn_implementation": "some/kernel@main:f"},
+    {"attn_implementation": {"": "some/kernel"}},
+]
+
+
+@pytest.mark.parametrize("change", KERNELS, ids=str)
+def test_a_folder_does_not_choose_code_of_the_hub(change: dict[str, Any], tmp_path: Path) -> None:
+    """transformers would fetch such a kernel and run it, whatever it is told of remote code."""
+    folder = HUB_MODELS[0].save(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change | {"auto_map": {"AutoConfig": "some/code--x.T"}}))
+    module = load_transformers(transformers.AutoModelForCausalLM, folder)
+    assert module.config._attn_implementation == module.model.config._attn_implementation == "sdpa"
+
+
+def test_a_folder_with_an_adapter_beside_the_model_is_refused(tmp_path: Path) -> None:
+    """With peft, transformers would import the module that the adapter names."""
+    folder = HUB_MODELS[0].save(tmp_path)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(LaunchError, match=r"holds an adapter beside the model: move adapter_config\.json away"):
+        load_transformers(transformers.AutoModelForCausalLM, folder)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mistral", "phi3", "qwen3_moe", "gpt2", "smollm3-window", "olmo3"])

@@ -1,0 +1,109 @@
+"""Keeps the files of a data folder inside it: somebody else may have made the folder, and what it names is trained on.
+
+Links, the metadata of a README.md and the list of files of a saved data set may name any file of this machine, any URL,
+or a pattern that takes hours to search.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from data_pipeline.errors import DataError
+from data_pipeline.files import is_url
+
+_CARDS = ("README.md", ".huggingface.yaml")
+_CARD_BYTES = 1 << 24
+_MOST_VALUES = 100_000  # of the metadata, each alias counted as what it stands for
+_HUB_CACHE = re.compile(r"(?:datasets|models|spaces)--.+")  # the hub's name of a repository's folder in its cache
+
+
+def check_inside(folder: Path, files: Iterable[Path]) -> None:
+    """Raises DataError if one of `files`, found in `folder` or named by it, is elsewhere.
+
+    Links of a snapshot in the hub's cache may lead to the other files of their repository there.
+    """
+    root = _root(folder)
+    real_parents: dict[Path, Path] = {}
+    for file in files:
+        parent = real_parents.setdefault(file.parent, file.parent.resolve())
+        real = file.resolve() if file.is_symlink() or file.name == ".." else parent / file.name
+        if not real.is_relative_to(root):
+            raise DataError(
+                f"{file} leads outside its folder, to {real}: copy the file into {folder}, or, if it is meant, name it "
+                "as a source itself or by a pattern"
+            )
+
+
+def _root(folder: Path) -> Path:
+    real = folder.resolve()
+    in_cache = (
+        parent.parent
+        for parent in real.parents
+        if parent.name == "snapshots" and _HUB_CACHE.fullmatch(parent.parent.name)
+    )
+    return next(in_cache, real)
+
+
+def check_saved(folder: Path, saved: Path) -> None:
+    """Raises DataError if the data set that `save_to_disk` wrote to `saved`, in `folder`, has files elsewhere."""
+    names = [entry["filename"] for entry in json.loads((saved / "state.json").read_bytes())["_data_files"]]
+    check_inside(folder, [saved / "state.json", *(saved / name for name in names)])
+
+
+def check_card(folder: Path) -> None:
+    """Raises DataError if the metadata of `folder`, in which `datasets` looks for data files, leads outside."""
+    for name in _CARDS:
+        path = folder / name
+        if path.is_file():
+            for configuration in _configurations(path):
+                for place in _strings([configuration.get("data_files"), configuration.get("data_dir")]):
+                    parts = PurePosixPath(place).parts
+                    if place.startswith(("/", "~")) or ".." in parts or is_url(place) or "::" in place:
+                        raise DataError(
+                            f"{path} names data files outside its folder, {place!r}: copy them into {folder}, or, if "
+                            "they are meant, name them as sources themselves"
+                        )
+
+
+def _configurations(path: Path) -> list[dict[str, Any]]:
+    """Returns the entries of `configs` in a card's metadata that are mappings, read as `datasets` reads them."""
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+    if path.stat().st_size > _CARD_BYTES:
+        raise DataError(f"{path} has more than {_CARD_BYTES:,} bytes: move it away, or shorten it")
+    with path.open(encoding="utf-8-sig", newline="") as stream:
+        text = stream.read()
+    if path.suffix == ".md":
+        block = REGEX_YAML_BLOCK.search(text)
+        text = block[2] if block else ""
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    if node is not None and _size(node, {}) > _MOST_VALUES:
+        raise DataError(f"{path} has more than {_MOST_VALUES:,} values, with those its aliases repeat: shorten it")
+    metadata = yaml.safe_load(text)
+    configurations = metadata.get("configs") if isinstance(metadata, dict) else None
+    return [one for one in configurations or [] if isinstance(one, dict)]
+
+
+def _size(node: yaml.Node, known: dict[int, int]) -> int:
+    """Returns the number of values in `node`; one that contains itself, which has no end, counts as too large."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = _MOST_VALUES
+        children = (each for child in node.value for each in (child if isinstance(child, tuple) else (child,)))
+        known[id(node)] = 1 + sum(_size(child, known) for child in children)
+    return known[id(node)]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _strings(each)
+    elif isinstance(value, dict):
+        yield from _strings(list(value.values()))

@@ -1,0 +1,139 @@
+"""What a data folder of somebody else names outside of itself never becomes training text."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.errors import DataError
+from data_pipeline.sources import open_sources
+from data_pipeline.sources.containment import check_card
+from data_pipeline.sources.hf_dataset import HfDataset
+
+
+def documents(spec: str) -> list[str]:
+    return [piece.text for source in open_sources([spec], "text") for piece in source.pieces()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A data set of one row, beside a file and a saved data set that are not its own."""
+    from datasets import Dataset
+
+    (tmp_path / "secret.jsonl").write_text('{"text": "secret"}\n')
+    Dataset.from_dict({"text": ["secret"]}).save_to_disk(tmp_path / "other")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "rows.jsonl").write_text('{"text": "own"}\n')
+    return tmp_path / "folder"
+
+
+def card(**configuration: object) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        metadata = {"configs": [{"config_name": "default", **configuration}]}
+        values = {key: json.loads(json.dumps(value).replace("OUTSIDE", str(folder.parent)))
+                  for key, value in metadata.items()}  # fmt: skip
+        (folder / "README.md").write_text(f"---\n{json.dumps(values)}\n---\nA data set.\n")
+
+    return write
+
+
+def link(name: str, target: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / name).symlink_to(target)
+
+    return write
+
+
+def link_to_a_folder(folder: Path) -> None:
+    card(data_files="inner/*.jsonl")(folder)
+    (folder / "inner").symlink_to("..")
+
+
+def standalone_card(folder: Path) -> None:
+    (folder / ".huggingface.yaml").write_text("configs: [{config_name: a, data_files: [../secret.jsonl]}]\n")
+
+
+def saved_elsewhere(folder: Path) -> None:
+    state = json.loads((folder.parent / "other" / "state.json").read_text())
+    state["_data_files"] = [{"filename": "../other/data-00000-of-00001.arrow"}]
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def split_elsewhere(folder: Path) -> None:
+    (folder / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    (folder / "train").symlink_to("../other")
+
+
+LEADS_OUT: dict[str, Callable[[Path], None]] = {
+    "card with ..": card(data_files="../secret.jsonl"),
+    "card with a split": card(data_files=[{"split": "train", "path": ["a", "OUTSIDE/*.jsonl"]}]),
+    "card with a folder": card(data_dir=".."),
+    "card with a URL": card(data_files="https://192.0.2.1/a.jsonl"),
+    "card with a chain": card(data_files="zip://a.jsonl::../a.zip"),
+    "card of its own": standalone_card,
+    "link": link("more.jsonl", "../secret.jsonl"),
+    "link to a folder": link_to_a_folder,
+    "saved files": saved_elsewhere,
+    "saved split": split_elsewhere,
+}
+
+
+@pytest.mark.parametrize("case", LEADS_OUT)
+def test_a_data_set_that_leads_out_of_its_folder_is_one_sentence(case: str, folder: Path) -> None:
+    LEADS_OUT[case](folder)
+    with pytest.raises(DataError, match=r"outside|elsewhere") as caught:
+        documents(f"dataset:{folder}")
+    assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+
+
+def test_a_folder_of_text_does_not_follow_links_out_of_it_but_a_pattern_does(folder: Path) -> None:
+    (folder / "more.jsonl").symlink_to("rows.jsonl")
+    assert documents(str(folder)) == ["own", "own"]
+    (folder / "more.jsonl").unlink()
+    (folder / "more.jsonl").symlink_to("../secret.jsonl")
+    with pytest.raises(DataError, match=r"more\.jsonl leads outside its folder, to .*/secret\.jsonl: copy the file"):
+        documents(str(folder))
+    assert documents(f"{folder}/*.jsonl") == ["secret", "own"]
+
+
+def test_a_card_inside_and_the_links_of_the_hubs_cache_are_read(folder: Path, tmp_path: Path) -> None:
+    card(data_files=[{"split": "train", "path": "rows*.jsonl"}, {"split": "test", "path": "test.jsonl"}])(folder)
+    (folder / "test.jsonl").write_text('{"text": "test"}\n')
+    assert documents(f"dataset:{folder}") == ["own"]
+    assert documents(f"dataset:{folder}:test") == ["test"]
+
+    repository = tmp_path / "hub" / "datasets--some--thing"
+    (repository / "blobs").mkdir(parents=True)
+    snapshot = repository / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs" / "5ba1").write_text('{"text": "cached"}\n')
+    (snapshot / "rows.jsonl").symlink_to("../../blobs/5ba1")
+    assert documents(f"dataset:{snapshot}") == documents(str(snapshot)) == ["cached"]
+    (snapshot / "more.jsonl").symlink_to("../../../../secret.jsonl")
+    with pytest.raises(DataError, match="leads outside its folder"):
+        documents(f"dataset:{snapshot}")
+
+
+def test_a_card_that_repeats_itself_without_end_is_one_sentence(folder: Path) -> None:
+    levels = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+    for merged in ("configs: *a11", "<<: [*a11, *a11]"):
+        (folder / "README.md").write_text(f"---\na0: &a0 [x]\n{levels}{merged}\n---\n")
+        with pytest.raises(DataError, match="more than 100,000 values, with those its aliases repeat"):
+            check_card(folder)
+
+
+def test_a_repository_of_the_hub_may_not_name_files_of_this_machine(tmp_path: Path) -> None:
+    source = HfDataset("dataset:some/thing", "text")
+    source._check_files(None, {"train": ["hf://datasets/some/thing@0123/a.parquet"]})
+    for name in (str(tmp_path / "a.jsonl"), "https://192.0.2.1/a.jsonl", "s3://bucket/a.jsonl"):
+        with pytest.raises(DataError, match="names a file elsewhere"):
+            source._check_files(None, {"train": [name]})
+
+
+def test_a_folder_called_like_a_format_is_that_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` would take the name for its own reader of that format and read the current folder."""
+    monkeypatch.chdir(folder.parent)
+    folder.rename(folder.parent / "json")
+    assert documents("dataset:json") == ["own"]
