@@ -9,14 +9,14 @@ from pathlib import Path
 from launch.errors import LaunchError
 from launch.runtime.processes import TREES
 from launch.runtime.rank_environment import ATTEMPT
+from megalite.config.secrets import names_secret, secret_in
 
-NAME = re.compile(r"(KEY|TOKEN|SECRET|PASS|PASSWD|PASSWORD|PWD|CREDENTIALS?|AUTH|SAS)S?(_|$)", re.IGNORECASE)
-IN_ADDRESS = re.compile(r"://[^/]*@")  # https://user:password@host
+USER_IN_ADDRESS = re.compile(r"://[^/]*@")  # of some services a user's name is a token
 
 
 def is_secret(name: str, value: str) -> bool:
     """Returns whether a variable looks like a secret. Errs on the side of treating it as one."""
-    return bool(NAME.search(name) or IN_ADDRESS.search(value))
+    return names_secret(name) or secret_in(value) is not None or bool(USER_IN_ADDRESS.search(value))
 
 
 FORWARDED = re.compile(  # variables of this shell that ranks on other hosts need too; DeepSpeed forwards few of them

@@ -1,0 +1,45 @@
+"""Recognises secrets in texts that others will read: values of options and of variables, and names of variables.
+
+A doubt counts as a secret, except where ordinary paths, addresses of hosts or names of models would be taken for one.
+"""
+
+from __future__ import annotations
+
+import re
+
+NAME = re.compile(
+    r"(?:KEY|TOKEN|SECRET|PASS|PASSWD|PASSWORD|PASSPHRASE|PWD|CREDENTIAL|AUTH|AUTHORIZATION|BEARER|COOKIE|SESSION|WEBHOOK"
+    r"|JWT|SAS|CONN|CONNECTION_?STRING|(?:^|_)PAT)S?_?\d*(?:_|$)|API_?KEY",
+    re.IGNORECASE,
+)
+KINDS = {  # what a text seems to contain -> how that is recognised
+    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
+    "a Hugging Face token": r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}\b",
+    "a GitHub token": r"\b(?:gh[opsur]|github_pat)_\w{6,}",
+    "a GitLab token": r"\bglpat-[\w-]{6,}",
+    "an AWS access key": r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}\b",
+    "a Google API key": r"\bAIza[\w-]{30,}",
+    "a Slack token": r"\bxox[a-z]-[\w-]{4,}|\bxapp-\d-[\w-]{4,}",
+    "the address of a webhook": r"hooks\.slack\.com/\w+/\w|discord(?:app)?\.com/api/webhooks/\w",
+    "an API key": r"\b(?:sk|nvapi)-(?:[a-z]+\d*-){0,2}\w{20,}|\bwandb_v1_\w{10,}",
+    "a signed token (JWT)": r"\beyJ[\w-]{10,}",
+    "an authorization header": r"(?i)\b(?:bearer|basic)\s+[\w.~+/-]{8,}",
+    "the key of a storage account": r"(?i)\b(?:AccountKey|SharedAccessKey|SharedAccessSignature)\s*=\s*[^\s;]",
+    "a signed address": r"(?i)[?&](?:sig|X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token))=[^&\s]",
+    "an address with a password": r"://[^\s/:@]*:(?!\d*(?:[/?#]|$))[^\s@]+@",
+    "an address with a token": r"(?i)\b(?:https?|ftps?|socks[45]h?)://[^\s/?#@:]+@",
+    # digits and commas are the devices of a host: node1:0,1@node2:0,1
+    "a user's name and password": r"(?:^|[\s=,;])[\w.+%-]+:(?![\d,]+@)[^\s/@:]+@[\w.-]+(?::\d+)?(?:[/\s,;]|$)",
+    "a password": r"(?i)(?:^|[\s?&;,])(?:passw(?:or)?d|pwd|(?:\w+_)?(?:token|secret)|(?:access|api)_?key)=[^\s&;,]{4,}",
+}
+PATTERNS = {kind: re.compile(pattern) for kind, pattern in KINDS.items()}
+
+
+def secret_in(value: str) -> str | None:
+    """Returns what kind of secret a text seems to contain, such as "a Hugging Face token"; None if it has none."""
+    return next((kind for kind, pattern in PATTERNS.items() if pattern.search(value)), None)
+
+
+def names_secret(name: str) -> bool:
+    """Returns whether an environment variable of this name holds a secret, such as HF_TOKEN2 or GITHUB_PAT."""
+    return bool(NAME.search(name))
