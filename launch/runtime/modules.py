@@ -15,6 +15,7 @@ REAPER = "launch.supervision.reaper"
 EXPORT_PROCESS = "launch.trainer.export_process"
 BANDWIDTH_RANK = "launch.cluster.doctor.bandwidth_rank"
 RAY_DRIVER = "launch.backends.ray"
+RAY_CLUSTER = "launch.backends.ray_cluster"
 FORK_SERVER_PRELOAD = "launch.parity.preload"
 
 PACKAGE = Path(launch.__file__).resolve().parent
