@@ -1,6 +1,6 @@
 """Checks what lets other users, or files of theirs, into a run: folders, masks, and the variables of this shell.
 
-All findings are warnings: a run that is refused says so itself.
+Only a run folder in which every user could replace the files is a failure; all other findings are warnings.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from launch.cluster.doctor.findings import OK, WARN, Answers, Finding, Problems
+from launch.cluster.doctor.findings import FAIL, OK, WARN, Answers, Finding, Problems, Severity
 from launch.runtime.forwarded_environment import user_environment_files
 from launch.runtime.host_probe import PATIENCE_S, within
 
@@ -32,12 +32,13 @@ def security_findings(answers: Answers, environment: Mapping[str, str]) -> list[
     run_dir = answers.settings.run_dir
     found = None if run_dir is None else within(PATIENCE_S, lambda: problem_of_folder(run_dir), None)
     if found is not None:
-        findings.append(Finding(CHECK, WARN, (), *found))
+        verdict, sentence, remedy = found
+        findings.append(Finding(CHECK, verdict, (), sentence, remedy))
     return findings + [Finding(CHECK, WARN, (), *one) for one in problems_of_shell(environment, Path.home())]
 
 
-def problem_of_folder(folder: Path) -> tuple[str, str] | None:
-    """Returns how users other than its owner could change a run folder, and the remedy; None if they cannot.
+def problem_of_folder(folder: Path) -> tuple[Severity, str, str] | None:
+    """Returns how all users could change a run folder, how bad that is, and the remedy; None if they cannot.
 
     Of a folder that is not there yet, the folders that it will be in are looked at. Who may write one without a sticky
     bit may put another folder in place of what it contains.
@@ -47,10 +48,14 @@ def problem_of_folder(folder: Path) -> tuple[str, str] | None:
             mode = place.stat().st_mode
         except OSError:
             continue
-        if mode & OTHERS_WRITE and place == folder:
-            return f"all users may write the run's folder {place}", f"chmod o-w {place}"
-        if mode & OTHERS_WRITE and not mode & stat.S_ISVTX:
+        if not mode & OTHERS_WRITE:
+            continue
+        if place == folder:
+            verdict = WARN if mode & stat.S_ISVTX else FAIL
+            return verdict, f"all users may write the run's folder {place}", f"chmod o-w {place}"
+        if not mode & stat.S_ISVTX:
             return (
+                WARN,
                 f"all users may replace the run's folder {folder}, because they may write {place}",
                 f"chmod +t {place}, or another run_dir",
             )

@@ -45,19 +45,21 @@ def test_the_mask_is_read_and_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "parent", "told"),
+    ("run", "parent", "verdict", "told"),
     [
-        (0o755, 0o755, None),
-        (0o770, 0o755, None),
-        (0o755, 0o1777, None),
-        (None, 0o1777, None),
-        (0o777, 0o755, "may write the run's folder"),
-        (0o1777, 0o755, "may write the run's folder"),
-        (0o700, 0o777, "may replace the run's folder"),
-        (None, 0o777, "may replace the run's folder"),
+        (0o755, 0o755, None, ""),
+        (0o770, 0o755, None, ""),
+        (0o755, 0o1777, None, ""),
+        (None, 0o1777, None, ""),
+        (0o777, 0o755, Severity.FAIL, "may write the run's folder"),
+        (0o1777, 0o755, Severity.WARN, "may write the run's folder"),
+        (0o700, 0o777, Severity.WARN, "may replace the run's folder"),
+        (None, 0o777, Severity.WARN, "may replace the run's folder"),
     ],
 )
-def test_a_run_folder_that_others_can_change(tmp_path: Path, run: int | None, parent: int, told: str | None) -> None:
+def test_a_run_folder_that_others_can_change(
+    tmp_path: Path, run: int | None, parent: int, verdict: Severity | None, told: str
+) -> None:
     """A folder in a world-writable one without a sticky bit can be renamed by anybody, whatever its own mode."""
     folder = tmp_path / "shared" / "runs" / "mine"
     folder.parent.mkdir(parents=True)
@@ -66,9 +68,9 @@ def test_a_run_folder_that_others_can_change(tmp_path: Path, run: int | None, pa
         folder.chmod(run)
     folder.parent.parent.chmod(parent)
     found = problem_of_folder(folder)
-    assert (found is None) == (told is None)
-    if found is not None and told is not None:
-        assert told in found[0] and str(folder) in found[0] and "chmod" in found[1]
+    assert (found and found[0]) == verdict
+    if found is not None:
+        assert told in found[1] and str(folder) in found[1] and "chmod" in found[2]
 
 
 def token(mode: int) -> Callable[[Path], object]:
