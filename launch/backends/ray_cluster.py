@@ -127,7 +127,7 @@ def _ask(address: str, variables: dict[str, str]) -> Answer:
 def _knock(address: str) -> int:
     """Sends a first request to a cluster with this process's token; returns an exit code for `_ask`."""
     from ray._private.services import canonicalize_bootstrap_address_or_die
-    from ray._raylet import GcsClient
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled
     from ray.exceptions import AuthenticationError
 
     try:
