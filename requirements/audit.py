@@ -24,10 +24,10 @@ def main(constraints: str) -> int:
         packages = json.loads(done.stdout)["dependencies"]
     except (ValueError, KeyError):
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        print(f"make audit: nothing could be looked up: is PyPI reachable from here? ({reason})", file=sys.stderr)
+        sys.stderr.write(f"make audit: nothing could be looked up: is PyPI reachable from here? ({reason})\n")
         return UNKNOWN
     lines, code = findings(packages, constraints)
-    print("\n".join(lines), file=sys.stderr if code else sys.stdout)
+    (sys.stderr if code else sys.stdout).write("\n".join([*lines, ""]))
     return code
 
 

@@ -195,7 +195,7 @@ def _read_private(job: RayJob, rank: int) -> dict[str, str]:
         take_private_environment(found)
     except LaunchError as error:
         with (Path(job.logs) / f"rank_{rank}.log").open("a") as file:
-            print(f"{MISTAKE}{error}", file=file)
+            file.write(f"{MISTAKE}{error}\n")
         raise RankEnded(f"rank {rank} ended with exit code {USER_ERROR_CODE}") from None
     if found[PRIVATE] == job.private_file:
         del found[PRIVATE]
