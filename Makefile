@@ -3,9 +3,11 @@ PYTHON ?= python3.11
 VENV := .venv
 
 # The versions that are tested together: `make quickstart` installs core.txt, `make test` adds dev.txt to it, which holds the
-# same versions and more. `make constraints` writes both.
+# same versions and more. The locks hold the same versions with hashes. `make constraints` writes all four.
 CORE_CONSTRAINTS := requirements/core.txt
 DEV_CONSTRAINTS := requirements/dev.txt
+CORE_LOCK := requirements/core.lock
+DEV_LOCK := requirements/dev.lock
 CORE_INSTALLED := $(VENV)/installed-core
 DEV_INSTALLED := $(VENV)/installed-dev
 
@@ -31,7 +33,7 @@ endef
 
 # One environment is made by one installation at a time.
 .NOTPARALLEL:
-.PHONY: quickstart test test-unit test-all test-cluster test-packages cluster-packages check install install-dev constraints newest gpu gpu-wheels
+.PHONY: audit install-locked install-dev-locked quickstart test test-unit test-all test-cluster test-packages cluster-packages check install install-dev constraints locks newest gpu gpu-wheels
 
 install: $(CORE_INSTALLED)
 
@@ -47,6 +49,34 @@ $(DEV_INSTALLED): pyproject.toml $(CORE_CONSTRAINTS) $(DEV_CONSTRAINTS)
 	@echo "Installing megalite and what its tests need into $(VENV): about 0.5 GB to download and 2.3 GB on disk with a CPU build of torch, about 3 GB and 7 GB with a CUDA build."
 	$(call install,.[dev],$(DEV_CONSTRAINTS))
 	touch $(CORE_INSTALLED) $@
+
+# The same versions as `install` and `install-dev`, each file held to the hashes in requirements/*.lock; pip refuses any other.
+# Packages without wheels are built with the setuptools of the lock. torch is left out: its builds for a CPU and for each
+# CUDA have hashes of their own, so what comes from TORCH_INDEX is as safe as the connection to it, and so are the CUDA
+# libraries that this build names.
+define install-locked
+test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+sed -n '/^setuptools==/,/[^\\]$$/p' $(2) >$(VENV)/setuptools.lock
+$(PIP) --require-hashes --no-deps -r $(VENV)/setuptools.lock
+$(PIP) --require-hashes --no-deps --no-build-isolation -r $(2)
+$(PIP) -c $(3) '$(TORCH)' $(addprefix --index-url ,$(TORCH_INDEX))
+$(PIP) --no-deps --no-build-isolation -e '$(1)'
+$(VENV)/bin/python -m pip check
+endef
+
+install-locked:
+	$(call install-locked,.,$(CORE_LOCK),$(CORE_CONSTRAINTS))
+	touch $(CORE_INSTALLED)
+
+install-dev-locked:
+	$(call install-locked,.[dev],$(DEV_LOCK),$(DEV_CONSTRAINTS))
+	touch $(CORE_INSTALLED) $(DEV_INSTALLED)
+
+# Looks the tested versions up among known vulnerabilities, which needs PyPI itself. pip-audit has an environment of its own.
+AUDIT := .venv-audit
+audit:
+	test -x $(AUDIT)/bin/pip-audit || { $(PYTHON) -m venv $(AUDIT) && $(AUDIT)/bin/python -m pip install --disable-pip-version-check 'pip-audit>=2.9,<3'; }
+	@$(AUDIT)/bin/python requirements/audit.py $(DEV_CONSTRAINTS)
 
 # text -> tokens -> eight ranks (tensor 2 x pipeline 2 x data 2) -> checkpoint -> Hugging Face folder -> a sample
 QUICK := runs/quickstart
@@ -99,6 +129,13 @@ constraints:
 	$(COMPILE) $(UPGRADE) --all-extras --output-file $(DEV_CONSTRAINTS) >/dev/null
 	$(COMPILE) --upgrade -c $(DEV_CONSTRAINTS) --output-file $(CORE_CONSTRAINTS) >/dev/null
 	for file in $(CORE_CONSTRAINTS) $(DEV_CONSTRAINTS); do $(PLAIN) $$file >$$file.tmp && mv $$file.tmp $$file || exit; done
+	$(MAKE) locks
+
+# Only the hashes of the versions that the constraints hold.
+LOCK = $(UV) pip compile --quiet --no-deps --generate-hashes --no-emit-package torch --python-version 3.11 --python-platform linux --no-header --no-annotate
+locks:
+	$(LOCK) $(CORE_CONSTRAINTS) --output-file $(CORE_LOCK) >/dev/null
+	$(LOCK) $(DEV_CONSTRAINTS) --output-file $(DEV_LOCK) >/dev/null
 
 # What a newcomer without our constraints would get: the newest versions that pyproject.toml allows, in an environment of
 # their own, and whether the checks and the quick tests pass with them.

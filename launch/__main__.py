@@ -12,13 +12,14 @@ from functools import partial
 from types import FrameType
 
 from launch.runtime.import_path import exclude_current_folder
+from launch.runtime.printing import say
 
 
 def main() -> None:
     """Runs the command line. `train` keeps its answer to signals until what runs next has one."""
     is_run = next((word for word in sys.argv[1:] if not word.startswith("-")), "") == "train"
     if (notice := exclude_current_folder()) is not None:
-        print(f"megalite: warning: {notice}", file=sys.stderr, flush=True)
+        say(f"megalite: warning: {notice}", file=sys.stderr, flush=True)
     try:
         from megalite.resilience.signals import STOP_SIGNALS
 
@@ -42,7 +43,7 @@ def _leave(number: int, frame: FrameType | None, *, is_run: bool = False) -> Non
         from megalite.resilience.signals import START_UP, exit_code_for
 
         name, code = f"{name} {START_UP}", exit_code_for(number)
-    print(f"megalite: warning: {name}", file=sys.stderr, flush=True)  # noqa: T201  # a name of ours
+    say(f"megalite: warning: {name}", file=sys.stderr, flush=True)
     os._exit(code)
 
 

@@ -3,26 +3,29 @@
 A rank is a process of its own, because Ray calls functions in a thread, where signals cannot be handled; a reaper ends
 it when its worker is gone. `FailureConfig(max_failures=0)`: Ray would also restart after a mistake, so restarts are
 left to our supervisor, which sees from the run folder whether they help. One attempt is a process:
-`python -m launch.backends.ray WORKERS GPUS_PER_WORKER ADDRESS GRACE_S CONFIG.yaml [OVERRIDES]... [FLAGS]...`
+`python -m launch.backends.ray WORKERS GPUS_PER_WORKER ADDRESS ADMITS_INSECURE GRACE_S CONFIG.yaml [OVERRIDES]...
+[FLAGS]...`
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import json
 import os
 import re
 import shlex
+import shutil
 import signal
-import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from launch.backends.ray_cluster import connect
 from launch.errors import FAILED_CODE, USER_ERROR_CODE, LaunchError
 from launch.runtime.forwarded_environment import forwarded_environment
 from launch.runtime.import_path import CHECKOUT, import_variables
@@ -31,7 +34,7 @@ from launch.runtime.logs import get_logger
 from launch.runtime.modules import RANK, REAPER, python_command
 from launch.runtime.printing import say
 from launch.runtime.processes import ProcessTree, StopSignals
-from launch.runtime.rank_environment import ATTEMPT
+from launch.runtime.rank_environment import ATTEMPT, PRIVATE, take_private_environment
 from launch.supervision.supervisor import REAPER_S, AttemptEnd, CommandSupervisor, Policy
 from launch.trainer.run_config import load_run_config
 from launch.trainer.run_folder import lock_run_folder, make_run_folder
@@ -47,16 +50,8 @@ FOLDER = "ray"  # in the run's folder: logs of the ranks, and files of Ray Train
 MISTAKE = "megalite: error: "
 LOST_CODE = 4  # only of the attempt's process: Ray lost a worker, so ranks have been asked to end
 ENDED = re.compile(r"rank \d+ ended with exit code (\d+)")
-CONNECT_S = 3.0
 POLL_S = 0.5  # between two reads of rank 0's log, and two checks whether it has ended
-WORKER_SETTINGS = {"RAY_kill_child_processes_on_worker_exit": "false"}  # reapers must outlive workers, to end ranks
-LOCAL_SETTINGS = {"RAY_prestart_worker_first_driver": "false"}  # they would be unused, and take seconds of CPU each
-OWN_SETTINGS = {
-    "RAY_TRAIN_V2_ENABLED": "1",  # the API used here
-    "RAY_USAGE_STATS_ENABLED": "0",  # no telemetry
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # not needed: ranks save on SIGTERM
-    "RAY_TRAIN_METRICS_ENABLED": "0",
-}
+PRIVATE_FOLDER = ".private_"
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,8 @@ class RayJob:
     logs: str  # folder for their logs
     gpus: int  # per worker
     grace_s: float  # from SIGTERM until what still runs is killed
-    environment: dict[str, str] = field(repr=False)  # may hold secrets, and Ray prints the job
+    environment: dict[str, str]  # no secrets: Ray prints the job, and keeps it where its other users can read it
+    private_file: str  # has the other variables, until all workers have read them
 
 
 class RankEnded(RuntimeError):
@@ -102,7 +98,7 @@ class RaySupervisor(CommandSupervisor):
 
 def main(arguments: Sequence[str]) -> int:
     """Runs one attempt; returns its exit code."""
-    count, gpus, address, grace_s, *run = arguments
+    count, gpus, address, admits_insecure, grace_s, *run = arguments
     flags, overrides = split_flags(run[1:])
     config = load_run_config(Path(run[0]), overrides)
     make_run_folder(config.run_dir, shared=flags.shared_run_dir)
@@ -110,55 +106,34 @@ def main(arguments: Sequence[str]) -> int:
     make_folder(logs)
     for rank in range(int(count)):
         check_small_file(logs / f"rank_{rank}.log")
-    os.environ |= OWN_SETTINGS
     with contextlib.chdir(CHECKOUT[0] if CHECKOUT else "/"):  # Ray's workers load code from the driver's folder
-        _connect(address, int(count))
-    for number in STOP_SIGNALS:  # Ray's own handlers print stack traces; its workers end with this process
-        signal.signal(number, lambda number, _: os._exit(128 + number))
+        connect(address, int(count), admits_insecure=bool(admits_insecure))
     shown, private = forwarded_environment(os.environ, [])
-    variables = shown | private | {ATTEMPT: os.environ.get(ATTEMPT, ""), SECRET: new_secret()}
-    job = RayJob(tuple(run), str(Path.cwd()), str(logs), int(gpus), float(grace_s), variables)
-    with _echoed(logs / "rank_0.log"):
-        return _fit(job, int(count))
+    private |= {SECRET: new_secret()}
+    with _private_file(logs, private) as file:
+
+        def end(number: int, _: object) -> None:
+            shutil.rmtree(file.parent, ignore_errors=True)
+            os._exit(128 + number)
+
+        for number in STOP_SIGNALS:  # Ray's own handlers print stack traces; its workers end with this process
+            signal.signal(number, end)
+        variables = shown | {ATTEMPT: os.environ.get(ATTEMPT, "")}
+        job = RayJob(tuple(run), str(Path.cwd()), str(logs), int(gpus), float(grace_s), variables, str(file))
+        with _echoed(logs / "rank_0.log"):
+            return _fit(job, int(count))
 
 
-def check_address(address: str) -> None:
-    """Raises LaunchError if nothing listens at an address; Ray itself would retry for 15 minutes."""
-    if address in ("", "auto"):
-        return
-    host, _, port = address.rpartition(":")
-    if "/" in address or not host or not port.isdecimal():
-        raise LaunchError(
-            f"--address {address} is not auto or HOST:PORT of a Ray cluster: run this on one of its hosts, with auto"
-        )
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
-    except OSError as error:
-        raise LaunchError(
-            f"--address {address}: nothing answers there ({error}): start a cluster with `ray start --head`, or leave "
-            "--address out"
-        ) from None
-
-
-def _connect(address: str, workers: int) -> None:
-    import ray
-
-    check_address(address)
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if not address:  # ranks share the cores of this machine, as under `megalite train`
-        os.environ |= WORKER_SETTINGS | LOCAL_SETTINGS
-        ray.init("local", num_cpus=workers, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
-        return
-    try:
-        ray.init(address, runtime_env={"env_vars": WORKER_SETTINGS}, **quiet)
-    except ConnectionError:
-        raise LaunchError(
-            f"--address {address}: there is no Ray cluster: start one with `ray start --head`, or leave --address out"
-        ) from None
-    free = ray.cluster_resources()
-    if free.get("CPU", 0) < workers:
-        log.info(f"the Ray cluster has {free.get('CPU', 0):g} CPUs; waiting until it has {workers}")
+@contextlib.contextmanager
+def _private_file(folder: Path, variables: dict[str, str]) -> Iterator[Path]:
+    """Context in which a file that only this user can read holds `variables` for the workers; rank 0's deletes it."""
+    for left in folder.glob(f"{PRIVATE_FOLDER}*"):  # of an attempt that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=PRIVATE_FOLDER, dir=folder, ignore_cleanup_errors=True) as private:
+        path = Path(private) / "environment"
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(variables, file)
+        yield path
 
 
 def _fit(job: RayJob, workers: int) -> int:
@@ -194,7 +169,10 @@ def run_rank(settings: dict[str, Any]) -> None:
 
     job, context = settings["job"], get_context()
     rank, local_size = context.get_world_rank(), context.get_local_world_size()
+    private = _read_private(job, rank)
     rendezvous = broadcast_from_rank_zero((ray.util.get_node_ip_address(), free_port()) if rank == 0 else None)
+    if rank == 0:  # all have read it: the broadcast waits for all
+        shutil.rmtree(Path(job.private_file).parent, ignore_errors=True)
     # a rank with a GPU of its own sees only that
     sees_one = job.gpus and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ",")
     os.chdir(job.folder)
@@ -204,6 +182,7 @@ def run_rank(settings: dict[str, Any]) -> None:
         **os.environ,
         **defaults,
         **job.environment,
+        **private,
         **import_variables(os.environ),
         "RANK": str(rank),
         "LOCAL_RANK": str(0 if sees_one else context.get_local_rank()),
@@ -218,6 +197,20 @@ def run_rank(settings: dict[str, Any]) -> None:
         code = tree.process.wait()
     if code:
         raise RankEnded(f"rank {rank} ended with exit code {code}")
+
+
+def _read_private(job: RayJob, rank: int) -> dict[str, str]:
+    """Returns the variables of the private file. If it cannot be read, tells that in the rank's log."""
+    found = {PRIVATE: job.private_file}
+    try:
+        take_private_environment(found)
+    except LaunchError as error:
+        with (Path(job.logs) / f"rank_{rank}.log").open("a") as file:
+            file.write(f"{MISTAKE}{error}\n")
+        raise RankEnded(f"rank {rank} ended with exit code {USER_ERROR_CODE}") from None
+    if found[PRIVATE] == job.private_file:
+        del found[PRIVATE]
+    return found
 
 
 def code_of(failures: dict[int, str], logs: Path) -> int:

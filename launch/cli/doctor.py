@@ -44,8 +44,8 @@ def doctor(
     """Check all hosts in parallel for problems that would prevent a run; start nothing.
 
     Checks ssh, Python, packages, code, devices, addresses, TCP between all hosts, whether the run's folder is shared,
-    data, free space, clocks, stale compile locks, and limits. Exit code 0 if nothing fails, though there may be
-    warnings; 1 otherwise.
+    data, free space, clocks, stale compile locks, limits, and what lets other users into a run. Exit code 0 if nothing
+    fails, though there may be warnings; 1 otherwise.
 
     Example: `megalite doctor --hostfile hosts configs/quickstart.yaml`
     """

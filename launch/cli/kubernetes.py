@@ -52,7 +52,8 @@ def k8s(
     memory: Annotated[str | None, typer.Option(help="Memory per pod, such as 256Gi; includes /dev/shm.")] = None,
     shared_memory: Annotated[str | None, typer.Option(help="Limit of /dev/shm; default: the pod's memory.")] = None,
     rdma: Annotated[
-        str | None, typer.Option(metavar="RESOURCE[=N]", help="RDMA devices per pod; also lets ranks pin memory.")
+        str | None,
+        typer.Option(metavar="RESOURCE[=N]", help="RDMA devices per pod; also lets root's ranks pin memory."),
     ] = None,
     node_selector: Annotated[list[str] | None, typer.Option(metavar="K=V", help="Label that nodes must have.")] = None,
     label: Annotated[list[str] | None, typer.Option(metavar="K=V", help="Label of all objects and pods.")] = None,
@@ -60,7 +61,16 @@ def k8s(
     secret_env: Annotated[
         list[str] | None, typer.Option(metavar="K=SECRET:KEY", help="Variable from a Secret of the cluster.")
     ] = None,
-    service_account: Annotated[str | None, typer.Option(help="Service account of the pods.")] = None,
+    service_account: Annotated[
+        str | None, typer.Option(help="Service account of the pods, which get no token for the API server.")
+    ] = None,
+    run_as_user: Annotated[
+        str | None,
+        typer.Option(metavar="UID[:GID]", help="User of the ranks; 0: root; default: 1000, with --rdma the image's."),
+    ] = None,
+    network_policy: Annotated[
+        bool, typer.Option(help="A NetworkPolicy, by which only pods of this job reach the ranks.")
+    ] = True,
     restarts: Annotated[
         int, typer.Option(min=0, help="Maximum restarts after failures; docs/launch.md says which count.")
     ] = 5,
@@ -110,7 +120,8 @@ def k8s(
     if kind == "pytorchjob" and restarts:
         notices.append(IGNORES_EXIT_CODES)
     layout, ranks_per_node, more_notices = fit_layout(config, nodes, gpus_per_node)
-    notices += [*more_notices, *parsing.image_notices(image)]
+    user, user_notices = parsing.pod_user(run_as_user, pins_memory=rdma is not None)
+    notices += [*more_notices, *parsing.image_notices(image), *user_notices]
     job = PodJob(
         kind=kind,
         has_cluster_runtime=runtime == "cluster",
@@ -127,9 +138,11 @@ def k8s(
         shared_memory=shared_memory,
         pins_memory=rdma is not None,
         node_selector=parsing.labels(node_selector or [], "--node-selector"),
-        labels=parsing.labels(label or [], "--label"),
+        labels=parsing.object_labels(label or []),
         environment=parsing.variables(env or [], secret_env or []),
         service_account=service_account,
+        user=user,
+        has_network_policy=network_policy,
         restarts=restarts,
         flags=StartFlags(force, allow_change, shared_run_dir),
         grace_s=grace,

@@ -37,6 +37,10 @@ def ray(
         str | None,
         typer.Option(help="Address of a running Ray cluster, or auto; default: RAY_ADDRESS, or a new local one."),
     ] = None,
+    insecure_cluster: Annotated[
+        bool,
+        typer.Option("--insecure-cluster", help="Admit an --address without tokens; others can run programs as you."),
+    ] = False,
     max_failures: Annotated[int, typer.Option(min=0, metavar="N", help="Maximum number of restarts.")] = 3,
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds that ranks have to save after SIGTERM or SIGHUP.")
@@ -54,7 +58,8 @@ def ray(
 
     Example: `megalite ray configs/quickstart.yaml --workers 8 --max-failures 3`
     """
-    from launch.backends.ray import RaySupervisor, check_address
+    from launch.backends.ray import RaySupervisor
+    from launch.backends.ray_cluster import check_address
     from launch.planning.auto_layout import layout_or_likely, sizes_in_words
     from launch.runtime.devices import gpu_count
     from launch.supervision.supervisor import Policy
@@ -64,6 +69,8 @@ def ray(
 
     config = load_checked_config(config_path, overrides)
     gpus = (1 if gpu_count() else 0) if gpus_per_worker is None else gpus_per_worker
+    if insecure_cluster and not (address or os.environ.get("RAY_ADDRESS")):
+        raise LaunchError("--insecure-cluster belongs to --address: a cluster that this command starts has a token")
     where = address or os.environ.get("RAY_ADDRESS", "")
     count = _workers(config, workers, gpus, where)
     _, layout, notices = layout_or_likely(config, Ranks(count, count, "cuda" if gpus else "cpu"))
@@ -82,7 +89,8 @@ def ray(
     check_address(where)
     if finish_if_complete(position):
         return
-    command = python_command(RAY_DRIVER, str(count), str(gpus), where, str(grace), str(config_path))
+    settings = [str(count), str(gpus), where, "insecure" if insecure_cluster else "", str(grace)]
+    command = python_command(RAY_DRIVER, *settings, str(config_path))
     policy = Policy(restarts=max_failures, grace_s=grace)
     supervisor = RaySupervisor(config, [*command, *(overrides or []), *flags.words], policy, is_local=not where)
     raise typer.Exit(supervisor.run())

@@ -57,6 +57,8 @@ def facts(
         "python": platform.python_version(),
         "executable": sys.executable,
         "kernel": platform.release(),
+        "uid": os.geteuid(),
+        "umask": umask(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": host_memory_bytes(),
         "has_bf16_units": has_bf16_units(),
@@ -76,6 +78,15 @@ def facts(
         **gpus(listing),
         "gpu_memory_bytes": sizes_of_gpus(sizing),
     }
+
+
+def umask() -> int:
+    """Returns this process's umask; os.umask would have to change it, while other threads make files."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    return 0o022
 
 
 def within(seconds: float, work: Callable[[], Any], otherwise: Any) -> Any:

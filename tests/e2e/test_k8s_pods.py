@@ -44,13 +44,18 @@ def pod(manifest: dict[str, dict[str, Any]], folder: Path, index: int, port: int
     trainer = manifest["TrainJob"]["spec"]["trainer"]
     mounted = folder / "mounted.yaml"
     mounted.write_text(manifest["ConfigMap"]["data"]["config.yaml"])
-    inherited = {name: os.environ[name] for name in ("HOME", "LANG") if name in os.environ}
+    inherited = {name: os.environ[name] for name in ("LANG",) if name in os.environ}
     plugin = {"NNODES": trainer["numNodes"], "NPROC_PER_NODE": trainer["numProcPerNode"], "NODE_RANK": index}
     plugin |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    settings = {each["name"]: each["value"] for each in trainer["env"]}
+    home = folder / f"home{index}"  # an empty folder of the pod
+    home.mkdir(exist_ok=True)
+    assert settings["HOME"] == "/var/lib/megalite"
     environment = {
         **inherited,
         **{"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
-        **{each["name"]: each["value"] for each in trainer["env"]},
+        **settings,
+        "HOME": str(home),
         **{f"PET_{name}": str(value) for name, value in plugin.items()},
     }
     line = [str(mounted) if word == "/etc/megalite/config.yaml" else word for word in trainer["command"]]

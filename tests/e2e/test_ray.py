@@ -8,9 +8,10 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,9 +19,11 @@ from typing import Any
 import psutil
 import pytest
 
-from launch.backends.ray import LOST_CODE, check_address, code_of
+from launch.backends.ray import LOST_CODE, code_of
+from launch.backends.ray_cluster import MODE, REFUSED, TOKEN, check_address
 from launch.cli.ray import ray
 from launch.errors import LaunchError
+from launch.runtime.modules import RAY_CLUSTER
 from megalite.checkpoint.manifest import find_latest
 from tests.conftest import write_config
 from tests.helpers.audit import audit, events, steps_done
@@ -49,11 +52,17 @@ def config(tiny: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     return tiny | {"parallel": PARALLEL, "training": training, "checkpoint": {"interval": 20, "keep_last": 3}}
 
 
-@contextmanager
-def running(config: dict[str, Any], folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+def running(
+    config: dict[str, Any], folder: Path, *words: str, network: list[str] = ALONE, **variables: str
+) -> AbstractContextManager[subprocess.Popen[str]]:
     """The command, with nothing left of it at the end; what it says is in `folder`/output."""
-    command = [*ALONE, str(MEGALITE), "ray", str(write_config(folder / "config.yaml", config)), *words]
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "HOME": str(folder)}
+    command = [*network, str(MEGALITE), "ray", str(write_config(folder / "config.yaml", config)), *words]
+    return started(command, folder, DS_ACCELERATOR="cpu", **variables)
+
+
+@contextmanager
+def started(command: list[str], folder: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    environment = os.environ | {"HOME": str(folder), **variables}
     # the names of Ray's sockets have no room for a test's folder
     with (
         (folder / "output").open("w") as output,
@@ -103,6 +112,73 @@ def test_a_killed_rank_is_started_again_and_every_sample_counts_once(config: dic
     assert f"step {STEPS}/{STEPS}" in said, "rank 0 is heard"
 
 
+def inside(process: psutil.Process) -> list[str]:
+    """The words that run a command in the network of a process."""
+    return ["nsenter", "--net", "-t", str(process.pid)]
+
+
+def check_that_strangers_stay_outside(family: list[psutil.Process], home: Path) -> None:
+    """Ray of this machine alone: it listens on loopback, wants a token that no file or command line has, and keeps its
+    sockets and logs to itself. Ray's own token is in a file that all users can read."""
+    (store,) = (each for each in family if each.name() == "gcs_server")
+    token = store.environ()[TOKEN]
+    assert len(token) == 64 and not (home / ".ray" / "auth_token").exists()
+    assert not any(token in word for each in family if each.is_running() for word in each.cmdline())
+    assert Path(store.environ()["RAY_TMPDIR"]).stat().st_mode & 0o077 == 0
+    listening = subprocess.run([*inside(store), "ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout
+    of_ray = [
+        line for line in listening.splitlines() if any(name in line for name in ("gcs_server", "raylet", "ray::"))
+    ]
+    assert len(of_ray) >= 3 and all("127.0.0.1" in line.split()[3] for line in of_ray), listening
+    (address,) = (line.split()[3] for line in of_ray if "gcs_server" in line)
+    knock = [*inside(store), sys.executable, "-m", RAY_CLUSTER, f"127.0.0.1:{address.rpartition(':')[2]}"]
+    stranger = subprocess.run(knock, env=os.environ | {MODE: "disabled", "HOME": "/nowhere"}, check=False)
+    assert stranger.returncode == REFUSED
+
+
+@contextmanager
+def cluster(folder: Path, mode: str, token: str) -> Iterator[psutil.Process]:
+    """A Ray cluster as an administrator starts it, at 127.0.0.1:6399 of a network of its own."""
+    folder.mkdir()
+    head = [str(MEGALITE.with_name("ray")), "start", "--head", "--block", "--port=6399", "--num-cpus=2"]
+    head += ["--include-dashboard=false", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
+    with started([*ALONE, *head], folder, **{MODE: mode, TOKEN: token}) as process:
+        wait_until(lambda: "Ray runtime started" in (folder / "output").read_text(), process, folder)
+        yield psutil.Process(process.pid)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@needs_ray
+def test_a_cluster_without_tokens_is_refused_and_one_with_a_token_sees_no_secret(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    """Ray would connect to the first without a word, where everybody may run programs as this user. In the second,
+    variables of this shell lay among the objects that every job of the cluster can read."""
+    address, run_dir = ("--address", "127.0.0.1:6399", "--workers", "2"), Path(config["run_dir"])
+    config["training"] = config["training"] | {"steps": 100_000}
+    with cluster(tmp_path / "open", "disabled", "") as head:
+        with running(config, tmp_path, *address, network=inside(head)) as process:
+            assert process.wait(LONGEST_S) == 2
+        (told,) = (line for line in (tmp_path / "output").read_text().splitlines() if "error" in line)
+        assert "admits everybody without a token" in told and "--insecure-cluster" in told
+        assert not (run_dir / "config.yaml").exists()
+    with cluster(tmp_path / "closed", "token", "a" * 64) as head:
+        with running(config, tmp_path, *address, network=inside(head), **{TOKEN: "b" * 64}) as process:
+            assert process.wait(LONGEST_S) == 2
+        assert "wants a token, and this user has another or none" in (tmp_path / "output").read_text()
+        secrets = {TOKEN: "a" * 64, "WANDB_API_KEY": "canary-of-wandb"}
+        with running(config, tmp_path, *address, network=inside(head), **secrets) as process:
+            wait_until(lambda: steps_done(run_dir) >= 1, process, tmp_path)
+            for rank in range(2):
+                assert psutil.Process(process_of(run_dir, rank)).environ()["WANDB_API_KEY"] == "canary-of-wandb"
+            assert not list((run_dir / "ray").glob(".private_*")), "the workers have read it"
+            process.terminate()
+            assert process.wait(LONGEST_S) == 75, (tmp_path / "output").read_text()
+        found = [path for path in tmp_path.rglob("*") if path.is_file() and b"canary-of-wandb" in path.read_bytes()]
+        assert not found
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @needs_ray
@@ -112,6 +188,7 @@ def test_asked_to_end_it_saves_and_leaves_nothing_behind(config: dict[str, Any],
     with running(config, tmp_path) as process:
         wait_until(lambda: steps_done(run_dir) >= 30, process, tmp_path)
         family = psutil.Process(process.pid).children(recursive=True)
+        check_that_strangers_stay_outside(family, tmp_path)
         process.terminate()
         assert process.wait(LONGEST_S) == 75, (tmp_path / "output").read_text()
     _, living = psutil.wait_procs(family, timeout=10)
@@ -175,10 +252,11 @@ def test_without_ray_one_sentence_says_how_to_get_it(
         (["--workers", "3"], "makes 2 processes, but this run has 3"),
         (["--address", "auto", "parallel.data_parallel_size=auto"], "give --workers"),
         (["--address", "ray://somewhere:10001"], "is not auto or HOST:PORT of a Ray cluster"),
+        (["--insecure-cluster"], "--insecure-cluster belongs to --address"),
         (["data.path=nowhere"], "nowhere"),
         (["checkpoint.resume=false"], "checkpoint.resume is false"),
     ],
-    ids=["workers", "how many", "client", "data", "resume"],
+    ids=["workers", "how many", "client", "insecure", "data", "resume"],
 )
 def test_a_mistake_is_one_sentence_before_ray_starts(
     config: dict[str, Any], tmp_path: Path, words: list[str], sentence: str

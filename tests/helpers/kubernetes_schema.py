@@ -76,6 +76,7 @@ MODELS = {
     ("trainer.kubeflow.org/v1alpha1", "ClusterTrainingRuntime"): "TrainerV1alpha1ClusterTrainingRuntime",
 }
 PYTORCH_JOB = ("kubeflow.org/v1", "PyTorchJob")
+NETWORK_POLICY = ("networking.k8s.io/v1", "NetworkPolicy")
 METADATA, POD_TEMPLATE = "IoK8sApimachineryPkgApisMetaV1ObjectMeta", "IoK8sApiCoreV1PodTemplateSpec"
 
 
@@ -84,9 +85,23 @@ def problems(manifest: Manifest) -> list[str]:
     kind = (manifest.get("apiVersion"), manifest.get("kind"))
     if kind == PYTORCH_JOB:
         return _problems_of_pytorch_job(manifest)
+    if kind == NETWORK_POLICY:
+        return _problems_of_network_policy(manifest)
     if kind not in MODELS:
         return [f"kind: {kind[1]} of {kind[0]} is not known"]
     return _round_trip(MODELS[kind], manifest, "")
+
+
+def _problems_of_network_policy(manifest: Manifest) -> list[str]:
+    """Uses the models of the `kubernetes` client, since kubeflow-trainer-api has none of this kind."""
+    from kubernetes.client import ApiClient
+
+    client = ApiClient()
+    try:
+        policy = client._ApiClient__deserialize(manifest, "V1NetworkPolicy")
+    except (AttributeError, TypeError, ValueError) as error:
+        return [f"the object has not the shape of V1NetworkPolicy: {error}"]
+    return list(_differences(manifest, client.sanitize_for_serialization(policy), ""))
 
 
 def _problems_of_pytorch_job(manifest: Manifest) -> list[str]:

@@ -22,6 +22,7 @@ from tests.helpers.kubernetes_schema import problems
 GROUPS = {  # group/version -> plural -> kind, and whether it lies in a namespace
     "v1": {"configmaps": ("ConfigMap", True), "persistentvolumeclaims": ("PersistentVolumeClaim", True)},
     "jobset.x-k8s.io/v1alpha2": {"jobsets": ("JobSet", True)},
+    "networking.k8s.io/v1": {"networkpolicies": ("NetworkPolicy", True)},
     "kubeflow.org/v1": {"pytorchjobs": ("PyTorchJob", True)},
     "trainer.kubeflow.org/v1alpha1": {
         "trainjobs": ("TrainJob", True),

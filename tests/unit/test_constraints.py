@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+
+from requirements.audit import findings
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -76,3 +80,51 @@ def test_quickstart_installs_the_core_only(installer: str) -> None:
     printed = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     installs = [line for line in printed.splitlines() if "pip install" in line and " -e " in line]
     assert len(installs) == 1 and installs[0].endswith("-c requirements/core.txt -e '.'"), printed
+
+
+@pytest.mark.parametrize("name", ["core", "dev"])
+def test_a_lock_holds_the_same_versions_with_hashes(name: str) -> None:
+    """A lock that is older than its constraints installs other versions than those that are tested together."""
+    text = (ROOT / "requirements" / f"{name}.lock").read_text().replace("\\\n", " ")
+    entries = [line.split() for line in text.splitlines()]
+    assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", word) for _, *hashes in entries for word in hashes)
+    assert all(len(entry) > 1 for entry in entries), "pip refuses a package without a hash only when it installs"
+    locked = {entry[0].partition("==")[0]: Version(entry[0].partition("==")[2]) for entry in entries}
+    wanted = pinned(name)
+    del wanted["torch"]  # each build has its own hash
+    assert locked == wanted, "run `make constraints`"
+
+
+AUDITED = [
+    {"name": "jinja2", "version": "3.1.5", "vulns": [{"id": "CVE-2025-27516", "fix_versions": ["3.1.6"]}]},
+    {"name": "numpy", "version": "2.4", "vulns": []},
+    {"name": "ours", "skip_reason": "Dependency not found on PyPI and could not be audited: ours (1)"},
+]
+
+
+@pytest.mark.parametrize(
+    ("packages", "code", "told"),
+    [
+        (AUDITED[:2], 1, "jinja2 3.1.5: CVE-2025-27516, mended in 3.1.6"),
+        (AUDITED[1:2], 0, "no vulnerability of its 1 packages is known"),
+        (AUDITED[1:], 2, "of the 2 packages in dev.txt, not ours could be looked up"),
+        (AUDITED[2:], 2, "none of them could be looked up"),
+    ],
+    ids=["known", "none", "left out", "unreachable"],
+)
+def test_an_audit_that_saw_nothing_is_no_success(packages: list[dict[str, Any]], code: int, told: str) -> None:
+    """pip-audit ends with 0 where its database has none of the packages, as behind a copy of PyPI."""
+    lines, found = findings(packages, "dev.txt")
+    assert found == code and any(told in line for line in lines)
+
+
+def test_an_audit_without_a_database_is_one_sentence(tmp_path: Path) -> None:
+    broken = tmp_path / "pip-audit"
+    broken.write_text("#!/bin/sh\necho 'a traceback\nConnectionError: no route' >&2\nexit 1\n")
+    broken.chmod(0o700)
+    script = str(ROOT / "requirements" / "audit.py")
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    done = subprocess.run([python, script, "dev.txt"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "is PyPI reachable from here? (ConnectionError: no route)" in done.stderr

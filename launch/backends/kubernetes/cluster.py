@@ -40,6 +40,7 @@ class KubernetesCluster:
         self.context, self.namespace, self.server = context, namespace, settings.host
         connection = client.ApiClient(settings)
         self._core, self._custom = client.CoreV1Api(connection), client.CustomObjectsApi(connection)
+        self._networking = client.NetworkingV1Api(connection)
 
     def __str__(self) -> str:
         return f"{self.server} (context {self.context}, namespace {self.namespace})"
@@ -67,6 +68,8 @@ class KubernetesCluster:
         place = {} if kind.startswith("Cluster") else {"namespace": self.namespace}
         if kind == "ConfigMap":
             method = getattr(self._core, f"{verb}_namespaced_config_map")
+        elif kind == "NetworkPolicy":
+            method = getattr(self._networking, f"{verb}_namespaced_network_policy")
         else:
             group, version = api_version.split("/")
             method = getattr(self._custom, f"{verb}_{'namespaced' if place else 'cluster'}_custom_object")
@@ -99,6 +102,11 @@ class KubernetesCluster:
                 return f"{self} does not know you: sign in again, or choose another --context"
             case 403 if what.startswith("Cluster"):
                 return f"you may not do that there: {message}; --runtime namespace needs no right over the cluster"
+            case 403 if what.startswith("NetworkPolicy"):
+                return (
+                    f"you may not do that there: {message}; --no-network-policy leaves it out, and all pods of the "
+                    "cluster can then reach the ranks"
+                )
             case 403:
                 return f"you may not do that there: {message}"
             case 404 if details.get("kind") == "namespaces":

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import yaml
 
-from launch.backends.kubernetes.parsing import Claim, Source
+from launch.backends.kubernetes.parsing import HOME, INSTANCE, Claim, PodUser, Source
 from launch.errors import PREEMPTED_CODE, STOPPED_CODE, USER_ERROR_CODE, LaunchError
 from launch.runtime.modules import RANK
 from launch.trainer.start_flags import ALLOW_CHANGE, FORCE, SHARED_RUN_DIR, StartFlags
@@ -47,20 +47,28 @@ class PodJob:
     labels: dict[str, str]
     environment: dict[str, Source]
     service_account: str | None
+    user: PodUser | None  # None: the image's
+    has_network_policy: bool
     restarts: int
     flags: StartFlags
     grace_s: int  # from SIGTERM until remaining ranks are killed
 
 
 def objects_of(job: PodJob) -> list[Manifest]:
-    """Returns the ConfigMap of a job, its runtime if it is a TrainJob, and the job, in the order of their creation."""
+    """Returns the objects of a job in the order of their creation.
+
+    These are its ConfigMap, its NetworkPolicy, its runtime if it is a TrainJob, and the job.
+    """
     values = _values(job)
+    around = [_filled("$config_map", values)]
+    if job.has_network_policy:
+        around.append(_filled("$network_policy", values))
     if job.kind == "jobset":
         values["environment"] = [*_filled("$rendezvous", values), *values["environment"]]
-        return [_filled("$config_map", values), _filled("$job_set", values)]
+        return [*around, _filled("$job_set", values)]
     if job.kind == "pytorchjob":
         values |= _pytorch_job_values(job, values["environment"])
-        return [_filled("$config_map", values), _filled("$pytorch_job", values)]
+        return [*around, _filled("$pytorch_job", values)]
     is_cluster_wide, namespace = job.has_cluster_runtime, job.namespace
     values |= {
         "runtime_kind": "ClusterTrainingRuntime" if is_cluster_wide else "TrainingRuntime",
@@ -72,7 +80,7 @@ def objects_of(job: PodJob) -> list[Manifest]:
     }
     of_train_job = ("image", "command", "environment", "resources")  # Trainer puts these into the runtime's container
     runtime = _filled("$training_runtime", values | dict.fromkeys(of_train_job))
-    return [_filled("$config_map", values), runtime, _filled("$train_job", values)]
+    return [*around, runtime, _filled("$train_job", values)]
 
 
 def name_of(manifest: Manifest) -> str:
@@ -87,14 +95,18 @@ def _values(job: PodJob) -> dict[str, Any]:
         variables |= {"NCCL_SOCKET_IFNAME": POD_NETWORK, "NCCL_DEBUG": "WARN"}
     else:
         variables["DS_ACCELERATOR"] = "cpu"
+    if job.user is not None and not job.user.is_root:
+        variables |= {"HOME": HOME, "USER": "megalite"}  # /etc/passwd of the image may not know the user
     for name in variables:
         if "valueFrom" in job.environment.get(name, {}):
             raise LaunchError(f"--secret-env {name}: megalite sets this variable itself: give --env {name}=VALUE")
     environment = {name: {"value": value} for name, value in variables.items()} | job.environment
     limits = ({GPU: str(job.gpus_per_node)} if job.gpus_per_node else {}) | job.limits
     data = job.data
+    labels = {"app.kubernetes.io/name": "megalite", INSTANCE: job.name, **job.labels}
     return vars(job) | {
-        "labels": {"app.kubernetes.io/name": "megalite", "app.kubernetes.io/instance": job.name, **job.labels},
+        "labels": labels,
+        "pod_selector": {name: labels[name] for name in ("app.kubernetes.io/name", INSTANCE)},
         "environment": [{"name": name, **source} for name, source in environment.items()],
         "resources": {"limits": limits} if limits else None,
         "output_claim": job.output.name,
@@ -103,7 +115,7 @@ def _values(job: PodJob) -> dict[str, Any]:
         "data_mount": data and {"name": "data", "mountPath": str(data.path)},
         "node_selector": job.node_selector or None,
         "tolerations": [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}] if job.gpus_per_node else None,
-        "security_context": {"capabilities": {"add": ["IPC_LOCK"]}} if job.pins_memory else None,
+        **_security_values(job),
         "termination_s": job.grace_s + KILL_S,
         "pod_restart_policy": "Never",
         "container_name": "node",
@@ -116,6 +128,36 @@ def _values(job: PodJob) -> dict[str, Any]:
         "user_error_code": USER_ERROR_CODE,
         "stopped_code": STOPPED_CODE,
         "preempted_code": PREEMPTED_CODE,
+    }
+
+
+def _security_values(job: PodJob) -> dict[str, Any]:
+    """Returns what the user of the pods decides: their security context, capabilities and home folder.
+
+    Any user but root gets what the `restricted` Pod Security level asks for. A capability has no effect for one, since
+    no container runtime makes it ambient.
+    """
+    user, seccomp = job.user, {"seccompProfile": {"type": "RuntimeDefault"}}
+    if user is None or user.is_root:
+        lock = ["IPC_LOCK"] if job.pins_memory else []
+        return {
+            "pod_security": seccomp if user is None else {"runAsUser": user.uid, "runAsGroup": user.gid, **seccomp},
+            "capabilities": ["DAC_OVERRIDE", *lock],  # root owns not every file of the claims
+            "home_volume": None,
+            "home_mount": None,
+        }
+    return {
+        "pod_security": {
+            "runAsNonRoot": True,
+            "runAsUser": user.uid,
+            "runAsGroup": user.gid,
+            "fsGroup": user.gid,  # so that a claim that root owns can be written
+            "fsGroupChangePolicy": "OnRootMismatch",  # a large claim is not gone through at every start
+            **seccomp,
+        },
+        "capabilities": None,
+        "home_volume": {"name": "home", "emptyDir": {}},
+        "home_mount": {"name": "home", "mountPath": HOME},
     }
 
 

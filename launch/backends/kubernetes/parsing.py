@@ -49,13 +49,17 @@ FORMS = {  # what a text is to be -> its form, and what to write
         rf"{SUBDOMAIN}/{QUALIFIED}(=0*[1-9][0-9]*)?",
         "write it as in rdma/hca_shared_devices_a=1",
     ),
+    "user": (r"[0-9]{1,10}(:[0-9]{1,10})?", "write UID or UID:GID in numbers, as in 1000:1000; 0 is root"),
 }
 
 JOB_NAME = r"[a-z]([-a-z0-9]*[a-z0-9])?"  # RFC 1035, for names that become host names
 SUFFIX = "-node-0-{}-abcde"  # follows a job's name in its longest derived name, that of a pod
 LEAST_BYTES = 2**20
 RESERVED = re.compile(r"PET_.*|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT")
-TAKEN_PATHS = ("/etc/megalite", "/dev/shm")
+HOME = "/var/lib/megalite"  # empty folder, for caches, of users other than root
+TAKEN_PATHS = ("/etc/megalite", "/dev/shm", HOME)
+INSTANCE = "app.kubernetes.io/instance"  # label by which a NetworkPolicy finds the pods of a job
+LARGEST_ID = 2**31 - 1  # of a user or group, to an API server
 Source = dict[str, Any]  # of a variable, as a container has it: {"value": ...} or {"valueFrom": ...}
 
 
@@ -65,6 +69,21 @@ class Claim:
 
     name: str
     path: PurePosixPath
+
+
+@dataclass(frozen=True)
+class PodUser:
+    """User and group of the processes in pods, by their numbers."""
+
+    uid: int
+    gid: int  # also the group of files on the claims
+
+    @property
+    def is_root(self) -> bool:
+        return self.uid == 0
+
+
+DEFAULT_USER = PodUser(1000, 1000)
 
 
 def check(text: str, what: str, option: str) -> re.Match[str]:
@@ -171,6 +190,44 @@ def pairs(texts: Sequence[str], option: str) -> dict[str, str]:
     return found
 
 
+def pod_user(text: str | None, *, pins_memory: bool) -> tuple[PodUser | None, list[str]]:
+    """Parses `UID[:GID]`; returns the user, None for that of the image, and notices.
+
+    The default is a user that the `restricted` Pod Security level admits, except for pods that pin memory, which takes
+    a capability, and so root.
+    """
+    if text is None and pins_memory:
+        return None, [
+            "with --rdma pods run as the image's user with IPC_LOCK, with which root pins memory; the Pod Security "
+            "levels restricted and baseline refuse that: --run-as-user 1000 does without, on nodes that do not limit "
+            "memlock"
+        ]
+    if text is None:
+        return DEFAULT_USER, [
+            f"pods run as user and group {DEFAULT_USER.uid} with an empty home folder {HOME}, which the image and the "
+            "claims must admit: name another with --run-as-user UID[:GID]; 0 is root, refused by the Pod Security "
+            "level restricted"
+        ]
+    uid, _, gid = check(text, "user", "--run-as-user")[0].partition(":")
+    user = PodUser(int(uid), int(gid or uid))
+    if max(user.uid, user.gid) > LARGEST_ID:
+        raise LaunchError(f'--run-as-user "{text}": the largest number of a user or group is {LARGEST_ID}')
+    if pins_memory and not user.is_root:
+        return user, [
+            f"user {user.uid} can pin memory for --rdma only on nodes whose container runtime does not limit memlock: "
+            "where NCCL cannot register memory, leave --run-as-user out"
+        ]
+    return user, []
+
+
+def object_labels(texts: Sequence[str]) -> dict[str, str]:
+    """Parses labels of all objects. Rejects the one by which pods of a job know each other."""
+    found = labels(texts, "--label")
+    if INSTANCE in found:
+        raise LaunchError(f"--label {INSTANCE}: only pods with this label reach each other: give --name instead")
+    return found
+
+
 def labels(texts: Sequence[str], option: str) -> dict[str, str]:
     """Parses labels of nodes or objects."""
     found = pairs(texts, option)
@@ -194,7 +251,8 @@ def variables(plain: Sequence[str], secret: Sequence[str]) -> dict[str, Source]:
     for name, value in values.items():
         if is_secret(name, value):
             raise LaunchError(
-                f"--env {name} would stand in the manifest for all to read: put it into a Secret and give "
+                f"--env {name} looks like a secret, and would stand in the manifest for all to read: put it into a "
+                f"Secret (kubectl create secret generic SECRET --from-file=KEY=FILE) and give "
                 f"--secret-env {name}=SECRET:KEY"
             )
     found: dict[str, Source] = {name: {"value": value} for name, value in values.items()}

@@ -16,6 +16,7 @@ from typing import Any
 from launch.cluster.doctor.cross_host_checks import addresses, own_addresses, shared_findings
 from launch.cluster.doctor.findings import FAIL, HERE, OK, STYLES, WARN, Answers, Finding, Settings, fold, usual
 from launch.cluster.doctor.host_checks import ROOM, on_gpus, own_findings
+from launch.cluster.doctor.security import security_findings
 from launch.cluster.ssh.connection import HostConnection, HostError, in_parallel
 from launch.output import Cell, StyledCell, Table
 from launch.runtime import host_probe as local
@@ -124,7 +125,7 @@ def preflight(
         questions.compare_code()
     finally:
         questions.clean_up()
-    findings = (*shared_findings(answers), *own_findings(answers))
+    findings = (*shared_findings(answers), *own_findings(answers), *security_findings(answers, os.environ))
     device: Device = "cuda" if on_gpus(answers) else "cpu"
     return PreflightReport(names, findings, addresses(answers), answers.facts, device, time.monotonic() - began)
 

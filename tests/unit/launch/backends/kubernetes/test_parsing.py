@@ -81,6 +81,15 @@ MISTAKES = [
     (["--rdma", "rdma/hca=0"], "is no resource of a node"),
     (["--service-account", "a_b"], "is no name of a ServiceAccount"),
     (["--context", "here"], "--context belongs to --submit"),
+    (["--env", "CONNECTION=AccountName=a;AccountKey=abc=="], "--secret-env CONNECTION=SECRET:KEY"),
+    (["--env", "PUSH=ghp_abcabcabcabc"], "--secret-env PUSH=SECRET:KEY"),
+    (["--env", "GITHUB_PAT=abc"], "--secret-env GITHUB_PAT=SECRET:KEY"),
+    (["--env", "HTTPS_PROXY=user:abc@proxy:3128"], "--secret-env HTTPS_PROXY=SECRET:KEY"),
+    (["--run-as-user", "trainer"], "write UID or UID:GID in numbers"),
+    (["--run-as-user", "2147483648"], "the largest number of a user or group is 2147483647"),
+    (["--secret-env", "HOME=b:c"], "megalite sets this variable itself"),
+    (["--label", "app.kubernetes.io/instance=all"], "give --name instead"),
+    (["--data-claim", "corpora:/var/lib"], "/var/lib collides with /var/lib/megalite"),
 ]
 
 

@@ -38,6 +38,8 @@ GOOD: dict[str, Any] = {
     "locks": [],
     "gpus": ["NVIDIA H200"] * 8,
     "gpu_problem": None,
+    "uid": 1000,
+    "umask": 0o022,
 }
 
 
