@@ -68,7 +68,7 @@ def ssh(folder: Path) -> list[str]:
 
 
 def name_of_a_file(folder: Path) -> list[str]:
-    (folder / f"owned{HARM}\udcff.txt").write_bytes(b"\xff")
+    (folder / f"owned{HARM}.txt").write_bytes(b"\xff")
     return [
         "prepare",
         str(folder),
