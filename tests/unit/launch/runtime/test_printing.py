@@ -19,9 +19,9 @@ from launch.runtime.logs import get_logger
 from launch.runtime.printing import print_exception, print_result, say, visible
 from launch.runtime.rank_process import tell_once
 
-TITLE, CURSOR, C1, OVERRIDE, HALF = "\x1b]0;owned\x07", "\x1b[2J", "\x9b31m", "\u202e", "\udcff"
-HARM = f"a{TITLE}b{CURSOR}{C1}{OVERRIDE}{HALF}\rc"
-SHOWN = r"a\x1b]0;owned\x07b\x1b[2J\x9b31m\u202e\udcff\rc"
+TITLE, CURSOR, C1, OVERRIDE = "\x1b]0;owned\x07", "\x1b[2J", "\x9b31m", "\u202e"
+HARM = f"a{TITLE}b{CURSOR}{C1}{OVERRIDE}\rc"
+SHOWN = r"a\x1b]0;owned\x07b\x1b[2J\x9b31m\u202e\rc"
 
 
 def harmless(text: str) -> bool:

@@ -70,7 +70,7 @@ def test_a_host_that_never_ends_its_line_is_given_up_and_takes_no_memory(connect
 def test_what_ssh_says_on_its_way_out_has_an_end(connect: Connect) -> None:
     """Its messages go into a file of ours, which a host could fill our disk with."""
     with pytest.raises(HostError, match=r"host node1 cannot be reached \(.{1,300}\): try") as caught:
-        connect("exec timeout 20 yes 'no luck' >&2")
+        connect("sleep 0.5; exec timeout 20 yes 'no luck' >&2")  # ssh itself is limited as soon as it has started
     assert "no luck" in str(caught.value) and len(str(caught.value)) < 1000
 
 
