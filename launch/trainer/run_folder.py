@@ -59,7 +59,7 @@ def make_run_folder(run_dir: Path, *, shared: bool = False) -> None:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         run_dir.mkdir(0o775 if shared else 0o755, exist_ok=True)
         _check_rights(run_dir, shared=shared)
-        _check_parts(run_dir)
+        _check_files(run_dir)
     except UnsafeFile:
         raise
     except (FileExistsError, NotADirectoryError):
@@ -92,7 +92,8 @@ def check_run_place(run_dir: Path, *, shared: bool = False) -> None:
         raise LaunchError(_not_writable(run_dir, os.strerror(errno.EROFS if is_read_only else errno.EACCES)))
     if run_dir.is_dir():
         _check_rights(run_dir, shared=shared)
-        _check_parts(run_dir)
+        _check_files(run_dir)
+        _check_folders(run_dir)
 
 
 def _check_rights(run_dir: Path, *, shared: bool) -> None:
@@ -127,12 +128,16 @@ def _is_private_group(number: int) -> bool:
     return number == user.pw_gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
 
 
-def _check_parts(run_dir: Path) -> None:
-    """Checks that what a run will write is not in the way: it would show only after steps that are then lost."""
+def _check_files(run_dir: Path) -> None:
+    """Checks that nothing is in the way of a run's small files, and that none of them leads elsewhere."""
     for name in FILES:
         check_small_file(run_dir / name)
     for name in OWN_FOLDERS:
         check_own_folder(run_dir / name)
+
+
+def _check_folders(run_dir: Path) -> None:
+    """Checks that the run can write its folders: it would show only after steps that are then lost."""
     for path in (run_dir / name for name in FOLDERS):
         if os.path.lexists(path) and not path.is_dir():
             problem = "is a file" if path.exists() else "is a link to nothing"
