@@ -120,8 +120,8 @@ def main(arguments: Sequence[str]) -> int:
             signal.signal(number, end)
         variables = shown | {ATTEMPT: os.environ.get(ATTEMPT, "")}
         job = RayJob(tuple(run), str(Path.cwd()), str(logs), int(gpus), float(grace_s), variables, str(file))
-        with _echoed(logs / "rank_0.log"):
-            return _fit(job, int(count))
+        with _echoed(logs / "rank_0.log") as begin:
+            return _fit(job, int(count), begin)
 
 
 @contextlib.contextmanager
@@ -136,7 +136,7 @@ def _private_file(folder: Path, variables: dict[str, str]) -> Iterator[Path]:
         yield path
 
 
-def _fit(job: RayJob, workers: int) -> int:
+def _fit(job: RayJob, workers: int, begin: int) -> int:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
     from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
@@ -154,7 +154,8 @@ def _fit(job: RayJob, workers: int) -> int:
     try:
         trainer.fit()
     except WorkerGroupError as error:
-        return code_of({rank: str(failure) for rank, failure in error.worker_failures.items()}, Path(job.logs))
+        failures = {rank: str(failure) for rank, failure in error.worker_failures.items()}
+        return code_of(failures, Path(job.logs), begin)
     except TrainingFailedError as error:
         log.error(f"Ray: {' '.join(str(error).split())}")
         return FAILED_CODE
@@ -213,8 +214,11 @@ def _read_private(job: RayJob, rank: int) -> dict[str, str]:
     return found
 
 
-def code_of(failures: dict[int, str], logs: Path) -> int:
-    """Returns the exit code of an attempt from the failures of its ranks; prints the error unless rank 0 did."""
+def code_of(failures: dict[int, str], logs: Path, begin: int = 0) -> int:
+    """Returns the exit code of an attempt from the failures of its ranks; prints the error unless rank 0 did.
+
+    The log of rank 0 has lines of this attempt from byte `begin` on.
+    """
     codes = {rank: int(match[1]) for rank, text in failures.items() if (match := ENDED.search(text)) is not None}
     if lost := sorted(failures.keys() - codes.keys()):
         log.error(f"Ray lost the worker of rank {lost[0]}")
@@ -224,21 +228,21 @@ def code_of(failures: dict[int, str], logs: Path) -> int:
     )  # a rank that lost a peer fails with that code
     if rank and codes[rank] == USER_ERROR_CODE:
         # Ray may name another rank although rank 0, whose log is shown, has failed with the same error
-        of_rank_0, own = (_mistakes(logs / f"rank_{each}.log") for each in (0, rank))
+        of_rank_0, own = _mistakes(logs / "rank_0.log", begin), _mistakes(logs / f"rank_{rank}.log")
         if own and not of_rank_0:
             say(own[-1], file=sys.stderr, flush=True)
     return codes[rank]
 
 
-def _mistakes(path: Path) -> list[str]:
-    """Returns the lines of a rank's log that tell the user what to correct; none if there is no log."""
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+def _mistakes(path: Path, begin: int = 0) -> list[str]:
+    """Returns the lines of a log, from byte `begin` on, that tell the user what to correct; none if it is not there."""
+    lines = path.read_bytes()[begin:].decode(errors="replace").splitlines() if path.exists() else []
     return [line for line in lines if MISTAKE in line]
 
 
 @contextlib.contextmanager
-def _echoed(path: Path) -> Iterator[None]:
-    """Context that copies what is appended to a log to stdout."""
+def _echoed(path: Path) -> Iterator[int]:
+    """Context that copies what is appended to a log to stdout; yields the size in bytes of what is there before."""
     is_over, begin = threading.Event(), path.stat().st_size if path.exists() else 0
 
     def show() -> None:
@@ -255,7 +259,7 @@ def _echoed(path: Path) -> Iterator[None]:
     thread = threading.Thread(target=show, daemon=True)
     thread.start()
     try:
-        yield
+        yield begin
     finally:
         is_over.set()
         thread.join()

@@ -78,9 +78,9 @@ def test_progress_shows_it_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 def test_a_result_is_exact_for_a_program_and_visible_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    print_result(HARM.removesuffix(f"\rc"), end="")
+    print_result(HARM.removesuffix("\rc"), end="")
     print_csv([{"a": CURSOR}])
-    assert capsys.readouterr().out == HARM.removesuffix(f"\rc") + f"a\n{CURSOR}\n"
+    assert capsys.readouterr().out == HARM.removesuffix("\rc") + f"a\n{CURSOR}\n"
     reader, terminal = pty.openpty()
     with os.fdopen(terminal, "w", encoding="utf-8") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
