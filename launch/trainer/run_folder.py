@@ -30,7 +30,7 @@ from megalite.monitor.events import EVENTS
 from megalite.resilience.heartbeat import FOLDER as HEARTBEATS
 
 WITHOUT_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts")  # file systems of the kernel, which take no folders
-FILES = ("config.yaml", "deepspeed.json", "receipt.json", "metrics.jsonl", "loss.png", EVENTS, LOCK)
+FILES = ("config.yaml", "deepspeed.json", "receipt.json", "metrics.jsonl", EVENTS, LOCK)
 OWN_FOLDERS = (HEARTBEATS, "hang", ".launch")  # which may be no links: their files have names that others know
 FOLDERS = ("checkpoints", "hugging_face", KEPT)
 PACKAGES = ("megalite", "torch", "deepspeed", "transformers", "tokenizers", "numpy")

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -186,15 +187,20 @@ def test_several_that_are_silent_are_one_sentence(tmp_path: Path) -> None:
     )
 
 
-def test_storage_that_hangs_keeps_nobody_from_his_signals(tmp_path: Path) -> None:
-    (tmp_path / heartbeat.FOLDER).mkdir()
-    os.mkfifo(tmp_path / heartbeat.FOLDER / heartbeat.READER)  # opening it takes for ever
+def test_storage_that_hangs_keeps_nobody_from_his_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs, answers = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        hangs.set()
+        answers.wait()
+
+    monkeypatch.setattr(heartbeat, "write_line", hang)
     began = time.monotonic()
     with HeartbeatMonitor(tmp_path, "a", 0.5, lambda: [psutil.Process()]) as watcher:
-        time.sleep(0.3)
+        assert hangs.wait(5)
         assert watcher.reason() is None
     assert time.monotonic() - began < 5
-    os.close(os.open(tmp_path / heartbeat.FOLDER / heartbeat.READER, os.O_RDONLY | os.O_NONBLOCK))
+    answers.set()
 
 
 def beats_of(run_dir: Path) -> list[Beat]:

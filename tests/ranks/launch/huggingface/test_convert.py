@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from data_pipeline.tokenizer import inspect_tokenizer, train_tokenizer
 from launch.errors import USER_ERRORS
+from launch.huggingface.checkpoint_tokenizer import KEPT, RECORDED
 from launch.huggingface.exporting import export_hugging_face, plan_export
 from launch.huggingface.importing import import_hugging_face, plan_import
 from launch.huggingface.serial_model import global_shapes
@@ -209,9 +210,8 @@ def test_an_imported_model_has_transformers_logits_on_any_layout(tmp_path: Path,
 
 def test_a_run_of_ours_exports_with_its_tokenizer(tmp_path: Path) -> None:
     """The newest checkpoint of a run folder, in the run's precision, stopping at the tokenizer's end token."""
-    tokenizer = train_tokenizer(
-        ["def f(x): return x\n" * 50 + "".join(map(chr, range(32, 127)))], tmp_path / "tok", 270
-    )
+    texts = ["def f(x): return x\n" * 50 + "".join(map(chr, range(32, 127)))]
+    train_tokenizer(texts, tmp_path / "run" / KEPT, 270)
     model = ModelConfig(
         vocab_size=270, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     )  # fmt: skip
@@ -222,7 +222,7 @@ def test_a_run_of_ours_exports_with_its_tokenizer(tmp_path: Path) -> None:
         write_single(
             tmp_path / "run" / "checkpoints" / f"step_{step:08d}",
             [(name, tensor + step) for name, tensor in tensors.items()] if step == 10 else tensors.items(),
-            step=step, config=config, tokenizer=str(tokenizer), state={},
+            step=step, config=config, tokenizer=RECORDED, state={},
         )  # fmt: skip
     summary = export_hugging_face(tmp_path / "run", tmp_path / "hf")
     assert summary.dtype == "bf16" and not summary.notices and summary.logit_difference is not None

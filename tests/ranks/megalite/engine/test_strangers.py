@@ -13,7 +13,7 @@ from typing import Any
 from launch.runtime.local_ranks import free_port
 from megalite.engine.meeting_place import SECRET, new_secret
 
-LIMIT = timedelta(seconds=20)
+LIMIT = timedelta(seconds=60)
 
 
 class Payload:
@@ -29,7 +29,8 @@ class Payload:
 def _rank(folder: Path, rank: int, port: int, secret: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", SECRET: secret}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    from megalite.engine.distributed import is_same_on_all_ranks, start_distributed
+    from megalite.engine.agreement import is_same_on_all_ranks
+    from megalite.engine.distributed import start_distributed
 
     (folder / f"ready_{rank}").touch()
     _wait_for(folder / "go")
