@@ -47,9 +47,13 @@ ALL_PROVEN, REFUSED = "all", "refused"
 
 
 class Rendezvous:
-    """The notes of all ranks, and the `store` with which torch's own rendezvous then takes place."""
+    """The notes of all ranks, and the `store` with which torch's own rendezvous then takes place.
+
+    The notes have a connection of their own, because torch keeps that of `store` busy while it waits for other ranks.
+    """
 
     store: Store
+    _notes: Store
 
     def __init__(
         self,
@@ -65,6 +69,7 @@ class Rendezvous:
         """
         self.rank, self.world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         self._has_joined, self._announce = threading.Event(), announce
+        self._name = "torch"  # of the part of the store that is torch's
         secret, folder = environment.pop(SECRET, ""), environment.get(FOLDER)
         address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
         self.place = f"in {folder}" if folder else f"at {address}:{port}"
@@ -74,11 +79,13 @@ class Rendezvous:
         is_served = environment.get(AGENT_STORE) == "True"
         try:
             if self.world_size == 1:
-                self.store = HashStore()
+                self._notes = HashStore()
             elif folder:
                 self._meet_in(Path(folder), timeout)
             else:
                 self._meet_over_tcp(address, int(port), timeout, secret, is_served=is_served)
+            self.store = PrefixStore(self._name, self._notes.clone())
+            self.store.set_timeout(timeout)
         except (DistError, OSError) as error:
             raise RendezvousFailed(self._reason(error)) from None
 
@@ -89,16 +96,15 @@ class Rendezvous:
                 f"{FOLDER} is {folder}, which is no folder that this user alone can open: unset it, or let megalite "
                 "start the ranks"
             )
-        self.store = FileStore(str(folder / "store"), self.world_size)
-        self.store.set_timeout(timeout)
+        self._notes = FileStore(str(folder / "store"), self.world_size)
         self._come(timeout)
 
     def _meet_over_tcp(self, address: str, port: int, timeout: timedelta, secret: str, *, is_served: bool) -> None:
         self._announce(lambda: f"rank {self.rank} of {self.world_size} waits for rank 0 {self.place}")
         if self.rank == 0 and not is_served:
-            self.store = _serve(address, port, timeout)
+            self._notes = _serve(address, port, timeout)
         else:
-            self.store = TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+            self._notes = TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
         if not is_served:
             return self._prove_and_come(timeout, secret)
         self._forget_before()
@@ -108,16 +114,16 @@ class Rendezvous:
 
     def _forget_before(self) -> None:
         """Removes the notes of a rendezvous before a restart."""
-        self.store.delete_key(_key(JOINED, self.rank))
+        self._notes.delete_key(_key(JOINED, self.rank))
         if self.rank == 0:
             for rank in range(self.world_size):
-                self.store.delete_key(_key(COME, rank))
+                self._notes.delete_key(_key(COME, rank))
 
     def _come(self, timeout: timedelta, proof: str = "") -> None:
         """Notes that this rank has come; rank 0 waits for all others."""
         if self.rank == 0:
             self._announce(self._waiting)
-        self.store.set(_key(COME, self.rank), proof)
+        self._notes.set(_key(COME, self.rank), proof)
         if self.rank == 0:
             self._wait_for_all(timeout)
 
@@ -128,12 +134,12 @@ class Rendezvous:
         """
         if self.rank == 0:
             shared = SharedSecret(secret, self.world_size)
-            self.store.set(CHALLENGE, shared.challenge if secret else "")
+            self._notes.set(CHALLENGE, shared.challenge if secret else "")
             self._come(timeout)
             if secret:
                 self._check_proofs(shared)
         else:
-            challenge = self.store.get(CHALLENGE).decode()
+            challenge = self._notes.get(CHALLENGE).decode()
             shared = SharedSecret(secret, self.world_size, challenge)
             if bool(secret) != bool(challenge) or (secret and not shared.opens(challenge)):
                 raise RendezvousFailed(
@@ -145,22 +151,22 @@ class Rendezvous:
                 come = f"rank {self.rank} of {self.world_size} has reached rank 0 {self.place}, which waits for others"
                 self._announce(lambda: come)
                 self._hear_verdict(shared)
-        if secret:  # whoever does not know it cannot guess the names of torch's own keys either
-            self.store = PrefixStore(shared.proof("process group"), self.store)
+        if secret:  # whoever does not know it cannot guess the names of torch's keys either
+            self._name = shared.proof("process group")
 
     def _check_proofs(self, shared: SharedSecret) -> None:
         """Says on rank 0 whether all other ranks have proven that they know the secret."""
         others = range(1, self.world_size)
-        proofs = self.store.multi_get([_key(COME, rank) for rank in others])
+        proofs = self._notes.multi_get([_key(COME, rank) for rank in others])
         for rank, proof in zip(others, proofs, strict=True):
             if not shared.proves(f"rank {rank}", proof.decode(errors="replace")):
-                self.store.set(VERDICT, f"{REFUSED} {rank}")
+                self._notes.set(VERDICT, f"{REFUSED} {rank}")
                 time.sleep(REFUSAL_S)
                 raise RendezvousFailed(self._refusal(rank))
-        self.store.set(VERDICT, shared.proof(ALL_PROVEN))
+        self._notes.set(VERDICT, shared.proof(ALL_PROVEN))
 
     def _hear_verdict(self, shared: SharedSecret) -> None:
-        verdict = self.store.get(VERDICT).decode(errors="replace")
+        verdict = self._notes.get(VERDICT).decode(errors="replace")
         if not shared.proves(ALL_PROVEN, verdict):
             number = verdict.removeprefix(f"{REFUSED} ")
             raise RendezvousFailed(self._refusal(int(number) if number.isdecimal() else 0))
@@ -173,7 +179,7 @@ class Rendezvous:
 
     def note(self, milestone: str) -> None:
         """Notes that this rank has come to `milestone`."""
-        self.store.set(_key(milestone, self.rank), "")
+        self._notes.set(_key(milestone, self.rank), "")
         if milestone == JOINED:
             self._has_joined.set()
 
@@ -181,7 +187,7 @@ class Rendezvous:
         """Notes again and again that this rank has come, as rank 0 may come after it, until all ranks have joined."""
         with suppress(DistError):  # the store has ended, which the main thread notices by itself
             while not self._has_joined.wait(RENEWAL_S):
-                self.store.set(_key(COME, self.rank), "")
+                self._notes.set(_key(COME, self.rank), "")
 
     def first_collective(self) -> str:
         """Says whom rank 0 waits for when all ranks have come and it communicates with them for the first time."""
@@ -193,7 +199,7 @@ class Rendezvous:
     def _missing(self, milestone: str) -> list[int]:
         """Returns the other ranks that have not come to `milestone`."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        return [rank for rank in others if not self.store.check([_key(milestone, rank)])]
+        return [rank for rank in others if not self._notes.check([_key(milestone, rank)])]
 
     def _listed(self, ranks: Sequence[int]) -> str:
         """Returns "2 others (ranks 3, 5)"; of many, the first few, and no numbers where all others are meant."""
@@ -210,7 +216,7 @@ class Rendezvous:
     def _wait_for_all(self, timeout: timedelta) -> None:
         notes = [_key(COME, rank) for rank in range(self.world_size)]
         deadline, pause = time.monotonic() + timeout.total_seconds(), 0.002
-        while not self.store.check(notes):
+        while not self._notes.check(notes):
             if time.monotonic() > deadline:
                 raise RendezvousFailed(
                     f"rank 0 of {self.world_size} waited {timeout.total_seconds() / 60:g} minutes {self.place} for "

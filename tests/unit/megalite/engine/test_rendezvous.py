@@ -92,6 +92,19 @@ def test_ranks_that_torchrun_ended_while_rank_0_waited_are_missing_after_the_res
     living.note(JOINED)
 
 
+def test_a_rank_that_torch_lets_wait_still_tells_rank_0_that_it_has_come(
+    kept_store: TCPStore, monkeypatch: pytest.MonkeyPatch, threads: ThreadPoolExecutor
+) -> None:
+    """Rank 0 comes last and removes the others' notes, while torch waits for it in a store that takes one call."""
+    others = [come(rank, monkeypatch) for rank in (1, 2, 3)]
+    waiting = [threads.submit(one.store.get, "rank 0") for one in others]
+    first = come(0, monkeypatch)
+    first.store.set("rank 0", "here")
+    for one, answer in zip(others, waiting, strict=True):
+        assert answer.result() == b"here"
+        one.note(JOINED)
+
+
 def test_a_port_that_is_taken_is_a_sentence(port: int) -> None:
     with socket.socket() as other:
         other.bind(("", port))
