@@ -241,7 +241,7 @@ def run(
 
 def _join(config: Config, rank: Rank, progress: StartupProgress) -> Device:
     """Waits for all ranks and joins the process group; returns the kind of this rank's device. Collective."""
-    from megalite.engine.distributed import start_distributed
+    from megalite.engine.distributed import check_members, start_distributed
     from megalite.engine.rendezvous import JOINED, Rendezvous
 
     timeout = timedelta(minutes=config.watchdog.timeout_minutes)
@@ -256,6 +256,7 @@ def _join(config: Config, rank: Rank, progress: StartupProgress) -> Device:
     if rendezvous is not None:
         rendezvous.note(JOINED)
         progress.begin_waiting(rendezvous.first_collective, WAITING_AGAIN_S)
+        check_members(rendezvous)
     return "cuda" if kind == "cuda" else "cpu"
 
 

@@ -121,10 +121,12 @@ def _check_interface(name: str) -> None:
 
 
 def _own_master(rank: Rank, wanted: str) -> str | None:
-    """Returns the address on which this host waits for the other ranks, if its own view of MASTER_ADDR is not theirs.
+    """Returns the address where the ranks of this host meet the others, if MASTER_ADDR is a name of this host.
 
-    Debian's own name is loopback to itself alone; behind a NAT, rank 0 does not have the address that others use.
-    Raises LaunchError if MASTER_ADDR is this host's on another interface than the one that is wanted.
+    Other hosts may take a name for another address of this one: Debian's own name is loopback to itself alone, and a
+    host has addresses in several networks. So it is the one on the interface that is wanted, or the only one; None if
+    there are several. Behind a NAT rank 0 does not have the address that others use. Raises LaunchError if MASTER_ADDR
+    is this host's on another interface than the one that is wanted.
     """
     master, _ = rank.master
     named, own = set(_addresses(master)), _own_addresses()
@@ -135,10 +137,13 @@ def _own_master(rank: Rank, wanted: str) -> str | None:
             "MASTER_ADDR to an address of the same interface"
         )
     is_hidden = bool(named) and is_loopback(master) and rank.has_several_hosts is True
-    if not is_hidden and not (wanted != "auto" and rank.rank == 0 and not here):
+    is_mine = bool(here) or is_hidden or (wanted != "auto" and rank.rank == 0)
+    if not is_mine or (here and master in named):
         return None
-    name = wanted if wanted != "auto" else interface_to(master)
-    return min(own.get(name or "", set()), default=None)
+    if wanted != "auto":
+        return min(named & own[wanted] or own[wanted], default=None)
+    outer = {address for ours in own.values() for address in ours if not ipaddress.ip_address(address).is_loopback}
+    return outer.pop() if len(outer) == 1 else None
 
 
 def is_loopback(host: str) -> bool:

@@ -3,7 +3,7 @@
 torch's object collectives pickle, so whoever takes the place of a rank could run code on all others. Here the bytes of
 a rank are parsed strictly as the type that the caller states: dataclasses, tuples, sets, paths, enums, NaN and integers
 of any size come back as they were, and anything else is refused in a sentence that names the rank. Lengths are
-exchanged first, so that a rank cannot make the others allocate more than `LIMIT_BYTES` for its message.
+exchanged first, so that a rank cannot make the others allocate more than `LIMIT_BYTES` per rank of the group.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
+from megalite.engine.agreement import from_all_ranks
 from megalite.engine.deepspeed_internals import (
     keep_collective_uncompiled,
     keep_muon_uncompiled,
@@ -19,6 +20,7 @@ from megalite.engine.deepspeed_internals import (
     set_timeout,
     timeout_of,
 )
+from megalite.engine.errors import RendezvousFailed
 from megalite.engine.rendezvous import Rendezvous
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.mesh import Mesh
@@ -82,6 +84,20 @@ def start_distributed(
         )
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
     return device
+
+
+def check_members(rendezvous: Rendezvous) -> None:
+    """Checks that each member of the process group knows the attempt's secret; collective.
+
+    Who can list the keys of the store finds torch's among them and can be in the group before a rank is. Raises
+    RendezvousFailed, or MessageRefused for what is no proof at all.
+    """
+    if (secret := rendezvous.secret) is None:
+        return
+    proofs = from_all_ranks(secret.proof(f"member {rendezvous.rank}"), str)
+    for rank, proof in enumerate(proofs):
+        if not secret.proves(f"member {rank}", proof):
+            raise RendezvousFailed(rendezvous.refusal(rank))
 
 
 def group_timeout() -> timedelta:

@@ -23,7 +23,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 FOLDER = "MEGALITE_RENDEZVOUS"  # environment variable of ranks on one host: the private folder where they meet
@@ -69,23 +69,16 @@ def is_loopback_address(text: str) -> bool:
 
 
 def listen(address: str, port: int) -> socket.socket | None:
-    """Returns a socket that listens on one address of this host alone: the first that `address` stands for.
+    """Returns a socket that listens on one address of this host alone.
 
-    None if it stands for no address of this host, as behind a NAT, or is a name that stands for loopback here: on other
-    hosts it may stand for an outer address, as where Debian's /etc/hosts gives a host's own name to 127.0.1.1. Raises
-    OSError if the port is taken.
+    None if `address` is no address of this host's own, as behind a NAT, or a name other than localhost: on other hosts
+    it may stand for another address of this host. Raises OSError if the port is taken.
     """
-    try:
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    except socket.gaierror:  # the name of a pod that has just started
-        return None
-    for family, kind, _, _, place in found:
-        if is_loopback_address(str(place[0])) and not is_loopback_address(address):
-            return None
-        listener = socket.socket(family, kind)
+    with suppress(ValueError):
+        listener = socket.socket(_family(address))
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(place)
+            listener.bind((address, port))
             listener.listen(socket.SOMAXCONN)
             return listener
         except OSError as error:
@@ -93,6 +86,11 @@ def listen(address: str, port: int) -> socket.socket | None:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
     return None
+
+
+def _family(address: str) -> socket.AddressFamily:
+    is_ipv4 = address.startswith("localhost") or ipaddress.ip_address(address).version == 4
+    return socket.AF_INET if is_ipv4 else socket.AF_INET6
 
 
 def new_secret() -> str:

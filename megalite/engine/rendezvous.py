@@ -50,6 +50,7 @@ class Rendezvous:
     """The notes of all ranks, and the `store` with which torch's own rendezvous then takes place.
 
     The notes have a connection of their own, because torch keeps that of `store` busy while it waits for other ranks.
+    `secret` is what all ranks have proven to know; None if the attempt has none.
     """
 
     store: Store
@@ -69,14 +70,15 @@ class Rendezvous:
         """
         self.rank, self.world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         self._has_joined, self._announce = threading.Event(), announce
-        self._name = "torch"  # of the part of the store that is torch's
+        self.secret: SharedSecret | None = None
         secret, folder = environment.pop(SECRET, ""), environment.get(FOLDER)
         address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
+        self._folder = folder
         self.place = f"in {folder}" if folder else f"at {address}:{port}"
         if self.world_size == 1 or folder or is_loopback_address(address):
             use_loopback(environment)
         # torchrun's own process serves the store to its ranks, as torch/distributed/rendezvous.py reads it
-        is_served = environment.get(AGENT_STORE) == "True"
+        is_served = environment.get(AGENT_STORE) == "True" and not secret
         try:
             if self.world_size == 1:
                 self._notes = HashStore()
@@ -84,7 +86,9 @@ class Rendezvous:
                 self._meet_in(Path(folder), timeout)
             else:
                 self._meet_over_tcp(address, int(port), timeout, secret, is_served=is_served)
-            self.store = PrefixStore(self._name, self._notes.clone())
+            # strangers that know no secret do not know where torch's keys are unless they list all of them
+            name = "torch" if self.secret is None else self.secret.proof("process group")
+            self.store = PrefixStore(name, self._notes.clone())  # type: ignore[attr-defined]  # not in torch's stubs
             self.store.set_timeout(timeout)
         except (DistError, OSError) as error:
             raise RendezvousFailed(self._reason(error)) from None
@@ -93,8 +97,8 @@ class Rendezvous:
         """Meets ranks of the same user on this host; to open the folder is proof enough."""
         if not is_private(folder):
             raise RendezvousFailed(
-                f"{FOLDER} is {folder}, which is no folder that this user alone can open: unset it, or let megalite "
-                "start the ranks"
+                f"{FOLDER} is {folder}, which is no folder that this user alone can open: set TMPDIR to a folder of a "
+                "local file system with modes, or unset it where megalite does not start the ranks"
             )
         self._notes = FileStore(str(folder / "store"), self.world_size)
         self._come(timeout)
@@ -151,8 +155,7 @@ class Rendezvous:
                 come = f"rank {self.rank} of {self.world_size} has reached rank 0 {self.place}, which waits for others"
                 self._announce(lambda: come)
                 self._hear_verdict(shared)
-        if secret:  # whoever does not know it cannot guess the names of torch's keys either
-            self._name = shared.proof("process group")
+        self.secret = shared if secret else None
 
     def _check_proofs(self, shared: SharedSecret) -> None:
         """Says on rank 0 whether all other ranks have proven that they know the secret."""
@@ -162,19 +165,20 @@ class Rendezvous:
             if not shared.proves(f"rank {rank}", proof.decode(errors="replace")):
                 self._notes.set(VERDICT, f"{REFUSED} {rank}")
                 time.sleep(REFUSAL_S)
-                raise RendezvousFailed(self._refusal(rank))
+                raise RendezvousFailed(self.refusal(rank))
         self._notes.set(VERDICT, shared.proof(ALL_PROVEN))
 
     def _hear_verdict(self, shared: SharedSecret) -> None:
         verdict = self._notes.get(VERDICT).decode(errors="replace")
         if not shared.proves(ALL_PROVEN, verdict):
             number = verdict.removeprefix(f"{REFUSED} ")
-            raise RendezvousFailed(self._refusal(int(number) if number.isdecimal() else 0))
+            raise RendezvousFailed(self.refusal(int(number) if number.isdecimal() else 0))
 
-    def _refusal(self, rank: int) -> str:
+    def refusal(self, rank: int) -> str:
+        """Returns the sentence about a rank that does not know the secret."""
         return (
-            f"rank {rank} does not know this run's secret: another program or another run has joined {self.place}; "
-            "nothing was communicated: start this run again, with another MASTER_PORT if you have set it"
+            f"rank {rank} does not know this run's secret: another program or another run has joined {self.place}: "
+            "start this run again, with another MASTER_PORT if you have set it"
         )
 
     def note(self, milestone: str) -> None:
@@ -230,6 +234,8 @@ class Rendezvous:
         place = self.place.removeprefix("at ")
         if "EADDRINUSE" in text or "Address already in use" in text:
             return f"{place}, where the ranks are to meet, is used by another program: set another MASTER_PORT"
+        if self._folder:
+            return f"ranks cannot meet {self.place}: {text.splitlines()[0]}: set TMPDIR to a folder of a local disk"
         return f"rank {self.rank} of {self.world_size} cannot reach rank 0 {self.place}: {text.splitlines()[0]}"
 
 
@@ -238,8 +244,8 @@ def _serve(address: str, port: int, timeout: timedelta) -> TCPStore:
     listener = listen(address, port)
     if listener is None:
         log.warning(
-            f"{address}, where the ranks are to meet, is no address of this host's own: port {port} is open on all its "
-            "interfaces; launch.interface names one"
+            f"rank 0 waits for the others on all interfaces of its host, port {port}, because they may know {address} "
+            "by another address than this host does: launch.interface names one interface"
         )
         return TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False)
     own, port = listener.getsockname()[:2]

@@ -1,16 +1,20 @@
-"""A program that joins a run as one of its ranks, as torch does, without the run's secret: it is met by nobody."""
+"""A program that joins a run as one of its ranks, as torch does, without the run's secret: the run ends."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import socket
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from launch.runtime.local_ranks import free_port
+from megalite.engine.errors import MessageRefused, RendezvousFailed
 from megalite.engine.meeting_place import SECRET, new_secret
 
 LIMIT = timedelta(seconds=60)
@@ -29,29 +33,43 @@ class Payload:
 def _rank(folder: Path, rank: int, port: int, secret: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", SECRET: secret}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    from megalite.engine.agreement import is_same_on_all_ranks
-    from megalite.engine.distributed import start_distributed
+    from megalite.engine.distributed import check_members, start_distributed
+    from megalite.engine.rendezvous import Rendezvous
 
-    (folder / f"ready_{rank}").touch()
-    _wait_for(folder / "go")
-    start_distributed(rank, LIMIT)
-    (folder / f"said_{rank}").write_text(str(is_same_on_all_ranks("fingerprint of the data")))
+    rendezvous = Rendezvous(LIMIT)
+    if rank:  # it is late, as on a host that is slower
+        _wait_for(folder / "said_0")
+    try:
+        start_distributed(rank, LIMIT, rendezvous)
+        check_members(rendezvous)
+        said = "all are known"
+    except (MessageRefused, RendezvousFailed) as error:
+        said = str(error)
+    (folder / f"saying_{rank}").write_text(said)
+    (folder / f"saying_{rank}").rename(folder / f"said_{rank}")
 
 
-def _stranger(folder: Path, port: int) -> None:
+def _stranger(folder: Path, port: int, sends: str) -> None:
+    """Finds torch's keys among those of the store, and is in the group before rank 1."""
     import torch.distributed as dist
 
-    (folder / "ready_stranger").touch()
-    end = time.monotonic() + LIMIT.total_seconds()
-    while time.monotonic() < end:
+    while True:
         try:
             socket.create_connection(("127.0.0.1", port), 0.2).close()
             break
         except OSError:
-            time.sleep(0.002)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=1, world_size=2, timeout=LIMIT)
-    dist.all_gather_object([None, None], Payload(folder / "ran"))  # noqa: TID251 - the attack itself
+            time.sleep(0.01)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=LIMIT)
+    while not (names := {key.partition("/")[0] for key in store.list_keys()} - {"megalite", "init"}):
+        time.sleep(0.005)
+    (name,) = names
+    dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=1, world_size=2, timeout=LIMIT)
+    if sends == "a pickle":
+        dist.all_gather_object([None, None], Payload(folder / "ran"))  # noqa: TID251 - the attack itself
+    else:
+        from megalite.engine.agreement import from_all_ranks
+
+        from_all_ranks("0" * 64, str)
 
 
 def _wait_for(file: Path) -> None:
@@ -61,21 +79,29 @@ def _wait_for(file: Path) -> None:
         time.sleep(0.001)
 
 
-def test_a_stranger_that_takes_a_rank_s_place_runs_nothing_and_disturbs_nobody(tmp_path: Path) -> None:
-    """It polls the port, which every user of a host can see, and is there before the real rank 1."""
+@pytest.mark.parametrize(
+    ("sends", "sentence"),
+    [
+        ("a proof", r"^rank 1 does not know this run's secret: another program .* has joined at 127.0.0.1:\d+: start"),
+        (
+            "a pickle",
+            r"^rank 1 was to send str and announced or sent .*: is it a rank of this run, of the same version\?",
+        ),
+    ],
+)
+def test_a_stranger_that_takes_a_rank_s_place_runs_nothing_and_is_told(
+    sends: str, sentence: str, tmp_path: Path
+) -> None:
+    """Both ranks have proven the secret to each other. The stranger has not, and is faster than rank 1."""
     context, port, secret = multiprocessing.get_context("forkserver"), free_port(), new_secret()
-    ranks = [context.Process(target=_rank, args=(tmp_path, rank, port, secret), daemon=True) for rank in range(2)]
-    processes = [*ranks, context.Process(target=_stranger, args=(tmp_path, port), daemon=True)]
+    processes = [context.Process(target=_rank, args=(tmp_path, rank, port, secret), daemon=True) for rank in range(2)]
+    processes.append(context.Process(target=_stranger, args=(tmp_path, port, sends), daemon=True))
     for process in processes:
         process.start()
     try:
-        for name in ("0", "1", "stranger"):
-            _wait_for(tmp_path / f"ready_{name}")
-        (tmp_path / "go").touch()
-        for rank in range(2):
-            ranks[rank].join(LIMIT.total_seconds())
+        _wait_for(tmp_path / "said_0")
         assert not (tmp_path / "ran").exists(), "it ran code in rank 0"
-        assert [(tmp_path / f"said_{rank}").read_text() for rank in range(2)] == ["True", "True"]
+        assert re.search(sentence, (tmp_path / "said_0").read_text())
     finally:
         for process in processes:
             process.kill()

@@ -166,10 +166,15 @@ def test_an_interface_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("namespaces")
-def test_rank_0_has_its_outer_address_where_its_name_is_loopback(tmp_path: Path) -> None:
-    """All ranks of its host, or those beside it would look for it on loopback."""
+def test_a_name_of_this_host_becomes_its_only_outer_address(tmp_path: Path) -> None:
+    """For all ranks of the host. If it has several, other hosts may take the name for any of them."""
     for number in (0, 1):
-        found = chosen(tmp_path, Rank(number, number, 4, "Slurm", True, ("node1", 4000)), interfaces="0")
-        assert found == {INTERFACE: "eth0", "MASTER_ADDR": "10.78.0.1"}
-    nobody_knows = Rank(0, 0, 4, "Slurm", True, ("node1", 4000))
-    assert chosen(tmp_path, nobody_knows) == {}, "then all interfaces are open"
+        by_name = Rank(number, number, 4, "Slurm", True, ("node1", 4000))
+        address = {"MASTER_ADDR": "10.78.0.1"}
+        assert chosen(tmp_path, by_name, interfaces="0") == {INTERFACE: "eth0"} | address, "Debian's own name"
+        assert chosen(tmp_path, by_name, hosts=PLAIN, interfaces="0") == address
+        assert chosen(tmp_path, by_name) == {}, "then all interfaces are open"
+        assert chosen(tmp_path, by_name, hosts=PLAIN) == {}
+        several = DEBIAN.replace("127.0.1.1 node1", "10.78.1.1 node1\n10.78.0.1 node1")
+        both = {INTERFACE: "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}
+        assert chosen(tmp_path, by_name, hosts=several, wanted="eth0") == both | address
