@@ -107,13 +107,14 @@ def main(arguments: Sequence[str]) -> int:
     for rank in range(int(count)):
         check_small_file(logs / f"rank_{rank}.log")
     with contextlib.chdir(CHECKOUT[0] if CHECKOUT else "/"):  # Ray's workers load code from the driver's folder
-        connect(address, int(count), admits_insecure=bool(admits_insecure))
+        folders = connect(address, int(count), admits_insecure=bool(admits_insecure))
     shown, private = forwarded_environment(os.environ, [])
     private |= {SECRET: new_secret()}
     with _private_file(logs, private) as file:
 
         def end(number: int, _: object) -> None:
-            shutil.rmtree(file.parent, ignore_errors=True)
+            for folder in (str(file.parent), *folders):
+                shutil.rmtree(folder, ignore_errors=True)
             os._exit(128 + number)
 
         for number in STOP_SIGNALS:  # Ray's own handlers print stack traces; its workers end with this process
@@ -133,6 +134,11 @@ def _private_file(folder: Path, variables: dict[str, str]) -> Iterator[Path]:
         path = Path(private) / "environment"
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             json.dump(variables, file)
+        if path.stat().st_uid != os.geteuid():
+            raise LaunchError(
+                f"{folder.parent} is on a file system that gives files another owner, so Ray's workers could not trust "
+                "the file with this shell's variables: choose a run_dir on another one"
+            )
         yield path
 
 

@@ -42,11 +42,11 @@ ANSWERS: dict[int, Answer] = {ADMITTED: "admitted", REFUSED: "refused", ABSENT: 
 PROTECT = "`RAY_AUTH_MODE=token ray start` on all of its hosts, after `ray get-auth-token --generate`"
 
 
-def connect(address: str, workers: int, *, admits_insecure: bool) -> None:
+def connect(address: str, workers: int, *, admits_insecure: bool) -> list[str]:
     """Connects this process to the cluster at `address`, or to a new one of this machine if it is empty.
 
-    Raises LaunchError if there is none, if it does not admit this user, or if it admits everybody and not
-    `admits_insecure`.
+    Returns the folders to remove where this process ends without Python's own clearing up. Raises LaunchError if there
+    is no cluster, if it does not admit this user, or if it admits everybody and not `admits_insecure`.
     """
     check_address(address)
     os.environ |= OWN_SETTINGS
@@ -55,11 +55,11 @@ def connect(address: str, workers: int, *, admits_insecure: bool) -> None:
     if not address:  # ranks share the cores of this machine, as under `megalite train`
         # the token that Ray would make stays in a file of the home folder that others may be able to read
         os.environ |= WORKER_SETTINGS | LOCAL_SETTINGS | {MODE: "token", TOKEN: secrets.token_hex(32)}
-        os.environ["RAY_TMPDIR"] = _private_folder()
+        os.environ["RAY_TMPDIR"] = folder = _private_folder()
         import ray
 
         ray.init("local", num_cpus=workers, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
-        return
+        return [folder]
     _choose_authentication(address, admits_insecure=admits_insecure)
     import ray
 
@@ -70,6 +70,7 @@ def connect(address: str, workers: int, *, admits_insecure: bool) -> None:
     free = ray.cluster_resources()
     if free.get("CPU", 0) < workers:
         log.info(f"the Ray cluster has {free.get('CPU', 0):g} CPUs; waiting until it has {workers}")
+    return []
 
 
 def check_address(address: str) -> None:

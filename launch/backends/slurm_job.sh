@@ -7,6 +7,9 @@ distribution=block  # of srun's tasks over hosts
 unset @{unset}
 @{exports}
 # no code from the current folder, where Python looks first, nor from one relative to it or empty in PYTHONPATH
+if [[ -n ${PYTHONPATH:-} && ":$PYTHONPATH:" =~ :([^/:][^:]*)?: ]]; then
+    echo "megalite: warning: empty and relative entries of PYTHONPATH are left out: write full paths" >&2
+fi
 PYTHONPATH=$(tr : '\n' <<< @{checkout}":$PYTHONPATH" | grep ^/ | paste -sd :)
 export PYTHONPATH PYTHONSAFEPATH=1
 

@@ -88,8 +88,9 @@ class Rendezvous:
                 self._meet_over_tcp(address, int(port), timeout, secret, is_served=is_served)
             # strangers that know no secret do not know where torch's keys are unless they list all of them
             name = "torch" if self.secret is None else self.secret.proof("process group")
-            self.store = PrefixStore(name, self._notes.clone())  # type: ignore[attr-defined]  # not in torch's stubs
+            self.store = PrefixStore(name, self._notes)  # which torch keeps, and rank 0's server with it
             self.store.set_timeout(timeout)
+            self._notes = self._notes.clone()  # type: ignore[attr-defined]  # not in torch's stubs
         except (DistError, OSError) as error:
             raise RendezvousFailed(self._reason(error)) from None
 

@@ -124,7 +124,6 @@ def _values(job: PodJob) -> dict[str, Any]:
         "rank_module": RANK,
         "force": FORCE if job.flags.force else None,
         "allow_change": ALLOW_CHANGE if job.flags.allow_change else None,
-        "shared_run_dir": SHARED_RUN_DIR if job.flags.shared_run_dir else None,
         "user_error_code": USER_ERROR_CODE,
         "stopped_code": STOPPED_CODE,
         "preempted_code": PREEMPTED_CODE,
@@ -132,7 +131,7 @@ def _values(job: PodJob) -> dict[str, Any]:
 
 
 def _security_values(job: PodJob) -> dict[str, Any]:
-    """Returns what the user of the pods decides: their security context, capabilities and home folder.
+    """Returns what the user of the pods decides: security context, capabilities, home folder, trust in `run_dir`.
 
     Any user but root gets what the `restricted` Pod Security level asks for. A capability has no effect for one, since
     no container runtime makes it ambient.
@@ -145,6 +144,7 @@ def _security_values(job: PodJob) -> dict[str, Any]:
             "capabilities": ["DAC_OVERRIDE", *lock],  # root owns not every file of the claims
             "home_volume": None,
             "home_mount": None,
+            "shared_run_dir": SHARED_RUN_DIR if job.flags.shared_run_dir else None,
         }
     return {
         "pod_security": {
@@ -158,6 +158,7 @@ def _security_values(job: PodJob) -> dict[str, Any]:
         "capabilities": None,
         "home_volume": {"name": "home", "emptyDir": {}},
         "home_mount": {"name": "home", "mountPath": HOME},
+        "shared_run_dir": SHARED_RUN_DIR,  # the pods' group, which may now write the claim, is nobody else's
     }
 
 

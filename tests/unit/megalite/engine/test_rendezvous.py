@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
 import threading
@@ -142,14 +143,24 @@ def sentence_of(failed: Future[Rendezvous]) -> str:
 def test_ranks_with_one_secret_meet_where_no_stranger_finds_them(port: int, threads: ThreadPoolExecutor) -> None:
     """The store itself is open: a stranger that takes rank 1's place as torch does writes where nobody reads."""
     secret = new_secret()
-    others = [threads.submit(meet, rank, port, secret) for rank in (1, 2)]
+    comes = [threads.submit(meet, rank, port, secret) for rank in (1, 2)]
     first = meet(0, port, secret)
+    others = [each.result() for each in comes]
     stranger = TCPStore("127.0.0.1", port, is_master=False, timeout=LIMIT, wait_for_workers=False)
     stranger.set("default_pg/0//cpu//0/1", "a pickle")
-    for one in (first, *(other.result() for other in others)):
+    for one in (first, *others):
         one.note(JOINED)
         assert not one.store.check(["default_pg/0//cpu//0/1"])
     assert first.first_collective() == "all 3 ranks are connected and begin to communicate"
+
+
+def test_the_store_of_rank_0_lives_as_long_as_torch_has_it(port: int, threads: ThreadPoolExecutor) -> None:
+    """torch reads it again for each new group, long after the ranks have met."""
+    other = threads.submit(lambda: meet(1, port, world_size=2).store)
+    store = meet(0, port, world_size=2).store
+    gc.collect()
+    other.result().set("key", "value")
+    assert store.get("key") == b"value"
 
 
 def test_a_rank_of_another_run_leaves_and_the_run_goes_on(port: int, threads: ThreadPoolExecutor) -> None:

@@ -61,7 +61,8 @@ def kinds(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def test_flags_reach_the_ranks_and_memory_of_a_pod_is_compared(k8s: Run) -> None:
     (*_, job) = from_yaml(k8s("--kind", "jobset", "--force", "--allow-change"))
     (container,) = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
-    assert container["command"][-3:] == ["/etc/megalite/config.yaml", "--force", "--allow-change"]
+    flags = ["--force", "--allow-change", "--shared-run-dir"]
+    assert container["command"][-4:] == ["/etc/megalite/config.yaml", *flags]
     on_cpu = ("--gpus-per-node", "0", "--nodes", "1", "--memory", "64Gi", "model.num_hidden_layers=1000")
     large = ("model.hidden_size=4096", "model.intermediate_size=16384")
     refusal = r"needs .*, and the host has 64.0 GiB for its 4 ranks: .*--force starts it all the same"

@@ -203,9 +203,12 @@ def test_a_user_other_than_root_has_a_home_and_can_write_claims(k8s: Run) -> Non
             assert ids == {"runAsUser": 7, "runAsGroup": 8, "fsGroup": 8}
             (home,) = (each for each in pod["containers"][0]["volumeMounts"] if each["name"] == "home")
             assert {"name": "home", "emptyDir": {}} in pod["volumes"] and home["mountPath"] == "/var/lib/megalite"
+            assert "--shared-run-dir" in str(pod), "Kubernetes lets the group of the pods write a claim"
     environment = {each["name"]: each for each in from_yaml(k8s())[-1]["spec"]["trainer"]["env"]}
     assert environment["HOME"] == {"name": "HOME", "value": "/var/lib/megalite"}
-    assert '"HOME"' not in k8s("--run-as-user", "0", "--json"), "root keeps that of the image"
+    as_root = k8s("--run-as-user", "0", "--json")
+    assert '"HOME"' not in as_root, "root keeps that of the image"
+    assert "--shared-run-dir" not in as_root
 
 
 @pytest.mark.parametrize("kind", KINDS)
