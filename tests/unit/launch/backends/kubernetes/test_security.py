@@ -198,12 +198,12 @@ def test_what_root_and_pinned_memory_cost(k8s: Run, more: list[str], told: str, 
 def test_a_user_other_than_root_has_a_home_and_can_write_claims(k8s: Run) -> None:
     """/root, or the / of a user that the image does not know, takes no caches of compilers and downloads."""
     for kind in KINDS:
+        assert "--shared-run-dir" in k8s("--kind", kind), "Kubernetes lets the group of the pods write a claim"
         for pod in pods_of(k8s, kind, "--run-as-user", "7:8"):
             ids = {name: pod["securityContext"][name] for name in ("runAsUser", "runAsGroup", "fsGroup")}
             assert ids == {"runAsUser": 7, "runAsGroup": 8, "fsGroup": 8}
             (home,) = (each for each in pod["containers"][0]["volumeMounts"] if each["name"] == "home")
             assert {"name": "home", "emptyDir": {}} in pod["volumes"] and home["mountPath"] == "/var/lib/megalite"
-            assert "--shared-run-dir" in str(pod), "Kubernetes lets the group of the pods write a claim"
     environment = {each["name"]: each for each in from_yaml(k8s())[-1]["spec"]["trainer"]["env"]}
     assert environment["HOME"] == {"name": "HOME", "value": "/var/lib/megalite"}
     as_root = k8s("--run-as-user", "0", "--json")
