@@ -28,7 +28,10 @@ CONNECT_S = 3.0
 ANSWER_S = 60.0  # start of a Python with Ray, and Ray's own limit for an answer
 LONGEST_FOLDER = 25  # characters that Ray's names of sockets leave of the 107 that a kernel takes
 WORKER_SETTINGS = {"RAY_kill_child_processes_on_worker_exit": "false"}  # reapers must outlive workers, to end ranks
-LOCAL_SETTINGS = {"RAY_prestart_worker_first_driver": "false"}  # they would be unused, and take seconds of CPU each
+LOCAL_SETTINGS = {
+    "RAY_prestart_worker_first_driver": "false",  # they would be unused, and take seconds of CPU each
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on Linux, too: a cluster of one machine listens on loopback alone
+}
 OWN_SETTINGS = {
     "RAY_TRAIN_V2_ENABLED": "1",  # the API used here
     "RAY_USAGE_STATS_ENABLED": "0",  # no telemetry
@@ -58,7 +61,7 @@ def connect(address: str, workers: int, *, admits_insecure: bool) -> list[str]:
         os.environ["RAY_TMPDIR"] = folder = _private_folder()
         import ray
 
-        ray.init("local", num_cpus=workers, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
+        ray.init("local", num_cpus=workers, include_dashboard=False, **quiet)
         return [folder]
     _choose_authentication(address, admits_insecure=admits_insecure)
     import ray

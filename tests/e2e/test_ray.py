@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from launch.backends.ray import LOST_CODE, code_of
-from launch.backends.ray_cluster import MODE, REFUSED, TOKEN, check_address
+from launch.backends.ray_cluster import LOCAL_SETTINGS, MODE, REFUSED, TOKEN, check_address
 from launch.cli.ray import ray
 from launch.errors import LaunchError
 from launch.runtime.modules import RAY_CLUSTER
@@ -34,6 +34,10 @@ STEPS, BATCH = 300, 4
 LONGEST_S = 240.0  # two attempts take under a minute of two idle cores; others may want them
 PARALLEL = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2, "data_parallel_size": 1}
 ALONE = ["unshare", "--net", "sh", "-c", 'ip link set lo up; exec "$0" "$@"']
+OUTWARD = (  # with an interface that other hosts could reach, which Ray prefers
+    "ip link add eth0 type veth peer name peer; ip link set peer up; ip link set eth0 up; "
+    "ip addr add 10.0.0.2/24 dev eth0; ip route add default via 10.0.0.1; "
+)
 
 
 def _why_not() -> str | None:
@@ -130,7 +134,8 @@ def check_that_strangers_stay_outside(family: list[psutil.Process], home: Path) 
     assert all("127.0.0.1" in line.split()[3] for line in listening.splitlines()), listening
     (address,) = (line.split()[3] for line in listening.splitlines() if "gcs_server" in line)
     knock = [*inside(store), sys.executable, "-m", RAY_CLUSTER, f"127.0.0.1:{address.rpartition(':')[2]}"]
-    stranger = subprocess.run(knock, env=os.environ | {MODE: "disabled", "HOME": "/nowhere"}, check=False)
+    own = {MODE: "disabled", "HOME": "/nowhere", **LOCAL_SETTINGS}
+    stranger = subprocess.run(knock, env=os.environ | own, check=False)
     assert stranger.returncode == REFUSED
     return folder
 
@@ -184,7 +189,7 @@ def test_a_cluster_without_tokens_is_refused_and_one_with_a_token_sees_no_secret
 def test_asked_to_end_it_saves_and_leaves_nothing_behind(config: dict[str, Any], tmp_path: Path) -> None:
     run_dir = Path(config["run_dir"])
     config["training"] = config["training"] | {"steps": 100_000}
-    with running(config, tmp_path) as process:
+    with running(config, tmp_path, network=[*ALONE[:-1], OUTWARD + ALONE[-1]]) as process:
         wait_until(lambda: steps_done(run_dir) >= 30, process, tmp_path)
         family = psutil.Process(process.pid).children(recursive=True)
         folder = check_that_strangers_stay_outside(family, tmp_path)
