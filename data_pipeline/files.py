@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 from pathlib import Path
+from typing import BinaryIO
 
 
 def with_ending(prefix: Path, ending: str) -> Path:
@@ -14,6 +15,12 @@ def with_ending(prefix: Path, ending: str) -> Path:
 def is_url(text: str) -> bool:
     """True for `https://...`, `s3://...` and the like."""
     return bool(re.match(r"[A-Za-z][\w+.-]*://", text))
+
+
+def open_anew(path: Path) -> BinaryIO:
+    """Creates a file for writing in the place of what is there, which may be somebody's link or pipe."""
+    path.unlink(missing_ok=True)
+    return path.open("xb")
 
 
 def publish(temporary: Path, final: Path) -> None:
@@ -30,7 +37,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Writes the file so that readers see its old content or the new one, never a part."""
     temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
-        with temporary.open("wb") as stream:
+        with open_anew(temporary) as stream:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
-from data_pipeline.files import publish, with_ending
+from data_pipeline.files import open_anew, publish, with_ending
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -167,7 +167,7 @@ class IndexedWriter:
     """Streams documents into a `.bin/.idx` pair; 4 bytes per document stay in memory.
 
     Both files are written under temporary names and renamed by `finish`, the index last: a reader finds a
-    complete pair or none, and the next writer overwrites the files that a killed one left. As a context manager it
+    complete pair or none, and the next writer replaces the files that a killed one left. As a context manager it
     finishes on success and removes its temporary files on an exception.
     """
 
@@ -184,7 +184,7 @@ class IndexedWriter:
         self._bin_temporary = with_ending(self.prefix, ".bin.tmp")
         self._idx_temporary = with_ending(self.prefix, ".idx.tmp")
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
-        self._stream = self._bin_temporary.open("wb")
+        self._stream = open_anew(self._bin_temporary)
 
     @property
     def document_count(self) -> int:
@@ -259,7 +259,7 @@ class IndexedWriter:
     def _write_index(self) -> None:
         lengths = np.frombuffer(self._lengths, dtype=np.intc) if self._lengths else np.empty(0, dtype=np.intc)
         documents = len(lengths)
-        with self._idx_temporary.open("wb") as stream:
+        with open_anew(self._idx_temporary) as stream:
 
             def write(content: bytes) -> None:
                 stream.write(content)

@@ -109,7 +109,12 @@ class PartStore:
     def locked(self) -> Iterator[None]:
         """Locks the folder for this process; at the end removes it if it holds no part."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "lock").open("w") as lock:
+        path = self.folder / "lock"
+        for ours in (self.folder, path):
+            if ours.is_symlink():
+                raise DataError(f"{ours} is a link, which prepare never makes: remove it, or choose another output")
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        with os.fdopen(os.open(path, flags, 0o666), "rb") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -137,7 +142,7 @@ class PartStore:
         """Returns the numbers of the complete parts of this job; changes nothing on disk."""
         if not self._belongs():
             return set()
-        return {int(file.stem.removeprefix("part-")) for file in self.folder.glob("part-*.npz")}
+        return {int(file.stem.removeprefix("part-")) for file in self.folder.glob("part-*.npz") if file.is_file()}
 
     def read(self, number: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Returns the tokens and the document ends of a part."""
@@ -166,6 +171,8 @@ class PartStore:
         return self.folder / "journal.json"
 
     def _belongs(self) -> bool:
+        if not self._journal.is_file():  # a pipe would be waited for
+            return False
         try:
             return bool(json.loads(self._journal.read_bytes())["job_sha256"] == self.job_sha256)
         except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):

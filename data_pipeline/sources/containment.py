@@ -15,8 +15,9 @@ import yaml
 from data_pipeline.errors import DataError
 from data_pipeline.files import is_url
 
-_CARDS = ("README.md", ".huggingface.yaml")
+CARDS = ("README.md", ".huggingface.yaml")
 _CARD_BYTES = 1 << 24
+_MOST_CHARACTERS = 1_000_000  # of the metadata: room for thousands of configurations, read in seconds
 _MOST_VALUES = 100_000  # of the metadata, each alias counted as what it stands for
 _HUB_CACHE = re.compile(r"(?:datasets|models|spaces)--.+")  # the hub's name of a repository's folder in its cache
 
@@ -54,25 +55,24 @@ def check_saved(folder: Path, saved: Path) -> None:
     check_inside(folder, [saved / "state.json", *(saved / name for name in names)])
 
 
-def check_card(folder: Path) -> None:
-    """Raises DataError if the metadata of `folder`, in which `datasets` looks for data files, leads outside."""
-    for name in _CARDS:
-        path = folder / name
-        if path.is_file():
-            for configuration in _configurations(path):
-                for place in _strings([configuration.get("data_files"), configuration.get("data_dir")]):
-                    parts = PurePosixPath(place).parts
-                    if place.startswith(("/", "~")) or ".." in parts or is_url(place) or "::" in place:
-                        raise DataError(
-                            f"{path} names data files outside its folder, {place!r}: copy them into {folder}, or, if "
-                            "they are meant, name them as sources themselves"
-                        )
+def check_card(path: Path) -> None:
+    """Raises DataError if the metadata in `path`, in which `datasets` looks for data files, leads out of its folder."""
+    for configuration in _configurations(path):
+        for place in _strings([configuration.get("data_files"), configuration.get("data_dir")]):
+            parts = PurePosixPath(place).parts
+            if place.startswith(("/", "~")) or ".." in parts or is_url(place) or "::" in place:
+                raise DataError(
+                    f"{path} names data files outside its folder, {place!r}: fetch them, if they are meant, and name "
+                    "them as sources themselves"
+                )
 
 
 def _configurations(path: Path) -> list[dict[str, Any]]:
     """Returns the entries of `configs` in a card's metadata that are mappings, read as `datasets` reads them."""
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
+    if not path.is_file():  # `datasets` would wait for a pipe
+        raise DataError(f"{path} is no file: move it away")
     if path.stat().st_size > _CARD_BYTES:
         raise DataError(f"{path} has more than {_CARD_BYTES:,} bytes: move it away, or shorten it")
     with path.open(encoding="utf-8-sig", newline="") as stream:
@@ -80,23 +80,31 @@ def _configurations(path: Path) -> list[dict[str, Any]]:
     if path.suffix == ".md":
         block = REGEX_YAML_BLOCK.search(text)
         text = block[2] if block else ""
-    node = yaml.compose(text, Loader=yaml.SafeLoader)
-    if node is not None and _size(node, {}) > _MOST_VALUES:
-        raise DataError(f"{path} has more than {_MOST_VALUES:,} values, with those its aliases repeat: shorten it")
-    metadata = yaml.safe_load(text)
+    if len(text) > _MOST_CHARACTERS:
+        raise DataError(f"{path} has more than {_MOST_CHARACTERS:,} characters of metadata: shorten it")
+    metadata = _CardLoader(path, text).get_single_data()
     configurations = metadata.get("configs") if isinstance(metadata, dict) else None
     return [one for one in configurations or [] if isinstance(one, dict)]
 
 
-def _size(node: yaml.Node, known: dict[int, int]) -> int:
-    """Returns the number of values in `node`; one that contains itself, which has no end, counts as too large."""
-    if not isinstance(node, yaml.CollectionNode):
-        return 1
-    if id(node) not in known:
-        known[id(node)] = _MOST_VALUES
-        children = (each for child in node.value for each in (child if isinstance(child, tuple) else (child,)))
-        known[id(node)] = 1 + sum(_size(child, known) for child in children)
-    return known[id(node)]
+class _CardLoader(yaml.SafeLoader):
+    """Counts values while it reads; one that contains itself, which has no end, counts as too many."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        super().__init__(text)
+        self._path, self._values = path, 0
+        self._sizes: dict[int, int] = {}  # of nodes by id
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        before, is_alias = self._values, self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        self._values += self._sizes.get(id(node), _MOST_VALUES) if is_alias else 1
+        self._sizes[id(node)] = self._values - before
+        if self._values > _MOST_VALUES:
+            raise DataError(
+                f"{self._path} has more than {_MOST_VALUES:,} values, with those its aliases repeat: shorten it"
+            )
+        return node
 
 
 def _strings(value: Any) -> Iterator[str]:

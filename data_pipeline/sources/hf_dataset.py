@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError
-from data_pipeline.sources.containment import check_card, check_inside, check_saved
+from data_pipeline.sources.containment import CARDS, check_card, check_inside, check_saved
 from data_pipeline.sources.text import TextPiece, cut_document, file_identity
 
 DATASET_PREFIX = "dataset:"
 _SPEC = re.compile(r"dataset:(?P<name>[^:]+)(?::(?P<split>.+))?")
 _BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".json": "json", ".jsonl": "json"}
+_READERS = {*_BUILDERS.values(), "text", "cache"}
+"""The parts of `datasets` that open no file but those in their list, which is checked; "cache" reads the user's own."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_ANSWERS_WITHIN_S = 10.0
 _ROWS_PER_READ = 1000
@@ -52,14 +54,8 @@ class HfDataset:
         return [self.spec, str(info.version), str(info.download_size), str(rows)]
 
     def pieces(self) -> Iterator[TextPiece]:
-        rows = self._rows
-        if rows.column_names is not None and self.text_field not in rows.column_names:
-            raise DataError(
-                f"{self.typed} has no column {self.text_field!r} (it has {', '.join(map(repr, rows.column_names))}): "
-                "name the column that holds the text with --text-field"
-            )
         number = 0
-        for batch in self._batches(rows):
+        for batch in self._batches(self._text_column()):
             for text in batch[self.text_field]:
                 if not isinstance(text, str):
                     raise DataError(
@@ -68,6 +64,23 @@ class HfDataset:
                     )
                 yield from cut_document([text])
                 number += 1
+
+    def _text_column(self) -> Any:
+        """Returns the rows without their other columns: images and the like are opened wherever they are."""
+        from datasets import Value
+
+        features = self._rows.features
+        if features is not None and self.text_field not in features:
+            raise DataError(
+                f"{self.typed} has no column {self.text_field!r} (it has {', '.join(map(repr, features))}): "
+                "name the column that holds the text with --text-field"
+            )
+        if features is not None and not isinstance(features[self.text_field], Value):
+            raise DataError(
+                f"{self.typed} has {type(features[self.text_field]).__name__} in column {self.text_field!r}: it must "
+                "hold strings"
+            )
+        return self._rows.select_columns([self.text_field])
 
     @cached_property
     def _rows(self) -> Any:
@@ -124,12 +137,16 @@ class HfDataset:
                 raise DataError(f"{self.spec} is no data set file (known endings: {', '.join(_BUILDERS)}): convert it")
             return datasets.load_dataset(builder, data_files=str(path), split=self.split, streaming=True)
         is_local = path.exists()
-        if is_local:
-            check_card(path)
-        else:
-            self._check_hub_answers(str(path))
+        cards = [path / name for name in CARDS] if is_local else self._hub_cards(str(path))
+        for card in filter(Path.exists, cards):  # before `datasets`, which searches at once for what they name
+            check_card(card)
         # a name alone could be one of datasets' own builders, which reads what is in the current folder
         rows = datasets.load_dataset_builder(str(path.absolute() if is_local else path))
+        if rows.name not in _READERS:
+            raise DataError(
+                f"{self.spec} is in the format {rows.name!r}, whose reader may open other files too: convert it to one "
+                f"of {', '.join(_BUILDERS)}"
+            )
         self._check_files(path if is_local else None, rows.config.data_files or {})
         return rows.as_streaming_dataset(split=self.split)
 
@@ -143,17 +160,25 @@ class HfDataset:
         if folder:
             check_inside(folder.absolute(), map(Path, chain.from_iterable(files.values())))
 
-    def _check_hub_answers(self, name: str) -> None:
-        """Raises DataError if the hub cannot be reached: `datasets` would try again for half a minute first."""
+    def _hub_cards(self, name: str) -> list[Path]:
+        """Downloads the cards of a repository of the hub.
+
+        Raises DataError if the hub cannot be reached: `datasets` would try again for half a minute first.
+        """
         from huggingface_hub import HfApi
-        from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+        from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 
         if not _HUB_NAME.fullmatch(name):
-            return
+            raise DataError(f"{self.spec}: there is no file or folder {Path(name).absolute()}: check the path")
+        hub = HfApi()
         try:
-            HfApi().dataset_info(name, timeout=_HUB_ANSWERS_WITHIN_S)
-        except (HfHubHTTPError, OfflineModeIsEnabled, ValueError):
-            return  # it answered, is not to be asked, or the name is none: `datasets` says it soon enough
+            info = hub.dataset_info(name, timeout=_HUB_ANSWERS_WITHIN_S)
+            cards = [file.rfilename for file in info.siblings or [] if file.rfilename in CARDS]
+            return [Path(hub.hf_hub_download(name, card, repo_type="dataset", revision=info.sha)) for card in cards]
+        except (RepositoryNotFoundError, OfflineModeIsEnabled):
+            return []  # `datasets` says it soon enough, or has a copy
+        except (HfHubHTTPError, ValueError):  # it answered, or the name is none
+            raise
         except Exception as error:  # the classes of its HTTP client differ from version to version
             raise DataError(
                 f"{self.spec}: there is no file or folder {Path(name).absolute()}, and the hub did not answer "

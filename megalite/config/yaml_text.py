@@ -27,7 +27,7 @@ NUMBERS_AND_BOOLS = {
 }
 """The pattern of plain text that is a number or bool, and the characters it can start with."""
 
-MOST_CHARACTERS = 2_000_000  # read in seconds
+MOST_CHARACTERS = 200_000  # take seconds and 100 MB at worst: lists of single characters
 MOST_VALUES = 100_000
 """The largest number of values in a text, each alias counted as the values it repeats: ten levels of ten aliases, in
 400 bytes, would be ten thousand million."""

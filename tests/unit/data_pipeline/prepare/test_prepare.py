@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +315,38 @@ def test_two_runs_at_once_are_refused(tokenizer_folder: Path, tmp_path: Path) ->
         with pytest.raises(DataError, match="another process is preparing"):
             prepare([str(tmp_path / "a.txt")], tmp_path / "c", tokenizer_folder)
     assert prepare([str(tmp_path / "a.txt")], tmp_path / "c", tokenizer_folder).document_count == 1
+
+
+@pytest.mark.parametrize("plant", [lambda path, victim: path.symlink_to(victim), lambda path, _: os.mkfifo(path)])
+def test_what_stands_in_the_place_of_temporary_files_is_neither_written_to_nor_waited_for(
+    plant: Callable[[Path, Path], None], corpus: list[str], tokenizer_folder: Path, reference: Path, tmp_path: Path
+) -> None:
+    """Others may write into the folder of the data."""
+    output, victim = tmp_path / "out", tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "out.parts").mkdir()
+    names = ["out.bin.tmp", "out.idx.tmp", f".out.meta.json.{os.getpid()}.tmp", "out.parts/journal.json"]
+    for name in names:
+        plant(tmp_path / name, victim)
+    prepare(corpus, output, tokenizer_folder, workers=1)
+    assert victim.read_text() == "precious"
+    assert all(Path(f"{output}{ending}").is_file() for ending in (".bin", ".idx", ".meta.json"))
+    assert not any(path.is_symlink() for path in tmp_path.iterdir()) and written(output) == written(reference)
+
+
+@pytest.mark.parametrize("place", ["out.parts", "out.parts/lock"])
+def test_a_lock_that_leads_elsewhere_is_refused(place: str, tokenizer_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    victim = tmp_path / "victim"
+    if place == "out.parts":
+        victim.mkdir()
+    else:
+        victim.write_text("precious")
+        (tmp_path / "out.parts").mkdir()
+    (tmp_path / place).symlink_to(victim)
+    with pytest.raises(DataError, match=rf"{place} is a link, which prepare never makes: remove it, or"):
+        prepare([str(tmp_path / "a.txt")], tmp_path / "out", tokenizer_folder, workers=1)
+    assert not any(victim.iterdir()) if victim.is_dir() else victim.read_text() == "precious"
 
 
 def test_a_damaged_part_is_named(corpus: list[str], tokenizer_folder: Path, tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ BOMBS = {
     "aliases of sequences": repeated("[x]", "{name}: &{name} [{ten}]\n"),
     "aliases of mappings": repeated("{x: 1}", "{name}: &{name} {{l: [{ten}]}}\n"),
     "merged mappings": repeated("{x: 1}", "{name}: &{name}\n  <<: [{ten}]\n"),
-    "very long text": "a: " + "x" * 2_000_001,
+    "very long text": "a: " + "x" * 200_000,
+    "very many values": "a: [" + "a," * 900_000 + "]",
 }
 
 
