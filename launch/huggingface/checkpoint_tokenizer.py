@@ -1,11 +1,13 @@
 """Finds the tokenizer of a checkpoint: a given one, the one where the manifest says, or the one that its run keeps.
 
-A manifest has the digest of tokenizer.json, so only the tokenizer that the model was trained with is taken, wherever
-it is found. No torch here.
+A manifest has the digest of tokenizer.json, or of all files of a tokenizer that has none, so only the tokenizer that
+the model was trained with is taken, wherever it is found. No torch here.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ KEPT = "model_tokenizer"  # folder in the folder of a run
 RECORDED = (
     f"../../{KEPT}"  # the same as manifests of the run's checkpoints have it, relative to the checkpoint's folder
 )
+FILES_SHA256 = "tokenizer_files_sha256"  # under `hugging_face` in the manifest of an import without tokenizer.json
 REMEDY = "give its folder with --tokenizer"
 
 
@@ -29,7 +32,7 @@ class FoundTokenizer:
 
     folder: Path | None
     problem: str = ""  # a clause without a remedy
-    is_replaced: bool = False  # another tokenizer is in its place
+    is_doubtful: bool = False  # what is in its place may be another
 
     @property
     def files(self) -> list[Path]:
@@ -44,27 +47,33 @@ def find_tokenizer(manifest: Manifest, checkpoint: Path, given: str | Path | Non
     the run is taken only if the manifest has the digest of its tokenizer. Raises LaunchError if `given` is not the
     tokenizer that the manifest names by its digest.
     """
-    wanted = manifest.tokenizer_sha256
     if given is not None:
-        return FoundTokenizer(given_tokenizer(Path(given), wanted, checkpoint))
+        return FoundTokenizer(given_tokenizer(Path(given), manifest.tokenizer_sha256, checkpoint))
     if manifest.tokenizer is None:
         return FoundTokenizer(None, "the checkpoint knows no tokenizer")
-    if wanted is None and not _is_own(manifest.tokenizer):
-        return FoundTokenizer(
-            None,
-            f"its manifest names {_places(manifest, checkpoint)[0]}, outside the run's folder, without a digest that "
-            "would tell whether that is the model's tokenizer",
-        )
-    replaced = None
+    doubtful = None
     for place in _places(manifest, checkpoint):
         files = tokenizer_files(place)
-        if files and wanted in (None, tokenizer_sha256(files)):
+        problem = _doubt(manifest, checkpoint, files) if files else None
+        if files and problem is None:
             return FoundTokenizer(files[0].parent)
-        replaced = replaced or (place if files else None)
-    if replaced is not None:
-        problem = f"{replaced}: its {TOKENIZER} is not the one {checkpoint} was trained with, whose SHA-256 is {wanted}"
-        return FoundTokenizer(None, f"{problem}: it was retrained or replaced since", is_replaced=True)
+        doubtful = doubtful or (problem and f"{place}: {problem}")
+    if doubtful:
+        return FoundTokenizer(None, doubtful, is_doubtful=True)
     return FoundTokenizer(None, f"its tokenizer is not in {_places(manifest, checkpoint)[0]}")
+
+
+def _doubt(manifest: Manifest, checkpoint: Path, files: list[Path]) -> str | None:
+    """Returns why a tokenizer's files may not be the checkpoint's; None if they are."""
+    wanted, recorded = manifest.tokenizer_sha256, (manifest.config.get("hugging_face") or {}).get(FILES_SHA256)
+    if wanted is not None:
+        told = f"its {TOKENIZER} is not the one {checkpoint} was trained with, whose SHA-256 is {wanted}"
+        return None if tokenizer_sha256(files) == wanted else f"{told}: it was retrained or replaced since"
+    if _is_own(str(manifest.tokenizer)):
+        return None
+    if recorded is None:
+        return f"it is outside the folder of {checkpoint}, whose manifest has no digest to know it by"
+    return None if files_sha256(files) == recorded else f"its files were changed since {checkpoint} was imported"
 
 
 def _places(manifest: Manifest, checkpoint: Path) -> list[Path]:
@@ -104,6 +113,11 @@ def given_tokenizer(given: Path, wanted: str | None, model: Path) -> Path:
 def tokenizer_sha256(files: list[Path]) -> str | None:
     """Returns the SHA-256 of the tokenizer.json among a tokenizer's files; None if it has none."""
     return next((digest(path).sha256 for path in files if path.name == TOKENIZER), None)
+
+
+def files_sha256(files: list[Path]) -> str:
+    """Returns one SHA-256 of all files of a tokenizer: without a tokenizer.json only together are they one."""
+    return hashlib.sha256(json.dumps([(path.name, digest(path).sha256) for path in files]).encode()).hexdigest()
 
 
 def is_same_tokenizer(place: Path, sha256: str, other: Path) -> bool:

@@ -160,7 +160,7 @@ def _prepare(checkpoint: Path, dtype: str | None, tokenizer: str | Path | None) 
         name: Entry(name, tensor.shape, DTYPES[dtypes.get(name, usual)]) for name, tensor in layout.tensors.items()
     }
     found = find_tokenizer(reader.manifest, reader.folder, tokenizer)
-    if found.is_replaced:
+    if found.is_doubtful:
         raise CheckpointError(f"{found.problem}: {REMEDY}")
     notices = (f"{found.problem}, so the folder has none: {REMEDY}",) if found.folder is None else ()
     return _Export(reader, model, layout, usual, entries, found.files, notices)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from launch.errors import LaunchError
+from launch.huggingface.checkpoint_tokenizer import FILES_SHA256, files_sha256
 from launch.huggingface.hub_folder import is_hub_id, local_folder, model_of
 from launch.huggingface.model_folder import DTYPES, ModelFolder, open_model_folder
 from launch.huggingface.progress import ConversionPlan, ConvertSummary, ReportProgress, no_progress
@@ -134,11 +135,14 @@ def _parameters(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 def _manifest(source: ModelFolder, dtype: str | None) -> Manifest:
     folder = source.folder.resolve()
+    files, carried = tokenizer_files(folder), source.carried(dtype)
+    if files and source.tokenizer_sha256 is None:
+        carried[FILES_SHA256] = files_sha256(files)
     return Manifest(
         step=0,
         # not part of `model`, because only exports use it
-        config={"model": source.model.model_dump(mode="json"), "hugging_face": source.carried(dtype)},
-        tokenizer=str(folder) if tokenizer_files(folder) else None,
+        config={"model": source.model.model_dump(mode="json"), "hugging_face": carried},
+        tokenizer=str(folder) if files else None,
         tokenizer_sha256=source.tokenizer_sha256,
         state={},
         tensors={},

@@ -31,6 +31,14 @@ class PlotSink(Observer):
 
 def plot_loss(records: list[dict[str, Any]], path: Path, title: str) -> None:
     """Draws training and evaluation loss as PNG; skipped steps leave a gap."""
+    from matplotlib import style
+
+    with style.context("default"):  # a matplotlibrc of the current folder may be somebody else's, and ask for LaTeX
+        picture = _draw(records, title)
+    write_durably(path, picture)
+
+
+def _draw(records: list[dict[str, Any]], title: str) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -47,7 +55,7 @@ def plot_loss(records: list[dict[str, Any]], path: Path, title: str) -> None:
     axes.legend()
     picture = BytesIO()
     figure.savefig(picture, format="png", dpi=120)
-    write_durably(path, picture.getvalue())
+    return picture.getvalue()
 
 
 def open_sink(config: Config, first_step: int) -> PlotSink | None:

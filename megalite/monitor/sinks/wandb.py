@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ class WandbSink(Observer):
     def __init__(self, options: WandbConfig, run_dir: Path, config: dict[str, Any]) -> None:
         import wandb
 
+        _ignore_settings_here(wandb.Settings)
         settings = wandb.Settings(init_timeout=20, silent=True)
         arguments: dict[str, Any] = {
             "project": options.project,
@@ -39,6 +41,21 @@ class WandbSink(Observer):
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _ignore_settings_here(settings: Any) -> None:
+    """Lets wandb's class of settings read no file of the current folder, with one warning if there is one.
+
+    That folder may be somebody else's, and `base_url` in its file names the server that is sent WANDB_API_KEY. No
+    option leaves the file out: wandb reads it before any option.
+    """
+    ignored = Path(settings().settings_workspace)
+    if ignored.is_file():
+        log.warning(
+            f"{ignored} is not read, it may be somebody else's: put what you need of it (base_url, entity) into "
+            "~/.config/wandb/settings, or into WANDB_BASE_URL and WANDB_ENTITY"
+        )
+    settings.settings_workspace = property(lambda self: os.devnull)
 
 
 def open_sink(config: Config, first_step: int) -> WandbSink | None:

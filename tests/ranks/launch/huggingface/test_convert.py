@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from data_pipeline.tokenizer import inspect_tokenizer, train_tokenizer
 from launch.errors import USER_ERRORS
-from launch.huggingface.checkpoint_tokenizer import KEPT, RECORDED
+from launch.huggingface.checkpoint_tokenizer import FILES_SHA256, KEPT, RECORDED
 from launch.huggingface.exporting import export_hugging_face, plan_export
 from launch.huggingface.importing import import_hugging_face, plan_import
 from launch.huggingface.serial_model import global_shapes
@@ -285,6 +285,25 @@ def test_a_tokenizer_retrained_since_is_not_exported(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
     export_hugging_face(run, tmp_path / "other", tokenizer=old / "tokenizer.json", validate=False)
     assert inspect_tokenizer(tmp_path / "other").sha256 == digest
+
+
+def test_a_tokenizer_without_tokenizer_json_comes_along(tmp_path: Path) -> None:
+    """By the digest of its files; an import of an older version has none, and an export says what to do."""
+    original = LLAMA.save(tmp_path / "original")
+    model = json.loads((train_tokenizer(["abc " * 9], tmp_path / "tok", 258) / "tokenizer.json").read_text())["model"]
+    (original / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (original / "merges.txt").write_text("".join(f"{' '.join(pair)}\n" for pair in model["merges"]))
+    import_hugging_face(original, tmp_path / "checkpoint", validate=False)
+    assert not export_hugging_face(tmp_path / "checkpoint", tmp_path / "exported", validate=False).notices
+    for name in ("vocab.json", "merges.txt"):
+        assert (tmp_path / "exported" / name).read_bytes() == (original / name).read_bytes()
+
+    recorded = CheckpointReader(tmp_path / "checkpoint").manifest.config["hugging_face"][FILES_SHA256]
+    forge(tmp_path / "checkpoint", f'"{FILES_SHA256}": "{recorded}"', '"more": ""')
+    with pytest.raises(USER_ERRORS, match=rf"^{original}: .* no digest to know it by: give .* --tokenizer$"):
+        export_hugging_face(tmp_path / "checkpoint", tmp_path / "older", validate=False)
+    export_hugging_face(tmp_path / "checkpoint", tmp_path / "older", tokenizer=original, validate=False)
+    assert (tmp_path / "older" / "merges.txt").is_file()
 
 
 def test_a_checkpoint_that_retention_removes_meanwhile_is_exported_whole_or_said_to_be_gone(

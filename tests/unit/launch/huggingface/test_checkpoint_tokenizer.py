@@ -11,7 +11,8 @@ import pytest
 
 from data_pipeline.tokenizer import inspect_tokenizer, train_tokenizer
 from launch.errors import LaunchError
-from launch.huggingface.checkpoint_tokenizer import RECORDED, find_tokenizer
+from launch.huggingface.checkpoint_tokenizer import FILES_SHA256, RECORDED, files_sha256, find_tokenizer
+from megalite.checkpoint.huggingface.tokenizer_folder import tokenizer_files
 from megalite.checkpoint.manifest import Manifest
 
 STEP = Path("checkpoints") / "step_00000003"
@@ -59,14 +60,15 @@ def test_a_checkpoint_of_an_older_version_names_a_folder(tokenizer: Path, run_di
     assert find_tokenizer(older, run_dir / STEP).folder == run_dir / "model_tokenizer"
     shutil.rmtree(run_dir / "model_tokenizer")
     found = find_tokenizer(older, run_dir / STEP)
-    assert found.folder is None and found.is_replaced and f"{older.tokenizer_sha256}: it was retrained" in found.problem
+    assert found.folder is None and found.is_doubtful and f"{older.tokenizer_sha256}: it was retrained" in found.problem
 
 
 def test_a_folder_elsewhere_is_taken_only_by_its_digest(tokenizer: Path, run_dir: Path) -> None:
     """An export would copy what a manifest of somebody else names: any folder of this machine."""
-    for recorded in (str(tokenizer), os.path.relpath(tokenizer, run_dir / STEP), "x/../../../../elsewhere", ".."):
+    shutil.copy(tokenizer / "tokenizer.json", run_dir / "checkpoints")
+    for recorded in (str(tokenizer), os.path.relpath(tokenizer, run_dir / STEP), "x/../../../../tok", ".."):
         found = find_tokenizer(manifest(tokenizer, recorded, tokenizer_sha256=None), run_dir / STEP)
-        assert found.folder is None and "outside the run's folder, without a digest" in found.problem
+        assert found.folder is None and found.is_doubtful and "has no digest to know it by" in found.problem
     kept = find_tokenizer(manifest(tokenizer, tokenizer_sha256=None), run_dir / STEP)
     assert kept.folder == run_dir / "model_tokenizer"
     assert find_tokenizer(manifest(tokenizer, ".", tokenizer_sha256=None), run_dir / STEP).folder is None
@@ -74,11 +76,34 @@ def test_a_folder_elsewhere_is_taken_only_by_its_digest(tokenizer: Path, run_dir
     assert find_tokenizer(manifest(tokenizer, "own", tokenizer_sha256=None), run_dir / STEP).folder is not None
 
 
+def test_a_tokenizer_without_tokenizer_json_is_known_by_all_its_files(tokenizer: Path, tmp_path: Path) -> None:
+    """One that an import has found, such as vocab.json and merges.txt, or tokenizer.model."""
+    (tokenizer / "tokenizer.json").rename(tokenizer / "vocab.json")
+    imported = {"hugging_face": {FILES_SHA256: files_sha256(tokenizer_files(tokenizer))}}
+    ours = Manifest.model_validate(
+        {"step": 0, "config": imported, "state": {}, "tensors": {}, "files": {}, "tokenizer": str(tokenizer)}
+    )
+    assert find_tokenizer(ours, tmp_path / "imported").folder == tokenizer
+    (tokenizer / "vocab.json").rename(tokenizer / "merges.txt")
+    found = find_tokenizer(ours, tmp_path / "imported")
+    assert found.folder is None and found.is_doubtful and f"{tokenizer}: its files were changed since" in found.problem
+    shutil.rmtree(tokenizer)
+    found = find_tokenizer(ours, tmp_path / "imported")
+    assert found.folder is None and not found.is_doubtful and f"is not in {tokenizer}" in found.problem
+    assert find_tokenizer(ours, tmp_path / "imported", _with_files(tmp_path / "moved")).folder == tmp_path / "moved"
+
+
+def _with_files(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "tokenizer.model").write_bytes(b"pieces")
+    return folder
+
+
 def test_what_cannot_be_found_is_said(tokenizer: Path, run_dir: Path, tmp_path: Path) -> None:
     alone = (run_dir / STEP).rename(tmp_path / "alone")
     found = find_tokenizer(manifest(tokenizer), alone)
     assert (
-        found.folder is None and not found.is_replaced and f"its tokenizer is not in {tmp_path.parent}" in found.problem
+        found.folder is None and not found.is_doubtful and f"its tokenizer is not in {tmp_path.parent}" in found.problem
     )
     unknown = find_tokenizer(manifest(tokenizer, None, tokenizer_sha256=None), run_dir / STEP)
     assert unknown.folder is None and unknown.problem == "the checkpoint knows no tokenizer"

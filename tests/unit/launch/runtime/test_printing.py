@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import os
 import pty
+import re
+import select
 import sys
+import time
 import unicodedata
 from collections.abc import Callable
 
@@ -68,11 +71,33 @@ def test_every_way_of_printing_shows_it(way: str, capsys: pytest.CaptureFixture[
 
 def test_progress_shows_it_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("launch.output.SILENCE_S", 0.01)
+    said, limit = "", time.monotonic() + 10
     with spinner(HARM), progress_bar() as report:
         report(HARM, 1, 2)
-        while capsys.readouterr().err.count("owned") == 0:
-            pass
-    assert harmless(capsys.readouterr().err)
+        while ("c (" not in said or "c: 50%" not in said) and time.monotonic() < limit:
+            said += capsys.readouterr().err
+    assert harmless(said) and f"{SHOWN} (" in said and f"{SHOWN}: 50%" in said
+
+
+def test_progress_on_a_terminal_shows_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TERM": "xterm", "COLUMNS": "200"}.items():
+        monkeypatch.setenv(name, value)
+    reader, terminal = pty.openpty()
+    with os.fdopen(terminal, "w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with spinner(f"1{HARM}") as describe:
+            describe(f"2{HARM}")
+        with progress_bar() as report:
+            report(f"3{HARM}", 1, 2)
+        monkeypatch.undo()
+        stream.flush()
+        said = ""
+        while select.select([reader], [], [], 0)[0]:
+            said += os.read(reader, 100_000).decode()
+    os.close(reader)
+    rich_own = r"\x1b\[(?:\?25[lh]|2K|1A|[\d;]*m)|\r"  # cursor off and on, a line cleared, one line up, colours
+    assert harmless(re.sub(rich_own, "", said))
+    assert all(f"{number}{SHOWN}" in said for number in (1, 2, 3))
 
 
 def test_a_result_is_exact_for_a_program_and_visible_on_a_terminal(
