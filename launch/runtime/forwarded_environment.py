@@ -21,8 +21,12 @@ USER_IN_ADDRESS = re.compile(r"://[^/]*@")  # of some services a user's name is 
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Returns whether a variable looks like a secret. Errs on the side of treating it as one."""
-    return names_secret(name) or secret_in(value) is not None or bool(USER_IN_ADDRESS.search(value))
+    """Returns whether a variable looks like a secret. Errs on the side of treating it as one.
+
+    The name of a known setting, such as NCCL_IB_PKEY, is none.
+    """
+    is_named = names_secret(name) and name not in SHOWN
+    return is_named or secret_in(value) is not None or bool(USER_IN_ADDRESS.search(value))
 
 
 # variables of this shell that ranks on other hosts need too

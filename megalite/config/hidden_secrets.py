@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megalite.config.secrets import PATTERNS
+from megalite.config.secrets import KINDS
 
 # the rest of a secret behind what it is known by; of a private key all lines
-REST = re.compile(r"[^\s&;,<>]*(?:(?<=-----)[\s\S]*?(?:-----END[^-]*-----|\Z))?")
+REST = r"[^\s&;,<>]*(?:(?<=-----)[\s\S]*?(?:-----END[^-]*-----|\Z))?"
+PATTERNS = [re.compile(f"(?:{pattern}){REST}") for pattern in KINDS.values()]
 
 
 def without_secrets(value: Any) -> Any:
@@ -26,10 +27,6 @@ def without_secrets(value: Any) -> Any:
 
 
 def _text_without_secrets(text: str) -> str:
-    for pattern in PATTERNS.values():
-        start = 0
-        while found := pattern.search(text, start):
-            rest = REST.match(text, found.end())
-            text = f"{text[: found.start()]}***{text[rest.end() if rest else found.end() :]}"
-            start = found.start() + len("***")
+    for pattern in PATTERNS:
+        text = pattern.sub("***", text)
     return text

@@ -25,7 +25,8 @@ from megalite.config.yaml_text import LinePath, parse_yaml
 
 Values = dict[str, Any]
 MODEL_CONFIG = "config.json"  # of a Hugging Face folder
-OPTION_NAME = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
+OPTION_NAME = re.compile(r"(?<![a-z_])[a-z_]+(?:\.[a-z_]+)+")
+OVERRIDE = re.compile(rf"((?:\w+\.)+\w+|{'|'.join(Config.model_fields)})=")
 
 
 @dataclass(frozen=True)
@@ -183,15 +184,10 @@ def _read_stated(path: Path, overrides: Sequence[str]) -> _Stated:
 def _read(path: Path) -> tuple[dict[str, Any], dict[LinePath, int]]:
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        hint = ": the config comes first, then overrides" if "=" in path.name else ""
-        raise ConfigError(f"{path.absolute()} does not exist{hint}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path} is a folder: {_config_of_folder(path)}") from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        raise ConfigError(_unreadable(path, error)) from None
     try:
         values, lines = parse_yaml(text)
     except ConfigError as error:
@@ -205,6 +201,17 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[LinePath, int]]:
     if path.name == MODEL_CONFIG and not values.keys().isdisjoint({"model_type", "architectures"}):
         raise ConfigError(f"{path} is a Hugging Face config: {_config_of_folder(path.parent)}")
     return values, lines
+
+
+def _unreadable(path: Path, error: OSError) -> str:
+    if override := OVERRIDE.match(str(path)):  # first, since its value may hold a secret
+        name = without_secrets(override[1])
+        return f'"{name}=..." stands where a config is needed: the config comes first, then overrides'
+    if isinstance(error, FileNotFoundError):
+        return f"{path.absolute()} does not exist"
+    if isinstance(error, IsADirectoryError):
+        return f"{path} is a folder: {_config_of_folder(path)}"
+    return f"{path} cannot be read: {error.strerror}"
 
 
 def _config_of_folder(folder: Path) -> str:

@@ -17,16 +17,16 @@ from megalite.config.yaml_text import parse_yaml
 
 NAMES = re.compile(
     r"(?:^|_)(?:(?:api|access|secret|private|account|auth)_?key|(?:api|access|auth|hf|hub|wandb)_?token|token|secret"
-    r"|passwd|password|passphrase|credentials?)$",
+    r"|passwd|password|passphrase|credentials?|authorization)$",
     re.IGNORECASE,
 )
-"""Names of options, all of other programs, whose text is a secret, such as `deepspeed.comet.api_key`."""
+"""Names of options, all of other programs, whose value is a secret, such as `deepspeed.comet.api_key`."""
 
 NAMED = re.compile(r"(?:key|token|secret|passw(?:or)?d)[\"']?\s*:", re.IGNORECASE)  # in YAML that cannot be read
-USER = re.compile(r"([A-Za-z][\w+.-]*):/{1,2}([^/?#\s@]*)@")
+USER = re.compile(r"([A-Za-z][\w+.-]{0,30}):/{1,2}([^/?#\s@]*)@")
 BUCKET = re.compile(r"(?:s3a?|gcs?):/{1,2}(?!arn:)[^/\s]*[:@]")  # whose name has no user and no port
 CONTAINERS = ("abfs", "abfss", "az", "wasb", "wasbs")  # protocols in whose URLs a container stands before the @
-TOKEN = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w.~%+-]{20,}")  # in the place of a user's name
+TOKEN = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w~%+-]{20,}")  # in the place of a user's name; those of Azure have dots
 
 VARIABLES = {
     "comet": "COMET_API_KEY",
@@ -63,20 +63,21 @@ def secret_in_option(value: str) -> str | None:
 
 def secrets_among(values: Any, path: OptionPath = ()) -> Iterator[tuple[OptionPath, str]]:
     """Yields each option of nested values that holds a secret, as far as its name is none, and a sentence about it."""
-    if isinstance(values, str):
-        if path and values and NAMES.search(path[-1]):
-            yield path, _sentence(path, "a secret, by its name", "")
-        elif kind := secret_in_option(values):
-            yield path, _sentence(path, kind, values)
-    elif isinstance(values, dict):
+    if isinstance(values, dict):
         for name, value in values.items():
             if kind := secret_in_option(str(name)):
                 yield path, _sentence(path, f"{kind} as the name of an option", "")
             else:
                 yield from secrets_among(value, (*path, str(name)))
-    elif isinstance(values, list | tuple):
+    elif isinstance(values, list | tuple | set):
         for value in values:
             yield from secrets_among(value, path)
+    elif values not in (None, "") and not isinstance(values, bool):
+        text = values.decode("latin-1") if isinstance(values, bytes) else values if isinstance(values, str) else ""
+        if path and NAMES.search(path[-1]):
+            yield path, _sentence(path, "a secret, by its name", "")
+        elif kind := secret_in_option(text):
+            yield path, _sentence(path, kind, text)
 
 
 def secret_in_override(override: str) -> str | None:
@@ -87,12 +88,13 @@ def secret_in_override(override: str) -> str | None:
         return None if kind is None else f"an override: {_sentence((), kind, '')}"
     option = tuple(name.strip().split("."))
     where = f'override "{dotted(option)}=..."'
+    kind = secret_in_option(text)
     try:
-        found = next(secrets_among(parse_yaml(text)[0], option), None) or next(secrets_among(text, option), None)
+        if found := next(secrets_among(parse_yaml(text)[0], option), None):
+            return f"{where}: {found[1]}"
     except ConfigError:  # its own sentence would repeat the text
-        kind = "a secret, by a name in it" if NAMED.search(text) else secret_in_option(text)
-        found = None if kind is None else (option, _sentence(option, kind, text))
-    return None if found is None else f"{where}: {found[1]}"
+        kind = "a secret, by a name in it" if NAMED.search(f"{name}:{text}") else kind
+    return None if kind is None else f"{where}: {_sentence(option, kind, text)}"
 
 
 def _sentence(option: OptionPath, kind: str, value: str) -> str:
@@ -100,5 +102,6 @@ def _sentence(option: OptionPath, kind: str, value: str) -> str:
     variable = next((variable for mark, variable in VARIABLES.items() if mark in about), ANY_VARIABLE)
     return (
         f"{dotted(option) or 'the config'} holds {kind}, and a config is copied into the run folder, checkpoints and "
-        f"reports: remove it, and put it into the environment instead ({variable})"
+        f"reports: remove it, and put it into the environment instead ({variable}); "
+        "if it is none, write it differently"
     )

@@ -1,6 +1,8 @@
 """Recognises secrets in texts that others will read: values of options and of variables, and names of variables.
 
 A doubt counts as a secret, except where ordinary paths, addresses of hosts or names of models would be taken for one.
+Texts of strangers are searched too: each pattern takes time linear in the length of a text, so that what could begin at
+every character and run to the end has a longest length.
 """
 
 from __future__ import annotations
@@ -23,14 +25,21 @@ KINDS = {  # what a text seems to contain -> how that is recognised
     "the address of a webhook": r"hooks\.slack\.com/\w+/\w|discord(?:app)?\.com/api/webhooks/\w",
     "an API key": r"\b(?:sk|nvapi)-(?:[a-z]+\d*-){0,2}\w{20,}|\bwandb_v1_\w{10,}",
     "a signed token (JWT)": r"\beyJ[\w-]{10,}",
-    "an authorization header": r"(?i)\b(?:bearer|basic)\s+[\w.~+/-]{8,}",
-    "the key of a storage account": r"(?i)\b(?:AccountKey|SharedAccessKey|SharedAccessSignature)\s*=\s*[^\s;]",
-    "a signed address": r"(?i)[?&](?:sig|X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token))=[^&\s]",
-    "an address with a password": r"://[^\s/:@]*:(?!\d*(?:[/?#]|$))[^\s@]+@",
-    "an address with a token": r"(?i)\b(?:https?|ftps?|socks[45]h?)://[^\s/?#@:]+@",
-    # digits and commas are the devices of a host: node1:0,1@node2:0,1
-    "a user's name and password": r"(?:^|[\s=,;])[\w.+%-]+:(?![\d,]+@)[^\s/@:]+@[\w.-]+(?::\d+)?(?:[/\s,;]|$)",
-    "a password": r"(?i)(?:^|[\s?&;,])(?:passw(?:or)?d|pwd|(?:\w+_)?(?:token|secret)|(?:access|api)_?key)=[^\s&;,]{4,}",
+    # "basic" is a word of names as well: behind it base64, in which there are digits and letters of both cases
+    "an authorization header": r"(?i:\bauthorization[\"']?\s*[:=]\s*[\"']?(?:basic|bearer|digest|token)\s+[^\s,;]"
+    r"|\bbearer\s+[\w.~+/-]{8,})"
+    r"|\b(?i:basic)\s+(?=[A-Za-z]*\d)(?=[a-z\d]*[A-Z])(?=[A-Z\d]*[a-z])[A-Za-z\d]{16,}(?![\w.+/-])",
+    "the key of a storage account": r"(?i:\b(?:AccountKey|SharedAccessKey|SharedAccessSignature)\s*=\s*[^\s;])",
+    "a signed address": r"(?i:[?&](?:sig|X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token))=[^&\s])",
+    "an address with a password": r"://[^\s/:@]*:(?!\d*(?:[/?#]|$))[^\s@]{1,1000}@",
+    "an address with a token": r"(?i:\b(?:https?|ftps?|socks[45]h?)://[^\s/?#@:]+@)",
+    # digits and commas are the devices of a host: node1:0,1@node2:0,1; what is before a host without a dot and a port
+    # may be the name of a run, as in lr:3e-4@cosine, unless it has the letters and digits of a password
+    "a user's name and password": r"(?:^|[\s=,;])[\w.+%-]+:(?:"
+    r"(?![\d,]+@)[^\s/@:]+@(?:[\w-]+\.[\w.-]+(?::\d+)?|[\w-]+:\d+)|(?=[A-Za-z]+\d)\w{7,}@[\w-]+)(?:[/\s,;]|$)",
+    # a number is how many tokens
+    "a password": r"(?i:(?:^|[\s?&;,])(?:passw(?:or)?d|pwd|(?:\w+_)?(?:token(?!=\d{1,15}(?![^\W_]))|secret)"
+    r"|(?:access|api)_?key)=[^\s&;,]{4,})",
 }
 PATTERNS = {kind: re.compile(pattern) for kind, pattern in KINDS.items()}
 

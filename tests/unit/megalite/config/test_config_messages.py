@@ -306,7 +306,6 @@ def test_unreadable_files_are_one_sentence(tmp_path: Path) -> None:
     (run / "config.yaml").touch()
     for path, reason in [
         (tmp_path / "absent.yaml", "does not exist"),
-        (tmp_path / "training.steps=3", "does not exist: the config comes first, then overrides"),
         (tmp_path, "is a folder: write a config for the model with `megalite config init --from"),
         (tmp_path / "config.json", "is a Hugging Face config: write a config for the model with `megalite config init"),
         (run, f"is a folder: give {run / 'config.yaml'}"),
@@ -315,6 +314,18 @@ def test_unreadable_files_are_one_sentence(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as raised:
             load_config(path)
         assert_one_line(str(raised.value), [str(path), reason])
+
+
+@pytest.mark.parametrize(
+    "override", ["training.steps=3", "run_dir=s3://K:hunter2@b/x", "data.path=https://u:hunter2@h/" + "x" * 300]
+)
+def test_an_override_in_the_place_of_the_config_is_not_repeated(override: str) -> None:
+    """Its value, which may be a URL with a password, looks like a folder."""
+    with pytest.raises(ConfigError) as raised:
+        load_config(Path(override))
+    name = override.partition("=")[0]
+    expected = f'"{name}=..." stands where a config is needed: the config comes first, then overrides'
+    assert list(raised.value.sentences) == [expected]
 
 
 def test_message_says_where_the_value_came_from(minimal: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite.checkpoint.remote.errors import scrubbed
 from megalite.config import Config, ConfigError, load_config
 from megalite.config.hidden_secrets import without_secrets
 from megalite.config.load import stated_values
 from megalite.config.secret_options import secret_in_option, secret_in_override
+from megalite.config.secrets import names_secret
 from megalite.config.suggestions import OptionPath, dotted, option_paths
 from tests.unit.megalite.config.test_secrets import ORDINARY, SECRETS
 
@@ -80,10 +84,30 @@ def test_every_option_refuses_a_secret(minimal: Path, option: OptionPath, kind: 
 def test_options_are_refused_by_their_names(name: str, minimal: Path) -> None:
     """Keys of tracking services look like nothing: `deepspeed` passes comet's on, others are unknown options."""
     assert f"{name} holds a secret, by its name" in told(minimal, f"{name}={CANARY}")
+    assert "holds a secret, by a name in it" in told(minimal, f'{name}="{CANARY}')  # the quote is not closed
     section, _, option = name.rpartition(".")
     if section:
         assert f"{name} holds a secret" in told(minimal, f"{section}={{enabled: true, {option}: {CANARY}}}")
         assert "holds a secret" in told(minimal, f"{section}={{enabled: true, {option}: {CANARY}")
+
+
+@pytest.mark.parametrize("value", ["12345678901234567890", "1.5", "!!binary c2VjcmV0", "2026-01-01", "[5]"])
+def test_a_secret_that_is_no_text_is_refused_by_its_name(value: str, minimal: Path) -> None:
+    for override in (f"deepspeed.comet={{enabled: true, api_key: {value}}}", f"deepspeed.comet.api_key={value}"):
+        assert "deepspeed.comet.api_key holds a secret, by its name" in told(minimal, override)
+
+
+def test_bytes_and_sets_are_searched(minimal: Path) -> None:
+    coded = base64.b64encode(TEXTS["token"].encode()).decode()
+    assert "a Hugging Face token" in told(minimal, f"deepspeed.comet.workspace=!!binary {coded}")
+    assert "a Hugging Face token" in told(minimal, f"deepspeed.comet.workspace=!!set {{{TEXTS['token']}}}")
+
+
+def test_only_a_value_is_a_secret_and_counts_of_tokens_are_none(minimal: Path) -> None:
+    for value in ("null", "false", "''", "{}"):
+        assert secret_in_override(f"deepspeed.comet.api_key={value}") is None
+    for name in ("max_tokens", "max_new_tokens", "token_type_ids", "num_key_value_heads", "eos_token_id"):
+        assert secret_in_override(f"deepspeed.{name}=4096") is None
 
 
 def test_the_variable_is_named(minimal: Path) -> None:
@@ -112,7 +136,7 @@ def test_a_secret_as_a_name_or_in_yaml_that_cannot_be_read_is_not_repeated(minim
 @pytest.mark.parametrize("value", SECRETS)
 def test_what_is_made_of_a_secret_is_hidden(value: str) -> None:
     """Nothing of it is left to use: what stays are names of hosts, users and parameters."""
-    words = "SECRET|p%40ss|pa/ss|word|hunter2|plainword|abcdef|e30.abc|k==|XXXX|IOSFODNN7|b3"
+    words = "SECRET|p%40ss|pa/ss|word|hunter2|plainword|dXNl|1234567|abcdef|e30.abc|k==|XXXX|IOSFODNN7|b3"
     hidden = without_secrets({"error": [f"cannot open '{value}' at all"]})["error"][0]
     assert hidden.startswith("cannot open '") and "***" in hidden
     assert not re.search(words, hidden.replace("Password", "")), hidden
@@ -132,3 +156,26 @@ def test_no_config_of_ours_and_no_documented_word_is_taken_for_a_secret() -> Non
     overrides = {word for word in words if re.match(r"[a-z_]+\.[a-z_.]+=", word)}
     assert len(overrides) > 10
     assert {override: said for override in overrides if (said := secret_in_override(override))} == {}
+
+
+PIECES = [
+    *("a", "0", "_", ".", ":", "@", " ", "://a", "://:x", ":/a", "a:", "a.", "a-", "a_", "s3:/", "https://a", "a:b@c."),
+    *("=a:a", "1@", "0,", "?a=", "key", "key ", "a_token", "KEY_", "hf_a", "sk-a-", "eyJ", "-----BEGIN ", "-----END"),
+    *("-----BEGIN PRIVATE KEY-----", "basic ", "basic a0", "authorization: "),
+]
+
+
+def test_no_text_makes_a_search_hang() -> None:
+    """Configs and errors of storage servers are texts of strangers; a quadratic pattern takes 4 to 20 s."""
+    for piece in PIECES:
+        text = f"x={piece * (40_000 // len(piece))}!"
+        for search in (names_secret, secret_in_option, scrubbed):
+            start = time.process_time()
+            search(text)
+            assert time.process_time() - start < 1, (search, piece)
+
+
+def test_a_config_with_a_long_text_is_loaded_at_once(minimal: Path) -> None:
+    start = time.process_time()
+    assert len(str(load_config(minimal, [f"run_dir={'a' * 100_000}"]).run_dir)) == 100_000
+    assert time.process_time() - start < 5

@@ -16,6 +16,8 @@ SECRETS = {
     "https://hooks.slack.com/services/T0/B0/XXXX": "the address of a webhook",
     "eyJhbGciOiJIUzI1NiJ9.e30.abc": "a signed token (JWT)",
     "Bearer abcdefghijk": "an authorization header",
+    "Basic dXNlcjpodW50ZXIy": "an authorization header",
+    "authorization: Basic plainword": "an authorization header",
     "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=k==": "the key of a storage account",
     "https://a.blob/x?sv=1&sig=abc": "a signed address",
     "https://bucket/y?X-Amz-Signature=abc": "a signed address",
@@ -28,6 +30,8 @@ SECRETS = {
     "proxy=user:hunter2@proxy": "a user's name and password",
     "host=db;Password=hunter2": "a password",
     "https://host/x?access_token=abcdef": "a password",
+    "access_token=12345678901234567890": "a password",
+    "access_token=1234abcdef": "a password",
     "-----BEGIN OPENSSH PRIVATE KEY-----\nb3": "a private key",
 }
 ORDINARY = [
@@ -51,6 +55,17 @@ ORDINARY = [
     "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184",
     "2026-01-23T10:13:43",
     "A key=value pair",
+    "basic training",
+    "basic transformer",
+    "Basic Language-Model",
+    "the basic baseline-7",
+    "Basic Transformer-Large-v2",
+    "/data/basic experiments/a",
+    "max_token=4096",
+    "max_token=4096-cosine",
+    "lr:3e-4@cosine",
+    "schedule:cosine@run2",
+    "sftp://mystorage01.checkpoints.trainer@mystorage01.blob.core.windows.net/x",
 ]
 
 

@@ -83,6 +83,7 @@ MISTAKES = [
     (["--context", "here"], "--context belongs to --submit"),
     (["--env", "CONNECTION=AccountName=a;AccountKey=abc=="], "--secret-env CONNECTION=SECRET:KEY"),
     (["--env", "PUSH=ghp_abcabcabcabc"], "--secret-env PUSH=SECRET:KEY"),
+    (["--env", "NCCL_IB_PKEY=ghp_abcabcabcabc"], "--secret-env NCCL_IB_PKEY=SECRET:KEY"),
     (["--env", "GITHUB_PAT=abc"], "--secret-env GITHUB_PAT=SECRET:KEY"),
     (["--env", "HTTPS_PROXY=user:abc@proxy:3128"], "--secret-env HTTPS_PROXY=SECRET:KEY"),
     (["--run-as-user", "trainer"], "write UID or UID:GID in numbers"),
@@ -91,6 +92,12 @@ MISTAKES = [
     (["--label", "app.kubernetes.io/instance=all"], "give --name instead"),
     (["--data-claim", "corpora:/var/lib"], "/var/lib collides with /var/lib/megalite"),
 ]
+
+
+def test_the_name_of_a_known_setting_is_no_secret() -> None:
+    """docs/security.md recommends NCCL_IB_PKEY, whose name looks like that of a key."""
+    partitions = ["NCCL_IB_PKEY=0x8001", "UCX_IB_PKEY=0x8001"]
+    assert list(parsing.variables(partitions, [])) == ["NCCL_IB_PKEY", "UCX_IB_PKEY"]
 
 
 @pytest.mark.parametrize(("more", "told"), MISTAKES, ids=[" ".join(more) for more, _ in MISTAKES])
