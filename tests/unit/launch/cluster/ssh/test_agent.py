@@ -116,7 +116,9 @@ def test_what_a_killed_agent_left_is_removed_by_a_later_one_and_nothing_else(tmp
     assert not left.exists()
     half_written = tmp_path / f"megalite_{attempt}.a_3bcdef"
     victim, foreign = tmp_path / "victim", tmp_path / f"megalite_{'1' * 32}.json"
-    others = [tmp_path / name for name in ("another.json", "megalite_tokens_staged.bin", f"megalite_{attempt}.json.old")]
+    others = [
+        tmp_path / name for name in ("another.json", "megalite_tokens_staged.bin", f"megalite_{attempt}.json.old")
+    ]
     for path in (half_written, victim, foreign, *others):
         path.touch()
         os.utime(path, (past, past))
