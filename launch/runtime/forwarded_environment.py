@@ -81,14 +81,21 @@ def user_environment_files(variables: Mapping[str, str]) -> list[Path]:
     return list(dict.fromkeys(folder / name for folder in (Path.home(), Path.cwd())))
 
 
+def unread_environment_file(environment_files: Sequence[Path]) -> tuple[str, str] | None:
+    """Returns a sentence about a file of the current folder that DeepSpeed would read, and what to do; else None."""
+    here = Path.cwd() / ENVIRONMENT_FILE
+    if not here.is_file() or here in environment_files:
+        return None
+    return (
+        f"./{ENVIRONMENT_FILE} is not read, since a file of the current folder may be somebody else's",
+        f"move it to ~/{ENVIRONMENT_FILE}, or name it (export DS_ENV_FILE={here})",
+    )
+
+
 def environment_notices(environment_files: Sequence[Path], private: Mapping[str, str]) -> list[str]:
     """Returns sentences about what does not work as a user of DeepSpeed may expect."""
-    notices, here = [], Path.cwd() / ENVIRONMENT_FILE
-    if here.is_file() and here not in environment_files:
-        notices.append(
-            f"./{ENVIRONMENT_FILE} is not read, since a file of the current folder may be somebody else's: move it to "
-            f"~/{ENVIRONMENT_FILE}, or name it (export DS_ENV_FILE={here})"
-        )
+    unread = unread_environment_file(environment_files)
+    notices = [] if unread is None else [": ".join(unread)]
     for path in environment_files:
         found = _read_environment_file(path)
         if unused := sorted(found.keys() & NOT_FROM_FILES):
