@@ -55,8 +55,8 @@ ANNOUNCEMENT = re.compile(r"restart \d+ of \d+ in ([\d.e+]+) s: ")
 ANNOUNCED_BYTES = 1 << 16  # at the end of the log, with its last line
 START_S = 120.0  # from a restart until the new ranks take the lock of the run's folder
 MODULES = (
-    "if the command did not find a module of yours: no code is loaded from the current folder or from that of a script; "
-    f"put its folder on the path (export {PYTHON_PATH}=FOLDER), or leave this to Python ({SAFE_PATH}= megalite "
+    "if the command did not find a module of yours: no code is loaded from the current folder or from that of a "
+    f"script; put its folder on the path (export {PYTHON_PATH}=FOLDER), or leave this to Python ({SAFE_PATH}= megalite "
     "supervise ...)"
 )
 FINAL = {  # exit codes after which a restart would not help, or is not wanted
@@ -274,7 +274,8 @@ class CommandSupervisor(Supervisor):
         if code == FAILED_CODE and not self._restarts and os.environ.get(SAFE_PATH) and not is_own:
             before, after = self._folder, RunFolder.read(self._run_dir) or self._folder
             if not (after.has_new_session(before) or after.has_trained(before)):
-                self._log(MODULES)
+                with self._nonfatal("the console"):
+                    log.warning(MODULES)
         return AttemptEnd(code, reason)
 
 
