@@ -6,14 +6,15 @@ other variables reach ranks in a file that nobody else can read.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launch.errors import LaunchError
-from launch.runtime.import_path import PYTHON_PATH, SAFE_PATH
+from launch.runtime.import_path import PYTHON_PATH, SAFE_PATH, import_variables
 from launch.runtime.processes import TREES
-from launch.runtime.rank_environment import ATTEMPT
+from launch.runtime.rank_environment import ATTEMPT, LOCAL_SIZES, VARIABLES
 from launch.runtime.shown_variables import AT_START, SHOWN
 from megalite.config.secrets import names_secret, secret_in
 
@@ -36,6 +37,9 @@ FORWARDED = re.compile(
 )
 # specific to this host or this process
 NOT_FORWARDED = {"CUDA_VISIBLE_DEVICES", TREES, ATTEMPT, "DS_ENV_FILE", PYTHON_PATH, SAFE_PATH}
+# set by the launcher; private variables come after it and would override them
+OF_THE_LAUNCHER = {*VARIABLES, *LOCAL_SIZES, "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+NOT_FROM_FILES = OF_THE_LAUNCHER | NOT_FORWARDED - {PYTHON_PATH}
 PLAIN = re.compile(r"[\w@%+=:./-]+")  # neither a shell nor srun changes these
 ENVIRONMENT_FILE = ".deepspeed_env"
 
@@ -57,8 +61,10 @@ def forwarded_environment(
         if (FORWARDED.fullmatch(name) or name.startswith(also)) and name not in NOT_FORWARDED
     }
     for path in environment_files:
-        if path.is_file():
-            wanted |= _read_environment_file(path)
+        found = _read_environment_file(path)
+        wanted |= {name: value for name, value in found.items() if name not in NOT_FROM_FILES}
+    if PYTHON_PATH in wanted:
+        wanted |= {PYTHON_PATH: import_variables(wanted)[PYTHON_PATH]}
 
     def may_be_shown(name: str, value: str) -> bool:
         return name in SHOWN and bool(PLAIN.fullmatch(value)) and secret_in(value) is None
@@ -79,14 +85,27 @@ def user_environment_files(variables: Mapping[str, str]) -> list[Path]:
     return list(dict.fromkeys(folder / name for folder in (Path.home(), Path.cwd())))
 
 
+def unread_environment_file(environment_files: Sequence[Path]) -> tuple[str, str] | None:
+    """Returns a sentence about a file of the current folder that DeepSpeed would read, and what to do; else None."""
+    here = Path.cwd() / ENVIRONMENT_FILE
+    if not here.is_file() or here in environment_files:
+        return None
+    return (
+        f"./{ENVIRONMENT_FILE} is not read, since a file of the current folder may be somebody else's",
+        f"move it to ~/{ENVIRONMENT_FILE}, or name it (export DS_ENV_FILE={here})",
+    )
+
+
 def environment_notices(environment_files: Sequence[Path], private: Mapping[str, str]) -> list[str]:
     """Returns sentences about what does not work as a user of DeepSpeed may expect."""
-    notices, here = [], Path.cwd() / ENVIRONMENT_FILE
-    if here.is_file() and here not in environment_files:
-        notices.append(
-            f"./{ENVIRONMENT_FILE} is not read, since a file of the current folder may be somebody else's: move it to "
-            f"~/{ENVIRONMENT_FILE}, or name it (export DS_ENV_FILE={here})"
-        )
+    unread = unread_environment_file(environment_files)
+    notices = [] if unread is None else [": ".join(unread)]
+    for path in environment_files:
+        found = _read_environment_file(path)
+        if unused := sorted(found.keys() & NOT_FROM_FILES):
+            notices.append(f"{path}: the launcher itself sets {', '.join(unused)}, so the file's values are left out")
+        if not all(Path(entry).is_absolute() for entry in found.get(PYTHON_PATH, "/").split(os.pathsep)):
+            notices.append(f"{path}: of {PYTHON_PATH} only full paths are taken: write full ones, or take the rest out")
     if late := sorted(private.keys() & AT_START):
         notices.append(
             f"ranks have {', '.join(late)} only after they have started, because the value does not fit on a command "
@@ -96,8 +115,8 @@ def environment_notices(environment_files: Sequence[Path], private: Mapping[str,
 
 
 def _read_environment_file(path: Path) -> dict[str, str]:
-    found = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    found: dict[str, str] = {}
+    for number, line in enumerate(path.read_text().splitlines() if path.is_file() else (), 1):
         text = line.strip()
         if not text or text.startswith("#"):
             continue

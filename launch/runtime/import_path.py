@@ -5,14 +5,10 @@ A folder that somebody has downloaded may hold a `torch` or a `deepspeed` of its
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import re
 import site
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from itertools import pairwise
+from collections.abc import Mapping
 from pathlib import Path
 
 from launch.runtime.modules import INSTALLATION
@@ -21,7 +17,6 @@ PYTHON_PATH = "PYTHONPATH"
 SAFE_PATH = "PYTHONSAFEPATH"  # Python puts neither the current folder nor that of a script on its path
 # a folder of installed packages is on the path anyway, and in front it would hide modules of the standard library
 CHECKOUT = [] if INSTALLATION.name in ("site-packages", "dist-packages") else [str(INSTALLATION)]
-IMPORT = re.compile(r"^\s*(?:import|from)\s+(\w+)", re.MULTILINE)
 
 
 def exclude_current_folder() -> str | None:
@@ -64,22 +59,3 @@ def import_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns variables with which a Python on any host finds this code, and the full paths in its PYTHONPATH alone."""
     entries = [entry for entry in environment.get(PYTHON_PATH, "").split(os.pathsep) if Path(entry).is_absolute()]
     return {PYTHON_PATH: os.pathsep.join(dict.fromkeys([*CHECKOUT, *entries])), SAFE_PATH: "1"}
-
-
-def unreachable_modules(command: Sequence[str]) -> str | None:
-    """Returns a sentence about modules that `command` will not find, because they are in the folder of its script or
-    in the current folder; None if there are none, as far as its words tell.
-    """
-    wanted = {Path(name.partition(".")[0]).absolute() for word, name in pairwise(command) if word in ("-m", "--module")}
-    for script in (Path(word) for word in command if word.endswith(".py")):
-        with suppress(OSError):
-            wanted |= {script.absolute().parent / name for name in IMPORT.findall(script.read_text(errors="replace"))}
-    found = [path for path in sorted(wanted) if path.is_dir() or path.with_name(f"{path.name}.py").is_file()]
-    lost = [path for path in found if importlib.util.find_spec(path.name) is None]
-    if not lost:
-        return None
-    folder = lost[0].parent
-    return (
-        f"the command will not find {lost[0].name}, for no code is loaded from the current folder or from that of a "
-        f"script: if it is yours, put its folder on the path (export {PYTHON_PATH}={folder})"
-    )

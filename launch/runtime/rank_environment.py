@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from pathlib import Path
 from launch.errors import LaunchError
 from launch.runtime.devices import gpu_count
 from launch.runtime.local_ranks import free_port
-from megalite.checkpoint.small_files import SAFELY, user_name
+from megalite.checkpoint.small_files import UnsafeFile, read_small_file
 
 ATTEMPT = "MEGALITE_ATTEMPT"  # the name of a supervised attempt, in the environment of its ranks
 Environment = Mapping[str, str]
@@ -105,36 +104,19 @@ def take_private_environment(environment: MutableMapping[str, str]) -> None:
     if not (name := environment.get(PRIVATE)):
         return
     try:
-        found = json.loads(_read_private(Path(name)))
+        found = json.loads(read_small_file(Path(name), PRIVATE_BYTES, private=True))
         if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
             raise ValueError("no JSON object of strings")
         environment.update(found)
-    except LaunchError:
-        raise
+    except UnsafeFile as error:
+        raise LaunchError(
+            f"{PRIVATE} must name a file of your own with mode 600, since its variables decide what ranks run: {error}"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise LaunchError(
             f"{PRIVATE} names {name}, which cannot be read ({reason}): is the folder shared by all hosts?"
         ) from None
-
-
-def _read_private(path: Path) -> bytes:
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise LaunchError(f"{PRIVATE} names {path}, which is a link or no file: name the file itself")
-    with os.fdopen(os.open(path, os.O_RDONLY | SAFELY), "rb") as file:
-        state, problem = os.fstat(file.fileno()), None
-        if state.st_uid != os.geteuid():
-            problem = f"belongs to {user_name(state.st_uid)}, not to {user_name(os.geteuid())}"
-        elif state.st_mode & 0o077 or not stat.S_ISREG(state.st_mode):
-            problem = f"has mode {stat.S_IMODE(state.st_mode):o}, so that others may read or write it"
-        elif state.st_size > PRIVATE_BYTES:
-            problem = f"has more than {PRIVATE_BYTES:,} bytes"
-        if problem is not None:
-            raise LaunchError(
-                f"{PRIVATE} names {path}, which {problem}: its variables decide what ranks run, so make it a file of "
-                "your own with mode 600"
-            )
-        return file.read(PRIVATE_BYTES)
 
 
 def first_host(nodelist: str) -> str:

@@ -22,9 +22,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from launch.errors import HUNG_CODE, INTERRUPTED_CODE, PREEMPTED_CODE, STOPPED_CODE, USER_ERROR_CODE, LaunchError
+from launch.errors import (
+    FAILED_CODE,
+    HUNG_CODE,
+    INTERRUPTED_CODE,
+    PREEMPTED_CODE,
+    STOPPED_CODE,
+    USER_ERROR_CODE,
+    LaunchError,
+)
 from launch.output import check_local
-from launch.runtime.import_path import SAFE_PATH, unreachable_modules
+from launch.runtime.import_path import PYTHON_PATH, SAFE_PATH
 from launch.runtime.logs import get_logger
 from launch.runtime.modules import REAPER, python_command
 from launch.runtime.processes import ProcessTree, StopRequest, StopSignals, wait_for
@@ -46,6 +54,11 @@ REAPER_S = 20.0  # for the reaper to end an attempt after the grace period, befo
 ANNOUNCEMENT = re.compile(r"restart \d+ of \d+ in ([\d.e+]+) s: ")
 ANNOUNCED_BYTES = 1 << 16  # at the end of the log, with its last line
 START_S = 120.0  # from a restart until the new ranks take the lock of the run's folder
+MODULES = (
+    "if the command did not find a module of yours: no code is loaded from the current folder or from that of a "
+    f"script; put its folder on the path (export {PYTHON_PATH}=FOLDER), or leave this to Python ({SAFE_PATH}= megalite "
+    "supervise ...)"
+)
 FINAL = {  # exit codes after which a restart would not help, or is not wanted
     0: "done",
     USER_ERROR_CODE: "a mistake",  # final for the first attempt only: later, what looks like a mistake may pass
@@ -97,8 +110,6 @@ def supervise_run(command: Sequence[str], policy: Policy, run_dir: Path | None =
     Raises LaunchError or ConfigError if it cannot be supervised.
     """
     _check_command(command[0] if command else "")
-    if os.environ.get(SAFE_PATH) and (notice := unreachable_modules(command)) is not None:
-        log.warning(notice)
     if run_dir is not None:
         check_local(run_dir, "give the local folder of the run with --run-dir")
         if run_dir.exists() and not run_dir.is_dir():
@@ -259,6 +270,12 @@ class CommandSupervisor(Supervisor):
             left = tree.end(grace_s)
         if left:
             self._log(f"ended {left} process{'es' * (left > 1)} that the run had left behind")
+        is_own = "-P" in self._command  # as from `python_command`
+        if code == FAILED_CODE and not self._restarts and os.environ.get(SAFE_PATH) and not is_own:
+            before, after = self._folder, RunFolder.read(self._run_dir) or self._folder
+            if not (after.has_new_session(before) or after.has_trained(before)):
+                with self._nonfatal("the console"):
+                    log.warning(MODULES)
         return AttemptEnd(code, reason)
 
 

@@ -81,17 +81,24 @@ def open_new(path: Path, *, private: bool = False, append: bool = False) -> int:
         return os.open(path.name, flags, folder.mode(private=private), dir_fd=folder.descriptor)
 
 
-def read_small_file(path: Path, at_most: int, *, trusted: bool = False) -> bytes:
+def read_small_file(path: Path, at_most: int, *, trusted: bool = False, private: bool = False) -> bytes:
     """Returns the bytes of a regular file; with `trusted`, of one that no stranger has put there.
 
+    With `private`, of one that is ours and that nobody else can read or write, in any folder.
     Raises UnsafeFile, also where there are more than `at_most` bytes, or another OSError.
     """
     with (
         _opened(path.parent, is_ours=trusted) as folder,
         os.fdopen(_open_regular(path, os.O_RDONLY, 0, folder), "rb") as file,
     ):
+        state = os.fstat(file.fileno())
         if trusted:
-            folder.check_owner(path, os.fstat(file.fileno()))
+            folder.check_owner(path, state)
+        if private and state.st_uid != os.geteuid():
+            raise UnsafeFile(f"{path} belongs to {user_name(state.st_uid)}, not to you: remove it, or chown it")
+        if private and state.st_mode & 0o077:
+            mode = stat.S_IMODE(state.st_mode)
+            raise UnsafeFile(f"{path} has mode {mode:o}, so others may read or write it: chmod 600 {path}")
         data = file.read(at_most + 1)
     if len(data) > at_most:
         raise UnsafeFile(f"{path} has more than {at_most:,} bytes, which such a file never has: remove it")

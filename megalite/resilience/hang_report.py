@@ -9,19 +9,19 @@ ranks that wait for nobody: these are the roots.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from megalite.engine.activity import NOBODY, Note, Operation, Phase
+from megalite.engine.activity import NOBODY, RING, Note, Operation, Phase
 from megalite.parallel.mesh import Mesh
+from megalite.resilience.heartbeat import LARGEST
 
 Ranks = tuple[int, ...]
 NAMED = 8  # ranges of ranks in a list
@@ -86,16 +86,37 @@ PHASE_PHRASES = {  # if the phase has only begun
 }
 
 
-class RankState(BaseModel):
+def _printable(word: str) -> str:
+    if not word.isprintable():
+        raise ValueError("no printable word")
+    return word
+
+
+def _with_small_numbers(note: Note) -> Note:
+    if not all(abs(number) < LARGEST for number in (note.time, note.phase_number, note.step, note.micro_batch or 0)):
+        raise ValueError("a number that no rank writes")
+    return note
+
+
+Number = Annotated[int, Field(ge=0, lt=LARGEST)]
+Word = Annotated[str, Field(max_length=1000), AfterValidator(_printable)]
+
+
+class StrictModel(BaseModel):
+    """Base of what a rank writes for the others, and strangers may write in its place."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class RankState(StrictModel):
     """State of one rank, which it writes itself."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    rank: int
-    host: str
-    process: int
-    reason: str  # a sentence: why it reports a hang; empty if it only answers others
-    notes: tuple[Note, ...]  # oldest first, at least one; `time` is seconds ago; only the last one keeps its peers
+    rank: Number
+    host: Word
+    process: Number
+    reason: Word  # a sentence: why it reports a hang; empty if it only answers others
+    # oldest first; `time` is seconds ago; only the last one keeps its peers
+    notes: tuple[Annotated[Note, AfterValidator(_with_small_numbers)], ...] = Field(min_length=1, max_length=RING)
 
     @property
     def now(self) -> Note:
@@ -103,20 +124,25 @@ class RankState(BaseModel):
 
     def packed(self) -> str:
         """Returns the state as JSON of a few kilobytes, whatever the number of peers."""
-        written = self.model_dump(mode="json", exclude={"notes"})
-        written["notes"] = [note._replace(peers=NOBODY) for note in self.notes]
-        return json.dumps({**written, "peers": _runs(sorted(set(self.now.peers)))})
+        peers = tuple(_runs(sorted(set(self.now.peers))))
+        return _PackedState(state=self._with_peers(NOBODY), peers=peers).model_dump_json()
 
     @classmethod
-    def unpacked(cls, text: bytes) -> RankState:
-        """Parses what `packed` returned. Raises ValueError for anything else."""
-        try:
-            written = json.loads(text)
-            peers = _ranks(tuple((int(first), int(last), int(step)) for first, last, step in written.pop("peers")))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not what a rank writes: {error}") from error
-        state = cls.model_validate(written)
-        return state.model_copy(update={"notes": (*state.notes[:-1], state.now._replace(peers=peers))})
+    def unpacked(cls, text: bytes, world_size: int) -> RankState:
+        """Parses what `packed` returned on a rank of `world_size` ranks. Raises ValueError for anything else."""
+        found = _PackedState.model_validate_json(text)
+        ends = [rank for first, last, _ in found.peers for rank in (first, last)]
+        if ends != sorted(ends) or max([found.state.rank, *ends]) >= world_size:
+            raise ValueError("no ranks of this run")
+        return found.state._with_peers(_ranks(found.peers))
+
+    def _with_peers(self, peers: Ranks) -> RankState:
+        return self.model_copy(update={"notes": (*self.notes[:-1], self.now._replace(peers=peers))})
+
+
+class _PackedState(StrictModel):
+    state: RankState  # without peers
+    peers: tuple[tuple[Number, Number, Annotated[int, Field(gt=0)]], ...]  # of its last record, as from `_runs`
 
 
 def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:

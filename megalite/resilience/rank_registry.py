@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
 import socket
 from pathlib import Path
@@ -17,11 +16,18 @@ from pathlib import Path
 import psutil
 
 from megalite.checkpoint.small_files import make_folder, open_new, read_small_file
-from megalite.resilience.hang_report import NoResponse
+from megalite.resilience.hang_report import NoResponse, Number, StrictModel, Word
 from megalite.resilience.heartbeat import FOLDER
 
 LONGEST_BYTES = 1 << 24  # stacks of many threads
 CLOCK_S = 2.0  # accuracy of a process's start time if the clock is set meanwhile
+
+
+class _FirstLine(StrictModel):
+    host: Word
+    process: Number
+    born: float  # in seconds after boot
+    ended: Word  # an error; empty: unknown
 
 
 class RankFile:
@@ -66,9 +72,9 @@ class RankFile:
     def _write_first_line(self, ended: str) -> None:
         os.ftruncate(self._file.fileno(), 0)
         process = os.getpid()
-        facts = {"host": socket.gethostname(), "process": process, "born": _started_s(psutil.Process(process))}
-        line = json.dumps({**facts, "ended": ended})
-        self._length = self._file.write(f"{line}\n".encode())
+        born = _started_s(psutil.Process(process))
+        line = _FirstLine(host=socket.gethostname(), process=process, born=born, ended=ended)
+        self._length = self._file.write(f"{line.model_dump_json()}\n".encode())
         self._file.flush()
 
 
@@ -76,14 +82,12 @@ def look_for(run_dir: Path, rank: int) -> tuple[NoResponse, bytes]:
     """Returns what this host knows about a rank that does not answer, and its stacks if it left any."""
     try:
         first, _, stacks = read_small_file(_path(run_dir, rank), LONGEST_BYTES, trusted=True).partition(b"\n")
-        found = json.loads(first)
-        host, process, ended = str(found["host"]), int(found["process"]), str(found["ended"])
-        born = float(found["born"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        found = _FirstLine.model_validate_json(first)
+    except (OSError, ValueError):
         return NoResponse(), b""
-    if ended:
-        return NoResponse(host, f"it ended with {ended}"), b""
-    return NoResponse(host, _condition(process, born, stacks) if host == socket.gethostname() else ""), stacks
+    if found.ended:
+        return NoResponse(found.host, f"it ended with {found.ended}"), b""
+    return NoResponse(found.host, _condition(found, stacks) if found.host == socket.gethostname() else ""), stacks
 
 
 def forget(run_dir: Path, rank: int) -> None:
@@ -94,10 +98,11 @@ def forget(run_dir: Path, rank: int) -> None:
         path.parent.rmdir()
 
 
-def _condition(process: int, born: float, stacks: bytes) -> str:
+def _condition(line: _FirstLine, stacks: bytes) -> str:
+    process = line.process
     try:
         found = psutil.Process(process)
-        status = found.status() if abs(_started_s(found) - born) < CLOCK_S else psutil.STATUS_DEAD
+        status = found.status() if abs(_started_s(found) - line.born) < CLOCK_S else psutil.STATUS_DEAD
     except psutil.Error:
         status = psutil.STATUS_DEAD
     if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):

@@ -38,6 +38,7 @@ from typing import Annotated, Any, NoReturn, Self
 import torch.distributed as dist
 from pydantic import Field
 
+from megalite.checkpoint.manifest import printable
 from megalite.checkpoint.small_files import make_folder, read_small_file, write_small_file
 from megalite.config.hidden_secrets import without_secrets
 from megalite.config.sections import WatchdogConfig
@@ -245,7 +246,8 @@ class Watchdog:
                 self._rank_file.remove()
             is_explained = (self._folder / EXPLANATION).exists
             if self._is_to_explain(is_explained, wait_s):
-                states = [_read(path) for path in self._folder.glob("rank_*.json")]
+                world_size = self._activity.mesh.world_size
+                states = [_read(self._folder, rank, world_size) for rank in range(world_size)]
                 self._explain({state.rank: state for state in states if state is not None})
             _wait_until(is_explained, 2 * wait_s)
         except Exception as problem:
@@ -319,7 +321,7 @@ def lost_connection(error: BaseException) -> str:
             for line in text.splitlines():
                 if LOST.search(line):
                     message = re.sub(r"^\[[^\]]*\] ", "", line)  # without torch's own source line
-                    return message.partition(". ")[0].rstrip(". ")
+                    return printable(message.partition(". ")[0].rstrip(". "))
         seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
     return ""
 
@@ -366,7 +368,7 @@ def _stacks() -> str:
 
 def _one_line(error: BaseException) -> str:
     line = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": ")
-    return str(without_secrets(line))[:300]
+    return printable(str(without_secrets(line)))
 
 
 def _wait_until(holds: Callable[[], bool], seconds: float) -> None:
@@ -384,8 +386,11 @@ def _write(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def _read(path: Path) -> RankState | None:
+def _read(folder: Path, rank: int, world_size: int) -> RankState | None:
+    """Returns the answer of a rank; None if there is none, or something else."""
+    path = folder / f"rank_{rank:04d}.json"
     try:
-        return RankState.unpacked(read_small_file(path, LONGEST_ANSWER_BYTES, trusted=True))
+        state = RankState.unpacked(read_small_file(path, LONGEST_ANSWER_BYTES, trusted=True), world_size)
     except (OSError, ValueError):
         return None
+    return state if state.rank == rank else None

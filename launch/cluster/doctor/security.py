@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from launch.cluster.doctor.findings import FAIL, OK, WARN, Answers, Finding, Problems, Severity
-from launch.runtime.forwarded_environment import user_environment_files
+from launch.runtime.forwarded_environment import unread_environment_file, user_environment_files
 from launch.runtime.host_probe import PATIENCE_S, within
 
 CHECK = "security"
@@ -64,15 +64,8 @@ def problem_of_folder(folder: Path) -> tuple[Severity, str, str] | None:
 
 def problems_of_shell(environment: Mapping[str, str], home: Path) -> list[tuple[str, str]]:
     """Returns what is unsafe in the variables of this shell and in the files that they stand for, with remedies."""
-    found = []
-    here = Path.cwd() / ".deepspeed_env"
-    if here.is_file() and here not in user_environment_files(environment):
-        found.append(
-            (
-                "./.deepspeed_env is not read, since a file of the current folder may be somebody else's",
-                f"move it to {home}, or export DS_ENV_FILE={here}",
-            )
-        )
+    unread = unread_environment_file(user_environment_files(environment))
+    found = [] if unread is None else [unread]
     if environment.get("RAY_ADDRESS") and environment.get("RAY_AUTH_MODE") != "token":
         found.append(
             (

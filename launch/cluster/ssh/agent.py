@@ -18,6 +18,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import signal
 import stat
 import sys
@@ -37,6 +38,7 @@ SUCCESSOR_S = 5.0  # for another agent to take over after a lost connection
 KILL_S = 20.0  # after this, the kernel cannot end a killed process
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")  # set by torchrun and deepspeed, MPI, srun
 PRIVATE_FOLDER, PRIVATE_PREFIX = Path("/dev/shm"), "megalite_"  # of the files with private variables
+PRIVATE_FILE = re.compile(rf"{PRIVATE_PREFIX}[0-9a-f]{{32}}\.(json|[a-z0-9_]{{8}})")  # of an attempt, also half written
 LEFT_OVER_S = 600.0  # age from which such a file without an agent is removed; ranks that start may still read a newer
 DEAD = "ZX"  # process states: zombie, and gone
 
@@ -124,7 +126,7 @@ def handle_of(process: int) -> int | None:
 
 def remove_left_over(folder: Path) -> None:
     """Removes this user's files with private variables whose agent was killed: nobody holds their lock."""
-    for path in folder.glob(f"{PRIVATE_PREFIX}*"):
+    for path in (path for path in folder.iterdir() if PRIVATE_FILE.fullmatch(path.name)):
         with contextlib.suppress(OSError):
             state = path.lstat()
             is_old = time.time() - state.st_mtime > LEFT_OVER_S

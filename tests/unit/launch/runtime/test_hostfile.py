@@ -26,7 +26,9 @@ from launch.cluster.deepspeed_launcher import (
 from launch.errors import LaunchError
 from launch.runtime.forwarded_environment import environment_notices, forwarded_environment, user_environment_files
 from launch.runtime.hostfile import Host, hostfile_text, include_filter, read_hostfile, select_hosts
+from launch.runtime.import_path import import_variables
 from launch.runtime.modules import DEEPSPEED_RUNNER, python_command
+from launch.runtime.rank_environment import read_rank
 from launch.trainer.run_config import load_run_config
 from tests.conftest import write_config
 from tests.helpers.canaries import loaded_from, plant
@@ -225,6 +227,33 @@ def test_an_environment_file_of_the_current_folder_is_read_only_if_it_is_named(
     assert user_environment_files({"DS_ENV_FILE": "mine"}) == [Path.home() / "mine", tmp_path / "mine"]
     (late,) = environment_notices(named, {"PYTHONWARNINGS": "a,b", "WANDB_API_KEY": "x"})
     assert "ranks have PYTHONWARNINGS only after they have started" in late
+
+
+def test_a_file_does_not_override_the_launcher_nor_bring_the_current_folder(tmp_path: Path) -> None:
+    """Private variables are set in a rank after the launcher's own, and the last one counts."""
+    given = {
+        "MASTER_ADDR": "10.1.1.1",
+        "MASTER_PORT": "29500",
+        "RANK": "0",
+        "CROSS_SIZE": "9",
+        "MEGALITE_ATTEMPT": "other",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "PYTHONSAFEPATH": "",
+    }
+    path = tmp_path / ".deepspeed_env"
+    path.write_text("".join(f"{name}={value}\n" for name, value in given.items()) + "PYTHONPATH=.:/opt/x:src\nMINE=1\n")
+    shown, private = forwarded_environment({}, [path])
+    assert shown == {"PYTHONPATH": import_variables({"PYTHONPATH": "/opt/x"})["PYTHONPATH"]}
+    assert private == {"MINE": "1"}
+    launched = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "CROSS_SIZE": "2"}
+    launched |= {"MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "41000"}
+    assert read_rank(launched | private) == read_rank(launched)
+    names = ", ".join(sorted(given))
+    dropped, relative = environment_notices([path], private)
+    assert dropped == f"{path}: the launcher itself sets {names}, so the file's values are left out"
+    assert relative.startswith(f"{path}: of PYTHONPATH only full paths are taken")
+    path.write_text("PYTHONPATH=/opt/x\n")
+    assert environment_notices([path], {}) == []
 
 
 def test_what_deepspeed_shows_by_itself_is_known() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.runtime.import_path import import_variables, unreachable_modules
+from launch.runtime.import_path import import_variables
 from launch.runtime.modules import INSTALLATION, python_command
 from tests.helpers.canaries import loaded_from, plant
 from tests.helpers.commands import BIN
@@ -106,15 +106,21 @@ def test_a_command_is_started_without_code_of_the_folder(tmp_path: Path) -> None
         assert loaded_from(folder) == [] and done.returncode == 0, done.stderr
 
 
-def test_a_command_that_needs_the_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("import json\nimport helper_of_mine\n")
-    (tmp_path / "torch.py").touch()
-    assert unreachable_modules(["python", "-m", "json.tool"]) is None
-    assert unreachable_modules(["torchrun", "-m", "launch.train", "torch"]) is None, "found elsewhere"
-    assert unreachable_modules(["python", "mine.py"]) is None, "it has no such module here"
-    remedy = f"put its folder on the path (export PYTHONPATH={tmp_path})"
-    assert remedy in str(unreachable_modules(["python", "-m", "mine.part"]))
-    (tmp_path / "helper_of_mine").mkdir()
-    said = str(unreachable_modules(["python", "mine.py"]))
-    assert said.startswith("the command will not find helper_of_mine") and remedy in said
+def test_a_command_that_needs_the_folder_is_told_once(tmp_path: Path) -> None:
+    """Its own traceback names the module, whatever has started the Python that did not find it."""
+    (tmp_path / "helpers.py").touch()
+    (tmp_path / "mine.py").write_text("import os, helpers")
+    (tmp_path / "run.sh").write_text(f"exec {sys.executable} mine.py")
+    options = ["--restarts", "1", "--first-wait", "0", "--run-dir", str(tmp_path / "run"), "--", "sh", "run.sh"]
+    for way_out, code, times in (({}, 1, 1), ({"PYTHONSAFEPATH": ""}, 0, 0), ({"PYTHONPATH": str(tmp_path)}, 0, 0)):
+        done = subprocess.run(
+            [BIN / "megalite", "supervise", *options],
+            cwd=tmp_path,
+            env={name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | way_out,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        told = done.stderr.count("if the command did not find a module of yours")
+        assert (done.returncode, told) == (code, times), done.stderr
+        assert done.stderr.count("No module named 'helpers'") == 2 * times

@@ -286,11 +286,11 @@ def test_private_variables_that_cannot_be_read_are_one_sentence(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
-        ("readable", r"has mode 644, so that others may read or write it: .*make it a file of your own with mode 600"),
-        ("writable", r"has mode 622, so that"),
-        ("another's", r"belongs to user \S+, not to user root: "),
-        ("link", "is a link or no file: name the file itself"),
-        ("pipe", "is a link or no file"),
+        ("readable", "has mode 644, so others may read or write it: chmod 600 "),
+        ("writable", "has mode 622, so others"),
+        ("another's", r"belongs to user \S+, not to you: "),
+        ("link", "is a symbolic link, where "),
+        ("pipe", "is a named pipe, where "),
         ("huge", r"has more than 16,777,216 bytes"),
     ],
 )
@@ -311,7 +311,7 @@ def test_a_file_that_others_could_have_written_sets_nothing(tmp_path: Path, what
         if os.geteuid() != 0:
             pytest.skip("only root can give a file to another user")
         os.chown(path, 65534, 65534)
-    with pytest.raises(LaunchError, match=f"^{PRIVATE} names {path}, which {sentence}"):
+    with pytest.raises(LaunchError, match=f"^{PRIVATE} must name a file of your own .*: {path} {sentence}"):
         take_private_environment(environment)
     assert environment == {PRIVATE: str(path)}
 

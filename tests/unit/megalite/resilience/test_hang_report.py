@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
@@ -159,8 +161,8 @@ def _notes(*operations: tuple[Operation, int | None, tuple[int, ...]], phase: Ph
 
 
 def _state(rank: int, *operations: tuple[Operation, int | None, tuple[int, ...]], **changes: Any) -> RankState:
-    state = RankState(rank=rank, host="node3", process=1, reason="", notes=_notes(*operations))
-    return state.model_copy(update=changes)
+    values = {"rank": rank, "host": "node3", "process": 1, "reason": "", "notes": _notes(*operations)}
+    return RankState(**values | changes)
 
 
 BEGIN = (Operation.BEGIN, None, NOBODY)
@@ -273,10 +275,54 @@ def test_what_a_rank_writes_down_is_small_and_read_back_whole(peers: tuple[int, 
     state = _state(3, BEGIN, *[(Operation.FORWARD, 1, NOBODY)] * 62, (Operation.FORWARD, 2, peers))
     text = state.packed()
     assert len(text) < 4000
-    assert RankState.unpacked(text.encode()) == state
-    for broken in ("", "[]", "{}", '{"peers": [1]}', text[:-9], text.replace('"rank"', '"tank"')):
-        with pytest.raises(ValueError):
-            RankState.unpacked(broken.encode())
+    assert RankState.unpacked(text.encode(), 4096) == state
+
+
+ANSWER = json.loads(_state(3, BEGIN, (Operation.FORWARD, 2, (0, 5))).packed())
+TEXT = json.dumps(ANSWER)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{}", "null", '{"peers": [1]}', TEXT[:-9], TEXT.replace('"rank"', '"tank"')),
+        "[" * 200_000,
+        TEXT.replace('"rank": 3', '"rank": 8'),
+        *(TEXT.replace('"process": 1', f'"process": {number}') for number in ("1e999", "-1", "true", "9" * 4000)),
+        TEXT.replace('"node3"', r'"\u001b[31m"'),
+        TEXT.replace('"reason": ""', r'"reason": "\u202e"'),
+        TEXT.replace('"reason": ""', f'"reason": "{"x" * 2000}"'),
+        TEXT.replace("12.3", "NaN"),
+        TEXT.replace("12.3", "1e300"),
+        TEXT.replace("120", "9" * 4000),
+        json.dumps(ANSWER | {"state": ANSWER["state"] | {"notes": []}}),
+        json.dumps(ANSWER | {"state": ANSWER["state"] | {"notes": ANSWER["state"]["notes"] * 99}}),
+        *(
+            json.dumps(ANSWER | {"peers": [run]})
+            for run in ([0, 10**12, 1], [0, 8, 1], [5, 0, 1], [0, 5, 0], [-1, 5, 1])
+        ),
+        json.dumps(ANSWER | {"peers": [[0, 7, 1]] * 2}),
+    ],
+    ids=lambda text: f"{text[:30]} ... {text[-30:]}",
+)
+def test_what_no_rank_has_written_is_refused(text: str) -> None:
+    """Where a group shares the run's folder, its members can write there."""
+    with pytest.raises(ValueError):
+        RankState.unpacked(text.encode(), 8)
+
+
+@given(
+    st.recursive(st.none() | st.integers() | st.floats() | st.text(max_size=4), st.lists, max_leaves=4),
+    st.sampled_from(["rank", "host", "process", "reason", "notes"]) | st.integers(0, 6),
+)
+def test_any_answer_is_refused_or_explained(value: Any, place: str | int) -> None:
+    """A number stands for a field of its last record."""
+    answer = json.loads(TEXT)
+    holder: Any = answer["state"] if isinstance(place, str) else answer["state"]["notes"][-1]
+    holder[place] = value
+    with suppress(ValueError):
+        state = RankState.unpacked(json.dumps(answer).encode(), 8)
+        assert explain({state.rank: state}, {}, PIPELINE).paragraph.isprintable()
 
 
 def test_peers_are_the_ranks_that_a_group_of_torch_would_have() -> None:

@@ -114,14 +114,21 @@ def test_what_a_killed_agent_left_is_removed_by_a_later_one_and_nothing_else(tmp
     os.utime(left, (past, past))
     remove_left_over(left.parent)
     assert not left.exists()
-    victim, foreign, other = tmp_path / "victim", tmp_path / "megalite_foreign.json", tmp_path / "another.json"
-    for path in (victim, foreign, other):
+    half_written = tmp_path / f"megalite_{attempt}.a_3bcdef"
+    victim, foreign = tmp_path / "victim", tmp_path / f"megalite_{'1' * 32}.json"
+    others = [
+        tmp_path / name for name in ("another.json", "megalite_tokens_staged.bin", f"megalite_{attempt}.json.old")
+    ]
+    for path in (half_written, victim, foreign, *others):
         path.touch()
         os.utime(path, (past, past))
-    (tmp_path / "megalite_link.json").symlink_to(victim)
-    os.mkfifo(tmp_path / "megalite_pipe.json")
-    os.utime(tmp_path / "megalite_link.json", (past, past), follow_symlinks=False)
+    link, pipe = (tmp_path / f"megalite_{digit * 32}.json" for digit in "23")
+    link.symlink_to(victim)
+    os.mkfifo(pipe)
+    os.utime(link, (past, past), follow_symlinks=False)
+    os.utime(pipe, (past, past))
     if os.geteuid() == 0:
         os.chown(foreign, NOBODY, NOBODY)
     remove_left_over(tmp_path)
-    assert victim.exists() and other.exists() and foreign.exists() == (os.geteuid() == 0)
+    assert not half_written.exists() and all(path.exists() for path in (victim, *others)), "of the user's own making"
+    assert link.is_symlink() and pipe.exists() and foreign.exists() == (os.geteuid() == 0)
