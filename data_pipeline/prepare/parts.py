@@ -108,11 +108,11 @@ class PartStore:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Locks the folder for this process; at the end removes it if it holds no part."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "lock"
         for ours in (self.folder, path):
-            if ours.is_symlink():
-                raise DataError(f"{ours} is a link, which prepare never makes: remove it, or choose another output")
+            if ours.is_symlink() or (ours.exists() and ours.is_dir() == (ours == path)):
+                raise DataError(f"{ours} is nothing that prepare makes: remove it, or choose another output")
+        self.folder.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         with os.fdopen(os.open(path, flags, 0o666), "rb") as lock:
             try:

@@ -20,6 +20,7 @@ from launch.errors import LaunchError
 from launch.trainer.run_folder import check_run_place, make_run_folder
 from launch.trainer.start_flags import SHARED_RUN_DIR, StartFlags
 from megalite.config import Config
+from megalite.config.secrets import secret_in
 
 TIME = re.compile(r"(?:(\d+)-)?(\d+(?::\d+){0,2})")
 ENDLESS = ("unlimited", "infinite")
@@ -169,6 +170,11 @@ def _option(text: str) -> tuple[str, str | None]:
     found = OPTION.fullmatch(text)
     if found is None:
         raise LaunchError(f'--sbatch-option {text!r} is none of sbatch\'s: give it as "--key=value" or "--key"')
+    if (kind := secret_in(found[2] or "")) is not None:
+        raise LaunchError(
+            f"--sbatch-option --{found[1]} holds {kind}, which would stand in the script: export it as a variable of "
+            "this shell instead"
+        )
     if found[1] in OURS:
         raise LaunchError(f"--sbatch-option {text!r} is for another option of this command: give {OURS[found[1]]}")
     return found[1], found[2]

@@ -17,7 +17,7 @@ import psutil
 from launch.errors import LaunchError
 from launch.runtime.printing import print_exception, say
 from launch.runtime.rank_environment import ATTEMPT, Rank
-from megalite.engine.meeting_place import AGENT_STORE, is_loopback_address, use_loopback
+from megalite.engine.meeting_place import is_loopback_address, is_served, use_loopback
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 DISTANT_ADDRESS = "192.0.2.1"  # reserved for documentation: its route is that to any distant host
@@ -95,10 +95,10 @@ def choose_interface(environment: MutableMapping[str, str], rank: Rank, wanted: 
     of this name.
     """
     master, _ = rank.master
-    is_served = environment.get(AGENT_STORE) == "True"  # by torchrun, at the address that it has chosen
+    is_taken = is_served(environment)  # the address, which torchrun has chosen
     if rank.has_several_hosts is False or rank.world_size == 1:
         use_loopback(environment)
-        if not is_served and not is_loopback_address(master):
+        if not is_taken and not is_loopback_address(master):
             environment["MASTER_ADDR"] = "127.0.0.1"
         return
     if rank.has_several_hosts is None and is_loopback_address(master):
@@ -109,7 +109,7 @@ def choose_interface(environment: MutableMapping[str, str], rank: Rank, wanted: 
         environment.setdefault("NCCL_SOCKET_IFNAME", f"={wanted}")
     elif INTERFACE not in environment and is_loopback(socket.gethostname()) and (name := interface_to(master)):
         environment[INTERFACE] = name
-    if not is_served and not is_loopback_address(master) and (own := _own_master(rank, wanted)) is not None:
+    if not is_taken and not is_loopback_address(master) and (own := _own_master(rank, wanted)) is not None:
         environment["MASTER_ADDR"] = own
 
 
@@ -137,7 +137,7 @@ def _own_master(rank: Rank, wanted: str) -> str | None:
             "MASTER_ADDR to an address of the same interface"
         )
     is_hidden = bool(named) and is_loopback(master) and rank.has_several_hosts is True
-    is_mine = bool(here) or is_hidden or (wanted != "auto" and rank.rank == 0)
+    is_mine = bool(here) or is_hidden or (wanted != "auto" and rank.rank == 0 and bool(named))
     if not is_mine or (here and master in named):
         return None
     if wanted != "auto":

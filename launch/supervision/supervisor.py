@@ -270,7 +270,7 @@ class CommandSupervisor(Supervisor):
             left = tree.end(grace_s)
         if left:
             self._log(f"ended {left} process{'es' * (left > 1)} that the run had left behind")
-        is_own = "-P" in self._command  # as from `python_command`
+        is_own = list(self._command[1:2]) == ["-P"]  # as from `python_command`
         if code == FAILED_CODE and not self._restarts and os.environ.get(SAFE_PATH) and not is_own:
             before, after = self._folder, RunFolder.read(self._run_dir) or self._folder
             if not (after.has_new_session(before) or after.has_trained(before)):

@@ -99,10 +99,10 @@ def check_run_place(run_dir: Path, *, shared: bool = False) -> None:
 def _check_rights(run_dir: Path, *, shared: bool) -> None:
     """Raises LaunchError if others can replace the files of a run, unless the user has said that they may."""
     found, own = run_dir.stat(), os.geteuid()
-    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+    if found.st_mode & stat.S_IWOTH:
         raise LaunchError(
-            f"run_dir {run_dir} may be written by every user of this machine, who could replace its files: chmod o-w "
-            "it, mount its file system with other modes if it has none, or choose another run_dir"
+            f"run_dir {run_dir} may be written by every user of this machine, who could put checkpoints there: chmod "
+            "o-w it, mount its file system with other modes if it has none, or choose another run_dir"
         )
     if shared:
         return
@@ -142,6 +142,8 @@ def _check_folders(run_dir: Path) -> None:
         if os.path.lexists(path) and not path.is_dir():
             problem = "is a file" if path.exists() else "is a link to nothing"
             raise LaunchError(f"{path} {problem}: move it away or choose another run_dir")
+        if path.is_dir() and path.stat().st_mode & stat.S_IWOTH:
+            raise LaunchError(f"{path} may be written by every user of this machine: chmod o-w it")
         if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
             raise LaunchError(f"{path} cannot be written: change its rights or choose another run_dir")
 

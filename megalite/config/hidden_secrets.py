@@ -8,7 +8,7 @@ from typing import Any
 from megalite.config.secrets import KINDS
 
 # the rest of a secret behind what it is known by; of a private key all lines
-REST = r"[^\s&;,<>]*(?:(?<=-----)[\s\S]*?(?:-----END[^-]*-----|\Z))?"
+REST = r"(?:(?<=-----)[\s\S]*?(?:-----END[^-]*-----|\Z)|[^\s&;,<>]*)"
 PATTERNS = [re.compile(f"(?:{pattern}){REST}") for pattern in KINDS.values()]
 
 

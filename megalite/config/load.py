@@ -21,7 +21,7 @@ from megalite.config.hidden_secrets import without_secrets
 from megalite.config.rules import broken_rules
 from megalite.config.secret_options import secret_in_override, secrets_among
 from megalite.config.suggestions import OptionPath, dotted, option_paths
-from megalite.config.yaml_text import LinePath, parse_yaml
+from megalite.config.yaml_text import MOST_CHARACTERS, LinePath, parse_yaml
 
 Values = dict[str, Any]
 MODEL_CONFIG = "config.json"  # of a Hugging Face folder
@@ -183,7 +183,8 @@ def _read_stated(path: Path, overrides: Sequence[str]) -> _Stated:
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[LinePath, int]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MOST_CHARACTERS + 1)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     except OSError as error:

@@ -28,6 +28,8 @@ BUCKET = re.compile(r"(?:s3a?|gcs?):/{1,2}(?!arn:)[^/\s]*[:@]")  # whose name ha
 CONTAINERS = ("abfs", "abfss", "az", "wasb", "wasbs")  # protocols in whose URLs a container stands before the @
 TOKEN = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w~%+-]{20,}")  # in the place of a user's name; those of Azure have dots
 
+SMALL = 1_000_000  # number below which a value is the id of a token or a count; bools are numbers, too
+
 VARIABLES = {
     "comet": "COMET_API_KEY",
     "wandb": "WANDB_API_KEY",
@@ -72,7 +74,7 @@ def secrets_among(values: Any, path: OptionPath = ()) -> Iterator[tuple[OptionPa
     elif isinstance(values, list | tuple | set):
         for value in values:
             yield from secrets_among(value, path)
-    elif values not in (None, "") and not isinstance(values, bool):
+    elif values not in (None, "") and not (isinstance(values, int | float) and abs(values) < SMALL):
         text = values.decode("latin-1") if isinstance(values, bytes) else values if isinstance(values, str) else ""
         if path and NAMES.search(path[-1]):
             yield path, _sentence(path, "a secret, by its name", "")

@@ -15,7 +15,7 @@ NAME = re.compile(
     re.IGNORECASE,
 )
 KINDS = {  # what a text seems to contain -> how that is recognised
-    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
+    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----",
     "a Hugging Face token": r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}\b",
     "a GitHub token": r"\b(?:gh[opsur]|github_pat)_\w{6,}",
     "a GitLab token": r"\bglpat-[\w-]{6,}",

@@ -22,7 +22,7 @@ import socket
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -56,6 +56,11 @@ def use_loopback(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     # NCCL takes a prefix without the "="; between GPUs of one host only its start goes over sockets
     environment.setdefault("NCCL_SOCKET_IFNAME", f"={LOOPBACK}")
+
+
+def is_served(environment: Mapping[str, str]) -> bool:
+    """Returns whether torchrun's own process serves the store, which has no place for an attempt's secret."""
+    return environment.get(AGENT_STORE) == "True" and SECRET not in environment
 
 
 def is_loopback_address(text: str) -> bool:

@@ -5,7 +5,8 @@ is missing, and proves that it belongs to this attempt if the attempt has a secr
 
 torchrun keeps one store while it restarts ranks (--max-restarts), and ranks that it has ended cannot take their notes
 back. So rank 0 removes all notes when it comes, and ranks that still live renew theirs. torchrun's
-TORCHELASTIC_RESTART_COUNT could not tell the notes apart: each host counts its own failures.
+TORCHELASTIC_RESTART_COUNT could not tell the notes apart: each host counts its own failures. torch's own keys stay, so
+that a rank may find addresses of ended ones, and torchrun has to start all again (docs/coming_from.md).
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from torch.distributed import DistError
 
 from megalite.engine.errors import RendezvousFailed
 from megalite.engine.meeting_place import (
-    AGENT_STORE,
     FOLDER,
     SECRET,
     SharedSecret,
     is_loopback_address,
     is_private,
+    is_served,
     listen,
     use_loopback,
 )
@@ -71,21 +72,20 @@ class Rendezvous:
         self.rank, self.world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         self._has_joined, self._announce = threading.Event(), announce
         self.secret: SharedSecret | None = None
+        is_by_torchrun = is_served(environment)
         secret, folder = environment.pop(SECRET, ""), environment.get(FOLDER)
         address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
         self._folder = folder
         self.place = f"in {folder}" if folder else f"at {address}:{port}"
         if self.world_size == 1 or folder or is_loopback_address(address):
             use_loopback(environment)
-        # torchrun's own process serves the store to its ranks, as torch/distributed/rendezvous.py reads it
-        is_served = environment.get(AGENT_STORE) == "True" and not secret
         try:
             if self.world_size == 1:
                 self._notes = HashStore()
             elif folder:
                 self._meet_in(Path(folder), timeout)
             else:
-                self._meet_over_tcp(address, int(port), timeout, secret, is_served=is_served)
+                self._meet_over_tcp(address, int(port), timeout, secret, is_by_torchrun=is_by_torchrun)
             # strangers that know no secret do not know where torch's keys are unless they list all of them
             name = "torch" if self.secret is None else self.secret.proof("process group")
             self.store = PrefixStore(name, self._notes)  # which torch keeps, and rank 0's server with it
@@ -104,13 +104,13 @@ class Rendezvous:
         self._notes = FileStore(str(folder / "store"), self.world_size)
         self._come(timeout)
 
-    def _meet_over_tcp(self, address: str, port: int, timeout: timedelta, secret: str, *, is_served: bool) -> None:
+    def _meet_over_tcp(self, address: str, port: int, timeout: timedelta, secret: str, *, is_by_torchrun: bool) -> None:
         self._announce(lambda: f"rank {self.rank} of {self.world_size} waits for rank 0 {self.place}")
-        if self.rank == 0 and not is_served:
+        if self.rank == 0 and not is_by_torchrun:
             self._notes = _serve(address, port, timeout)
         else:
             self._notes = TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
-        if not is_served:
+        if not is_by_torchrun:
             return self._prove_and_come(timeout, secret)
         self._forget_before()
         self._come(timeout)

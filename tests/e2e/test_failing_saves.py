@@ -49,7 +49,7 @@ def disk() -> Iterator[Disk]:
 
     def mount(folder: Path, options: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        options = f"mode=1777,{options}" if folder not in mounted else f"remount,{options}"
+        options = f"mode=0755,{options}" if folder not in mounted else f"remount,{options}"
         words = [*as_root, "mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         if done.returncode != 0 and not mounted:

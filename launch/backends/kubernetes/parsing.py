@@ -18,6 +18,7 @@ from launch.errors import LaunchError
 from launch.huggingface.hub_folder import is_hub_id
 from launch.runtime.forwarded_environment import is_secret
 from megalite.config import Config
+from megalite.config.secrets import secret_in
 
 LONGEST_LABEL = 63
 LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"  # RFC 1123
@@ -221,10 +222,13 @@ def pod_user(text: str | None, *, pins_memory: bool) -> tuple[PodUser | None, li
 
 
 def object_labels(texts: Sequence[str]) -> dict[str, str]:
-    """Parses labels of all objects. Rejects the one by which pods of a job know each other."""
+    """Parses labels of all objects. Rejects the one by which pods of a job know each other, and secrets."""
     found = labels(texts, "--label")
     if INSTANCE in found:
         raise LaunchError(f"--label {INSTANCE}: only pods with this label reach each other: give --name instead")
+    for key, value in found.items():
+        if (kind := secret_in(value)) is not None:
+            raise LaunchError(f"--label {key} holds {kind}, which users of the cluster would see: remove it")
     return found
 
 

@@ -335,18 +335,24 @@ def test_what_stands_in_the_place_of_temporary_files_is_neither_written_to_nor_w
 
 
 @pytest.mark.parametrize("place", ["out.parts", "out.parts/lock"])
-def test_a_lock_that_leads_elsewhere_is_refused(place: str, tokenizer_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("leads_to", ["folder", "file", "nothing"])
+def test_a_lock_that_leads_elsewhere_is_refused(
+    place: str, leads_to: str, tokenizer_folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "a.txt").write_text("hello")
     victim = tmp_path / "victim"
-    if place == "out.parts":
+    if leads_to == "folder":
         victim.mkdir()
-    else:
+    elif leads_to == "file":
         victim.write_text("precious")
-        (tmp_path / "out.parts").mkdir()
+    (tmp_path / place).parent.mkdir(exist_ok=True)
     (tmp_path / place).symlink_to(victim)
-    with pytest.raises(DataError, match=rf"{place} is a link, which prepare never makes: remove it, or"):
+    with pytest.raises(DataError, match=rf"{place} is nothing that prepare makes: remove it, or"):
         prepare([str(tmp_path / "a.txt")], tmp_path / "out", tokenizer_folder, workers=1)
-    assert not any(victim.iterdir()) if victim.is_dir() else victim.read_text() == "precious"
+    if leads_to == "file":
+        assert victim.read_text() == "precious"
+    else:
+        assert victim.is_dir() == (leads_to == "folder") and not list(victim.glob("*"))
 
 
 def test_a_damaged_part_is_named(corpus: list[str], tokenizer_folder: Path, tmp_path: Path) -> None:

@@ -264,6 +264,7 @@ MISTAKES = {
     "may not go on": ([*ON_CPU, "checkpoint.resume=false"], ["checkpoint.resume"]),
     "two words": ([*ON_CPU, "--partition", "a b"], ["--partition", "'a b'"]),
     "no option of sbatch's": ([*ON_CPU, "--sbatch-option", "mem=0"], ["'mem=0'", "--key=value"]),
+    "secret": ([*ON_CPU, "--sbatch-option", "--comment=password=hunter2"], ["--comment holds a password", "export it"]),
     "two lines": ([*ON_CPU, "--sbatch-option", "--comment=a\nb"], ["--key=value"]),
     "option that is ours": ([*ON_CPU, "--sbatch-option", "--time=3"], ["--time=3", "give --time"]),
     "number of nodes as an option": ([*ON_CPU, "--sbatch-option", "--nodes=3"], ["give -N"]),

@@ -20,7 +20,7 @@ from launch.runtime.console import Console
 from launch.runtime.run_lock import is_locked, lock_holder, take_lock
 from launch.supervision.run_outcome import RunFolder
 from launch.supervision.supervisor import AttemptEnd, CommandSupervisor, Policy, announced_restart
-from launch.trainer.run_folder import FILES, OWN_FOLDERS, check_run_folder, lock_run_folder
+from launch.trainer.run_folder import FILES, FOLDERS, OWN_FOLDERS, check_run_folder, lock_run_folder
 from megalite.checkpoint.atomic_folder import new_folder
 from megalite.checkpoint.durable_files import write_durably
 from megalite.checkpoint.manifest import find_latest
@@ -177,10 +177,11 @@ def _folder(config: Config, mode: int, user: int = 0, group: int = 0) -> None:
 def test_a_folder_that_others_can_change_takes_a_run_only_if_they_are_trusted(tiny: dict[str, Any]) -> None:
     config = Config.model_validate(tiny)
     for look in (check_run_folder, lock_run_folder):
-        _folder(config, 0o777)
-        for shared in (False, True):
-            with pytest.raises(LaunchError, match=r"may be written by every user of this machine.*: chmod o-w it"):
-                look(config, shared=shared)
+        for mode in (0o777, 0o1777):
+            _folder(config, mode)
+            for shared in (False, True):
+                with pytest.raises(LaunchError, match=r"may be written by every user of this machine.*: chmod o-w it"):
+                    look(config, shared=shared)
         for mode, user, group, sentence in (
             (0o755, 65534, 65534, r"belongs to user \S+, and you are user root: .*trust its owner with --shared-run-d"),
             (0o775, 0, 65534, "may be written by a group, .*: chmod g-w it, or trust them with --shared-run-dir"),
@@ -190,10 +191,20 @@ def test_a_folder_that_others_can_change_takes_a_run_only_if_they_are_trusted(ti
                 look(config)
             if (lock := look(config, shared=True)) is not None:
                 lock.close()
-        for mode in (0o755, 0o775, 0o1777):  # root's group is root's alone; nobody replaces files in a sticky folder
+        for mode in (0o755, 0o775):  # root's group is root's alone
             _folder(config, mode)
             if (lock := look(config)) is not None:
                 lock.close()
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_of_checkpoints_that_all_can_write_is_refused_before_a_start(tiny: dict[str, Any], name: str) -> None:
+    config = Config.model_validate(tiny)
+    (config.run_dir / name).mkdir(parents=True)
+    check_run_folder(config)
+    (config.run_dir / name).chmod(0o1777)
+    with pytest.raises(LaunchError, match=rf"/{name} may be written by every user of this machine: chmod o-w it$"):
+        check_run_folder(config, shared=True)
 
 
 def test_a_run_s_folder_is_its_user_s_even_without_a_umask(tiny: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from megalite.checkpoint.remote.errors import scrubbed
 from megalite.config import Config, ConfigError, load_config
 from megalite.config.hidden_secrets import without_secrets
 from megalite.config.load import stated_values
-from megalite.config.secret_options import secret_in_option, secret_in_override
+from megalite.config.secret_options import secret_in_option, secret_in_override, secrets_among
 from megalite.config.secrets import names_secret
 from megalite.config.suggestions import OptionPath, dotted, option_paths
 from tests.unit.megalite.config.test_secrets import ORDINARY, SECRETS
@@ -91,10 +91,14 @@ def test_options_are_refused_by_their_names(name: str, minimal: Path) -> None:
         assert "holds a secret" in told(minimal, f"{section}={{enabled: true, {option}: {CANARY}")
 
 
-@pytest.mark.parametrize("value", ["12345678901234567890", "1.5", "!!binary c2VjcmV0", "2026-01-01", "[5]"])
+@pytest.mark.parametrize("value", ["12345678901234567890", "1234567.5", "!!binary c2VjcmV0", "2026-01-01", "[5000000]"])
 def test_a_secret_that_is_no_text_is_refused_by_its_name(value: str, minimal: Path) -> None:
     for override in (f"deepspeed.comet={{enabled: true, api_key: {value}}}", f"deepspeed.comet.api_key={value}"):
         assert "deepspeed.comet.api_key holds a secret, by its name" in told(minimal, override)
+
+
+def test_ids_of_tokens_and_counts_are_no_secrets() -> None:
+    assert not list(secrets_among({"a": {"pad_token": 0, "bytes_per_token": 4.2, "token": True, "key": None}}))
 
 
 def test_bytes_and_sets_are_searched(minimal: Path) -> None:
