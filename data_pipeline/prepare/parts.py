@@ -109,8 +109,8 @@ class PartStore:
     def locked(self) -> Iterator[None]:
         """Locks the folder for this process; at the end removes it if it holds no part."""
         path = self.folder / "lock"
-        for ours in (self.folder, path):
-            if ours.is_symlink() or (ours.exists() and ours.is_dir() == (ours == path)):
+        for ours, is_other in ((self.folder, self.folder.exists() and not self.folder.is_dir()), (path, path.is_dir())):
+            if ours.is_symlink() or is_other:
                 raise DataError(f"{ours} is nothing that prepare makes: remove it, or choose another output")
         self.folder.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -39,7 +39,7 @@ from launch.supervision.supervisor import REAPER_S, AttemptEnd, CommandSuperviso
 from launch.trainer.run_config import load_run_config
 from launch.trainer.run_folder import lock_run_folder, make_run_folder
 from launch.trainer.start_flags import split_flags
-from megalite.checkpoint.small_files import UnsafeFile, check_small_file, make_folder
+from megalite.checkpoint.small_files import UnsafeFile, check_small_file, make_folder, write_small_file
 from megalite.config import Config
 from megalite.engine.meeting_place import SECRET, new_secret
 from megalite.resilience.signals import STOP_SIGNALS
@@ -132,8 +132,7 @@ def _private_file(folder: Path, variables: dict[str, str]) -> Iterator[Path]:
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=PRIVATE_FOLDER, dir=folder, ignore_cleanup_errors=True) as private:
         path = Path(private) / "environment"
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(variables, file)
+        write_small_file(path, json.dumps(variables).encode(), private=True)
         if path.stat().st_uid != os.geteuid():
             raise LaunchError(
                 f"{folder.parent} is on a file system that gives files another owner, so Ray's workers could not trust "

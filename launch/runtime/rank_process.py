@@ -95,10 +95,10 @@ def choose_interface(environment: MutableMapping[str, str], rank: Rank, wanted: 
     of this name.
     """
     master, _ = rank.master
-    is_taken = is_served(environment)  # the address, which torchrun has chosen
+    is_by_torchrun = is_served(environment)  # at the address that it has chosen
     if rank.has_several_hosts is False or rank.world_size == 1:
         use_loopback(environment)
-        if not is_taken and not is_loopback_address(master):
+        if not is_by_torchrun and not is_loopback_address(master):
             environment["MASTER_ADDR"] = "127.0.0.1"
         return
     if rank.has_several_hosts is None and is_loopback_address(master):
@@ -109,7 +109,7 @@ def choose_interface(environment: MutableMapping[str, str], rank: Rank, wanted: 
         environment.setdefault("NCCL_SOCKET_IFNAME", f"={wanted}")
     elif INTERFACE not in environment and is_loopback(socket.gethostname()) and (name := interface_to(master)):
         environment[INTERFACE] = name
-    if not is_taken and not is_loopback_address(master) and (own := _own_master(rank, wanted)) is not None:
+    if not is_by_torchrun and not is_loopback_address(master) and (own := _own_master(rank, wanted)) is not None:
         environment["MASTER_ADDR"] = own
 
 

@@ -23,7 +23,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 FOLDER = "MEGALITE_RENDEZVOUS"  # environment variable of ranks on one host: the private folder where they meet
@@ -79,23 +79,19 @@ def listen(address: str, port: int) -> socket.socket | None:
     None if `address` is no address of this host's own, as behind a NAT, or a name other than localhost: on other hosts
     it may stand for another address of this host. Raises OSError if the port is taken.
     """
-    with suppress(ValueError):
-        listener = socket.socket(_family(address))
+    if address.startswith("localhost"):
+        family = socket.AF_INET
+    else:
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((address, port))
-            listener.listen(socket.SOMAXCONN)
-            return listener
-        except OSError as error:
-            listener.close()
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
+            family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
+        except ValueError:
+            return None
+    try:
+        return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
     return None
-
-
-def _family(address: str) -> socket.AddressFamily:
-    is_ipv4 = address.startswith("localhost") or ipaddress.ip_address(address).version == 4
-    return socket.AF_INET if is_ipv4 else socket.AF_INET6
 
 
 def new_secret() -> str:
