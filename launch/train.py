@@ -72,6 +72,7 @@ from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.config.layout import unchecked_layout
 from megalite.engine.errors import MessageRefused, RendezvousFailed
 from megalite.monitor.events import EVENTS, EventLog
+from megalite.planner.cost.shapes import recompute_of_blocks
 from megalite.planner.units import plural
 from megalite.resilience.heartbeat import Heartbeat
 from megalite.resilience.signals import take_signals
@@ -188,7 +189,7 @@ def run(
     from megalite.engine.build import build_engine
     from megalite.parallel.mesh import Mesh
     from megalite.resilience.watchdog import Watchdog, agree_on_launch
-    from models.decoder import decoder_layers
+    from models.decoder import layers_of
 
     torch.set_float32_matmul_precision(config.precision.float32_matmul_precision)
     if config.training.deterministic:
@@ -218,7 +219,7 @@ def run(
         if rank.rank == 0:
             tell_start(setup, devices_in_words(devices), memory_warning)
         progress.begin("building the model")
-        engine = build_engine(decoder_layers(config.model, config.recompute.mode), config, layout, activity)
+        engine = build_engine(layers_of(config, recompute_of_blocks(config, layout)), config, layout, activity)
         progress.begin(setup.start.loading)
         state = load_state(engine, setup)
         progress.begin("preparing and computing the first step")

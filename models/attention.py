@@ -18,7 +18,7 @@ from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel, gather_heads
 from megalite.parallel.dropout import Dropout
 from megalite.parallel.layers import Recompute, recomputed
-from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear, lacks_fast_gemm
+from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear, multipliable
 from megalite.parallel.norm import NORMS, FullWidthRMSNorm
 from models.rope import Rope, fixed_rotation, rope_of_layer, rotation
 
@@ -229,12 +229,12 @@ class Attention(nn.Module):
         heads = qkv.unflatten(-1, (sum(sizes), self.head_dim))
         if self.norms == "per_head":
             q, k, v = heads.split(sizes, dim=2)
-            q, k, v = _multipliable(self.q_norm(q)), _multipliable(self.k_norm(k)), _multipliable(v)
+            q, k, v = multipliable(self.q_norm(q)), multipliable(self.k_norm(k)), multipliable(v)
             if self.rope is None:
                 return q, k, v
             cos, sin = self._rotation(q, self.rope, positions)
             return rotated(q, cos, sin), rotated(k, cos, sin), v
-        heads = _multipliable(heads)
+        heads = multipliable(heads)
         if self.rope is None:
             return heads.split(sizes, dim=2)
         return rotated_heads(heads, *self._rotation(heads, self.rope, positions), *sizes[:2])
@@ -280,8 +280,3 @@ def norm_of_each_head(model: ModelConfig, tp: TensorParallel) -> nn.Module:
     """
     cut = dataclasses.replace(tp, sequence_parallel=True)
     return NORMS[model.normalization](model.head_dim, model.rms_norm_eps, cut)
-
-
-def _multipliable(x: Tensor) -> Tensor:
-    """Widens bf16 to fp32 on a CPU without bf16 units."""
-    return x.float() if lacks_fast_gemm(x) else x

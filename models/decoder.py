@@ -9,6 +9,7 @@ all logits. The math follows transformers' models. This module knows no ranks, f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -16,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.config import ModelConfig
+from megalite.config import Config, ModelConfig
+from megalite.parallel.activation_offload import ActivationOffload
 from megalite.parallel.collectives import TensorParallel, replicated_parameter
 from megalite.parallel.dropout import Dropout
 from megalite.parallel.layers import BlockInput, LayerSpec, Recompute, recomputed
@@ -31,8 +33,15 @@ from models.feed_forward import MLP
 HeadOutput = tuple[Tensor, Tensor]  # hidden states, the head's local weight [vocab/tp, hidden]
 
 
-def decoder_layers(model: ModelConfig, recompute: Recompute = "none") -> list[LayerSpec]:
-    """Returns the layers of `model` in order: the single definition that every engine builds from."""
+def decoder_layers(
+    model: ModelConfig, recompute: Recompute | Sequence[Recompute] = "none", *, offload_activations: bool = False
+) -> list[LayerSpec]:
+    """Returns the layers of `model` in order: the single definition that every engine builds from.
+
+    `recompute` is that of all blocks, or of each.
+    """
+    modes = [recompute] * model.num_hidden_layers if isinstance(recompute, str) else recompute
+    offload = ActivationOffload() if offload_activations else None
     tie = "model.embed_tokens" if model.tie_word_embeddings else None
     embedding = LayerSpec("model.embed_tokens", partial(TokenEmbedding, model), cost=0.0, tied_to=tie)
     # a layer of its own, because a tied embedding also stands on the last stage
@@ -40,11 +49,11 @@ def decoder_layers(model: ModelConfig, recompute: Recompute = "none") -> list[La
     blocks = [
         LayerSpec(
             name=f"model.layers.{index}",
-            build=partial(DecoderBlock, model, recompute, index),
+            build=partial(DecoderBlock, model, mode, index, offload=offload),
             cost=block_cost(model, index),
             is_block=True,
         )
-        for index in range(model.num_hidden_layers)
+        for index, mode in zip(range(model.num_hidden_layers), modes, strict=True)
     ]
     norm = LayerSpec("model.norm", partial(_norm, model), cost=0.0)
     if model.tie_word_embeddings:
@@ -52,6 +61,11 @@ def decoder_layers(model: ModelConfig, recompute: Recompute = "none") -> list[La
     else:
         head = LayerSpec("lm_head", lambda tp: OutputHead(model.vocab_size, model.hidden_size, tp), head_cost(model))
     return [embedding, *([positions] if model.position_embedding == "learned" else []), *blocks, norm, head]
+
+
+def layers_of(config: Config, recompute: Sequence[Recompute]) -> list[LayerSpec]:
+    """Returns the layers of a run's model with its offloading; `recompute` is that of each block."""
+    return decoder_layers(config.model, recompute, offload_activations=config.offload.activations == "cpu")
 
 
 def _norm(model: ModelConfig, tp: TensorParallel) -> nn.Module:
@@ -138,9 +152,16 @@ BLOCK_NORMS = {
 class DecoderBlock(nn.Module):
     """Attention and feed-forward part, in sequence or in parallel, each added to the residual stream."""
 
-    def __init__(self, model: ModelConfig, recompute: Recompute, layer: int, tp: TensorParallel) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        recompute: Recompute,
+        layer: int,
+        tp: TensorParallel,
+        offload: ActivationOffload | None = None,
+    ) -> None:
         super().__init__()
-        self.recompute, self.is_last = recompute, layer == model.num_hidden_layers - 1
+        self.recompute, self.offload, self.is_last = recompute, offload, layer == model.num_hidden_layers - 1
         self.is_parallel, self.norms = model.use_parallel_residual, BLOCK_NORMS[model.norm_placement]
         # submodules in order of computation, which is also that of the parameters
         self._add_norm(self.norms.attention_input, model, tp)
@@ -158,13 +179,18 @@ class DecoderBlock(nn.Module):
 
     def forward(self, x: BlockInput) -> BlockInput | Tensor:
         """`[batch, seq(/tp), hidden]` -> the same; the last block returns the hidden states alone."""
-        if self.recompute == "full" and torch.is_grad_enabled():
-            hidden = recomputed(self._block, *x)
-        else:
+        if self.offload is None or not torch.is_grad_enabled():
             hidden = self._block(*x)
+        else:
+            hidden = self.offload(self, self._block, *x)
         return hidden if self.is_last else x._replace(hidden=hidden)
 
     def _block(self, hidden: Tensor, positions: Tensor | None, sample_ids: Tensor | None) -> Tensor:
+        if self.recompute == "full" and torch.is_grad_enabled():
+            return recomputed(self._compute, hidden, positions, sample_ids)
+        return self._compute(hidden, positions, sample_ids)
+
+    def _compute(self, hidden: Tensor, positions: Tensor | None, sample_ids: Tensor | None) -> Tensor:
         attended = self.self_attn(self._normed(self.norms.attention_input, hidden), positions, sample_ids)
         attended = self.attention_output_dropout(self._normed(self.norms.attention_output, attended), sample_ids)
         # residuals are added in place, to results of GEMMs and norms that nothing else reads

@@ -86,12 +86,13 @@ def step_of(values: Mapping[str, Any], device: str) -> Callable[[], float]:
     from megalite.config import Config, resolve_layout
     from megalite.engine.build import build_engine
     from megalite.engine.distributed import start_distributed
-    from models.decoder import decoder_layers
+    from megalite.planner.cost.shapes import recompute_of_blocks
+    from models.decoder import layers_of
 
     config = Config.model_validate(values)
     start_distributed(local_rank=0)
-    layers = decoder_layers(config.model, config.recompute.mode)
-    engine = build_engine(layers, config, resolve_layout(config, 1, "cuda" if device == "cuda" else "cpu"))
+    layout = resolve_layout(config, 1, "cuda" if device == "cuda" else "cpu")
+    engine = build_engine(layers_of(config, recompute_of_blocks(config, layout)), config, layout)
     draw, training = np.random.default_rng(0), config.training
     micro_batches = training.global_batch_size // training.micro_batch_size
 

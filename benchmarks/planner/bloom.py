@@ -36,9 +36,10 @@ MEGATRON_DEEPSPEED = Stack(
     "Megatron-DeepSpeed of 2022",
     attention=MEGATRON_2021.attention,
     cuts_boundary_tensors=True,
+    waits_for_messages=True,
     balances_stages=False,
     stops_recompute_early=False,
-    replicas="deepspeed",
+    replicas="deepspeed_2022",
     waits_for_launches=True,
 )
 HEADS = {14400: 96, 13824: 64, 14336: 64}

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 
 from benchmarks.planner.bloom import DEFECTIVE, TABLE, run_of
 from benchmarks.planner.published import MEGATRON_2022, Row, gpt, read
-from megalite.planner.cost.activations import micro_batches_in_flight
 from megalite.planner.cost.memory import CUDA, Device, StageMemory, with_device
 from megalite.planner.cost.model_states import MOMENTS, States
-from megalite.planner.cost.shapes import StageShape, cut, even_stage_shapes, stage_shapes
+from megalite.planner.cost.shapes import StageShape, cut, stages_of_job
 from megalite.planner.workload import BYTES, ParallelLayout, Recompute, TrainingWorkload
 
 GIB = 2**30
@@ -56,7 +55,7 @@ def blocks_in_flight(blocks: int, p: int, v: int = 1) -> float:
 def interleaved_in_flight(p: int, stage: int, micro_batches: int, v: int) -> float:
     """Returns the micro-batches that a stage of v chunks keeps at once."""
     if v == 1:
-        return micro_batches_in_flight(p, stage, micro_batches)
+        return min(p - stage, micro_batches)
     # chunks of L / (p v) blocks that warm up before the first backward, of v per micro-batch (Megatron-LM)
     return min(2 * (p - stage - 1) + (v - 1) * p + 1, micro_batches * v) / v
 
@@ -79,15 +78,13 @@ def total(states: States) -> float:
 
 def published_memory_of(job: TrainingWorkload, device: Device) -> tuple[StageMemory, ...]:
     """Returns the memory of each stage of Megatron-LM, by the published formulas."""
-    shapes_of = stage_shapes if job.stack.balances_stages else even_stage_shapes
-    shapes = shapes_of(job.model, job.layout.tensor_parallel_size, job.layout.pipeline_parallel_size)
-    return tuple(_stage_memory(job, stage, shape, device) for stage, shape in enumerate(shapes))
+    return tuple(_stage_memory(job, stage, shape, device) for stage, shape in enumerate(stages_of_job(job)))
 
 
 def _stage_memory(job: TrainingWorkload, stage: int, shape: StageShape, device: Device) -> StageMemory:
     layout, model = job.layout, job.model
     states = published_states(job, shape.parameters)
-    p, v, tp = layout.pipeline_parallel_size, layout.interleave, layout.tensor_parallel_size
+    p, v, tp = layout.pipeline_parallel_size, layout.pipeline_chunks, layout.tensor_parallel_size
     s, b, h = job.sequence_length, layout.micro_batch_size, model.hidden_size
     recompute: Recompute = layout.recompute
     if recompute == "none" and job.stack.attention != "materialized":

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megalite.config import ModelConfig
-from megalite.config.sections import Dtype
+from megalite.config.sections import Dtype, PipelineSchedule
 from megalite.planner.cost.shapes import parameters
 from megalite.planner.hardware import Cluster, ClusterFile, cluster_of
 from megalite.planner.workload import ParallelLayout, Recompute, Stack, TrainingWorkload
@@ -25,6 +25,7 @@ MEGATRON_2021 = Stack(
     "Megatron-LM of SC21",
     attention="materialized",
     cuts_boundary_tensors=True,
+    waits_for_messages=True,
     balances_stages=False,
     stops_recompute_early=False,
     replicas="all_reduce",
@@ -35,6 +36,7 @@ TORCH_DDP = replace(MEGATRON_2021, name="Megatron-LM of SC21 with torch's DDP", 
 MEGATRON_CORE = Stack(
     "Megatron-Core 0.8",
     overlaps_tensor_gradients=True,
+    waits_for_messages=True,
     balances_stages=False,
     stops_recompute_early=False,
     replicas="sharded_optimizer",
@@ -245,7 +247,7 @@ def llama_3_405b() -> Iterator[Published]:
             row, "hidden", "layers", "ffn", "heads", "kv_heads", "vocab"
         )
         model = llama(hidden, layers, ffn, heads, kv_heads, vocab, s)
-        layout = ParallelLayout(tp, pp, dp, layers // pp, 1, True, "none", 1)
+        layout = _layout(tp * pp * dp, tp, pp, 1, layers // pp, "none", True)
         job = TrainingWorkload(model, layout, s, batch * dp, "bf16", stack=MEGATRON_CORE)
         per_token = 6 * parameters(model) + 6 * layers * hidden * s
         seconds = per_token * job.tokens_per_step / (float(row["tflops_per_gpu"]) * 1e12 * gpus)
@@ -277,7 +279,9 @@ def mt_nlg() -> Iterator[Published]:
 def bloom_176b() -> Iterator[Published]:
     """The run itself: TP 4, PP 12, DP 8, micro-batch 2, batch 2048, 105 s a step; kernels were waited for."""
     items = {row["item"]: row["value"] for row in read("palm_opt_bloom_mtnlg") if row["system"] == "BLOOM 176B"}
-    stack = replace(MEGATRON_2021, name="Megatron-DeepSpeed of 2022", replicas="deepspeed", waits_for_launches=True)
+    stack = replace(
+        MEGATRON_2021, name="Megatron-DeepSpeed of 2022", replicas="deepspeed_2022", waits_for_launches=True
+    )
     layout = _layout(384, 4, 12, 2, 1, "full")
     model = gpt(14336, 70, 112, 250880)
     job = TrainingWorkload(model, layout, 2048, 2048, "bf16", gradient_reduction_dtype="bf16", stack=stack)
@@ -318,4 +322,5 @@ def _layout(
     recompute: Recompute = "none",
     sequence_parallel: bool = False,
 ) -> ParallelLayout:
-    return ParallelLayout(tp, pp, gpus // (tp * pp), chunks, 1, sequence_parallel, recompute, micro_batch)
+    schedule: PipelineSchedule = "interleaved" if chunks > 1 else "1f1b"
+    return ParallelLayout(tp, pp, gpus // (tp * pp), chunks, 1, sequence_parallel, recompute, micro_batch, schedule)

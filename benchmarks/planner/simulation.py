@@ -17,7 +17,8 @@ from benchmarks.planner.published import read
 from megalite.planner.reliability.checkpoints import Save, best_interval_s, expected_ettr, time_shares
 from megalite.planner.reliability.failure_rates import rate_of_count
 from megalite.planner.reliability.run_simulation import DAY_S, HOUR_S, SimulatedJob, expected_slowdown, simulate
-from megalite.planner.schedules import PipelineTimes, Schedule, bubble_closed_form, simulate_schedule
+from megalite.planner.schedules.simulation import PipelineTimes, bubble_closed_form, simulate_schedule
+from megalite.planner.schedules.tables import Schedule, chunks_needed
 
 FAILURES = 4000  # of each simulated run that a closed form is held against
 MANY_FAILURES = 20_000  # where intervals are as long as the time between failures: enough for 0.1 points
@@ -270,12 +271,13 @@ def stragglers() -> Iterator[Check]:
 
 
 def schedules() -> Iterator[Check]:
-    for schedule, chunks in ((Schedule.ONE_F_ONE_B, 1), (Schedule.INTERLEAVED, 4), (Schedule.ZERO_BUBBLE, 1)):
+    sources = {Schedule.ZERO_BUBBLE: "Qi 2023", Schedule.ZB_V: "Qi 2023", Schedule.DUALPIPE_V: "as long as ZB-V's"}
+    for schedule in Schedule:
+        chunks = 4 if schedule is Schedule.INTERLEAVED else chunks_needed(schedule)
         form = bubble_closed_form(schedule, 8, 64, chunks)
         ours = simulate_schedule(schedule, equal_stages(8, 1.0, 2.0), 64, chunks).bubble_fraction
         name = f"bubble of {schedule}, 8 stages, 64 micro-batches, {chunks} chunk{'s' * (chunks > 1)}"
-        source = "Qi 2023" if schedule is Schedule.ZERO_BUBBLE else "Narayanan 2021"
-        yield Check(name, ours, form, 1e-9, Relation.RELATIVE, source)
+        yield Check(name, ours, form, 1e-9, Relation.RELATIVE, sources.get(schedule, "Narayanan 2021"))
 
 
 def _goodput(run: SimulatedJob) -> float:

@@ -101,7 +101,7 @@ def layouts(
             say(f"as written it does not work: {problem}")
         is_rough = is_guess(result.cluster.accelerator)
         lines = [*explain(result), *outlook_lines(outlook, config, price, rough=is_rough)]
-        say("\n".join([*lines, *(f"note: {line}" for line in caveats(result))]))
+        say("\n".join([*lines, *(f"note: {line}" for line in caveats(config, result))]))
     if write is not None:
         write_file(write, best_config(config_path, overrides or [], result))
         _report(f"wrote {write}; train with: megalite train {write}", beside_result=as_json or as_csv)

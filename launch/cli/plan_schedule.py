@@ -12,7 +12,8 @@ from launch.errors import LaunchError
 from launch.output import Table, print_csv, print_json
 from launch.runtime.printing import say
 from megalite.config import ConfigError
-from megalite.planner.schedules import PipelineTimes, Schedule, Timeline, bubble_closed_form, simulate_schedule
+from megalite.planner.schedules.simulation import PipelineTimes, Timeline, bubble_closed_form, simulate_schedule
+from megalite.planner.schedules.tables import Schedule, chunks_needed, splits_backward
 
 WIDTH = 100
 MOST_TASKS = 2_000_000  # take a few seconds
@@ -23,8 +24,8 @@ def schedule(
     stages: Annotated[int, typer.Option(min=1, help="Pipeline-parallel size.")] = 4,
     micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of one optimizer step.")] = 8,
     which: Annotated[
-        Literal["1f1b", "interleaved", "zero-bubble", "all"],
-        typer.Option("--schedule", help="Pipeline schedule; interleaved takes --chunks."),
+        Literal["1f1b", "interleaved", "zero-bubble", "zb-v", "dualpipev", "all"],
+        typer.Option("--schedule", help="Pipeline schedule; interleaved takes --chunks, zb-v and dualpipev have 2."),
     ] = "1f1b",
     chunks: Annotated[
         int | None, typer.Option(min=1, help="Model chunks per stage of the interleaved schedule; default 2.")
@@ -39,7 +40,8 @@ def schedule(
         str, typer.Option(help="Backward time of a micro-batch, both gradients together.", metavar="MS[,MS...]")
     ] = "2",
     weight_gradient_ms: Annotated[
-        str | None, typer.Option(help="Share of it that zero-bubble postpones; default half.", metavar="MS[,MS...]")
+        str | None,
+        typer.Option(help="Share of it that a split backward postpones; default half.", metavar="MS[,MS...]"),
     ] = None,
     between_stages_ms: Annotated[float, typer.Option(help="Time to send one tensor to the next stage.")] = 0.0,
     as_json: AsJson = False,
@@ -50,12 +52,14 @@ def schedule(
     Example: `megalite plan schedule --stages 4 --micro-batches 8 --schedule 1f1b`
     """
     check_one_format(as_json=as_json, as_csv=as_csv)
-    pieces = 2 if chunks is None else chunks
+    pieces = chunks_needed(Schedule.INTERLEAVED) if chunks is None else chunks
     if chunks is not None and which not in ("interleaved", "all"):
         raise LaunchError(f"--chunks {chunks} is for interleaving: leave it out, or add --schedule interleaved")
-    if weight_gradient_ms is not None and which not in ("zero-bubble", "all"):
+    asked = list(Schedule) if which == "all" else [Schedule(which)]
+    if weight_gradient_ms is not None and not any(map(splits_backward, asked)):
         raise LaunchError(
-            f"--weight-gradient-ms {weight_gradient_ms} is for zero-bubble: leave it out, or add --schedule zero-bubble"
+            f"--weight-gradient-ms {weight_gradient_ms} is for schedules that split backward: leave it out, or add "
+            "--schedule zero-bubble, zb-v or dualpipev"
         )
     _check_size(stages, micro_batches, pieces)
     if not 0 <= between_stages_ms < math.inf:
@@ -68,9 +72,9 @@ def schedule(
         raise LaunchError(f"--weight-gradient-ms {weight_gradient_ms}: {error}") from None
     if not any((*times.forward_s, *times.backward_s)):
         raise LaunchError("--forward-ms and --backward-ms are 0: a schedule needs work, so give one of them")
-    asked = list(Schedule) if which == "all" else [Schedule(which)]
     timelines = [
-        simulate_schedule(each, times, micro_batches, pieces if each is Schedule.INTERLEAVED else 1) for each in asked
+        simulate_schedule(each, times, micro_batches, pieces if each is Schedule.INTERLEAVED else chunks_needed(each))
+        for each in asked
     ]
     if as_json:
         print_json([{**_facts(each), "work": [one._asdict() for one in each.work]} for each in timelines])
@@ -121,7 +125,7 @@ def _facts(timeline: Timeline) -> dict[str, Any]:
 
 
 def _show(timelines: list[Timeline]) -> None:
-    from megalite.planner.schedules import draw, legend
+    from megalite.planner.schedules.drawing import draw, legend
 
     rows = []
     for timeline in timelines:

@@ -23,10 +23,17 @@ AXES = {
     "sequence_parallel": "sequence parallelism",
     "recompute": "recomputation",
     "accumulation": "gradient accumulation",
+    "schedule": "the pipeline schedule",
+    "chunks": "the number of chunks",
 }
-OFF_FIRST = ("recompute", "accumulation", "zero", "sequence_parallel", "pp", "dp", "tp")
+OFF_FIRST = ("chunks", "schedule", "recompute", "accumulation", "zero", "sequence_parallel", "pp", "dp", "tp")
 OF_16_BITS = 0.03  # an error of fewer than eight roundings to bf16, which are 0.004 each
-NEEDS = {"sequence_parallel": "tp", "zero": "dp"}  # axis -> axis without which it has no effect
+NEEDS = {  # axis -> axes without which it has no effect
+    "sequence_parallel": {"tp"},
+    "zero": {"dp"},
+    "schedule": {"pp", "accumulation"},
+    "chunks": {"pp", "accumulation", "schedule"},
+}
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,8 @@ def diagnose(
     """Switches axes off one at a time while the failure remains, and describes the smallest failing layout."""
     failing = _smallest(result, run)
     smallest = failing.layout
-    axes = tuple(axis for axis in smallest.axes if axis not in {NEEDS.get(other) for other in smallest.axes})
+    needed = {axis for other in smallest.axes for axis in NEEDS.get(other, ())}
+    axes = tuple(axis for axis in smallest.axes if axis not in needed)
     sentences = [_axes_sentence(axes, failing)]
     if failing.crash:
         sentences.append(failing.crash)

@@ -7,12 +7,13 @@ torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from launch.errors import LaunchError
 from megalite.config import Config, ConfigError, resolve_layout
-
-Recompute = Literal["none", "selective", "full"]
+from megalite.config.pipeline_rules import FEWEST_CHUNKS, problems_with_schedule
+from megalite.config.sections import PipelineSchedule, RecomputeMode
+from megalite.planner.workload import recompute_in_short
 
 
 @dataclass(frozen=True, order=True)
@@ -24,8 +25,15 @@ class ParityLayout:
     dp: int = 1
     zero: int = 1
     sequence_parallel: bool = False
-    recompute: Recompute = "none"
+    recompute: str = "none"  # or a mode for each pipeline stage: full/none
     accumulation: int = 1  # micro-batches per step on one replica
+    schedule: PipelineSchedule = "1f1b"
+    chunks: int = 0  # pieces of the model on each pipeline stage; 0: as few as the schedule has
+
+    @property
+    def pieces(self) -> int:
+        """The number of pieces that the model is cut into."""
+        return self.pp * (self.chunks or FEWEST_CHUNKS[self.schedule])
 
     @property
     def world_size(self) -> int:
@@ -37,9 +45,18 @@ class ParityLayout:
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
     def without(self, *axes: str) -> ParityLayout:
-        """Returns the layout with these axes off; without tensor parallelism there is no sequence parallelism."""
+        """Returns the layout with these axes off, and with them what needs them: without tensor parallelism there is no
+        sequence parallelism, and a schedule needs stages and enough micro-batches."""
         off = replace(self, **{axis: _DEFAULTS[axis] for axis in axes})
+        if off.pp == 1 or "schedule" in axes or not off.allows(off.accumulation):
+            off = replace(off, schedule=_DEFAULTS["schedule"], chunks=_DEFAULTS["chunks"])
+        if off.pp != self.pp and "/" in off.recompute:
+            off = replace(off, recompute=_DEFAULTS["recompute"])
         return replace(off, sequence_parallel=False) if off.tp == 1 else off
+
+    def allows(self, micro_batches: int) -> bool:
+        """True if the pipeline's schedule takes that many micro-batches."""
+        return not any(problems_with_schedule(self.schedule, self.pp, self.pieces // self.pp, micro_batches))
 
     def __str__(self) -> str:
         return ",".join(name if value is True else f"{name}={value}" for name, value in self.axes.items()) or "tp=1"
@@ -53,8 +70,10 @@ class ParityLayout:
             "data_parallel_size": self.dp,
             "sequence_parallel": self.sequence_parallel,
             "zero_stage": self.zero,
+            "pipeline_schedule": self.schedule,
+            "pipeline_chunks": self.chunks or None,
         }
-        values["recompute"] = {"mode": self.recompute}
+        values["recompute"] = {"mode": self.recompute.split("/") if "/" in self.recompute else self.recompute}
         batch, parts = base.training.global_batch_size, self.dp * self.accumulation
         if batch % parts:
             raise ConfigError(f"a global batch of {batch} cannot be cut into {parts} micro-batches")
@@ -70,14 +89,17 @@ _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(ParityLayout)}
 def layout_of(config: Config, world_size: int) -> ParityLayout:
     """Returns the layout that a config requests on `world_size` processes."""
     resolved = resolve_layout(config, world_size, "cuda")
+    chunks = resolved.pipeline_chunks
     return ParityLayout(
         tp=resolved.tensor_parallel_size,
         pp=resolved.pipeline_parallel_size,
         dp=resolved.data_parallel_size,
         zero=resolved.zero_stage,
         sequence_parallel=config.parallel.sequence_parallel,
-        recompute=config.recompute.mode,
+        recompute=recompute_in_short(config.recompute.mode),
         accumulation=resolved.gradient_accumulation_steps,
+        schedule=resolved.pipeline_schedule,
+        chunks=0 if chunks == FEWEST_CHUNKS[resolved.pipeline_schedule] else chunks,
     )
 
 
@@ -107,12 +129,22 @@ def _parse(entry: str) -> ParityLayout:
 
 CHOICES: dict[str, tuple[dict[str, Any], str]] = {
     "sequence_parallel": ({"": True, "true": True, "false": False}, "true or false"),
-    "recompute": ({mode: mode for mode in get_args(Recompute)}, "none, selective or full"),
+    "schedule": (
+        {name: name for name in get_args(PipelineSchedule)},
+        f"one of {', '.join(get_args(PipelineSchedule))}",
+    ),
     "zero": ({"1": 1, "2": 2, "3": 3}, "1, 2 or 3 (stage 0 is served by 1)"),
 }
 
 
 def _value(name: str, value: str, word: str) -> Any:
+    if name == "recompute":
+        if not set(value.split("/")) <= set(get_args(RecomputeMode)):
+            raise LaunchError(
+                f'--layouts: "{word}": recompute is none, selective or full, or one of them for each stage, as in '
+                "recompute=full/none"
+            )
+        return value
     choices, expected = CHOICES.get(name, ({}, f"a whole number from 1, as in {name}=2"))
     if value in choices:
         return choices[value]
@@ -124,24 +156,26 @@ def _value(name: str, value: str, word: str) -> Any:
 AUTO = (
     ParityLayout(),
     ParityLayout(tp=2),
-    ParityLayout(pp=2, accumulation=3),
-    ParityLayout(dp=2, accumulation=3),
+    ParityLayout(pp=2, accumulation=4),
+    ParityLayout(dp=2, accumulation=4),
     ParityLayout(dp=2, zero=2),
     ParityLayout(dp=2, zero=3, recompute="selective"),
     ParityLayout(tp=2, sequence_parallel=True, recompute="full"),
-    ParityLayout(tp=2, pp=2, accumulation=2, recompute="selective"),
+    ParityLayout(tp=2, pp=2, accumulation=2, recompute="full/selective", schedule="zero-bubble"),
+    ParityLayout(pp=2, dp=2, zero=2, accumulation=4, schedule="zb-v"),
     ParityLayout(tp=2, dp=2, zero=3),
-    ParityLayout(tp=2, pp=2, dp=2, accumulation=3),
+    ParityLayout(tp=2, pp=2, dp=2, accumulation=4),
     ParityLayout(tp=4, sequence_parallel=True),
 )
 """Axes one at a time or nearly so, then together; the config's own layout is run in addition."""
 
-MOST_ACCUMULATION = 4  # in the config's own layout: more micro-batches repeat what the second and third show
+MOST_ACCUMULATION = 4  # in the config's own layout, or as few more as its schedule takes: others repeat these
 
 
 def auto_layouts(own: ParityLayout, most: int) -> tuple[list[ParityLayout], list[str]]:
     """Returns the config's own layout and those of `AUTO` that fit on `most` ranks, and the reasons for omissions."""
-    own = replace(own, accumulation=min(own.accumulation, MOST_ACCUMULATION))
+    fewer = range(min(own.accumulation, MOST_ACCUMULATION), own.accumulation)
+    own = replace(own, accumulation=next(filter(own.allows, fewer), own.accumulation))
     layouts = list(dict.fromkeys((own, *AUTO)))
     too_large = [
         f"{layout}: needs {layout.world_size} ranks, {most} fit here" for layout in layouts if layout.world_size > most

@@ -7,6 +7,7 @@ stages of a tied weight. `launch.parity.comparison.reduction_bound` is what thei
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,11 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalite.engine.deepspeed_internals import tied_weights
 from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import loss_scale
-
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from megalite.engine.stages import TORCH_DTYPES
 
 
 class MicroBatchGradients:
@@ -27,8 +26,9 @@ class MicroBatchGradients:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._sums: dict[nn.Parameter, Tensor] = {}  # [2, *local shape]
-        self._tied = dict(tied_weights(engine.deepspeed.module))
+        self._sums: dict[Tensor, Tensor] = {}  # [2, *local shape]
+        self._calls: Counter[Tensor] = Counter()
+        self._tied = engine.tied_weight  # each of its two ranks adds up its own part
         # below the smallest normal number of a format, rounding errors stop falling with the number
         precision = engine.config.precision
         formats = precision.gradient_accumulation_dtype, precision.reduction_dtype
@@ -37,26 +37,48 @@ class MicroBatchGradients:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Adds up what backward computes within the `with`."""
-        handles = [each.register_hook(partial(self._add, each)) for _, each in self._engine.parameters()]
+        assert not self._calls, "one step is watched"
+        weights: set[Tensor] = {each for _, each in self._engine.parameters()}
+        weights |= set() if self._tied is None else {self._tied.weight}
+        handles = [each.register_hook(partial(self._add, each)) for each in weights]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def _add(self, parameter: Tensor, gradient: Tensor) -> None:
+        self._calls[parameter] += 1
+        is_tied = self._tied is not None and self._tied.weight is parameter
+        if is_tied and self._calls[parameter] > self._engine.layout.gradient_accumulation_steps:
+            return  # the sum of the head's, whose terms its own rank has added up
         wide = gradient.detach().double()
         both = torch.stack((wide, wide.abs()))
         self._sums[parameter] = self._sums[parameter].add_(both) if parameter in self._sums else both
 
     def errors(self, parameter: nn.Parameter, mean: Tensor) -> Tensor:
         """Returns the error of each entry of `mean`, the optimizer's gradient; collective over the replicas."""
-        shape = parameter.shard.local_shape  # type: ignore[attr-defined]
-        nothing = partial(torch.zeros, (2, *shape), dtype=torch.float64, device=mean.device)  # no token came by
-        both = (self._sums[parameter] if parameter in self._sums else nothing()).view(2, *shape)
+        self._unite_tied()
+        both = self._both(parameter)
         dist.all_reduce(both, group=self._engine.data_parallel_group())
-        if parameter in self._tied:
-            dist.all_reduce(both, group=self._tied[parameter])
         scale = loss_scale(self._engine)
         total, size = both / (self._engine.mesh.data_parallel_size * scale)
         return ((mean.double() - total).abs() / (size + self._smallest / scale)).nan_to_num(nan=torch.inf)
+
+    def _both(self, weight: Tensor) -> Tensor:
+        if weight in self._sums:
+            return self._sums[weight]
+        return torch.zeros((2, *weight.shape), dtype=torch.float64, device=weight.device)  # no token came by
+
+    def _unite_tied(self) -> None:
+        """Adds the part of the head's rank to the embedding's, before the first use of either."""
+        if self._tied is None:
+            return
+        (_, weight, group), self._tied = self._tied, None
+        embedding, head = dist.get_process_group_ranks(group)
+        if not isinstance(weight, nn.Parameter):
+            dist.send(self._both(weight), dst=embedding, group=group)
+            return
+        part = torch.empty((2, *weight.shape), dtype=torch.float64, device=weight.device)
+        dist.recv(part, src=head, group=group)
+        self._sums[weight] = self._both(weight) + part

@@ -75,16 +75,21 @@ class ParityProblem:
 
     def training(self) -> Training:
         """Returns the training with the config's optimizer and clip, on packed documents."""
-        return Training(self.config.optimizer.name, self.config, self._batches("packed"), False)
+        return Training(self.config.optimizer.name, self._config(True), self._batches("packed"), False)
 
     def sgd(self, learning_rate: float, clip: float) -> Training:
         """Returns the training with plain SGD, on sequences of one document; every second batch has few tokens with a
         loss."""
         decay = float(f"{SGD_DECAY / learning_rate:.2g}")
         optimizer = {"name": "sgd", "learning_rate": learning_rate, "weight_decay": decay}
-        values = self.config.model_dump(mode="json") | {"optimizer": optimizer}
-        values["training"] |= {"gradient_clipping": clip}
-        return Training("sgd-under-clip", Config.model_validate(values), self._batches("whole"), True)
+        config = self._config(False, optimizer=optimizer, training={"gradient_clipping": clip})
+        return Training("sgd-under-clip", config, self._batches("whole"), True)
+
+    def _config(self, document_mask: bool, **changes: dict[str, Any]) -> Config:
+        values = self.config.model_dump(mode="json")
+        for section, options in (changes | {"data": {"document_mask": document_mask}}).items():
+            values[section] = options if section == "optimizer" else values[section] | options
+        return Config.model_validate(values)
 
     def _batches(self, kind: str) -> tuple[Batch, ...]:
         draw = np.random.default_rng([self.seed, *f"{kind}{self.draw or ''}".encode()])

@@ -22,8 +22,9 @@ from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import moment_names, read_parameter, reading_gradients, refresh, write_weight
 from megalite.parallel.layers import initialize_
 from megalite.parallel.shard import Shard
+from megalite.planner.cost.shapes import recompute_of_blocks
 from megalite.resilience.replica_check import find_disagreements
-from models.decoder import decoder_layers
+from models.decoder import layers_of
 
 
 def solve(rank: int, problem: ParityProblem, layout: ParityLayout, trainings: Sequence[Training]) -> list[ArrayBlock]:
@@ -41,9 +42,8 @@ def _engine(problem: ParityProblem, layout: ParityLayout, training: Training) ->
     """Builds the layout's engine at the problem's initial weights."""
     config = _as_if_large(layout.config(training.config), training)
     device: Device = "cuda" if torch.cuda.is_initialized() else "cpu"
-    engine = build_engine(
-        decoder_layers(config.model, config.recompute.mode), config, resolve_layout(config, layout.world_size, device)
-    )
+    resolved = resolve_layout(config, layout.world_size, device)
+    engine = build_engine(layers_of(config, recompute_of_blocks(config, resolved)), config, resolved)
     for _, parameter in engine.parameters():
         shard: Shard = parameter.shard  # type: ignore[attr-defined]
         value = torch.empty(shard.local_shape)  # not read from the engine, which may have rounded it
@@ -64,10 +64,10 @@ def _as_if_large(config: Config, training: Training) -> Config:
     """
     model = config.model
     values = config.model_dump(mode="json")
-    sizes = values["deepspeed"].setdefault("zero_optimization", {})
-    for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
-        sizes.setdefault(bucket, model.hidden_size * model.intermediate_size)
+    if "gradient_bucket_size" not in config.parallel.model_fields_set:
+        values["parallel"]["gradient_bucket_size"] = model.hidden_size * model.intermediate_size
     if config.parallel.zero_stage == 3:
+        sizes = values["deepspeed"].setdefault("zero_optimization", {})
         kept = model.hidden_size if training.keeps_vectors_whole else 0
         sizes.setdefault("stage3_param_persistence_threshold", kept)
     return Config.model_validate(values)
@@ -149,7 +149,7 @@ def _forward(engine: Engine, layout: ParityLayout, training: Training) -> Iterat
     with layer_outputs(engine.deepspeed.module, training.config.model) as outputs:
         for rows in _rows(engine, layout, batch):
             outputs.clear()
-            logits = engine.logits(batch.rows(rows) if engine.needs_data else None)
+            logits = engine.logits(batch.rows(rows))
             observed = [("activation", name, hidden) for name, hidden in outputs.items()]
             observed += [] if logits is None else [("logits", "logits", logits)]
             for kind, name, value in observed:

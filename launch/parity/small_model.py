@@ -27,7 +27,7 @@ def small_model(
     """Returns a small `model` for sequences of that length, which `layouts` cut as they cut the large one."""
     small = model
     for part in (
-        _fewer_layers(model, max(MOST_LAYERS, *(layout.pp for layout in layouts))),
+        _fewer_layers(model, max(MOST_LAYERS, *(layout.pieces for layout in layouts))),
         _smaller_widths(model, {layout.tp for layout in layouts}),
         _fewer_experts(model),
         _within_reach(model, sequence_length),

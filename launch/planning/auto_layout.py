@@ -28,7 +28,7 @@ from megalite.planner.search import PIPELINE, TENSOR, Check, Ranks, SearchResult
 from megalite.planner.units import about, seconds
 
 DECIDED_LATER = "the layout is auto: rank 0 chooses it when the run starts, by the accelerators it finds"
-ChosenOption = tuple[tuple[str, str], bool | int | str]
+ChosenOption = tuple[tuple[str, str], bool | int | str | tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,9 @@ def sizes_in_words(config: Config, layout: ResolvedLayout) -> str:
     """The sizes of a layout, for a heading."""
     if config.unresolved_options:
         return "layout chosen at the start"
+    schedule = f" ({layout.pipeline_schedule})" if layout.pipeline_schedule != "1f1b" else ""
     return (
-        f"tensor {layout.tensor_parallel_size} x pipeline {layout.pipeline_parallel_size} x data "
+        f"tensor {layout.tensor_parallel_size} x pipeline {layout.pipeline_parallel_size}{schedule} x data "
         f"{layout.data_parallel_size}"
     )
 
@@ -189,7 +190,8 @@ def _best(config: Config, result: SearchResult) -> ChosenLayout:
     cluster, count, step_s = result.cluster, len(result.candidates), best.time.seconds
     step = f"roughly {about(step_s)}" if is_guess(cluster.accelerator) else seconds(step_s)
     sentence = (
-        f"auto: chose {best.layout} for {cluster.accelerators} x {cluster.accelerator_name}, the fastest of {count} "
-        f"layout{'s' * (count > 1)} that fit: {step} a step, bound by {main_parts(best)}"
+        f"auto: chose {best.layout} for {cluster.accelerators} x {cluster.accelerator_name} with "
+        f"{cluster.accelerator.memory_gib:.3g} GiB each, the fastest of {count} layout{'s' * (count > 1)} that fit: "
+        f"{step} a step, bound by {main_parts(best)}"
     )
     return ChosenLayout(best.options, sentence)

@@ -18,7 +18,7 @@ from megalite.config.auto import CHOOSABLE
 from megalite.config.deepspeed import has
 from megalite.config.suggestions import dotted
 from megalite.planner.cost.memory import PROCESS_BYTES, TENSORS, Device, StageMemory
-from megalite.planner.explanation import BACKGROUND, why_nothing_fits
+from megalite.planner.explanation import BACKGROUND, stated_option, why_nothing_fits
 from megalite.planner.hardware import Cluster
 from megalite.planner.search import SearchResult, search
 from megalite.planner.units import gib
@@ -162,7 +162,7 @@ def _changes(config: Config, result: SearchResult) -> list[str]:
     """Lists the options in which the best layout differs from the config; empty where nothing fits."""
     values = result.best.options if result.best is not None else {}
     return [
-        f"{dotted(path)} {str(values[path]).lower()}"
+        stated_option(path, values[path])
         for path in sorted(CHOOSABLE & values.keys())
         if getattr(getattr(config, path[0]), path[1]) != values[path]
     ]

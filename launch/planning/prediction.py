@@ -10,7 +10,6 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from launch.planning.this_machine import Machine
@@ -18,7 +17,7 @@ from megalite.config import Config, ResolvedLayout
 from megalite.parallel.mesh import Mesh
 from megalite.planner.cost.memory import TENSORS, Device, StageMemory, memory_of, with_process
 from megalite.planner.cost.step_time import StepTime, step_time
-from megalite.planner.units import about, gib, seconds
+from megalite.planner.units import about, gib, of_stages, seconds
 from megalite.planner.workload import TrainingWorkload
 
 WARM_UP_STEPS = 3  # of a session, in which threads start, caches fill and memory is mapped
@@ -71,7 +70,7 @@ class Prediction:
 
     def sentences(self) -> list[str]:
         """The prediction as sentences, printed before the first step."""
-        sentences = [f"predicted: peak memory {_peaks(self.memory)}"]
+        sentences = [f"predicted: peak memory {of_stages([gib(stage.total) for stage in self.memory])}"]
         if self.step is None or self.machine is None:
             return [*sentences, f"predicted: no step time, because {self.problem}"]
         parts = sorted(self.step.parts.items(), key=lambda part: -part[1])
@@ -200,17 +199,6 @@ def _step_error(prediction: Prediction, measured_s: float) -> str:
     assert prediction.step is not None and prediction.machine is not None
     words = rough_error_in_words if prediction.why_rough else error_in_words
     return words(prediction.step.seconds, measured_s)
-
-
-def _peaks(memory: Sequence[StageMemory]) -> str:
-    """Lists the peak of each stage; neighbouring stages whose memory rounds to the same number are named together."""
-    groups = [(text, [one.stage for one in same]) for text, same in groupby(memory, lambda one: gib(one.total))]
-    if len(groups) == 1:
-        return groups[0][0]
-    return ", ".join(
-        f"stage{'s' * (len(stages) > 1)} {'-'.join(map(str, sorted({stages[0], stages[-1]})))} {text}"
-        for text, stages in groups
-    )
 
 
 def _mib(count: float) -> float:

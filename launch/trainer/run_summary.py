@@ -21,7 +21,7 @@ from megalite.checkpoint.durable_files import room_at
 from megalite.config import Config, ResolvedLayout
 from megalite.planner.cost.shapes import StageShape, parameters, stages_of
 from megalite.planner.reliability.checkpoints import megalite_bytes_per_parameter
-from megalite.planner.units import about, count, duration, gib, plural, seconds
+from megalite.planner.units import about, count, duration, gib, of_stages, plural, seconds
 
 log = get_logger(__name__)
 Facts = dict[str, Any]
@@ -34,6 +34,7 @@ def run_facts(config: Config, layout: ResolvedLayout, data: RunData, start: Star
     """Returns the facts of a run; `config` counts its length from `start`, `devices` are in words."""
     training, samples, left = config.training, data.training, max(0, config.total_steps - start.step)
     tokens = training.global_batch_size * training.sequence_length
+    modes = config.recompute.by_stage(layout.pipeline_parallel_size)
     return {
         "run_dir": str(config.run_dir),
         "start": {
@@ -44,12 +45,18 @@ def run_facts(config: Config, layout: ResolvedLayout, data: RunData, start: Star
         "changes": [asdict(change) for change in start.changes],
         "model": {"family": config.model.model_type, "parameters": parameters(config.model)},
         "layout": layout_facts(layout)
-        | {"sequence_parallel": config.parallel.sequence_parallel, "ranks": layout.world_size},
+        | {
+            "pipeline_schedule": layout.pipeline_schedule,
+            "pipeline_chunks": layout.pipeline_chunks,
+            "sequence_parallel": config.parallel.sequence_parallel,
+            "ranks": layout.world_size,
+        },
         "stages": [
-            {"stage": number, "holds": _held(shape), "parameters_per_rank": shape.parameters}
-            for number, shape in enumerate(stages_of(config, layout))
+            {"stage": number, "holds": _held(shape), "parameters_per_rank": shape.parameters, "recompute": mode}
+            for number, (shape, mode) in enumerate(zip(stages_of(config, layout), modes, strict=True))
         ],
         "devices": devices,
+        "offload": config.offload.model_dump(),
         "batch": {
             "samples": training.global_batch_size,
             "sequence_length": training.sequence_length,
@@ -92,20 +99,28 @@ def prediction_facts(facts: Facts, prediction: Prediction, memory: MemoryForecas
 def summary_lines(facts: Facts) -> Lines:
     """Returns the summary of a run."""
     model, layout, batch, data, length = (facts[name] for name in ("model", "layout", "batch", "data", "length"))
-    parallel = ", ".join([f"ZeRO-{layout['zero_stage']}", *["sequence parallel"] * layout["sequence_parallel"]])
+    schedule, zero = "", f"ZeRO-{layout['zero_stage']}"
+    if layout["pipeline_parallel_size"] > 1:
+        zero += " (experimental in a pipeline)" * (layout["zero_stage"] == 3)
+        if layout["pipeline_schedule"] != "1f1b":
+            schedule = f" ({layout['pipeline_schedule']}, {plural(layout['pipeline_chunks'], 'chunk')} a stage)"
+    parallel = ", ".join([zero, *["sequence parallel"] * layout["sequence_parallel"]])
     number, size = batch["micro_batches"], batch["micro_batch_size"]
     again = ", each time in another order" if data["epochs"] > 1 else ""
     done = f", {length['steps_left']:,} of them left" if facts["start"]["step"] else ""
+    on_host = [what for what, where in facts["offload"].items() if where == "cpu"]
     return [
         ("run", f"{facts['run_dir']}, {_start_in_words(facts['start'], length)}"),
         *(("changed", str(OptionChange(**change))) for change in facts["changes"]),
         ("model", f"{model['family']}, {count(model['parameters'])} parameters"),
         (
             "layout",
-            f"tensor {layout['tensor_parallel_size']} x pipeline {layout['pipeline_parallel_size']} x data "
-            f"{layout['data_parallel_size']}, {parallel}: {facts['devices']}",
+            f"tensor {layout['tensor_parallel_size']} x pipeline {layout['pipeline_parallel_size']}{schedule} x "
+            f"data {layout['data_parallel_size']}, {parallel}: {facts['devices']}",
         ),
         ("per rank", _stages_in_words(facts["stages"])),
+        ("recompute", of_stages([stage["recompute"] for stage in facts["stages"]])),
+        *[("offload", f"{' and '.join(on_host)} in the memory of the host")] * bool(on_host),
         (
             "batch",
             f"{batch['samples']:,} samples x {batch['sequence_length']:,} tokens = {batch['tokens']:,} tokens a step; "
@@ -183,9 +198,11 @@ def _start_in_words(start: Facts, length: Facts) -> str:
 
 def _held(shape: StageShape) -> str:
     """Returns the layers of a stage, such as `embedding, layers 0-3`."""
-    last = shape.first_block + shape.blocks - 1
-    blocks = f"layer {last}" if shape.blocks == 1 else f"layers {shape.first_block}-{last}"
-    return ", ".join([*["embedding"] * shape.has_embedding, blocks, *["head"] * shape.has_head])
+    blocks = [
+        f"layer {chunk.first}" if chunk.count == 1 else f"layers {chunk.first}-{chunk.first + chunk.count - 1}"
+        for chunk in shape.chunks
+    ]
+    return ", ".join([*["embedding"] * shape.has_embedding, *blocks, *["head"] * shape.has_head])
 
 
 def _stages_in_words(stages: list[Facts]) -> str:

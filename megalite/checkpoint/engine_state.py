@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.checkpoint.errors import CheckpointError
@@ -17,7 +16,7 @@ from megalite.checkpoint.manifest import WEIGHT, entry
 from megalite.checkpoint.reader import CheckpointReader, WeightReader
 from megalite.checkpoint.writer import Block
 from megalite.engine.deepspeed_config import MOMENTS
-from megalite.engine.deepspeed_internals import own_range, owned_fp32_values, set_loss_scaler_state, tied_weights
+from megalite.engine.deepspeed_internals import own_range, owned_fp32_values, set_loss_scaler_state
 from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import create_moments, moment_names, refresh, write_own_numbers
 from megalite.parallel.shard import RangePiece
@@ -26,8 +25,7 @@ from megalite.parallel.shard import RangePiece
 def own_blocks(engine: Engine) -> tuple[list[Block], dict[str, tuple[int, ...]]]:
     """Returns the blocks that this rank contributes, as views of the live state, and their tensors' global shapes.
 
-    Of numbers that several ranks hold alike, the first tensor-parallel rank contributes replicated parameters, and the
-    first stage a tied weight: the others follow its copy, and their masters and moments differ by rounding.
+    Of numbers that several ranks hold alike, the first tensor-parallel rank contributes replicated parameters.
     """
     moments = moment_names(engine)
     blocks: list[Block] = []
@@ -55,12 +53,10 @@ def own_size(engine: Engine) -> tuple[int, torch.device]:
 
 def _own_pieces(engine: Engine) -> Iterator[tuple[nn.Parameter, list[RangePiece]]]:
     """Yields the parameters that this rank contributes, each with the blocks of its part."""
-    tied = tied_weights(engine.deepspeed.module)
-    copies = {weight for weight, group in tied if dist.get_group_rank(group, dist.get_rank()) > 0}
     for _, parameter in engine.parameters():
         shard = parameter.shard  # type: ignore[attr-defined]
         start, stop = own_range(parameter)
-        if start < stop and not (shard.is_replicated and engine.coordinate.tensor_rank) and parameter not in copies:
+        if start < stop and not (shard.is_replicated and engine.coordinate.tensor_rank):
             yield parameter, list(shard.pieces_of_range(start, stop))
 
 

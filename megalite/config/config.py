@@ -19,7 +19,7 @@ from pydantic import (
 
 from megalite.config import auto
 from megalite.config.base import Section
-from megalite.config.deepspeed import check_pass_through
+from megalite.config.deepspeed import check_pass_through, offloads_to_nvme
 from megalite.config.model import ModelConfig
 from megalite.config.places import local_run_dir
 from megalite.config.sections import (
@@ -28,6 +28,7 @@ from megalite.config.sections import (
     GuardsConfig,
     LaunchConfig,
     MonitorConfig,
+    OffloadConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -70,6 +71,9 @@ class Config(Section):
     recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)
     """Activations recomputed instead of kept; `auto`: chosen with the layout."""
 
+    offload: OffloadConfig = Field(default_factory=OffloadConfig)
+    """Memory of the host in place of the GPU's."""
+
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Saving of the run's state, and which checkpoints are kept."""
 
@@ -89,7 +93,7 @@ class Config(Section):
         dict[str, Any],
         AfterValidator(check_pass_through),
         BeforeValidator(lambda value: {} if value is None else value),  # empty, as other sections may be
-    ] = Field(default_factory=dict, examples=[{"zero_optimization": {"overlap_comm": True}}])
+    ] = Field(default_factory=dict, examples=[{"comms_logger": {"enabled": True}}])
     """Merged into the DeepSpeed config; refused if it contradicts another option."""
 
     _unresolved: frozenset[OptionPath] = PrivateAttr(default=frozenset())
@@ -133,6 +137,11 @@ class Config(Section):
         counted = self.model_copy()
         counted._done = (step, tokens_seen)
         return counted
+
+    @property
+    def is_optimizer_offloaded(self) -> bool:
+        """True if the optimizer's state is not on the device that computes: on the host, or on NVMe."""
+        return self.offload.optimizer == "cpu" or offloads_to_nvme(self.deepspeed)
 
     @property
     def total_steps(self) -> int:

@@ -27,6 +27,7 @@ OWNED: dict[tuple[str, ...], str] = {
     ("communication_data_type",): "precision.gradient_reduction_dtype",
     ("data_types", "param_dtype"): "precision.dtype",
     ("zero_optimization", "stage"): "parallel.zero_stage",
+    ("zero_optimization", "reduce_bucket_size"): "parallel.gradient_bucket_size",
     ("tensor_parallel",): "parallel.tensor_parallel_size",
     ("pipeline",): "parallel.pipeline_parallel_size and recompute.mode",
     ("activation_checkpointing",): "recompute.mode",
@@ -41,6 +42,7 @@ CONTRADICTING = {
     "gradient_allreduce_op": AVERAGING,
     "prescale_gradients": AVERAGING,
     "gradient_predivide_factor": AVERAGING,
+    "managed_gradient_accumulation": "gradients are accumulated until the engine ends the optimizer step",
     "zero_allow_untested_optimizer": "optimizers are plain torch ones, which DeepSpeed calls untested",
 }
 """Top-level keys that would break an invariant of every run, and that invariant."""
@@ -50,7 +52,7 @@ PASSED_ON = frozenset(
         "aio", "autotuning", "checkpoint", "comet", "comms_logger", "compile", "csv_monitor",
         "data_efficiency", "data_types", "dataloader_drop_last", "datastates_ckpt",
         "disable_allgather", "disable_python_gc", "dump_state", "expert_parallel", "flops_profiler", "fp16",
-        "hybrid_engine", "log_level", "managed_gradient_accumulation", "memory_breakdown",
+        "hybrid_engine", "log_level", "memory_breakdown",
         "seq_parallel_communication_data_type", "steps_per_print", "tensorboard", "timers",
         "use_data_before_expert_parallelism", "vocabulary_size", "wall_clock_breakdown", "weight_quantization",
         "zero_force_ds_cpu_optimizer", "zero_optimization",
@@ -109,6 +111,10 @@ def check_pass_through(options: dict[str, Any]) -> dict[str, Any]:
             "deepspeed.zero_optimization.round_robin_gradients makes DeepSpeed 0.19 read and write other weights than "
             "it is asked for, so no checkpoint would be right: remove it"
         )
+    if (key := _cpu_offload(options)) is not None:
+        raise ValueError(
+            f"{key} is not set there but through offload.optimizer: remove {key} and set offload.optimizer cpu"
+        )
     for name in REMOVED:
         if has(options, tuple(name.split("."))):
             raise ValueError(f"DeepSpeed 0.19 removed {name}: remove deepspeed.{name}")
@@ -122,6 +128,24 @@ def check_pass_through(options: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"deepspeed.{key} must be a section with options of its own, got {shown(options[key])}")
     _check_nested(options)
     return options
+
+
+def _cpu_offload(options: dict[str, Any]) -> str | None:
+    """Returns the key by which DeepSpeed is told to keep the optimizer in host memory; None if it is not. Its own ways
+    to NVMe and of parameters have no option of ours."""
+    zero = options.get("zero_optimization")
+    if not isinstance(zero, dict):
+        return None
+    section = zero.get("offload_optimizer")
+    if isinstance(section, dict) and section.get("device") == "cpu":
+        return "deepspeed.zero_optimization.offload_optimizer"
+    return "deepspeed.zero_optimization.cpu_offload" if zero.get("cpu_offload") else None
+
+
+def offloads_to_nvme(options: dict[str, Any]) -> bool:
+    """Returns whether DeepSpeed keeps the optimizer's state on NVMe."""
+    section = options.get("zero_optimization", {}).get("offload_optimizer")
+    return isinstance(section, dict) and section.get("device", "none") != "none"
 
 
 def _check_nested(options: dict[str, Any]) -> None:

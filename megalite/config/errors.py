@@ -84,7 +84,8 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[ConfigPr
             expected.setdefault(path, []).append(_expectation(detail))
             got[path] = detail["input"]
     for path in expected.keys() & CHOOSABLE:
-        expected[path] = [*(text.replace(" or ", ", ") for text in expected[path]), AUTO]
+        values = ", ".join(dict.fromkeys(expected[path])).replace(" or ", ", ")
+        expected[path] = [values, AUTO] if got[path] != AUTO else [f"{values} in a list", f"{AUTO} alone"]
     wrong = [
         ConfigProblem(path, f"{dotted(path)} must be {' or '.join(dict.fromkeys(texts))}, got {shown(got[path])}")
         for path, texts in expected.items()

@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from megalite.config.config import Config
 from megalite.config.errors import ConfigError
-from megalite.config.layout import ResolvedLayout
+from megalite.config.layout import ResolvedLayout, reduces_beside_backward
 
 Device = Literal["cpu", "cuda"]
 
@@ -34,7 +34,7 @@ class KnownBad:
     wrong: str
     """The effect, in one phrase."""
     thread: str
-    """The thread that reports or fixes it: `DeepSpeed#8152`."""
+    """The thread that reports or fixes it: `DeepSpeed#8203`."""
     remedy: str
     """The remedy, to end the message with."""
     device: Device | None = None
@@ -99,11 +99,8 @@ def settings_of(config: Config, layout: ResolvedLayout) -> dict[str, tuple[bool,
     micro_batches = layout.gradient_accumulation_steps
     per_step = f"{micro_batches} micro-batches per step"
     zero, section = config.deepspeed.get("zero_optimization", {}), "deepspeed.zero_optimization"
-    offload = zero.get("offload_optimizer")
-    is_offloaded = isinstance(offload, dict) and offload.get("device", "none") != "none"
-    # gradients are reduced by DeepSpeedZeroOptimizer, and not by BF16_Optimizer
-    has_own_way = stage == 1 and dtype == "bf16" and config.precision.gradient_accumulation_dtype == "fp32"
-    reduces_in_buckets = stage < 3 and replicas > 1 and not has_own_way
+    offloaded = "offload.optimizer cpu" if config.offload.optimizer == "cpu" else f"{section}.offload_optimizer"
+    reduces_in_buckets = stage < 3 and replicas > 1 and not reduces_beside_backward(config)
     is_contiguous = zero.get("contiguous_gradients", stage > 1)  # as megalite/engine/deepspeed_config.py sets it
     size = zero.get("zero_hpz_partition_size", 1)
     is_cut_twice = stage == 3 and isinstance(size, int) and size > 1
@@ -113,22 +110,14 @@ def settings_of(config: Config, layout: ResolvedLayout) -> dict[str, tuple[bool,
     has_window &= "sliding_attention" in model.layer_types
     mask = "data.document_mask" if config.data.document_mask else f"model.sliding_window {model.sliding_window}"
     return {
-        "pipeline with accumulation": (
-            stages > 1 and micro_batches != 1,
+        "several backward passes": (
+            stages > 1 or micro_batches != 1,
             f"parallel.pipeline_parallel_size {stages} and {per_step}",
         ),
-        "zero 2 with accumulation": (stage == 2 and micro_batches != 1, f"parallel.zero_stage 2 and {per_step}"),
-        "zero 2 offloaded with accumulation": (
-            stage == 2 and micro_batches > 2 and is_offloaded,
-            f"parallel.zero_stage 2, an offload_optimizer and {per_step}",
-        ),
+        "offloaded optimizer": (config.is_optimizer_offloaded, offloaded),
         "gradients not contiguous": (
             reduces_in_buckets and not is_contiguous,
             f"parallel.zero_stage {stage}, {replicas} replicas and zero_optimization.contiguous_gradients false",
-        ),
-        "communication overlapped": (
-            reduces_in_buckets and bool(zero.get("overlap_comm")),
-            f"parallel.zero_stage {stage} and {section}.overlap_comm",
         ),
         "zero 3": (stage == 3, "parallel.zero_stage 3"),
         "secondary partitions": (is_cut_twice, cut_twice),
@@ -156,32 +145,18 @@ UPGRADE = "install deepspeed 0.19.8 or newer"  # no row is about them, and the t
 
 KNOWN_BAD: tuple[KnownBad, ...] = (
     KnownBad(
-        {"deepspeed": ">=0.16.0,<0.18.3"},
-        "pipeline with accumulation",
-        "gradients are the sum over the micro-batches instead of their mean",
-        "DeepSpeed#7773",
+        {"deepspeed": "<0.19.4"},
+        "several backward passes",
+        "it does not know managed_gradient_accumulation, and would take a step only once in so many steps",
+        "DeepSpeed#8203",
         UPGRADE,
     ),
     KnownBad(
-        {"deepspeed": ">=0.18.3,<0.19.3"},
-        "pipeline with accumulation",
-        "every stage but the last divides its gradients once more by the number of micro-batches",
-        "DeepSpeed#8152",
-        UPGRADE,
-    ),
-    KnownBad(
-        {"deepspeed": ">=0.17.6,<0.18.3"},
-        "zero 2 with accumulation",
-        "the gradients of some micro-batches are lost",
-        "DeepSpeed#7718",
-        UPGRADE + ", or use zero_stage 1 or 3",
-    ),
-    KnownBad(
-        {"deepspeed": ">=0.15.2,<0.19.0"},
-        "zero 2 offloaded with accumulation",
-        "the gradients of all micro-batches but the first and the last are lost",
-        "DeepSpeed#7967",
-        UPGRADE + ", or use zero_stage 1 or 3",
+        {"deepspeed": "<0.19.5"},
+        "offloaded optimizer",
+        "it cannot offload with managed_gradient_accumulation false, which a run sets, and the start fails",
+        "DeepSpeed#8225",
+        UPGRADE + ", or keep the optimizer where it computes",
     ),
     KnownBad(
         {"deepspeed": "<0.19.8"},
@@ -190,14 +165,6 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         "DeepSpeed#8382",
         UPGRADE + ", or set deepspeed.zero_optimization.contiguous_gradients to true",
         device="cpu",
-    ),
-    KnownBad(
-        {"deepspeed": "<0.19.0"},
-        "communication overlapped",
-        "gradients are overwritten while they are still being reduced, and the loss becomes NaN",
-        "DeepSpeed#7965",
-        UPGRADE + ", or remove overlap_comm",
-        device="cuda",
     ),
     KnownBad(
         {"deepspeed": "<0.18.8", "torch": ">=2.10"},

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megalite.config.auto import PLACEHOLDERS
 from megalite.config.config import Config
 from megalite.config.errors import ConfigError
+from megalite.config.pipeline_rules import FEWEST_CHUNKS
 from megalite.config.rules import check_rules
-from megalite.config.sections import ParallelConfig
+from megalite.config.sections import OffloadConfig, ParallelConfig, PipelineSchedule
 from megalite.config.suggestions import dotted
 
 ZERO_STAGE_0_NOTICE = (
     "zero_stage 0 is served by stage 1: DeepSpeed's stage 0 clips by a wrong norm under tensor or pipeline "
     "parallelism and shifts Adam's bias correction in bf16"
+)
+
+CPU_OFFLOAD_NOTICE = (
+    "offload is for GPUs: on a CPU, whose memory is the host's, it gains nothing, and the same code copies within that "
+    "memory"
 )
 
 
@@ -30,6 +36,9 @@ class ResolvedLayout:
     """Micro-batches per optimizer step on one replica."""
     zero_stage: int
     """The stage that DeepSpeed runs: 1 to 3."""
+    pipeline_schedule: PipelineSchedule
+    pipeline_chunks: int
+    """Pieces of the model on each pipeline stage."""
     notices: tuple[str, ...]
     """Settings that are replaced by others, one sentence each; logged once at start."""
 
@@ -48,6 +57,8 @@ def resolve_layout(config: Config, world_size: int, device: Literal["cpu", "cuda
         )
     layout = unchecked_layout(config, world_size)
     check_rules(config, layout.data_parallel_size, device)
+    if device == "cpu" and config.offload != OffloadConfig():
+        return replace(layout, notices=(*layout.notices, CPU_OFFLOAD_NOTICE))
     return layout
 
 
@@ -62,6 +73,8 @@ def unchecked_layout(config: Config, world_size: int) -> ResolvedLayout:
         world_size=world_size,
         gradient_accumulation_steps=training.global_batch_size // (training.micro_batch_size * data_parallel_size),
         zero_stage=max(1, parallel.zero_stage),
+        pipeline_schedule=parallel.pipeline_schedule,
+        pipeline_chunks=parallel.pipeline_chunks or FEWEST_CHUNKS[parallel.pipeline_schedule],
         notices=(ZERO_STAGE_0_NOTICE,) if parallel.zero_stage == 0 else (),
     )
 
@@ -106,3 +119,12 @@ def _data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
             f"{replica * dp}{instead}"
         )
     return dp
+
+
+def reduces_beside_backward(config: Config) -> bool:
+    """Returns whether megalite/engine/gradient_reduction.py reduces the gradients of a run, and not DeepSpeed.
+
+    ZeRO-2 and ZeRO-3 reduce those of every micro-batch as backward makes them. An offloaded optimizer takes gradients
+    from buffers that DeepSpeed fills while it reduces.
+    """
+    return config.parallel.zero_stage < 2 and not config.is_optimizer_offloaded

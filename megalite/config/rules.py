@@ -16,9 +16,11 @@ from megalite.config.config import Config
 from megalite.config.deepspeed import is_on
 from megalite.config.errors import ConfigError
 from megalite.config.model_rules import problems_with_model
+from megalite.config.pipeline_rules import problems_with_pipeline
 from megalite.config.suggestions import multiples_near, tensor_parallel_fits, tensor_parallel_near
 
 Device = Literal["cpu", "cuda"]
+OF_DEEPSPEEDS_REDUCTION = ("contiguous_gradients", "overlap_comm", "reduce_scatter", "use_multi_rank_bucket_allreduce")
 
 
 def check_rules(config: Config, data_parallel_size: int | None, device: Device | None) -> None:
@@ -36,7 +38,10 @@ def broken_rules(config: Config, data_parallel_size: int | None, device: Device 
         *_length(config),
         *problems_with_model(config.model),
         *_layout(config),
+        *problems_with_pipeline(config, data_parallel_size),
         *_deepspeed(config, device),
+        *_gradient_reduction(config, device),
+        *_offload(config),
         *_precision(config, device),
         *_batch(config, data_parallel_size),
         *_schedule(config),
@@ -66,8 +71,8 @@ def _length(config: Config) -> Iterator[str]:
 
 
 def _layout(config: Config) -> Iterator[str]:
-    model, tp, pp = config.model, config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
-    heads, kv, zero = model.num_attention_heads, model.num_key_value_heads, config.parallel.zero_stage
+    model, tp = config.model, config.parallel.tensor_parallel_size
+    heads, kv = model.num_attention_heads, model.num_key_value_heads
     if heads % tp:
         yield (
             f"model.num_attention_heads {heads} cannot be shared evenly by parallel.tensor_parallel_size {tp}: "
@@ -86,16 +91,6 @@ def _layout(config: Config) -> Iterator[str]:
             f"model.vocab_size {model.vocab_size} is smaller than parallel.tensor_parallel_size {tp}, so some ranks "
             f"would hold no token: use a tensor_parallel_size of at most {model.vocab_size}"
         )
-    if pp > (layers := model.num_hidden_layers):
-        yield (
-            f"parallel.pipeline_parallel_size {pp} is larger than model.num_hidden_layers {layers}, but every stage "
-            f"needs at least one layer: use a pipeline_parallel_size of at most {layers}, or at least {pp} layers"
-        )
-    if pp > 1 and zero >= 2:
-        yield (
-            f"parallel.zero_stage {zero} does not work with parallel.pipeline_parallel_size {pp}, whose stages sum the "
-            "gradients of many micro-batches before reducing them: use zero_stage 1, or pipeline_parallel_size 1"
-        )
 
 
 def _deepspeed(config: Config, device: Device | None) -> Iterator[str]:
@@ -104,14 +99,9 @@ def _deepspeed(config: Config, device: Device | None) -> Iterator[str]:
     for key in ("wall_clock_breakdown", "flops_profiler"):
         if pp > 1 and is_on(options.get(key)):
             yield (
-                f"deepspeed.{key} crashes DeepSpeed's pipeline engine (parallel.pipeline_parallel_size "
-                f"{pp}): remove it, or use pipeline_parallel_size 1"
+                f"deepspeed.{key} would leave out the forward passes of a pipeline, which DeepSpeed does not see "
+                f"(parallel.pipeline_parallel_size {pp}): remove it, or use pipeline_parallel_size 1"
             )
-    if not options.get("managed_gradient_accumulation", True):
-        yield (
-            "deepspeed.managed_gradient_accumulation false would make every micro-batch an optimizer step of its own: "
-            "remove it"
-        )
     offload = zero.get("offload_optimizer")
     is_partial = isinstance(offload, dict) and offload.get("ratio", 1) != 1
     for name, is_used in (("zenflow", zero.get("zenflow")), ("offload_optimizer.ratio", is_partial)):
@@ -128,16 +118,52 @@ def _deepspeed(config: Config, device: Device | None) -> Iterator[str]:
     for key in ("zero_quantized_weights", "zero_quantized_gradients"):
         if device == "cpu" and zero.get(key):
             yield f"deepspeed.zero_optimization.{key} needs a GPU, but this run is on a CPU: remove it"
+    if dtype != "fp16" and "fp16" in options:
+        yield (
+            f"deepspeed.fp16 has no effect with precision.dtype {dtype}: remove deepspeed.fp16, or set "
+            "precision.dtype to fp16"
+        )
+
+
+def _gradient_reduction(config: Config, device: Device | None) -> Iterator[str]:
+    zero, dtype = config.deepspeed.get("zero_optimization", {}), config.precision.dtype
+    if config.parallel.zero_stage < 2:
+        unused = ["overlap_comm"] if config.is_optimizer_offloaded else OF_DEEPSPEEDS_REDUCTION
+        when = "after backward" if config.is_optimizer_offloaded else "by megalite while backward runs"
+        for key in filter(zero.get, unused):
+            yield (
+                f"deepspeed.zero_optimization.{key} has no effect with parallel.zero_stage "
+                f"{config.parallel.zero_stage}, whose gradients are summed {when}: remove it"
+            )
+    # stage_1_and_2.py, `_record_gradient_stream`: it keeps them where it offloads alone
+    keeps_gradients = config.is_optimizer_offloaded or device != "cuda"
+    if zero.get("overlap_comm") and config.parallel.zero_stage == 2 and not keeps_gradients:
+        yield (
+            "deepspeed.zero_optimization.overlap_comm with parallel.zero_stage 2 lets DeepSpeed 0.19 free a gradient "
+            "of more than parallel.gradient_bucket_size numbers while it is being summed, and then write to its "
+            "memory: remove it, or use zero_stage 1, whose gradients are summed while backward runs anyway"
+        )
     reduction = config.precision.reduction_dtype
     if zero.get("reduce_scatter") and config.parallel.zero_stage == 2 and reduction != dtype:
         yield (
             f"deepspeed.zero_optimization.reduce_scatter true makes ZeRO-2 divide gradients in {dtype} before it sums "
             f"them in {reduction}: remove it"
         )
-    if dtype != "fp16" and "fp16" in options:
+
+
+def _offload(config: Config) -> Iterator[str]:
+    if config.offload.optimizer == "none":
+        return
+    section = config.deepspeed.get("zero_optimization", {}).get("offload_optimizer", {})
+    if not isinstance(section, dict) or "device" in section:
         yield (
-            f"deepspeed.fp16 has no effect with precision.dtype {dtype}: remove deepspeed.fp16, or set "
-            "precision.dtype to fp16"
+            "offload.optimizer cpu and deepspeed.zero_optimization.offload_optimizer both say where the optimizer's "
+            "state is kept: remove one of them"
+        )
+    if config.deepspeed.get("zero_force_ds_cpu_optimizer"):
+        yield (
+            "deepspeed.zero_force_ds_cpu_optimizer true would end a run with offload.optimizer cpu where DeepSpeed's "
+            "Adam does not compile: remove it, as that Adam is used wherever it does"
         )
 
 

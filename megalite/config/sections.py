@@ -47,6 +47,9 @@ class DataConfig(Section):
     """Attention stops at document boundaries inside a packed sequence, and positions restart there."""
 
 
+PipelineSchedule = Literal["1f1b", "interleaved", "zero-bubble", "zb-v", "dualpipev"]
+
+
 class ParallelConfig(Section):
     """Layout of the run. Every layout computes the same thing; layouts differ in memory and speed."""
 
@@ -56,6 +59,12 @@ class ParallelConfig(Section):
     pipeline_parallel_size: PositiveInt = 1
     """Number of stages that the layers are divided among; the division may be uneven."""
 
+    pipeline_schedule: PipelineSchedule = Field(default="1f1b", examples=["1f1b"])
+    """Order in which pipeline stages compute; `megalite plan schedule` draws and times each."""
+
+    pipeline_chunks: PositiveInt | None = Field(default=None, examples=[1])
+    """Pieces of the model on each pipeline stage. Left out: as few as the schedule needs, 1 or 2."""
+
     data_parallel_size: PositiveInt | Literal["auto"] = "auto"
     """Number of replicas; `auto` uses all processes that tensor and pipeline parallelism leave."""
 
@@ -64,6 +73,9 @@ class ParallelConfig(Section):
 
     zero_stage: Literal[0, 1, 2, 3] = 1
     """State that data parallelism shards: 1 optimizer state, 2 also gradients, 3 also weights; 0 is run as 1."""
+
+    gradient_bucket_size: PositiveInt = 50_000_000
+    """Gradients, or new weights, in one collective of replicas (numbers, not bytes); a larger parameter goes alone."""
 
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -179,11 +191,31 @@ class TrainingConfig(Section):
     """Weights to start from: a Hugging Face folder or hub id (`model` may then be left out), or our own checkpoint."""
 
 
-class RecomputeConfig(Section):
-    """Activations that the backward pass recomputes instead of keeping them."""
+RecomputeMode = Literal["none", "selective", "full"]
 
-    mode: Literal["none", "selective", "full"] = "none"
-    """`selective` recomputes the cheap parts of a block, `full` whole blocks (a third more compute)."""
+
+class RecomputeConfig(Section):
+    """Activations that the backward pass recomputes instead of keeping them.
+
+    `selective` recomputes the cheap parts of a block, `full` whole blocks (a third more compute).
+    """
+
+    mode: RecomputeMode | tuple[RecomputeMode, ...] = "none"
+    """Mode of all pipeline stages, or a list with that of each; `auto`: on each stage the fastest that fits."""
+
+    def by_stage(self, stages: int) -> tuple[RecomputeMode, ...]:
+        """Returns the mode of each of `stages` pipeline stages."""
+        return (self.mode,) * stages if isinstance(self.mode, str) else self.mode
+
+
+class OffloadConfig(Section):
+    """State and activations that wait in the memory of the host instead of the GPU's; a CPU run gains nothing by it."""
+
+    optimizer: Literal["none", "cpu"] = "none"
+    """`cpu` keeps fp32 weights, moments and their update on the host (ZeRO-Offload): less memory, slower steps."""
+
+    activations: Literal["none", "cpu"] = "none"
+    """`cpu` moves what blocks keep for backward to the host and back while other blocks compute."""
 
 
 def _false_means_off(value: object) -> object:

@@ -8,10 +8,12 @@ accelerator records show where the host is, which may be ahead of the device.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megalite.parallel.mesh import Mesh
 
@@ -42,9 +44,12 @@ class Operation(StrEnum):
     LOAD = "load"
     FORWARD = "forward"
     BACKWARD = "backward"
+    WEIGHT_GRADIENT = "weight_gradient"  # apart from the backward, which computed the gradients of inputs
     SEND_ACTIVATION = "send_activation"
+    AWAIT_ACTIVATION = "await_activation"  # the end of a send
     RECEIVE_ACTIVATION = "receive_activation"
     SEND_GRADIENT = "send_gradient"
+    AWAIT_GRADIENT = "await_gradient"  # the end of a send
     RECEIVE_GRADIENT = "receive_gradient"
     REDUCE_TIED_GRADIENTS = "reduce_tied_gradients"
     REDUCE_GRADIENTS = "reduce_gradients"
@@ -68,30 +73,18 @@ class Peers:
     tensor: tuple[int, ...]  # its tensor-parallel group
     data: tuple[int, ...]  # its data-parallel group: ranks that hold the same shard
     stage: tuple[int, ...]  # all ranks of its pipeline stage
-    previous: tuple[int, ...]  # the rank that sends it activations; empty on the first stage
-    next: tuple[int, ...]  # the rank that receives its activations; empty on the last stage
-    loss: tuple[int, ...]  # the last stage averages the loss over its replicas and sends it to the other stages
 
     @classmethod
     def of(cls, mesh: Mesh, rank: int) -> Peers:
         """Returns the peers of `rank`."""
-        stages, replicas, slices = (
-            mesh.pipeline_parallel_size,
-            range(mesh.data_parallel_size),
-            range(mesh.tensor_parallel_size),
-        )
+        replicas, slices = range(mesh.data_parallel_size), range(mesh.tensor_parallel_size)
         at = mesh.coordinate(rank)
         stage, replica, cut = at.pipeline_rank, at.data_rank, at.tensor_rank
-        data = tuple(mesh.rank(stage, each, cut) for each in replicas)
-        pipeline = tuple(mesh.rank(each, replica, cut) for each in range(stages))
         return cls(
             everyone=tuple(range(mesh.world_size)),
             tensor=tuple(mesh.rank(stage, replica, each) for each in slices),
-            data=data,
+            data=tuple(mesh.rank(stage, each, cut) for each in replicas),
             stage=tuple(mesh.rank(stage, one, other) for one in replicas for other in slices),
-            previous=(mesh.rank(stage - 1, replica, cut),) if stage > 0 else NOBODY,
-            next=(mesh.rank(stage + 1, replica, cut),) if stage < stages - 1 else NOBODY,
-            loss=tuple(sorted({*data, *pipeline})) if stage == stages - 1 else pipeline[-1:],
         )
 
 
@@ -103,8 +96,9 @@ class Note(NamedTuple):
     step: int
     phase: Phase
     operation: Operation
-    micro_batch: int | None  # of this replica and step, from 1
+    micro_batch: int | None  # of this replica and step, from 1; of a reduction of gradients the number of the bucket
     peers: tuple[int, ...]  # the global ranks that it may wait for; may contain the rank itself
+    chunk: int | None = None  # position in the model, from 0, of the chunk that computes, or that uses a message
 
 
 class Span(NamedTuple):
@@ -130,7 +124,8 @@ class Activity:
         self.mesh, self.rank, self.peers = mesh, rank, Peers.of(mesh, rank)
         self.ended: deque[FinishedSpan] = deque(maxlen=RING)  # until a reader removes them
         self.span = Span(Phase.STARTING, 0, monotonic())
-        self._ring: deque[tuple[float, int, int, Phase, Operation, int | None, tuple[int, ...]]] = deque(maxlen=RING)
+        self._ring: deque[tuple[Any, ...]] = deque(maxlen=RING)  # the fields of a `Note`
+        self._resumed: tuple[Any, ...] | None = None  # the record behind the last interruption
         self._phase, self._phase_number, self._step = Phase.STARTING, 0, 0
         self.begin_phase(Phase.STARTING)
 
@@ -152,9 +147,38 @@ class Activity:
         """Restarts the clock of the current span, which is long but advances. Only for the thread that trains."""
         self.span = self.span._replace(began=monotonic())
 
-    def record_op(self, operation: Operation, micro_batch: int | None = None, peers: tuple[int, ...] = NOBODY) -> None:
+    def record_op(
+        self,
+        operation: Operation,
+        micro_batch: int | None = None,
+        peers: tuple[int, ...] = NOBODY,
+        chunk: int | None = None,
+    ) -> None:
         """Records the operation that comes next. Build `peers` before the run: that costs more than the record."""
-        self._ring.append((monotonic(), self._phase_number, self._step, self._phase, operation, micro_batch, peers))
+        self._ring.append(
+            (monotonic(), self._phase_number, self._step, self._phase, operation, micro_batch, peers, chunk)
+        )
+
+    @contextmanager
+    def interruption(self, operation: Operation, number: int, peers: tuple[int, ...]) -> Iterator[None]:
+        """Records an operation that another one starts and does not wait for, and then that other one again.
+
+        Interruptions that follow each other leave one pair of records, the last: many buckets of gradients would
+        displace what tells other ranks which messages this one has begun.
+        """
+        interrupted = self.now
+        if self._ring[-1] is self._resumed:
+            self._ring.pop()
+            self._ring.pop()
+        self.record_op(operation, number, peers)
+        yield
+        self.record_op(interrupted.operation, interrupted.micro_batch, interrupted.peers, interrupted.chunk)
+        self._resumed = self._ring[-1]
+
+    @property
+    def now(self) -> Note:
+        """The last record."""
+        return Note(*self._ring[-1])
 
     def notes(self) -> list[Note]:
         """Returns the last records, oldest first; there is at least one."""

@@ -10,7 +10,7 @@ from megalite.config import Config, ResolvedLayout
 from megalite.engine.activity import Activity
 from megalite.engine.distributed import share_timeout
 from megalite.engine.engine import Engine, PlainEngine
-from megalite.engine.pipeline import PipelinedEngine
+from megalite.engine.pipelined import PipelinedEngine
 from megalite.parallel.layers import LayerSpec
 from megalite.parallel.mesh import Mesh
 

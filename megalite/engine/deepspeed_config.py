@@ -1,7 +1,7 @@
 """The arguments of `deepspeed.initialize`: the configuration, as a pure function of ours, and the torch optimizer.
 
 Every setting whose default has changed between DeepSpeed versions, or would be wrong here, is set explicitly. The
-optimizer is torch's: DeepSpeed's own would compile kernels at start.
+optimizer is torch's: DeepSpeed's own would compile kernels at start. On the host it may be DeepSpeed's (cpu_adam.py).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import nn
 
 from megalite.config import Config, ResolvedLayout
@@ -18,7 +19,6 @@ from megalite.config.deepspeed import has
 from megalite.config.sections import OptimizerConfig
 
 NEVER = 1 << 31
-BUCKET_ELEMENTS = 50_000_000  # gradients per reduction: the buffers of DeepSpeed's default (5e8) would be 2 GB each
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}  # by `optimizer.name`
 OFFLOADS = ("offload_param", "offload_optimizer")
 
@@ -34,8 +34,14 @@ def deepspeed_config(config: Config, layout: ResolvedLayout) -> dict[str, Any]:
         # by default the format of the weights: BF16_Optimizer would round its fp32 sums to bf16, also those of a single
         # replica, and ZeRO-2 and ZeRO-3 would sum every micro-batch's gradients in bf16
         "communication_data_type": reduction,
+        # `backward` adds gradients up, and `step`, which is called once per optimizer step, uses them: a stage of a
+        # pipeline hands over its gradients in as many parts as its schedule has, and none has to be called the last
+        "managed_gradient_accumulation": False,
         "steps_per_print": NEVER,
         "wall_clock_breakdown": False,
+        # by default every forward of DeepSpeed's engine waits for all work on the device from the third step on: in a
+        # pipeline that is every hand-over, also for messages that are begun ahead
+        "timers": {"throughput": {"enabled": False}},
         # a plain torch optimizer is "untested" to ZeRO unless it is Adam
         "zero_allow_untested_optimizer": True,
         # and not DeepSpeed's own for the CPU, without which an offloaded optimizer would be refused
@@ -48,10 +54,16 @@ def deepspeed_config(config: Config, layout: ResolvedLayout) -> dict[str, Any]:
             # with it stage 2 divides by the number of replicas before it widens gradients for the sum, and rounds those
             # of three; 0.19.8 moves the same bytes without it
             "reduce_scatter": layout.zero_stage != 2 or reduction == precision.dtype,
-            "reduce_bucket_size": BUCKET_ELEMENTS,
-            "allgather_bucket_size": BUCKET_ELEMENTS,
-            # False before 0.19.5, True since
-            **{key: {"pin_memory": True} for key in OFFLOADS if has(config.deepspeed, ("zero_optimization", key))},
+            # the buffers of DeepSpeed's default (5e8) would be 2 GB each
+            "reduce_bucket_size": config.parallel.gradient_bucket_size,
+            "allgather_bucket_size": -(-config.parallel.gradient_bucket_size // 2) * 2,  # an odd one is refused
+            # with it stage 2 would free large gradients while they are summed, for little gain (docs/design.md); stage
+            # 3 keeps them, and without it would gather weights on the stream that computes
+            "overlap_comm": layout.zero_stage == 3,
+            # stage 3 gathers ahead what followed when it last recorded a pass; in a pipeline another chunk's pass does,
+            # and weights that nobody waits for are gathered again: 5.3 times instead of 4 where that was counted
+            **({"stage3_prefetch_bucket_size": 0} if layout.pipeline_parallel_size > 1 else {}),
+            **_offloads(config),
         },
         "bf16": {
             "enabled": precision.dtype == "bf16",
@@ -62,18 +74,20 @@ def deepspeed_config(config: Config, layout: ResolvedLayout) -> dict[str, Any]:
             "check_grad_overflow": True,
         },
         "fp16": {"enabled": precision.dtype == "fp16"},
-        # activations travel whole: cutting and re-gathering them over the tensor-parallel ranks doubles the messages,
-        # and under sequence parallelism they are cut already. Recomputation is ours (megalite.parallel.layers).
-        "pipeline": {
-            "pipe_partitioned": False,
-            "grad_partitioned": False,
-            "use_reentrant": False,
-            "activation_checkpoint_interval": 0,
-        },
     }
     if precision.dtype != "fp32":
         ours["data_types"] = {"grad_accum_dtype": precision.gradient_accumulation_dtype}
     return _merged(ours, config.deepspeed)
+
+
+def _offloads(config: Config) -> dict[str, Any]:
+    """Returns the sections of what is offloaded; memory is pinned, which is DeepSpeed's default since 0.19.5."""
+    sections: dict[str, Any] = {
+        key: {"pin_memory": True} for key in OFFLOADS if has(config.deepspeed, ("zero_optimization", key))
+    }
+    if config.offload.optimizer == "cpu":
+        sections["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    return sections
 
 
 def _merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
@@ -85,17 +99,45 @@ def _merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerConfig) -> torch.optim.Optimizer:
-    """Builds AdamW or SGD over two groups: matrices decay, vectors (norms and biases) do not.
+def build_optimizer(
+    parameters: Iterable[nn.Parameter],
+    options: OptimizerConfig,
+    bucket_size: int | None = None,
+    *,
+    has_cpu_adam: bool = False,
+) -> torch.optim.Optimizer:
+    """Builds AdamW or SGD: matrices decay, vectors (norms and biases) do not.
 
-    Both groups exist on every pipeline stage, since every stage holds a block: DeepSpeed's gradient norm does one
-    collective per non-empty group and would wait forever for a stage with fewer (DeepSpeed#1522).
+    With `bucket_size` there is a group for each bucket of gradients: ZeRO-1 cuts each group into one partition per
+    replica, so that the group's gradients can be reduce-scattered in place. Else there are two groups, on every
+    pipeline stage, since every stage holds a block: DeepSpeed's gradient norm does one collective per non-empty group
+    and would wait forever for a stage with fewer (DeepSpeed#1522).
+
+    `has_cpu_adam`: the parameters it will update are on the host, and DeepSpeed's Adam for the CPU is usable.
     """
     parameters = list(parameters)
+    matrices = [p for p in parameters if len(p.shard.shape) > 1]  # type: ignore[attr-defined]
+    vectors = [p for p in parameters if len(p.shard.shape) == 1]  # type: ignore[attr-defined]
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if len(p.shard.shape) > 1], "weight_decay": options.weight_decay},  # type: ignore[attr-defined]
-        {"params": [p for p in parameters if len(p.shard.shape) == 1], "weight_decay": 0.0},  # type: ignore[attr-defined]
+        {"params": bucket, "weight_decay": decay}
+        for decay, decayed in ((options.weight_decay, matrices), (0.0, vectors))
+        for bucket in (_buckets(decayed, bucket_size) if bucket_size else [decayed])
     ]
     if options.name == "sgd":
         return torch.optim.SGD(groups, lr=options.learning_rate)
+    if has_cpu_adam:
+        return DeepSpeedCPUAdam(groups, lr=options.learning_rate, betas=options.betas, eps=options.eps)
     return torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, eps=options.eps, fused=True)
+
+
+def _buckets(parameters: list[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
+    """Cuts a list into runs of at most `size` numbers, or of one parameter that has more."""
+    buckets: list[list[nn.Parameter]] = []
+    room = 0
+    for parameter in parameters:
+        if parameter.numel() > room:
+            buckets.append([])
+            room = size
+        buckets[-1].append(parameter)
+        room -= parameter.numel()
+    return buckets

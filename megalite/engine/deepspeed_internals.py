@@ -1,23 +1,23 @@
 """Uses of private parts of DeepSpeed and torch, each with the file of DeepSpeed 0.19.8 that it depends on.
 
-Three groups: ZeRO's partitions and loss scale, hooks of the pipeline, imports and process groups. A test in
-test_deepspeed_internals.py fails when such a part moves or the defect behind it is gone. No other module touches a
-private name of DeepSpeed, except `GatedStep` in engine.py, which is entered by every step.
+Two groups: ZeRO's partitions and loss scale; imports and process groups. A test in test_deepspeed_internals.py, or in
+test_deepspeed_accumulation.py about gradients, fails when such a part moves or the defect behind it is gone. No other
+module touches a private name of DeepSpeed, except `GatedStep` in engine.py, which is entered by every step.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import deepspeed.runtime.bf16_optimizer as bf16_optimizer
 import torch
 from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
@@ -165,6 +165,74 @@ def share_fp32_weights(optimizer: Any) -> None:
     optimizer._link_all_hp_params()
 
 
+def let_stages_differ() -> None:
+    """Keeps ZeRO-3 from comparing the order of modules and parameters over all ranks, of which stages have others.
+
+    `reset_step` (runtime/zero/partitioned_param_coordinator.py) does it at every forward of the engine, over the world:
+    ranks of another stage would fail or wait forever. Replicas of a stage run the same table; comparing them alone
+    would make every hand-over wait for the device.
+    """
+    import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
+
+    coordinator.assert_ints_same_as_other_ranks = lambda _: None
+
+
+def clear_gradient_partitions(optimizer: Any) -> None:
+    """Clears ZeRO-3's gradients before a step.
+
+    `partition_grads` (runtime/zero/stage3.py) overwrites gradients in the first backward of a step and adds to them in
+    the others: a parameter that the first one does not touch would keep the gradient of the step before.
+    """
+    for partition in getattr(optimizer, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", {}).values():
+        partition.zero_()
+
+
+class FlatGroup(NamedTuple):
+    """One parameter group of ZeRO-1: its parameters are views of one flat tensor, cut evenly over the replicas."""
+
+    parameters: list[torch.nn.Parameter]
+    weights: torch.Tensor  # flat, with padding at its end
+    gradients: torch.Tensor | None  # BF16_Optimizer's fp32 sums, as long as `weights` and always there
+
+    def start(self, parameter: torch.Tensor) -> int:
+        """Returns the index of a parameter's first element in the flat tensor."""
+        return (parameter.data_ptr() - self.weights.data_ptr()) // self.weights.element_size()
+
+
+def take_over_reduction(engine: Any) -> tuple[list[FlatGroup], Any]:
+    """Makes DeepSpeed leave the gradients of ZeRO-1 to us; returns its parameter groups and the group of the replicas.
+
+    Without `enable_backward_allreduce` neither `backward` nor `step` (runtime/engine.py) reduces. The hooks of
+    BF16_Optimizer and DeepSpeedZeroOptimizer, `_grad_acc_hooks`, only add gradients to sums of their own;
+    `clear_hp_grads` would write zeros over BF16_Optimizer's sums twice in a step.
+    """
+    optimizer = engine.optimizer
+    engine.enable_backward_allreduce = False
+    for hook in optimizer._grad_acc_hooks:
+        hook.remove()
+    if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
+        optimizer.clear_hp_grads = lambda: None
+        rows = zip(optimizer.bf16_groups, optimizer.bf16_groups_flat, optimizer.fp32_groups_gradients_flat, strict=True)
+        return [FlatGroup(*row) for row in rows], optimizer.dp_process_group
+    groups = zip(optimizer.bit16_groups, optimizer.bit16_groups_flat, strict=True)
+    return [FlatGroup(*row, None) for row in groups], optimizer.dp_process_group
+
+
+def takes_step(optimizer: Any, norm: torch.Tensor) -> bool:
+    """Decides by the gradients' norm whether a step of ZeRO-1 is taken, where DeepSpeed's own step does, so that
+    `GatedStep` is asked too; records the norm, infinite if not. Waits for the device.
+
+    `norm` is of the gradients without fp16's loss scale, which is updated.
+    """
+    if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
+        optimizer.overflow = bf16_optimizer.is_invalid_grad_norm(norm)
+    else:
+        optimizer.overflow = not bool(torch.isfinite(norm))
+        optimizer._update_scale(optimizer.overflow)
+    optimizer._global_grad_norm = float("inf") if optimizer.overflow else norm
+    return not optimizer.overflow
+
+
 LOSS_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -203,79 +271,6 @@ def stay_at_smallest_loss_scale(optimizer: Any) -> None:
         scaler.raise_error_at_min_scale = False
 
 
-# Hooks of the pipeline
-
-
-@contextlib.contextmanager
-def loss_computed_once(engine: Any) -> Iterator[Callable[[], torch.Tensor]]:
-    """Yields a function that computes a pipeline's loss of the step, also before the end of `train_batch`.
-
-    `_aggregate_total_loss` (runtime/pipe/engine.py) averages the last stage's loss over the replicas and sends it to
-    the other stages; `train_batch` calls it last. Only the first call computes; later ones get the same tensor.
-    """
-    engine._aggregate_total_loss = compute = functools.cache(engine._aggregate_total_loss)
-    try:
-        yield compute
-    finally:
-        del engine._aggregate_total_loss
-
-
-def micro_batch_losses(engine: Any) -> list[torch.Tensor]:
-    """Returns a pipeline's losses of the last step's micro-batches; on its last stage only (runtime/pipe/engine.py)."""
-    return list(engine.fwd_outputs)
-
-
-def watch_schedules(
-    engine: Any, on_begin: Callable[[], None], on_instruction: Callable[[str], None], on_end: Callable[[], None]
-) -> None:
-    """Calls `on_begin` before a pipeline's schedule, `on_instruction` before each instruction, `on_end` after the last.
-
-    `_exec_schedule` (runtime/pipe/engine.py) looks instructions up by their class in `_INSTRUCTION_MAP` and calls what
-    it finds as a method of the engine.
-    """
-
-    def watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def execute_instruction(engine: Any, **arguments: Any) -> Any:
-            on_instruction(name)
-            return method(engine, **arguments)
-
-        return execute_instruction
-
-    execute = engine._exec_schedule
-
-    def execute_schedule(schedule: Any) -> None:
-        on_begin()
-        execute(schedule)
-        on_end()
-
-    methods = engine._INSTRUCTION_MAP
-    engine._INSTRUCTION_MAP = {kind: watched(kind.__name__, method) for kind, method in methods.items()}
-    engine._exec_schedule = execute_schedule
-
-
-def tied_weights(model: Any) -> list[tuple[torch.Tensor, Any]]:
-    """Returns the weights that other stages hold too, each with the group of their ranks (runtime/pipe/module.py)."""
-    return model.get_tied_weights_and_groups() if hasattr(model, "get_tied_weights_and_groups") else []
-
-
-def sum_accumulated_tied_gradients(engine: Any) -> None:
-    """Makes a pipeline sum the gradients of tied weights where ZeRO-1 accumulates them beside 16-bit weights.
-
-    `_exec_reduce_tied_grads` (runtime/pipe/engine.py) sums BF16_Optimizer's fp32 gradients, or `weight.grad`. In fp16,
-    and in bf16 with an offloaded optimizer, gradients are accumulated in `weight.grad_accum` instead
-    (runtime/zero/stage_1_and_2.py) and `weight.grad` is None: each stage would train on its own part of the gradient.
-    """
-    if not getattr(engine.optimizer, "use_grad_accum_attribute", False):
-        return
-
-    def reduce_tied_gradients(engine: Any) -> None:
-        for weight, group in tied_weights(engine.module):
-            torch.distributed.all_reduce(weight.grad_accum, group=group)  # type: ignore[attr-defined]
-
-    instruction = next(kind for kind in engine._INSTRUCTION_MAP if kind.__name__ == "ReduceTiedGrads")
-    engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {instruction: reduce_tied_gradients}
-
-
 # Imports, output and process groups
 
 
@@ -288,6 +283,16 @@ def keep_collective_uncompiled() -> None:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def use_cpu_adam(library: Any) -> None:
+    """Makes `DeepSpeedCPUAdam` use a loaded library instead of compiling one, which `OpBuilder.load` does otherwise.
+
+    `_loaded_ops` of ops/op_builder/builder.py holds what a process has loaded, by name.
+    """
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    CPUAdamBuilder._loaded_ops[CPUAdamBuilder.NAME] = library
 
 
 def keep_muon_uncompiled() -> None:
@@ -323,7 +328,7 @@ def quiet_logging() -> None:
 
 @contextlib.contextmanager
 def quiet_stdout() -> Iterator[None]:
-    """Suppresses the partition that runtime/pipe/module.py prints; our layout table says the same."""
+    """Suppresses the topology that runtime/pipe/topology.py prints; our layout table says the same."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield
 

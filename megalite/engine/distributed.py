@@ -34,10 +34,17 @@ def topology_of(mesh: Mesh) -> PipeModelDataParallelTopology:
 
 
 class Grid(PipelineParallelGrid):  # type: ignore[misc]
-    """DeepSpeed's grid with the one accessor it lacks (runtime/pipe/topology.py has only the rank and size)."""
+    """DeepSpeed's grid with what its plain engine needs of it, and runtime/pipe/topology.py lacks."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(process_group=dist.new_group(range(mesh.world_size)), topology=topology_of(mesh))
+
+    def get_model_parallel_rank(self) -> int:
+        """Returns the tensor-parallel rank: on the first of them ZeRO-3's norm counts what all of them hold alike.
+
+        DeepSpeed's own is the rank among all ranks of a replica: only those of the first stage would be counted.
+        """
+        return int(self.get_slice_parallel_rank())
 
     def get_tensor_model_parallel_group(self) -> Any:
         """Returns the tensor-parallel group of this rank."""

@@ -1,18 +1,19 @@
-"""One `train_step` over DeepSpeed's two engines, and the plain one; pipeline.py has the other.
+"""One `train_step` over DeepSpeed's plain engine, whether or not the model is cut into pipeline stages.
 
 In: micro-batches of token ids as numpy arrays. Out: the loss, the gradient norm before clipping, whether the step
 was skipped. The loss and its gradient are the mean over the valid tokens of the whole global batch, however it is cut
-into micro-batches and replicas: DeepSpeed averages the means of micro-batches, so each micro-batch's summed loss is
-weighted by `micro-batches * replicas / valid tokens of the global batch`.
+into micro-batches and replicas: gradients of micro-batches are added up and their mean over replicas is taken, so each
+micro-batch's summed loss is weighted by `replicas / valid tokens of the global batch`.
 """
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, Protocol
 
 import deepspeed
@@ -21,24 +22,30 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.config import Config, ConfigError, ResolvedLayout
+from megalite.config.layout import reduces_beside_backward
 from megalite.engine.activity import Activity, Operation, Phase
+from megalite.engine.cpu_adam import BUILD_LIMIT, why_no_cpu_adam
 from megalite.engine.deepspeed_config import build_optimizer, deepspeed_config
 from megalite.engine.deepspeed_internals import (
+    clear_gradient_partitions,
     quiet_stdout,
     share_fp32_weights,
     stay_at_smallest_loss_scale,
 )
-from megalite.engine.distributed import Grid, tensor_parallel_of
+from megalite.engine.distributed import Grid, group_timeout, tensor_parallel_of
+from megalite.engine.gradient_reduction import GradientReducer
+from megalite.engine.handover import backward
+from megalite.engine.partitioned_step import partition_reductions
+from megalite.engine.stages import Chunk, TiedWeight
 from megalite.parallel.collectives import TensorParallel
-from megalite.parallel.layers import BlockInput, LayerSpec, MakeLayer, Payload, SerialModel, make_layer, named_shards
-from megalite.parallel.loss import IGNORED, head_logits, head_loss
+from megalite.parallel.layers import BlockInput, LayerSpec, named_shards
+from megalite.parallel.loss import IGNORED
 from megalite.parallel.mesh import Mesh
 
-Loss = Callable[[Any, Any, TensorParallel], Tensor]  # (last layer's output, labels, group) -> scalar
-Logits = Callable[[Any, TensorParallel], Tensor]  # (last layer's output, group) -> [batch, seq, vocab]
+log = logging.getLogger(__name__)
 
 
 class StepGate(Protocol):
@@ -141,7 +148,7 @@ class StepResult:
     skipped: bool  # the loss or the gradients were not finite, and the weights did not change
     refused: bool = False  # the gate refused the step, and the weights did not change
     micro_losses: tuple[Tensor, ...] = ()  # this rank's loss of each micro-batch; empty without the last layer
-    token_weight: Tensor | None = None  # the factor on a micro-batch's summed loss: `_loss_scale_per_token`
+    token_weight: Tensor | None = None  # the factor on a micro-batch's summed loss: `_token_weight`
 
     @property
     def taken(self) -> bool:
@@ -155,20 +162,35 @@ class Engine(ABC):
     def __init__(self, config: Config, layout: ResolvedLayout, mesh: Mesh, activity: Activity) -> None:
         self.config, self.layout, self.mesh, self.activity = config, layout, mesh, activity
         self.coordinate = mesh.coordinate(dist.get_rank())
+        self._has_dropout = config.model.has_dropout
+        with quiet_stdout():
+            self._grid = Grid(mesh)
+        self._tp = tensor_parallel_of(self._grid, config.parallel.sequence_parallel)
+        # ZeRO-2 and ZeRO-3 reduce gradients as they come; ZeRO-3 gathers weights from all replicas on the way
+        peers, zero_stage = activity.peers, layout.zero_stage
+        self._forward_peers = peers.stage if zero_stage == 3 else peers.tensor
+        self._backward_peers = peers.stage if zero_stage > 1 else peers.tensor
+        self.tied_weight: TiedWeight | None = None  # whose copy another rank holds, or the copy
         self.deepspeed: Any
         self.torch_optimizer: torch.optim.Optimizer
-        self._has_dropout = config.model.has_dropout
+        self.reducer: GradientReducer | None = None  # None: DeepSpeed reduces gradients
 
-    def _initialize(self, model: torch.nn.Module, mpu: Any) -> None:
+    def _initialize(self, model: torch.nn.Module) -> None:
         for _, parameter in named_shards(model):
             # DeepSpeed's norm counts an unmarked parameter on tensor-parallel rank 0 only, a marked one on every rank
             parameter.tensor_model_parallel = not parameter.shard.is_replicated  # type: ignore[attr-defined]
-        self.torch_optimizer = build_optimizer(model.parameters(), self.config.optimizer)
+        is_ours = reduces_beside_backward(self.config)
+        self.torch_optimizer = build_optimizer(
+            model.parameters(),
+            self.config.optimizer,
+            bucket_size=self.config.parallel.gradient_bucket_size if is_ours else None,
+            has_cpu_adam=self._has_cpu_adam(),
+        )
         options = deepspeed_config(self.config, self.layout)
         try:
             with quiet_stdout():
                 self.deepspeed, *_ = deepspeed.initialize(
-                    model=model, optimizer=self.torch_optimizer, mpu=mpu, config=options
+                    model=model, optimizer=self.torch_optimizer, mpu=self._grid, config=options
                 )
         except ValidationError as error:  # a value of the section `deepspeed`
             first = error.errors()[0]
@@ -176,6 +198,22 @@ class Engine(ABC):
             raise ConfigError(f"section deepspeed: DeepSpeed refuses {option}: {first['msg']}: correct it") from None
         share_fp32_weights(self.deepspeed.optimizer)
         stay_at_smallest_loss_scale(self.deepspeed.optimizer)
+        if is_ours:
+            self.reducer = partition_reductions(
+                self.deepspeed, model.parameters(), self.config, self.activity, self.coordinate.tensor_rank
+            )
+
+    def _has_cpu_adam(self) -> bool:
+        """Returns whether the optimizer is DeepSpeed's Adam for the CPU; says so, or why it is torch's. Collective."""
+        if self.config.offload.optimizer == "none" or self.config.optimizer.name != "adamw":
+            return False
+        reason = why_no_cpu_adam(min(BUILD_LIMIT, group_timeout() / 2))
+        if dist.get_rank() == 0:
+            chosen = "DeepSpeed's Adam for the CPU"
+            if reason is not None:
+                chosen = f"torch's fused AdamW on the CPU, as DeepSpeed's is not usable: {reason}"
+            log.info(f"offload.optimizer cpu: the update is {chosen}")
+        return reason is None
 
     @property
     @abstractmethod
@@ -183,27 +221,44 @@ class Engine(ABC):
         """True on ranks that hold the first or the last layer."""
 
     @abstractmethod
-    def _train(
-        self, micro_batches: Sequence[MicroBatch], weight: Tensor, step: GatedStep
-    ) -> tuple[Sequence[Tensor], Tensor]:
-        """Runs forward, backward and optimizer step inside `step.open`.
-
-        Returns `StepResult.micro_losses` and `StepResult.loss`.
-        """
+    def _accumulate_gradients(self, micro_batches: Sequence[MicroBatch], weight: Tensor) -> list[Tensor]:
+        """Runs forward and backward of all micro-batches; returns `StepResult.micro_losses`."""
 
     @abstractmethod
-    def _evaluate(self, micro_batches: Sequence[MicroBatch], count: int, weight: Tensor) -> Tensor: ...
+    def _evaluate(self, micro_batches: Sequence[MicroBatch], count: int, weight: Tensor) -> list[Tensor]:
+        """Returns the loss of each micro-batch on ranks that hold the last layer."""
 
     @abstractmethod
-    def logits(self, micro_batch: MicroBatch | None) -> Tensor | None:
+    def logits(self, micro_batch: MicroBatch) -> Tensor | None:
         """`[micro_batch, seq, vocab]` in evaluation mode, on ranks that hold the head; collective over the replica.
 
-        `micro_batch` is None where `needs_data` is False. All logits at once: for small batches.
+        Every rank is given the micro-batch, which may be of any shape. All logits at once: for small batches.
         """
 
+    @property
     @abstractmethod
+    def _loss_peers(self) -> tuple[int, ...]:
+        """The ranks that `_mean_loss` may wait for."""
+
+    def _mean_loss(self, losses: Sequence[Tensor]) -> Tensor:
+        """Returns the mean over the global batch of what `_accumulate_gradients` returned; collective."""
+        loss = torch.stack(list(losses)).sum()
+        if self.mesh.data_parallel_size > 1:
+            dist.all_reduce(loss, group=self.data_parallel_group())
+        return loss / self.mesh.data_parallel_size
+
+    @torch.no_grad()
+    def share_tied_weight(self) -> None:
+        """Copies a tied weight to the rank that holds the copy, as every change demands; collective over the two."""
+        if self.tied_weight is None:
+            return
+        ranks = tuple(dist.get_process_group_ranks(self.tied_weight.group))
+        self.activity.record_op(Operation.UNITE_TIED_WEIGHTS, peers=ranks)
+        dist.broadcast(self.tied_weight.weight.data, src=ranks[0], group=self.tied_weight.group)
+
     def data_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that hold what this one holds, one per replica."""
+        """Returns the group of the ranks that hold what this one holds, one per replica."""
+        return self._grid.get_data_parallel_group()
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], learning_rate: float, gate: StepGate | None = None
@@ -217,18 +272,36 @@ class Engine(ABC):
         for group in self.torch_optimizer.param_groups:
             group["lr"] = learning_rate
         skipped_before = self.deepspeed.skipped_steps
-        weight = self._loss_scale_per_token(micro_batches)
-        step = GatedStep(gate, self.deepspeed.optimizer, self.deepspeed.module.tensor_parallel)
-        micro_losses, loss = self._train(micro_batches, weight, step)
+        weight = self._token_weight(micro_batches)
+        if self.layout.zero_stage == 3:
+            clear_gradient_partitions(self.deepspeed.optimizer)
+        if self.reducer is not None:
+            self.reducer.begin(self.layout.gradient_accumulation_steps)
+        micro_losses = self._accumulate_gradients(micro_batches, weight)
+        if self.reducer is not None:
+            self.reducer.finish()
+        loss = cache(lambda: self._mean_loss(micro_losses))
+        step = GatedStep(gate, self.deepspeed.optimizer, self._tp)
+        with step.open(loss):
+            self.activity.record_op(Operation.OPTIMIZER, peers=self.activity.peers.everyone)
+            self.deepspeed.step()
+        self.share_tied_weight()
+        self.activity.record_op(Operation.LOSS, peers=self._loss_peers)
+        mean_loss = loss()
         skipped = self.deepspeed.skipped_steps > skipped_before and not step.refused
         norm = self.deepspeed.get_global_grad_norm()
         self.activity.record_op(Operation.FINISH, peers=self.activity.peers.everyone)
-        return StepResult(loss, norm, skipped, step.refused, tuple(micro_losses), weight)
+        return StepResult(mean_loss, norm, skipped, step.refused, tuple(micro_losses), weight)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], count: int) -> Tensor:
         """Returns the mean loss over the valid tokens of all replicas' micro-batches, `count` on each."""
         self.activity.begin_phase(Phase.EVALUATION)
-        loss = self._evaluate(micro_batches, count, self._loss_scale_per_token(micro_batches))
+        self.deepspeed.eval()
+        with torch.no_grad():
+            losses = self._evaluate(micro_batches, count, self._token_weight(micro_batches))
+        self.deepspeed.train()
+        self.activity.record_op(Operation.LOSS, peers=self._loss_peers)
+        loss = self._mean_loss(losses)
         self.activity.record_op(Operation.FINISH, peers=self.activity.peers.everyone)
         return loss
 
@@ -236,146 +309,68 @@ class Engine(ABC):
         """This rank's parameters by canonical path, in the same order on ranks with the same layers."""
         yield from named_shards(self.deepspeed.module)
 
-    def _loss_scale_per_token(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Returns the factor on each micro-batch's summed loss with which DeepSpeed's average is the token mean."""
+    def _token_weight(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Returns the factor on each micro-batch's summed loss with which the mean over replicas is the token mean."""
         valid = sum(int((batch.targets != IGNORED).sum()) for batch in micro_batches)
         total = torch.tensor(float(valid), dtype=torch.float64).to(self.deepspeed.device, torch.float32)
         if micro_batches and self.mesh.data_parallel_size > 1:
             self.activity.record_op(Operation.COUNT_TOKENS, peers=self.activity.peers.data)
             dist.all_reduce(total, group=self.data_parallel_group())
-        return len(micro_batches) * self.mesh.data_parallel_size / total.clamp(min=1.0)
+        return self.mesh.data_parallel_size / total.clamp(min=1.0)
 
-    def _feed(
-        self, micro_batches: Sequence[MicroBatch], weight: Tensor
-    ) -> Iterator[tuple[Payload, tuple[Tensor, Tensor]]]:
-        """Yields (first layer's payload, (targets, weight)) for each micro-batch."""
-        device = self.deepspeed.device
-        for number, batch in enumerate(micro_batches, start=1):
-            self.activity.record_op(Operation.LOAD, number)
-            targets = torch.from_numpy(batch.targets).to(device, non_blocking=True)
-            yield first_payload(batch, device, has_dropout=self._has_dropout), (targets, weight)
+    def _first_input(self, batch: MicroBatch) -> BlockInput:
+        """Builds the first layer's input: tokens, and positions and sample ids where documents or dropout need them."""
+        samples = batch.samples if self._has_dropout else None
+        tokens, positions, sample_ids = (
+            None if array is None else torch.from_numpy(array).to(self.deepspeed.device, non_blocking=True)
+            for array in (batch.tokens, batch.positions, samples)
+        )
+        assert tokens is not None
+        return BlockInput(tokens, positions, sample_ids)
 
-
-class PlainModel(nn.Module):
-    """The serial model with its loss: ZeRO-3 holds the head's weight only while a forward is running."""
-
-    def __init__(self, specs: Sequence[LayerSpec], config: Config, tp: TensorParallel) -> None:
-        super().__init__()
-        self.tensor_parallel, self._has_dropout = tp, config.model.has_dropout
-        self._loss, self._logits = loss_of(config), logits_of(config)
-        self.serial = SerialModel(specs, tp, layer_maker(config))
-
-    def forward(self, inputs: Payload, labels: Any = None) -> Tensor:
-        """Maps the first layer's payload and (targets, weight) to a scalar; without labels to the logits."""
-        outputs = self.serial(*BlockInput.from_payload(inputs, self._has_dropout))
-        if labels is None:
-            return self._logits(outputs, self.tensor_parallel)
-        return self._loss(outputs, labels, self.tensor_parallel)
+    def _targets(self, batch: MicroBatch) -> Tensor:
+        return torch.from_numpy(batch.targets).to(self.deepspeed.device, non_blocking=True)
 
 
 class PlainEngine(Engine):
-    """Trains on DeepSpeed's plain engine."""
+    """Trains a model that is not cut into stages."""
 
     def __init__(
         self, specs: Sequence[LayerSpec], config: Config, layout: ResolvedLayout, mesh: Mesh, activity: Activity
     ) -> None:
         super().__init__(config, layout, mesh, activity)
-        with quiet_stdout():
-            self._grid = Grid(mesh)
-        tp = tensor_parallel_of(self._grid, config.parallel.sequence_parallel)
-        self._initialize(PlainModel(specs, config, tp), self._grid)
-        # ZeRO-3 gathers weights from all replicas on the way
-        self._forward_peers = activity.peers.stage if layout.zero_stage == 3 else activity.peers.tensor
+        self._initialize(Chunk(specs, config, self._tp, is_last=True))
 
     @property
     def needs_data(self) -> bool:
         return True
 
-    def data_parallel_group(self) -> dist.ProcessGroup:
-        return self._grid.get_data_parallel_group()
+    @property
+    def _loss_peers(self) -> tuple[int, ...]:
+        return self.activity.peers.data
 
-    def _train(
-        self, micro_batches: Sequence[MicroBatch], weight: Tensor, step: GatedStep
-    ) -> tuple[Sequence[Tensor], Tensor]:
-        total, losses = torch.zeros((), device=self.deepspeed.device), []
-        loss_of_step = cache(lambda: self._mean_over_replicas(total / len(micro_batches)))
-        record_op, peers = self.activity.record_op, self.activity.peers
-        with step.open(loss_of_step):
-            for number, (inputs, labels) in enumerate(self._feed(micro_batches, weight), start=1):
-                record_op(Operation.FORWARD, number, self._forward_peers)
-                loss = self.deepspeed(inputs, labels)
-                losses.append(loss.detach())
-                total += losses[-1]
-                record_op(Operation.BACKWARD, number, peers.stage)  # ZeRO sums gradients as they come
-                self.deepspeed.backward(loss)
-                record_op(Operation.OPTIMIZER, number, peers.everyone)
-                self.deepspeed.step()  # steps the optimizer after the last micro-batch only
-        record_op(Operation.LOSS, peers=peers.loss)
-        return losses, loss_of_step()
-
-    def _evaluate(self, micro_batches: Sequence[MicroBatch], count: int, weight: Tensor) -> Tensor:
-        self.deepspeed.eval()
+    def _accumulate_gradients(self, micro_batches: Sequence[MicroBatch], weight: Tensor) -> list[Tensor]:
         losses = []
-        with torch.no_grad():
-            for number, fed in enumerate(self._feed(micro_batches, weight), start=1):
-                self.activity.record_op(Operation.FORWARD, number, self._forward_peers)
-                losses.append(self.deepspeed(*fed))
-        self.deepspeed.train()
-        self.activity.record_op(Operation.LOSS, peers=self.activity.peers.loss)
-        return self._mean_over_replicas(torch.stack(losses).mean())
+        for number, batch in enumerate(micro_batches, start=1):
+            loss = self._loss(number, batch, weight)
+            losses.append(loss.detach())
+            self.activity.record_op(Operation.BACKWARD, number, self._backward_peers)
+            backward(self.deepspeed, loss)
+        return losses
 
-    def logits(self, micro_batch: MicroBatch | None) -> Tensor | None:
-        assert micro_batch is not None
+    def _evaluate(self, micro_batches: Sequence[MicroBatch], count: int, weight: Tensor) -> list[Tensor]:
+        return [self._loss(number, batch, weight) for number, batch in enumerate(micro_batches, start=1)]
+
+    def _loss(self, number: int, batch: MicroBatch, weight: Tensor) -> Tensor:
+        self.activity.record_op(Operation.LOAD, number)
+        inputs, labels = self._first_input(batch), (self._targets(batch), weight)
+        self.activity.record_op(Operation.FORWARD, number, self._forward_peers)
+        loss: Tensor = self.deepspeed(inputs, labels)
+        return loss
+
+    def logits(self, micro_batch: MicroBatch) -> Tensor:
         self.deepspeed.eval()
         with torch.no_grad():
-            ((inputs, _),) = self._feed([micro_batch], torch.zeros(()))
-            logits: Tensor = self.deepspeed(inputs)
+            logits: Tensor = self.deepspeed(self._first_input(micro_batch))
         self.deepspeed.train()
         return logits
-
-    def _mean_over_replicas(self, loss: Tensor) -> Tensor:
-        if self.mesh.data_parallel_size > 1:
-            dist.all_reduce(loss, group=self.data_parallel_group())
-        return loss / self.mesh.data_parallel_size
-
-
-def layer_maker(config: Config) -> MakeLayer:
-    """Returns the function that builds a layer of this run."""
-    return partial(make_layer, seed=config.training.seed, initializer_range=config.model.initializer_range)
-
-
-def loss_of(config: Config) -> Loss:
-    """Returns the loss of a micro-batch, whose gradient is not finite either where the loss is not.
-
-    A loss may be infinite though its gradient, softmax - one_hot, is not. Zero times it is NaN then, which reaches the
-    gradients of all ranks on the usual way and needs no look at the loss, which would wait for the device.
-    """
-    vocab_size, softcap = config.model.vocab_size, config.model.final_logit_softcapping
-
-    def loss(outputs: tuple[Tensor, Tensor], labels: tuple[Tensor, Tensor], tp: TensorParallel) -> Tensor:
-        (hidden, head_weight), (targets, weight) = outputs, labels
-        weighted = head_loss(hidden, head_weight, targets, vocab_size, tp, softcap) * weight
-        if weighted.requires_grad:
-            value = weighted.detach()
-            weighted.register_hook(lambda gradient: gradient + 0.0 * value)
-        return weighted
-
-    return loss
-
-
-def logits_of(config: Config) -> Logits:
-    """Returns the function from the last layer's output to `[batch, seq, vocab]` logits."""
-    vocab_size, softcap = config.model.vocab_size, config.model.final_logit_softcapping
-
-    def logits(outputs: tuple[Tensor, Tensor], tp: TensorParallel) -> Tensor:
-        hidden, head_weight = outputs
-        return head_logits(hidden, head_weight, vocab_size, tp, softcap)
-
-    return logits
-
-
-def first_payload(batch: MicroBatch, device: torch.device, *, has_dropout: bool) -> Payload:
-    """Builds the first layer's input: tokens, and positions and sample ids where documents or dropout need them."""
-    arrays = (batch.tokens, batch.positions, batch.samples if has_dropout else None)
-    parts = (None if array is None else torch.from_numpy(array).to(device, non_blocking=True) for array in arrays)
-    return BlockInput(*parts).to_payload()  # type: ignore[arg-type]  # there always are tokens

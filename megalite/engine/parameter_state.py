@@ -12,6 +12,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -103,6 +104,10 @@ def read_gradients(engine: Engine) -> Iterator[tuple[nn.Parameter, Tensor]]:
     The gradient is whole (this rank's `Shard`), fp32, averaged over the global batch, neither scaled nor clipped.
     """
     scale = loss_scale(engine)
+    if engine.reducer is not None:
+        for parameter, gradient in engine.reducer.whole_gradients():
+            yield parameter, gradient / scale
+        return
     for _, parameter in engine.parameters():
         # the accessor would return an existing `grad`, of which ZeRO-1 has reduced only this rank's partition
         own, parameter.grad = parameter.grad, None
@@ -118,10 +123,14 @@ def loss_scale(engine: Engine) -> float:
 
 def create_moments(engine: Engine, step_count: int) -> None:
     """Creates zero optimizer state, so that moments can be written before the first step."""
-    is_fused = engine.torch_optimizer.defaults.get("fused")  # then the step counter is beside the parameter
+    optimizer = engine.torch_optimizer
+    is_fused = optimizer.defaults.get("fused")  # then the step counter is beside the parameter
     for flat in flat_partitions(engine.deepspeed.optimizer):
         state = engine.torch_optimizer.state[flat]
-        state["step"] = torch.tensor(float(step_count), device=flat.device if is_fused else "cpu")
+        if isinstance(optimizer, DeepSpeedCPUAdam):
+            state["step"] = step_count
+        else:
+            state["step"] = torch.tensor(float(step_count), device=flat.device if is_fused else "cpu")
         for name in MOMENTS[engine.config.optimizer.name]:
             state[name] = torch.zeros_like(flat)
     link_optimizer_state(engine.deepspeed.optimizer)
@@ -136,6 +145,11 @@ def write_weight(parameter: nn.Parameter, value: Tensor) -> None:
 @torch.no_grad()
 def refresh(engine: Engine) -> None:
     """Copies the written fp32 weights to the compute weights of all ranks; collective."""
+    _refresh_parameters(engine)
+    engine.share_tied_weight()
+
+
+def _refresh_parameters(engine: Engine) -> None:
     parameters = [parameter for _, parameter in engine.parameters()]
     if not any(map(is_partitioned, parameters)):
         engine.deepspeed.optimizer.update_lp_params()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 # torch 2.13 renamed both and warns about the old names
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def reduce_scatter(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
         return x
     pieces = torch.cat(x.chunk(tp.size, dim=dim)) if dim != 0 else x.contiguous()
     mine = pieces.new_empty((pieces.shape[0] // tp.size, *pieces.shape[1:]))
-    _reduce_scatter(mine, pieces, group=tp.group)
+    reduce_scatter_single(mine, pieces, group=tp.group)
     return mine
 
 

@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.dropout import Dropout
 from megalite.parallel.shard import Shard, ShardPiece
 
-Payload = Tensor | tuple[Tensor, ...]  # a `BlockInput` as DeepSpeed's pipeline sends it from stage to stage
 Recompute = Literal["none", "selective", "full"]
 BLOCK_ROWS = 256  # of initial weights that are drawn from one stream
 
@@ -40,18 +39,6 @@ class BlockInput(NamedTuple):
     hidden: Tensor  # [batch, seq(/tp), hidden]; token ids [batch, seq] for the first layer
     positions: Tensor | None = None  # [batch, seq], 0 where a document starts; None: one document per row
     sample_ids: Tensor | None = None  # [batch], position of each sample in the data; None without dropout
-
-    def to_payload(self) -> Payload:
-        """Returns the tensors that are present: pipeline stages can exchange nothing else."""
-        tensors = tuple(tensor for tensor in self if tensor is not None)
-        return tensors[0] if len(tensors) == 1 else tensors
-
-    @classmethod
-    def from_payload(cls, payload: Payload, has_sample_ids: bool) -> Self:
-        """Reverses `to_payload`. Models with dropout always have sample ids, so any other tensor is the positions."""
-        hidden, *others = (payload,) if isinstance(payload, Tensor) else payload
-        sample_ids = others.pop() if has_sample_ids else None
-        return cls(hidden, others[0] if others else None, sample_ids)
 
 
 @dataclass(frozen=True)
@@ -127,9 +114,9 @@ class SerialModel(nn.Module):
             if spec.module_key not in self.layers:
                 self.layers[spec.module_key] = make_layer(spec, tp)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, sample_ids: Tensor | None = None) -> Any:
+    def forward(self, hidden: Tensor, positions: Tensor | None = None, sample_ids: Tensor | None = None) -> Any:
         """Returns the last layer's output; inputs as in `BlockInput`."""
-        x: Any = BlockInput(tokens, positions, sample_ids)
+        x: Any = BlockInput(hidden, positions, sample_ids)
         for spec in self.specs:
             module = self.layers[spec.module_key]
             x = module(x) if spec.forward is None else spec.forward(module, x)

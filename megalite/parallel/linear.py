@@ -7,7 +7,7 @@ carries its `Shard`. At size one each layer is the plain torch layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -50,6 +50,11 @@ def _cpu_multiplies_bf16() -> bool:
     return cpu["architecture"] != "x86_64" or cpu["amx_bf16"] or cpu["avx512_bf16"]
 
 
+def multipliable(x: Tensor) -> Tensor:
+    """Widens bf16 to fp32 on a CPU without bf16 units."""
+    return x.float() if lacks_fast_gemm(x) else x
+
+
 class _WidenedLinear(torch.autograd.Function):
     """`F.linear` of bf16 tensors by fp32 GEMMs; only the bf16 tensors are kept for backward."""
 
@@ -73,7 +78,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _WidenedLinear.apply(x, weight, bias) if lacks_fast_gemm(x) else F.linear(x, weight, bias)
 
 
-class ColumnParallelLinear(nn.Module):
+class LinearLayer(nn.Module):
+    """A layer whose weight `[out, in]` is an operand of one GEMM, whose gradient weight_gradients.py may put off."""
+
+    weight: nn.Parameter
+    product: Callable[[Tensor, nn.Parameter, Tensor | None], Tensor] = staticmethod(linear)
+
+
+class ColumnParallelLinear(LinearLayer):
     """`y = x W^T + b` with the rows of W cut over the ranks; several projections share one GEMM as `sections`."""
 
     def __init__(self, in_features: int, sections: Mapping[str, int], bias: bool, tp: TensorParallel) -> None:
@@ -85,10 +97,10 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[batch, seq(/tp), in]` -> `[batch, seq, out/tp]`."""
-        return linear(enter_parallel_region(x, self.tp), self.weight, self.bias)
+        return self.product(enter_parallel_region(x, self.tp), self.weight, self.bias)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(LinearLayer):
     """`y = x W^T + b` with the columns of W cut over the ranks; the bias is added once, after the sum."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, tp: TensorParallel) -> None:
@@ -101,12 +113,12 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[batch, seq, in/tp]` -> `[batch, seq(/tp), out]`."""
         if self.tp.size == 1:
-            return linear(x, self.weight, self.bias)
-        y = leave_parallel_region(linear(x, self.weight, None), self.tp)
+            return self.product(x, self.weight, self.bias)
+        y = leave_parallel_region(self.product(x, self.weight, None), self.tp)
         return y if self.bias is None else y + replicated_parameter(self.bias, self.tp)
 
 
-class LocalLinear(nn.Module):
+class LocalLinear(LinearLayer):
     """`y = x W^T` with this rank's part of a cut W and no communication, for layers that enter and leave the parallel
     region together, such as experts."""
 
@@ -116,7 +128,7 @@ class LocalLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, in]` -> `[tokens, out]`, both local sizes."""
-        return linear(x, self.weight, None)
+        return self.product(x, self.weight, None)
 
 
 class VocabParallelEmbedding(nn.Module):

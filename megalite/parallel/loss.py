@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.collectives import TensorParallel, all_gather, enter_parallel_region
-from megalite.parallel.linear import lacks_fast_gemm
+from megalite.parallel.linear import multipliable
 
 IGNORED = -100  # the target of a token that carries no loss, as in torch and transformers
 # fp32 logits alive at once: small chunks stay in a CPU's caches, but accumulate the head's gradient more often
@@ -67,7 +67,7 @@ class _HeadLoss(torch.autograd.Function):
         first = tp.rank * rows
         real_rows = max(0, min(rows, vocab_size - first))  # the rest is padding
         chunk = max(CHUNK_TOKENS, CHUNK_BYTES[hidden.device.type] // (4 * rows))
-        head = weight.float() if lacks_fast_gemm(weight) else weight
+        head = multipliable(weight)
         ctx.dtype, is_fp16 = hidden.dtype, hidden.dtype == torch.float16
         ctx.scale = FP16_SCALE if is_fp16 else 1.0  # of both gradients, until backward
         hidden_grad = torch.empty_like(hidden, dtype=torch.float32 if is_fp16 else head.dtype) if needs_grad else None

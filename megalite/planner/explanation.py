@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megalite.config import Config
 from megalite.config.auto import CHOOSABLE
 from megalite.config.suggestions import OptionPath, dotted
 from megalite.planner.hardware import is_guess
-from megalite.planner.search import ALIKE, ROOMY, Dropped, LayoutCandidate, SearchResult, search, smallest_that_fits
+from megalite.planner.search import (
+    ALIKE,
+    ROOMY,
+    Dropped,
+    LayoutCandidate,
+    SearchResult,
+    search,
+    smallest_that_fits,
+    with_faster_schedule,
+)
 from megalite.planner.units import about, gib, seconds
 
 OF_THE_SEQUENCE = ("activations", "working", "logits")  # parts of a stage's memory that grow with its length
@@ -30,8 +41,8 @@ def explain(result: SearchResult) -> tuple[str, str, str]:
     return winner, _next_best(result), _dropped(result)
 
 
-def caveats(result: SearchResult) -> list[str]:
-    """Lists the assumptions behind the winner's numbers."""
+def caveats(config: Config, result: SearchResult) -> list[str]:
+    """Lists the assumptions behind the winner's numbers, and the pipeline schedule that would make it faster."""
     best, kind = result.best, result.cluster.accelerator
     said = [f"efficiency {kind.efficiency:g} of {result.cluster.accelerator_name}: {kind.calibrated_on}"]
     if best is not None and best.time.hidden_s > 0.02 * best.time.seconds:
@@ -42,6 +53,12 @@ def caveats(result: SearchResult) -> list[str]:
         said.append(
             f"ZeRO-3 is taken to hide {seconds(best.time.hidden_s)} of exchanges behind computing; where it does not, "
             f"a step takes so much longer{instead}"
+        )
+    if best is not None and (faster := with_faster_schedule(config, best, result.cluster)) is not None:
+        said.append(
+            f"with parallel.pipeline_schedule {faster.layout.pipeline_schedule} a step of the winner would take "
+            f"{1 - faster.time.seconds / best.time.seconds:.1%} less, and its fullest accelerator "
+            f"{gib(faster.fullest.total)} instead of {gib(best.fullest.total)}"
         )
     if kind.device == "cpu":
         said.append("memory includes some 300 MiB that a rank's process takes before training")
@@ -68,8 +85,7 @@ def _remedy(config: Config, result: SearchResult, free: frozenset[OptionPath]) -
         if freed.best is not None:
             values = freed.best.options
             differing = [path for path in stated if getattr(getattr(config, path[0]), path[1]) != values[path]]
-            changes = ", ".join(f"{dotted(path)} {str(values[path]).lower()}" for path in differing)
-            return f"it fits with {changes}"
+            return f"it fits with {', '.join(stated_option(path, values[path]) for path in differing)}"
     counts = [count for count in NODE_COUNTS if count > cluster.nodes]
     is_one_machine = cluster.accelerator.device == "cpu"  # more ranks bring no memory
     if is_one_machine and config.checkpoint.background:  # which keeps a copy of the state in the same memory
@@ -90,6 +106,12 @@ def _remedy(config: Config, result: SearchResult, free: frozenset[OptionPath]) -
         f"no number of {numbers} helps (the largest part, {name}, needs {gib(size)}): use {what} with more memory or a "
         f"smaller model{shorter}"
     )
+
+
+def stated_option(path: OptionPath, value: Any) -> str:
+    """Returns an option with its value, as `recompute.mode [full, none]`."""
+    text = f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value).lower()
+    return f"{dotted(path)} {text}"
 
 
 def main_parts(candidate: LayoutCandidate) -> str:

@@ -75,6 +75,9 @@ class Accelerator(Section):
     inter_node: str
     """Name of the link that an adapter of a node usually has."""
 
+    host_link: str = "PCIe 4"
+    """Name of the link to the host's memory, over which offloaded state and activations move; a CPU has none."""
+
     source: str = ""
     """Source of the figures."""
 

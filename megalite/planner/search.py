@@ -18,17 +18,19 @@ from megalite.config.suggestions import OptionPath
 from megalite.planner.cost.memory import CPU, CUDA, PROCESS_BYTES, Device, StageMemory, memory_of, with_process
 from megalite.planner.cost.step_time import StepTime, step_time
 from megalite.planner.hardware import Cluster
+from megalite.planner.schedules.tables import Schedule
 from megalite.planner.units import gib
-from megalite.planner.workload import ParallelLayout, TrainingWorkload
+from megalite.planner.workload import ParallelLayout, Recompute, TrainingWorkload
 
 TENSOR, PIPELINE = ("parallel", "tensor_parallel_size"), ("parallel", "pipeline_parallel_size")
 DATA, ZERO = ("parallel", "data_parallel_size"), ("parallel", "zero_stage")
 SEQUENCE = ("parallel", "sequence_parallel")
+SCHEDULE, CHUNKS = ("parallel", "pipeline_schedule"), ("parallel", "pipeline_chunks")
 MICRO_BATCH, RECOMPUTE = ("training", "micro_batch_size"), ("recompute", "mode")
 
 ALIKE = 0.01  # of a step: predictions are no better than that
 ROOMY = 0.94  # of an accelerator's memory: predictions of memory are good to some 6 %
-RECOMPUTE_MODES = ("none", "selective", "full")
+RECOMPUTE_MODES: tuple[Recompute, ...] = ("none", "selective", "full")  # the fastest first
 ZERO_STAGES = (1, 2, 3)  # stage 0 is served by 1
 
 Check = Callable[[Config, ResolvedLayout], None]
@@ -115,8 +117,9 @@ def search(
 ) -> SearchResult:
     """Searches all layouts on all accelerators of `cluster`; options that are not `free` stay as the config has them.
 
-    Left out is what recomputes more than it must, which only costs time. Tensor parallelism crosses nodes only where
-    nothing else fits. `allocator` is that of CPU ranks, by default the one that `needs` assumes.
+    Where recomputation is free, each stage recomputes only what it must, for more only costs time. Tensor parallelism
+    crosses nodes only where nothing else fits. `allocator` is that of CPU ranks, by default the one that `needs`
+    assumes.
     """
     if cluster.accelerator.device == "cuda":  # a CPU's number formats are the business of the config's rules
         cluster.peak_flops(config.precision.dtype)
@@ -127,7 +130,7 @@ def search(
         for tp, pp in sizes(config, ranks, free, crosses=crosses):
             try:
                 for chain in chains(config, tp, pp, ranks, free, check):
-                    _try(chain, cluster, allocator, found, dropped)
+                    _try(chain, cluster, free, allocator, found, dropped)
             except ConfigError as error:
                 dropped.append(Dropped(_layout(config, tp, pp, ranks.count), str(error)))
         if found:
@@ -150,6 +153,21 @@ def judged(config: Config, layout: ResolvedLayout, cluster: Cluster) -> LayoutCa
     return LayoutCandidate(job, needs(job, cluster), step_time(job, cluster))
 
 
+def with_faster_schedule(config: Config, candidate: LayoutCandidate, cluster: Cluster) -> LayoutCandidate | None:
+    """Returns the candidate with the pipeline schedule that makes it fastest, where that is legal, fits, and is
+    noticeably faster; else None."""
+    ranks, found = Ranks.of(cluster), []
+    if candidate.layout.pipeline_parallel_size == 1:
+        return None
+    for schedule in Schedule:
+        tried = config.with_resolved(candidate.options | {SCHEDULE: schedule.value, CHUNKS: None})
+        with suppress(ConfigError):
+            found.append(judged(tried, resolve_layout(tried, ranks.count, ranks.device), cluster))
+    fitting = [one for one in found if one.fullest.total <= cluster.memory_bytes]
+    best = min(fitting, key=lambda one: one.time.seconds, default=candidate)
+    return best if best.time.seconds < (1 - ALIKE) * candidate.time.seconds else None
+
+
 def needs(job: TrainingWorkload, cluster: Cluster, allocator: Device | None = None) -> tuple[StageMemory, ...]:
     """Returns the memory of a job on the cluster's accelerators; of CPU ranks all that counts against their host.
 
@@ -161,6 +179,28 @@ def needs(job: TrainingWorkload, cluster: Cluster, allocator: Device | None = No
         peak = cluster.accelerator.peak_tflops  # bf16 units would make bf16 faster
         allocator = replace(CPU, widens_bf16=peak.get("bf16", 0.0) <= peak.get("fp32", 0.0))
     return tuple(with_process(one, job, PROCESS_BYTES) for one in memory_of(job, allocator))
+
+
+def fitted(
+    job: TrainingWorkload, cluster: Cluster, free: frozenset[OptionPath], allocator: Device | None = None
+) -> tuple[TrainingWorkload, tuple[StageMemory, ...]]:
+    """Returns a job and its memory. Where recomputation is free, each stage has the fastest with which it fits, or with
+    which it needs least if it fits with none. `allocator` as in `needs`.
+
+    Under 1F1B an early stage holds more micro-batches than a late one, so it may have to recompute more.
+    """
+    if RECOMPUTE not in free:
+        return job, needs(job, cluster, allocator)
+    fastest, *others = RECOMPUTE_MODES
+    memory = list(needs(job.with_recompute(fastest), cluster, allocator))
+    modes = [fastest] * len(memory)
+    for mode in others:
+        if max(stage.total for stage in memory) <= cluster.memory_bytes:
+            break
+        for one in needs(job.with_recompute(mode), cluster, allocator):
+            if cluster.memory_bytes < memory[one.stage].total > one.total:
+                modes[one.stage], memory[one.stage] = mode, one
+    return job.with_recompute(modes[0] if len(set(modes)) == 1 else tuple(modes)), tuple(memory)
 
 
 def options_of(layout: ParallelLayout) -> dict[OptionPath, Any]:
@@ -207,7 +247,6 @@ def chains(
     replicas = layout.data_parallel_size
     stages = ZERO_STAGES if ZERO in free and replicas > 1 else (simplest.parallel.zero_stage,)
     cuts = (False, True) if SEQUENCE in free and tp > 1 else (simplest.parallel.sequence_parallel,)
-    modes = RECOMPUTE_MODES if RECOMPUTE in free else (simplest.recompute.mode,)
     size = simplest.training.micro_batch_size
     batches = divisors(simplest.training.global_batch_size // replicas) if MICRO_BATCH in free else (size,)
     for stage in stages:
@@ -221,9 +260,8 @@ def chains(
             for batch in batches:
                 one = tried.with_resolved({MICRO_BATCH: batch})
                 with suppress(ConfigError):
-                    legal.append((one, _checked(one, ranks, check)))
-            for mode in modes:
-                yield [TrainingWorkload.of(one.with_resolved({RECOMPUTE: mode}), resolved) for one, resolved in legal]
+                    legal.append(TrainingWorkload.of(one, _checked(one, ranks, check)))
+            yield legal
 
 
 def first_legal(config: Config, ranks: Ranks, check: Check | None = None) -> tuple[Config, ResolvedLayout]:
@@ -253,8 +291,8 @@ def smallest_that_fits(
             for tp, pp in sizes(config, ranks, free, crosses=crosses):
                 with suppress(ConfigError):
                     *_, most_sparing = chains(config, tp, pp, ranks, free)
-                    job = most_sparing[0]
-                    if max(stage.total for stage in needs(job, larger)) <= larger.memory_bytes:
+                    job, memory = fitted(most_sparing[0], larger, free)
+                    if max(stage.total for stage in memory) <= larger.memory_bytes:
                         return larger, job.layout
     return None
 
@@ -283,18 +321,16 @@ def _checked(config: Config, ranks: Ranks, check: Check | None) -> ResolvedLayou
 def _try(
     chain: Sequence[TrainingWorkload],
     cluster: Cluster,
+    free: frozenset[OptionPath],
     allocator: Device | None,
     found: list[LayoutCandidate],
     dropped: list[Dropped],
 ) -> None:
     """Collects all candidates that fit; of those that do not, keeps the nearest. A larger micro-batch may need less:
     the last gradients are added to none."""
-    already = {replace(one.layout, recompute="none") for one in found}
     too_large: list[Dropped] = []
-    for job in chain:
-        if replace(job.layout, recompute="none") in already:
-            continue
-        memory = needs(job, cluster, allocator)
+    for simplest in chain:
+        job, memory = fitted(simplest, cluster, free, allocator)
         fullest = max(memory, key=lambda stage: stage.total)
         missing = fullest.total - cluster.memory_bytes
         if missing > 0:
@@ -324,10 +360,11 @@ def _layout(config: Config, tp: int, pp: int, world_size: int) -> ParallelLayout
 
 
 def _simplicity(layout: ParallelLayout) -> tuple[Any, ...]:
+    modes = (layout.recompute,) if isinstance(layout.recompute, str) else layout.recompute
     return (
         layout.tensor_parallel_size,
         layout.pipeline_parallel_size,
-        RECOMPUTE_MODES.index(layout.recompute),
+        sorted(map(RECOMPUTE_MODES.index, modes), reverse=True),
         layout.zero_stage,
         layout.sequence_parallel,
         layout.micro_batch_size,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Self
 
 MIB, GIB = 2**20, 2**30
@@ -86,6 +88,16 @@ def plain(value: float) -> str:
 def short(value: float) -> str:
     """Formats at most three digits, but whole numbers whole: `12`, `5.1`, `1,234`."""
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
+
+
+def of_stages(texts: Sequence[str]) -> str:
+    """Returns the text of each pipeline stage, as `stages 0-2 full, stage 3 none`; alone where all have the same."""
+    parts, first = [], 0
+    for text, alike in groupby(texts):
+        last = first + len(list(alike)) - 1
+        parts.append(f"stages {first}-{last} {text}" if last > first else f"stage {first} {text}")
+        first = last + 1
+    return ", ".join(parts) if len(parts) > 1 else texts[0]
 
 
 def plural(number: int, noun: str) -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal, Self
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self, TypeVar
 
 from megalite.config import Config, ModelConfig, ResolvedLayout
-from megalite.config.sections import Dtype
+from megalite.config.sections import Dtype, PipelineSchedule, RecomputeMode
+from megalite.planner.schedules.tables import Schedule
+from megalite.planner.units import of_stages
 
 BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = RecomputeMode
+OfStage = TypeVar("OfStage")
 
 
 @dataclass(frozen=True)
@@ -20,28 +24,42 @@ class ParallelLayout:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
-    interleave: int = 1  # model chunks per stage (Narayanan 2021, section 2.2.2); megalite trains with 1
+    pipeline_chunks: int = 1  # pieces of the model per stage (Narayanan 2021, section 2.2.2)
     zero_stage: int = 1
     sequence_parallel: bool = False
-    recompute: Recompute = "none"
+    recompute: Recompute | tuple[Recompute, ...] = "none"  # of all stages, or of each
     micro_batch_size: int = 1
+    pipeline_schedule: PipelineSchedule = "1f1b"
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(self.pipeline_schedule)
 
     @property
     def world_size(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
     def __str__(self) -> str:
-        """`tp 8 pp 4 dp 2 zero 1 sp full mbs 2`, defaults left out."""
+        """`tp 8 pp 4 dp 2 zb-v ZeRO-2 sequence-parallel full recompute micro-batch 2`, defaults left out."""
         words = [f"tp {self.tensor_parallel_size} pp {self.pipeline_parallel_size} dp {self.data_parallel_size}"]
-        words += [f"interleave {self.interleave}"] * (self.interleave > 1)
+        if self.pipeline_schedule != "1f1b":
+            is_choice = self.pipeline_schedule == "interleaved"
+            words.append(self.pipeline_schedule + f" {self.pipeline_chunks}" * is_choice)
         words += [f"ZeRO-{self.zero_stage}"] * (self.zero_stage != 1)
         words += ["sequence-parallel"] * self.sequence_parallel
-        words += [f"{self.recompute} recompute"] * (self.recompute != "none")
+        if self.recompute != "none":
+            is_one = isinstance(self.recompute, str)
+            words.append(f"{self.recompute} recompute" if is_one else f"recompute ({of_stages(self.recompute)})")
         return " ".join([*words, f"micro-batch {self.micro_batch_size}"])
 
 
+def recompute_in_short(recompute: Recompute | Sequence[Recompute]) -> str:
+    """Returns the one mode, or that of each stage, as `full/full/none`."""
+    return recompute if isinstance(recompute, str) else "/".join(recompute)
+
+
 Attention = Literal["materialized", "flash_1", "flash_2"]
-Replicas = Literal["deepspeed", "all_reduce", "sharded_optimizer", "fully_sharded"]
+Replicas = Literal["deepspeed", "deepspeed_2022", "all_reduce", "sharded_optimizer", "fully_sharded"]
 
 
 @dataclass(frozen=True)
@@ -55,9 +73,11 @@ class Stack:
     cuts_boundary_tensors: bool = False  # tensors between stages are sent in parts and gathered (Narayanan 2021, 4.1)
     balances_stages: bool = True  # layers are cut where the slowest stage is fastest; else stages have as many blocks
     stops_recompute_early: bool = True  # at the last number that backward needs (torch's non-reentrant checkpoints)
-    # as DeepSpeed's ZeRO does; an all-reduce of gradients; a reduce-scatter to the owners of optimizer shards and a
-    # gather of weights; or with weights sharded too, as in PyTorch's FSDP
+    # as megalite on DeepSpeed 0.19; as DeepSpeed's ZeRO-1 of 2022, an all-reduce of gradients and a gather of weights;
+    # an all-reduce alone; a reduce-scatter to the owners of optimizer shards and a gather of weights; or with weights
+    # sharded too, as in PyTorch's FSDP
     replicas: Replicas = "deepspeed"
+    waits_for_messages: bool = False  # between stages; else they travel while stages compute
     # gradients are reduced behind the last micro-batch's backward pass, weights gathered behind the first's forward
     overlaps_replicas: bool = False
     prefetches_backward: bool = True  # sharded weights of the next layer are gathered while backward computes this one
@@ -78,8 +98,11 @@ class TrainingWorkload:
     dtype: Dtype = "bf16"
     gradient_accumulation_dtype: Dtype = "fp32"
     gradient_reduction_dtype: Dtype | None = None  # between replicas; None: `gradient_accumulation_dtype`
+    gradient_bucket_size: int = 50_000_000  # numbers that replicas reduce in one collective
     optimizer: Literal["adamw", "sgd"] = "adamw"
     document_mask: bool = False
+    offloads_optimizer: bool = False  # to the memory of the host
+    offloads_activations: bool = False
     background_saves: bool = False  # each rank keeps a copy of its weights and moments in the memory of the host
     stack: Stack = field(default=MEGALITE)
 
@@ -87,6 +110,11 @@ class TrainingWorkload:
     def reduction_dtype(self) -> Dtype:
         """Format in which gradients are summed over replicas."""
         return self.gradient_reduction_dtype or self.gradient_accumulation_dtype
+
+    @property
+    def reduces_beside_backward(self) -> bool:
+        """True if gradients are reduced bucket by bucket in the last backward pass (engine/gradient_reduction.py)."""
+        return self.stack.replicas == "deepspeed" and self.layout.zero_stage < 2 and not self.offloads_optimizer
 
     @property
     def micro_batches(self) -> int:
@@ -99,6 +127,18 @@ class TrainingWorkload:
         it, or because recomputation does not stop early."""
         model = self.model
         return not self.stack.stops_recompute_early or model.norm_placement != "pre" or model.residual_dropout > 0
+
+    def with_recompute(self, recompute: Recompute | tuple[Recompute, ...]) -> Self:
+        return replace(self, layout=replace(self.layout, recompute=recompute))
+
+    def by_stage(self, figures: Callable[[Self], Sequence[OfStage]]) -> tuple[OfStage, ...]:
+        """Returns `figures` of each stage of a job, which may recompute otherwise than the others; `figures` is asked
+        about jobs whose stages all recompute the same."""
+        modes = self.layout.recompute
+        if isinstance(modes, str):
+            return tuple(figures(self))
+        found = {mode: figures(self.with_recompute(mode)) for mode in dict.fromkeys(modes)}
+        return tuple(found[mode][stage] for stage, mode in enumerate(modes))
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -116,6 +156,8 @@ class TrainingWorkload:
             layout=ParallelLayout(
                 tensor_parallel_size=layout.tensor_parallel_size,
                 pipeline_parallel_size=layout.pipeline_parallel_size,
+                pipeline_schedule=layout.pipeline_schedule if layout.pipeline_parallel_size > 1 else "1f1b",
+                pipeline_chunks=layout.pipeline_chunks if layout.pipeline_parallel_size > 1 else 1,
                 data_parallel_size=layout.data_parallel_size,
                 zero_stage=layout.zero_stage,
                 sequence_parallel=config.parallel.sequence_parallel,
@@ -127,7 +169,10 @@ class TrainingWorkload:
             dtype=config.precision.dtype,
             gradient_accumulation_dtype=config.precision.gradient_accumulation_dtype,
             gradient_reduction_dtype=config.precision.gradient_reduction_dtype,
+            gradient_bucket_size=config.parallel.gradient_bucket_size,
             optimizer=config.optimizer.name,
             document_mask=config.data.document_mask,
+            offloads_optimizer=config.offload.optimizer == "cpu",
+            offloads_activations=config.offload.activations == "cpu",
             background_saves=config.checkpoint.background,
         )

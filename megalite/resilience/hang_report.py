@@ -15,29 +15,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-
-from megalite.engine.activity import NOBODY, RING, Note, Operation, Phase
+from megalite.engine.activity import Note, Operation, Phase
 from megalite.parallel.mesh import Mesh
-from megalite.resilience.heartbeat import LARGEST
+from megalite.resilience.rank_state import Ranks, RankState
 
-Ranks = tuple[int, ...]
 NAMED = 8  # ranges of ranks in a list
 CLAUSES = 8  # groups of waiting ranks that are listed one by one
 
 PARTNERS = {  # the operation that the other side must have begun
     Operation.RECEIVE_ACTIVATION: Operation.SEND_ACTIVATION,
-    Operation.SEND_ACTIVATION: Operation.RECEIVE_ACTIVATION,
+    Operation.AWAIT_ACTIVATION: Operation.RECEIVE_ACTIVATION,
     Operation.RECEIVE_GRADIENT: Operation.SEND_GRADIENT,
-    Operation.SEND_GRADIENT: Operation.RECEIVE_GRADIENT,
+    Operation.AWAIT_GRADIENT: Operation.RECEIVE_GRADIENT,
 }
 OWN_WORK = {
     Operation.BEGIN,
     Operation.LOAD,
     Operation.FORWARD,
     Operation.BACKWARD,
+    Operation.WEIGHT_GRADIENT,
+    Operation.SEND_ACTIVATION,
+    Operation.SEND_GRADIENT,
 }  # the rank's own work, even if it needs peers
 
 # "rank 5 waits ...", "rank 1 has been ..."; {m}: micro-batch, {r}: ranks
@@ -47,8 +47,16 @@ OPERATION_PHRASES = {
     Operation.LOAD: ("to load micro-batch {m} with {r}", "loading micro-batch {m}"),
     Operation.FORWARD: ("in the forward of micro-batch {m} for {r}", "in the forward of micro-batch {m}"),
     Operation.BACKWARD: ("in the backward of micro-batch {m} for {r}", "in the backward of micro-batch {m}"),
+    Operation.WEIGHT_GRADIENT: (
+        "in the weight gradients of micro-batch {m} for {r}",
+        "in the weight gradients of micro-batch {m}",
+    ),
     Operation.SEND_ACTIVATION: (
-        "to hand the activation of micro-batch {m} to {r}",
+        "to send the activation of micro-batch {m} to {r}",
+        "sending the activation of micro-batch {m}",
+    ),
+    Operation.AWAIT_ACTIVATION: (
+        "for {r} to take the activation of micro-batch {m}",
         "sending the activation of micro-batch {m}",
     ),
     Operation.RECEIVE_ACTIVATION: (
@@ -56,7 +64,11 @@ OPERATION_PHRASES = {
         "receiving the activation of micro-batch {m}",
     ),
     Operation.SEND_GRADIENT: (
-        "to hand the gradient of micro-batch {m} to {r}",
+        "to send the gradient of micro-batch {m} to {r}",
+        "sending the gradient of micro-batch {m}",
+    ),
+    Operation.AWAIT_GRADIENT: (
+        "for {r} to take the gradient of micro-batch {m}",
         "sending the gradient of micro-batch {m}",
     ),
     Operation.RECEIVE_GRADIENT: (
@@ -84,83 +96,6 @@ PHASE_PHRASES = {  # if the phase has only begun
     Phase.WRITING: ("for the files of a checkpoint of {r}", "writing a checkpoint"),
     Phase.CHECKPOINT: ("to save a checkpoint with {r}", "saving a checkpoint"),
 }
-
-
-def _printable(word: str) -> str:
-    if not word.isprintable():
-        raise ValueError("no printable word")
-    return word
-
-
-def _with_small_numbers(note: Note) -> Note:
-    if not all(abs(number) < LARGEST for number in (note.time, note.phase_number, note.step, note.micro_batch or 0)):
-        raise ValueError("a number that no rank writes")
-    return note
-
-
-Number = Annotated[int, Field(ge=0, lt=LARGEST)]
-Word = Annotated[str, Field(max_length=1000), AfterValidator(_printable)]
-
-
-class StrictModel(BaseModel):
-    """Base of what a rank writes for the others, and strangers may write in its place."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class RankState(StrictModel):
-    """State of one rank, which it writes itself."""
-
-    rank: Number
-    host: Word
-    process: Number
-    reason: Word  # a sentence: why it reports a hang; empty if it only answers others
-    # oldest first; `time` is seconds ago; only the last one keeps its peers
-    notes: tuple[Annotated[Note, AfterValidator(_with_small_numbers)], ...] = Field(min_length=1, max_length=RING)
-
-    @property
-    def now(self) -> Note:
-        return self.notes[-1]
-
-    def packed(self) -> str:
-        """Returns the state as JSON of a few kilobytes, whatever the number of peers."""
-        peers = tuple(_runs(sorted(set(self.now.peers))))
-        return _PackedState(state=self._with_peers(NOBODY), peers=peers).model_dump_json()
-
-    @classmethod
-    def unpacked(cls, text: bytes, world_size: int) -> RankState:
-        """Parses what `packed` returned on a rank of `world_size` ranks. Raises ValueError for anything else."""
-        found = _PackedState.model_validate_json(text)
-        ends = [rank for first, last, _ in found.peers for rank in (first, last)]
-        if ends != sorted(ends) or max([found.state.rank, *ends]) >= world_size:
-            raise ValueError("no ranks of this run")
-        return found.state._with_peers(_ranks(found.peers))
-
-    def _with_peers(self, peers: Ranks) -> RankState:
-        return self.model_copy(update={"notes": (*self.notes[:-1], self.now._replace(peers=peers))})
-
-
-class _PackedState(StrictModel):
-    state: RankState  # without peers
-    peers: tuple[tuple[Number, Number, Annotated[int, Field(gt=0)]], ...]  # of its last record, as from `_runs`
-
-
-def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Returns sorted ranks as few (first, last, step); those of a group are evenly spaced."""
-    runs: list[tuple[int, int, int]] = []
-    for rank in ranks:
-        first, last, step = runs[-1] if runs else (rank, rank, 0)
-        if runs and (first == last or rank - last == step):
-            runs[-1] = (first, rank, rank - last)
-        else:
-            runs.append((rank, rank, 1))
-    return runs
-
-
-@lru_cache(maxsize=1024)
-def _ranks(runs: tuple[tuple[int, int, int], ...]) -> Ranks:
-    """Returns the ranks that `_runs` packed."""
-    return tuple(rank for first, last, step in runs for rank in range(first, last + 1, step))
 
 
 @dataclass(frozen=True)
@@ -217,6 +152,7 @@ class _Need(NamedTuple):
     peers: Ranks
     phase_number: int
     operation: Operation
+    chunk: int | None
     micro_batch: int | None
     times: int  # how often the operation must have begun, if it has no micro-batch
 
@@ -227,24 +163,27 @@ class _Progress:
     def __init__(self, state: RankState) -> None:
         self.now = state.now
         self._count: dict[Operation, int] = defaultdict(int)
-        self._micro_batch: dict[Operation, int] = {}  # the last of each operation: they pass in order
+        # the last of each operation and chunk: they begin in order
+        self._micro_batch: dict[tuple[Operation, int | None], int] = {}
         for note in state.notes:
             if note.phase_number == self.now.phase_number:
                 self._count[note.operation] += 1
-                self._micro_batch[note.operation] = note.micro_batch or 0
+                key = note.operation, note.chunk
+                self._micro_batch[key] = max(note.micro_batch or 0, self._micro_batch.get(key, 0))
 
     def needs(self) -> _Need:
         """Returns what this rank's last record needs from its peers."""
         note = self.now
         wanted = PARTNERS.get(note.operation, note.operation)
-        return _Need(note.peers, note.phase_number, wanted, note.micro_batch, self._count[note.operation])
+        times = self._count[note.operation]
+        return _Need(note.peers, note.phase_number, wanted, note.chunk, note.micro_batch, times)
 
     def reaches(self, need: _Need) -> bool:
         """Returns whether this rank has begun what another one needs from it."""
         if self.now.phase_number != need.phase_number:
             return self.now.phase_number > need.phase_number
         if need.micro_batch is not None:
-            return self._micro_batch.get(need.operation, 0) >= need.micro_batch
+            return self._micro_batch.get((need.operation, need.chunk), 0) >= need.micro_batch
         return self._count[need.operation] >= need.times
 
 
@@ -347,12 +286,16 @@ def _by_distance(roots: Sequence[int], waits: Mapping[int, Ranks]) -> list[int]:
 
 
 def _waiting(state: RankState, targets: Ranks) -> str:
-    return _phrases(state.now)[0].format(m=state.now.micro_batch, r=_names_of(targets))
+    return _phrases(state.now)[0].format(m=_micro_batch(state.now), r=_names_of(targets))
 
 
 def _doing(state: RankState) -> str:
-    what = _phrases(state.now)[1].format(m=state.now.micro_batch)
+    what = _phrases(state.now)[1].format(m=_micro_batch(state.now))
     return what if _is_at_own_work(state) else f"{what} with all peers"
+
+
+def _micro_batch(note: Note) -> str:
+    return f"{note.micro_batch}" if note.chunk is None else f"{note.micro_batch} of chunk {note.chunk}"
 
 
 def _phrases(note: Note) -> tuple[str, str]:

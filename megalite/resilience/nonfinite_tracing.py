@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalite.engine.activity import Activity
 from megalite.engine.agreement import from_all_ranks
 from megalite.engine.deepspeed_internals import loss_scaler_state, resident_weights, set_loss_scaler_state
 from megalite.engine.engine import Engine, MicroBatch, StepResult
@@ -57,6 +58,7 @@ class FirstNonfinite:
     where: str  # canonical path of a layer (forward) or a parameter (backward)
     micro_batch: int  # from 1
     order: int  # how many layers or parameters came before it in the micro-batch
+    chunk: int | None = None  # position in the model, where stages have several
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ def _first_of_replica(rank_reports: Sequence[RankReport], replica: int) -> Itera
     directions: dict[Phase, int] = {"forward": 1, "backward": -1}
     for phase, direction in directions.items():
         keyed = [
-            ((seen.micro_batch, direction * one.place.stage, seen.order), one.place, seen)
+            ((seen.micro_batch, direction * _position(one, seen), seen.order), one.place, seen)
             for one in members
             for seen in one.sightings
             if seen.phase == phase
@@ -182,6 +184,11 @@ def _first_of_replica(rank_reports: Sequence[RankReport], replica: int) -> Itera
                     samples, loss = _micro_batch(members, seen.micro_batch)
                     yield FaultCandidate(place, phase, seen.where, seen.micro_batch, samples, loss)
             return
+
+
+def _position(report: RankReport, seen: FirstNonfinite) -> int:
+    """Returns the position in the model of the layers that were computing, of those on all ranks of a replica."""
+    return report.place.stage if seen.chunk is None else seen.chunk
 
 
 def highest_loss(rank_reports: Sequence[RankReport]) -> FaultCandidate:
@@ -200,13 +207,11 @@ def hosts(rank_reports: Sequence[RankReport], candidates: Sequence[FaultCandidat
 
 
 def united_norms(rank_reports: Sequence[RankReport]) -> dict[str, float]:
-    """Combines the norms of tensor-parallel ranks into those of whole parameters; tied weights: the first stage's."""
-    stage_of: dict[str, int] = {}
+    """Combines the norms of tensor-parallel ranks into those of whole parameters, of which each is on one stage."""
     squares: defaultdict[str, float] = defaultdict(float)
     for one in rank_reports:
         for name, norm in one.gradient_norms:
-            if stage_of.setdefault(name, one.place.stage) == one.place.stage:
-                squares[name] += norm * norm
+            squares[name] += norm * norm
     return {name: math.sqrt(square) for name, square in squares.items()}
 
 
@@ -240,26 +245,32 @@ def _token_losses(result: StepResult, micro_batches: Sequence[MicroBatch]) -> tu
 class _NonfiniteHooks:
     """Hooks that record the first non-finite value, once in forward and once in backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, activity: Activity) -> None:
         self.sightings: list[FirstNonfinite] = []
-        self._micro_batch, self._order = 0, 0
+        self._activity = activity
+        self._order: Counter[int] = Counter()  # calls in the forward of each micro-batch
         self._backward_order = 0
-        self._gradients_of: Counter[str] = Counter()  # parameter -> number of micro-batches that reached it in backward
 
-    def next_micro_batch(self, *_: Any) -> None:
-        self._micro_batch, self._order = self._micro_batch + 1, 0
+    @property
+    def _micro_batch(self) -> int:
+        """The micro-batch of the pass that is running, from 1; 0 for the sum of all of them."""
+        return self._activity.now.micro_batch or 0
 
     def check_forward(self, where: str, _: nn.Module, *tensors: Any) -> None:
         """Checks a module's inputs before its forward, or its outputs, which come after the inputs, behind it."""
-        self._order += 1
+        number = self._micro_batch
+        self._order[number] += 1
         if not any(seen.phase == "forward" for seen in self.sightings) and not _is_finite(tensors[-1]):
-            self.sightings.append(FirstNonfinite("forward", where, self._micro_batch, self._order))
+            chunk = self._activity.now.chunk
+            self.sightings.append(FirstNonfinite("forward", where, number, self._order[number], chunk))
 
     def check_gradient(self, where: str, gradient: Tensor) -> None:
         self._backward_order += 1
-        self._gradients_of[where] += 1
+        if not self._micro_batch:  # the sum of a tied head's gradients, which came from the last stage
+            return
         if not any(seen.phase == "backward" for seen in self.sightings) and not _is_finite(gradient):
-            self.sightings.append(FirstNonfinite("backward", where, self._gradients_of[where], self._backward_order))
+            order, chunk = self._backward_order, self._activity.now.chunk
+            self.sightings.append(FirstNonfinite("backward", where, self._micro_batch, order, chunk))
 
 
 def _is_finite(numbers: Any) -> bool:
@@ -272,8 +283,8 @@ def _is_finite(numbers: Any) -> bool:
 @contextmanager
 def _nonfinite_hooks(engine: Engine) -> Iterator[list[FirstNonfinite]]:
     """Installs the hooks on all layers and parameters; yields the list that they fill."""
-    hooks, model = _NonfiniteHooks(), engine.deepspeed.module
-    handles = [model.register_forward_pre_hook(hooks.next_micro_batch)]
+    hooks, model = _NonfiniteHooks(engine.activity), engine.deepspeed.module
+    handles = []
     for layer in (part for part in model.modules() if hasattr(part, "layer_name")):
         for path, part in layer.named_modules():
             name = ".".join(filter(None, (layer.layer_name, path)))

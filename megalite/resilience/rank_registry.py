@@ -16,8 +16,9 @@ from pathlib import Path
 import psutil
 
 from megalite.checkpoint.small_files import make_folder, open_new, read_small_file
-from megalite.resilience.hang_report import NoResponse, Number, StrictModel, Word
+from megalite.resilience.hang_report import NoResponse
 from megalite.resilience.heartbeat import FOLDER
+from megalite.resilience.rank_state import Number, StrictModel, Word
 
 LONGEST_BYTES = 1 << 24  # stacks of many threads
 CLOCK_S = 2.0  # accuracy of a process's start time if the clock is set meanwhile

@@ -7,8 +7,7 @@ only if they are not.
 
 Not detected: damage to values that exist once, which are tensor-parallel shards' fp32 weights, everything under ZeRO-3
 that is not tensor-parallel replicated, and all moments; damage that reached all copies alike, such as a wrong gradient,
-which is summed before it is used. The fp32 weights behind tied copies are not compared either, because the stages
-partition them differently; nor those that are on NVMe.
+which is summed before it is used. The fp32 weights that are on NVMe are not compared either.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalite.engine.activity import Phase
 from megalite.engine.agreement import from_all_ranks
-from megalite.engine.deepspeed_internals import fp32_fragment, is_whole_here, resident_weights, tied_weights
+from megalite.engine.deepspeed_internals import fp32_fragment, is_whole_here, resident_weights
 from megalite.engine.engine import Engine
 
 CHUNK = 1 << 20  # values hashed at once: 8 MiB of int64 beside the weights
@@ -159,16 +158,19 @@ def _copies(engine: Engine, moment: int) -> list[_ReplicaCopy]:
 
     at, tensor_ranks = engine.coordinate, engine.deepspeed.module.tensor_parallel
     replicas = (engine.data_parallel_group(),) if engine.mesh.data_parallel_size > 1 else ()
-    tied = tied_weights(engine.deepspeed.module)
+    tied = engine.tied_weight
     for name, parameter in engine.parameters():
         alike = (tensor_ranks.group,) if parameter.shard.is_replicated and tensor_ranks.size > 1 else ()  # type: ignore[attr-defined]
         tensor_rank = ALL if alike else at.tensor_rank
         is_whole = is_whole_here(parameter)
-        groups = (*(replicas if is_whole else ()), *alike, *(group for weight, group in tied if weight is parameter))
+        with_copy = (tied.group,) if tied is not None and tied.weight is parameter else ()
+        groups = (*(replicas if is_whole else ()), *alike, *with_copy)
         data_rank = ALL if is_whole else at.data_rank
         add(_Key(moment, name, False, tensor_rank, data_rank), resident_weights(parameter), groups)
         if alike and (fragment := fp32_fragment(parameter)) is not None:
             add(_Key(moment, name, True, tensor_rank, at.data_rank), fragment, alike)
+    if tied is not None and not isinstance(tied.weight, nn.Parameter):
+        add(_Key(moment, tied.name, False, at.tensor_rank, ALL), tied.weight, (*replicas, tied.group))
     return copies
 
 
@@ -177,7 +179,7 @@ def _compare(engine: Engine, copies: list[_ReplicaCopy]) -> list[Disagreement]:
     hashes = torch.stack([copy.hash for copy in copies]) if copies else torch.empty(0, dtype=torch.int64, device=device)
     differs = torch.zeros(len(copies), dtype=torch.bool, device=device)
     module = engine.deepspeed.module
-    tied = dict.fromkeys(group for _, group in tied_weights(module))
+    tied = () if engine.tied_weight is None else (engine.tied_weight.group,)
     # the same order on all ranks, so that no two of them wait for each other
     for group in (engine.data_parallel_group(), module.tensor_parallel.group, *tied):
         members = [index for index, copy in enumerate(copies) if group in copy.groups]

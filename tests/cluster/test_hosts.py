@@ -153,6 +153,14 @@ def test_a_connection_survives_a_cable_that_is_put_back(cluster_of: Callable[...
         echo.kill()
 
 
+def test_a_throttled_host_sends_slowly_and_loses_nothing(cluster_of: Callable[..., Cluster]) -> None:
+    cluster = cluster_of(1)
+    cluster.throttle("node1", bytes_per_s=200_000)
+    began = time.monotonic()
+    read = cluster.hosts["head"].run(["bash", "-c", "ssh node1 head -c 500000 /dev/zero | wc -c"], check=True)
+    assert read.stdout.strip() == "500000" and time.monotonic() - began > 2.0
+
+
 def test_a_killed_host_closes_its_connections_and_one_without_power_does_not(
     cluster_of: Callable[..., Cluster],
 ) -> None:

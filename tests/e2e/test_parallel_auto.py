@@ -42,7 +42,8 @@ from megalite.config.auto import CHOOSABLE
 from megalite.config.suggestions import OptionPath
 from megalite.planner.cost.memory import CPU, CUDA, Device
 from megalite.planner.hardware import Cluster
-from megalite.planner.search import Ranks, first_legal
+from megalite.planner.search import RECOMPUTE, Ranks, first_legal, needs
+from megalite.planner.workload import TrainingWorkload
 from models.hub.config_parts import FamilyError
 from tests.conftest import write_config
 from tests.helpers.commands import BIN, metrics, run
@@ -128,6 +129,32 @@ def test_this_machine_chooses_before_it_starts_ranks(auto: Path, four_cores: Non
     assert "\n" not in sentence and "chose" in sentence and "bound by" in sentence
     assert f"tp {layout.tensor_parallel_size} pp {layout.pipeline_parallel_size}" in sentence
     assert choose_layout(settled) == (settled, [], [])
+
+
+def test_stages_are_told_what_to_recompute(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where the first of two stages, which holds two micro-batches, has room for one alone."""
+    tiny["parallel"] = {"pipeline_parallel_size": 2}
+    tiny["training"] |= {"global_batch_size": 16, "micro_batch_size": 8}
+    path = write_config(tmp_path / "stages.yaml", tiny | {"recompute": "auto"})
+    config = load_run_config(path)
+    layout = resolve_layout(config.with_resolved({RECOMPUTE: "none"}), 2, "cpu")
+    first, second = needs(TrainingWorkload.of(config.with_resolved({RECOMPUTE: "none"}), layout), cpus(2))
+    assert first.total > second.total, "the case that this test is for"
+    memory_gib = (first.total + second.total) / 2 / 2**30
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(places, "here", lambda ranks: cpus(ranks, memory_gib=memory_gib))
+    monkeypatch.setattr(places, "cpu_count", lambda: 2)
+    settled, words, (sentence,) = choose_layout(config)
+    assert settled.recompute.mode == ("full", "none") and load_run_config(path, words) == settled
+    assert "recompute (stage 0 full, stage 1 none)" in sentence and f"with {memory_gib:.3g} GiB each" in sentence
+    code, out, err = command(["train", str(path), "--dry-run", "--json"], monkeypatch, capfd)
+    assert code == 0, err
+    assert [stage["recompute"] for stage in json.loads(out)["summary"]["stages"]] == ["full", "none"]
+    settled_path = tmp_path / "settled.yaml"
+    settled_path.write_text(settled.to_yaml())
+    assert load_run_config(settled_path) == settled, "the config of the run's folder names what was chosen"
 
 
 def test_what_is_known_to_go_wrong_is_not_chosen(auto: Path, four_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:

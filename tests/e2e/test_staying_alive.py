@@ -30,20 +30,20 @@ def config(tiny: dict[str, Any]) -> dict[str, Any]:
 
 def poisoned(folder: Path, rank: int, sample: int) -> None:
     """The loss of a micro-batch with `sample` is NaN, whenever and wherever it is computed."""
-    from megalite.engine import engine
+    from megalite.engine import engine, stages
 
-    losses, feed = engine.head_loss, engine.Engine._feed
+    losses, targets = stages.head_loss, engine.Engine._targets
     is_bad: list[bool] = []
 
-    def noted(self: Any, micro_batches: Any, weight: Any) -> Any:
-        is_bad[:] = [sample in batch.samples for batch in micro_batches]
-        return feed(self, micro_batches, weight)
+    def noted(self: Any, batch: Any) -> Any:
+        is_bad[:] = [sample in batch.samples]
+        return targets(self, batch)
 
     def spoiled(*arguments: Any) -> Any:
         loss = losses(*arguments)
         return loss * float("nan") if is_bad and is_bad.pop(0) else loss
 
-    engine.Engine._feed, engine.head_loss = noted, spoiled  # type: ignore[method-assign]
+    engine.Engine._targets, stages.head_loss = noted, spoiled  # type: ignore[method-assign]
 
 
 def test_a_rollback_goes_on_behind_the_data_that_led_there(config: dict[str, Any], tmp_path: Path) -> None:

@@ -12,13 +12,14 @@ import sys
 
 from tests.helpers.debian import PATH, install_packages, missing_programs
 
-HOSTS = ("unshare", "nsenter", "setpriv", "mount", "ip", "hostname", "sshd", "ssh", "ssh-keygen", "pdsh", "pkill")
+HOSTS = ("unshare", "nsenter", "setpriv", "mount", "ip", "tc", "hostname", "sshd", "ssh", "ssh-keygen", "pdsh", "pkill")
 PACKAGE_OF = {  # in Debian and Ubuntu
     "unshare": "util-linux",
     "nsenter": "util-linux",
     "setpriv": "util-linux",
     "mount": "mount",
     "ip": "iproute2",
+    "tc": "iproute2",
     "hostname": "hostname",
     "sshd": "openssh-server",
     "ssh": "openssh-client",

@@ -15,14 +15,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import megalite.engine.engine as engine
-import megalite.engine.pipeline as pipeline
+import megalite.engine.pipelined as pipelined
+import megalite.engine.stages as stages
 import megalite.parallel.linear as linear
 import megalite.parallel.norm as norm
 import models.attention as attention
 import models.decoder as decoder
 import models.rope as rope
 from launch.parity.observations import ArrayBlock
+from megalite.engine.gradient_reduction import GradientReducer
+from megalite.engine.partitioned_step import PartitionedStep
+from megalite.engine.pipeline_runtime import ProgramRun
 from megalite.parallel.collectives import TensorParallel, all_gather
+from megalite.planner.schedules.program import Compute, Message, MessageKind, Receive
 
 
 def planted(defect: Callable[[], None], rank: int, *arguments: Any) -> list[ArrayBlock]:
@@ -59,12 +64,12 @@ def one_rank_skips_an_all_reduce() -> None:
 
 
 def gradient_divided_by_accumulation() -> None:
-    original = engine.Engine._loss_scale_per_token
+    original = engine.Engine._token_weight
 
     def token_weight(self: Any, micro_batches: Any) -> Tensor:
         return original(self, micro_batches) / max(1, len(micro_batches))
 
-    engine.Engine._loss_scale_per_token = token_weight  # type: ignore[method-assign]
+    engine.Engine._token_weight = token_weight  # type: ignore[method-assign]
 
 
 def norm_drops_shards() -> None:
@@ -81,9 +86,13 @@ def norm_drops_shards() -> None:
 
 
 def tied_copies_go_their_own_way() -> None:
-    deepspeed.runtime.pipe.engine.PipelineEngine._exec_reduce_tied_grads = lambda self: None
-    instructions = deepspeed.runtime.pipe.engine.PipelineEngine._INSTRUCTION_MAP
-    instructions[deepspeed.runtime.pipe.schedule.ReduceTiedGrads] = lambda self: None
+    """The head computes with the embedding's initial weight for ever."""
+    engine.Engine.share_tied_weight = lambda self: None  # type: ignore[method-assign]
+
+
+def tied_gradient_is_forgotten() -> None:
+    """What the head's copy has collected never reaches the embedding."""
+    pipelined.PipelinedEngine._hand_over_tied_gradient = lambda self: None  # type: ignore[method-assign]
 
 
 def rotation_restarts_on_each_slice() -> None:
@@ -106,7 +115,7 @@ def rotation_restarts_on_each_slice() -> None:
 def last_micro_batch_is_not_reduced() -> None:
     """DeepSpeed#7985: of the last micro-batch every replica's weights take the first replica's gradient."""
     factors: Iterator[float] = iter(())
-    train_step, head_loss = engine.Engine.train_step, engine.head_loss
+    train_step, head_loss = engine.Engine.train_step, stages.head_loss
 
     def step(self: Any, *arguments: Any, **options: Any) -> Any:
         nonlocal factors
@@ -118,10 +127,10 @@ def last_micro_batch_is_not_reduced() -> None:
         value = head_loss(*arguments)
         return _ScaledGradient.apply(value, next(factors)) if torch.is_grad_enabled() else value
 
-    engine.Engine.train_step, engine.head_loss = step, loss  # type: ignore[method-assign]
+    engine.Engine.train_step, stages.head_loss = step, loss  # type: ignore[method-assign]
 
 
-def _decay_everything(parameters: Any, options: Any) -> Any:
+def _decay_everything(parameters: Any, options: Any, _: int | None = None) -> Any:
     groups: list[dict[str, Any]] = [{"params": list(parameters), "weight_decay": options.weight_decay}]
     if options.name == "sgd":
         return torch.optim.SGD(groups, lr=options.learning_rate)
@@ -185,23 +194,64 @@ def zero_3_computes_with_stale_weights() -> None:
 
 
 def earlier_stages_divide_by_accumulation() -> None:
-    """DeepSpeed#8152: each stage scales what it sends back by 1/accumulation once more."""
-    forward = pipeline.Pipeline.forward
+    """Each stage scales what it sends back by 1/accumulation once more, as DeepSpeed's pipeline engine did (#8152)."""
+    run, send = ProgramRun.run, ProgramRun._send
 
-    def scaled(self: Any, inputs: Any) -> Any:
-        first, *rest = inputs if isinstance(inputs, tuple) else (inputs,)
-        if first.requires_grad:
-            first = _ScaledGradient.apply(first, 1 / self.micro_batches_of_a_step)
-        return forward(self, (first, *rest) if rest else first)
+    def counted(self: Any, program: Any) -> Any:
+        forwards = {each.micro_batch for each in program if isinstance(each, Compute)}
+        self.micro_batches = len(forwards)
+        return run(self, program)
 
-    initialize = pipeline.PipelinedEngine._initialize
+    def scaled(self: Any, message: Message) -> None:
+        if message.kind is MessageKind.GRADIENT:
+            self._results[message.kind, message.position, message.micro_batch].div_(self.micro_batches)
+        send(self, message)
 
-    def initialize_with_count(self: Any, model: nn.Module, mpu: Any) -> None:
-        model.micro_batches_of_a_step = self.layout.gradient_accumulation_steps  # type: ignore[assignment]
-        initialize(self, model, mpu)
+    ProgramRun.run, ProgramRun._send = counted, scaled  # type: ignore[method-assign]
 
-    pipeline.Pipeline.forward = scaled  # type: ignore[method-assign]
-    pipeline.PipelinedEngine._initialize = initialize_with_count  # type: ignore[method-assign]
+
+def hand_over_is_dropped() -> None:
+    """The first stage computes no gradients of the first micro-batch."""
+    original = ProgramRun._backward
+
+    def backward(self: Any, action: Compute) -> None:
+        if (action.position, action.micro_batch) != (0, 0):
+            original(self, action)
+            return
+        self._taken(action.needs)
+        del self._alive[0, 0]
+
+    ProgramRun._backward = backward  # type: ignore[method-assign]
+
+
+def gradient_is_handed_over_twice() -> None:
+    """Of the weights whose gradients were put off, within one backward: ZeRO-1's sums refuse one backward too many."""
+    original = ProgramRun._weight_gradients
+
+    def weight_gradients(self: Any, action: Compute) -> None:
+        if action.micro_batch == 0:
+            self._put_off[action.position, 0] *= 2
+        original(self, action)
+
+    ProgramRun._weight_gradients = weight_gradients  # type: ignore[method-assign]
+
+
+def messages_are_taken_in_the_wrong_order() -> None:
+    """A stage begins to receive the first two activations of a step the other way round."""
+    original = ProgramRun.run
+
+    def run(self: Any, program: Any) -> Any:
+        actions = list(program)
+        first = [
+            place
+            for place, each in enumerate(actions)
+            if isinstance(each, Receive) and each.message.kind is MessageKind.ACTIVATION
+        ][:2]
+        for place, other in zip(first, reversed(first), strict=True):
+            actions[place] = program[other]
+        return original(self, tuple(actions))
+
+    ProgramRun.run = run  # type: ignore[method-assign]
 
 
 def attention_head_of_a_neighbour() -> None:
@@ -233,6 +283,13 @@ def gradients_are_summed_in_16_bits() -> None:
     """DeepSpeed's default: replicas sum in the format of the weights, whatever that of accumulation is."""
     original = engine.deepspeed_config
     engine.deepspeed_config = lambda *arguments: original(*arguments) | {"communication_data_type": "bf16"}
+    begin = GradientReducer.begin
+
+    def begin_in_bf16(self: Any, micro_batches: int) -> None:
+        self._wire_dtype = torch.bfloat16
+        begin(self, micro_batches)
+
+    GradientReducer.begin = begin_in_bf16  # type: ignore[method-assign]
 
 
 def full_buckets_are_not_reduced() -> None:
@@ -242,3 +299,20 @@ def full_buckets_are_not_reduced() -> None:
     optimizer.average_tensor = lambda self, tensor, dtype: (
         original(self, tensor, dtype) if tensor.numel() < self.reduce_bucket_size / 2 else None
     )
+
+
+def norm_of_the_first_partition() -> None:
+    """Each replica adds the squares of the first one's partition, of which it has only its own gradients."""
+    original = PartitionedStep.gradient_norm
+
+    def gradient_norm(self: Any) -> Tensor:
+        buckets = self._reducer._buckets
+        own = [bucket.partition for bucket in buckets]
+        for bucket in buckets:
+            bucket.partition = bucket.sums[: len(bucket.partition)]
+        norm = original(self)
+        for bucket, partition in zip(buckets, own, strict=True):
+            bucket.partition = partition
+        return norm
+
+    PartitionedStep.gradient_norm = gradient_norm  # type: ignore[method-assign]

@@ -5,8 +5,10 @@ That all layouts compute the same thing is tested by tests/verify; here cases ar
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -18,7 +20,8 @@ from megalite.config.rules import Device
 from megalite.engine.build import build_engine
 from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import read_parameter
-from models.decoder import decoder_layers
+from megalite.planner.cost.shapes import recompute_of_blocks
+from models.decoder import layers_of
 from tests.helpers import odd_sizes as odd
 
 MODEL = odd.MODEL | {"initializer_range": 0.1}
@@ -33,7 +36,7 @@ class Case:
     dp: int = 1
     zero: int = 1
     sequence_parallel: bool = False
-    recompute: str = "none"
+    recompute: str | tuple[str, ...] = "none"
     accumulation: int = 1
     micro_batch: int = 3
     sequence: int = 33
@@ -46,6 +49,11 @@ class Case:
     global_batch: int | None = None
     model: dict[str, Any] = field(default_factory=dict)
     seed: int = 7
+    offload: dict[str, str] = field(default_factory=dict)  # the section
+    cache: str = os.devnull  # where DeepSpeed's Adam for the CPU is looked for and compiled; here there is no room
+    schedule: str = "1f1b"
+    bucket: int | None = None  # gradients per reduction; None: more than these models have
+    clipping: float = 1.0
     zero_options: dict[str, Any] | None = None  # of deepspeed.zero_optimization; None: as below
 
     @property
@@ -66,13 +74,15 @@ class Case:
             {
                 "run_dir": "unused",
                 "model": MODEL | self.model,
-                "data": {"path": "unused"},
+                "data": {"path": "unused", "document_mask": self.document_mask},
                 "parallel": {
                     "tensor_parallel_size": self.tp,
                     "pipeline_parallel_size": self.pp,
                     "data_parallel_size": self.dp,
                     "sequence_parallel": self.sequence_parallel,
                     "zero_stage": self.zero,
+                    "pipeline_schedule": self.schedule,
+                    **({"gradient_bucket_size": self.bucket} if self.bucket else {}),
                 },
                 "precision": {"dtype": self.dtype, "gradient_reduction_dtype": self.reduction},
                 "optimizer": {"name": self.optimizer, "learning_rate": self.learning_rate},
@@ -82,8 +92,10 @@ class Case:
                     "sequence_length": self.sequence,
                     "steps": self.steps,
                     "seed": self.seed,
+                    "gradient_clipping": self.clipping,
                 },
                 "recompute": {"mode": self.recompute},
+                "offload": self.offload,
                 # by default ZeRO-3 leaves parameters this small whole
                 "deepspeed": {"zero_optimization": self._zero_options()},
             }
@@ -121,11 +133,12 @@ def global_batches(case: Case) -> list[Batch]:
 def engine_of(case: Case) -> Engine:
     """The case's engine on this rank."""
     config = case.config()
-    layers = decoder_layers(config.model, config.recompute.mode)
     device: Device = (
         "cuda" if case.dtype == "fp16" else "cpu"
     )  # which fp16 is refused on; a test makes DeepSpeed take it
-    return build_engine(layers, config, resolve_layout(config, case.world_size, device))
+    layout = resolve_layout(config, case.world_size, device)
+    with patch.dict(os.environ, {"XDG_CACHE_HOME": case.cache}):
+        return build_engine(layers_of(config, recompute_of_blocks(config, layout)), config, layout)
 
 
 def micro_batches_of(engine: Engine, case: Case, batch: Batch) -> list[Batch]:

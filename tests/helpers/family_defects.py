@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import megalite.engine.engine as engine
+import megalite.engine.stages as stages
 import megalite.parallel.norm as norm
 import models.attention as attention
 import models.decoder as decoder
@@ -136,8 +136,8 @@ def norm_is_not_centered() -> None:
 
 
 def loss_of_logits_without_their_cap() -> None:
-    head_loss = engine.head_loss
-    engine.head_loss = lambda *arguments: head_loss(*arguments[:5], None)
+    head_loss = stages.head_loss
+    stages.head_loss = lambda *arguments: head_loss(*arguments[:5], None)
 
 
 def scores_are_not_capped() -> None:

@@ -249,6 +249,12 @@ class Cluster:
         """Pulls a host's cable (`down`): no side hears of it. Or puts it back (`up`)."""
         self._switch.set_up(f"link set {self.hosts[name].port} {state}")
 
+    def throttle(self, name: str, bytes_per_s: float) -> None:
+        """Limits what a host sends; nothing is lost, and what does not fit waits in its queue."""
+        limit = ["rate", f"{round(8 * bytes_per_s)}bit", "burst", f"{max(20_000, round(bytes_per_s / 100))}b"]
+        shape = ["tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *limit, "limit", "16mb"]
+        self.hosts[name].run(shape, check=True)
+
     def kill_host(self, name: str) -> None:
         """All its processes die at once; the kernel that is left closes their connections."""
         self.hosts[name].die()

@@ -1,7 +1,7 @@
 """A model that is odd everywhere, and the matrix of layouts that must compute what transformers computes with it.
 
 131 tokens and 101 intermediate features divide by no tp, 5 layers by no pp, 33 tokens by nothing; a single key/value
-head is shared by four tensor-parallel ranks.
+head is shared by four tensor-parallel ranks. Four stages of two chunks each need a deeper model, of 9 narrow layers.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from launch.parity.diagnosis import LayoutResult
-from launch.parity.layout import ParityLayout, Recompute
+from launch.parity.layout import ParityLayout
 from launch.parity.problem import Dtype, ParityProblem, make_problem
 from launch.parity.verify import Plan, References
 from megalite.config import Config
+from megalite.config.pipeline_rules import SPLITS_BACKWARD
+from megalite.config.sections import PipelineSchedule
 
 MODEL: dict[str, Any] = {
     "vocab_size": 131,
@@ -27,29 +29,50 @@ MODEL: dict[str, Any] = {
 }
 
 
+DEEP = {"num_hidden_layers": 9, "hidden_size": 24, "intermediate_size": 53}
+
+Case = tuple[ParityLayout, bool]  # a layout, and whether the head is tied to the embedding
+TIED = False, True
+
+
 def legal_layouts(
-    sizes: Sequence[int], replicas: Sequence[int], accumulations: Sequence[int], most: int
+    sizes: Sequence[int],
+    replicas: Sequence[int],
+    accumulations: Sequence[int],
+    most: int,
+    layers: int = MODEL["num_hidden_layers"],
 ) -> list[ParityLayout]:
-    """Every combination that is not refused for every model: tp and pp of `sizes`, at most `most` ranks."""
-    recompute: tuple[Recompute, ...] = ("none", "selective", "full")
-    axes = itertools.product(sizes, sizes, replicas, (1, 2, 3), (False, True), recompute, accumulations)
-    layouts = [ParityLayout(*values) for values in axes]
-    return [
-        layout
-        for layout in layouts
-        if layout.world_size <= most
-        and not (layout.pp > 1 and layout.zero > 1)
+    """Every combination that is not refused for every model of so many layers: tp and pp of `sizes`, at most `most`
+    ranks."""
+    recompute = ("none", "selective", "full")
+    schedules: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
+    axes = itertools.product(sizes, sizes, replicas, (1, 2, 3), (False, True), recompute, accumulations, schedules)
+    return [layout for layout in itertools.starmap(ParityLayout, axes) if _is_legal(layout, most, layers)]
+
+
+def _is_legal(layout: ParityLayout, most: int, layers: int) -> bool:
+    return (
+        layout.world_size <= most
+        and layout.pieces <= layers
+        and layout.allows(layout.accumulation)
+        and not (layout.pp == 1 and layout.schedule != "1f1b")
+        and not (layout.pp > 1 and layout.zero == 3 and layout.schedule in SPLITS_BACKWARD)
         and not (layout.sequence_parallel and layout.tp == 1)
-    ]
+    )
 
 
-def covering(layouts: Iterable[ParityLayout], other: Sequence[bool] = (False,)) -> list[tuple[ParityLayout, bool]]:
-    """A few of `layouts`, with a switch of the model, that hold every pair of values that any of them holds.
+def legal_cases(layouts: Iterable[ParityLayout]) -> list[Case]:
+    """The layouts with a tied head and without; under ZeRO-3 stages cannot share a weight."""
+    cases = itertools.product(layouts, TIED)
+    return [(layout, tied) for layout, tied in cases if not (tied and layout.pp > 1 and layout.zero == 3)]
+
+
+def covering(cases: Sequence[Case]) -> list[Case]:
+    """A few of the cases that hold every pair of values that any of them holds.
 
     Greedy, and the same on every call: most defects need two settings at once, hardly any three.
     """
-    cases = list(itertools.product(layouts, other))
-    pairs = {case: set(itertools.combinations(enumerate([*vars(case[0]).values(), case[1]]), 2)) for case in cases}
+    pairs = {case: pairs_of(case) for case in cases}
     missing = set().union(*pairs.values())
     chosen = []
     while missing:
@@ -59,8 +82,19 @@ def covering(layouts: Iterable[ParityLayout], other: Sequence[bool] = (False,)) 
     return chosen
 
 
-LAYOUTS = legal_layouts(sizes=(1, 2, 4), replicas=(1, 2, 3), accumulations=(1, 3), most=8)
-SMALL_LAYOUTS = legal_layouts(sizes=(1, 2), replicas=(1, 2, 3), accumulations=(1, 3), most=6)
+def pairs_of(case: Case) -> set[object]:
+    """Every pair of settings of a case."""
+    layout, tied = case
+    return set(itertools.combinations(enumerate([*vars(layout).values(), tied]), 2))
+
+
+LAYOUTS = legal_layouts(sizes=(1, 2, 4), replicas=(1, 2, 3), accumulations=(1, 4), most=8)
+SMALL_LAYOUTS = legal_layouts(sizes=(1, 2), replicas=(1, 2, 3), accumulations=(1, 4), most=6)
+DEEP_LAYOUTS = [
+    layout
+    for layout in legal_layouts(sizes=(1, 2, 4), replicas=(1, 2), accumulations=(8,), most=8, layers=9)
+    if layout.pieces == 8  # fewer pieces fit the other model
+]
 SEED = 7
 TIMEOUT_S = 120.0
 
@@ -72,14 +106,16 @@ class Family:
     tied: bool
     tp4: bool  # one key/value head, so that four ranks share it
     sequence_parallel: bool  # a sequence that can be cut
+    deep: bool  # layers for four stages of two chunks
 
     @classmethod
     def of(cls, layout: ParityLayout, tied: bool) -> Family:
-        return cls(tied, layout.tp == 4, layout.sequence_parallel)
+        return cls(tied, layout.tp == 4, layout.sequence_parallel, layout.pieces > MODEL["num_hidden_layers"])
 
     def problem(self) -> ParityProblem:
         model = {"tie_word_embeddings": self.tied, "num_key_value_heads": 1 if self.tp4 else 2}
-        return problem(LAYOUTS, model=model, sequence=36 if self.sequence_parallel else 33)
+        layouts, sizes = (DEEP_LAYOUTS, DEEP) if self.deep else (LAYOUTS, {})
+        return problem(layouts, model=model | sizes, sequence=36 if self.sequence_parallel else 33)
 
 
 def config_of(sequence: int = 33, **sections: dict[str, Any]) -> Config:
@@ -116,9 +152,10 @@ def references_of(problem: ParityProblem, dtype: Dtype = "fp32", reference: str 
     return References(Plan(problem, (), (), (dtype,), reference, "cpu", TIMEOUT_S), dtype)
 
 
-def sample() -> list[tuple[ParityLayout, bool]]:
+def sample() -> list[Case]:
     """Small layouts and tied heads that hold every pair of settings; neighbours are of one family."""
-    return sorted(covering(SMALL_LAYOUTS, (False, True)), key=lambda case: (str(Family.of(*case)), case[0].world_size))
+    chosen = covering(legal_cases(SMALL_LAYOUTS))
+    return sorted(chosen, key=lambda case: (str(Family.of(*case)), case[0].world_size))
 
 
 def explain(verdict: LayoutResult) -> str:

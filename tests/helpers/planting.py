@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import megalite.engine.engine as engine_module
+import megalite.engine.stages as stages
 from megalite.engine.engine import Engine
 from megalite.parallel.layers import BlockInput
 from megalite.resilience.guards import Guard, Intervention
@@ -65,8 +65,10 @@ def planted(engine: Engine, case: Case, rank: int, plant: Plant) -> Iterator[Non
     elif plant.kind in ("output", "backward"):
         layer, _, path = plant.where.partition(" ")
         (module,) = [part for part in model.modules() if getattr(part, "layer_name", "") == layer]
+        chunks = [part for part in model.modules() if isinstance(part, stages.Chunk)]
+        (chunk,) = [part for part in chunks if any(module is each for each in part.modules())]
         hooks = [
-            model.register_forward_pre_hook(clock.tick),
+            chunk.register_forward_pre_hook(clock.tick),
             # recomputation in backward finds the same micro-batch
             module.get_submodule(path).register_forward_hook(
                 lambda *call: clock.spoiled(call[-1]) if plant.kind == "output" else clock.spoil_return(call[-1])
@@ -81,15 +83,15 @@ def planted(engine: Engine, case: Case, rank: int, plant: Plant) -> Iterator[Non
         for hook in hooks:
             hook.remove()
     elif plant.kind == "loss":
-        original = engine_module.head_loss
+        original = stages.head_loss
 
         def head_loss(*arguments: Any) -> Tensor:
             clock.tick()
             return clock.spoiled(original(*arguments), math.inf)
 
-        engine_module.head_loss = head_loss
+        stages.head_loss = head_loss
         yield
-        engine_module.head_loss = original
+        stages.head_loss = original
     else:
         numbers = parameters[plant.where].data.view(-1)
         kept = numbers[1].clone()
@@ -101,24 +103,24 @@ def planted(engine: Engine, case: Case, rank: int, plant: Plant) -> Iterator[Non
 @contextmanager
 def higher_losses(engine: Engine, replica: int, micro_batch: int, micro_batches: int) -> Iterator[None]:
     """The loss of one micro-batch of a replica is 30 a token higher, and its gradient the same."""
-    original, calls = engine_module.head_loss, iter(range(1000))
+    original, calls = stages.head_loss, iter(range(1000))
 
     def head_loss(*arguments: Any) -> Tensor:
         is_here = engine.coordinate.data_rank == replica and next(calls) % micro_batches == micro_batch - 1
         return original(*arguments) + (30.0 * int((arguments[2] != -100).sum()) if is_here else 0.0)
 
-    engine_module.head_loss = head_loss
+    stages.head_loss = head_loss
     yield
-    engine_module.head_loss = original
+    stages.head_loss = original
 
 
 @contextmanager
 def another_loss(tensor_rank: int) -> Iterator[None]:
     """Each tensor-parallel rank computes the loss for itself: let it come out a little different."""
-    original = engine_module.head_loss
-    engine_module.head_loss = lambda *arguments: original(*arguments) - 0.25 * tensor_rank
+    original = stages.head_loss
+    stages.head_loss = lambda *arguments: original(*arguments) - 0.25 * tensor_rank
     yield
-    engine_module.head_loss = original
+    stages.head_loss = original
 
 
 def guarded_step(engine: Engine, guard: Guard, micro_batches: Any, step: int = 7) -> Intervention | None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
 
-import megalite.engine.engine as engine_module
+import megalite.engine.stages as engine_module
 from megalite.engine.deepspeed_internals import process_groups, timeout_of
 from megalite.parallel.linear import RowParallelLinear
 from tests.helpers import rank_pool

@@ -7,7 +7,7 @@ from xml.etree.ElementTree import Element
 
 from launch.planning.report.svg import bar, element, line
 from megalite.planner.search import LayoutCandidate, SearchResult
-from megalite.planner.units import GIB, digits, gib, percent, plural, seconds
+from megalite.planner.units import GIB, digits, gib, of_stages, percent, plural, seconds
 
 MOST_ROWS = 15
 TIME_WIDTH, MEMORY_WIDTH, BAR_HEIGHT = 84.0, 48.0, 14.0
@@ -30,7 +30,7 @@ def ranking_table(candidates: Sequence[LayoutCandidate], limit_bytes: float) -> 
             "DP": str(layout.data_parallel_size),
             "ZeRO": str(layout.zero_stage),
             "micro-batch": str(layout.micro_batch_size),
-            "recompute": layout.recompute,
+            "recompute": layout.recompute if isinstance(layout.recompute, str) else of_stages(layout.recompute),
             "sequence parallel": "yes" if layout.sequence_parallel else "no",
             "step time": step,
             " ": _inline_bar(f"{row_id}-time", TIME_WIDTH, time.seconds / slowest, "useful", f"{layout}: {step}"),

@@ -5,13 +5,13 @@ A long schedule is drawn in three windows of the same length and scale: its star
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
 from launch.planning.report.svg import AxisScale, Child, bar, drawing, element, label, line, slug
 from megalite.planner.cost.step_time import StepTime
-from megalite.planner.schedules import PassKind, PipelineTimes, Schedule, ScheduledPass, Timeline, simulate_schedule
+from megalite.planner.schedules.simulation import PipelineTimes, ScheduledPass, Timeline, simulate_schedule
+from megalite.planner.schedules.tables import PassKind, Schedule
 from megalite.planner.search import LayoutCandidate
 from megalite.planner.units import percent, seconds
 
@@ -21,6 +21,13 @@ MOST_ROWS, ROWS_OF_MANY = 16, 12  # up to 16 stages are all drawn; of more, 12
 MOST_BOXES = 3200  # in the figure: 700 kB
 MOST_BOXES_OF_ROW = 160  # each 5 wide, in a schedule that is drawn whole
 ROOM_FOR_DIGIT, AROUND_NUMBER = 6.4, 1.5
+NAMES = {
+    Schedule.ONE_F_ONE_B: "1F1B",
+    Schedule.INTERLEAVED: "interleaved 1F1B",
+    Schedule.ZERO_BUBBLE: "zero-bubble",
+    Schedule.ZB_V: "ZB-V",
+    Schedule.DUALPIPE_V: "DualPipeV",
+}
 AFTER_SCHEDULE = ("replicas", "optimizer")  # parts of the step
 
 
@@ -33,10 +40,15 @@ class TimelineExcerpt:
 
 
 def timeline_of(winner: LayoutCandidate) -> Timeline:
-    """Simulates the 1F1B schedule of a layout with its predicted times."""
-    stages, between_s = winner.time.stages, winner.time.between_stages_s
-    times = PipelineTimes([stage.forward_s for stage in stages], [stage.backward_s for stage in stages], between_s)
-    return simulate_schedule(Schedule.ONE_F_ONE_B, times, winner.job.micro_batches)
+    """Simulates the schedule of a layout with its predicted times."""
+    stages, layout = winner.time.stages, winner.layout
+    times = PipelineTimes(
+        [stage.forward_s for stage in stages],
+        [stage.backward_s for stage in stages],
+        winner.time.between_stages_s,
+        [stage.weight_gradient_s for stage in stages],
+    )
+    return simulate_schedule(layout.schedule, times, winner.job.micro_batches, layout.pipeline_chunks)
 
 
 def sample_of(timeline: Timeline) -> TimelineExcerpt:
@@ -75,9 +87,9 @@ def timeline_section(winner: LayoutCandidate) -> list[Element]:
 
 
 def timeline_figure(timeline: Timeline) -> Element:
-    """Draws one row per stage, with the share of time in which it computes."""
+    """Draws one row per stage, with the share of time in which it computes; each chunk has a part of the row."""
     sample = sample_of(timeline)
-    row = 24.0 if len(sample.stages) <= 8 else 18.0
+    row = (24.0 if len(sample.stages) <= 8 else 18.0) * (1 + (timeline.chunks - 1) / 2)
     bottom = TOP + row * len(sample.stages)
     drawn: list[Child] = [
         label(LEFT - 8, TOP - 10, "stage", "axis", "end"),
@@ -96,7 +108,7 @@ def timeline_figure(timeline: Timeline) -> Element:
             label(scale.start, bottom + 18, seconds(scale.low) if scale.low else "0", "tick"),
             label(scale.end, bottom + 18, seconds(scale.high), "tick", "end"),
             [line(scale(tick), bottom, scale(tick), bottom + 5, "axis-line") for tick in scale.ticks(8)],
-            _boxes(timeline.work, sample, scale, row),
+            _boxes(timeline, sample, scale, row),
         ]
     x = LEFT
     for kind in (*dict.fromkeys(work.kind.value for work in timeline.work), "idle"):
@@ -106,28 +118,31 @@ def timeline_figure(timeline: Timeline) -> Element:
     return drawing("timeline", "The pipeline schedule of one optimizer step", WIDTH, bottom + 30, drawn)
 
 
-def _boxes(works: Sequence[ScheduledPass], sample: TimelineExcerpt, scale: AxisScale, row: float) -> list[Element]:
+def _boxes(timeline: Timeline, sample: TimelineExcerpt, scale: AxisScale, row: float) -> list[Element]:
     """The passes that overlap the window of `scale`, cut at its ends."""
+    height = (row - 3) / timeline.chunks
     rows = {stage: index for index, stage in enumerate(sample.stages)}
     drawn = []
-    for work in works:
+    for work in timeline.work:
         if work.stage not in rows or not _overlap(work, (scale.low, scale.high)):
             continue
         x, end = scale(max(work.start_s, scale.low)), scale(min(work.end_s, scale.high))
-        y = TOP + row * rows[work.stage] + 1.5
-        title = f"stage {work.stage}: {work.kind} of micro-batch {work.micro_batch}, "
+        y = TOP + row * rows[work.stage] + 1.5 + height * work.chunk
+        through = f" through chunk {work.chunk}" if timeline.chunks > 1 else ""
+        title = f"stage {work.stage}: {work.kind} of micro-batch {work.micro_batch}{through}, "
         title += f"{seconds(work.start_s)} to {seconds(work.end_s)}"
-        drawn.append(bar(x, y, end - x, row - 3, title, id=box_id(work), class_=slug(work.kind)))
+        drawn.append(bar(x, y, end - x, height, title, id=box_id(work), class_=slug(work.kind)))
         number = str(work.micro_batch)
         if end - x >= ROOM_FOR_DIGIT * len(number) + AROUND_NUMBER:
             dark = " on-backward" if work.kind is not PassKind.FORWARD else ""
-            drawn.append(label((x + end) / 2, y + row / 2 + 2.5, number, f"in-box{dark}", "middle"))
+            drawn.append(label((x + end) / 2, y + height / 2 + 4, number, f"in-box{dark}", "middle"))
     return drawn
 
 
 def box_id(work: ScheduledPass) -> str:
     """The id of the box of one pass."""
-    return f"timeline-stage-{work.stage}-{slug(work.kind)}-{work.micro_batch}"
+    chunk = f"-chunk-{work.chunk}" if work.chunk else ""
+    return f"timeline-stage-{work.stage}{chunk}-{slug(work.kind)}-{work.micro_batch}"
 
 
 def timeline_caption(timeline: Timeline, time: StepTime) -> str:
@@ -136,13 +151,15 @@ def timeline_caption(timeline: Timeline, time: StepTime) -> str:
     busy = sum(timeline.busy_s) / timeline.makespan_s / timeline.stages
     after_s = sum(time.parts.get(part, 0.0) for part in AFTER_SCHEDULE)
     sentences = [
-        "The 1F1B schedule of one step, simulated from each stage's forward and backward time; numbers are "
-        f"micro-batches, {timeline.micro_batches:,} in a step.",
+        f"The {NAMES[timeline.schedule]} schedule of one step, simulated from each stage's forward and backward time; "
+        f"numbers are micro-batches, {timeline.micro_batches:,} in a step.",
         f"Stages compute {percent(busy)} of {seconds(timeline.makespan_s)} (the sum above counts "
         f"{seconds(time.seconds - after_s)}); then gradients are reduced over replicas and weights "
         f"updated, which is not drawn ({seconds(after_s)}).",
     ]
     sentences.append("With more micro-batches per step, the idle time at start and end weighs less.")
+    if timeline.chunks > 1:
+        sentences.append(f"Each stage holds {timeline.chunks} chunks of the model, the first drawn on top.")
     if len(sample.windows) > 1:
         sentences.append("Sampled: only the start, a piece of the middle and the end are drawn, at one scale.")
     if len(sample.stages) < timeline.stages:

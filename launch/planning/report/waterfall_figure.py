@@ -22,6 +22,7 @@ REMEDIES = {  # part of a step -> what makes it smaller
     "between stages": "fewer pipeline stages, or faster links between nodes, would shrink it",
     "replicas": f"{MORE_MICRO_BATCHES} would make it matter less",
     "optimizer": "a larger global_batch_size would make it matter less",
+    "offloading": "recompute.mode selective or full, which keep fewer bytes to move, would shrink it",
 }
 
 

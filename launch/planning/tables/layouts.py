@@ -11,6 +11,7 @@ from megalite.planner.explanation import explain
 from megalite.planner.hardware import Cluster, is_guess
 from megalite.planner.search import LayoutCandidate, SearchResult
 from megalite.planner.units import GIB, plural
+from megalite.planner.workload import recompute_in_short
 
 LayoutRow = dict[str, Any]
 """One layout with its predicted figures; the keys are the columns of the CSV output."""
@@ -19,15 +20,16 @@ LayoutRow = dict[str, Any]
 def row_of(candidate: LayoutCandidate, cluster: Cluster, rank: int | None) -> LayoutRow:
     """Builds the row of one layout. `rank`: 1 for the fastest; None for the config's own layout."""
     layout, time = candidate.layout, candidate.time
-    sizes = {name: value for name, value in asdict(layout).items() if name != "interleave"}  # megalite has none
     bubble = sum(size for name, size in time.parts.items() if "bubble" in name)
     return {
         "rank": rank,
         "layout": str(layout),
         "accelerators": layout.world_size,
-        **sizes,
+        **asdict(layout),
+        "recompute": recompute_in_short(layout.recompute),
         "micro_batches": candidate.job.micro_batches,
         "memory_gib": candidate.fullest.total / GIB,  # of the fullest accelerator
+        "host_memory_gib": candidate.fullest.on_host / GIB,  # of what it has offloaded
         "memory_used": candidate.fullest.total / cluster.memory_bytes,  # share of an accelerator's memory
         "step_s": time.seconds,
         "tokens_per_s": candidate.tokens_per_s,
@@ -50,11 +52,14 @@ def layouts_table(rows: Sequence[LayoutRow], result: SearchResult) -> Table:
         "": "{rank}",
         "layout": "{layout}",
         "GiB": "{memory_gib:.3g}",
+        "host GiB": "{host_memory_gib:.3g}",
         "s/step": f"{{step_s:.{figures}g}}",
         "tokens/s": "{tokens}",
         "MFU": "{model_flops_utilization:.1%}",
         "bubble": "{bubble:.1%}",
     }
+    if not any(row["host_memory_gib"] for row in rows):
+        del columns["host GiB"]
     if result.cluster.accelerator.device == "cpu":
         del columns["MFU"]
     texts = [

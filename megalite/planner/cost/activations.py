@@ -13,58 +13,65 @@ from megalite.planner.cost.shapes import block_kinds, cut
 from megalite.planner.workload import BYTES, TrainingWorkload
 
 
-def micro_batches_in_flight(p: int, stage: int, micro_batches: int) -> int:
-    """Returns the micro-batches that a stage keeps at once: in 1F1B stage i keeps p - i, at most all (Narayanan
-    2021)."""
-    return min(p - stage, micro_batches)
-
-
 @dataclass(frozen=True)
 class BlockBytes:
     """Bytes of one block of our decoder and one micro-batch on one rank."""
 
     kept: float  # from forward to backward
+    postponed: float  # from input gradient to weight gradient, where backward is split
     backward: float  # beside what all blocks keep, while backward is in the last: recomputed numbers and gradients
     passing: float  # hidden states between blocks
 
 
 @dataclass(frozen=True)
-class StageBlocks:
-    """Bytes of the blocks of one stage."""
+class ChunkBytes:
+    """Bytes of the blocks of one chunk of a stage."""
 
-    kept: float  # of a micro-batch, by all of them
+    kept: float  # of a micro-batch, by all of them, from forward to backward
+    postponed: float  # the same from input gradient to weight gradient
     first: BlockBytes
     last: BlockBytes
 
 
 def with_same_blocks(job: TrainingWorkload) -> TrainingWorkload:
     """Maps jobs whose blocks need equally much to one job: a cache key, since most of thousands of layouts share it."""
-    layout = replace(job.layout, data_parallel_size=1, pipeline_parallel_size=1, zero_stage=1, interleave=1)
+    layout = replace(
+        job.layout,
+        data_parallel_size=1,
+        pipeline_parallel_size=1,
+        zero_stage=1,
+        pipeline_chunks=1,
+        pipeline_schedule="1f1b",
+    )
     return replace(job, layout=layout, global_batch_size=0)
 
 
 @lru_cache(maxsize=4096)
-def stage_blocks(job: TrainingWorkload, first: int, count: int, widens: bool) -> StageBlocks:
+def chunk_bytes(job: TrainingWorkload, first: int, count: int, widens: bool) -> ChunkBytes:
     """Returns the bytes of `count` blocks of `with_same_blocks(job)`. `widens`: bf16 products are computed in fp32."""
     widens = widens and job.dtype == "bf16"
     like = block_kinds(job.model)[first : first + count]
     blocks = {layer: _block_bytes(job, layer, widens) for layer in set(like)}
-    return StageBlocks(sum(blocks[layer].kept for layer in like), blocks[like[0]], blocks[like[-1]])
+    kept, postponed = (sum(getattr(blocks[layer], name) for layer in like) for name in ("kept", "postponed"))
+    return ChunkBytes(kept, postponed, blocks[like[0]], blocks[like[-1]])
 
 
 def _block_bytes(job: TrainingWorkload, layer: int, widens: bool) -> BlockBytes:
     block = _Block(job, layer, widens)
     everything = block.outside + block.attention + block.context + block.feed_forward
-    match job.layout.recompute:
+    recompute = job.layout.recompute
+    assert isinstance(recompute, str), "figures of stages that recompute differently are asked for by_stage"
+    match recompute:
         case "none":
-            return BlockBytes(everything, block.backward(0.0), block.input)
+            return BlockBytes(everything, block.postponed, block.backward(0.0), block.input)
         case "selective":
             # what attention reads is kept, and what the projection behind it reads
             kept = block.outside + block.projected + block.projection_input + block.feed_forward
             again = block.attention + block.context - block.projection_input
-            return BlockBytes(min(kept, everything), block.backward(again), block.input)
+            return BlockBytes(min(kept, everything), block.postponed, block.backward(again), block.input)
         case "full":
-            return BlockBytes(block.input, everything - block.input + block.backward(0.0), block.input)
+            again = everything - block.input
+            return BlockBytes(block.input, block.postponed, again + block.backward(0.0), block.input)
 
 
 class _Block:
@@ -89,6 +96,7 @@ class _Block:
         self.outside = self._outside()
         self.attention, self.context = self._attention()
         self.feed_forward, self.feed_forward_gradients = self._feed_forward()
+        self.postponed = self._postponed()
 
     def backward(self, recomputed: float) -> float:
         """Returns the most that backward needs beside kept tensors: in the feed-forward layer, or later in
@@ -163,6 +171,18 @@ class _Block:
         numbers = rows * model.hidden_size
         routing = self.tokens * 4 * (model.num_experts or 1) + rows * (3 * 8 + 2 * 4)
         return 2 * numbers * self.size + 3 * features + routing, 3 * features + 2 * numbers * 4 + self.hidden
+
+    def _postponed(self) -> float:
+        """Returns the bytes of what products for gradients of weights read: each linear layer's input and the gradient
+        of its output (megalite/parallel/weight_gradients.py)."""
+        model = self.model
+        attention = self.hidden + self.projected + self.projection_input + self.hidden
+        if not model.has_experts(self.layer):
+            features = cut(model.intermediate_size, self.tp) * self.tokens * self.size
+            return attention + 2 * self.hidden + (3 if model.gated_mlp else 2) * features
+        rows = self.tokens * model.num_experts_per_tok
+        features = cut(model.moe_intermediate_size, self.tp) * rows * self.size
+        return attention + 2 * rows * model.hidden_size * self.size + 3 * features
 
 
 def embedding_bytes(job: TrainingWorkload) -> float:

@@ -24,13 +24,15 @@ class Ring:
     ranks: int
     bytes_per_s: float  # from each rank to the next
     latency_s: float  # of each message
+    leaves_node: bool = False
 
     def seconds(self, moved: Moved, collectives: int = 1) -> float:
         """Returns the seconds of `collectives` of each kind that move these bytes of a rank: n - 1 messages each,
         twice as many for an all-reduce."""
         if self.ranks == 1:
             return 0.0
-        kinds = 2 * (moved.all_reduce > 0) + (moved.reduce_scatter > 0) + (moved.all_gather > 0) + (moved.broadcast > 0)
+        kinds = 2 * (moved.all_reduce > 0) + (moved.reduce_scatter > 0) + (moved.all_gather > 0)
+        kinds += (moved.broadcast > 0) + (moved.send > 0)
         return moved.per_link(self.ranks) / self.bytes_per_s + collectives * kinds * (self.ranks - 1) * self.latency_s
 
 
@@ -53,13 +55,18 @@ def end_ring(layout: ParallelLayout, cluster: Cluster) -> Ring:
 def boundary_s(sent_bytes: float, gathered_bytes: float, layout: ParallelLayout, cluster: Cluster) -> float:
     """Returns the seconds from one stage to the next: every rank sends `sent_bytes`, then each tensor-parallel ring
     gathers `gathered_bytes` if tensors are cut for the transfer."""
-    leaves_node = layout.world_size > cluster.accelerators_per_node
+    leaves_node = boundary_leaves_node(layout, cluster)
     senders = min(cluster.accelerators_per_node, layout.tensor_parallel_size * layout.data_parallel_size)
     share = min(1.0, cluster.adapters_per_node / senders)  # of an adapter: a stage's ranks in a node send together
     outside = cluster.inter_node.gb_per_s * 1e9 * INTER_NODE_EFFICIENCY * share
     sent = sent_bytes / (outside if leaves_node else _inside_bytes_per_s(cluster))
     latency_s = (cluster.inter_node if leaves_node else cluster.intra_node).latency_us * 1e-6
     return sent + latency_s + tensor_ring(layout, cluster).seconds(Moved(all_gather=round(gathered_bytes)))
+
+
+def boundary_leaves_node(layout: ParallelLayout, cluster: Cluster) -> bool:
+    """Returns whether messages between stages use the links between nodes."""
+    return layout.world_size > cluster.accelerators_per_node
 
 
 def _ring(ranks: int, stride: int, cluster: Cluster) -> Ring:
@@ -71,7 +78,8 @@ def _ring(ranks: int, stride: int, cluster: Cluster) -> Ring:
     members = max(1, per_node // stride) if span % per_node == 0 else 1
     shares = cluster.adapters_per_node / per_node  # an accelerator's, of its node's adapters
     outside = cluster.inter_node.gb_per_s * 1e9 * INTER_NODE_EFFICIENCY * shares * members
-    return Ring(ranks, min(outside, _inside_bytes_per_s(cluster)), cluster.inter_node.latency_us * 1e-6)
+    bytes_per_s = min(outside, _inside_bytes_per_s(cluster))
+    return Ring(ranks, bytes_per_s, cluster.inter_node.latency_us * 1e-6, leaves_node=True)
 
 
 def _inside_bytes_per_s(cluster: Cluster) -> float:

@@ -86,6 +86,7 @@ def block_work(job: TrainingWorkload, layer: int, speed: Speed) -> Passes:
     forward = sum(dense, core + moved)
     backward = sum((2.0 * product for product in dense), core_backward + 2.0 * moved)
     again = LayerTime()
+    assert isinstance(job.layout.recompute, str), "figures of stages that recompute differently are asked for by_stage"
     if job.layout.recompute == "full":
         # experts' outputs are kept: their probabilities are multiplied with them
         needs_all = job.recomputes_the_end or job.model.has_experts(layer)

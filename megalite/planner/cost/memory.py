@@ -6,13 +6,19 @@ begins, when it ends, when replicas sum gradients, and in the optimizer's step. 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
 from typing import Literal
 
-from megalite.planner.cost.activations import embedding_bytes, micro_batches_in_flight, stage_blocks, with_same_blocks
-from megalite.planner.cost.model_states import BUCKET, MOMENTS, deepspeed_states
-from megalite.planner.cost.shapes import StageShape, cut, embedding_parameters, stage_shapes
+from megalite.planner.cost.activations import chunk_bytes, embedding_bytes, with_same_blocks
+from megalite.planner.cost.model_states import BUCKET, MOMENTS, States, deepspeed_states
+from megalite.planner.cost.offloading import activations_on_device, optimizer_on_host, without_optimizer
+from megalite.planner.cost.shapes import StageShape, cut, embedding_parameters, stages_of_job
+from megalite.planner.schedules.in_flight import InFlight, most_in_flight
+from megalite.planner.schedules.tables import Schedule, placement
 from megalite.planner.workload import BYTES, TrainingWorkload
 
 MIB = 2**20
@@ -55,6 +61,7 @@ class StageMemory:
     stage: int
     parts: Mapping[str, float]  # what it is for -> bytes, adding up to the total
     moment: str = ""  # when most is needed
+    on_host: float = 0.0  # bytes beside them of what a GPU's rank has offloaded
 
     @property
     def total(self) -> float:
@@ -64,19 +71,49 @@ class StageMemory:
 
 def memory_of(job: TrainingWorkload, device: Device = CUDA) -> tuple[StageMemory, ...]:
     """Returns the peak memory of each pipeline stage, in order."""
-    shapes = stage_shapes(job.model, job.layout.tensor_parallel_size, job.layout.pipeline_parallel_size)
-    blocks = with_same_blocks(job)
-    return tuple(_Stage(job, blocks, stage, shape, device).memory() for stage, shape in enumerate(shapes))
+
+    def stages(job: TrainingWorkload) -> list[StageMemory]:
+        shapes, blocks = stages_of_job(job), with_same_blocks(job)
+        return [_Stage(job, blocks, stage, shape, device).memory() for stage, shape in enumerate(shapes)]
+
+    return job.by_stage(stages)
 
 
 def with_process(one: StageMemory, job: TrainingWorkload, process_bytes: float) -> StageMemory:
     """Adds the memory of the process, which counts on a CPU, and the buffer that megalite/checkpoint/saver.py keeps for
     background saves: this rank's share of fp32 weights and moments."""
-    layout = job.layout
-    shape = stage_shapes(job.model, layout.tensor_parallel_size, layout.pipeline_parallel_size)[one.stage]
-    numbers = (1 + MOMENTS[job.optimizer]) * shape.parameters / layout.data_parallel_size
+    shape = stages_of_job(job)[one.stage]
+    numbers = (1 + MOMENTS[job.optimizer]) * shape.parameters / job.layout.data_parallel_size
     copy = {COPY: 4.0 * numbers} if job.background_saves else {}
-    return StageMemory(one.stage, {PROCESS: float(process_bytes), **one.parts, **copy}, one.moment)
+    return replace(one, parts={PROCESS: float(process_bytes), **one.parts, **copy})
+
+
+def kept_messages(job: TrainingWorkload, stage: int, device: Device) -> int:
+    """Returns the number of messages beside inputs and outputs of chunks (engine/pipeline_runtime.py): what arrives for
+    the next pass, with several chunks for another too, and what has been sent. NCCL tells when a message is gone; of
+    gloo's as many are kept as the model has chunks, and one more."""
+    layout, count = job.layout, job.micro_batches
+    p, v = layout.pipeline_parallel_size, layout.pipeline_chunks
+    if p == 1:
+        return 0
+    activations, gradients = _sent(layout.schedule, p, v)[stage]
+    arriving = min(2, v)
+    if device.kind == "cuda":
+        return arriving + (gradients > 0)
+    sent = min(p * v + 1, (activations + gradients) * count)
+    if job.document_mask or job.model.has_dropout:  # sent in a copy, with positions or sample numbers
+        return arriving + sent
+    # outputs that are sent are there anyway
+    alive = max(sum(moment.whole) for moment in most_in_flight(layout.schedule, p, stage, count, v)) * activations // v
+    return arriving + sent - min(alive, sent * activations // (activations + gradients))
+
+
+@lru_cache(maxsize=1024)
+def _sent(schedule: Schedule, stages: int, chunks: int) -> tuple[tuple[int, int], ...]:
+    """Returns the numbers of activations and of gradients that each stage sends for a micro-batch."""
+    boundaries = [pair for pair in pairwise(placement(schedule, stages, chunks)) if pair[0] != pair[1]]
+    activations, gradients = Counter(before for before, _ in boundaries), Counter(after for _, after in boundaries)
+    return tuple((activations[stage], gradients[stage]) for stage in range(stages))
 
 
 Moment = dict[str, float]
@@ -91,15 +128,21 @@ class _Stage:
         self.job, self.stage, self.shape, self.device = job, stage, shape, device
         layout, model, tp = job.layout, job.model, job.layout.tensor_parallel_size
         self.size = BYTES[job.dtype]
-        self.embedding = embedding_parameters(model, tp) if shape.has_embedding or shape.has_head else 0
+        has_rows = shape.has_embedding or (shape.has_head and not shape.tied_copy)
+        self.embedding = embedding_parameters(model, tp) if has_rows else 0
         in_blocks = cut(model.intermediate_size, tp) * model.hidden_size * (1 + model.gated_mlp)
         largest = max(self.embedding, in_blocks)  # parameter
         self.largest_of_blocks = in_blocks / largest
         self.states = deepspeed_states(job, shape.parameters, largest)
-        self.blocks = stage_blocks(blocks, shape.first_block, shape.blocks, device.widens_bf16)
-        self.in_flight = micro_batches_in_flight(layout.pipeline_parallel_size, stage, job.micro_batches)
-        self.passing = self.blocks.first.passing
+        if job.offloads_optimizer:
+            self.states = self._with_offloaded_optimizer(largest)
+        self.chunks = [chunk_bytes(blocks, each.first, each.count, device.widens_bf16) for each in shape.chunks]
+        p, v = layout.pipeline_parallel_size, layout.pipeline_chunks
+        self.in_flight = most_in_flight(layout.schedule, p, stage, job.micro_batches, v)
+        self.first, self.last = self.chunks[0].first, self.chunks[-1].last
+        self.passing = self.first.passing
         self.whole = layout.micro_batch_size * job.sequence_length * model.hidden_size * self.size  # hidden states
+        self.most_activations = max(map(self._held, self.in_flight)) + kept_messages(job, stage, device) * self.passing
 
     def memory(self) -> StageMemory:
         states, always = self.states, self._always()
@@ -107,6 +150,7 @@ class _Stage:
             "loss": self._loss() if self.shape.has_head else {},
             "start of backward": self._backward_starts(),
             "end of backward": self._backward_ends(),
+            "gradient of the head": self._tied_gradient(),
             "reduction of gradients": always
             | {"gradients": states.gradients, "communication buffers": self._bucket() + states.reducing},
             "optimizer step": always | {"gradients": states.own_gradients, "step copies": states.stepping},
@@ -119,15 +163,27 @@ class _Stage:
         else:
             name = max(moments, key=lambda name: sum(moments[name].values()))
             parts = moments[name]
-        return StageMemory(self.stage, with_device(parts, self.device), name)
+        return StageMemory(self.stage, with_device(parts, self.device), name, self._on_host())
+
+    def _with_offloaded_optimizer(self, largest: float) -> States:
+        states = without_optimizer(self.job, self.states, largest)
+        if self.device.kind == "cuda":
+            return states
+        return replace(states, optimizer=optimizer_on_host(self.job, self.shape.parameters))
+
+    def _on_host(self) -> float:
+        if self.device.kind == "cpu":
+            return 0.0
+        optimizer = optimizer_on_host(self.job, self.shape.parameters) if self.job.offloads_optimizer else 0.0
+        return optimizer + (max(map(self._kept, self.in_flight)) if self.job.offloads_activations else 0.0)
 
     def _always(self) -> Moment:
         states = self.states
         is_kept = states.gathered > 0  # ZeRO-3's bucket is always there
         return {
-            "weights": states.weights,
+            "weights": states.weights + self.size * self.shape.tied_copy,
             "optimizer": states.optimizer,
-            "gradients": states.gradients if states.stay else 0.0,
+            "gradients": (states.gradients if states.stay else 0.0) + 4.0 * self.shape.tied_copy,  # its sum is fp32
             "communication buffers": self._bucket() if is_kept else 0.0,
         }
 
@@ -148,13 +204,27 @@ class _Stage:
             moment[name] = moment.get(name, 0.0) + size
         return moment
 
-    def _most_activations(self) -> float:
-        kept = self.in_flight * self.blocks.kept
-        if self.shape.has_embedding:
-            kept += self.in_flight * embedding_bytes(self.job)
-        if self.job.layout.pipeline_parallel_size > 1:  # what comes and what goes, and what has come and gone before
-            kept += (2 if self.stage == 0 else 5) * self.passing
-        return kept
+    def _held(self, moment: InFlight) -> float:
+        """Returns the activations of all micro-batches at one moment. A chunk's output stays until its gradient has
+        come; the model's last chunk puts out a loss."""
+        kept = self._kept(moment)
+        if self.job.offloads_activations:
+            on_device = self._kept_on_device(moment)
+            kept = on_device if self.device.kind == "cuda" else kept + on_device
+        kept += sum(count * chunk.postponed for chunk, count in zip(self.chunks, moment.postponed, strict=True))
+        kept += self.passing * sum(moment.whole[:-1] if self.shape.has_head else moment.whole)
+        return kept + (moment.whole[0] * embedding_bytes(self.job) if self.shape.has_embedding else 0.0)
+
+    def _kept(self, moment: InFlight) -> float:
+        """Returns the bytes that blocks keep for backward, wherever they are."""
+        return sum(count * chunk.kept for chunk, count in zip(self.chunks, moment.whole, strict=True))
+
+    def _kept_on_device(self, moment: InFlight) -> float:
+        """Returns those that offloading leaves on the device; there is what a pipeline has received, too, until it has
+        its gradient."""
+        received = self.passing * sum(moment.whole[1:] if self.shape.has_embedding else moment.whole)
+        largest = max(block.kept for chunk in self.chunks for block in (chunk.first, chunk.last))
+        return activations_on_device(self.job, self._kept(moment), largest, received)
 
     def _loss(self) -> Moment:
         job, model = self.job, self.job.model
@@ -176,20 +246,20 @@ class _Stage:
         gradients += of_products * tokens * model.hidden_size
         # the last block's output and its norm's, which products read whole
         head = self.passing + self.whole + (self.passing if self.passing < self.whole else 0.0)
-        return self._during(self._most_activations() + head, logits=logits, working=gradients)
+        return self._during(self.most_activations + head, logits=logits, working=gradients)
 
     def _backward_starts(self) -> Moment:
-        working = self.blocks.last.backward + self.states.one_gradient * self.largest_of_blocks
+        working = self.last.backward + self.states.one_gradient * self.largest_of_blocks
         head = 0.0
         if self.shape.has_head and self.states.are_scattered:
             head = BYTES[self.job.gradient_accumulation_dtype] * self.embedding
         buckets = {} if self.states.gathered else {"communication buffers": self._bucket(self.embedding)}
-        return self._during(self._most_activations() + self.passing, working=working, gradients=head, **buckets)
+        return self._during(self.most_activations + self.passing, working=working, gradients=head, **buckets)
 
     def _backward_ends(self) -> Moment:
         """Returns the larger of two moments: all gradients exist and only the first block's activations of the last
         micro-batch remain; then those are freed too, and the embedding has its gradient."""
-        states, first = self.states, self.blocks.first
+        states, first = self.states, self.first
         in_block = first.kept + first.backward + states.one_gradient * self.largest_of_blocks
         of_embedding = self.size * self.embedding + states.one_gradient if self.shape.has_embedding else 0.0
         working = max(in_block, of_embedding) - first.kept
@@ -199,6 +269,14 @@ class _Stage:
         if not states.gathered:
             moment["communication buffers"] = self._bucket()
         return moment
+
+    def _tied_gradient(self) -> Moment:
+        """Returns the moment at which the embedding's stage adds what the last stage has summed in fp32: with 16 bits
+        as three numbers each."""
+        model, tied = self.job.model, self.shape.has_embedding and not self.shape.has_head
+        if not (tied and model.tie_word_embeddings):
+            return {}
+        return self._during(0.0, working=(4 + (3 * self.size if self.size < 4 else 4)) * self.embedding)
 
     def _gathers(self) -> Moment:
         """Returns gloo's copies: it gathers into a tensor of its own. Its threads have heaps of at most 64 MiB for that
@@ -233,7 +311,7 @@ class _Stage:
         ours lie beside other tensors. Measured: 1.8 of each hidden state that is gathered, and no more than 65 of
         them."""
         job = self.job
-        if self.blocks.first.passing == self.whole:
+        if self.passing == self.whole:
             return 0.0
         gathered = self.shape.blocks * (6 if job.layout.recompute == "full" else 4)
         return self.whole * min(1.8 * (gathered + self.shape.has_embedding + self.shape.has_head), 65)

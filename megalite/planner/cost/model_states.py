@@ -15,8 +15,7 @@ from megalite.planner.cost.shapes import StageShape
 from megalite.planner.workload import BYTES, TrainingWorkload
 
 MOMENTS = {"adamw": 2, "sgd": 0}  # fp32 numbers per parameter
-BUCKET = 50_000_000  # numbers per reduction, megalite/engine/deepspeed_config.py; ZeRO-3's prefetch, by default
-MOST_TOGETHER = 500_000_000  # numbers that BF16_Optimizer reduces in one copy: MEMORY_OPT_ALLREDUCE_SIZE
+BUCKET = 50_000_000  # numbers per gathering, megalite/engine/deepspeed_config.py; ZeRO-3's prefetch, by default
 MOST_LIVE = 1_000_000_000  # numbers that ZeRO-3 keeps gathered: stage3_max_live_parameters; also its sub-groups
 
 
@@ -47,50 +46,46 @@ def deepspeed_states(job: TrainingWorkload, numbers: float, largest: float) -> S
         case 2:
             return _zero_2(job, numbers, largest)
         case _:
-            if job.dtype == "bf16" and job.gradient_accumulation_dtype == "fp32":
-                return _bf16_optimizer(job, numbers, largest)
-            return _zero_1(job, numbers, largest)
+            return (_zero_1_offloaded if job.offloads_optimizer else _reduced_beside_backward)(job, numbers, largest)
 
 
-def _zero_1(job: TrainingWorkload, numbers: float, largest: float) -> States:
-    """Follows runtime/zero/stage_1_and_2.py without `contiguous_gradients`: `reduce_ipg_grads` flattens a bucket,
-    `step` this rank's partition; norms are of fp64 copies. fp32 weights are updated where they are
-    (deepspeed_internals.py)."""
+def _reduced_beside_backward(job: TrainingWorkload, numbers: float, largest: float) -> States:
+    """Follows engine/gradient_reduction.py: gradients are added to flat sums, those of BF16_Optimizer
+    (runtime/bf16_optimizer.py) or ones that live from a bucket's first gradient to the end of the step. A bucket is
+    rounded for the sum over replicas, or copied by gloo. fp32 weights are updated where they are."""
     size, accumulated, d = BYTES[job.dtype], BYTES[job.gradient_accumulation_dtype], job.layout.data_parallel_size
-    is_mixed = size != accumulated
+    has_sums = job.dtype == "bf16" and accumulated == 4  # BF16_Optimizer
+    widened = 4 * numbers / d if accumulated < 4 else 0.0  # this rank's partition
+    gradients, bucket = accumulated * numbers, max(job.gradient_bucket_size, largest)
+    return States(
+        weights=size * numbers,
+        optimizer=_optimizer(job, size < 4) * numbers / d,
+        gradients=gradients,
+        are_scattered=not has_sums,
+        stay=has_sums,
+        one_gradient=size * largest,
+        reducing=(BYTES[job.reduction_dtype] * min(numbers, bucket) if d > 1 else 0.0) + widened,
+        own_gradients=gradients + widened,
+        updating=(0.0 if has_sums else gradients) + widened + _sgd(job, numbers),
+        building=4 * numbers if has_sums else _first_copies(job, numbers),
+    )
+
+
+def _zero_1_offloaded(job: TrainingWorkload, numbers: float, largest: float) -> States:
+    """Follows runtime/zero/stage_1_and_2.py without `contiguous_gradients`, which reduces the gradients of an optimizer
+    on the host: `reduce_ipg_grads` flattens a bucket. What the host has is left to cost/offloading.py."""
+    size, accumulated, d = BYTES[job.dtype], BYTES[job.gradient_accumulation_dtype], job.layout.data_parallel_size
+    is_mixed, is_cast = size != accumulated, job.reduction_dtype != job.gradient_accumulation_dtype
     own = accumulated * numbers / d
-    copies = 0.0 if is_mixed else own + (4 * numbers / d if accumulated < 4 else 0)
-    is_cast = job.reduction_dtype != job.gradient_accumulation_dtype
-    per_number = accumulated + BYTES[job.reduction_dtype] * is_cast
     return States(
         weights=size * numbers,
         optimizer=_optimizer(job, size < 4) * numbers / d,
         gradients=accumulated * numbers,
         are_scattered=True,
         one_gradient=size * largest if is_mixed else 0.0,
-        reducing=per_number * min(numbers, BUCKET) + (own if is_mixed else 0.0),
+        reducing=(accumulated + BYTES[job.reduction_dtype] * is_cast) * min(numbers, BUCKET) + own * is_mixed,
         own_gradients=own,
-        stepping=max(copies, 8 * largest),
-        updating=copies + _sgd(job, numbers),
         building=_first_copies(job, numbers),
-    )
-
-
-def _bf16_optimizer(job: TrainingWorkload, numbers: float, largest: float) -> States:
-    """Follows runtime/bf16_optimizer.py: fp32 sums of all gradients in one buffer. `allreduce_bucket` of
-    runtime/engine.py copies it, unless it is larger than `MOST_TOGETHER`, and again if replicas sum it in bf16."""
-    rounded = 2 if job.reduction_dtype == "bf16" else 0
-    return States(
-        weights=2 * numbers,
-        optimizer=_optimizer(job, True) * numbers / job.layout.data_parallel_size,
-        gradients=4 * numbers,
-        stay=True,
-        one_gradient=(2 + 4) * largest,
-        reducing=((4 if numbers <= MOST_TOGETHER else 0) + rounded) * numbers,
-        own_gradients=4 * numbers,
-        stepping=0.0,
-        updating=_sgd(job, numbers),
-        building=4 * numbers,
     )
 
 
@@ -107,8 +102,8 @@ def _zero_2(job: TrainingWorkload, numbers: float, largest: float) -> States:
         optimizer=_optimizer(job, size < 4) * numbers / d,
         gradients=own,
         one_gradient=size * largest,
-        bucket=size * BUCKET,
-        reducing=BYTES[job.reduction_dtype] * min(numbers, BUCKET) + (widened if is_mixed else again),
+        bucket=size * job.gradient_bucket_size,
+        reducing=BYTES[job.reduction_dtype] * min(numbers, job.gradient_bucket_size) + (widened if is_mixed else again),
         own_gradients=own,
         stepping=max(0.0 if is_mixed else own, 8 * largest),
         updating=own + _sgd(job, numbers),
@@ -119,7 +114,8 @@ def _zero_2(job: TrainingWorkload, numbers: float, largest: float) -> States:
 def _zero_3(job: TrainingWorkload, numbers: float, largest: float) -> States:
     """Follows runtime/zero/stage3.py and partition_parameters.py: an fp32 copy also of fp32 weights; a bucket and
     sums of gradients that are always there; weights stay gathered up to `MOST_LIVE`, beside the buffer of a
-    prefetch."""
+    prefetch, of which a pipeline has none."""
+    prefetched = 0 if job.layout.pipeline_parallel_size > 1 else min(max(numbers - largest, largest), BUCKET)
     size, accumulated, d = BYTES[job.dtype], BYTES[job.gradient_accumulation_dtype], job.layout.data_parallel_size
     is_widened = BYTES[job.reduction_dtype] > size  # before `reduce_scatter_coalesced` joins them
     return States(
@@ -128,12 +124,12 @@ def _zero_3(job: TrainingWorkload, numbers: float, largest: float) -> States:
         gradients=accumulated * numbers / d,
         stay=True,
         one_gradient=size * largest,
-        bucket=size * BUCKET,
-        reducing=BYTES[job.reduction_dtype] * (1 + is_widened) * min(numbers, BUCKET),
+        bucket=size * job.gradient_bucket_size,
+        reducing=BYTES[job.reduction_dtype] * (1 + is_widened) * min(numbers, job.gradient_bucket_size),
         own_gradients=accumulated * numbers / d,
         stepping=max(4 * min(numbers / d, MOST_LIVE), 8 * largest / d),
         updating=4 * min(numbers / d, MOST_LIVE) + _sgd(job, numbers),
-        gathered=size * (min(numbers, MOST_LIVE + largest) + min(max(numbers - largest, largest), BUCKET)),
+        gathered=size * (min(numbers, MOST_LIVE + largest) + prefetched),
         building=(4 + 4 / d) * numbers,
     )
 
@@ -161,7 +157,6 @@ def state_bytes(config: Config, layout: ResolvedLayout, stage: StageShape) -> in
     size, replicas = BYTES[config.precision.dtype], layout.data_parallel_size
     weights = size * stage.parameters // (replicas if layout.zero_stage == 3 else 1)
     optimizer = 4 * (MOMENTS[config.optimizer.name] + (size < 4)) * stage.parameters // replicas
-    offloaded = {
-        name: has(config.deepspeed, ("zero_optimization", f"offload_{name}")) for name in ("param", "optimizer")
-    }
-    return (0 if offloaded["param"] else weights) + (0 if offloaded["optimizer"] else optimizer)
+    has_no_weights = has(config.deepspeed, ("zero_optimization", "offload_param"))
+    has_no_optimizer = config.is_optimizer_offloaded
+    return (0 if has_no_weights else weights) + (0 if has_no_optimizer else optimizer)

@@ -6,11 +6,23 @@ of every family.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megalite.config import Config, ModelConfig, ResolvedLayout
+from megalite.config.sections import PipelineSchedule
 from megalite.parallel.mesh import block_cost, head_cost, stage_boundaries
+from megalite.planner.schedules.tables import Schedule, placement
+from megalite.planner.workload import Recompute, TrainingWorkload
+
+
+@dataclass(frozen=True)
+class ChunkBlocks:
+    """Blocks of one chunk of a stage, consecutive in the model."""
+
+    first: int
+    count: int
 
 
 @dataclass(frozen=True)
@@ -18,42 +30,69 @@ class StageShape:
     """Layers that one tensor-parallel rank of a pipeline stage holds."""
 
     parameters: int  # numbers, before ZeRO cuts them, padding included
-    blocks: int
+    chunks: tuple[ChunkBlocks, ...]  # in their order in the model
     has_embedding: bool
     has_head: bool
-    first_block: int = 0
+    tied_copy: int = 0  # numbers of a tied head whose embedding is on another stage: no parameter here
+
+    @property
+    def blocks(self) -> int:
+        return sum(chunk.count for chunk in self.chunks)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Numbers of its blocks."""
+        return tuple(layer for chunk in self.chunks for layer in range(chunk.first, chunk.first + chunk.count))
 
 
 @lru_cache(maxsize=4096)
-def stage_shapes(model: ModelConfig, tensor_parallel_size: int, pipeline_parallel_size: int) -> tuple[StageShape, ...]:
-    """Returns the shape of each stage, in order."""
-    return _shapes(model, tensor_parallel_size, block_bounds(model, pipeline_parallel_size))
+def stage_shapes(
+    model: ModelConfig,
+    tensor_parallel_size: int,
+    pipeline_parallel_size: int,
+    schedule: PipelineSchedule = "1f1b",
+    chunks: int = 1,
+) -> tuple[StageShape, ...]:
+    """Returns the shape of each stage, in order. Raises ValueError if there are fewer blocks than chunks."""
+    where = placement(Schedule(schedule), pipeline_parallel_size, chunks)
+    return _shapes(model, tensor_parallel_size, block_bounds(model, len(where)), where)
 
 
 @lru_cache(maxsize=4096)
 def even_stage_shapes(
     model: ModelConfig, tensor_parallel_size: int, pipeline_parallel_size: int
 ) -> tuple[StageShape, ...]:
-    """Returns the shapes of stages with equally many blocks, as other stacks divide them."""
+    """Returns the shapes of stages with equally many blocks, as other stacks divide them. A tied head is a parameter of
+    the last stage too."""
     blocks, pp = model.num_hidden_layers, pipeline_parallel_size
-    return _shapes(model, tensor_parallel_size, tuple(-(-blocks * stage // pp) for stage in range(pp + 1)))
+    bounds = tuple(-(-blocks * stage // pp) for stage in range(pp + 1))
+    shapes = _shapes(model, tensor_parallel_size, bounds, range(pp))
+    return tuple(replace(shape, parameters=shape.parameters + shape.tied_copy) for shape in shapes)
 
 
-def _shapes(model: ModelConfig, tp: int, bounds: tuple[int, ...]) -> tuple[StageShape, ...]:
-    pp, shapes = len(bounds) - 1, []
-    for stage in range(pp):
-        first, end = bounds[stage], bounds[stage + 1]
-        numbers = sum(block_parameters(model, layer, tp) for layer in range(first, end))
-        is_first, is_last = stage == 0, stage == pp - 1
+def _shapes(model: ModelConfig, tp: int, bounds: Sequence[int], where: Sequence[int]) -> tuple[StageShape, ...]:
+    """Returns the shapes of the stages that hold the chunks between `bounds`."""
+    shapes = []
+    for stage in range(max(where) + 1):
+        chunks = tuple(
+            ChunkBlocks(bounds[position], bounds[position + 1] - bounds[position])
+            for position, holder in enumerate(where)
+            if holder == stage
+        )
+        is_first, is_last, tied_copy = stage == where[0], stage == where[-1], 0
+        shape = StageShape(0, chunks, is_first, is_last)
+        numbers = sum(block_parameters(model, layer, tp) for layer in shape.layers)
         if is_first:
             numbers += embedding_parameters(model, tp)
             if model.position_embedding == "learned":
                 numbers += model.max_position_embeddings * model.hidden_size
         if is_last:
             numbers += norm_parameters(model, model.hidden_size)
-            if not (model.tie_word_embeddings and is_first):  # a tied copy on its embedding's stage adds nothing
+            if not model.tie_word_embeddings:
                 numbers += embedding_parameters(model, tp)
-        shapes.append(StageShape(numbers, end - first, is_first, is_last, first))
+            elif not is_first:  # on its embedding's stage it is the same weight
+                tied_copy = embedding_parameters(model, tp)
+        shapes.append(replace(shape, parameters=numbers, tied_copy=tied_copy))
     return tuple(shapes)
 
 
@@ -78,9 +117,26 @@ def block_kinds(model: ModelConfig) -> tuple[int, ...]:
     )
 
 
+def stages_of_job(job: TrainingWorkload) -> tuple[StageShape, ...]:
+    """Returns the stages of a job, as its software stack divides the model."""
+    layout = job.layout
+    tp, pp = layout.tensor_parallel_size, layout.pipeline_parallel_size
+    if not job.stack.balances_stages:
+        return even_stage_shapes(job.model, tp, pp)
+    return stage_shapes(job.model, tp, pp, layout.pipeline_schedule, layout.pipeline_chunks)
+
+
 def stages_of(config: Config, layout: ResolvedLayout) -> tuple[StageShape, ...]:
     """Returns the stages of a run."""
-    return stage_shapes(config.model, layout.tensor_parallel_size, layout.pipeline_parallel_size)
+    tp, pp = layout.tensor_parallel_size, layout.pipeline_parallel_size
+    return stage_shapes(config.model, tp, pp, layout.pipeline_schedule, layout.pipeline_chunks)
+
+
+def recompute_of_blocks(config: Config, layout: ResolvedLayout) -> tuple[Recompute, ...]:
+    """Returns what a run recomputes of each block: what the stage that holds it does."""
+    shapes, modes = stages_of(config, layout), config.recompute.by_stage(layout.pipeline_parallel_size)
+    of_block = {layer: mode for shape, mode in zip(shapes, modes, strict=True) for layer in shape.layers}
+    return tuple(of_block[layer] for layer in range(config.model.num_hidden_layers))
 
 
 def parameters(model: ModelConfig) -> int:

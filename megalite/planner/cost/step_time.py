@@ -7,10 +7,18 @@ The slowest stage sets the pace of a pipeline; before and after it is full, the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from megalite.planner.cost.communication_time import boundary_s, data_ring, end_ring, tensor_ring
+from megalite.planner.cost.activations import chunk_bytes, with_same_blocks
+from megalite.planner.cost.communication_time import (
+    boundary_leaves_node,
+    boundary_s,
+    data_ring,
+    end_ring,
+    tensor_ring,
+)
 from megalite.planner.cost.layer_time import (
     LayerTime,
     Passes,
@@ -21,9 +29,13 @@ from megalite.planner.cost.layer_time import (
     head_work,
     score_flops,
 )
-from megalite.planner.cost.shapes import StageShape, block_kinds, even_stage_shapes, stage_shapes
+from megalite.planner.cost.offloading import exposed_copies_s, host_update_s
+from megalite.planner.cost.overlapped_reduction import reduction_ends_s
+from megalite.planner.cost.shapes import StageShape, block_kinds, stages_of_job
 from megalite.planner.cost.volumes import Moved, data_moved, hidden_state_bytes, tensor_moved, tied_moved
 from megalite.planner.hardware import Cluster
+from megalite.planner.schedules.simulation import LastGradients, PipelineTimes, idle_of_equal_stages, last_gradients
+from megalite.planner.schedules.tables import splits_backward
 from megalite.planner.units import Additive
 from megalite.planner.workload import BYTES, TrainingWorkload
 
@@ -35,6 +47,7 @@ WAITED_LAUNCHES = 4.0
 HOST_WORK = {0: 1.0, 1: 1.0, 2: 1.4, 3: 4.4}
 # the host's work for a block with experts, in such of a dense one, in CPU time: each expert runs, also on no token
 EXPERTS_HOST_WORK, EXPERT_HOST_WORK = 2.0, 0.1
+DIGITS = 1000  # parts of a micro-batch's time to which simulated pipelines are exact
 
 
 @dataclass(frozen=True)
@@ -46,6 +59,7 @@ class StageTime(Additive):
     work: LayerTime  # forward, backward and recomputation together, by what bounds it
     tensor_s: float  # in the tensor-parallel group
     launch_s: float
+    weight_gradient_s: float  # the part of backward that a schedule may postpone: products of the blocks' weights
 
     @property
     def seconds(self) -> float:
@@ -78,18 +92,17 @@ def step_time(job: TrainingWorkload, cluster: Cluster) -> StepTime:
     without peak."""
     layout = job.layout
     speed = Speed.of(job, cluster)
-    shapes_of = stage_shapes if job.stack.balances_stages else even_stage_shapes
-    shapes = shapes_of(job.model, layout.tensor_parallel_size, layout.pipeline_parallel_size)
-    by_kind = {kind: block_work(job, kind, speed) for kind in set(block_kinds(job.model))}
-    head = head_work(job, speed)
-    stages = [_stage(job, shape, cluster, speed, _passes(job, shape, by_kind, head)) for shape in shapes]
+    shapes = stages_of_job(job)
+    stages = job.by_stage(lambda alike: _stages(alike, shapes, cluster, speed))
     mean, slowest = 1 / len(stages) * sum(stages[1:], stages[0]), max(stage.seconds for stage in stages)
-    count, chunks = job.micro_batches, layout.interleave
-    between = _between_s(job, cluster)
-    waits = _idle(layout.pipeline_parallel_size, cluster) * ((layout.pipeline_parallel_size - 1) / chunks)
+    count, between = job.micro_batches, _between_s(job, cluster)
+    bubble_s, messages_s = _pipeline_s(job, mean, between)
     largest = max(shapes, key=lambda shape: shape.parameters)
     owned = largest.parameters / (1 if job.stack.replicas == "all_reduce" else layout.data_parallel_size)
-    exposed = _replicas_s(job, cluster, largest, stages[shapes.index(largest)])
+    if job.reduces_beside_backward and cluster.accelerator.device != "cpu":  # whose cores compute and communicate
+        exposed = _beside_backward_s(job, cluster, shapes, mean, between)
+    else:
+        exposed = _replicas_s(job, cluster, largest, stages[shapes.index(largest)])
     parts = {
         "matrix products": count * mean.work.matrix_s,
         "attention": count * mean.work.attention_s,
@@ -97,20 +110,60 @@ def step_time(job: TrainingWorkload, cluster: Cluster) -> StepTime:
         "tensor collectives": count * mean.tensor_s,
         "launches": count * mean.launch_s,
         "stage imbalance": count * (slowest - mean.seconds),
-        "pipeline bubble": waits * (mean.seconds + 2 * chunks * between),
-        "between stages": count * 2 * chunks * between + end_ring(layout, cluster).seconds(tied_moved(job)),
+        "pipeline bubble": _idle(layout.pipeline_parallel_size, cluster) * bubble_s,
+        "between stages": messages_s + end_ring(layout, cluster).seconds(tied_moved(job)),
         "replicas": exposed,
-        "optimizer": OPTIMIZER_BYTES[job.optimizer] * owned / speed.memory_bytes,
+        "optimizer": _optimizer_s(job, cluster, owned, speed),
+        "offloading": count
+        * max(job.by_stage(lambda alike: list(map(partial(_offloading_s, alike, cluster, speed), shapes, stages)))),
     }
     return StepTime(
         parts=parts,
-        stages=tuple(stages),
+        stages=stages,
         between_stages_s=between,
         # forward, and twice as many of backward, of all micro-batches and replicas
         model_flops=3.0 * (_forward_flops(job) * count * layout.data_parallel_size),
         peak_flops=None if cluster.accelerator.device == "cpu" else cluster.peak_flops(job.dtype) * layout.world_size,
         hidden_s=max(0.0, data_ring(layout, cluster).seconds(data_moved(job, largest)) - exposed),
     )
+
+
+def _optimizer_s(job: TrainingWorkload, cluster: Cluster, owned: float, speed: Speed) -> float:
+    """Returns the seconds of the update of as many parameters as a rank owns."""
+    update_bytes = OPTIMIZER_BYTES[job.optimizer]
+    if job.offloads_optimizer and cluster.accelerator.device == "cuda":
+        return host_update_s(job, cluster, owned, update_bytes)
+    return update_bytes * owned / speed.memory_bytes
+
+
+def _offloading_s(job: TrainingWorkload, cluster: Cluster, speed: Speed, shape: StageShape, stage: StageTime) -> float:
+    """Returns the seconds that moving activations adds to a micro-batch on one stage."""
+    if not job.offloads_activations:
+        return 0.0
+    blocks = with_same_blocks(job)
+    kept = sum(chunk_bytes(blocks, each.first, each.count, widens=False).kept for each in shape.chunks)
+    return exposed_copies_s(cluster, kept, (stage.forward_s, stage.backward_s), speed.memory_bytes)
+
+
+def _pipeline_s(job: TrainingWorkload, mean: StageTime, between_s: float) -> tuple[float, float]:
+    """Returns the seconds in which equal stages wait for the pipeline to fill and to empty, and for messages while it
+    is full. Where stages wait for messages, Narayanan 2021, section 2.2; else from the simulated table."""
+    layout, count = job.layout, job.micro_batches
+    p, v = layout.pipeline_parallel_size, layout.pipeline_chunks
+    if job.stack.waits_for_messages or p == 1:
+        return (p - 1) / v * (mean.seconds + 2 * v * between_s), count * 2 * v * between_s
+    unit, times = _rounded(mean, between_s, p)
+    bubble = (p - 1) / v * DIGITS  # of 1F1B, also interleaved
+    if splits_backward(layout.schedule):
+        bubble = idle_of_equal_stages(layout.schedule, replace(times, between_stages_s=0.0), count, v)
+    return unit * bubble, unit * (idle_of_equal_stages(layout.schedule, times, count, v) - bubble)
+
+
+def _rounded(mean: StageTime, between_s: float, stages: int) -> tuple[float, PipelineTimes]:
+    """Returns a unit of time, and in it the times of equal stages, so that alike jobs share one simulation."""
+    unit = mean.seconds / DIGITS
+    forward, weight, travel = (round(s / unit) for s in (mean.forward_s, mean.weight_gradient_s, between_s))
+    return unit, PipelineTimes((forward,) * stages, (DIGITS - forward,) * stages, travel, (weight,) * stages)
 
 
 def _idle(stages: int, cluster: Cluster) -> float:
@@ -124,7 +177,23 @@ def _idle(stages: int, cluster: Cluster) -> float:
     return min(1.0, max(0.0, stages / cluster.ranks_per_core - 1) / (stages - 1))
 
 
-def _stage(job: TrainingWorkload, shape: StageShape, cluster: Cluster, speed: Speed, passes: Passes) -> StageTime:
+def _stages(job: TrainingWorkload, shapes: Sequence[StageShape], cluster: Cluster, speed: Speed) -> list[StageTime]:
+    by_kind = {kind: block_work(job, kind, speed) for kind in set(block_kinds(job.model))}
+    head = head_work(job, speed)
+    return [_stage(job, shape, cluster, speed, by_kind, head) for shape in shapes]
+
+
+def _stage(
+    job: TrainingWorkload,
+    shape: StageShape,
+    cluster: Cluster,
+    speed: Speed,
+    by_kind: Mapping[int, Passes],
+    head: Passes,
+) -> StageTime:
+    kinds_held = Counter(block_kinds(job.model)[layer] for layer in shape.layers)
+    of_blocks = sum((count * by_kind[kind] for kind, count in kinds_held.items()), Passes())
+    passes = of_blocks + head if shape.has_head else of_blocks
     ring, moved, kinds = tensor_ring(job.layout, cluster), tensor_moved(job, shape), 2 * shape.blocks
     there, back = ring.seconds(moved.forward, kinds), ring.seconds(moved.backward, kinds)
     again = ring.seconds(moved.again, kinds)
@@ -133,7 +202,7 @@ def _stage(job: TrainingWorkload, shape: StageShape, cluster: Cluster, speed: Sp
     forward, backward = passes.forward.seconds + there, passes.backward.seconds + back
     recomputed = passes.again.seconds + again
     host = HOST_WORK[job.layout.zero_stage] if job.stack.replicas == "deepspeed" else 1.0
-    blocks = sum(_host_blocks(job, kind) * count for kind, count in _kinds(job, shape).items())
+    blocks = sum(_host_blocks(job, kind) * count for kind, count in kinds_held.items())
     launch = [blocks * speed.launch_s * host * factor for factor in (1, 2, job.layout.recompute == "full")]
     waits = job.stack.waits_for_launches or cluster.accelerator.device == "cpu"
     launch_s = [
@@ -146,17 +215,8 @@ def _stage(job: TrainingWorkload, shape: StageShape, cluster: Cluster, speed: Sp
         work=passes.forward + passes.backward + passes.again,
         tensor_s=there + back + again,
         launch_s=sum(launch_s),
+        weight_gradient_s=of_blocks.backward.matrix_s / 2,
     )
-
-
-def _passes(job: TrainingWorkload, shape: StageShape, by_kind: Mapping[int, Passes], head: Passes) -> Passes:
-    """Returns the work of all blocks of a stage, and of the head if the stage has it."""
-    blocks = [count * by_kind[kind] for kind, count in _kinds(job, shape).items()]
-    return sum(blocks, head if shape.has_head else Passes())
-
-
-def _kinds(job: TrainingWorkload, shape: StageShape) -> Counter[int]:
-    return Counter(block_kinds(job.model)[shape.first_block : shape.first_block + shape.blocks])
 
 
 def _host_blocks(job: TrainingWorkload, layer: int) -> float:
@@ -166,7 +226,7 @@ def _host_blocks(job: TrainingWorkload, layer: int) -> float:
 
 
 def _between_s(job: TrainingWorkload, cluster: Cluster) -> float:
-    """Returns the seconds of sending one tensor to the next stage; sends are synchronous."""
+    """Returns the seconds of sending one tensor to the next stage."""
     layout, whole = job.layout, hidden_state_bytes(job)
     if layout.pipeline_parallel_size == 1:
         return 0.0
@@ -186,10 +246,38 @@ def _replicas_s(job: TrainingWorkload, cluster: Cluster, largest: StageShape, st
     if job.layout.zero_stage == 3 or job.stack.replicas == "fully_sharded":
         return job.micro_batches * _exposed_when_sharded_s(job, moved, largest, stage, cluster)
     gathering = ring.seconds(Moved(all_gather=moved.all_gather))
-    reducing = ring.seconds(replace(moved, all_gather=0))
+    reducing = ring.seconds(replace(moved, all_gather=0), _reductions(job))
     if job.stack.overlaps_replicas:
         return _late(reducing, stage.backward_s, largest.blocks) + _late(gathering, stage.forward_s, largest.blocks)
     return reducing + gathering
+
+
+def _beside_backward_s(
+    job: TrainingWorkload, cluster: Cluster, shapes: Sequence[StageShape], mean: StageTime, between_s: float
+) -> float:
+    """Returns the seconds that replicas add where gradients are reduced beside backward: until the last stage has
+    reduced its own, and for the weights that are gathered after the optimizer's step."""
+    layout, ring = job.layout, data_ring(job.layout, cluster)
+    if ring.ranks == 1:
+        return 0.0
+    p, v = layout.pipeline_parallel_size, layout.pipeline_chunks
+    unit, times = _rounded(mean, between_s, p)
+    others_s = mean.tensor_s / v if tensor_ring(layout, cluster).leaves_node == ring.leaves_node else 0.0
+    others_s += between_s if boundary_leaves_node(layout, cluster) == ring.leaves_node else 0.0
+    ends_s = []
+    for shape, passes in zip(shapes, last_gradients(layout.schedule, times, job.micro_batches, v), strict=True):
+        last = [LastGradients(unit * begin, unit * end) for begin, end in passes]
+        ends_s.append(reduction_ends_s(job, shape, ring, last, others_s))
+    gathering = [ring.seconds(Moved(all_gather=data_moved(job, shape).all_gather)) for shape in shapes]
+    return max(0.0, *ends_s) + max(gathering)
+
+
+def _reductions(job: TrainingWorkload) -> int:
+    """Returns how often replicas reduce gradients: under ZeRO-2 in a pipeline whenever a pass hands some over."""
+    layout = job.layout
+    if layout.zero_stage < 2 or layout.pipeline_parallel_size == 1:
+        return 1
+    return job.micro_batches * layout.pipeline_chunks * (2 if splits_backward(layout.schedule) else 1)
 
 
 def _late(communication_s: float, computation_s: float, blocks: int) -> float:
@@ -207,7 +295,8 @@ def _exposed_when_sharded_s(
     ring, count = data_ring(job.layout, cluster), job.micro_batches
     gathered = ring.seconds(Moved(all_gather=moved.all_gather // count), shape.blocks)
     scattered = ring.seconds(Moved(reduce_scatter=moved.reduce_scatter // count), shape.blocks)
-    if cluster.accelerator.device == "cpu":  # gloo's threads take the cores that compute: nothing is hidden
+    # gloo's threads take the cores that compute, and in a pipeline ZeRO-3 cannot foresee which weights come next
+    if cluster.accelerator.device == "cpu" or job.layout.pipeline_parallel_size > 1:
         return gathered + scattered
     uses = round(moved.all_gather / count / (shape.parameters * BYTES[job.dtype]))
     forward, again = gathered / uses, gathered / 2 if uses == 2 else 0.0

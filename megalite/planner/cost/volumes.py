@@ -10,10 +10,13 @@ is held against the collectives of real ranks by tests/planner.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megalite.planner.cost.shapes import StageShape, embedding_parameters
+from megalite.planner.schedules.tables import placement
 from megalite.planner.units import Additive
 from megalite.planner.workload import BYTES, TrainingWorkload
 
@@ -29,17 +32,19 @@ class Moved(Additive):
     reduce_scatter: int = 0  # of what goes in
     all_gather: int = 0  # of what comes out
     broadcast: int = 0  # of the tensor
+    send: int = 0  # of the tensor, which goes to one other rank
 
     def per_link(self, ranks: int) -> int:
         """Bytes that travel from each rank to the next one around a ring of `ranks`.
 
         Patarasuk & Yuan 2009 (JPDC 69): n bytes are reduce-scattered, or gathered, by (p-1)/p n from each
-        rank, and no algorithm sends less; an all-reduce is the one and then the other. A broadcast passes all n on.
+        rank, and no algorithm sends less; an all-reduce is the one and then the other. A broadcast or a send passes
+        all n on.
         """
         if ranks == 1:
             return 0
         around = 2 * self.all_reduce + self.reduce_scatter + self.all_gather
-        return around * (ranks - 1) // ranks + self.broadcast
+        return around * (ranks - 1) // ranks + self.broadcast + self.send
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,8 @@ class Volumes:
 
     tensor: tuple[Moved, ...]  # per stage, in its tensor-parallel group
     data: tuple[Moved, ...]  # per stage, in its data-parallel group
-    activations: tuple[int, ...]  # per boundary between stages, to the next stage
-    gradients: tuple[int, ...]  # per boundary, back
-    tied: Moved  # between the first and the last stage, which both hold a tied embedding
+    stages: Mapping[tuple[int, int], int]  # from the first stage of a pair to the second: activations and gradients
+    tied: Moved  # between the stages that hold a tied embedding and its head, if they are two
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Traffic:
 
     tensor: tuple[int, ...]  # per stage: from each rank to the next one of its tensor-parallel ring
     data: tuple[int, ...]  # per stage: the same of its data-parallel ring
-    pipeline: tuple[int, ...]  # per boundary: between the two ranks that face each other, both ways together
+    pipeline: Mapping[tuple[int, int], int]  # per pair of stages: between two ranks of them, both ways together
     tied: int  # between the first and the last stage's rank, both ways together
 
 
@@ -79,13 +83,11 @@ class TensorMoved:
 def volumes(job: TrainingWorkload, stages: Sequence[StageShape]) -> Volumes:
     """Returns the bytes that one rank of each stage moves in one optimizer step, without evaluations and
     checkpoints."""
-    activations, gradients = _pipeline(job)
-    boundaries, count = len(stages) - 1, job.micro_batches
+    count = job.micro_batches
     return Volumes(
-        tensor=tuple(count * tensor_moved(job, stage).total for stage in stages),
+        tensor=job.by_stage(lambda alike: [count * tensor_moved(alike, stage).total for stage in stages]),
         data=tuple(data_moved(job, stage) for stage in stages),
-        activations=(activations,) * boundaries,
-        gradients=(gradients,) * boundaries,
+        stages=_pipeline(job),
         tied=tied_moved(job),
     )
 
@@ -93,11 +95,14 @@ def volumes(job: TrainingWorkload, stages: Sequence[StageShape]) -> Volumes:
 def traffic(volumes: Volumes, job: TrainingWorkload) -> Traffic:
     """Returns the bytes over each link."""
     tp, dp = job.layout.tensor_parallel_size, job.layout.data_parallel_size
+    between: Counter[tuple[int, int]] = Counter()
+    for (source, target), size in volumes.stages.items():
+        between[min(source, target), max(source, target)] += size
     return Traffic(
         tensor=tuple(moved.per_link(tp) for moved in volumes.tensor),
         data=tuple(moved.per_link(dp) for moved in volumes.data),
-        pipeline=tuple(there + back for there, back in zip(volumes.activations, volumes.gradients, strict=True)),
-        tied=2 * volumes.tied.per_link(2),  # a ring of two has a link each way
+        pipeline=between,
+        tied=volumes.tied.per_link(2),
     )
 
 
@@ -147,55 +152,65 @@ def tensor_moved(job: TrainingWorkload, stage: StageShape) -> TensorMoved:
 
 def data_moved(job: TrainingWorkload, stage: StageShape) -> Moved:
     """Rajbhandari 2020 (ZeRO), section 7: gradients are reduce-scattered and weights gathered once each, and under
-    stage 3 weights are gathered before every use. DeepSpeed 0.19 differs, and this is what it does:
+    stage 3 weights are gathered before every use. That is stage 1 (engine/gradient_reduction.py). Where DeepSpeed 0.19
+    reduces, it does this:
 
-    stages 1 and 2 all-reduce gradients, which is twice a reduce-scatter (`use_multi_rank_bucket_allreduce`,
-    runtime/zero/stage_1_and_2.py); stage 2 does so for every micro-batch; stage 3 reduce-scatters for every
-    micro-batch, and keeps the weights from forward to backward of a model that has fewer numbers than
-    `stage3_max_reuse_distance`. PyTorch's FSDP (Zhao 2023) gathers them for both, or once, where gradients and
-    optimizer alone are sharded.
+    stage 2 all-reduces gradients, which is twice a reduce-scatter (`use_multi_rank_bucket_allreduce`,
+    runtime/zero/stage_1_and_2.py), for every micro-batch, and so does stage 1 once, if the optimizer is on the host;
+    stage 3 reduce-scatters for every micro-batch, and keeps the weights from forward to backward of a model that has
+    fewer numbers than `stage3_max_reuse_distance`, but not in a pipeline. There each pass hands over its own chunk's
+    gradients, with split backward in two parts: more collectives, of the same bytes in sum.
+
+    PyTorch's FSDP (Zhao 2023) gathers them for both, or once, where gradients and optimizer alone are sharded.
     """
     layout, stack = job.layout, job.stack
     if layout.data_parallel_size == 1:
         return Moved()
     weights, count = stage.parameters * BYTES[job.dtype], job.micro_batches
     gradients = stage.parameters * BYTES[job.reduction_dtype]
+    if layout.zero_stage > 1 and job.model.tie_word_embeddings and len(stage.chunks) > 1 and stage.has_head:
+        # a stage with both ends of the model hands a tied embedding's gradient over from each of two chunks
+        gradients += embedding_parameters(job.model, layout.tensor_parallel_size) * BYTES[job.reduction_dtype]
     if stack.replicas == "all_reduce":
         return Moved(all_reduce=gradients)
-    if stack.replicas == "sharded_optimizer":
+    if job.reduces_beside_backward or stack.replicas == "sharded_optimizer":
         return Moved(reduce_scatter=gradients, all_gather=weights)
     if stack.replicas == "fully_sharded" and layout.zero_stage < 3:
         return Moved(reduce_scatter=count * gradients, all_gather=count * weights)
     if layout.zero_stage == 3:
-        uses = 1 if stage.parameters <= KEPT_BY_ZERO_3 and stack.replicas == "deepspeed" else 2
+        is_kept = stage.parameters <= KEPT_BY_ZERO_3 and layout.pipeline_parallel_size == 1
+        uses = 1 if is_kept and stack.replicas == "deepspeed" else 2
         return Moved(reduce_scatter=count * gradients, all_gather=count * uses * weights)
     return Moved(all_reduce=(count if layout.zero_stage == 2 else 1) * gradients, all_gather=weights)
 
 
-def _pipeline(job: TrainingWorkload) -> tuple[int, int]:
-    """Narayanan 2021 (SC21), section 3.2: hidden states of every micro-batch forward and their gradients backward.
-    Without sequence parallelism every tensor-parallel rank sends all of them, unless the stack cuts them.
+def _pipeline(job: TrainingWorkload) -> Mapping[tuple[int, int], int]:
+    """Narayanan 2021 (SC21), section 3.2: hidden states of every micro-batch forward and their gradients backward, over
+    every boundary between chunks of different stages. Without sequence parallelism every tensor-parallel rank sends all
+    of them, unless the stack cuts them.
 
     Positions ride along where documents are masked, sample numbers where dropout is on.
     """
     layout = job.layout
-    if layout.pipeline_parallel_size == 1:
-        return 0, 0
     hidden, count = hidden_state_bytes(job), job.micro_batches
     if layout.sequence_parallel or job.stack.cuts_boundary_tensors:
         hidden //= layout.tensor_parallel_size
     riders = INTEGER_BYTES * job.micro_batch_tokens if job.document_mask else 0
     riders += INTEGER_BYTES * layout.micro_batch_size if job.model.has_dropout else 0
-    return count * (hidden + riders), count * hidden
+    sent: Counter[tuple[int, int]] = Counter()
+    for source, target in pairwise(placement(layout.schedule, layout.pipeline_parallel_size, layout.pipeline_chunks)):
+        if source != target:
+            sent[source, target] += count * (hidden + riders)
+            sent[target, source] += count * hidden
+    return sent
 
 
 def tied_moved(job: TrainingWorkload) -> Moved:
-    """Returns the bytes for a tied embedding: both copies' gradients are summed, then the first stage's weight is
-    sent."""
-    if job.layout.pipeline_parallel_size == 1 or not job.model.tie_word_embeddings:
+    """Returns the bytes for a tied embedding: the head's stage sends its gradient in fp32 and gets the weight back,
+    unless it holds both."""
+    layout = job.layout
+    where = placement(layout.schedule, layout.pipeline_parallel_size, layout.pipeline_chunks)
+    if where[0] == where[-1] or not job.model.tie_word_embeddings:
         return Moved()
-    numbers = embedding_parameters(job.model, job.layout.tensor_parallel_size)
-    return Moved(
-        all_reduce=numbers * BYTES[job.gradient_accumulation_dtype],
-        broadcast=numbers * BYTES[job.dtype],
-    )
+    numbers = embedding_parameters(job.model, layout.tensor_parallel_size)
+    return Moved(broadcast=numbers * BYTES[job.dtype], send=numbers * 4)

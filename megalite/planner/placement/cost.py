@@ -108,8 +108,8 @@ def _groups(nodes: Sequence[Node]) -> Iterator[list[int]]:
 
 
 def _links(mesh: Mesh, traffic: Traffic) -> Iterator[tuple[int, int, int]]:
-    """Yields (rank, rank, bytes): rings of tensor- and data-parallel groups in rank order, neighbouring stages, tied
-    weights."""
+    """Yields (rank, rank, bytes): rings of tensor- and data-parallel groups in rank order, stages that exchange
+    activations, tied weights."""
     tp, pp, dp = mesh.tensor_parallel_size, mesh.pipeline_parallel_size, mesh.data_parallel_size
     for stage in range(pp):
         for replica in range(dp):
@@ -119,9 +119,9 @@ def _links(mesh: Mesh, traffic: Traffic) -> Iterator[tuple[int, int, int]]:
                     yield rank, mesh.rank(stage, replica, (cut + 1) % tp), traffic.tensor[stage]
                 if dp > 1:
                     yield rank, mesh.rank(stage, (replica + 1) % dp, cut), traffic.data[stage]
-                if stage + 1 < pp:
-                    yield rank, mesh.rank(stage + 1, replica, cut), traffic.pipeline[stage]
-    if pp > 1:
-        for replica in range(dp):
-            for cut in range(tp):
+    for replica in range(dp):
+        for cut in range(tp):
+            for (first, second), size in traffic.pipeline.items():
+                yield mesh.rank(first, replica, cut), mesh.rank(second, replica, cut), size
+            if pp > 1:
                 yield mesh.rank(0, replica, cut), mesh.rank(pp - 1, replica, cut), traffic.tied

@@ -24,7 +24,6 @@ from megalite.checkpoint.engine_state import load_engine
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.config import Config, ModelConfig, resolve_layout
 from megalite.engine.build import build_engine
-from megalite.parallel.loss import head_logits
 from models.decoder import decoder_layers
 from models.families import model_config
 from tests.helpers.engine_cases import Batch
@@ -177,17 +176,8 @@ def _logits_on_rank(rank: int, checkpoint: str, tp: int, pp: int, tokens: np.nda
     )
     engine = build_engine(decoder_layers(config.model), config, resolve_layout(config, tp * pp, "cpu"))
     load_engine(engine, reader, weights_only=True)
-    seen: list[torch.Tensor] = []
-    module = engine.deepspeed.module
-    loss = module._loss
-
-    def watched(outputs: Any, labels: Any, group: Any) -> torch.Tensor:
-        seen.append(head_logits(*outputs, config.model.vocab_size, group, config.model.final_logit_softcapping))
-        return loss(outputs, labels, group)
-
-    module._loss = watched
-    engine.evaluate([Batch(tokens, tokens, None, np.arange(len(tokens)))] if engine.needs_data else [], 1)
-    return seen[0].numpy() if seen else None
+    logits = engine.logits(Batch(tokens, tokens, None, np.arange(len(tokens))))
+    return None if logits is None else logits.numpy()
 
 
 @pytest.mark.slow

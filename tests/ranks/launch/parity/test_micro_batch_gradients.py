@@ -21,7 +21,7 @@ from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_ba
 from tests.helpers.rank_pool import run_fresh_ranks, run_ranks
 
 TIED = {"tie_word_embeddings": True}
-OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+OFFLOADED = {"optimizer": "cpu"}
 
 
 def _largest_errors(rank: int, case: Case) -> dict[str, float]:
@@ -51,8 +51,8 @@ CASES = [
     Case(dp=2, zero=2, accumulation=2, optimizer="sgd"),
     Case(dp=3, zero=2, accumulation=2),  # halves are exact in every format, thirds are not
     Case(dp=2, zero=3, accumulation=2),
-    Case(pp=2, accumulation=2, model=TIED, zero_options=OFFLOADED),
-    Case(dp=2, zero=2, accumulation=3, zero_options=OFFLOADED),
+    Case(pp=2, accumulation=2, model=TIED, offload=OFFLOADED),
+    Case(dp=2, zero=2, accumulation=3, offload=OFFLOADED),
 ]
 
 
@@ -78,7 +78,7 @@ def check(case: Case, ranks: list[dict[str, float]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [Case(accumulation=3), Case(dp=2, zero=2)], ids=str)
+@pytest.mark.parametrize("case", [Case(dp=2, accumulation=3), Case(dp=2, zero=2)], ids=str)
 def test_a_sum_in_bf16_is_seen(case: Case) -> None:
     """Where it is asked for: the error is that of a rounding or two, and within the bound of that format."""
     case = replace(case, dtype="bf16", reduction="bf16", steps=1)

@@ -40,11 +40,39 @@ DEFECTS: list[tuple[Callable[[], None], ParityLayout, tuple[str, ...], str, dict
         {},
     ),
     (
+        defects.tied_gradient_is_forgotten,
+        ParityLayout(tp=2, pp=2, accumulation=3),
+        ("pp",),
+        "that of model.embed_tokens.weight is off by 1",
+        TIED,
+    ),
+    (
         defects.tied_copies_go_their_own_way,
         ParityLayout(tp=2, pp=2, accumulation=3),
         ("pp",),
-        "of model.embed_tokens.weight differs between ranks",
+        "model.embed_tokens.weight",
         TIED,
+    ),
+    (
+        defects.hand_over_is_dropped,
+        ParityLayout(tp=2, pp=2, accumulation=3),
+        ("pp",),
+        "backward: the forward pass agrees",
+        {},
+    ),
+    (
+        defects.gradient_is_handed_over_twice,
+        ParityLayout(pp=2, dp=2, accumulation=3, schedule="zero-bubble"),
+        ("schedule",),
+        "backward: the forward pass agrees",
+        {},
+    ),
+    (
+        defects.messages_are_taken_in_the_wrong_order,
+        ParityLayout(pp=2, dp=2, accumulation=3),
+        ("pp", "accumulation"),
+        "forward: ",
+        {},
     ),
     (
         defects.rotation_restarts_on_each_slice,
@@ -107,6 +135,13 @@ DEFECTS: list[tuple[Callable[[], None], ParityLayout, tuple[str, ...], str, dict
         ParityLayout(tp=2, dp=2, zero=2),
         ("zero",),
         "reduction: the optimizer does not get the mean",
+        {},
+    ),
+    (
+        defects.norm_of_the_first_partition,
+        ParityLayout(dp=2, accumulation=3),
+        ("dp",),
+        "all gradients agree, their global norm does not",
         {},
     ),
     (
@@ -174,7 +209,7 @@ def test_a_planted_defect_is_caught_and_its_axis_named(
 
 @pytest.mark.slow
 def test_gradients_that_replicas_sum_in_bf16_are_a_defect_of_the_reduction() -> None:
-    """Nothing else differs by more than bf16 itself; on one process without accumulation nothing is summed."""
+    """Nothing else differs by more than bf16 itself; on one process nothing is summed over replicas."""
     layout = ParityLayout(dp=2, zero=2)
     asked = problem([layout], model={"num_hidden_layers": 2}, precision={"dtype": "bf16"})
     defect = partial(defects.planted, defects.gradients_are_summed_in_16_bits)
@@ -185,7 +220,7 @@ def test_gradients_that_replicas_sum_in_bf16_are_a_defect_of_the_reduction() -> 
     assert diagnosis.axes == ("dp",), diagnosis.sentences
     said = next(sentence for sentence in diagnosis.sentences if sentence.startswith("reduction: "))
     assert said.endswith("and a sum in 16 bits the rest"), said
-    assert session.run(ParityLayout()).passed and not session.run(ParityLayout(accumulation=3)).passed
+    assert session.run(ParityLayout(accumulation=3)).passed and not session.run(ParityLayout(dp=3)).passed
 
 
 @pytest.mark.slow

@@ -86,7 +86,10 @@ def test_a_difference_is_exit_code_1_and_an_explanation(monkeypatch: pytest.Monk
         (["--layouts", "tq=2"], '"tq=2" is not understood'),
         (["--layouts", "tp=3"], "--layouts: tp=3: model.num_attention_heads 4 cannot be shared evenly"),
         (["--layouts", "dp=16"], "dp=16 needs 16 ranks, and 8 fit on this machine's cpu"),
-        (["--layouts", "pp=2,zero=3"], "parallel.zero_stage 3 does not work with parallel.pipeline_parallel_size 2"),
+        (
+            ["--layouts", "pp=2,zero=3,schedule=zero-bubble"],
+            "parallel.zero_stage 3 does not go with pipeline_schedule zero-bubble",
+        ),
         (["model.model_type=gpt5"], "model_type 'gpt5' is not a family known here"),
         (["precision.dtype=fp16"], "fp16 needs a GPU"),
         (["model.hidden_sise=3"], 'did you mean "model.hidden_size"'),

@@ -17,13 +17,13 @@ from tests.helpers.saving import save
 from tests.ranks.megalite.checkpoint.test_layout_matrix import Numbers, resumed, steps
 
 STEPS, SAVED_AT, BATCH = 5, 2, 6
-ON_CPU = {"device": "cpu"}
+ON_HOST = {"optimizer": "cpu"}
 CASES = {
     "persistent parameters": Case(dp=2, zero=3, zero_options={"stage3_param_persistence_threshold": 100_000}),
     "some persistent": Case(dp=3, zero=3, micro_batch=2, zero_options={"stage3_param_persistence_threshold": 1000}),
     "sub-groups": Case(dp=2, zero=3, zero_options={"sub_group_size": 1000}),
-    "zero 3 offload": Case(dp=2, zero=3, zero_options={"offload_optimizer": ON_CPU}),
-    "zero 1 offload": Case(dp=2, zero=1, zero_options={"offload_optimizer": ON_CPU}),
+    "zero 3 offload": Case(dp=2, zero=3, offload=ON_HOST),
+    "zero 1 offload": Case(dp=2, zero=1, offload=ON_HOST),
 }
 
 
@@ -46,6 +46,26 @@ def test_it_comes_back_here_and_on_one_process(name: str, tmp_path: Path) -> Non
     serial = dataclasses.replace(Case(), steps=STEPS, global_batch=BATCH)
     (found,) = run_ranks(resumed, 1, serial, {name: tmp_path / f"step_{SAVED_AT:08d}"})
     assert found[name] == [pytest.approx(step, rel=2e-5) for step in whole]
+
+
+def saving(rank: int, case: Case, root: Path) -> Numbers:
+    """What follows a save."""
+    engine = engine_of(case)
+    steps(engine, case, 0, SAVED_AT)
+    assert save(engine, root, SAVED_AT, background=True).failure is None
+    return steps(engine, case, SAVED_AT, STEPS)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_optimizer_on_the_host(tmp_path: Path) -> None:
+    """From a checkpoint of one process, whose optimizer was where it computes; the moments must come along."""
+    here, there = (
+        dataclasses.replace(case, steps=STEPS, global_batch=BATCH)
+        for case in (Case(), Case(pp=2, dp=2, zero=2, offload=ON_HOST | {"activations": "cpu"}))
+    )
+    (whole,) = run_ranks(saving, 1, here, tmp_path)
+    found = run_ranks(resumed, 4, there, {"one process": tmp_path / f"step_{SAVED_AT:08d}"})[0]
+    assert found["one process"] == [pytest.approx(step, rel=2e-5) for step in whole]
 
 
 def test_what_would_give_numbers_wrong_names_is_refused() -> None:

@@ -45,6 +45,23 @@ def test_the_ring_keeps_the_last_notes_of_any_number() -> None:
     assert all(earlier.time <= later.time for earlier, later in itertools.pairwise(notes))
 
 
+def test_many_reductions_inside_a_backward_leave_the_messages_before_it_in_the_ring() -> None:
+    activity = Activity(Mesh(data_parallel_size=2), 1)
+    activity.record_op(Operation.SEND_GRADIENT, 7, chunk=1)
+    activity.record_op(Operation.BACKWARD, 8, (1,), 0)
+    for number in range(1, RING + 1):
+        with activity.interruption(Operation.REDUCE_GRADIENTS, number, activity.peers.data):
+            assert (activity.now.operation, activity.now.micro_batch) == (Operation.REDUCE_GRADIENTS, number)
+    noted = [(note.operation, note.micro_batch, note.chunk) for note in activity.notes()[1:]]
+    backward = (Operation.BACKWARD, 8, 0)
+    sent, reduced = (Operation.SEND_GRADIENT, 7, 1), (Operation.REDUCE_GRADIENTS, RING, None)
+    assert noted == [sent, backward, reduced, backward]
+    activity.record_op(Operation.BACKWARD, 9, (1,), 0)
+    with activity.interruption(Operation.REDUCE_GRADIENTS, 1, activity.peers.data):
+        pass
+    assert len(activity.notes()) == 1 + len(noted) + 3, "an interruption of what comes next is one of its own"
+
+
 def _noted_by_a_plain_engine(rank: int, zero: int) -> list[tuple[str, int | None, tuple[int, ...]]]:
     case = Case(dp=2, zero=zero, accumulation=2)
     engine = engine_of(case)
@@ -55,22 +72,28 @@ def _noted_by_a_plain_engine(rank: int, zero: int) -> list[tuple[str, int | None
 
 
 def test_the_plain_engine_notes_what_it_does_and_whom_it_may_wait_for() -> None:
-    """The pipelined one's notes are held against DeepSpeed's instructions in test_seams.py."""
     for zero in (1, 3):
         for rank, noted in enumerate(run_ranks(_noted_by_a_plain_engine, 2, zero)):
-            forward = (0, 1) if zero == 3 else (rank,)
+            forward = backward = (0, 1) if zero == 3 else (rank,)
+            # of vectors first, while backward goes on to the embedding, then of matrices, which is the one that is
+            # kept; in the end all are waited for
+            reductions = [
+                ("reduce_gradients", 2, (0, 1)),
+                ("backward", 2, backward),
+                ("reduce_gradients", 2, (0, 1)),
+            ]
             assert noted == [
                 ("begin", None, (0, 1)),
                 ("begin", None, ()),
                 ("count_tokens", None, (0, 1)),
                 ("load", 1, ()),
                 ("forward", 1, forward),
-                ("backward", 1, (0, 1)),
-                ("optimizer", 1, (0, 1)),
+                ("backward", 1, backward),
                 ("load", 2, ()),
                 ("forward", 2, forward),
-                ("backward", 2, (0, 1)),
-                ("optimizer", 2, (0, 1)),
+                ("backward", 2, backward),
+                *(reductions if zero == 1 else []),
+                ("optimizer", None, (0, 1)),
                 ("loss", None, (0, 1)),
                 ("finish", None, (0, 1)),
                 ("begin", None, (0, 1)),
@@ -80,3 +103,61 @@ def test_the_plain_engine_notes_what_it_does_and_whom_it_may_wait_for() -> None:
                 ("loss", None, (0, 1)),
                 ("finish", None, (0, 1)),
             ]
+
+
+def _noted_by_a_pipeline(rank: int) -> dict[str, list[tuple[str, int | None, tuple[int, ...]]]]:
+    case = Case(pp=2, accumulation=2, model={"tie_word_embeddings": True})
+    engine = engine_of(case)
+    batch = micro_batches_of(engine, case, global_batches(case)[0])
+    noted = {}
+    for phase, execute in (
+        (Phase.STEP, lambda: engine.train_step(batch, 1e-3)),
+        (Phase.EVALUATION, lambda: engine.evaluate(batch, case.accumulation)),
+    ):
+        execute()
+        notes = engine.activity.notes()
+        noted[phase.value] = [
+            (note.operation.value, note.micro_batch, note.peers)
+            for note in notes
+            if note.phase_number == notes[-1].phase_number
+        ]
+    return noted
+
+
+def test_a_pipeline_notes_each_pass_and_message_before_it_begins() -> None:
+    """A message that is sent is noted twice: when it begins, and when the rank waits for it at the end."""
+    first, last = run_ranks(_noted_by_a_pipeline, 2)
+    end = [
+        ("reduce_tied_gradients", None, (0, 1)),
+        ("optimizer", None, (0, 1)),
+        ("unite_tied_weights", None, (0, 1)),
+        ("loss", None, (0, 1)),
+        ("finish", None, (0, 1)),
+    ]
+    assert first["step"] == [
+        ("begin", None, ()),
+        *[("load", 1, ()), ("forward", 1, (0,)), ("send_activation", 1, ())],
+        *[("load", 2, ()), ("forward", 2, (0,)), ("send_activation", 2, ())],
+        *[("receive_gradient", 1, (1,)), ("backward", 1, (0,))],
+        *[("receive_gradient", 2, (1,)), ("backward", 2, (0,))],
+        *[("await_activation", number, (1,)) for number in (1, 2)],
+        *end[:3],
+        ("loss", None, (1,)),
+        end[4],
+    ]
+    assert last["step"] == [
+        ("begin", None, ()),
+        *[("receive_activation", 1, (0,)), ("forward", 1, (1,)), ("backward", 1, (1,)), ("send_gradient", 1, ())],
+        *[("receive_activation", 2, (0,)), ("forward", 2, (1,)), ("backward", 2, (1,)), ("send_gradient", 2, ())],
+        *[("await_gradient", number, (0,)) for number in (1, 2)],
+        *end,
+    ]
+    names = [[name for name, *_ in noted["evaluation"]] for noted in (first, last)]
+    assert names[0] == [
+        "begin",
+        *["load", "forward", "send_activation"] * 2,
+        *["await_activation"] * 2,
+        "loss",
+        "finish",
+    ]
+    assert names[1] == ["begin", *["receive_activation", "forward"] * 2, "loss", "finish"]

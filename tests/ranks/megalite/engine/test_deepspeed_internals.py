@@ -13,7 +13,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,27 +22,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.pipe import LayerSpec as DeepSpeedLayerSpec
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.fp16 import loss_scaler
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.precision_config import DeepSpeedFP16Config
-from deepspeed.runtime.utils import partition_balanced
+from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import logger, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from torch import nn
 
 from megalite.config import Config, resolve_layout
 from megalite.config.deepspeed import NESTED, REMOVED
 from megalite.engine import deepspeed_internals as seams
-from megalite.engine.activity import Phase
 from megalite.engine.build import build_engine
 from megalite.engine.distributed import Grid
 from megalite.engine.parameter_state import read_parameter, write_weight
-from megalite.engine.pipeline import Pipeline
 from megalite.parallel.mesh import Mesh
 from models.decoder import decoder_layers
-from tests.helpers.engine_cases import MODEL, Case, engine_of, global_batches, micro_batches_of
+from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
 from tests.helpers.rank_pool import run_fresh_ranks, run_ranks
 
 
@@ -126,97 +122,50 @@ def test_the_pipeline_grid_lacks_the_tensor_parallel_group() -> None:
     assert hasattr(Grid, "get_tensor_model_parallel_group")
 
 
-def test_deepspeeds_own_cut_may_leave_a_stage_without_a_block() -> None:
-    # embedding, 4 blocks, norm, head: a stage of the head alone hangs the gradient norm (DeepSpeed#1522)
-    costs = [1000, 1, 1, 1, 1, 0, 1000]
-    bounds = partition_balanced(costs, 3)
-    blocks = set(range(1, 5))
-    assert any(not blocks & set(range(a, b)) for a, b in pairwise(bounds)), bounds
+def _printed_by_a_grid(rank: int) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        Grid(Mesh(2, 1, 1))
+    return printed.getvalue()
 
 
-def test_deepspeeds_layer_spec_takes_module_classes_only() -> None:
-    with pytest.raises((RuntimeError, TypeError)):
-        DeepSpeedLayerSpec(lambda: nn.Linear(1, 1))
-
-
-class _Watched(Pipeline):
-    """Notes what exists when DeepSpeed asks for the cut, and who sets the bounds."""
-
-    def _partition_layers(self, method: str = "parameters") -> None:
-        self.at_partition = {name: hasattr(self, name) for name in ("_grid", "stage_id", "forward_funcs", "parts")}
-        super()._partition_layers(method)
-        self.bounds = (self._local_start, self._local_stop)
-
-
-def _pipeline(rank: int) -> dict[str, Any]:
-    case = Case(tp=2, pp=2, model={"tie_word_embeddings": True})
-    config = case.config()
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        model = _Watched(decoder_layers(config.model), config, Mesh(2, 2, 1))
-    after_ours = _warnings_of_backward(model)
-    PipelineModule._synchronize_tied_weights(model)
-    after_theirs = _warnings_of_backward(model)
-    return {
-        "printed": printed.getvalue(),
-        "at_partition": model.at_partition,
-        "bounds": model.bounds,
-        "parts": model.parts,
-        "stage": model.stage_id,
-        "built": len(model.forward_funcs),
-        "tensor_rank": model.tensor_parallel.rank,
-        "tied_keys": list(model.tied_comms),
-        "tied_attributes": [comm["weight_attr"] for comm in model.tied_comms.values()],
-        "warnings": {"ours": after_ours, "theirs": after_theirs},
-    }
-
-
-def _warnings_of_backward(model: Pipeline) -> list[str]:
-    """What torch says about the broadcast when the tied weight is first differentiated."""
-    (tied,) = model.tied_comms.values()
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        tied["module"].weight.sum().backward()
-    return [str(warning.message) for warning in seen if "broadcast" in str(warning.message)]
-
-
-@pytest.fixture(scope="module")
-def pipelines() -> list[dict[str, Any]]:
-    return run_ranks(_pipeline, 4)
-
-
-def test_the_cut_happens_after_the_groups_and_before_the_layers(pipelines: list[dict[str, Any]]) -> None:
-    for rank, seen in enumerate(pipelines):
-        expected = {"_grid": True, "stage_id": True, "forward_funcs": False, "parts": False}
-        assert seen["at_partition"] == expected, "runtime/pipe/module.py: PipelineModule.__init__ changed its order"
-        assert (seen["stage"], seen["tensor_rank"]) == divmod(rank, 2)
-
-
-def test_our_boundaries_are_the_ones_that_get_built(pipelines: list[dict[str, Any]]) -> None:
-    for seen in pipelines:
-        start, stop = seen["parts"][seen["stage"]], seen["parts"][seen["stage"] + 1]
-        assert seen["bounds"] == (start, stop)
-        assert seen["built"] == stop - start
-        assert seen["parts"][0] == 0 and seen["parts"][-1] == MODEL["num_hidden_layers"] + 3  # type: ignore[operator]
-
-
-def test_tied_layers_are_found_by_key_and_attribute(pipelines: list[dict[str, Any]]) -> None:
-    for seen in pipelines:
-        assert seen["tied_keys"] == ["model/embed_tokens"]
-        assert seen["tied_attributes"] == [["weight"]]
-
-
-def test_deepspeed_prints_its_geometry(pipelines: list[dict[str, Any]]) -> None:
-    assert "SEED_LAYERS" in pipelines[0]["printed"]  # runtime/pipe/module.py
-    assert "Using topology" in pipelines[0]["printed"]  # runtime/pipe/topology.py
+def test_deepspeed_prints_its_geometry() -> None:
+    assert "Using topology" in run_ranks(_printed_by_a_grid, 2)[0], "runtime/pipe/topology.py prints it no more"
     with contextlib.redirect_stdout(io.StringIO()) as outside, seams.quiet_stdout():
-        print("partition")
+        print("topology")
     assert outside.getvalue() == ""
 
 
-def test_deepspeed_broadcasts_tied_weights_under_autograd(pipelines: list[dict[str, Any]]) -> None:
-    assert all(seen["warnings"]["theirs"] for seen in pipelines), "fixed in DeepSpeed: the override can go"
-    assert not any(seen["warnings"]["ours"] for seen in pipelines)
+def _model_parallel_ranks(rank: int) -> tuple[int, int]:
+    with contextlib.redirect_stdout(io.StringIO()):
+        grid = Grid(Mesh(2, 2, 1))
+    return PipelineParallelGrid.get_model_parallel_rank(grid), grid.get_model_parallel_rank()
+
+
+def test_zero_3s_norm_asks_for_a_rank_that_tells_stages_apart() -> None:
+    """What tensor-parallel ranks hold alike is counted on rank 0: by DeepSpeed's, of the first stage only."""
+    assert "mpu.get_model_parallel_rank()" in inspect.getsource(DeepSpeedZeroOptimizer_Stage3), "stage3.py moved"
+    theirs, ours = zip(*run_ranks(_model_parallel_ranks, 4), strict=True)
+    assert ours == (0, 1, 0, 1)
+    assert theirs == (0, 1, 2, 3), "fixed in DeepSpeed: `Grid` need not replace it"
+
+
+def _compared_over_the_world(rank: int) -> str:
+    """Each rank is a stage of its own, whose modules are numbered from 0."""
+    try:
+        coordinator.assert_ints_same_as_other_ranks([rank] * 3)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_zero_3_compares_the_order_of_modules_over_the_world() -> None:
+    """Stages differ, so `let_stages_differ` takes the comparison away."""
+    source = inspect.getsource(coordinator.PartitionedParameterCoordinator.reset_step)
+    assert "assert_ints_same_as_other_ranks([m.ds_id for m in self.__submodule_order])" in source, (
+        "partitioned_param_coordinator.py compares no more, or is told a group: `let_stages_differ` may go"
+    )
+    first, second = run_fresh_ranks(_compared_over_the_world, 2)
+    assert not first and "disagreement" in second
 
 
 ENGINES = {
@@ -232,7 +181,6 @@ def _trained_engines(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
         engine = engine_of(case)
         optimizer = engine.deepspeed.optimizer
         asked = _Asked()
-        aggregated = _calls_of(type(engine.deepspeed), "_aggregate_total_loss") if case.pp > 1 else []
         result = engine.train_step(micro_batches_of(engine, case, global_batches(case)[0]), case.learning_rate, asked)
         flats = seams.flat_partitions(optimizer)
         # reading is a collective over the replicas, which fails on some of them only: asked where there is one
@@ -253,7 +201,6 @@ def _trained_engines(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
                 "linked": all(linked),
                 "loss_scaler": seams.loss_scaler_state(optimizer),
                 "asked": asked.times,
-                "aggregated": len(aggregated),
                 "micro_losses": len(result.micro_losses),
                 "is_last_stage": engine.coordinate.pipeline_rank == case.pp - 1,
             }
@@ -273,18 +220,6 @@ class _Asked:
 
     def examine(self) -> None:
         raise AssertionError("the step was not taken")
-
-
-def _calls_of(owner: type, name: str) -> list[str]:
-    """Gets an entry per call of a method."""
-    calls, original = [], getattr(owner, name)
-
-    def counted(self: Any, *arguments: Any) -> Any:
-        calls.append(name)
-        return original(self, *arguments)
-
-    setattr(owner, name, counted)
-    return calls
 
 
 def _is_readable(parameter: nn.Parameter) -> bool:
@@ -328,15 +263,13 @@ def test_an_optimizer_is_stopped_between_the_norm_and_the_update(
     for seen in engines[str(case)]:
         assert seen["asked"] == 1, "DeepSpeed no longer asks where `GatedStep` listens"
         assert seen["micro_losses"] == (case.accumulation if seen["is_last_stage"] else 0)
-        assert seen["aggregated"] == (case.pp > 1), "`train_batch` computes the loss again that a judge has asked for"
 
 
-def test_zero_1_links_the_moments_of_its_first_group_only(engines: dict[str, list[dict[str, Any]]]) -> None:
-    for seen in engines[str(Case(pp=2))]:
-        assert any(seen["unlinked"]), "the first group's moments are linked by DeepSpeed itself"
-        assert not all(seen["unlinked"]), "fixed in DeepSpeed: link_optimizer_state need not unset the flag"
-    for seen in engines[str(Case(pp=2, dtype="bf16"))]:
-        assert all(seen["unlinked"])
+def test_zero_1_links_no_moments_itself(engines: dict[str, list[dict[str, Any]]]) -> None:
+    """Its own `step` does, after the first group's; ours replaces it."""
+    for case in (Case(pp=2), Case(pp=2, dtype="bf16")):
+        for seen in engines[str(case)]:
+            assert not any(seen["unlinked"]), "link_optimizer_state is not needed any more"
 
 
 def _write_and_read_back(rank: int) -> dict[str, bool]:
@@ -367,6 +300,29 @@ def test_zero_3_cannot_set_a_weight_that_its_ranks_do_not_divide() -> None:
 def test_no_flat_partition_is_said_not_guessed() -> None:
     with pytest.raises(AssertionError, match="DeepSpeed has renamed it"):
         seams.flat_partitions(SimpleNamespace())
+
+
+def _waits_for_the_device(rank: int, options: dict[str, Any]) -> list[int]:
+    """How often the host waited for all work on the device, in each of four steps of three micro-batches."""
+    waits: list[int] = []
+    type(get_accelerator()).synchronize = lambda *_: waits.append(1)
+    case = Case(accumulation=3, steps=4)
+    config = Config.model_validate(case.config().model_dump(mode="json") | {"deepspeed": options})
+    engine = build_engine(decoder_layers(config.model), config, resolve_layout(config, 1, "cpu"))
+    seen = []
+    for batch in global_batches(case):
+        waits.clear()
+        engine.train_step(micro_batches_of(engine, case, batch), case.learning_rate)
+        seen.append(len(waits))
+    return seen
+
+
+def test_deepspeeds_throughput_timer_would_wait_for_the_device_at_every_forward() -> None:
+    """utils/timer.py: and at the end of each step, from the third on. A hand-over of a pipeline is a forward too."""
+    timed = {"timers": {"throughput": {"enabled": True}}}
+    ((ours,), (theirs,)) = (run_fresh_ranks(_waits_for_the_device, 1, options) for options in ({}, timed))
+    assert ours == [0, 0, 0, 0]
+    assert theirs == [0, 0, 4, 4], "fixed in DeepSpeed: the timer may stay on"
 
 
 def _fp16_engine(rank: int) -> dict[str, Any]:
@@ -428,54 +384,6 @@ def test_reading_muon_no_longer_imports_the_compiler() -> None:
     without = subprocess.run([sys.executable, "-c", MUON_READ.format(before="")], check=False)
     assert with_seam.returncode == 0
     assert without.returncode == 1
-
-
-def _noted_instructions(rank: int) -> dict[str, list[tuple[str, int | None]]]:
-    case = Case(pp=2, accumulation=2, model={"tie_word_embeddings": True})
-    engine, batches = engine_of(case), global_batches(case)
-    batch = micro_batches_of(engine, case, batches[0])
-    noted = {}
-    for phase, execute in (
-        (Phase.STEP, lambda: engine.train_step(batch, 1e-3)),
-        (Phase.EVALUATION, lambda: engine.evaluate(batch, case.accumulation)),
-    ):
-        execute()
-        notes = engine.activity.notes()
-        noted[phase.value] = [
-            (note.operation.value, note.micro_batch) for note in notes if note.phase_number == notes[-1].phase_number
-        ]
-    return noted
-
-
-def test_every_pipeline_instruction_is_seen_before_it_runs() -> None:
-    """The watchdog's knowledge; an instruction that a new DeepSpeed executes in another way would be missing."""
-    first, last = run_ranks(_noted_instructions, 2)
-    end = ["reduce_tied_gradients", "reduce_gradients", "optimizer", "loss", "unite_tied_weights", "finish"]
-    assert first["step"] == [
-        ("begin", None),
-        ("load", 1),
-        ("forward", 1),
-        ("send_activation", 1),
-        ("load", 2),
-        ("forward", 2),
-        ("receive_gradient", 1),
-        ("send_activation", 2),
-        ("backward", 1),
-        ("receive_gradient", 2),
-        ("backward", 2),
-        *((name, None) for name in end),
-    ]
-    of_micro_batch = ["receive_activation", "load", "forward", "backward", "send_gradient"]
-    assert last["step"] == [
-        ("begin", None),
-        *((name, number) for number in (1, 2) for name in of_micro_batch),
-        *((name, None) for name in end),
-    ]
-    assert [name for name, number in first["evaluation"] if number is None] == ["begin", "meet", "loss", "finish"]
-    for stage, exchange in ((first, "send_activation"), (last, "receive_activation")):
-        for number in (1, 2):
-            of_micro_batch = [name for name, each in stage["evaluation"] if each == number]
-            assert sorted(of_micro_batch) == sorted(["load", "forward", exchange])
 
 
 def _timeouts_without_ours(rank: int) -> set[float]:

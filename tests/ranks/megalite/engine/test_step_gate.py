@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import megalite.engine.engine as engine_module
+import megalite.engine.stages as stages
+from megalite.config.pipeline_rules import FOLDED
 from megalite.engine.engine import Engine, StepResult
 from megalite.engine.parameter_state import moment_names, optimizer_step_count, read_parameter
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
@@ -59,18 +60,20 @@ def _equal(a: list[Any], b: list[Any]) -> bool:
 
 
 def _poison(rank: int, engine: Engine, case: Case, kind: str) -> Callable[[], None]:
-    """Spoils one number on the last rank, in its second micro-batch where it has two; returns how to stop that."""
-    if rank != case.world_size - 1:
+    """Spoils one number on the last rank, in its last micro-batch; returns how to stop that. The loss of a model that
+    comes back through the stages is on the first one."""
+    comes_back = kind.endswith("loss") and case.schedule in FOLDED
+    if rank != (0 if comes_back else case.world_size - 1):
         return lambda: None
     if kind.endswith("loss"):
-        original, calls = engine_module.head_loss, iter(range(100))
+        original, calls = stages.head_loss, iter(range(100))
 
         def head_loss(*arguments: Any) -> Tensor:
             # added, so that the gradient is none the worse for it
             return original(*arguments) + (float(kind.split()[0]) if next(calls) == case.accumulation - 1 else 0.0)
 
-        engine_module.head_loss = head_loss
-        return lambda: setattr(engine_module, "head_loss", original)
+        stages.head_loss = head_loss
+        return lambda: setattr(stages, "head_loss", original)
     *_, (_, parameter) = engine.parameters()
     calls = iter(range(100))
 
@@ -142,16 +145,22 @@ def _steps_not_taken(rank: int, cases: list[Case]) -> list[tuple[dict[str, Any],
 
 PAIRS = [
     Case(tp=2, steps=4),
-    Case(dp=2, zero=1, accumulation=2, steps=4),
+    Case(dp=2, zero=1, accumulation=2, steps=4, bucket=3000),
+    Case(dp=2, zero=1, dtype="bf16", accumulation=2, steps=4),
     Case(dp=2, zero=2, accumulation=2, steps=4),
     Case(dp=2, zero=3, steps=4),
+    Case(dp=2, accumulation=2, steps=4, offload={"optimizer": "cpu", "activations": "cpu"}),
     Case(pp=2, accumulation=2, model={"tie_word_embeddings": True}, steps=4),
     Case(dp=2, zero=3, dtype="bf16", steps=4),
     Case(pp=2, dtype="bf16", accumulation=2, steps=4),
+    Case(pp=2, accumulation=2, schedule="interleaved", steps=4),
+    Case(pp=2, accumulation=3, schedule="zero-bubble", zero=2, model={"tie_word_embeddings": True}, steps=4),
+    Case(pp=2, accumulation=2, schedule="zb-v", dtype="bf16", model={"tie_word_embeddings": True}, steps=4),
+    Case(pp=2, accumulation=4, micro_batch=1, schedule="dualpipev", zero=2, steps=4),
 ]
 MORE_PAIRS = [
-    Case(dp=2, zero=1, dtype="bf16", accumulation=2, steps=4),
     Case(dp=2, zero=2, dtype="bf16", steps=4),
+    *(Case(dp=2, zero=zero, accumulation=2, steps=4, offload={"optimizer": "cpu"}) for zero in (2, 3)),
 ]
 
 

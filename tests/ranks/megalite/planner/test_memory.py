@@ -41,8 +41,11 @@ CASES = [
     Case(model=MODEL, sequence=512, steps=2, micro_batch=2, dp=2, zero=3),
     Case(model=MODEL, sequence=512, steps=2, micro_batch=4, tp=2),
     Case(model=MODEL, sequence=512, steps=2, micro_batch=2, pp=2, accumulation=3),
+    Case(model=MODEL, sequence=512, steps=2, micro_batch=4, offload={"optimizer": "cpu"}),
+    Case(model=MODEL, sequence=512, steps=2, micro_batch=4, dtype="bf16", offload={"optimizer": "cpu"}),
+    Case(model=MODEL, sequence=512, steps=2, micro_batch=4, offload={"activations": "cpu"}),
 ]
-LESS_DISTINCT = CASES[:5]  # from others by one term of the sum each
+LESS_DISTINCT = [*CASES[:5], *CASES[-3:]]  # from others by one term of the sum each
 RETURNS_MEMORY = "glibc.malloc.mmap_threshold=1048576"
 
 

@@ -45,7 +45,7 @@ def test_bytes_are_those_of_real_ranks(case: Case) -> None:
 
 
 def test_what_is_offloaded_is_on_no_device() -> None:
-    whole, offloaded = Case(dp=2), Case(dp=2, zero_options={"offload_optimizer": {"device": "cpu"}})
+    whole, offloaded = Case(dp=2), Case(dp=2, offload={"optimizer": "cpu"})
     layout = resolve_layout(whole.config(), 2, "cuda")
     (stage,) = stages_of(whole.config(), layout)
     assert state_bytes(whole.config(), layout, stage) == 4 * stage.parameters + 8 * stage.parameters // 2

@@ -108,6 +108,8 @@ def engine_of(case: Case, config: Config) -> Engine:
 
 
 def numbers_of(engine: Engine, name: str, is_fp32: bool) -> Tensor:
+    if (tied := engine.tied_weight) is not None and tied.name == name:
+        return tied.weight.detach()
     parameter = dict(engine.parameters())[name]
     numbers = fp32_fragment(parameter) if is_fp32 else resident_weights(parameter)
     assert numbers is not None
@@ -150,7 +152,12 @@ LAYOUTS = [
         Case(tp=2, pp=2, accumulation=2, model=TIED, dtype="bf16"),
         (Damage(3, EMBEDDING, (1, 3)), Damage(0, NORM, (0, 1)), Damage(1, NORM, (0, 1), True)),
     ),
-    Layout(Case(pp=2, dp=2, accumulation=2, model=TIED), (Damage(3, EMBEDDING, (3,)), Damage(1, MATRIX, (0, 1)))),
+    Layout(
+        Case(pp=2, dp=2, accumulation=2, zero=2, model=TIED, schedule="zero-bubble"),
+        (Damage(3, EMBEDDING, (3,)), Damage(1, MATRIX, (0, 1))),
+    ),
+    # stages that the model passes twice hold the first and the last layer on one rank, and so the weight once
+    Layout(Case(pp=2, accumulation=2, model=TIED, schedule="zb-v"), (Damage(0, EMBEDDING, ()),)),
     # ZeRO-3 holds a matrix once: no copy, no comparison
     Layout(
         Case(tp=2, dp=2, zero=3),

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ LIMIT_S = 3.0  # steps take a tenth of a second where cores are free
 CONFIG = WatchdogConfig(minimum_seconds=LIMIT_S, factor=1.0, startup_minutes=1.0)
 PATIENT = CONFIG.model_copy(update={"minimum_seconds": 2 * LIMIT_S})  # answers because others ask it to
 PATIENCE_S = 40.0  # for things that take a few seconds on a machine with free cores
-Trouble = Callable[[Watchdog], None]  # what becomes of a rank in the data loader of step 3
+Trouble = Callable[[Watchdog], None]  # what becomes of a rank in step 3, in the data loader or in a chunk's forward
 
 
 def loads_forever(watchdog: Watchdog) -> None:
@@ -72,6 +73,7 @@ class Scenario:
     run_dir: Path
     troubled_rank: int | None = None
     trouble: Trouble | None = None
+    position: int | None = None  # of the chunk in whose forward of micro-batch 2 the trouble begins
 
 
 def _train(rank: int, scenario: Scenario) -> None:
@@ -95,11 +97,25 @@ def _train(rank: int, scenario: Scenario) -> None:
         for step in itertools.count(1):
             activity.begin_phase(Phase.DATA, step)
             if step == 3 and rank == scenario.troubled_rank and scenario.trouble is not None:
-                scenario.trouble(watchdog)
+                if scenario.position is None:
+                    scenario.trouble(watchdog)
+                else:
+                    _prepare(engine, scenario.position, partial(scenario.trouble, watchdog))
             engine.train_step(batch, 1e-3)
             activity.begin_phase(Phase.LOGGING)
             if rank == 0:
                 (run_dir / "steps").write_text(str(step))
+
+
+def _prepare(engine: Any, position: int, trouble: Callable[[], None]) -> None:
+    """Lets `trouble` begin with the second forward of a chunk."""
+    forwards = itertools.count(1)
+
+    def begin(*_: Any) -> None:
+        if next(forwards) == 2:
+            trouble()
+
+    engine.deepspeed.module.chunks[str(position)].register_forward_pre_hook(begin)
 
 
 def _rank(rank: int, port: int, scenario: Scenario) -> None:
@@ -167,9 +183,15 @@ class Job:
 
 
 @contextmanager
-def job(run_dir: Path, case: Case, troubled_rank: int | None = None, trouble: Trouble | None = None) -> Iterator[Job]:
+def job(
+    run_dir: Path,
+    case: Case,
+    troubled_rank: int | None = None,
+    trouble: Trouble | None = None,
+    position: int | None = None,
+) -> Iterator[Job]:
     """A run that has taken a step; no process of it is left afterwards."""
-    scenario = Scenario(case, run_dir, troubled_rank, trouble)
+    scenario = Scenario(case, run_dir, troubled_rank, trouble, position)
     context, port = multiprocessing.get_context("forkserver"), free_port()
     processes: list[BaseProcess] = [
         context.Process(target=_rank, args=(rank, port, scenario), daemon=True) for rank in range(case.world_size)
@@ -190,7 +212,7 @@ def job(run_dir: Path, case: Case, troubled_rank: int | None = None, trouble: Tr
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_named_and_a_stopped_job_is_left_alone(tmp_path: Path) -> None:
-    with job(tmp_path, Case(pp=2, dp=2, accumulation=2)) as running:
+    with job(tmp_path, Case(pp=2, dp=2, accumulation=2, schedule="zero-bubble")) as running:
         running.send(signal.SIGSTOP, *range(4))
         time.sleep(1.5 * LIMIT_S)
         stopped_at = running.step()
@@ -230,7 +252,7 @@ def test_an_endless_data_loader_is_named_with_who_waits_for_it(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_killed_rank_is_named_though_the_others_get_an_error_at_once(tmp_path: Path) -> None:
-    with job(tmp_path, Case(pp=2, dp=2, accumulation=2)) as running:
+    with job(tmp_path, Case(pp=2, dp=2, accumulation=4, micro_batch=1, schedule="dualpipev")) as running:
         started = time.monotonic()
         running.send(signal.SIGKILL, 3)
         assert running.exit_codes(without=3) == {HUNG_CODE}
@@ -241,6 +263,52 @@ def test_a_killed_rank_is_named_though_the_others_get_an_error_at_once(tmp_path:
         assert f"its process {running.processes[3].pid} is dead" in told["explanation"]
         assert sorted(running.stacks()) == [0, 1, 2]
         assert any("Connection" in text for text in running.stacks().values()), "the traceback of who lost it"
+
+
+def dies(watchdog: Watchdog) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# schedule, and for a troubled second stage of two the chunk that it computes, as a hang report names it
+PIPELINES = [("1f1b", 1, ""), ("interleaved", 3, " of chunk 3"), ("zero-bubble", 1, ""), ("zb-v", 2, " of chunk 2")]
+PIPELINES += [("dualpipev", 1, " of chunk 1")]
+
+
+def _of_schedules(first: str) -> list[Any]:
+    """One schedule in every run of the tests, and all in the exhaustive one; unit tests have them all."""
+    return [
+        pytest.param(*case, id=case[0], marks=[] if case[0] == first else [pytest.mark.exhaustive])
+        for case in PIPELINES
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "position", "chunk"), _of_schedules("zb-v"))
+def test_a_stage_that_hangs_in_a_pass_is_named_with_chunk_and_micro_batch(
+    schedule: str, position: int, chunk: str, tmp_path: Path
+) -> None:
+    case = Case(pp=2, accumulation=4, micro_batch=1, schedule=schedule)
+    with job(tmp_path, case, 1, loads_forever, position) as running:
+        assert running.exit_codes() == {HUNG_CODE}
+        told = running.told()
+        assert (told["ranks"], told["step"]) == ([1], 3)
+        assert re.search(
+            r"The run waits for rank 1 \(stage 1, on .+\), which has been in the forward of ", told["explanation"]
+        )
+        assert f"in the forward of micro-batch 2{chunk} for " in told["explanation"]
+        assert re.search(r"Rank 0 waits for the (gradient|activation) of micro-batch \d", told["explanation"])
+        assert "loads_forever" in running.stacks()[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "position", "chunk"), _of_schedules("interleaved"))
+def test_a_stage_that_dies_in_a_pass_is_named(schedule: str, position: int, chunk: str, tmp_path: Path) -> None:
+    case = Case(pp=2, accumulation=4, micro_batch=1, schedule=schedule)
+    with job(tmp_path, case, 1, dies, position) as running:
+        assert running.exit_codes(without=1) == {HUNG_CODE}
+        told = running.told()
+        assert (told["ranks"], told["step"]) == ([1], 3)
+        assert f"its process {running.processes[1].pid} is dead" in told["explanation"]
 
 
 @pytest.mark.slow

@@ -108,9 +108,11 @@ MISTAKES: dict[str, tuple[Change, list[str]]] = {
     "heads not divisible": (override("parallel.tensor_parallel_size=3"), ["num_attention_heads", "3"]),
     "stages without layers": (override("parallel.pipeline_parallel_size=8"), ["pipeline_parallel_size", "3"]),
     "batch not divisible": (override("training.global_batch_size=5"), ["global_batch_size", "4", "6"]),
-    "pipeline with ZeRO-3": (
-        override("parallel.pipeline_parallel_size=2", "parallel.zero_stage=3"),
-        ["zero_stage", "pipeline_parallel_size"],
+    "split backward with ZeRO-3": (
+        override(
+            "parallel.pipeline_parallel_size=2", "parallel.zero_stage=3", "parallel.pipeline_schedule=zero-bubble"
+        ),
+        ["zero_stage 3", "pipeline_schedule zero-bubble", "use zero_stage 1 or 2"],
     ),
     "fp16 on a CPU": (override("precision.dtype=fp16"), ["fp16", "bf16"]),
     "sequence parallel with an odd length": (
@@ -270,7 +272,7 @@ def test_a_known_bad_combination_is_one_sentence_too(
         code, out, err = command([*arguments, str(path), "parallel.pipeline_parallel_size=2"], monkeypatch, capfd)
         assert code == 2 and not out
         assert err.startswith("megalite: error: deepspeed 0.19.2 with parallel.pipeline_parallel_size 2"), err
-        assert err.count("\n") == 1 and "DeepSpeed#8152" in err and "install deepspeed" in err
+        assert err.count("\n") == 1 and "DeepSpeed#8203" in err and "install deepspeed" in err
 
 
 OTHER_COMMANDS: dict[str, tuple[list[str], str]] = {

@@ -282,7 +282,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["no layout works on 64 x H100", "training.global_batch_size 2 is not a multiple", "use"],
     ),
     "a model that fits nowhere": (
-        ["--gpus", "1", "--accelerator", "H100", "model.intermediate_size=200000000", "precision.dtype=bf16"],
+        ["--gpus", "1", "--accelerator", "H100", "model.intermediate_size=20000000000", "precision.dtype=bf16"],
         ["fits in no layout on 1 x H100", "lacks", "GiB", "no number of them up to", "needs", "a smaller model"],
     ),
     "a model that needs more GPUs": (

@@ -126,6 +126,7 @@ def test_all_schedules_are_compared() -> None:
     assert by_name["1f1b"]["bubble_fraction"] == pytest.approx(3 / 8)
     assert by_name["interleaved"]["bubble_fraction"] == pytest.approx(3 / 32)
     assert by_name["zero-bubble"]["bubble_fraction"] == pytest.approx(1 / 8)
+    assert by_name["zb-v"]["bubble_fraction"] == by_name["dualpipev"]["bubble_fraction"] == pytest.approx(1 / 16)
     assert len(by_name["zero-bubble"]["work"]) == 4 * 8 * 3
     assert by_name["1f1b"]["work"][0] == {
         "stage": 0, "start_s": 0.0, "end_s": 0.001, "kind": "forward", "micro_batch": 0, "chunk": 0,
@@ -146,10 +147,14 @@ def test_each_stage_has_its_time() -> None:
         (("--schedule", "interleaved", "--micro-batches", "10"), "use 8"),
         (("--chunks", "2"), "add --schedule interleaved"),
         (("--schedule", "interleaved", "--chunks", "1"), "use 1f1b"),
+        (("--schedule", "dualpipev", "--micro-batches", "7"), "two micro-batches per stage, 8 for 4 stages"),
         (("--forward-ms", "1,2"), "2 numbers for 4 stages: give one, or 4"),
         (("--backward-ms", "fast"), "give milliseconds"),
         (("--between-stages-ms", "-1"), "--between-stages-ms -1: give milliseconds of at least 0, such as 0.5\n"),
-        (("--weight-gradient-ms", "1"), "--weight-gradient-ms 1 is for zero-bubble: leave it out, or add --schedule"),
+        (
+            ("--weight-gradient-ms", "1"),
+            "is for schedules that split backward: leave it out, or add",
+        ),
         (
             ("--schedule", "all", "--weight-gradient-ms", "1e300"),
             "weight gradient is a part of the backward pass",

@@ -43,6 +43,11 @@ class Problem:
     traffic: Traffic
 
 
+def neighbours(stages: int, size: int) -> dict[tuple[int, int], int]:
+    """As many bytes between all stages that follow on each other."""
+    return {(stage, stage + 1): size for stage in range(stages - 1)}
+
+
 @st.composite
 def problems(draw: st.DrawFn, most_nodes: int = 6, most_gpus: int = 8, most_ranks: int = 32) -> Problem:
     depth = draw(st.sampled_from(DEPTHS))
@@ -61,7 +66,11 @@ def problems(draw: st.DrawFn, most_nodes: int = 6, most_gpus: int = 8, most_rank
     def several(count: int) -> tuple[int, ...]:
         return tuple(draw(size) for _ in range(count))
 
-    return Problem(nodes, mesh, Traffic(several(pp), several(pp), several(pp - 1), draw(size)))
+    pairs = [(stage, stage + 1) for stage in range(pp - 1)] + [(0, pp - 1)] * (pp > 2 and draw(st.booleans()))
+    pipeline = {
+        pair: draw(size) for pair in pairs
+    }  # chunks of interleaved stages also pass on from the last to the first
+    return Problem(nodes, mesh, Traffic(several(pp), several(pp), pipeline, draw(size)))
 
 
 def links(mesh: Mesh, traffic: Traffic) -> Iterator[tuple[int, int, int]]:
@@ -70,8 +79,8 @@ def links(mesh: Mesh, traffic: Traffic) -> Iterator[tuple[int, int, int]]:
         stage, replica, cut = at.pipeline_rank, at.data_rank, at.tensor_rank
         yield rank, mesh.rank(stage, replica, (cut + 1) % mesh.tensor_parallel_size), traffic.tensor[stage]
         yield rank, mesh.rank(stage, (replica + 1) % mesh.data_parallel_size, cut), traffic.data[stage]
-        if stage > 0:
-            yield rank, mesh.rank(stage - 1, replica, cut), traffic.pipeline[stage - 1]
+        for other in range(stage):
+            yield rank, mesh.rank(other, replica, cut), traffic.pipeline.get((other, stage), 0)
         if stage == mesh.pipeline_parallel_size - 1 > 0:
             yield rank, mesh.rank(0, replica, cut), traffic.tied
 
@@ -161,7 +170,7 @@ def all_placements(nodes: list[Node], ranks: int) -> Iterator[tuple[tuple[str, i
 def test_a_host_may_get_any_number_of_ranks() -> None:
     """Where it pays: half of the first host is left free, so that the heavier two stages are neighbours."""
     nodes = [Node("a", 4, switches=("one", "root")), Node("b", 4, switches=("two", "root"))]
-    best, first_fit = place(nodes, Mesh(2, 3, 1), Traffic((1, 1, 1), (0, 0, 0), (10, 100), 0))
+    best, first_fit = place(nodes, Mesh(2, 3, 1), Traffic((1, 1, 1), (0, 0, 0), {(0, 1): 10, (1, 2): 100}, 0))
     assert [count for _, count in best.hosts] == [2, 4] and [count for _, count in first_fit.hosts] == [4, 2]
 
 
@@ -169,13 +178,13 @@ def test_hosts_of_many_sizes_are_combined() -> None:
     """More orders than the search can look at with any number of ranks per host; whole groups and stages come first."""
     cluster = [(2, 0), (2, 0), (6, 1), (8, 2), (8, 2), (4, 1), (4, 2)]
     nodes = [Node(f"n{i}", gpus, switches=(f"leaf{leaf}", "root")) for i, (gpus, leaf) in enumerate(cluster)]
-    best, first_fit = place(nodes, Mesh(2, 4, 3), Traffic((1000,) * 4, (100,) * 4, (30,) * 3, 0))
+    best, first_fit = place(nodes, Mesh(2, 4, 3), Traffic((1000,) * 4, (100,) * 4, neighbours(4, 30), 0))
     assert best.cost <= 35_600 < first_fit.cost
 
 
 def test_the_last_host_is_one_that_is_filled() -> None:
     nodes = [Node(f"n{number}", 4 if number == 50 else 8, switches=("leaf",)) for number in range(100)]
-    best, _ = place(nodes, Mesh(4, 1, 21), Traffic((10**6,), (10**3,), (), 0))
+    best, _ = place(nodes, Mesh(4, 1, 21), Traffic((10**6,), (10**3,), {}, 0))
     assert best.hosts[-1] == ("n50", 4) and len(best.hosts) == 11
 
 
@@ -194,21 +203,21 @@ def grid(leaves: int, per_leaf: int, gpus: int = 8) -> list[Node]:
 
 def test_rings_of_replicas_stay_in_a_leaf_where_gradients_are_most() -> None:
     nodes = grid(leaves=4, per_leaf=4)
-    best, _ = place(nodes, Mesh(8, 4, 4), Traffic((10**9,) * 4, (10**6,) * 4, (10,) * 3, 0))
+    best, _ = place(nodes, Mesh(8, 4, 4), Traffic((10**9,) * 4, (10**6,) * 4, neighbours(4, 10), 0))
     by_stage = [set(leaves_of(best, nodes)[4 * stage : 4 * stage + 4]) for stage in range(4)]
     assert all(len(leaves) == 1 for leaves in by_stage)
 
 
 def test_pipelines_stay_in_a_leaf_where_activations_are_most() -> None:
     nodes = grid(leaves=4, per_leaf=4)
-    best, _ = place(nodes, Mesh(8, 4, 4), Traffic((10**9,) * 4, (10,) * 4, (10**6,) * 3, 0))
+    best, _ = place(nodes, Mesh(8, 4, 4), Traffic((10**9,) * 4, (10,) * 4, neighbours(4, 10**6), 0))
     leaves = leaves_of(best, nodes)
     assert all(len(set(leaves[replica::4])) == 1 for replica in range(4))
 
 
 def test_tensor_groups_stay_in_hosts_where_they_fit() -> None:
     nodes = [Node(f"n{number}", 6) for number in range(4)]
-    best, first_fit = place(nodes, Mesh(4, 1, 3), Traffic((10**6,), (10**3,), (), 0))
+    best, first_fit = place(nodes, Mesh(4, 1, 3), Traffic((10**6,), (10**3,), {}, 0))
     assert [count for _, count in best.hosts] == [4, 4, 4] and not best.notices
     assert [count for _, count in first_fit.hosts] == [6, 6]
     assert "1 of 3 tensor-parallel groups of 4 ranks span several hosts" in first_fit.notices[0]
@@ -216,36 +225,36 @@ def test_tensor_groups_stay_in_hosts_where_they_fit() -> None:
 
 def test_few_leaves_and_few_hosts_are_used() -> None:
     nodes = [*grid(leaves=3, per_leaf=4, gpus=4), Node("wide", 8, switches=("leaf9", "spine"))]
-    best, _ = place(nodes, Mesh(4, 1, 4), Traffic((10**6,), (10**5,), (), 0))
+    best, _ = place(nodes, Mesh(4, 1, 4), Traffic((10**6,), (10**5,), {}, 0))
     assert len(best.hosts) == 4 and best.leaves == 1
-    best, _ = place(nodes, Mesh(4, 1, 2), Traffic((10**6,), (10**5,), (), 0))
+    best, _ = place(nodes, Mesh(4, 1, 2), Traffic((10**6,), (10**5,), {}, 0))
     assert best.hosts == (("wide", 8),)
 
 
 def test_a_tensor_group_that_fits_no_host_is_told_and_placed() -> None:
-    best, _ = place(grid(2, 2), Mesh(16, 1, 1), Traffic((10**6,), (0,), (), 0))
+    best, _ = place(grid(2, 2), Mesh(16, 1, 1), Traffic((10**6,), (0,), {}, 0))
     assert best.leaves == 1 and [count for _, count in best.hosts] == [8, 8]
     assert "no host has 16 free slots (the largest has 8)" in best.notices[0]
 
 
 def test_equal_hosts_stay_in_the_order_of_the_hostfile() -> None:
     nodes = [Node(name, 8) for name in ("z", "b", "a", "c")]
-    best, _ = place(nodes, Mesh(8, 1, 3), Traffic((10**6,), (10**3,), (), 0))
+    best, _ = place(nodes, Mesh(8, 1, 3), Traffic((10**6,), (10**3,), {}, 0))
     assert [name for name, _ in best.hosts] == ["z", "b", "a"]
 
 
 def test_without_room_one_sentence_says_what_is_missing() -> None:
     with pytest.raises(LaunchError, match=r"tp=2 pp=2 dp=2 needs 8 slots, and 3 hosts with 6 free ones were given"):
-        place([Node(name, 2) for name in "abc"], Mesh(2, 2, 2), Traffic((1, 1), (1, 1), (1,), 0))
+        place([Node(name, 2) for name in "abc"], Mesh(2, 2, 2), Traffic((1, 1), (1, 1), neighbours(2, 1), 0))
     small = [Node("a", 8, memory_gib=16.0), Node("b", 8, memory_gib=80.0)]
     with pytest.raises(LaunchError, match=r"1 host with 8 free ones .*\(a left out: .* less than 24 GiB of memory\)"):
-        place(small, Mesh(1, 1, 16), Traffic((1,), (1,), (), 0), needs_gib=24.0)
-    assert place(small, Mesh(1, 1, 8), Traffic((1,), (1,), (), 0), needs_gib=24.0)[0].hosts == (("b", 8),)
+        place(small, Mesh(1, 1, 16), Traffic((1,), (1,), {}, 0), needs_gib=24.0)
+    assert place(small, Mesh(1, 1, 8), Traffic((1,), (1,), {}, 0), needs_gib=24.0)[0].hosts == (("b", 8),)
 
 
 def test_hosts_that_the_topology_does_not_name_are_far_away() -> None:
     nodes = [Node("new", 8), *grid(leaves=1, per_leaf=2)]
-    best, first_fit = place(nodes, Mesh(8, 1, 2), Traffic((10**6,), (10**5,), (), 0))
+    best, first_fit = place(nodes, Mesh(8, 1, 2), Traffic((10**6,), (10**5,), {}, 0))
     assert "new" not in dict(best.hosts)
     assert "the topology does not name new" in best.notices[0]
     assert first_fit.crossing["no common switch"] > 0 == best.crossing["no common switch"]
@@ -258,7 +267,7 @@ def test_a_thousand_nodes_take_less_than_two_seconds(gpus: tuple[int, ...]) -> N
     nodes = [Node(f"n{i}", next(sizes), switches=(f"l{i // 16}", f"p{i // 128}", "root")) for i in range(1000)]
     chance = random.Random(5)
     mesh = Mesh(4, 8, 125)
-    traffic = Traffic((10**12,) * 8, (10**10,) * 8, (10**9,) * 7, 10**8)
+    traffic = Traffic((10**12,) * 8, (10**10,) * 8, neighbours(8, 10**9), 10**8)
     seen = set()
     for _ in range(3):
         began = time.process_time()

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from launch.errors import LaunchError
-from launch.parity.layout import AUTO, ParityLayout, auto_layouts, parse_layouts
+from launch.parity.layout import AUTO, ParityLayout, Recompute, auto_layouts, parse_layouts
 from megalite.config import ConfigError
-from tests.helpers.odd_sizes import LAYOUTS, covering, problem
+from megalite.config.sections import PipelineSchedule
+from tests.helpers.odd_sizes import (
+    DEEP_LAYOUTS,
+    LAYOUTS,
+    SMALL_LAYOUTS,
+    TIED,
+    Family,
+    covering,
+    legal_cases,
+    pairs_of,
+    problem,
+)
 
 
 def test_a_layout_reads_as_it_is_written() -> None:
-    for layout in LAYOUTS:
+    for layout in [*LAYOUTS, *DEEP_LAYOUTS, ParityLayout(pp=2, accumulation=2, schedule="interleaved", chunks=3)]:
         assert parse_layouts(str(layout)) == [layout]
 
 
@@ -41,6 +54,7 @@ def test_several_layouts() -> None:
         ("zero=0", "zero is 1, 2 or 3 (stage 0 is served by 1)"),
         ("recompute=some", "recompute is none, selective or full"),
         ("tp=2,sequence_parallel=yes", "sequence_parallel is true or false"),
+        ("pp=2,schedule=gpipe", "schedule is one of 1f1b, interleaved, zero-bubble, zb-v, dualpipev"),
     ],
 )
 def test_words_that_are_not_understood(text: str, said: str) -> None:
@@ -52,7 +66,9 @@ def test_words_that_are_not_understood(text: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "said"),
     [
-        (ParityLayout(pp=2, zero=2), "parallel.zero_stage 2 does not work"),
+        (ParityLayout(pp=2, zero=3, schedule="zb-v"), "parallel.zero_stage 3 does not go with pipeline_schedule zb-v"),
+        (ParityLayout(pp=2, accumulation=3, schedule="interleaved"), "interleaved takes micro-batches in groups of 2"),
+        (ParityLayout(pp=2, accumulation=2, schedule="interleaved", chunks=3), "2 x parallel.pipeline_chunks 3"),
         (ParityLayout(pp=6), "pipeline_parallel_size 6 is larger than model.num_hidden_layers 5"),
         (ParityLayout(tp=3), "num_attention_heads 4 cannot be shared evenly"),
         (ParityLayout(tp=2, sequence_parallel=True), "sequence_length 33 cannot be cut"),
@@ -74,16 +90,9 @@ def test_a_layout_changes_how_a_batch_is_cut_and_not_the_batch() -> None:
 
 
 def test_the_sample_holds_every_pair_of_settings() -> None:
-    def pairs(cases: list[tuple[ParityLayout, bool]]) -> set[object]:
-        return {
-            pair
-            for layout, tied in cases
-            for pair in itertools.combinations(enumerate([*vars(layout).values(), tied]), 2)
-        }
-
-    cases = list(itertools.product(LAYOUTS, (False, True)))
-    chosen = covering(LAYOUTS, (False, True))
-    assert pairs(chosen) == pairs(cases)
+    cases = legal_cases(SMALL_LAYOUTS)
+    chosen = covering(cases)
+    assert set().union(*map(pairs_of, chosen)) == set().union(*map(pairs_of, cases))
     assert len(chosen) < len(cases) / 20
 
 
@@ -91,11 +100,28 @@ def test_the_matrix_is_the_one_that_is_promised() -> None:
     assert {layout.tp for layout in LAYOUTS} == {layout.pp for layout in LAYOUTS} == {1, 2, 4}
     assert {layout.dp for layout in LAYOUTS} == {1, 2, 3}
     assert {layout.zero for layout in LAYOUTS if layout.pp == 1} == {1, 2, 3}
-    assert {layout.zero for layout in LAYOUTS if layout.pp > 1} == {1}
-    assert {layout.accumulation for layout in LAYOUTS} == {1, 3}
+    assert {layout.accumulation for layout in LAYOUTS} == {1, 4}
     assert {layout.recompute for layout in LAYOUTS} == {"none", "selective", "full"}
-    assert max(layout.world_size for layout in LAYOUTS) == 8
-    assert len(LAYOUTS) == len(set(LAYOUTS)) == 312
+    assert max(layout.world_size for layout in LAYOUTS) == max(layout.world_size for layout in DEEP_LAYOUTS) == 8
+    assert len(LAYOUTS) == len(set(LAYOUTS)) == 867 and len(DEEP_LAYOUTS) == 84
+
+
+def test_pipelines_that_are_not_in_the_matrix_are_refused_by_a_rule() -> None:
+    """On up to eight ranks every schedule runs with every ZeRO stage, or the config says why not."""
+    run, refused = set(legal_cases([*LAYOUTS, *DEEP_LAYOUTS])), 0
+    configs = {family: family.problem().config for family in {Family.of(*case) for case in run}}
+    axes = itertools.product(
+        (1, 2), (2, 4), (1, 2), (1, 2, 3), (False, True), get_args(Recompute), get_args(PipelineSchedule), TIED
+    )
+    for tp, pp, dp, zero, is_cut, recompute, schedule, tied in axes:
+        layout = ParityLayout(tp, pp, dp, zero, is_cut, recompute, schedule=schedule)
+        layout = replace(layout, accumulation=layout.pieces if layout.pieces == 8 else 4)
+        if layout.world_size > 8 or (is_cut and tp == 1) or (layout, tied) in run:
+            continue
+        with pytest.raises(ConfigError, match=r"parallel\.zero_stage 3 (does not go with|with parallel\.pipeline)"):
+            layout.config(configs[Family.of(layout, tied)])
+        refused += 1
+    assert refused == 240
 
 
 def test_auto_runs_the_configs_own_layout_first_and_nothing_that_does_not_fit() -> None:
@@ -110,10 +136,26 @@ def test_auto_runs_the_configs_own_layout_first_and_nothing_that_does_not_fit() 
     many = ParityLayout(dp=2, accumulation=64)
     assert auto_layouts(many, most=8)[0][0] == ParityLayout(dp=2, accumulation=4)
     axes = {axis for layout in AUTO for axis in layout.axes}
-    assert axes == set(vars(ParityLayout())), "auto leaves an axis out"
+    assert axes == set(vars(ParityLayout())) - {"chunks"}, "auto leaves an axis out"
+
+
+@pytest.mark.parametrize(
+    ("pp", "schedule", "accumulation"),
+    [(3, "interleaved", 6), (4, "dualpipev", 8), (2, "dualpipev", 4), (3, "zb-v", 4)],
+)
+def test_auto_leaves_the_configs_own_schedule_enough_micro_batches(
+    pp: int, schedule: PipelineSchedule, accumulation: int
+) -> None:
+    own = ParityLayout(pp=pp, accumulation=24, schedule=schedule)
+    assert auto_layouts(own, most=8)[0][0] == ParityLayout(pp=pp, accumulation=accumulation, schedule=schedule)
 
 
 def test_an_axis_that_is_off_takes_along_what_needs_it() -> None:
     layout = ParityLayout(tp=2, dp=2, zero=3, sequence_parallel=True)
     assert layout.without("tp") == ParityLayout(dp=2, zero=3)
     assert layout.without("sequence_parallel") == ParityLayout(tp=2, dp=2, zero=3)
+    piped = ParityLayout(pp=2, accumulation=4, schedule="interleaved", chunks=3)
+    assert piped.without("pp") == ParityLayout(accumulation=4)
+    assert piped.without("accumulation") == ParityLayout(pp=2)
+    assert piped.without("schedule") == ParityLayout(pp=2, accumulation=4)
+    assert ParityLayout(pp=2, accumulation=4, schedule="zb-v").without("accumulation").schedule == "zb-v"

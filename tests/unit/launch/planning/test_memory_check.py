@@ -180,11 +180,11 @@ def test_gpus_are_refused_by_their_tensors_alone(tiny: dict[str, Any]) -> None:
 
 
 def test_what_the_planner_does_not_know_is_not_refused(tiny: dict[str, Any]) -> None:
-    tiny["deepspeed"] = {"zero_optimization": {"reduce_bucket_size": 1000}}
+    tiny["deepspeed"] = {"zero_optimization": {"allgather_bucket_size": 1000}}
     config = config_of(tiny)
     found = forecast_of(config, 1, 2**20)
     assert found.warning is not None and not found.cannot_fit
-    tiny["deepspeed"] = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    tiny["deepspeed"] = {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}
     assert forecast_memory(config_of(tiny), resolve_layout(config, 1, "cuda"), CUDA, 1, 1) is None
 
 

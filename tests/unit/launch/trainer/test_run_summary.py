@@ -34,6 +34,7 @@ from tests.unit.launch.cli.test_mistakes import own_checkpoint
 def test_facts_are_those_of_the_run(tiny: dict[str, Any]) -> None:
     tiny["parallel"] = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     tiny["training"]["steps"] = 1000
+    tiny["recompute"] = {"mode": ["full", "none"]}
     config = Config.model_validate(tiny)
     layout, data = resolve_layout(config, 4, "cpu"), open_data(config)
     facts = run_facts(config, layout, data, Start(), "4 ranks on vm")
@@ -42,10 +43,22 @@ def test_facts_are_those_of_the_run(tiny: dict[str, Any]) -> None:
     assert facts["length"] == {"steps": 1000, "steps_left": 1000, "tokens_left": 128_000}
     assert facts["data"]["epochs"] == pytest.approx(4000 / data.training.samples_per_epoch)
     lines = dict(summary_lines(facts))
-    assert lines["run"] == f"{config.run_dir}, new" and "tensor 2 x pipeline 2 x data 1, ZeRO-1" in lines["layout"]
+    assert lines["run"] == f"{config.run_dir}, new" and "tensor 2 x pipeline 2 x data 1, ZeRO-1: " in lines["layout"]
     assert "stage 0 (embedding, layers 0-1)" in lines["per rank"] and "stage 1 (layer 2, head)" in lines["per rank"]
+    assert lines["recompute"] == "stage 0 full, stage 1 none"
     assert "4 samples x 32 tokens = 128 tokens a step; on each replica 2 micro-batches of 2" in lines["batch"]
     assert "each time in another order" in lines["data"] and lines["length"] == "1,000 steps, 128,000 tokens"
+    assert "offload" not in lines
+    tiny["parallel"] |= {"pipeline_schedule": "interleaved", "zero_stage": 3}
+    tiny["model"] |= {"num_hidden_layers": 4}
+    interleaved = Config.model_validate(tiny)
+    facts = run_facts(interleaved, resolve_layout(interleaved, 4, "cpu"), data, Start(), "4 ranks on vm")
+    parts = "tensor 2 x pipeline 2 (interleaved, 2 chunks a stage) x data 1, ZeRO-3 (experimental in a pipeline): "
+    assert dict(summary_lines(facts))["layout"].startswith(parts)
+    tiny["offload"] = {"optimizer": "cpu", "activations": "cpu"}
+    tiny["parallel"] = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    facts = run_facts(Config.model_validate(tiny), layout, data, Start(), "4 ranks on vm")
+    assert dict(summary_lines(facts))["offload"] == "optimizer and activations in the memory of the host"
 
 
 def test_epochs_count_what_a_resumed_run_has_taken_before(tiny: dict[str, Any], tmp_path: Path) -> None:
@@ -114,5 +127,5 @@ def test_rank_0_tells_what_it_starts(tiny: dict[str, Any], capfd: pytest.Capture
     tell_start(setup, "1 rank on vm (EPYC)", "predicted memory: too much")
     out, err = capfd.readouterr()
     labels = [line.removeprefix("megalite: ").partition(":")[0] for line in out.splitlines()]
-    assert labels == ["run", "model", "layout", "per rank", "batch", "data", "length"]
+    assert labels == ["run", "model", "layout", "per rank", "recompute", "batch", "data", "length"]
     assert "1 rank on vm (EPYC)" in out and err == "megalite: warning: predicted memory: too much\n"

@@ -42,6 +42,8 @@ def test_threads_that_are_no_number_are_refused(
 ) -> None:
     """libgomp ignores them and gives every rank all cores, while the summary says what the user has set."""
     config = Config.model_validate(tiny)
+    for name in ("DS_ACCELERATOR", "GLIBC_TUNABLES"):  # which a fork server that this process has started may have set
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     with pytest.raises(LaunchError, match=f"^OMP_NUM_THREADS={threads} is no number of threads: set it to at least 1"):
         check_start(config, NO_FLAGS, is_dry=True)

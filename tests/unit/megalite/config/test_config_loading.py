@@ -60,15 +60,15 @@ def test_overrides_nest_merge_and_the_last_one_wins(minimal: Path) -> None:
     config = load_config(
         minimal,
         [
-            "deepspeed.zero_optimization.overlap_comm=true",
-            "deepspeed.zero_optimization.reduce_bucket_size=5e8",
+            "deepspeed.zero_optimization.ignore_unused_parameters=true",
+            "deepspeed.zero_optimization.allgather_bucket_size=5e8",
             "training.seed=1",
             "training.seed=2",
             "data.path=[a, b]",
             "monitor=",
         ],
     )
-    assert config.deepspeed == {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 5e8}}
+    assert config.deepspeed == {"zero_optimization": {"ignore_unused_parameters": True, "allgather_bucket_size": 5e8}}
     assert config.training.seed == 2
     assert config.data.path == ["a", "b"]
     assert config.monitor == load_config(minimal).monitor, "an empty section means its defaults"

@@ -23,6 +23,13 @@ BAD_OVERRIDES = [
     ("zebra=1", ['unknown option "zebra": the config has run_dir, model, data']),
     # values
     ("precision.dtype=bf61", ["precision.dtype must be fp32, bf16 or fp16, got 'bf61'"]),
+    ("recompute.mode=some", ["recompute.mode must be none, selective, full, a list or auto, got 'some'"]),
+    ("recompute.mode=[full, some]", ["recompute.mode must be none, selective, full or auto, got 'some'"]),
+    ("recompute.mode=[full, auto]", ["must be none, selective, full in a list or auto alone, got 'auto'"]),
+    (
+        "recompute.mode=[full, none]",
+        ["recompute.mode is a list of length 2, but parallel.pipeline_parallel_size is 1: list a mode for each stage"],
+    ),
     ("parallel.zero_stage=4", ["parallel.zero_stage must be 0, 1, 2, 3 or auto, got 4"]),
     (
         "parallel.data_parallel_size=x",
@@ -66,6 +73,11 @@ BAD_OVERRIDES = [
         "deepspeed={zero_optimization: {reduce_bucket: 3}}",
         ['no option "reduce_bucket" in its section zero_optimization: did you mean "reduce_bucket_size"?'],
     ),
+    (
+        "deepspeed.managed_gradient_accumulation=true",
+        ["gradients are accumulated until", "remove deepspeed.managed_gradient_accumulation"],
+    ),
+    ("deepspeed.zero_optimization.reduce_bucket_size=7", ["set parallel.gradient_bucket_size"]),
     ("deepspeed={zero_optimization:{stage:3}}", ['"stage:3" in its section zero_optimization: remove']),
     # the model and the layout
     (
@@ -83,12 +95,31 @@ BAD_OVERRIDES = [
     ),
     ("parallel.pipeline_parallel_size=6", ["pipeline_parallel_size 6", "num_hidden_layers 5", "at most 5"]),
     (
-        "parallel.pipeline_parallel_size=2 parallel.zero_stage=2",
-        [
-            "parallel.zero_stage 2",
-            "pipeline_parallel_size 2",
-            "use zero_stage 1, or pipeline_parallel_size 1",
-        ],
+        "parallel.pipeline_parallel_size=2 parallel.zero_stage=3 parallel.pipeline_schedule=zb-v",
+        ["parallel.zero_stage 3", "pipeline_schedule zb-v", "use zero_stage 1 or 2, or pipeline_schedule 1f1b"],
+    ),
+    (
+        "parallel.pipeline_parallel_size=2 parallel.zero_stage=3 model.tie_word_embeddings=true",
+        ["parallel.zero_stage 3", "cannot tie the head", "use zero_stage 1 or 2, or pipeline_parallel_size 1"],
+    ),
+    (
+        "parallel.pipeline_parallel_size=2 parallel.zero_stage=2 parallel.pipeline_schedule=interleaved "
+        "offload.optimizer=cpu",
+        ["parallel.zero_stage 2", "wrong gradients", "use zero_stage 1, pipeline_schedule 1f1b, or offload.optimizer"],
+    ),
+    ("parallel.pipeline_schedule=zb-v", ["has no effect with parallel.pipeline_parallel_size 1", "remove it"]),
+    ("parallel.pipeline_chunks=2", ["pipeline_chunks 2 has no effect", "remove it, or use more stages"]),
+    (
+        "parallel.pipeline_parallel_size=2 parallel.pipeline_schedule=zb-v parallel.pipeline_chunks=1",
+        ["zb-v has exactly 2 chunks per stage, not 1", "set parallel.pipeline_chunks"],
+    ),
+    (
+        "parallel.pipeline_parallel_size=2 parallel.pipeline_chunks=2",
+        ["1f1b has one chunk per stage, not 2", "use interleaved", "set parallel.pipeline_chunks"],
+    ),
+    (
+        "parallel.pipeline_parallel_size=2 parallel.pipeline_schedule=interleaved parallel.pipeline_chunks=3",
+        ["2 x parallel.pipeline_chunks 3", "num_hidden_layers 5", "every chunk", "at most 1, or at least 6 layers"],
     ),
     (
         "model.num_attention_heads=12 model.num_key_value_heads=6 model.head_dim=4 parallel.tensor_parallel_size=4",
@@ -105,6 +136,43 @@ BAD_OVERRIDES = [
     (
         "parallel.sequence_parallel=true parallel.tensor_parallel_size=2 training.sequence_length=31",
         ["training.sequence_length 31", "tensor_parallel_size 2", "use a sequence_length of 30 or 32"],
+    ),
+    # offloading
+    (
+        "deepspeed.zero_optimization.offload_optimizer.device=cpu",
+        ["zero_optimization.offload_optimizer is not set there", "set offload.optimizer cpu"],
+    ),
+    ("deepspeed.zero_optimization.cpu_offload=true", ["cpu_offload is not set there", "set offload.optimizer cpu"]),
+    (
+        "offload.optimizer=cpu deepspeed.zero_optimization.offload_optimizer.device=nvme",
+        ["offload.optimizer cpu and deepspeed.zero_optimization.offload_optimizer", "remove one of them"],
+    ),
+    (
+        "offload.optimizer=cpu deepspeed.zero_optimization.offload_optimizer.device=none",
+        ["offload.optimizer cpu and deepspeed.zero_optimization.offload_optimizer", "remove one of them"],
+    ),
+    (
+        "offload.optimizer=cpu deepspeed.zero_optimization.offload_optimizer=null",
+        ["offload.optimizer cpu and deepspeed.zero_optimization.offload_optimizer", "remove one of them"],
+    ),
+    (
+        "offload.optimizer=cpu deepspeed.zero_force_ds_cpu_optimizer=true",
+        ["zero_force_ds_cpu_optimizer true would end a run", "remove it"],
+    ),
+    (
+        "offload.optimizer=cpu deepspeed.zero_optimization.overlap_comm=true",
+        ["overlap_comm has no effect", "summed after backward", "remove it"],
+    ),
+    ("offload.optimizer=nvme", ["offload.optimizer", "none", "cpu"]),
+    ("offload.activations=true", ["offload.activations", "none", "cpu"]),
+    (
+        "offload.optimizer=cpu parallel.pipeline_parallel_size=2 parallel.zero_stage=2 parallel.pipeline_schedule=zb-v",
+        ["parallel.zero_stage 2", "wrong gradients", "offload.optimizer none"],
+    ),
+    (
+        "offload.activations=cpu parallel.pipeline_parallel_size=2 parallel.zero_stage=3 "
+        "parallel.pipeline_schedule=zero-bubble",
+        ["parallel.zero_stage 3 does not go with pipeline_schedule zero-bubble"],
     ),
     # the run
     ("training.tokens=1e6", ["training.steps 10 and training.tokens 1000000", "keep one"]),
@@ -186,11 +254,11 @@ BAD_OVERRIDES = [
     ),
     (
         "parallel.pipeline_parallel_size=2 deepspeed.wall_clock_breakdown=true",
-        ["deepspeed.wall_clock_breakdown", "crashes", "pipeline_parallel_size 2", "remove it"],
+        ["deepspeed.wall_clock_breakdown", "forward passes", "pipeline_parallel_size 2", "remove it"],
     ),
     (
         "parallel.pipeline_parallel_size=2 deepspeed.flops_profiler.enabled=true",
-        ["deepspeed.flops_profiler", "crashes", "use pipeline_parallel_size 1"],
+        ["deepspeed.flops_profiler", "forward passes of a pipeline", "use pipeline_parallel_size 1"],
     ),
 ]
 

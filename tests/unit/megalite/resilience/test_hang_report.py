@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.engine import PipelineEngine
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from megalite.config import ConfigError
 from megalite.engine.activity import NOBODY, RING, Activity, Note, Operation, Peers, Phase
-from megalite.engine.pipeline import record_schedule
+from megalite.engine.pipeline_runtime import ProgramRun, StageContext
+from megalite.engine.stage_messages import MessageLayout
+from megalite.parallel.layers import BlockInput
 from megalite.parallel.mesh import Mesh
-from megalite.resilience.hang_report import PARTNERS, NoResponse, RankState, explain
+from megalite.parallel.weight_gradients import WeightGradientQueue
+from megalite.planner.schedules.program import Message, forward_programs, training_programs
+from megalite.planner.schedules.tables import Schedule, check_schedule, chunks_needed, placement, splits_backward
+from megalite.resilience.hang_report import PARTNERS, NoResponse, explain
+from megalite.resilience.rank_state import RankState
 
 STEPS = 3
 
@@ -33,64 +40,123 @@ class Run:
     notes: tuple[tuple[Note, ...], ...]  # by rank
 
 
-class _Instructions:
-    """DeepSpeed's executor of schedules with instructions that do nothing."""
+class _Nobody:
+    """A transport and its works: nothing is sent, and nothing is through before somebody waits for it."""
 
-    _INSTRUCTION_MAP = dict.fromkeys(PipelineEngine._INSTRUCTION_MAP, lambda self, **_: None)
-    _exec_schedule = PipelineEngine._exec_schedule
-    module = SimpleNamespace()
+    def send(self, message: Message, tensor: Tensor) -> Any:
+        return self
 
-    def _reserve_pipe_buffers(self, count: int) -> None: ...
+    receive = send
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None: ...
+
+
+class _Gradients:
+    """A hand-over to torch's autograd, without DeepSpeed."""
+
+    def scalar(self, make: Callable[[], Tensor]) -> None:
+        make().backward()
+
+    def gradients(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        torch.autograd.backward(tensors, gradients)
+
+
+def _chunk(inputs: BlockInput, labels: None) -> Any:
+    """Layers that pass on what they get; a loss behind the last of them."""
+    return BlockInput(inputs.hidden * 1.0)
+
+
+def _last_chunk(inputs: BlockInput, labels: None) -> Any:
+    return inputs.hidden.sum()
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The order in which the stages of a simulated run compute."""
+
+    schedule: Schedule = Schedule.ONE_F_ONE_B
+    micro_batches: int = 1
+
+    def run(self, activity: Activity, *, is_trained: bool) -> None:
+        """Runs one stage's program, as the engine does, over layers that do nothing."""
+        mesh, at, chunks = activity.mesh, activity.mesh.coordinate(activity.rank), chunks_needed(self.schedule)
+        stages, stage = mesh.pipeline_parallel_size, at.pipeline_rank
+        where = placement(self.schedule, stages, chunks)
+        last = len(where) - 1
+        context = StageContext(
+            {place: _last_chunk if place == last else _chunk for place in range(last + 1) if where[place] == stage},  # type: ignore[misc]
+            last,
+            _Nobody(),
+            _Gradients(),  # type: ignore[arg-type]
+            activity,
+            [mesh.rank(each, at.data_rank, at.tensor_rank) for each in range(stages)],
+            activity.peers.tensor,
+            activity.peers.stage,
+            WeightGradientQueue() if splits_backward(self.schedule) else None,
+        )
+        layout = MessageLayout((1, 1, 1), torch.float32, torch.device("cpu"))
+        programs = training_programs if is_trained else forward_programs
+        with torch.set_grad_enabled(is_trained):
+            ProgramRun(
+                context, layout, lambda _: BlockInput(torch.ones(1, 1, 1, requires_grad=is_trained)), lambda _: None
+            ).run(programs(self.schedule, stages, self.micro_batches, chunks)[stage])
+
+    @classmethod
+    def of(cls, schedule: Schedule, stages: int, micro_batches: int) -> Pipeline:
+        """Returns one with at least so many micro-batches, and as many as the schedule demands."""
+        while True:
+            with suppress(ConfigError):
+                check_schedule(schedule, stages, micro_batches, chunks_needed(schedule))
+                return cls(schedule, micro_batches)
+            micro_batches += 1
 
 
 @cache
-def run_of(mesh: Mesh, micro_batches: int) -> Run:
-    return Run(mesh, tuple(tuple(_notes_of_rank(mesh, rank, micro_batches)) for rank in range(mesh.world_size)))
+def run_of(mesh: Mesh, pipeline: Pipeline, steps: int = STEPS) -> Run:
+    return Run(mesh, tuple(tuple(_notes_of_rank(mesh, rank, pipeline, steps)) for rank in range(mesh.world_size)))
 
 
-def _notes_of_rank(mesh: Mesh, rank: int, micro_batches: int) -> list[Note]:
+def _notes_of_rank(mesh: Mesh, rank: int, pipeline: Pipeline, steps: int) -> list[Note]:
     """A few steps as the loop and the engines note them; loading is left out."""
     activity = Activity(mesh, rank)
-    engine: Any = _Instructions()
-    if mesh.pipeline_parallel_size > 1:
-        record_schedule(engine, activity)
-    notes = activity.notes()
-    for step in range(1, STEPS + 1):
+    activity._ring = deque(activity._ring)  # without its limit
+    for step in range(1, steps + 1):
         for phase in (Phase.DATA, Phase.STEP, Phase.EVALUATION, Phase.LOGGING, Phase.CHECKPOINT):
             activity.begin_phase(phase, step)
             match phase:
                 case Phase.STEP | Phase.EVALUATION:
-                    _note_batch(activity, engine, micro_batches, is_trained=phase is Phase.STEP)
+                    _note_batch(activity, pipeline, is_trained=phase is Phase.STEP)
                 case Phase.LOGGING:
                     activity.record_op(Operation.MEET, peers=activity.peers.everyone)
-            latest = activity.notes()
-            notes += [note for note in latest if note.phase_number == latest[-1].phase_number]
-    return notes
+    return activity.notes()
 
 
-def _note_batch(activity: Activity, engine: Any, micro_batches: int, is_trained: bool) -> None:
-    stages, stage = activity.mesh.pipeline_parallel_size, activity.mesh.coordinate(activity.rank).pipeline_rank
-    activity.record_op(Operation.COUNT_TOKENS, peers=activity.peers.data)
-    if stages > 1:
-        kind = schedule.TrainSchedule if is_trained else schedule.InferenceSchedule
-        engine._exec_schedule(kind(micro_batches, stages, stage))
+def _note_batch(activity: Activity, pipeline: Pipeline, *, is_trained: bool) -> None:
+    mesh, stage = activity.mesh, activity.mesh.coordinate(activity.rank).pipeline_rank
+    if mesh.pipeline_parallel_size == 1 or stage in (0, mesh.pipeline_parallel_size - 1):
+        activity.record_op(Operation.COUNT_TOKENS, peers=activity.peers.data)
+    if mesh.pipeline_parallel_size > 1:
+        pipeline.run(activity, is_trained=is_trained)
     elif is_trained:
-        _note_plain_step(activity, micro_batches)
+        for number in range(1, pipeline.micro_batches + 1):
+            activity.record_op(Operation.FORWARD, number, activity.peers.tensor)
+            activity.record_op(Operation.BACKWARD, number, activity.peers.stage)
+    if is_trained:
+        activity.record_op(Operation.OPTIMIZER, peers=activity.peers.everyone)
+    activity.record_op(Operation.LOSS, peers=activity.peers.data)
     activity.record_op(Operation.FINISH, peers=activity.peers.everyone)
-
-
-def _note_plain_step(activity: Activity, micro_batches: int) -> None:
-    for number in range(1, micro_batches + 1):
-        activity.record_op(Operation.FORWARD, number, activity.peers.tensor)
-        activity.record_op(Operation.BACKWARD, number, activity.peers.stage)
-        activity.record_op(Operation.OPTIMIZER, number, activity.peers.everyone)
-    activity.record_op(Operation.LOSS, peers=activity.peers.loss)
 
 
 def _stand_still(run: Run, culprit: int, at: int, free: Sequence[Operation]) -> list[int]:
     """Where every rank is in the end if `culprit` never gets past its note `at`; nobody waits at `free` operations."""
     places = [0] * run.mesh.world_size
-    where = [{_key(note): index for index, note in enumerate(notes)} for notes in run.notes]
+    where: list[dict[Any, int]] = [{} for _ in run.notes]
+    for rank, notes in enumerate(run.notes):
+        for index, note in enumerate(notes):
+            where[rank].setdefault(_key(note), index)  # what is sent is noted again when somebody waits for it
     moved = True
     while moved:
         moved = False
@@ -106,8 +172,8 @@ def _stand_still(run: Run, culprit: int, at: int, free: Sequence[Operation]) -> 
     return places
 
 
-def _key(note: Note) -> tuple[int, Operation, int | None]:
-    return note.phase_number, note.operation, note.micro_batch
+def _key(note: Note) -> tuple[int, Operation, int | None, int | None]:
+    return note.phase_number, note.operation, note.micro_batch, note.chunk
 
 
 def _states(run: Run, places: Sequence[int], silent: int | None = None) -> dict[int, RankState]:
@@ -119,7 +185,7 @@ def _states(run: Run, places: Sequence[int], silent: int | None = None) -> dict[
     return states
 
 
-SENDS = (Operation.SEND_ACTIVATION, Operation.SEND_GRADIENT)
+SENDS = (Operation.AWAIT_ACTIVATION, Operation.AWAIT_GRADIENT)
 ON_A_CPU = (Operation.BEGIN, Operation.FINISH)  # where a rank does not wait, though it may have peers
 ON_A_DEVICE = tuple(set(Operation) - {Operation.FINISH})  # the host is ahead of it, until it reads a result
 
@@ -128,6 +194,7 @@ ON_A_DEVICE = tuple(set(Operation) - {Operation.FINISH})  # the host is ahead of
     mesh=st.builds(Mesh, st.integers(1, 2), st.integers(1, 4), st.integers(1, 3)).filter(
         lambda mesh: mesh.world_size > 1
     ),
+    schedule=st.sampled_from(Schedule),
     micro_batches=st.integers(1, 6),
     culprit=st.integers(0, 23),
     moment=st.floats(0, 0.999),
@@ -135,9 +202,16 @@ ON_A_DEVICE = tuple(set(Operation) - {Operation.FINISH})  # the host is ahead of
     free=st.sampled_from([ON_A_CPU, ON_A_CPU + SENDS]),
 )
 def test_the_rank_that_stopped_is_found_wherever_it_stopped(
-    mesh: Mesh, micro_batches: int, culprit: int, moment: float, answers: bool, free: tuple[Operation, ...]
+    mesh: Mesh,
+    schedule: Schedule,
+    micro_batches: int,
+    culprit: int,
+    moment: float,
+    answers: bool,
+    free: tuple[Operation, ...],
 ) -> None:
-    run, culprit = run_of(mesh, micro_batches), culprit % mesh.world_size
+    run = run_of(mesh, Pipeline.of(schedule, mesh.pipeline_parallel_size, micro_batches))
+    culprit %= mesh.world_size
     before_last_step = [
         note for note in run.notes[culprit] if note.step < STEPS and note.operation is not Operation.FINISH
     ]
@@ -146,11 +220,15 @@ def test_the_rank_that_stopped_is_found_wherever_it_stopped(
     states = _states(run, places, silent=None if answers else culprit)
     found = explain(states, {} if answers else {culprit: NoResponse()}, mesh)
     assert found.roots == (culprit,), found.paragraph
+    note = run.notes[culprit][at]
+    if answers and note.micro_batch is not None:
+        chunk = "" if note.chunk is None else f" of chunk {note.chunk}"
+        assert f"micro-batch {note.micro_batch}{chunk} " in found.paragraph, found.paragraph
 
 
 @pytest.mark.parametrize("culprit", range(4))
 def test_a_late_rank_is_found_though_the_hosts_of_the_others_run_ahead_of_their_devices(culprit: int) -> None:
-    run = run_of(Mesh(pipeline_parallel_size=2, data_parallel_size=2), 4)
+    run = run_of(Mesh(pipeline_parallel_size=2, data_parallel_size=2), Pipeline(micro_batches=4))
     at = next(index for index, note in enumerate(run.notes[culprit]) if note.phase is Phase.DATA and note.step == 2)
     found = explain(_states(run, _stand_still(run, culprit, at, ON_A_DEVICE)), {}, run.mesh)
     assert found.roots == (culprit,), found.paragraph
@@ -249,7 +327,7 @@ def test_there_are_words_for_a_rank_anywhere_waiting_or_not(operation: Operation
 
 def test_a_thousand_ranks_are_told_in_a_paragraph_and_soon() -> None:
     mesh = Mesh(tensor_parallel_size=8, pipeline_parallel_size=8, data_parallel_size=16)
-    run, culprit = run_of(mesh, 2), 700
+    run, culprit = run_of(mesh, Pipeline(micro_batches=2), steps=1), 700
     at = next(index for index, note in enumerate(run.notes[culprit]) if note.operation is Operation.BACKWARD)
     states = _states(run, _stand_still(run, culprit, at, ON_A_CPU), silent=culprit)
     started = time.perf_counter()
@@ -332,10 +410,7 @@ def test_peers_are_the_ranks_that_a_group_of_torch_would_have() -> None:
         tensor=(4, 5),
         data=(5, 7),
         stage=(4, 5, 6, 7),
-        previous=(1,),
-        next=NOBODY,
-        loss=(1, 5, 7),
     )
     assert replace(Peers.of(PIPELINE, 1), everyone=NOBODY) == Peers(
-        everyone=NOBODY, tensor=(0, 1), data=(1, 3), stage=(0, 1, 2, 3), previous=NOBODY, next=(5,), loss=(5,)
+        everyone=NOBODY, tensor=(0, 1), data=(1, 3), stage=(0, 1, 2, 3)
     )

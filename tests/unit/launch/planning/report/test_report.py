@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launch.errors import LaunchError
 from launch.planning.report.memory_figure import memory_figure
 from launch.planning.report.page import assumptions_of, write_report
-from launch.planning.report.timeline_figure import box_id, sample_of, timeline_of
+from launch.planning.report.timeline_figure import box_id, sample_of, timeline_figure, timeline_of
 from launch.planning.report.waterfall_figure import REMEDIES, USEFUL, waterfall_caption
 from megalite.config import Config, ModelConfig
 from megalite.config.sections import DataConfig, TrainingConfig
@@ -172,6 +173,18 @@ def test_the_timeline_shows_every_piece_of_work_at_its_time(seen: Seen, llama: S
     assert [min(rows[stage]) for stage in range(8)] == sorted(min(heights) for heights in rows.values())
     forward, backward = (seen.elements[f"timeline-stage-0-{kind}-0"] for kind in ("forward", "backward"))
     assert forward.fill != backward.fill
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("interleaved", 4), ("zb-v", 2), ("dualpipev", 2)])
+def test_chunks_of_a_stage_are_drawn_below_each_other(schedule: Any, chunks: int) -> None:
+    layout = ParallelLayout(8, 4, 4, chunks, sequence_parallel=True, pipeline_schedule=schedule)
+    timeline = timeline_of(plan(MODEL, 16, 32, layout).candidates[0])
+    boxes = {id_: node for node in timeline_figure(timeline).iter("rect") if (id_ := node.get("id"))}
+    assert set(boxes) == {box_id(work) for work in timeline.work} and len(boxes) == len(timeline.work)
+    for stage in range(4):
+        mine = [work for work in timeline.work if work.stage == stage]
+        heights = {(work.chunk, float(boxes[box_id(work)].get("y", ""))) for work in mine}
+        assert [chunk for chunk, _ in sorted(heights, key=lambda pair: pair[1])] == list(range(chunks))
 
 
 @pytest.mark.slow

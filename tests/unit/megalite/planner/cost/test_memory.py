@@ -23,7 +23,6 @@ from benchmarks.planner.memory_published import (
 )
 from benchmarks.planner.published import read
 from megalite.config import ModelConfig
-from megalite.planner.cost.activations import micro_batches_in_flight
 from megalite.planner.cost.memory import COPY, CPU, CUDA, TENSORS, Device, StageMemory, memory_of, with_process
 from megalite.planner.cost.model_states import BUCKET, deepspeed_states
 from megalite.planner.cost.shapes import parameters, stage_shapes
@@ -164,15 +163,17 @@ def test_ours_cuts_states_with_more_zero(job: TrainingWorkload) -> None:
 @settings(deadline=None)
 @given(jobs)
 def test_more_zero_adds_buffers_at_most(job: TrainingWorkload) -> None:
-    """DeepSpeed's stages 2 and 3 reduce through a bucket of 50 million numbers and copies of it, and stage 3 gathers
-    weights and keeps gradients while it copies them: in a small model that is more than they save."""
+    """DeepSpeed's stages 2 and 3 reduce through a bucket of 50 million numbers and copies of it, stage 2 copies its own
+    gradients for the update, and stage 3 gathers weights and keeps gradients while it copies them: in a small model
+    that is more than they save."""
     stages = [memory_of(_with(job, zero_stage=zero, recompute="none"), TENSORS) for zero in (1, 2, 3)]
     shapes = stage_shapes(job.model, job.layout.tensor_parallel_size, job.layout.pipeline_parallel_size)
     size = 4 if job.dtype == "fp32" else 2
     for one, two, three, shape in zip(*stages, shapes, strict=True):
+        of_two = deepspeed_states(_with(job, zero_stage=2), shape.parameters, shape.parameters)
         of_three = deepspeed_states(_with(job, zero_stage=3), shape.parameters, shape.parameters)
         copy = of_three.weights if job.dtype == "fp32" else 0.0
-        assert two.total <= one.total + 2 * size * BUCKET + 1
+        assert two.total <= one.total + of_two.own_gradients + 2 * size * BUCKET + 1
         assert three.total <= two.total + of_three.gathered + of_three.gradients + copy + 2 * size * BUCKET + 1
 
 
@@ -242,13 +243,97 @@ def test_cutting_the_sequence_never_needs_more(job: TrainingWorkload, device: De
 
 
 def test_later_stages_keep_fewer_micro_batches() -> None:
-    """1F1B's stage i has p - i of m (Narayanan 2021); interleaved p = 4, v = 2: 11 chunks, 9, 7, 5 of half a stage."""
-    assert [micro_batches_in_flight(4, stage, 8) for stage in range(4)] == [4, 3, 2, 1]
-    assert [micro_batches_in_flight(4, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
+    """Interleaved p = 4, v = 2: 11 chunks, 9, 7, 5 of half a stage."""
     assert [interleaved_in_flight(4, stage, 8, 2) for stage in range(4)] == [5.5, 4.5, 3.5, 2.5]
     assert 4 * blocks_in_flight(8, 4, 2) / 8 == interleaved_in_flight(4, 0, 8, 2)
+
+
+def test_folded_stages_hold_as_much_as_the_first_stage_of_1f1b() -> None:
+    """ZB-V: 2 p chunks of half a stage on every stage (Qi 2023, section 6); later stages of 1F1B hold less."""
+    job = TrainingWorkload(_model(vocab_size=64), ParallelLayout(pipeline_parallel_size=4), 2048, 64)
+    plain = [stage.parts["activations"] for stage in memory_of(job, TENSORS)]
+    folded = [
+        stage.parts["activations"]
+        for stage in memory_of(_with(job, pipeline_schedule="zb-v", pipeline_chunks=2), TENSORS)
+    ]
+    # a chunk's output is held too, and there are twice as many chunks
+    assert folded == pytest.approx([plain[0]] * 4, rel=0.06)
+    assert plain == sorted(plain, reverse=True) and plain[-1] < plain[0] / 3
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_postponed_products_keep_their_operands(recompute: Any) -> None:
+    """The last stage of ZB-H1 with 4 stages holds one micro-batch whole, where 1F1B holds one, and 3 whose weight
+    gradients are due: inputs of 4 products, h, h, f and h numbers a token, and gradients of their outputs, 3 h, h, 2 f
+    and h. The last stage's moment with most is the one in which a fourth is due and the first is not computed yet."""
+    model = _model(num_key_value_heads=16)
+    job = TrainingWorkload(model, ParallelLayout(pipeline_parallel_size=4, recompute=recompute), 2048, 64)
+    _, _, _, plain = memory_of(job, TENSORS)
+    _, _, _, split = memory_of(_with(job, pipeline_schedule="zero-bubble"), TENSORS)
+    h, f = model.hidden_size, model.intermediate_size
+    (blocks,) = [shape.blocks for shape in stage_shapes(model, 1, 4)[3:]]
+    one = 2 * 2048 * blocks * (3 * h + f + 3 * h + h + 2 * f + h)
+    kept = [stage.parts["activations"] for stage in (plain, split)]
+    whole = 2 * 2048 * h * blocks  # of full recomputation: what blocks get
+    expected = 4 * one - whole if recompute == "full" else 3 * one
+    assert kept[1] - kept[0] == pytest.approx(expected, rel=0.05)
+
+
+def test_a_tied_head_has_no_optimizer_state() -> None:
+    """On another stage than its embedding it is a copy in 16 bits and a sum of gradients in fp32."""
+    layout = ParallelLayout(pipeline_parallel_size=2)
+    tied, untied = (
+        memory_of(TrainingWorkload(_model(tie_word_embeddings=tie), layout, 512, 64), TENSORS)[1]
+        for tie in (True, False)
+    )
+    rows = 32000 * 1024
+    assert tied.parts["weights"] == untied.parts["weights"]
+    assert untied.parts["optimizer"] - tied.parts["optimizer"] == 12 * rows
+    assert tied.parts["gradients"] == untied.parts["gradients"]
 
 
 def test_torch_is_not_imported() -> None:
     code = "import sys, megalite.planner.cost.memory; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@settings(deadline=None)
+@given(jobs.filter(lambda job: job.stack == MEGALITE))
+def test_what_is_offloaded_is_on_the_host_and_not_on_the_gpu(job: TrainingWorkload) -> None:
+    for stage, plain in enumerate(memory_of(job, TENSORS)):
+        numbers = stage_shapes(job.model, job.layout.tensor_parallel_size, job.layout.pipeline_parallel_size)[stage]
+        moved = memory_of(replace(job, offloads_optimizer=True), TENSORS)[stage]
+        per_number = {"adamw": 16, "sgd": 8}[job.optimizer] + {"fp32": 4, "bf16": 2}[job.dtype]
+        assert moved.on_host == per_number * numbers.parameters / job.layout.data_parallel_size
+        assert moved.parts.get("optimizer", 0.0) == 0 and plain.on_host == 0
+        offloaded = memory_of(replace(job, offloads_activations=True), TENSORS)[stage]
+        assert offloaded.total <= plain.total
+        assert offloaded.on_host > 0
+
+
+@pytest.mark.parametrize(
+    ("stages", "stage", "blocks", "left", "received"),
+    [(1, 0, 8, 2, 0), (4, 0, 3 * 4, 4, 0), (4, 1, 3 * 3, 4, 3), (4, 3, 1, 1, 0)],
+)
+def test_two_blocks_of_activations_stay_on_the_gpu(
+    stages: int, stage: int, blocks: int, left: int, received: int
+) -> None:
+    """Of 8; of a stage's blocks in all its micro-batches two for each of the passes that alternate, and the hidden
+    states that it has received of each micro-batch. Where there is one block in all, that one."""
+    layout = ParallelLayout(pipeline_parallel_size=stages)
+    job = TrainingWorkload(_model(), layout, sequence_length=4096, global_batch_size=64)
+    plain, moved = (memory_of(replace(job, offloads_activations=on), TENSORS)[stage] for on in (False, True))
+    of_a_block, hidden = moved.on_host / blocks, 2 * 4096 * 1024
+    saved = plain.parts["activations"] - moved.parts["activations"]
+    assert saved == pytest.approx((blocks - left) * of_a_block - received * hidden, rel=1e-9)
+
+
+def test_on_a_cpu_offloading_adds_its_copies() -> None:
+    """There is one memory: it holds the activations and the copies of two blocks, and all of the optimizer."""
+    job = TrainingWorkload(_model(), ParallelLayout(), sequence_length=4096, global_batch_size=64, dtype="fp32")
+    (plain,), (moved,) = (memory_of(replace(job, offloads_activations=on), CPU) for on in (False, True))
+    (on_gpu,) = memory_of(replace(job, offloads_activations=True), TENSORS)
+    assert moved.parts["activations"] - plain.parts["activations"] == pytest.approx(on_gpu.on_host / 8 * 2, rel=1e-9)
+    (offloaded,) = memory_of(replace(job, offloads_optimizer=True), CPU)
+    assert offloaded.parts["optimizer"] == (16 + 4) * parameters(job.model)
+    assert moved.on_host == offloaded.on_host == 0

@@ -9,6 +9,7 @@ from megalite.config.suggestions import tensor_parallel_fits
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.mesh import stage_boundaries
 from megalite.planner.cost.shapes import stage_shapes
+from megalite.planner.schedules.tables import Schedule, placement
 from models.decoder import decoder_layers
 from tests.helpers.hub_models import HUB_MODELS, HubModel
 from tests.unit.models.families.test_families import options_of
@@ -21,15 +22,21 @@ def test_stages_hold_what_their_layers_hold(hub_model: HubModel) -> None:
     for tp in (1, 2, 3, 4):
         if not tensor_parallel_fits(model, tp):
             continue
-        for pp in range(1, model.num_hidden_layers + 1):
-            bounds = stage_boundaries([spec.cost for spec in specs], [spec.is_block for spec in specs], pp)
-            for stage, shape in enumerate(stage_shapes(model, tp, pp)):
-                where = f"stage {stage} of tp={tp} pp={pp}"
-                local = specs[bounds[stage] : bounds[stage + 1]]
-                names = [spec.name for spec in local if spec.is_block]
-                with torch.device("meta"):
-                    built = {spec.module_key: spec.build(TensorParallel(tp, 0)) for spec in local}
-                held = sum(p.numel() for layer in built.values() for p in layer.parameters())
-                assert shape.parameters == held, where
-                assert shape.blocks == len(names), where
-                assert names[0] == f"model.layers.{shape.first_block}", where
+        for schedule, chunks in ((Schedule.ONE_F_ONE_B, 1), (Schedule.INTERLEAVED, 2), (Schedule.ZB_V, 2)):
+            for pp in range(1, model.num_hidden_layers // chunks + 1):
+                where = placement(schedule, pp, chunks)
+                bounds = stage_boundaries([spec.cost for spec in specs], [spec.is_block for spec in specs], len(where))
+                for stage, shape in enumerate(stage_shapes(model, tp, pp, schedule.value, chunks)):
+                    case = f"stage {stage} of tp={tp} pp={pp} {schedule}"
+                    held = [position for position, holder in enumerate(where) if holder == stage]
+                    local = [spec for position in held for spec in specs[bounds[position] : bounds[position + 1]]]
+                    with torch.device("meta"):  # a head that is tied to an embedding of the same stage has its key
+                        built = {spec.module_key: spec.build(TensorParallel(tp, 0)) for spec in local}
+                    numbers = sum(p.numel() for layer in built.values() for p in layer.parameters())
+                    assert shape.parameters + shape.tied_copy == numbers, case
+                    assert (shape.tied_copy > 0) == (model.tie_word_embeddings and 0 not in held and shape.has_head), (
+                        case
+                    )
+                    names = [spec.name for spec in local if spec.is_block]
+                    assert names == [f"model.layers.{layer}" for layer in shape.layers], case
+                    assert (shape.has_embedding, shape.has_head) == (0 in held, len(where) - 1 in held), case

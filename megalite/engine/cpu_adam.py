@@ -1,0 +1,137 @@
+"""DeepSpeed's Adam for the CPU, compiled once per machine, or the reason why it is not to be had.
+
+DeepSpeed compiles it in the process that first uses it, in a folder with a lock: where that process is killed the lock
+stays, and all later ones wait for it forever. Here a process of its own compiles in a new folder, within a time limit,
+and what it has made is renamed into the cache: a build that is killed leaves nothing that another one waits for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import torch.distributed as dist
+
+from megalite.engine.agreement import from_all_ranks
+from megalite.engine.deepspeed_internals import use_cpu_adam
+
+BUILD_LIMIT = timedelta(minutes=5)  # 90 s on two cores
+BUILD = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
+
+log = logging.getLogger(__name__)
+
+
+def why_no_cpu_adam(limit: timedelta = BUILD_LIMIT) -> str | None:
+    """Makes `deepspeed.ops.adam.DeepSpeedCPUAdam` usable on all ranks; collective.
+
+    One rank of each host compiles, unless the cache has a library for its CPU and versions, and the others wait.
+    Returns None, or the first rank's reason why it is usable on none.
+    """
+    library, host = cached_library(), socket.gethostname()
+    compiles = from_all_ranks(host, str).index(host) == dist.get_rank() and not library.exists()
+    if any(from_all_ranks(compiles, bool)) and dist.get_rank() == 0:
+        log.info(
+            "offload.optimizer cpu: compiling DeepSpeed's Adam for the CPU, once for this CPU and these versions, in a "
+            f"minute or two, at most {limit.total_seconds():g} s"
+        )
+    failures = from_all_ranks(_problem(lambda: compile_into(library, limit)) if compiles else None, str | None)
+    if not any(failures):
+        failures = from_all_ranks(_problem(lambda: use_cpu_adam(_loaded(library))), str | None)
+    return next(filter(None, failures), None)
+
+
+def cached_library() -> Path:
+    """Returns the place of the library for this CPU and these versions; it need not exist."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    machine = [version("deepspeed"), version("torch"), sys.version, platform.machine(), _cpu_features()]
+    key = hashlib.sha256("\n".join(machine).encode()).hexdigest()[:16]
+    return cache / "megalite" / f"cpu_adam_{key}" / "cpu_adam.so"
+
+
+def _cpu_features() -> str:
+    """Returns the line with the CPU's instruction sets, for which the compiler optimizes; empty beside Linux."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def compile_into(library: Path, limit: timedelta) -> None:
+    """Compiles the library. Raises OSError without a place for it, RuntimeError where it does not compile in time."""
+    library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(prefix="building_", dir=library.parent) as folder:
+        environment = os.environ | {"TORCH_EXTENSIONS_DIR": folder}
+        with subprocess.Popen(
+            [sys.executable, "-c", BUILD],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as build:
+            try:
+                _, errors = build.communicate(timeout=limit.total_seconds())
+            except BaseException as error:
+                _kill_with_descendants(build.pid)
+                if isinstance(error, subprocess.TimeoutExpired):
+                    raise RuntimeError(f"it did not compile in {limit.total_seconds():g} s") from None
+                raise
+        if build.returncode:
+            lines = [line for line in errors.splitlines() if "error" in line.lower()] or ["no reason given"]
+            raise RuntimeError(f"it does not compile: {lines[0].strip()}")
+        compiled = next(Path(folder).rglob("*.so"), None)
+        if compiled is None:
+            raise RuntimeError("its compilation ended without an error and without a library")
+        compiled.replace(library)
+
+
+def _kill_with_descendants(process_id: int) -> None:
+    """Kills a process and all that descend from it, in whatever group: ninja gives each compiler one of its own.
+
+    Each is stopped before its children are listed, so that it can start no more.
+    """
+    stopped: list[psutil.Process] = []
+    with suppress(psutil.NoSuchProcess):
+        found = [psutil.Process(process_id)]
+        while found:
+            stopped.append(found.pop())
+            with suppress(psutil.Error):
+                stopped[-1].suspend()
+                found += stopped[-1].children()
+    for process in stopped:
+        with suppress(psutil.Error):
+            process.kill()
+
+
+def _loaded(library: Path) -> ModuleType:
+    owner = library.stat()
+    if owner.st_uid != os.getuid() or owner.st_mode & 0o022:
+        raise RuntimeError(f"{library} may be written to by other users")
+    spec = importlib.util.spec_from_file_location("cpu_adam", library)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _problem(attempt: Callable[[], object]) -> str | None:
+    """Returns what an attempt raises for want of a compiler, a library or a place, as one line."""
+    try:
+        attempt()
+    except (OSError, RuntimeError, ImportError) as error:
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return None

@@ -1,0 +1,104 @@
+"""The modules that an engine trains: a chunk of the layer list, and the chunks of one pipeline stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalite.config import Config
+from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.layers import BlockInput, LayerSpec, SerialModel, make_layer
+from megalite.parallel.loss import head_logits, head_loss
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Chunk(nn.Module):
+    """Consecutive layers of the model; where the last of them is among these, with the loss or the logits behind it.
+
+    The loss is computed inside: ZeRO-3 holds the head's weight only while a forward is running.
+    """
+
+    def __init__(self, specs: Sequence[LayerSpec], config: Config, tp: TensorParallel, *, is_last: bool) -> None:
+        super().__init__()
+        self.tensor_parallel, self.is_last, self._model = tp, is_last, config.model
+        make = partial(make_layer, seed=config.training.seed, initializer_range=config.model.initializer_range)
+        self.serial = SerialModel(specs, tp, make)
+
+    def forward(self, inputs: BlockInput, labels: tuple[Tensor, Tensor] | None = None) -> Any:
+        """Maps the first layer's input to the input of the chunk behind; the last chunk maps it to a scalar loss, or
+        without labels, which are (targets, weight), to the logits."""
+        outputs = self.serial(*inputs)
+        if not self.is_last:
+            return outputs
+        hidden, head_weight = outputs
+        vocab_size, softcap = self._model.vocab_size, self._model.final_logit_softcapping
+        if labels is None:
+            return head_logits(hidden, head_weight, vocab_size, self.tensor_parallel, softcap)
+        targets, weight = labels
+        loss = head_loss(hidden, head_weight, targets, vocab_size, self.tensor_parallel, softcap) * weight
+        if loss.requires_grad:
+            # A loss may be infinite though its gradient, softmax - one_hot, is not. Zero times it is NaN then, which
+            # reaches the gradients of all ranks on the usual way and needs no look at the loss, which would wait for
+            # the device.
+            value = loss.detach()
+            loss.register_hook(lambda gradient: gradient + 0.0 * value)
+        return loss
+
+
+class Stage(nn.Module):
+    """The part of a pipelined model that one rank trains: its chunks, by their position in the model.
+
+    Its forward runs what it is given, between DeepSpeed's hooks of a forward.
+    """
+
+    def __init__(self, chunks: Mapping[int, Chunk], tp: TensorParallel) -> None:
+        super().__init__()
+        self.tensor_parallel = tp
+        self.chunks = nn.ModuleDict({str(position): chunk for position, chunk in chunks.items()})
+
+    def forward(self, run: Callable[[], Tensor]) -> Tensor:
+        """Returns what `run` returns."""
+        return run()
+
+
+class TiedHead:
+    """A tied head on another rank than its embedding: a copy of that weight, and the sum of its gradients.
+
+    The copy is a plain tensor, no parameter, so that nobody shards, steps, counts or saves it.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        parameter = module.weight
+        assert isinstance(parameter, nn.Parameter)
+        self.name: str = parameter.shard.name  # type: ignore[attr-defined]
+        del module.weight
+        self.weight = module.weight = parameter.detach().to(device, dtype).requires_grad_()
+        self._gradient: Tensor | None = None
+        self.weight.register_post_accumulate_grad_hook(self._add)
+
+    def _add(self, weight: Tensor) -> None:
+        assert weight.grad is not None
+        if self._gradient is None:
+            self._gradient = weight.grad.float()
+        else:
+            self._gradient += weight.grad
+        weight.grad = None
+
+    def take_gradient(self) -> Tensor:
+        """Returns the gradient summed over the micro-batches since the last call, `[vocab/tp, hidden]` in fp32."""
+        gradient, self._gradient = self._gradient, None
+        return torch.zeros_like(self.weight, dtype=torch.float32) if gradient is None else gradient
+
+
+class TiedWeight(NamedTuple):
+    """A weight that another rank holds too, on one of the two."""
+
+    name: str  # canonical
+    weight: Tensor  # that the model computes with, `[vocab/tp, hidden]`
+    group: dist.ProcessGroup  # of both ranks

@@ -1,0 +1,46 @@
+"""Time of ZeRO-1's reduction of gradients beside the last backward passes. Pure arithmetic, no torch.
+
+engine/gradient_reduction.py starts a bucket as soon as the last micro-batch has made its last gradient, from the
+model's end to its beginning, one after the other. So what can hide is what follows in the step: the rest of that
+backward pass, those of the chunks before, and the wait for stages that end later. The last bucket, which holds the
+first layers of a stage, begins when the stage is through.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from megalite.planner.cost.communication_time import Ring
+from megalite.planner.cost.shapes import StageShape, cut, embedding_parameters
+from megalite.planner.cost.volumes import Moved
+from megalite.planner.schedules.simulation import LastGradients
+from megalite.planner.workload import BYTES, TrainingWorkload
+
+
+def reduction_ends_s(
+    job: TrainingWorkload, shape: StageShape, ring: Ring, last: Sequence[LastGradients], others_s: float
+) -> float:
+    """Returns when a stage's last bucket is reduced, in seconds after the end of the last backward of all stages, which
+    may be later.
+
+    `last` says when each chunk of the stage gets its last gradients, which are taken to come evenly over that pass.
+    `others_s` is the time for which other messages use the same links meanwhile.
+    """
+    tp = job.layout.tensor_parallel_size
+
+    def seconds(numbers: float) -> float:
+        return ring.seconds(Moved(reduce_scatter=round(numbers * BYTES[job.reduction_dtype])))
+
+    embedding = embedding_parameters(job.model, tp) if shape.has_embedding else 0
+    matrix = cut(job.model.intermediate_size, tp) * job.model.hidden_size * (1 + job.model.gated_mlp)
+    end_s = -math.inf
+    for blocks, (begin_s, gradients_end_s) in zip(reversed(shape.chunks), reversed(last), strict=True):
+        numbers = (shape.parameters - embedding) * blocks.count / shape.blocks
+        buckets = math.ceil(numbers / max(job.gradient_bucket_size, matrix))  # a larger parameter has one of its own
+        each_s = seconds(numbers / buckets)
+        first_s = begin_s + (gradients_end_s - begin_s) / buckets
+        # the links are busy from the bucket before or from the first one on, or the last one finds them free
+        end_s = max(max(end_s, first_s) + buckets * each_s + others_s, gradients_end_s + each_s)
+    # the embedding's gradient comes last, from its own layer or from a tied head
+    return max(end_s, last[0].end_s) + seconds(embedding)

@@ -1,0 +1,28 @@
+"""A small model whose layers put weight gradients off, and those gradients as one dictionary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from megalite.parallel.weight_gradients import PutOffProduct, root_of_weight_gradients
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 101,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "initializer_range": 0.2,
+}
+
+
+def late_gradients(products: list[PutOffProduct]) -> dict[nn.Parameter, Tensor]:
+    """The gradient that backward leaves on each weight, which is reset."""
+    weights = dict.fromkeys(product.weight for product in products)
+    root_of_weight_gradients(products).backward()
+    found = {weight: weight.grad for weight in weights if weight.grad is not None}
+    for weight in weights:
+        weight.grad = None
+    return found

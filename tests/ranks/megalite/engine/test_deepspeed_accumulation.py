@@ -1,0 +1,305 @@
+"""DeepSpeed's way with the gradients of several backward passes: what handover.py, the engines and ZeRO-1's own reducer
+and step rely on, and the defects that they work round.
+
+A test fails when DeepSpeed accumulates in another way, or when a defect is gone. Weights do not move (learning rate 0),
+so each gradient is that of a sum of products, known in closed form.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor, nn
+
+from megalite.engine import deepspeed_internals as seams
+from tests.helpers.rank_pool import run_fresh_ranks
+
+WIDTH = 5
+OF_ROUNDING = 1e-5  # of fp32 sums of a few numbers
+OF_BF16 = 1e-2  # of gradients that were rounded to bf16 once
+
+
+class _Parts(nn.Module):
+    """Two weights, `[5, 3]` each; a forward uses those that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.parts = nn.ModuleList(nn.Linear(3, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, used: tuple[int, ...]) -> Tensor:
+        """Returns the sum of all outputs, whose gradient is `x` in each row of each weight used."""
+        return torch.stack([self.parts[index](x).sum() for index in used]).sum()
+
+
+def _engine(zero: int, dtype: str = "fp32", **options: Any) -> Any:
+    model = _Parts()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 4,
+        "managed_gradient_accumulation": False,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": zero, "contiguous_gradients": zero > 1, "reduce_scatter": zero != 2, **options},
+        "communication_data_type": "fp32",
+    }
+    if dtype == "bf16":
+        config |= {"bf16": {"enabled": True, "immediate_grad_update": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), config=config)
+    return engine
+
+
+def _input(engine: Any, number: int) -> Tensor:
+    """A vector of three, which bf16 holds exactly."""
+    return torch.tensor([1.0, -2.0, 4.0]).mul(number).to(next(engine.module.parameters()).dtype)
+
+
+def _norm(numbers: list[float], parts: int = 1) -> float:
+    """The norm of `parts` weights whose gradient is the sum of the inputs with these numbers."""
+    return abs(sum(numbers)) * (21.0 * WIDTH * parts) ** 0.5
+
+
+def _backward(engine: Any, number: int, used: tuple[int, ...] = (0, 1), factor: float | None = 1.0) -> None:
+    loss = engine(_input(engine, number), used)
+    engine.backward(loss if factor is None else loss * factor, scale_wrt_gas=False)
+
+
+def _stepped(engine: Any) -> float:
+    engine.step()
+    return float(engine.get_global_grad_norm())
+
+
+def _norms_with_and_without_a_product(rank: int, dtype: str) -> list[float]:
+    norms = []
+    for factor in (None, 1.0):
+        engine = _engine(1, dtype)
+        for number in (1, 2, 3):
+            _backward(engine, number, factor=factor)
+        norms.append(_stepped(engine))
+    return norms
+
+
+def test_bf16_divides_the_engines_own_output_though_told_not_to() -> None:
+    """runtime/engine.py: the hook on an output divides before the one that would keep it from that is registered."""
+    expected = _norm([1, 2, 3], parts=2)
+    ((plain, times_one),) = run_fresh_ranks(_norms_with_and_without_a_product, 1, "bf16")
+    assert times_one == pytest.approx(expected, rel=OF_BF16)
+    assert plain == pytest.approx(expected / 4, rel=OF_BF16), "fixed in DeepSpeed: handover.backward need not multiply"
+
+
+def _collectives(rank: int, zero: int, dtype: str) -> dict[str, Any]:
+    """How many numbers are summed over the ranks in each of two backwards, and in the step; and the norm."""
+    engine, sizes = _engine(zero, dtype), []
+    reductions = ("all_reduce", "reduce", "reduce_scatter_tensor", "_reduce_scatter_base")
+    for name in filter(lambda name: hasattr(dist, name), reductions):
+        setattr(dist, name, _counted(getattr(dist, name), sizes))
+    seen = []
+    for number in (1 + rank, 3):
+        _backward(engine, number)
+        seen.append(_weights_in(sizes))
+    norm = _stepped(engine)
+    return {"backward": seen, "step": _weights_in(sizes), "norm": norm}
+
+
+def _counted(collective: Callable[..., Any], sizes: list[int]) -> Callable[..., Any]:
+    def called(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+        inputs = next((each for each in arguments if isinstance(each, Tensor)), tensor)  # of a reduce-scatter
+        sizes.append(max(tensor.numel(), inputs.numel()))
+        return collective(tensor, *arguments, **options)
+
+    return called
+
+
+def _weights_in(sizes: list[int]) -> float:
+    """Takes the sizes of the reductions so far and returns how often they hold all weights; without norms and flags."""
+    total = sum(size for size in sizes if size > WIDTH) / (2 * 3 * WIDTH)
+    sizes.clear()
+    return total
+
+
+@pytest.mark.parametrize(("zero", "dtype"), [(1, "fp32"), (1, "bf16"), (2, "fp32"), (2, "bf16")])
+def test_backward_only_accumulates_and_zero_1_reduces_once_in_the_step(zero: int, dtype: str) -> None:
+    """ZeRO-2 reduces in every backward; the mean over replicas is the same."""
+    rounding = OF_BF16 if dtype == "bf16" else OF_ROUNDING
+    for seen in run_fresh_ranks(_collectives, 2, zero, dtype):
+        in_backward, in_step = ([0, 0], 1) if zero == 1 else ([1, 1], 0)
+        # partitions are padded to the alignment of collectives, which these tiny weights feel
+        assert [round(each) for each in seen["backward"]] == in_backward
+        assert round(seen["step"]) == in_step
+        assert seen["norm"] == pytest.approx(_norm([(1 + 2) / 2, 3], parts=2), rel=rounding)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """A product whose weight is an input of autograd, and gets no gradient in this backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return weight @ x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        return None, None
+
+
+def _weight_without_gradient(rank: int) -> str:
+    engine = _engine(2)
+    part = engine.module.parts[1]
+    part.forward = lambda x: _WithoutGradient.apply(x, part.weight)
+    try:
+        _backward(engine, 1)
+    except AttributeError as error:
+        return str(error)
+    return ""
+
+
+def test_zero_2s_hooks_need_the_gradient_of_each_input_of_autograd() -> None:
+    """So a weight whose gradient is put off is no such input: megalite/parallel/weight_gradients.py."""
+    (said,) = run_fresh_ranks(_weight_without_gradient, 1)
+    assert "'NoneType' object has no attribute" in said, "fixed in DeepSpeed: weights may be inputs"
+
+
+def _second_step(rank: int, zero: int, is_offloaded: bool, is_cleared: bool) -> float:
+    """The norm of a second step whose first backward touches one weight, and whose second the other one."""
+    offload = {"offload_optimizer": {"device": "cpu"}} if is_offloaded else {}
+    engine = _engine(zero, **offload, **({"stage3_param_persistence_threshold": 0} if zero == 3 else {}))
+    for number in (1, 2):
+        _backward(engine, number)
+    _stepped(engine)
+    if is_cleared:
+        seams.clear_gradient_partitions(engine.optimizer)
+    _backward(engine, 4, used=(0,))
+    _backward(engine, 4, used=(1,))
+    return _stepped(engine)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_zero_1_and_2_begin_each_step_at_zero(zero: int) -> None:
+    (norm,) = run_fresh_ranks(_second_step, 1, zero, False, False)
+    assert norm == pytest.approx(_norm([4], parts=2), rel=OF_ROUNDING)
+
+
+def test_zero_3_adds_to_the_step_before_what_the_first_backward_does_not_touch() -> None:
+    """runtime/zero/stage3.py: `partition_grads` copies at micro-step 0, and adds later."""
+    ((plain,), (cleared,)) = (run_fresh_ranks(_second_step, 1, 3, False, clear) for clear in (False, True))
+    assert cleared == pytest.approx(_norm([4], parts=2), rel=OF_ROUNDING)
+    stale = (_norm([4]) ** 2 + _norm([4, 1, 2]) ** 2) ** 0.5
+    assert plain == pytest.approx(stale, rel=OF_ROUNDING), "fixed in DeepSpeed: clear_gradient_partitions can go"
+
+
+def test_offloaded_zero_2_adds_to_the_step_before_too() -> None:
+    """runtime/zero/stage_1_and_2.py: so rules let it run under 1F1B only, where each backward touches all weights."""
+    (norm,) = run_fresh_ranks(_second_step, 1, 2, True, False)
+    assert norm != pytest.approx(_norm([4], parts=2), rel=0.1), "fixed in DeepSpeed: more schedules can be offloaded"
+
+
+def test_zero_2_keeps_the_memory_of_large_gradients_only_where_it_offloads() -> None:
+    """With `overlap_comm` runtime/zero/stage_1_and_2.py sums a gradient that is larger than a bucket on a stream of its
+    own, where nothing tells the allocator of it, and drops it at once: megalite/config/rules.py. CPUs have no streams.
+    """
+    recorded = inspect.getsource(DeepSpeedZeroOptimizer._record_gradient_stream)
+    summed = inspect.getsource(DeepSpeedZeroOptimizer.average_tensor)
+    assert "stream = self.reduction_stream" in summed, "stage_1_and_2.py moved"
+    assert "if self._offload_gradient_safety_enabled and" in recorded, "fixed in DeepSpeed: no rule need refuse it"
+
+
+@dataclass
+class _ZeroOne:
+    """Observations of a step of ZeRO-1 on one rank."""
+
+    reduced: float  # how often all weights were
+    left: list[bool]  # whether backward left each parameter's gradient where autograd puts it
+    sums: set[float]  # numbers in BF16_Optimizer's sums behind the step, into which 7 was written before it
+
+
+def _zero_one(rank: int, dtype: str, is_taken_over: bool) -> _ZeroOne:
+    engine, sizes = _engine(1, dtype), []
+    optimizer = engine.optimizer
+    if is_taken_over:
+        seams.take_over_reduction(engine)
+        optimizer.step = lambda: None  # as PartitionedStep does
+    dist.all_reduce = _counted(dist.all_reduce, sizes)
+    _backward(engine, 1)
+    left = [parameter.grad is not None for parameter in engine.module.parameters()]
+    sums = getattr(optimizer, "fp32_groups_gradients_flat", [])
+    for flat in sums:
+        flat.fill_(7.0)
+    engine.step()
+    return _ZeroOne(_weights_in(sizes), left, {number for flat in sums for number in flat.unique().tolist()})
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_zero_1_leaves_gradients_to_who_takes_over_their_reduction(dtype: str) -> None:
+    """It neither reduces them, nor adds them to sums of its own, nor writes zeros over these."""
+    for seen in run_fresh_ranks(_zero_one, 2, dtype, True):
+        assert not seen.reduced, "runtime/engine.py reduces in spite of `enable_backward_allreduce`"
+        assert seen.left == [True, True], "a hook of DeepSpeed's takes gradients"
+        assert seen.sums == ({7.0} if dtype == "bf16" else set()), "runtime/bf16_optimizer.py clears its sums elsewhere"
+
+
+def test_what_is_taken_from_zero_1_is_there() -> None:
+    """Where one of these is gone, so may its part of `take_over_reduction`."""
+    for seen in run_fresh_ranks(_zero_one, 2, "bf16", False):
+        assert seen.reduced
+        assert seen.left == [False, False], "no hook takes gradients"
+        assert seen.sums == {0.0}, "`clear_hp_grads` is not called any more"
+
+
+def _geometry(rank: int, dtype: str) -> dict[str, Any]:
+    engine = _engine(1, dtype)
+    groups, replicas = seams.take_over_reduction(engine)
+    (group,), (partition,) = groups, seams.flat_partitions(engine.optimizer)
+    values = [parameter.detach().clone() for parameter in group.parameters]
+    starts = [group.start(parameter) for parameter in group.parameters]
+    views = [group.weights[start : start + WIDTH * 3].view(WIDTH, 3).clone() for start in starts]
+    length = len(group.weights) // 2
+    own = group.weights[rank * length : (rank + 1) * length]
+    is_own = torch.equal(partition.to(own.dtype), own)
+    expected = (group.weights.view(2, length) + torch.tensor([[1.0], [2.0]])).flatten().to(own.dtype)
+    partition.data.add_(rank + 1.0)  # on this rank alone
+    engine.optimizer.update_lp_params()
+    return {
+        "replicas": dist.get_process_group_ranks(replicas),
+        "views": all(map(torch.equal, views, values)),
+        "are equal parts": 2 * length == len(group.weights) and is_own,
+        "sums": group.gradients is not None and group.gradients.shape == group.weights.shape,
+        "shared": torch.equal(group.weights, expected),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_zero_1_cuts_flat_groups_into_equal_parts_by_rank(dtype: str) -> None:
+    """Parameters are views of their group, which gets all ranks' parts from `update_lp_params`."""
+    for seen in run_fresh_ranks(_geometry, 2, dtype):
+        assert seen == {
+            "replicas": [0, 1],
+            "views": True,
+            "are equal parts": True,
+            "sums": dtype == "bf16",
+            "shared": True,
+        }
+
+
+def _outcomes(rank: int, dtype: str) -> list[tuple[float, int]]:
+    """Norm and skipped steps, as the engine tells them, behind steps with these norms."""
+    engine, seen = _engine(1, dtype), []
+    seams.take_over_reduction(engine)
+    for norm in (3.0, float("inf"), float("nan"), 2.0):
+        engine.optimizer.step = lambda norm=norm: seams.takes_step(engine.optimizer, torch.tensor(norm))
+        _backward(engine, 1)
+        seen.append((_stepped(engine), engine.skipped_steps))
+    return seen
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_engine_counts_and_tells_what_takes_step_decides(dtype: str) -> None:
+    """runtime/engine.py reads `overflow` and `_global_grad_norm` of the optimizer behind its step."""
+    (seen,) = run_fresh_ranks(_outcomes, 1, dtype)
+    assert seen == [(3.0, 0), (float("inf"), 1), (float("inf"), 2), (2.0, 2)]
