@@ -45,8 +45,8 @@ def why_no_cpu_adam(limit: timedelta = BUILD_LIMIT) -> str | None:
     compiles = from_all_ranks(host, str).index(host) == dist.get_rank() and not library.exists()
     if any(from_all_ranks(compiles, bool)) and dist.get_rank() == 0:
         log.info(
-            "offload.optimizer cpu: compiling DeepSpeed's Adam for the CPU, once for this CPU and these versions, in a "
-            f"minute or two, at most {limit.total_seconds():g} s"
+            "offload.optimizer cpu: compiling DeepSpeed's Adam for the CPU, once for this CPU and these versions, in "
+            f"some minutes, at most {limit.total_seconds():g} s"
         )
     failures = from_all_ranks(_problem(lambda: compile_into(library, limit)) if compiles else None, str | None)
     if not any(failures):
@@ -77,7 +77,7 @@ def compile_into(library: Path, limit: timedelta) -> None:
     with tempfile.TemporaryDirectory(prefix="building_", dir=library.parent) as folder:
         environment = os.environ | {"TORCH_EXTENSIONS_DIR": folder}
         with subprocess.Popen(
-            [sys.executable, "-c", BUILD],
+            [sys.executable, "-P", "-c", BUILD],
             env=environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -130,7 +130,7 @@ def last_micro_batch_is_not_reduced() -> None:
     engine.Engine.train_step, stages.head_loss = step, loss  # type: ignore[method-assign]
 
 
-def _decay_everything(parameters: Any, options: Any, _: int | None = None) -> Any:
+def _decay_everything(parameters: Any, options: Any, **_: Any) -> Any:
     groups: list[dict[str, Any]] = [{"params": list(parameters), "weight_decay": options.weight_decay}]
     if options.name == "sgd":
         return torch.optim.SGD(groups, lr=options.learning_rate)

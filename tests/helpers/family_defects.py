@@ -66,18 +66,18 @@ def blocks_are_counted_from_the_first_of_their_stage() -> None:
     """A pattern of layers that starts again on every stage."""
     from launch.parity import rank
 
-    layers, create, built = rank.decoder_layers, decoder.DecoderBlock.__init__, [0]
+    layers, create, built = rank.layers_of, decoder.DecoderBlock.__init__, [0]
 
-    def decoder_layers(*arguments: Any) -> Any:
+    def layers_of(*arguments: Any) -> Any:
         built[0] = 0
         return layers(*arguments)
 
-    def init(self: Any, model: Any, recompute: Any, layer: int, tp: TensorParallel) -> None:
-        create(self, model, recompute, built[0], tp)
+    def init(self: Any, model: Any, recompute: Any, layer: int, tp: TensorParallel, **options: Any) -> None:
+        create(self, model, recompute, built[0], tp, **options)
         self.is_last = layer == model.num_hidden_layers - 1
         built[0] += 1
 
-    rank.decoder_layers = decoder_layers
+    rank.layers_of = layers_of
     decoder.DecoderBlock.__init__ = init  # type: ignore[method-assign]
 
 
@@ -154,8 +154,8 @@ def feed_forward_reads_what_attention_added() -> None:
     """A parallel residual computed one after the other."""
     create = decoder.DecoderBlock.__init__
 
-    def init(self: Any, *arguments: Any) -> None:
-        create(self, *arguments)
+    def init(self: Any, *arguments: Any, **options: Any) -> None:
+        create(self, *arguments, **options)
         self.is_parallel = False
 
     decoder.DecoderBlock.__init__ = init  # type: ignore[method-assign]
