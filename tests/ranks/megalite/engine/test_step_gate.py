@@ -143,22 +143,24 @@ def _steps_not_taken(rank: int, cases: list[Case]) -> list[tuple[dict[str, Any],
     return seen
 
 
-PAIRS = [
+ONE_STAGE = [
     Case(tp=2, steps=4),
     Case(dp=2, zero=1, accumulation=2, steps=4, bucket=3000),
     Case(dp=2, zero=1, dtype="bf16", accumulation=2, steps=4),
     Case(dp=2, zero=2, accumulation=2, steps=4),
     Case(dp=2, zero=3, steps=4),
     Case(dp=2, accumulation=2, steps=4, offload={"optimizer": "cpu", "activations": "cpu"}),
-    Case(pp=2, accumulation=2, model={"tie_word_embeddings": True}, steps=4),
     Case(dp=2, zero=3, dtype="bf16", steps=4),
+]
+TWO_STAGES = [
+    Case(pp=2, accumulation=2, model={"tie_word_embeddings": True}, steps=4),
     Case(pp=2, dtype="bf16", accumulation=2, steps=4),
     Case(pp=2, accumulation=2, schedule="interleaved", steps=4),
     Case(pp=2, accumulation=3, schedule="zero-bubble", zero=2, model={"tie_word_embeddings": True}, steps=4),
     Case(pp=2, accumulation=2, schedule="zb-v", dtype="bf16", model={"tie_word_embeddings": True}, steps=4),
     Case(pp=2, accumulation=4, micro_batch=1, schedule="dualpipev", zero=2, steps=4),
 ]
-MORE_PAIRS = [
+MORE_REPLICAS = [
     Case(dp=2, zero=2, dtype="bf16", steps=4),
     *(Case(dp=2, zero=zero, accumulation=2, steps=4, offload={"optimizer": "cpu"}) for zero in (2, 3)),
 ]
@@ -172,9 +174,10 @@ THREE_DIMENSIONS = Case(tp=2, pp=2, dp=2, accumulation=2, steps=4)
     "cases",
     [
         SERIAL,
-        PAIRS,
+        ONE_STAGE,
+        TWO_STAGES,
         [THREE_DIMENSIONS],
-        pytest.param(MORE_PAIRS, marks=pytest.mark.exhaustive),
+        pytest.param(MORE_REPLICAS, marks=pytest.mark.exhaustive),
         pytest.param([replace(THREE_DIMENSIONS, dtype="bf16")], marks=pytest.mark.exhaustive),
     ],
 )
