@@ -92,6 +92,9 @@ check: $(DEV_INSTALLED)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
 
+# Where Python keeps no bytecode, each of the workers and of the hundreds of commands that tests start compiles all our
+# modules again.
+unexport PYTHONDONTWRITEBYTECODE
 # Tests of one file stay on one of the workers, so that they share their fixtures.
 WORKERS ?= 4
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
