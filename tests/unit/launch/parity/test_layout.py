@@ -8,8 +8,9 @@ from typing import get_args
 
 import pytest
 
-from launch.errors import LaunchError
+from launch.errors import LaunchError, sentences_of
 from launch.parity.layout import AUTO, ParityLayout, auto_layouts, layout_of, parse_layouts
+from launch.parity.verify import make_plan
 from megalite.config import ConfigError
 from megalite.config.sections import PipelineSchedule, RecomputeMode
 from tests.helpers.odd_sizes import (
@@ -67,6 +68,27 @@ def test_words_that_are_not_understood(text: str, said: str) -> None:
     with pytest.raises(LaunchError) as error:
         parse_layouts(text)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_all_mistakes_are_told_at_once_with_what_was_meant() -> None:
+    words = "the words are tp, pp, dp, zero, sequence_parallel, recompute, accumulation, schedule, chunks"
+    with pytest.raises(LaunchError) as error:
+        parse_layouts("tp=2,foo=3;bar;pp=0,recomput=full;dp=2,acumulation=4,sequence_parallel")
+    assert sentences_of(error.value) == (
+        f'--layouts: "foo=3" is not understood: {words}',
+        f'--layouts: "bar" is not understood: {words}',
+        '--layouts: "pp=0": pp is a whole number from 1, as in pp=2',
+        '--layouts: "recomput=full" is not understood: did you mean "recompute"?',
+        '--layouts: "acumulation=4" is not understood: did you mean "accumulation"?',
+    )
+
+
+def test_all_layouts_that_cannot_run_are_told_at_once() -> None:
+    config = problem([ParityLayout()]).config
+    for text, said in (("tp=16;dp=32;tp=2", "ranks, and 8 fit"), ("tp=3;pp=6;tp=2", "--layouts: ")):
+        with pytest.raises(LaunchError) as error:
+            make_plan(config, layouts=text)
+        assert [said in sentence for sentence in sentences_of(error.value)] == [True, True], text
 
 
 @pytest.mark.parametrize(
