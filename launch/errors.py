@@ -6,18 +6,26 @@ from data_pipeline.errors import DataError
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.small_files import UnsafeFile
 from megalite.config import ConfigError
+from megalite.config.errors import one_line
 from megalite.resilience.signals import INTERRUPTED_CODE as INTERRUPTED_CODE
 from megalite.resilience.signals import PREEMPTED_CODE as PREEMPTED_CODE
 from models.hub.config_parts import FamilyError
 
 
 class LaunchError(ValueError):
-    """One sentence: what is wrong with how the program was started, and what to do."""
+    """Raised for a program that was started wrongly; each of its sentences says what is wrong, and what to do.
+
+    Its text is one line, as that of a `ConfigError`.
+    """
+
+    def __init__(self, *sentences: str) -> None:
+        super().__init__(one_line(sentences))
+        self.sentences = sentences
 
 
 def sentences_of(error: Exception) -> tuple[str, ...]:
-    """Returns what to tell the user of one of `USER_ERRORS`: of a config every problem, else one sentence."""
-    return error.sentences if isinstance(error, ConfigError) else (str(error),)
+    """Returns what to tell the user of one of `USER_ERRORS`: every problem, if it names several."""
+    return error.sentences if isinstance(error, ConfigError | LaunchError) else (str(error),)
 
 
 USER_ERRORS = (ConfigError, DataError, CheckpointError, FamilyError, LaunchError, UnsafeFile)

@@ -117,7 +117,17 @@ def options_of_all_commands(
         typer.Option("--version", callback=show_version, is_eager=True, help="Print the versions in use and exit."),
     ] = False,
 ) -> None:
-    """Train transformer language models with tensor, pipeline and data parallelism on DeepSpeed engines."""
+    """Train transformer language models with tensor, pipeline and data parallelism on DeepSpeed engines.
+
+    Example: from text to a trained model, as `make quickstart` does, and a comparison of two layouts:
+
+    - `megalite prepare python-stdlib -t runs/quickstart/tokenizer --train-vocab-size 2048 -o
+      runs/quickstart/data/python_stdlib`
+
+    - `megalite train configs/quickstart.yaml`
+
+    - `megalite verify configs/quickstart.yaml --layouts "tp=2;pp=2,accumulation=4"`
+    """
 
 
 @app.command()

@@ -31,6 +31,7 @@ from megalite.config.suggestions import tensor_parallel_fits, tensor_parallel_ne
 from megalite.engine.errors import RendezvousFailed
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import SerialModel
+from megalite.parallel.mesh import Mesh
 from megalite.resilience.signals import take_signals
 
 
@@ -110,7 +111,7 @@ def run(
     with NamedTemporaryFile("w", suffix=".json") as file:  # command-line arguments are limited to 128 KB
         json.dump(asdict(replace(request, place=place)), file)
         file.flush()
-        return start_local_ranks(size, environment, [file.name], module)
+        return start_local_ranks(Mesh(tensor_parallel_size=size), environment, [file.name], module)
 
 
 def rank_main(arguments: Sequence[str], kind: Callable[..., Any], work: Callable[[Any, Loaded], None]) -> int:

@@ -56,23 +56,28 @@ class Traces:
     is_started_again: bool = False  # a process took the lock after `ending`
     restart: str = ""  # a supervisor's announcement to start it again
     failed_save: str = ""  # why the last thing that the last session did, a save, failed
+    error: str = ""  # that a rank of the last start has left
+    logs: str = "the output of the command that started it"  # where more can be read
 
 
 def judge(traces: Traces) -> tuple[RunState, str]:
     """Returns the state and a sentence with what it follows from."""
     silent, limit = duration(traces.silent_s), duration(traces.limit_s)
+    why = f": {traces.error}" if traces.error else ""
     is_alive = traces.silent_s <= traces.limit_s if traces.is_alive is None else traces.is_alive
     if not is_alive and traces.restart:
         return RunState.WAITING, f"its supervisor starts it again: {traces.restart}"
     if traces.ending is not None and not (is_alive and traces.is_started_again):
         return ENDINGS[traces.ending]
     if not is_alive and not traces.has_started:
-        return RunState.NOT_STARTED, "no session of it has begun to train"
+        return RunState.NOT_STARTED, f"it ended before its first step{why}; see {traces.logs}"
+    if traces.is_alive is False and (traces.is_started_again or not traces.has_stepped):
+        return RunState.FAILED, f"its last start ended before its first step{why}; see {traces.logs}"
     if not is_alive and traces.failed_save:
         return RunState.FAILED, f"its state could not be saved: {traces.failed_save}"
     if not is_alive:
         gone = "it has given no sign of life" if traces.is_alive is None else "its process is gone; it wrote nothing"
-        return RunState.FAILED, f"{gone} for {silent} and wrote down no end of its last session"
+        return RunState.FAILED, f"{gone} for {silent} and wrote down no end of its last session{why}"
     unseen = ", by its files: locks of its host cannot be seen here" if traces.is_alive is None else ""
     if traces.silent_s > traces.limit_s:
         return RunState.HUNG, f"its process lives, but wrote nothing for {silent}; the watchdog's limit is {limit}"

@@ -13,11 +13,12 @@ from launch.checkpoints.listing import CHECKPOINTS
 from launch.checkpoints.summary import sizes_text
 from launch.inspection.files import Facts, RunFiles, known, number, seconds_between, time_of
 from launch.inspection.state import ENDINGS, RunState, Traces, is_alive, judge
-from launch.supervision.supervisor import announced_restart
+from launch.supervision.supervisor import LOG, announced_restart
 from megalite.checkpoint.manifest import STEP, find_latest, step_of
 from megalite.config import Config
 from megalite.config.sections import WatchdogConfig
 from megalite.monitor.progress import RECENT_STEPS, seconds_left
+from megalite.resilience.rank_registry import recorded_errors
 
 WATCHED = 20  # steps and evaluations that the watchdog learns a limit from
 
@@ -59,7 +60,8 @@ def read_status(run_dir: Path) -> RunStatus:
     files = RunFiles.read(run_dir)
     session, own, holder = files.session, files.session_records, files.holder
     lives = is_alive(run_dir, holder, files.host)
-    is_newer = holder is not None and holder.time > (time_of(session[0]) if session else 0.0)
+    began = time_of(session[0]) if session else 0.0
+    is_newer = holder is not None and holder.time > began
     if is_newer and lives:
         own = []  # the process that lives is a later one, which has not written anything yet
     steps_s = seconds_between(own[-RECENT_STEPS:])
@@ -79,6 +81,8 @@ def read_status(run_dir: Path) -> RunStatus:
             is_started_again=is_newer and lives is not None,
             restart=announced_restart(run_dir),
             failed_save=_failed_save(session),
+            error=_error(run_dir, since=holder.time if holder is not None else began),
+            logs=_logs(run_dir),
         )
     )
     steps, losses = known(files.records, "step"), known(files.records, "loss")
@@ -147,6 +151,19 @@ def _is_rolling_back(session: Sequence[Facts], since: float) -> bool:
 def _failed_save(session: Sequence[Facts]) -> str:
     last = session[-1] if session else {}
     return str(last.get("reason")) if last.get("event") == "save_failed" else ""
+
+
+def _error(run_dir: Path, since: float) -> str:
+    """Returns a sentence on the error of the lowest rank that has left one since the last start."""
+    for rank, error in recorded_errors(run_dir, since).items():
+        return f"rank {rank} ended with {error}"
+    return ""
+
+
+def _logs(run_dir: Path) -> str:
+    """Returns where the messages of the run's command and ranks are: those that its console lost are in its folder."""
+    files = sorted(str(path) for pattern in (LOG, "console_rank_*.log") for path in run_dir.glob(pattern))
+    return " and ".join(["the output of the command that started it", *files])
 
 
 def _ended(record: Facts) -> float:

@@ -13,6 +13,7 @@ from launch.errors import LaunchError
 from megalite.config import Config, ConfigError, resolve_layout
 from megalite.config.pipeline_rules import FEWEST_CHUNKS, problems_with_schedule
 from megalite.config.sections import PipelineSchedule, RecomputeMode
+from megalite.config.suggestions import nearest_name
 from megalite.planner.workload import recompute_in_short
 
 
@@ -104,27 +105,39 @@ def layout_of(config: Config, world_size: int) -> ParityLayout:
 
 
 def parse_layouts(text: str) -> list[ParityLayout]:
-    """Parses `"tp=2,zero=1;pp=2,sequence_parallel"`. Raises LaunchError naming the part that is not understood."""
-    layouts = [_parse(entry) for entry in text.split(";") if entry.strip(" ,")]
-    if not layouts:
+    """Parses `"tp=2,zero=1;pp=2,sequence_parallel"`. Raises LaunchError with a sentence for each mistake."""
+    parsed = [_parse(entry) for entry in text.split(";") if entry.strip(" ,")]
+    if not parsed:
         raise LaunchError('--layouts is empty: give "auto", or layouts such as "tp=2,pp=2;dp=2,zero=3"')
-    return list(dict.fromkeys(layouts))
+    if problems := [problem for _, problems in parsed for problem in problems]:
+        raise LaunchError(*dict.fromkeys(problems))
+    return list(dict.fromkeys(ParityLayout(**values) for values, _ in parsed))
 
 
-def _parse(entry: str) -> ParityLayout:
+def _parse(entry: str) -> tuple[dict[str, Any], list[str]]:
+    """Returns the values of one layout, and what is wrong with it."""
     values: dict[str, Any] = {}
+    problems: list[str] = []
     for word in entry.replace(",", " ").split():
         name, _, value = word.partition("=")
-        name = name.strip()
         if name not in _DEFAULTS:
-            names = ", ".join(_DEFAULTS)
-            raise LaunchError(f'--layouts: "{word}" is not understood: the words are {names}')
-        if name in values:
-            raise LaunchError(f'--layouts: "{entry.strip()}" gives {name} twice')
-        values[name] = _value(name, value.strip(), word)
-    if values.get("sequence_parallel") and values.get("tp", 1) == 1:
-        raise LaunchError(f'--layouts: "{entry.strip()}": sequence_parallel cuts nothing without a tp of 2 or more')
-    return ParityLayout(**values)
+            problems.append(_unknown(name, word))
+        elif name in values:
+            problems.append(f'--layouts: "{entry.strip()}" gives {name} twice')
+        else:
+            try:
+                values[name] = _value(name, value, word)
+            except LaunchError as error:
+                problems.append(str(error))
+    if values.get("sequence_parallel") and values.get("tp", 1) == 1 and not problems:
+        problems.append(f'--layouts: "{entry.strip()}": sequence_parallel cuts nothing without a tp of 2 or more')
+    return values, problems
+
+
+def _unknown(name: str, word: str) -> str:
+    meant = nearest_name(name, _DEFAULTS)
+    remedy = f'did you mean "{meant}"?' if meant else f"the words are {', '.join(_DEFAULTS)}"
+    return f'--layouts: "{word}" is not understood: {remedy}'
 
 
 CHOICES: dict[str, tuple[dict[str, Any], str]] = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from launch.errors import LaunchError
-from launch.output import console
+from launch.output import console, spinner
 from launch.parity.comparison import ReferenceAnswer, compare, reduction_bound, reduction_deviations
 from launch.parity.diagnosis import Diagnosis, LayoutResult, diagnose
 from launch.parity.forked_ranks import RankFailure, run_ranks, warm_up
@@ -25,6 +25,7 @@ from launch.runtime.local_ranks import rank_environment
 from megalite.config import Config, ConfigError, resolve_layout, wanted_world_size
 from megalite.config.auto import PLACEHOLDERS
 from megalite.config.known_bad import installed_versions, matching
+from megalite.planner.units import plural
 from models.families import family
 
 MOST_CPU_RANKS = 8
@@ -82,11 +83,9 @@ def make_plan(
         wanted, too_large = auto_layouts(layout_of(config, wanted_world_size(config, gpus or None)), most)
     else:
         wanted = parse_layouts(layouts)
-        for layout in wanted:
-            if layout.world_size > most:
-                raise LaunchError(
-                    f"--layouts: {layout} needs {layout.world_size} ranks, and {most} fit on this machine's {device}"
-                )
+        if larger := [layout for layout in wanted if layout.world_size > most]:
+            fit = f"ranks, and {most} fit on this machine's {device}"
+            raise LaunchError(*(f"--layouts: {layout} needs {layout.world_size} {fit}" for layout in larger))
     problem = make_problem(
         config,
         wanted,
@@ -95,7 +94,9 @@ def make_plan(
         full=full,
         keep_dropout=reference == "self",
     )
-    runnable, left_out = _legal(problem, wanted, strict=not is_auto)
+    runnable, left_out = _legal(problem, wanted)
+    if left_out and not is_auto:
+        raise LaunchError(*(f"--layouts: {reason}" for reason in left_out))
     if not runnable:
         raise LaunchError(f"none of the layouts can be run, for example {left_out[0]}")
     dtype = config.precision.dtype
@@ -105,17 +106,13 @@ def make_plan(
     return Plan(problem, runnable, (*too_large, *left_out), dtypes, reference, device, timeout_s)
 
 
-def _legal(
-    problem: ParityProblem, wanted: Sequence[ParityLayout], *, strict: bool
-) -> tuple[tuple[ParityLayout, ...], tuple[str, ...]]:
-    """Separates possible layouts from impossible ones. Raises LaunchError for the latter if `strict`."""
+def _legal(problem: ParityProblem, wanted: Sequence[ParityLayout]) -> tuple[tuple[ParityLayout, ...], tuple[str, ...]]:
+    """Returns the possible layouts, and a sentence for each of the others."""
     runnable, left_out = [], []
     for layout in wanted:
         try:
             layout.config(problem.config)
         except ConfigError as error:
-            if strict:
-                raise LaunchError(f"--layouts: {layout}: {error}") from None
             left_out.append(f"{layout}: {error}")
         else:
             runnable.append(layout)
@@ -123,7 +120,7 @@ def _legal(
 
 
 def verify(plan: Plan) -> ParityReport:
-    """Runs the plan; prints progress to stderr."""
+    """Runs the plan; prints progress to stderr, of what takes long every 10 s."""
     started = time.monotonic()
     environment, _ = rank_environment(
         plan.problem.config.launch, max(layout.world_size for layout in plan.layouts), plan.device == "cuda"
@@ -134,16 +131,19 @@ def verify(plan: Plan) -> ParityReport:
     wanted = plan.problem.config.model.num_experts_per_tok
     for dtype in plan.dtypes:
         log(f"reference: {plan.reference} in float64 and {dtype} on one process")
-        session = Session(References(plan, dtype), plan.timeout_s)
+        with spinner(f"loading PyTorch and computing the reference in float64 and {dtype}"):
+            session = Session(References(plan, dtype), plan.timeout_s)
+            session.references.answer(plan.layouts[0].accumulation)  # here, or it would count as the layout's time
         if (experts := session.references.problem.config.model.num_experts_per_tok) != wanted:
             log(f"{dtype}: each token goes to all {experts} experts, because rounding would decide to which {wanted}")
         if near := session.references.near_choices:
             log(f"{near} choices of experts are so near that rounding may decide: one that differs shows as an error")
         for index, layout in enumerate(plan.layouts, start=1):
-            result = session.run(layout)
+            name = f"[{index}/{len(plan.layouts)}] {dtype} {layout}"
+            with spinner(f"{name}: starting {plural(layout.world_size, 'rank')}, training and comparing"):
+                result = session.run(layout)
             results.append(result)
-            outcome = "pass" if result.passed else "FAIL"
-            log(f"[{index}/{len(plan.layouts)}] {dtype} {layout}: {outcome} ({result.seconds:.1f} s)")
+            log(f"{name}: {'pass' if result.passed else 'FAIL'} ({result.seconds:.1f} s)")
         diagnoses += session.explain([result for result in results if result.dtype == dtype and not result.passed])
     return ParityReport(plan, tuple(results), tuple(diagnoses), time.monotonic() - started)
 
@@ -244,7 +244,8 @@ class Session:
             if not any(diagnosis.explains(layout) for diagnosis in diagnoses):
                 console(stderr=True).print(f"looking for the cause of {layout}")
                 known = known_bad(layout, self.references.problem.config, self.references.device)
-                diagnoses.append(diagnose(result, self.run, self.references.answer(layout.accumulation), known))
+                with spinner(f"running parts of {layout}"):
+                    diagnoses.append(diagnose(result, self.run, self.references.answer(layout.accumulation), known))
         return diagnoses
 
 

@@ -15,6 +15,7 @@ from launch.runtime.modules import RANK, python_command
 from launch.runtime.processes import ProcessTree, StopRequest, StopSignals, wait_for
 from megalite.config import LaunchConfig
 from megalite.engine.meeting_place import FOLDER, private_folder
+from megalite.parallel.mesh import Mesh
 from megalite.planner.units import plural
 from megalite.resilience.signals import PREEMPTED_CODE, exit_code_for
 
@@ -27,6 +28,7 @@ MALLOC_TUNABLES = (
 )
 THREADS = "OMP_NUM_THREADS"
 LEFT_RANKS_S = 30.0  # for the other ranks when one has failed: they may still explain why, or write a checkpoint
+OUT_OF_MEMORY = ", which the kernel sends when memory runs out: `dmesg` says whether it did"
 
 
 def rank_environment(
@@ -65,26 +67,40 @@ def _check_threads(text: str | None) -> None:
         raise LaunchError(f"{THREADS}={text} is no number of threads: set it to at least 1, or unset it")
 
 
-def start_local_ranks(ranks: int, environment: dict[str, str], arguments: Sequence[str], module: str = RANK) -> int:
-    """Runs `python -m MODULE ARGUMENTS` on `ranks` local ranks; returns the exit code once all have ended.
+def start_local_ranks(mesh: Mesh, environment: dict[str, str], arguments: Sequence[str], module: str = RANK) -> int:
+    """Runs `python -m MODULE ARGUMENTS` on the local ranks of `mesh`; returns the exit code once all have ended.
 
-    The code is that of the first rank that did not end with 0; 128 + n if signal n ended it. The other ranks get
-    SIGTERM then, and SIGKILL LEFT_RANKS_S later. Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed on to the
-    ranks, which save and end; a second Ctrl-C, SIGTERM or SIGHUP ends them at once, without a save. Nothing is left
+    The code is that of the first rank that did not end with 0; 128 + n if signal n ended it, which an error says. The
+    other ranks get SIGTERM then, and SIGKILL LEFT_RANKS_S later. Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 go on to
+    the ranks, which save and end; a second Ctrl-C, SIGTERM or SIGHUP ends them at once, without a save. Nothing is left
     running, even if this process is killed.
     """
-    count = str(ranks)
+    count = str(mesh.world_size)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": count}
     # torch's and DeepSpeed's names; DeepSpeed takes the last two from its own launcher
     shared |= {"LOCAL_WORLD_SIZE": count, "LOCAL_SIZE": count, "CROSS_RANK": "0", "CROSS_SIZE": "1"}
-    numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(mesh.world_size)]
     command, stop = python_command(module, *arguments), StopRequest(grace_s=None)
     with StopSignals() as signals, private_folder() as folder:
         shared[FOLDER] = str(folder)
         with ProcessTree(command, os.environ | environment | shared, copies=numbers) as tree:
             code = wait_for(tree, signals, stop, ranks=tree.commands)
+            _tell_killed([process.returncode for process in tree.processes], mesh, stop)  # before the others are ended
             tree.end(LEFT_RANKS_S, until=signals.take)
     return _documented_code(code, stop)
+
+
+def _tell_killed(codes: Sequence[int | None], mesh: Mesh, stop: StopRequest) -> None:
+    """Names the ranks that a signal has ended, unless it is one that the command itself has passed on."""
+    own = {stop.signal, signal.SIGTERM, *((signal.SIGKILL,) if stop.is_urgent else ())} if stop.signal else set()
+    for rank, code in enumerate(codes):
+        number = -(code or 0)
+        if number <= 0 or number in own:
+            continue
+        where = f" ({place})" if (place := mesh.place(rank)) else ""
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        hint = OUT_OF_MEMORY if number == signal.SIGKILL else ""
+        log.error(f"rank {rank}{where} was ended by {name}{hint}; what it said is above, in lines with `rank {rank}`")
 
 
 def _documented_code(code: int, stop: StopRequest) -> int:

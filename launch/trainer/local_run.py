@@ -37,6 +37,7 @@ from megalite.checkpoint.durable_files import verify_digest
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config import Config
 from megalite.monitor.events import EVENTS, EventLog
+from megalite.parallel.mesh import Mesh
 from megalite.planner.units import plural
 from megalite.resilience.signals import START_UP, STOP_SIGNALS, exit_code_for
 
@@ -74,7 +75,7 @@ def start_local_run(config: Config, arguments: Sequence[str], flags: StartFlags 
     for notice in run.notices:
         log.info(notice)
     log.info(f"starting {ranks} on {run.device} ({run.environment_in_words})")
-    return start_local_ranks(run.layout.world_size, run.environment, [*arguments, *run.overrides, *flags.words])
+    return start_local_ranks(Mesh.of(run.layout), run.environment, [*arguments, *run.overrides, *flags.words])
 
 
 def finish_if_complete(position: RunPosition) -> bool:

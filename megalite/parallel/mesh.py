@@ -53,6 +53,16 @@ class Mesh:
         pipeline_rank, data_rank = divmod(outer, self.data_parallel_size)
         return Coordinate(pipeline_rank, data_rank, tensor_rank)
 
+    def place(self, rank: int) -> str:
+        """Describes the coordinate of a global rank on the axes that are cut, as in "stage 1, replica 0"."""
+        at = self.coordinate(rank)
+        axes = (
+            ("stage", at.pipeline_rank, self.pipeline_parallel_size),
+            ("replica", at.data_rank, self.data_parallel_size),
+            ("tensor rank", at.tensor_rank, self.tensor_parallel_size),
+        )
+        return ", ".join(f"{name} {index}" for name, index, size in axes if size > 1)
+
     def __str__(self) -> str:
         return f"tp={self.tensor_parallel_size} pp={self.pipeline_parallel_size} dp={self.data_parallel_size}"
 

@@ -304,15 +304,8 @@ def _phrases(note: Note) -> tuple[str, str]:
 
 def _place(ranks: Sequence[int], host: str, mesh: Mesh) -> str:
     """Returns the host of a group of ranks in parentheses, with the coordinates of a single rank."""
-    parts = [f"on {host}"] if host else []
-    if len(ranks) == 1:
-        at = mesh.coordinate(ranks[0])
-        axes = [
-            ("stage", at.pipeline_rank, mesh.pipeline_parallel_size),
-            ("replica", at.data_rank, mesh.data_parallel_size),
-            ("tensor rank", at.tensor_rank, mesh.tensor_parallel_size),
-        ]
-        parts = [f"{name} {index}" for name, index, size in axes if size > 1] + parts
+    place = mesh.place(ranks[0]) if len(ranks) == 1 else ""
+    parts = [part for part in (place, f"on {host}" if host else "") if part]
     return f" ({', '.join(parts)})" if parts else ""
 
 

@@ -91,6 +91,19 @@ def look_for(run_dir: Path, rank: int) -> tuple[NoResponse, bytes]:
     return NoResponse(found.host, _condition(found, stacks) if found.host == socket.gethostname() else ""), stacks
 
 
+def recorded_errors(run_dir: Path, since: float) -> dict[int, str]:
+    """Returns the errors that ranks have left since a time in unix seconds, by rank; whoever may write into the run's
+    folder can plant one."""
+    found = {}
+    for path in sorted((run_dir / FOLDER).glob("rank_[0-9]*.txt")):
+        with contextlib.suppress(OSError, ValueError):
+            if path.lstat().st_mtime >= since:
+                first = _FirstLine.model_validate_json(read_small_file(path, LONGEST_BYTES).partition(b"\n")[0])
+                if first.ended:
+                    found[int(path.stem.removeprefix("rank_"))] = first.ended
+    return found
+
+
 def forget(run_dir: Path, rank: int) -> None:
     """Removes the file of a rank, also of one that could not do so itself, once the others have read it."""
     path = _path(run_dir, rank)

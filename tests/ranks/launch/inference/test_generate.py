@@ -27,6 +27,7 @@ from launch.inference import session as inference
 from launch.inference.generate import CUT_CHARACTER, GenerateRequest, TextStream, generate, generations, run
 from launch.inference.session import ModelPlacement, load
 from launch.inference.stored_model import open_stored
+from megalite.parallel.mesh import Mesh
 from models.generation import Sampling
 from models.generation import generate as generate_tokens
 from tests.helpers.canaries import loaded_from, plant
@@ -320,7 +321,7 @@ def test_ranks_are_given_prompts_of_any_length(spoken: Path, monkeypatch: pytest
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     seen: list[Any] = []
 
-    def listen(ranks: int, environment: dict[str, str], arguments: list[str], module: str) -> int:
+    def listen(mesh: Mesh, environment: dict[str, str], arguments: list[str], module: str) -> int:
         subprocess.run(["true", *arguments], check=True)
         seen.append(json.loads(Path(arguments[0]).read_text()))
         return 0

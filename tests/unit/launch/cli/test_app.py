@@ -22,6 +22,7 @@ from launch.runtime.logs import LEVEL, configure_logging
 from launch.trainer.layout_table import layout_rows
 from megalite.config import load_config, resolve_layout
 from tests.conftest import write_config
+from tests.unit.test_docs import problems_of
 
 MEGALITE = Path(sys.executable).parent / "megalite"
 COMMANDS = [
@@ -62,6 +63,18 @@ def test_every_command_has_help_with_an_example(words: list[str]) -> None:
     done = megalite(*words, "--help")
     assert done.returncode == 0
     assert f"megalite {' '.join(words)}" in " ".join(done.stdout.split("Example:")[1].split())
+
+
+def test_the_help_has_an_example_of_the_way_from_text_to_a_model() -> None:
+    """The first page that a newcomer sees; its commands name options that exist."""
+    shown = " ".join(CliRunner().invoke(app, ["--help"]).output.split())
+    examples = shown.partition("Example:")[2].partition("╭")[0].split("•")[1:]
+    assert [line.split()[:3] for line in examples] == [
+        ["megalite", "prepare", "python-stdlib"],
+        ["megalite", "train", "configs/quickstart.yaml"],
+        ["megalite", "verify", "configs/quickstart.yaml"],
+    ]
+    assert [problem for line in examples for problem in problems_of(line.strip())] == []
 
 
 def test_every_command_is_listed() -> None:

@@ -44,6 +44,7 @@ CASES = {
     "killed": (Traces(False, 5, 300, True, True), RunState.FAILED),
     "its host is gone": (Traces(None, 301, 300, True, True), RunState.FAILED),
     "killed in its first start": (Traces(False, 5, 1800), RunState.NOT_STARTED),
+    "crashed in its first step": (Traces(False, 5, 1800, True), RunState.FAILED),
 }
 
 
@@ -54,6 +55,25 @@ def test_each_kind_of_run_has_its_state(case: str) -> None:
     assert state is expected and reason, reason
     healthy = {RunState.RUNNING, RunState.WAITING, RunState.ENDED}
     assert state.is_healthy == (state in healthy)
+
+
+ERROR = "rank 1 ended with RuntimeError: out of memory"
+BEFORE = f"ended before its first step: {ERROR}; see the output of the command that started it"
+
+
+@pytest.mark.parametrize(
+    ("traces", "said"),
+    [
+        (Traces(False, 5, 1800, error=ERROR), f"it {BEFORE}"),
+        (Traces(False, 5, 1800, True, error=ERROR), f"its last start {BEFORE}"),
+        (Traces(False, 5, 1800, True, True, is_started_again=True, error=ERROR), f"its last start {BEFORE}"),
+        (Traces(False, 5, 1800, True, True, error=ERROR), f"no end of its last session: {ERROR}"),
+        (Traces(None, 1801, 1800, True, error=ERROR), f"no end of its last session: {ERROR}"),
+    ],
+)
+def test_a_run_that_crashed_says_when_and_why(traces: Traces, said: str) -> None:
+    """ "It wrote down no end" left a reader to find out that not one step was made."""
+    assert judge(traces)[1].endswith(said)
 
 
 def beat(run_dir: Path, age_s: float) -> None:

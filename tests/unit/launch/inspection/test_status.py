@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from launch.inspection.report import status_lines
 from launch.inspection.state import RunState
 from launch.inspection.status import as_json, read_status
 from launch.runtime.run_lock import LOCK, take_lock
+from megalite.resilience.rank_registry import RankFile
 from tests.unit.launch.inspection.conftest import MakeRun
 
 
@@ -140,6 +142,22 @@ def test_a_first_start_is_a_run_before_it_has_written_anything(tmp_path: Path) -
         assert len(list(status_lines(status))) == 2
     (tmp_path / LOCK).write_text('{"host": "x", "process": 1, "time": 1.0}')
     assert read_status(tmp_path).state is RunState.NOT_STARTED
+
+
+def test_a_run_that_crashed_while_it_started_names_the_error(make_run: MakeRun) -> None:
+    folder = make_run(steps=0, saved=None)
+    left = RankFile(folder, 1)
+    left.leave("RuntimeError: CUDA error: out of memory")
+    left.close()
+    (folder / "supervisor.log").write_text("")
+    assert read_status(folder).reason == (
+        "its last start ended before its first step: rank 1 ended with RuntimeError: CUDA error: out of memory; see "
+        f"the output of the command that started it and {folder}/supervisor.log"
+    )
+    os.utime(folder / ".ranks" / "rank_0001.txt", (1.0, 1.0))
+    assert "rank 1" not in read_status(folder).reason, "an error of an earlier start"
+    (folder / ".ranks" / "rank_0001.txt").write_bytes(b"\xff{")
+    assert "rank 1" not in read_status(folder).reason
 
 
 def test_only_the_end_of_long_files_is_read(make_run: MakeRun) -> None:

@@ -8,10 +8,11 @@ from typing import get_args
 
 import pytest
 
-from launch.errors import LaunchError
-from launch.parity.layout import AUTO, ParityLayout, Recompute, auto_layouts, parse_layouts
+from launch.errors import LaunchError, sentences_of
+from launch.parity.layout import AUTO, ParityLayout, auto_layouts, layout_of, parse_layouts
+from launch.parity.verify import make_plan
 from megalite.config import ConfigError
-from megalite.config.sections import PipelineSchedule
+from megalite.config.sections import PipelineSchedule, RecomputeMode
 from tests.helpers.odd_sizes import (
     DEEP_LAYOUTS,
     LAYOUTS,
@@ -26,7 +27,11 @@ from tests.helpers.odd_sizes import (
 
 
 def test_a_layout_reads_as_it_is_written() -> None:
-    for layout in [*LAYOUTS, *DEEP_LAYOUTS, ParityLayout(pp=2, accumulation=2, schedule="interleaved", chunks=3)]:
+    few = (
+        ParityLayout(pp=2, accumulation=2, schedule="interleaved", chunks=3),
+        ParityLayout(pp=2, recompute="full/none"),
+    )
+    for layout in [*LAYOUTS, *DEEP_LAYOUTS, *few]:
         assert parse_layouts(str(layout)) == [layout]
 
 
@@ -53,6 +58,8 @@ def test_several_layouts() -> None:
         ("zero=4", "zero is 1, 2 or 3"),
         ("zero=0", "zero is 1, 2 or 3 (stage 0 is served by 1)"),
         ("recompute=some", "recompute is none, selective or full"),
+        ("pp=2,recompute=full/some", "or one of them for each stage, as in recompute=full/none"),
+        ("pp=2,recompute=full/", "or one of them for each stage, as in recompute=full/none"),
         ("tp=2,sequence_parallel=yes", "sequence_parallel is true or false"),
         ("pp=2,schedule=gpipe", "schedule is one of 1f1b, interleaved, zero-bubble, zb-v, dualpipev"),
     ],
@@ -61,6 +68,27 @@ def test_words_that_are_not_understood(text: str, said: str) -> None:
     with pytest.raises(LaunchError) as error:
         parse_layouts(text)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_all_mistakes_are_told_at_once_with_what_was_meant() -> None:
+    words = "the words are tp, pp, dp, zero, sequence_parallel, recompute, accumulation, schedule, chunks"
+    with pytest.raises(LaunchError) as error:
+        parse_layouts("tp=2,foo=3;bar;pp=0,recomput=full;dp=2,acumulation=4,sequence_parallel")
+    assert sentences_of(error.value) == (
+        f'--layouts: "foo=3" is not understood: {words}',
+        f'--layouts: "bar" is not understood: {words}',
+        '--layouts: "pp=0": pp is a whole number from 1, as in pp=2',
+        '--layouts: "recomput=full" is not understood: did you mean "recompute"?',
+        '--layouts: "acumulation=4" is not understood: did you mean "accumulation"?',
+    )
+
+
+def test_all_layouts_that_cannot_run_are_told_at_once() -> None:
+    config = problem([ParityLayout()]).config
+    for text, said in (("tp=16;dp=32;tp=2", "ranks, and 8 fit"), ("tp=3;pp=6;tp=2", "--layouts: ")):
+        with pytest.raises(LaunchError) as error:
+            make_plan(config, layouts=text)
+        assert [said in sentence for sentence in sentences_of(error.value)] == [True, True], text
 
 
 @pytest.mark.parametrize(
@@ -73,6 +101,7 @@ def test_words_that_are_not_understood(text: str, said: str) -> None:
         (ParityLayout(tp=3), "num_attention_heads 4 cannot be shared evenly"),
         (ParityLayout(tp=2, sequence_parallel=True), "sequence_length 33 cannot be cut"),
         (ParityLayout(dp=5), "a global batch of 12 cannot be cut into 5 micro-batches"),
+        (ParityLayout(pp=3, recompute="full/none"), r"recompute\.mode is a list of length 2, but .* is 3"),
     ],
     ids=str,
 )
@@ -87,6 +116,13 @@ def test_a_layout_changes_how_a_batch_is_cut_and_not_the_batch() -> None:
     assert config.training.global_batch_size == asked.config.training.global_batch_size == 12
     assert config.training.micro_batch_size == 2
     assert (config.recompute.mode, config.parallel.data_parallel_size) == ("full", 3)
+
+
+def test_a_layout_recomputes_what_it_says_on_each_stage() -> None:
+    asked, layout = problem([ParityLayout(pp=2)]), ParityLayout(pp=2, recompute="full/none")
+    config = layout.config(asked.config)
+    assert config.recompute.mode == ("full", "none") and config.recompute.by_stage(2) == ("full", "none")
+    assert layout_of(config, 2).recompute == "full/none"
 
 
 def test_the_sample_holds_every_pair_of_settings() -> None:
@@ -111,7 +147,7 @@ def test_pipelines_that_are_not_in_the_matrix_are_refused_by_a_rule() -> None:
     run, refused = set(legal_cases([*LAYOUTS, *DEEP_LAYOUTS])), 0
     configs = {family: family.problem().config for family in {Family.of(*case) for case in run}}
     axes = itertools.product(
-        (1, 2), (2, 4), (1, 2), (1, 2, 3), (False, True), get_args(Recompute), get_args(PipelineSchedule), TIED
+        (1, 2), (2, 4), (1, 2), (1, 2, 3), (False, True), get_args(RecomputeMode), get_args(PipelineSchedule), TIED
     )
     for tp, pp, dp, zero, is_cut, recompute, schedule, tied in axes:
         layout = ParityLayout(tp, pp, dp, zero, is_cut, recompute, schedule=schedule)
@@ -158,4 +194,8 @@ def test_an_axis_that_is_off_takes_along_what_needs_it() -> None:
     assert piped.without("pp") == ParityLayout(accumulation=4)
     assert piped.without("accumulation") == ParityLayout(pp=2)
     assert piped.without("schedule") == ParityLayout(pp=2, accumulation=4)
+    by_stage = ParityLayout(tp=2, pp=2, recompute="full/none")
+    assert by_stage.without("pp") == ParityLayout(tp=2), "one process has no stages to list modes for"
+    assert by_stage.without("tp") == ParityLayout(pp=2, recompute="full/none")
+    assert ParityLayout(tp=2, pp=2, recompute="full").without("pp") == ParityLayout(tp=2, recompute="full")
     assert ParityLayout(pp=2, accumulation=4, schedule="zb-v").without("accumulation").schedule == "zb-v"

@@ -27,7 +27,9 @@ GPUS = "2,3"  # as a user chooses them
 PROGRAM = """
 import sys
 from launch.runtime.local_ranks import start_local_ranks
-sys.exit(start_local_ranks(2, {"DS_ACCELERATOR": "cpu"}, sys.argv[1:], module="tests.helpers.fake_rank"))
+from megalite.parallel.mesh import Mesh
+ranks = Mesh(pipeline_parallel_size=2)
+sys.exit(start_local_ranks(ranks, {"DS_ACCELERATOR": "cpu"}, sys.argv[1:], module="tests.helpers.fake_rank"))
 """
 
 
@@ -126,12 +128,22 @@ def test_a_second_signal_ends_ranks_that_do_not_react(start: Callable[[str], Com
     assert command.said == "megalite: warning: all ranks were ended at once: what was not saved is lost\n"
 
 
-@pytest.mark.parametrize(("behaviour", "code"), [("crash", 128 + signal.SIGKILL), ("fail", 3)])
+KILLED = (
+    "megalite: error: rank 1 (stage 1) was ended by SIGKILL, which the kernel sends when memory runs out: `dmesg` says "
+    "whether it did; what it said is above, in lines with `rank 1`\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "code", "said"), [("crash", 128 + signal.SIGKILL, KILLED), ("fail", 3, "")], ids=["crash", "fail"]
+)
 def test_the_first_rank_that_fails_gives_the_code_and_the_other_is_ended(
-    start: Callable[[str], Command], behaviour: str, code: int
+    start: Callable[[str], Command], behaviour: str, code: int, said: str
 ) -> None:
+    """A rank that a signal ends cannot say so itself; the signal that ends the other one is nobody's concern."""
     command = start(behaviour)
     assert command.end(timeout_s=20) == code
+    assert command.said == said
     assert command.got(0) == ["SIGTERM"]
     assert not Path(json.loads((command.folder / "environment_0").read_text())[FOLDER]).exists()
 

@@ -39,6 +39,11 @@ def test_tensor_parallel_neighbours_are_adjacent_and_stages_furthest_apart() -> 
     assert [mesh.rank(0, 0, 1), mesh.rank(0, 1, 0), mesh.rank(1, 0, 0)] == [1, 2, 4]
 
 
+def test_a_place_names_the_axes_that_are_cut() -> None:
+    assert Mesh(tensor_parallel_size=2, pipeline_parallel_size=2).place(3) == "stage 1, tensor rank 1"
+    assert Mesh(data_parallel_size=2).place(1) == "replica 1" and Mesh().place(0) == ""
+
+
 def slowest(costs: list[float], bounds: tuple[int, ...]) -> float:
     return max(sum(costs[a:b]) for a, b in pairwise(bounds))
 
