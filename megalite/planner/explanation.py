@@ -23,7 +23,8 @@ from megalite.planner.search import (
 from megalite.planner.units import about, gib, seconds
 
 OF_THE_SEQUENCE = ("activations", "working", "logits")  # parts of a stage's memory that grow with its length
-BACKGROUND = ("checkpoint", "background")
+BACKGROUND, BUCKET = ("checkpoint", "background"), ("parallel", "gradient_bucket_size")
+SMALL_BUCKET = 5_000_000  # numbers, whose collectives still take longer than their start
 NOTICEABLE = 1e-3  # of a step
 NODE_COUNTS = sorted({*range(1, 17), *(2**n for n in range(4, 15)), *(3 * 2**n for n in range(2, 13))})
 
@@ -96,6 +97,10 @@ def _remedy(config: Config, result: SearchResult, free: frozenset[OptionPath]) -
         best = search(plain, cluster, free=free, allocator=result.allocator).best
         if best is not None:
             return f"without parallel.pipeline_schedule {schedule} one fits: {best.layout}"
+    if config.parallel.gradient_bucket_size > SMALL_BUCKET:
+        small = config.with_resolved({BUCKET: SMALL_BUCKET})
+        if search(small, cluster, free=free, allocator=result.allocator).best is not None:
+            return f"it fits with {stated_option(BUCKET, SMALL_BUCKET)}"
     counts = [count for count in NODE_COUNTS if count > cluster.nodes]
     is_one_machine = cluster.accelerator.device == "cpu"  # more ranks bring no memory
     if is_one_machine and config.checkpoint.background:  # which keeps a copy of the state in the same memory
