@@ -192,10 +192,14 @@ def test_more_replicas_of_a_micro_batch_need_no_more(job: TrainingWorkload, devi
 @given(jobs, devices)
 def test_recomputing_more_never_needs_more(job: TrainingWorkload, device: Device) -> None:
     """But for one block's attention, which is there again while it is computed again: where scores are never in memory
-    selective recomputation has next to nothing else to save, and full recomputation nothing of a single block."""
+    selective recomputation has next to nothing else to save, and full recomputation nothing of a single block. And but
+    for the holes that gathering a cut sequence leaves where malloc keeps what is freed: full recomputation gathers
+    twice more in each block, and each leaves up to 1.8 hidden states."""
     full, selective, none = (_most(_with(job, recompute=mode), device) for mode in ("full", "selective", "none"))
-    attention = 4 * 4 * job.layout.micro_batch_size * job.sequence_length * job.model.hidden_size
-    assert full <= selective + attention * (1 + device.fragments)
+    hidden = 4 * job.layout.micro_batch_size * job.sequence_length * job.model.hidden_size
+    holes = 2 * job.model.num_hidden_layers * 1.8 * hidden * (device.keeps_freed and job.layout.sequence_parallel)
+    attention = 4 * hidden
+    assert full <= selective + attention * (1 + device.fragments) + holes
     assert selective <= none + attention * (1 + device.fragments)
 
 
