@@ -26,16 +26,18 @@ from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
 from launch.trainer.run_config import load_run_config
 from megalite.config import Config, ConfigError, resolve_layout, wanted_world_size
+from megalite.config.auto import PLACEHOLDERS
 from megalite.config.load import stated_values
+from megalite.config.suggestions import dotted
 from megalite.config.yaml_text import to_yaml
 from megalite.planner.explanation import caveats, explain, why_nothing_fits
 from megalite.planner.hardware import Cluster, is_guess
 from megalite.planner.outlook import outlook_of
-from megalite.planner.search import SearchResult, judged, search
+from megalite.planner.search import DATA, SearchResult, judged, search
 from megalite.planner.units import plural
 
 log = get_logger(__name__)
-ALL_AUTO = ("parallel=auto", "training.micro_batch_size=auto", "recompute=auto")
+ALL_AUTO = tuple(f"{dotted(path)}=auto" for path in (*PLACEHOLDERS, DATA))
 
 
 def layouts(
@@ -66,7 +68,8 @@ def layouts(
     """Predict which layouts of a config fit, how fast each is and why, and how long the run takes. Starts nothing.
 
     Plans for this machine unless --cluster, --hostfile or --gpus is given. Layout options that are given as overrides
-    are kept, and so are those that a config with `parallel: auto` states; all others are chosen.
+    are kept, and so are those that a config with `parallel: auto` states; all others are chosen. The pipeline schedule
+    is never chosen: layouts are ranked under the one that the config states, else under 1f1b.
 
     Example: `megalite plan configs/quickstart.yaml --accelerator H100 --gpus 16 --write best.yaml`
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Annotated, Any, Literal
 
 import typer
@@ -13,7 +14,7 @@ from launch.output import Table, print_csv, print_json
 from launch.runtime.printing import say
 from megalite.config import ConfigError
 from megalite.planner.schedules.simulation import PipelineTimes, Timeline, bubble_closed_form, simulate_schedule
-from megalite.planner.schedules.tables import Schedule, chunks_needed, splits_backward
+from megalite.planner.schedules.tables import Schedule, check_schedule, chunks_needed, splits_backward
 
 WIDTH = 100
 MOST_TASKS = 2_000_000  # take a few seconds
@@ -72,16 +73,34 @@ def schedule(
         raise LaunchError(f"--weight-gradient-ms {weight_gradient_ms}: {error}") from None
     if not any((*times.forward_s, *times.backward_s)):
         raise LaunchError("--forward-ms and --backward-ms are 0: a schedule needs work, so give one of them")
-    timelines = [
-        simulate_schedule(each, times, micro_batches, pieces if each is Schedule.INTERLEAVED else chunks_needed(each))
-        for each in asked
-    ]
+    timelines, left_out = _simulate(asked, times, micro_batches, pieces)
     if as_json:
         print_json([{**_facts(each), "work": [one._asdict() for one in each.work]} for each in timelines])
     elif as_csv:
         print_csv([{"schedule": each.schedule.value, **one._asdict()} for each in timelines for one in each.work])
     else:
         _show(timelines)
+    for sentence in left_out:
+        say(sentence, file=sys.stderr if as_json or as_csv else sys.stdout)  # programs read stdout
+
+
+def _simulate(
+    asked: list[Schedule], times: PipelineTimes, micro_batches: int, pieces: int
+) -> tuple[list[Timeline], list[str]]:
+    """Returns the schedules that go, and a sentence about each other one. Raises ConfigError where one alone is asked
+    for and does not go."""
+    timelines, left_out = [], []
+    for each in asked:
+        chunks = pieces if each is Schedule.INTERLEAVED else chunks_needed(each)
+        try:
+            check_schedule(each, times.stages, micro_batches, chunks)
+        except ConfigError as error:
+            if len(asked) == 1:
+                raise
+            left_out.append(f"left out: {error}")
+        else:
+            timelines.append(simulate_schedule(each, times, micro_batches, chunks))
+    return timelines, left_out
 
 
 def _check_size(stages: int, micro_batches: int, pieces: int) -> None:

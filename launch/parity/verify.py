@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,8 @@ from launch.runtime.local_ranks import rank_environment
 from megalite.config import Config, ConfigError, resolve_layout, wanted_world_size
 from megalite.config.auto import PLACEHOLDERS
 from megalite.config.known_bad import installed_versions, matching
+from megalite.config.pipeline_rules import PIPELINE
+from megalite.config.suggestions import OptionPath
 from megalite.planner.units import plural
 from models.families import family
 
@@ -72,8 +75,7 @@ def make_plan(
     """Checks everything that does not need another process. Raises ConfigError or LaunchError."""
     if reference == "transformers":
         family(config.model.model_type).check(config.model)
-    # `auto` may resolve to any layout, so all of them must be right
-    config = config.with_resolved({path: PLACEHOLDERS[path] for path in config.unresolved_options})
+    config = config.with_resolved(_fewest_ranks(config))
     gpus = gpu_count()
     device: Device = "cuda" if gpus else "cpu"
     most = gpus or MOST_CPU_RANKS
@@ -104,6 +106,16 @@ def make_plan(
         raise ConfigError("precision.dtype fp16 needs a GPU, but this machine has none: use bf16 or fp32")
     dtypes = tuple(dict.fromkeys(("fp32", dtype)))
     return Plan(problem, runnable, (*too_large, *left_out), dtypes, reference, device, timeout_s)
+
+
+def _fewest_ranks(config: Config) -> dict[OptionPath, Any]:
+    """Returns the simplest values of options that are `auto`, which may resolve to any: all of them must be right. A
+    stated schedule has two stages, and a list of modes as many as it has entries."""
+    values = {path: PLACEHOLDERS[path] for path in config.unresolved_options}
+    if PIPELINE in values:
+        modes, has_schedule = config.recompute.mode, config.parallel.pipeline_schedule != "1f1b"
+        values[PIPELINE] = max(1 + has_schedule, 1 if isinstance(modes, str) else len(modes))
+    return values
 
 
 def _legal(problem: ParityProblem, wanted: Sequence[ParityLayout]) -> tuple[tuple[ParityLayout, ...], tuple[str, ...]]:

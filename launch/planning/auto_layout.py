@@ -41,15 +41,7 @@ class ChosenLayout:
     @property
     def overrides(self) -> list[str]:
         """The values as overrides for the command line of a rank."""
-        sections: dict[str, dict[str, Any]] = {}
-        for (section, option), value in self.options.items():
-            sections.setdefault(section, {})[option] = value
-        whole = [f"parallel={json.dumps(sections.pop('parallel'))}"]
-        return whole + [
-            f"{dotted((section, option))}={json.dumps(value)}"
-            for section, values in sections.items()
-            for option, value in values.items()
-        ]
+        return [f"{dotted(path)}={json.dumps(value)}" for path, value in self.options.items()]
 
 
 def choose_here(config: Config, device: Device) -> ChosenLayout:

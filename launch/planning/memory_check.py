@@ -18,7 +18,7 @@ from megalite.config.auto import CHOOSABLE
 from megalite.config.deepspeed import has
 from megalite.config.suggestions import dotted
 from megalite.planner.cost.memory import PROCESS_BYTES, TENSORS, Device, StageMemory
-from megalite.planner.explanation import BACKGROUND, stated_option, why_nothing_fits
+from megalite.planner.explanation import BACKGROUND, BUCKET, SMALL_BUCKET, stated_option, why_nothing_fits
 from megalite.planner.hardware import Cluster
 from megalite.planner.search import SearchResult, search
 from megalite.planner.units import gib
@@ -59,9 +59,15 @@ class MemoryForecast:
         share = f"{gib(self.needed)} of the {has} ({self.needed / self.available:.0%})"
         if self.needed > self.available:
             copy = " or checkpoint.background false" if self.allocator.kind == "cpu" else ""
-            remedy = f"a smaller training.micro_batch_size, recompute.mode full{copy} needs less"
+            remedy = f"a smaller training.micro_batch_size, recompute.mode full{self._bucket}{copy} needs less"
             return f"predicted memory: {share}, more than there is: the run may be killed for want of memory; {remedy}"
         return f"predicted memory: {share}: predictions are good to some {MARGIN / 2:.0%}, so it may not fit"
+
+    @property
+    def _bucket(self) -> str:
+        """A smaller gradient bucket as a remedy, where buffers like it are the largest part of a stage's memory."""
+        largest = [max(stage.parts, key=lambda part: stage.parts[part]) for stage in self.stages]
+        return f" or a smaller {dotted(BUCKET)}" if "communication buffers" in largest else ""
 
     def facts(self) -> dict[str, Any]:
         """Returns the forecast as JSON holds it."""
@@ -141,6 +147,11 @@ def _remedy(
     cluster = cluster.model_copy(update={"accelerator": accelerator})
     result = _search(config, cluster, forecast)
     ways = [_changes(config, result)]
+    if config.parallel.gradient_bucket_size > SMALL_BUCKET:
+        small = config.with_resolved({BUCKET: SMALL_BUCKET})
+        alone = forecast_memory(small, layout, forecast.allocator, forecast.available, ranks_per_host)
+        if alone is not None and alone.needed <= alone.available:
+            ways.append([stated_option(BUCKET, SMALL_BUCKET)])
     if on_cpu and config.checkpoint.background:  # which keeps a copy of the state in the same memory
         saves_wait = config.with_resolved({BACKGROUND: False})
         alone = forecast_memory(saves_wait, layout, forecast.allocator, forecast.available, ranks_per_host)

@@ -14,6 +14,7 @@ FEWEST_CHUNKS: dict[PipelineSchedule, int] = {
     "zb-v": 2,
     "dualpipev": 2,
 }  # per stage; only interleaved may have more
+PIPELINE = ("parallel", "pipeline_parallel_size")
 SPLITS_BACKWARD = ("zero-bubble", "zb-v", "dualpipev")  # gradients of weights are computed apart, and later
 FOLDED = ("zb-v", "dualpipev")  # the model turns at its middle and comes back through the stages
 
@@ -49,7 +50,10 @@ def problems_with_pipeline(config: Config, replicas: int | None) -> Iterator[str
     parallel, training, modes = config.parallel, config.training, config.recompute.mode
     stages, zero, schedule = parallel.pipeline_parallel_size, parallel.zero_stage, parallel.pipeline_schedule
     chunks = parallel.pipeline_chunks or FEWEST_CHUNKS[schedule]
-    layers = config.model.num_hidden_layers
+    about_chunks = list(problems_with_schedule(schedule, stages, chunks, None))
+    if PIPELINE in config.unresolved_options:  # rules about its size wait until it is chosen
+        yield from (f"parallel.pipeline_schedule {problem} (set parallel.pipeline_chunks)" for problem in about_chunks)
+        return
     if not isinstance(modes, str) and len(modes) != stages:
         yield (
             f"recompute.mode is a list of length {len(modes)}, but parallel.pipeline_parallel_size is {stages}: list a "
@@ -62,18 +66,13 @@ def problems_with_pipeline(config: Config, replicas: int | None) -> Iterator[str
                 f"parallel.{name} has no effect with parallel.pipeline_parallel_size 1: remove it, or use more stages"
             )
         return
-    if stages * chunks > layers:
-        pieces = f" x parallel.pipeline_chunks {chunks}" if chunks > 1 else ""
-        yield (
-            f"parallel.pipeline_parallel_size {stages}{pieces} is larger than model.num_hidden_layers {layers}, but "
-            f"every {'chunk' if chunks > 1 else 'stage'} needs at least one layer: use a pipeline_parallel_size of at "
-            f"most {max(1, layers // chunks)}, or at least {stages * chunks} layers"
-        )
     count = None if replicas is None else training.global_batch_size // (training.micro_batch_size * replicas)
-    about_chunks = list(problems_with_schedule(schedule, stages, chunks, None))
     for problem in problems_with_schedule(schedule, stages, chunks, count):
         option = "set parallel.pipeline_chunks" if problem in about_chunks else "change training.global_batch_size"
         yield f"parallel.pipeline_schedule {problem} ({option})"
+    legal_chunks = FEWEST_CHUNKS[schedule] if about_chunks else chunks  # those that the sentence before asks for
+    if stages * legal_chunks > config.model.num_hidden_layers:
+        yield _too_few_layers(stages, legal_chunks, config.model.num_hidden_layers)
     if zero == 2 and config.is_optimizer_offloaded and schedule != "1f1b":
         yield (
             f"parallel.zero_stage 2 with an offloaded optimizer computes wrong gradients under pipeline_schedule "
@@ -91,3 +90,16 @@ def problems_with_pipeline(config: Config, replicas: int | None) -> Iterator[str
             "stage to the embedding on the first (model.tie_word_embeddings true): use zero_stage 1 or 2, or "
             "pipeline_parallel_size 1"
         )
+
+
+def _too_few_layers(stages: int, chunks: int, layers: int) -> str:
+    pieces = f" x parallel.pipeline_chunks {chunks}" if chunks > 1 else ""
+    most = f"a pipeline_parallel_size of at most {max(1, layers // chunks)}"
+    if chunks > 1 and layers < 2 * chunks:  # one stage is no pipeline
+        fewer = f" and a pipeline_parallel_size of at most {layers}" if stages > layers else ""
+        most = f"pipeline_schedule 1f1b with one chunk per stage{fewer}"
+    return (
+        f"parallel.pipeline_parallel_size {stages}{pieces} is larger than model.num_hidden_layers {layers}, but "
+        f"every {'chunk' if chunks > 1 else 'stage'} needs at least one layer: use {most}, or at least "
+        f"{stages * chunks} layers"
+    )

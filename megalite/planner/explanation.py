@@ -10,7 +10,9 @@ from megalite.config.suggestions import OptionPath, dotted
 from megalite.planner.hardware import is_guess
 from megalite.planner.search import (
     ALIKE,
+    CHUNKS,
     ROOMY,
+    SCHEDULE,
     Dropped,
     LayoutCandidate,
     SearchResult,
@@ -21,7 +23,8 @@ from megalite.planner.search import (
 from megalite.planner.units import about, gib, seconds
 
 OF_THE_SEQUENCE = ("activations", "working", "logits")  # parts of a stage's memory that grow with its length
-BACKGROUND = ("checkpoint", "background")
+BACKGROUND, BUCKET = ("checkpoint", "background"), ("parallel", "gradient_bucket_size")
+SMALL_BUCKET = 5_000_000  # numbers, whose collectives still take longer than their start
 NOTICEABLE = 1e-3  # of a step
 NODE_COUNTS = sorted({*range(1, 17), *(2**n for n in range(4, 15)), *(3 * 2**n for n in range(2, 13))})
 
@@ -54,6 +57,8 @@ def caveats(config: Config, result: SearchResult) -> list[str]:
             f"ZeRO-3 is taken to hide {seconds(best.time.hidden_s)} of exchanges behind computing; where it does not, "
             f"a step takes so much longer{instead}"
         )
+    if (schedule := config.parallel.pipeline_schedule) != "1f1b":
+        said.append(f"parallel.pipeline_schedule {schedule} is stated, so layouts that cannot have it are left out")
     if best is not None and (faster := with_faster_schedule(config, best, result.cluster)) is not None:
         said.append(
             f"with parallel.pipeline_schedule {faster.layout.pipeline_schedule} a step of the winner would take "
@@ -86,6 +91,16 @@ def _remedy(config: Config, result: SearchResult, free: frozenset[OptionPath]) -
             values = freed.best.options
             differing = [path for path in stated if getattr(getattr(config, path[0]), path[1]) != values[path]]
             return f"it fits with {', '.join(stated_option(path, values[path]) for path in differing)}"
+    schedule = config.parallel.pipeline_schedule
+    if schedule != "1f1b":  # which allows fewer layouts than 1F1B, and may hold more activations
+        plain = config.with_resolved({SCHEDULE: "1f1b", CHUNKS: None})
+        best = search(plain, cluster, free=free, allocator=result.allocator).best
+        if best is not None:
+            return f"without parallel.pipeline_schedule {schedule} one fits: {best.layout}"
+    if config.parallel.gradient_bucket_size > SMALL_BUCKET:
+        small = config.with_resolved({BUCKET: SMALL_BUCKET})
+        if search(small, cluster, free=free, allocator=result.allocator).best is not None:
+            return f"it fits with {stated_option(BUCKET, SMALL_BUCKET)}"
     counts = [count for count in NODE_COUNTS if count > cluster.nodes]
     is_one_machine = cluster.accelerator.device == "cpu"  # more ranks bring no memory
     if is_one_machine and config.checkpoint.background:  # which keeps a copy of the state in the same memory

@@ -117,9 +117,9 @@ def search(
 ) -> SearchResult:
     """Searches all layouts on all accelerators of `cluster`; options that are not `free` stay as the config has them.
 
-    Where recomputation is free, each stage recomputes only what it must, for more only costs time. Tensor parallelism
-    crosses nodes only where nothing else fits. `allocator` is that of CPU ranks, by default the one that `needs`
-    assumes.
+    `parallel.pipeline_schedule` and `pipeline_chunks` are never free: layouts that cannot have them are dropped. Where
+    recomputation is free, each stage recomputes only what it must, for more only costs time. Tensor parallelism crosses
+    nodes only where nothing else fits. `allocator` is that of CPU ranks, by default the one that `needs` assumes.
     """
     if cluster.accelerator.device == "cuda":  # a CPU's number formats are the business of the config's rules
         cluster.peak_flops(config.precision.dtype)
@@ -143,7 +143,14 @@ def search(
         chosen = min(alike, key=lambda one: (one.fullest.total > is_full, *_simplicity(one.layout)))
         found.remove(chosen)
         found.insert(0, chosen)
-    dropped.sort(key=lambda one: (one.missing_bytes is None, one.missing_bytes or 0.0, _simplicity(one.layout)))
+
+    def how_far(one: Dropped) -> tuple[Any, ...]:
+        is_far = one.missing_bytes is None and not _has_stages_as_stated(
+            config, one.layout.pipeline_parallel_size, free
+        )
+        return one.missing_bytes is None, one.missing_bytes or 0.0, is_far, _simplicity(one.layout)
+
+    dropped.sort(key=how_far)
     return SearchResult(cluster, tuple(found), tuple(dropped), allocator)
 
 
@@ -266,14 +273,15 @@ def chains(
 
 def first_legal(config: Config, ranks: Ranks, check: Check | None = None) -> tuple[Config, ResolvedLayout]:
     """Returns the config with the simplest legal layout, whatever memory it needs. Raises ConfigError."""
-    problem = None
+    free, problem, is_far = config.unresolved_options, None, False
     for crosses in (False, True):
-        for tp, pp in sizes(config, ranks, config.unresolved_options, crosses=crosses):
-            simplest = _simplest(config, tp, pp, config.unresolved_options)
+        for tp, pp in sizes(config, ranks, free, crosses=crosses):
+            simplest = _simplest(config, tp, pp, free)
             try:
                 return simplest, _checked(simplest, ranks, check)
             except ConfigError as error:
-                problem = problem or error
+                if problem is None or (is_far and _has_stages_as_stated(config, pp, free)):
+                    problem, is_far = error, not _has_stages_as_stated(config, pp, free)
     raise problem or ConfigError(
         f"no layout with parallel.data_parallel_size {config.parallel.data_parallel_size} has "
         f"{ranks.count} processes: set it to auto"
@@ -309,6 +317,14 @@ def _simplest(config: Config, tp: int, pp: int, free: frozenset[OptionPath]) -> 
     return config.with_resolved(
         {path: value for path, value in values.items() if path in free} | {TENSOR: tp, PIPELINE: pp}
     )
+
+
+def _has_stages_as_stated(config: Config, pp: int, free: frozenset[OptionPath]) -> bool:
+    """Returns whether a stated schedule or list of modes can go with so many stages; if not, no sentence about a layout
+    with them tells what else is in the way."""
+    modes = config.recompute.mode
+    has_its_stages = RECOMPUTE in free or isinstance(modes, str) or len(modes) == pp
+    return has_its_stages and (pp > 1 or config.parallel.pipeline_schedule == "1f1b")
 
 
 def _checked(config: Config, ranks: Ranks, check: Check | None) -> ResolvedLayout:

@@ -188,12 +188,15 @@ class _Stage:
         }
 
     def _bucket(self, numbers: float | None = None) -> float:
-        """Returns the bucket's bytes after so many gradients (None: all). If malloc keeps what is freed, its pages
-        have been written to before."""
-        states, device = self.states, self.device
-        if device.maps_lazily and not device.keeps_freed:
-            return min(states.bucket, self.size * (self.shape.parameters if numbers is None else numbers))
-        return states.bucket
+        """Returns the bucket's bytes after so many gradients (None: all). It is allocated whole (`torch.empty` in
+        runtime/zero/stage_1_and_2.py and stage3.py), but a CPU's pages count once they are written to: by gradients
+        or, where malloc keeps what is freed, before by the first weights, half of whose space is reused."""
+        if not self.device.maps_lazily:
+            return self.states.bucket
+        written = self.size * (self.shape.parameters if numbers is None else numbers)
+        if self.device.keeps_freed:
+            written = self.size * self.shape.parameters + self.states.building / 2
+        return min(self.states.bucket, written)
 
     def _during(self, activations: float, **more: float) -> Moment:
         """Returns the bytes during forward or backward of a micro-batch."""
@@ -300,7 +303,7 @@ class _Stage:
                 parts[part] = max(parts.get(part, 0.0), size)
         parts |= {part: moments[most].get(part, 0.0) for part in small}
         if not self.states.gathered and self.job.micro_batches > 1:
-            parts["communication buffers"] += self.states.bucket / 2
+            parts["communication buffers"] += self._bucket() / 2
         parts["gloo"] = parts.get("gloo", 0.0) + self._pieces()
         # what an update copies has room where gradients were reduced
         parts["step copies"] = moments["optimizer step"].get("step copies", 0.0)

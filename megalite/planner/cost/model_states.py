@@ -76,14 +76,14 @@ def _zero_1_offloaded(job: TrainingWorkload, numbers: float, largest: float) -> 
     on the host: `reduce_ipg_grads` flattens a bucket. What the host has is left to cost/offloading.py."""
     size, accumulated, d = BYTES[job.dtype], BYTES[job.gradient_accumulation_dtype], job.layout.data_parallel_size
     is_mixed, is_cast = size != accumulated, job.reduction_dtype != job.gradient_accumulation_dtype
-    own = accumulated * numbers / d
+    own, bucket = accumulated * numbers / d, min(numbers, job.gradient_bucket_size)
     return States(
         weights=size * numbers,
         optimizer=_optimizer(job, size < 4) * numbers / d,
         gradients=accumulated * numbers,
         are_scattered=True,
         one_gradient=size * largest if is_mixed else 0.0,
-        reducing=(accumulated + BYTES[job.reduction_dtype] * is_cast) * min(numbers, BUCKET) + own * is_mixed,
+        reducing=(accumulated + BYTES[job.reduction_dtype] * is_cast) * bucket + own * is_mixed,
         own_gradients=own,
         building=_first_copies(job, numbers),
     )

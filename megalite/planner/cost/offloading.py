@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megalite.planner.cost.model_states import BUCKET, MOMENTS, States
+from megalite.planner.cost.model_states import MOMENTS, States
 from megalite.planner.hardware import Cluster, find_link
 from megalite.planner.workload import BYTES, TrainingWorkload
 
@@ -35,7 +35,7 @@ def without_optimizer(job: TrainingWorkload, states: States, largest: float) -> 
     one through `temp_grad_buffer_for_gpu_offload`; copies of the step are on the host.
     """
     size = BYTES[job.dtype]
-    bucket = states.bucket or size * BUCKET
+    bucket = states.bucket or size * job.gradient_bucket_size
     return replace(states, optimizer=0.0, bucket=bucket, stepping=size * largest, updating=0.0)
 
 

@@ -17,10 +17,12 @@ import yaml
 from launch import output
 from launch.cli import plan_layouts as layouts_command
 from launch.errors import LaunchError
+from launch.parity.verify import make_plan
 from launch.planning import cluster as places
 from launch.planning.tables.layouts import row_of
 from launch.trainer.local_run import start_local_run
 from launch.trainer.run_config import load_run_config
+from launch.trainer.start_checks import choose_layout
 from megalite.config import resolve_layout
 from megalite.planner.hardware import read_cluster
 from megalite.planner.search import divisors, search
@@ -213,6 +215,70 @@ def test_the_written_config_is_the_given_one_with_the_best_layout(
     assert "best.yaml is there already: give --overwrite" in err and best.read_text() == text
     plan(config, "training.steps=4", "--cluster", cluster, "--write", str(best), "--overwrite")
     assert load_run_config(best).training.steps == 4
+
+
+SCHEDULES: list[dict[str, Any]] = [
+    {"pipeline_schedule": "1f1b"},
+    {"pipeline_schedule": "interleaved", "pipeline_chunks": 3},
+    {"pipeline_schedule": "zero-bubble"},
+    {"pipeline_schedule": "zb-v"},
+    {"pipeline_schedule": "dualpipev"},
+]
+
+
+@pytest.mark.parametrize("stated", SCHEDULES, ids=lambda stated: stated["pipeline_schedule"])
+@pytest.mark.parametrize("others", [{}, {"pipeline_parallel_size": "auto"}], ids=["as written", "auto"])
+def test_a_stated_schedule_is_kept_and_what_is_written_can_run(
+    stated: dict[str, Any], others: dict[str, Any], plan: Plan, tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    """It was left out of the search and then written beside a size for which it is not legal."""
+    tiny["model"]["num_hidden_layers"], tiny["training"]["global_batch_size"] = 6, 16
+    config = write_config(tmp_path / "c.yaml", tiny | {"parallel": stated | others | {"gradient_bucket_size": 12345}})
+    (tmp_path / "two.yaml").write_text(CLUSTER.replace("per_node: 4", "per_node: 2"))
+    best, cluster = tmp_path / "best.yaml", str(tmp_path / "two.yaml")
+    facts = json.loads(plan(str(config), "--cluster", cluster, "--write", str(best), "--top", "99", "--json")[0])
+    written = load_run_config(best)
+    layout = resolve_layout(written, 2, "cpu")
+    assert written.parallel.model_dump().items() >= stated.items() and written.parallel.gradient_bucket_size == 12345
+    is_default = stated == SCHEDULES[0]
+    assert is_default or layout.pipeline_parallel_size == 2
+    assert {one["pipeline_parallel_size"] for one in facts["layouts"]} == ({1, 2} if is_default else {2})
+    assert {one["pipeline_schedule"] for one in facts["layouts"]} == {layout.pipeline_schedule}
+    refused = [one["reason"] for one in facts["dropped"]]
+    assert is_default or any("has no effect with parallel.pipeline_parallel_size 1" in reason for reason in refused)
+
+
+def test_a_stated_list_of_modes_is_kept(plan: Plan, files: tuple[str, str], tmp_path: Path) -> None:
+    best, modes = tmp_path / "best.yaml", "recompute.mode=[full, none]"
+    plan(files[0], modes, "--cluster", files[1], "--write", str(best))
+    written = load_run_config(best)
+    assert written.recompute.mode == ("full", "none") and resolve_layout(written, 4, "cpu").pipeline_parallel_size == 2
+    _, err = plan(files[0], "recompute.mode=[full, none, full, none, none]", "--cluster", files[1], code=2)
+    assert "no layout works on 4 x" in err and "is a list of length 5" in err and "give one for all of them" in err
+
+
+def test_where_no_layout_can_have_the_stated_schedule_the_reason_is_one(plan: Plan, files: tuple[str, str]) -> None:
+    """Of layouts without a pipeline nobody hears more than that they are none."""
+    stated = ["parallel.pipeline_schedule=zb-v", "parallel.pipeline_parallel_size=auto"]
+    _, err = plan(files[0], *stated, "--cluster", files[1], code=2)
+    assert err.count("\n") == 1 and "no layout works on 4 x" in err, err
+    assert "num_hidden_layers 3" in err and "use pipeline_schedule 1f1b with one chunk per stage, or at least 4" in err
+
+
+def test_ranks_are_given_what_was_chosen_beside_what_is_stated(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their words replaced the whole section, and with it the schedule."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(places, "here", cpus)
+    monkeypatch.setattr(places, "cpu_count", lambda: 2)
+    tiny["model"]["num_hidden_layers"] = 4
+    stated = {"pipeline_parallel_size": "auto", "pipeline_schedule": "zb-v", "gradient_bucket_size": 12345}
+    path = write_config(tmp_path / "c.yaml", tiny | {"parallel": stated})
+    settled, words, _ = choose_layout(load_run_config(path))
+    assert load_run_config(path, words) == settled and settled.parallel.pipeline_schedule == "zb-v"
+    assert resolve_layout(settled, 2, "cpu").pipeline_parallel_size == 2
+    assert make_plan(load_run_config(path)).layouts[0].pp == 2, "verify takes the config too"
 
 
 @pytest.mark.slow

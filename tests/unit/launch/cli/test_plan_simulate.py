@@ -133,6 +133,18 @@ def test_all_schedules_are_compared() -> None:
     }  # fmt: skip
 
 
+def test_schedules_that_do_not_go_are_left_out_with_the_reason() -> None:
+    few = ("plan", "schedule", "--schedule", "all", "--stages", "3", "--micro-batches", "5")
+    done = megalite(*few)
+    assert done.returncode == 0, done.stderr
+    interleaved, dualpipev = [line for line in done.stdout.splitlines() if line.startswith("left out: ")]
+    assert "interleaved takes micro-batches in groups of 3" in interleaved and "5 is no multiple" in interleaved
+    assert "dualpipev needs at least two micro-batches per stage, 6 for 3 stages" in dualpipev
+    done = megalite(*few, "--json")
+    assert [each["schedule"] for each in json.loads(done.stdout)] == ["1f1b", "zero-bubble", "zb-v"]
+    assert len(done.stderr.splitlines()) == 2 and done.stderr.startswith("left out: interleaved takes")
+
+
 def test_each_stage_has_its_time() -> None:
     done = megalite(*SCHEDULE, "--forward-ms", "1,1,1,1.5", "--backward-ms", "2,2,2,3", "--csv")
     rows = list(csv.DictReader(io.StringIO(done.stdout)))

@@ -24,7 +24,9 @@ from launch.planning.this_machine import ROUGH, UNMEASURED, describe_machine
 from launch.runtime.local_ranks import MALLOC_TUNABLES
 from launch.trainer.rank_devices import check_memory_of_ranks, devices_in_words
 from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
+from megalite.config.auto import CHOOSABLE
 from megalite.planner.cost.memory import CPU, CUDA
+from megalite.planner.explanation import BUCKET, SMALL_BUCKET
 from megalite.planner.hardware import Cluster, ClusterFile, cluster_of
 from megalite.planner.search import search
 from tests.helpers.machines import cpus
@@ -144,6 +146,22 @@ def test_advice_counts_processes_and_the_copy_of_checkpoints(tiny: dict[str, Any
             assert advice and after.needed <= after.available, told.value
             named |= {one for _, one, _ in advice}
     assert "background" in named
+
+
+def test_a_large_gradient_bucket_is_named(tiny: dict[str, Any]) -> None:
+    """On a GPU it is allocated whole, however few gradients there are."""
+    config = config_of(tiny, data_parallel_size=2, zero_stage=2, gradient_bucket_size=2_000_000_000)
+    enough = forecast_of(config.with_resolved({BUCKET: SMALL_BUCKET}), 2, 1, CUDA).needed
+    found = forecast_of(config, 2, round(1.5 * enough), CUDA)
+    h100 = cluster_of(ClusterFile(accelerator="H100", nodes=1, accelerators_per_node=2), "one")
+    with pytest.raises(LaunchError, match=r"fits with .*, or with parallel\.gradient_bucket_size 5000000;"):
+        refuse_what_cannot_fit(config, resolve_layout(config, 2, "cuda"), found, lambda: h100, 2)
+    assert "recompute.mode full or a smaller parallel.gradient_bucket_size needs less" in str(found.warning)
+    kind = h100.accelerator.model_copy(update={"memory_gib": 4})
+    options = {option: "auto" for section, option in CHOOSABLE if section == "parallel"}
+    tiny |= {"parallel": options | {"gradient_bucket_size": 2_000_000_000}, "offload": {"optimizer": "cpu"}}
+    with pytest.raises(LaunchError, match=r"in no layout .*: it fits with parallel\.gradient_bucket_size 5000000$"):
+        choose_on(Config.model_validate(tiny), h100.model_copy(update={"accelerator": kind}))
 
 
 def test_what_auto_chooses_is_not_refused(tiny: dict[str, Any]) -> None:

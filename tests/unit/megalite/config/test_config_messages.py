@@ -119,7 +119,13 @@ BAD_OVERRIDES = [
     ),
     (
         "parallel.pipeline_parallel_size=2 parallel.pipeline_schedule=interleaved parallel.pipeline_chunks=3",
-        ["2 x parallel.pipeline_chunks 3", "num_hidden_layers 5", "every chunk", "at most 1, or at least 6 layers"],
+        [
+            "2 x parallel.pipeline_chunks 3",
+            "num_hidden_layers 5",
+            "every chunk",
+            "1f1b with one chunk",
+            "at least 6 layers",
+        ],
     ),
     (
         "model.num_attention_heads=12 model.num_key_value_heads=6 model.head_dim=4 parallel.tensor_parallel_size=4",
@@ -337,6 +343,18 @@ def split(overrides: str) -> list[str]:
         else:
             parts.append(part)
     return parts
+
+
+def test_advice_about_layers_is_for_the_chunks_that_are_advised(minimal: Path) -> None:
+    """It was for the refused ones: 6 layers were told to become 9, though 2 chunks on 3 stages need 6."""
+    stated = split("parallel.pipeline_parallel_size=3 parallel.pipeline_schedule=zb-v parallel.pipeline_chunks=3")
+    for layers, fragments in ((6, []), (5, ["use a pipeline_parallel_size of at most 2, or at least 6 layers"])):
+        with pytest.raises(ConfigError) as raised:
+            load_config(minimal, [*stated, f"model.num_hidden_layers={layers}"])
+        first, *others = raised.value.sentences
+        assert "exactly 2 chunks per stage, not 3: give it 2 (set parallel.pipeline_chunks)" in first
+        assert len(others) == len(fragments)
+        assert all(fragment in other for fragment, other in zip(fragments, others, strict=True))
 
 
 @pytest.mark.parametrize(("overrides", "fragments"), BAD_OVERRIDES, ids=[row[0] for row in BAD_OVERRIDES])

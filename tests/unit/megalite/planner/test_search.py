@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks.planner.published import nodes_of
 from megalite.config import Config, ConfigError, resolve_layout
-from megalite.config.auto import CHOOSABLE
+from megalite.config.auto import AUTO, CHOOSABLE
 from megalite.config.suggestions import OptionPath, dotted
 from megalite.planner import search as module
 from megalite.planner.cost.memory import CPU, Device, memory_of
@@ -200,6 +200,21 @@ def test_a_thousand_accelerators_in_seconds() -> None:
     result = search(config, h100(128))
     assert time.process_time() - began < 20  # 4 s where nothing else runs, minutes without its caches
     assert result.candidates and result.too_large
+
+
+def test_a_schedule_that_is_in_the_way_is_named() -> None:
+    """ZeRO-3, with which alone this model fits, does not go with a split backward."""
+    parallel = {option: AUTO for section, option in CHOOSABLE if section == "parallel"} | {"pipeline_schedule": "zb-v"}
+    config = config_of(LLAMA_70B, 48, 4096, precision={"dtype": "bf16"}, parallel=parallel)
+    result = search(config, h100(3))
+    assert not result.candidates and all(one.layout.pipeline_parallel_size > 1 for one in result.too_large)
+    assert "without parallel.pipeline_schedule zb-v one fits: tp 1 pp 1 dp 24 ZeRO-3" in why_nothing_fits(
+        config, result, CHOOSABLE
+    )
+    settled, _ = first_legal(config, Ranks(4, 4, "cuda"))
+    assert settled.parallel.pipeline_parallel_size == 2
+    with pytest.raises(ConfigError, match="every chunk needs at least one layer"):
+        first_legal(config_of(ODD | {"num_hidden_layers": 3}, 4, 8, parallel=parallel), Ranks(4, 4, "cuda"))
 
 
 def test_the_first_legal_layout_is_legal_whatever_it_needs() -> None:

@@ -192,10 +192,14 @@ def test_more_replicas_of_a_micro_batch_need_no_more(job: TrainingWorkload, devi
 @given(jobs, devices)
 def test_recomputing_more_never_needs_more(job: TrainingWorkload, device: Device) -> None:
     """But for one block's attention, which is there again while it is computed again: where scores are never in memory
-    selective recomputation has next to nothing else to save, and full recomputation nothing of a single block."""
+    selective recomputation has next to nothing else to save, and full recomputation nothing of a single block. And but
+    for the holes that gathering a cut sequence leaves where malloc keeps what is freed: full recomputation gathers
+    twice more in each block, and each leaves up to 1.8 hidden states."""
     full, selective, none = (_most(_with(job, recompute=mode), device) for mode in ("full", "selective", "none"))
-    attention = 4 * 4 * job.layout.micro_batch_size * job.sequence_length * job.model.hidden_size
-    assert full <= selective + attention * (1 + device.fragments)
+    hidden = 4 * job.layout.micro_batch_size * job.sequence_length * job.model.hidden_size
+    holes = 2 * job.model.num_hidden_layers * 1.8 * hidden * (device.keeps_freed and job.layout.sequence_parallel)
+    attention = 4 * hidden
+    assert full <= selective + attention * (1 + device.fragments) + holes
     assert selective <= none + attention * (1 + device.fragments)
 
 
@@ -290,6 +294,40 @@ def test_a_tied_head_has_no_optimizer_state() -> None:
     assert tied.parts["weights"] == untied.parts["weights"]
     assert untied.parts["optimizer"] - tied.parts["optimizer"] == 12 * rows
     assert tied.parts["gradients"] == untied.parts["gradients"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "offloads", "micro_batches", "measured_mib"),
+    [
+        ({"data_parallel_size": 2, "zero_stage": 2}, False, 1, 125),
+        ({"data_parallel_size": 2, "zero_stage": 2}, False, 3, 149),
+        ({"data_parallel_size": 2, "zero_stage": 3}, False, 1, 138),
+        ({"zero_stage": 1}, True, 1, 136),
+        ({"data_parallel_size": 2, "zero_stage": 2}, True, 3, 168),
+    ],
+)
+def test_on_a_cpu_a_bucket_that_is_not_written_to_takes_no_memory(
+    changes: dict[str, Any], offloads: bool, micro_batches: int, measured_mib: float
+) -> None:
+    """Ranks with a model of 1.3 million parameters grew by so much in five steps, and those that do the same differ by
+    up to 10 %. With all of the bucket, 191 MiB, which a GPU does allocate, it was predicted 124 to 174 % too high."""
+    model = ModelConfig(
+        vocab_size=2048,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+    )
+    layout = ParallelLayout(micro_batch_size=2, **changes)
+    batch = 2 * layout.data_parallel_size * micro_batches
+    job = TrainingWorkload(model, layout, 512, batch, dtype="fp32", offloads_optimizer=offloads)
+    (stage,), (on_gpu,) = memory_of(job, CPU), memory_of(job, TENSORS)
+    assert stage.total / 2**20 == pytest.approx(measured_mib, rel=0.2)
+    assert on_gpu.parts["communication buffers"] >= 4 * job.gradient_bucket_size
+    (smaller,) = memory_of(replace(job, gradient_bucket_size=1_000_000), TENSORS)
+    saved = on_gpu.parts["communication buffers"] - smaller.parts["communication buffers"]
+    assert saved >= 4 * 49_000_000, "the option is the size of an offloaded optimizer's bucket too"
 
 
 def test_torch_is_not_imported() -> None:
