@@ -26,6 +26,7 @@ OPTION = re.compile(rf"(?<![\w./*-])(?:{'|'.join(SECTIONS)})(?:\.[a-z_][a-z_0-9]
 FILES = (".bin", ".html", ".idx", ".json", ".jsonl", ".md", ".png", ".py", ".safetensors", ".txt", ".yaml")
 WEIGHTS = ("model.embed_positions", "model.embed_tokens", "model.layers", "model.norm")  # canonical names
 FENCED = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
+MEGALITE: Any = get_command(app)
 
 
 def ours(page: Path) -> str:
@@ -73,7 +74,7 @@ def test_every_command_that_a_page_names_exists(page: Path) -> None:
 def problems_of(line: str) -> Iterator[str]:
     """Yields what is wrong with a command: a subcommand or an option that it does not have."""
     words = line.partition("megalite ")[2].split()
-    at: Any = get_command(app)
+    at = MEGALITE
     options = {word for option in at.params for word in (*option.opts, *option.secondary_opts)}
     while words and hasattr(at, "commands"):
         word = words.pop(0).strip(".,;:)")

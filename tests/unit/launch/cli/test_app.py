@@ -60,9 +60,9 @@ def megalite(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_every_command_has_help_with_an_example(words: list[str]) -> None:
-    done = megalite(*words, "--help")
-    assert done.returncode == 0
-    assert f"megalite {' '.join(words)}" in " ".join(done.stdout.split("Example:")[1].split())
+    done = CliRunner().invoke(app, [*words, "--help"])
+    assert done.exit_code == 0
+    assert f"megalite {' '.join(words)}" in " ".join(done.output.split("Example:")[1].split())
 
 
 def test_the_help_has_an_example_of_the_way_from_text_to_a_model() -> None:
