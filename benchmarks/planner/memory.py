@@ -34,6 +34,7 @@ if __name__ == "__main__":  # before torch is imported by anybody: malloc reads 
 from benchmarks.planner.bloom import ALONE, DEFECTIVE, TABLE, run_of
 from benchmarks.planner.memory_published import published_memory_of
 from benchmarks.planner.published import read
+from launch.planning.this_machine import has_bf16_units
 from launch.runtime.devices import cpu_count
 from megalite.config import ModelConfig, ResolvedLayout, resolve_layout
 from megalite.config.known_bad import installed_versions
@@ -169,7 +170,9 @@ def rows_of(case: Case) -> list[Row]:
     """Predicted and measured."""
     job, layout = job_of(case)
     mesh = Mesh.of(layout)
-    tensors, process = memory_of(job, Device("cpu")), memory_of(job, CPU)
+    is_wide = not has_bf16_units()
+    tensors = memory_of(job, Device("cpu", widens_bf16=is_wide))
+    process = memory_of(job, replace(CPU, widens_bf16=is_wide))
     rows = []
     for rank, measured in enumerate(measure(case)):
         stage = mesh.coordinate(rank).pipeline_rank

@@ -253,11 +253,15 @@ class _Stage:
 
     def _backward_starts(self) -> Moment:
         working = self.last.backward + self.states.one_gradient * self.largest_of_blocks
-        head = 0.0
-        if self.shape.has_head and self.states.are_scattered:
-            head = BYTES[self.job.gradient_accumulation_dtype] * self.embedding
+        first = 0.0
+        if self.shape.has_head and (self.states.are_scattered or self.states.opened):
+            first = BYTES[self.job.gradient_accumulation_dtype] * self.embedding
+        if self.states.opened and not self.device.maps_lazily:
+            first = self.states.opened
+        if self.states.opened and self.job.micro_batches > 1:  # it has been opened before
+            first = 0.0
         buckets = {} if self.states.gathered else {"communication buffers": self._bucket(self.embedding)}
-        return self._during(self.most_activations + self.passing, working=working, gradients=head, **buckets)
+        return self._during(self.most_activations + self.passing, working=working, gradients=first, **buckets)
 
     def _backward_ends(self) -> Moment:
         """Returns the larger of two moments: all gradients exist and only the first block's activations of the last
@@ -267,7 +271,7 @@ class _Stage:
         of_embedding = self.size * self.embedding + states.one_gradient if self.shape.has_embedding else 0.0
         working = max(in_block, of_embedding) - first.kept
         moment = self._during(first.kept + self.passing, working=working)
-        if states.are_scattered:
+        if states.are_scattered or states.opened:
             moment["gradients"] = states.gradients
         if not states.gathered:
             moment["communication buffers"] = self._bucket()
@@ -306,7 +310,10 @@ class _Stage:
             parts["communication buffers"] += self._bucket() / 2
         parts["gloo"] = parts.get("gloo", 0.0) + self._pieces()
         # what an update copies has room where gradients were reduced
-        parts["step copies"] = moments["optimizer step"].get("step copies", 0.0)
+        parts["step copies"] = self.states.stepping
+        if self.states.opened:
+            copied = self.states.updating - self.states.own_gradients
+            parts["step copies"] = max(0.0, copied - self.states.reducing)
         return most, parts | {"first weights": self.states.building / 2}
 
     def _pieces(self) -> float:

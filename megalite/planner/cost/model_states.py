@@ -28,6 +28,7 @@ class States:
     gradients: float  # of a step, once backward is through
     are_scattered: bool = False  # each parameter has its own gradient; else they are in one buffer
     stay: bool = False  # that buffer is always there
+    opened: float = 0.0  # the first of buffers that exist from their first gradient on
     one_gradient: float = 0.0  # of one parameter, on its way into the flat buffer
     bucket: float = 0.0  # through which gradients are reduced while backward runs
     reducing: float = 0.0  # copies, once backward is through
@@ -56,15 +57,15 @@ def _reduced_beside_backward(job: TrainingWorkload, numbers: float, largest: flo
     size, accumulated, d = BYTES[job.dtype], BYTES[job.gradient_accumulation_dtype], job.layout.data_parallel_size
     has_sums = job.dtype == "bf16" and accumulated == 4  # BF16_Optimizer
     widened = 4 * numbers / d if accumulated < 4 else 0.0  # this rank's partition
-    gradients, bucket = accumulated * numbers, max(job.gradient_bucket_size, largest)
+    gradients, bucket = accumulated * numbers, min(numbers, max(job.gradient_bucket_size, largest))
     return States(
         weights=size * numbers,
         optimizer=_optimizer(job, size < 4) * numbers / d,
         gradients=gradients,
-        are_scattered=not has_sums,
         stay=has_sums,
+        opened=0.0 if has_sums else accumulated * bucket,
         one_gradient=size * largest,
-        reducing=(BYTES[job.reduction_dtype] * min(numbers, bucket) if d > 1 else 0.0) + widened,
+        reducing=(BYTES[job.reduction_dtype] * bucket if d > 1 else 0.0) + widened,
         own_gradients=gradients + widened,
         updating=(0.0 if has_sums else gradients) + widened + _sgd(job, numbers),
         building=4 * numbers if has_sums else _first_copies(job, numbers),

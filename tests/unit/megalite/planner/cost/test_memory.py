@@ -296,6 +296,20 @@ def test_a_tied_head_has_no_optimizer_state() -> None:
     assert tied.parts["gradients"] == untied.parts["gradients"]
 
 
+def test_a_bucket_of_gradients_is_there_whole_when_backward_begins() -> None:
+    """One of all parameters beside the activations of all blocks; smaller ones come as those go. On a CPU it takes
+    memory as gradients are written to it, but room of its own."""
+    job = replace(GPT, dtype="fp32", gradient_accumulation_dtype="fp32", global_batch_size=1, stack=MEGALITE)
+    numbers = stage_shapes(job.model, 1, 1)[0].parameters
+    whole = replace(job, gradient_bucket_size=numbers)
+    small = replace(job, gradient_bucket_size=1)  # each parameter has one
+    (one,), (other,) = memory_of(whole, TENSORS), memory_of(small, TENSORS)
+    assert (one.moment, one.parts["gradients"]) == ("start of backward", 4 * numbers)
+    assert other.total < one.total
+    (touched,), (kept,) = memory_of(whole, Device("cpu", maps_lazily=True)), memory_of(whole, CPU)
+    assert touched.parts["gradients"] < one.parts["gradients"] == kept.parts["gradients"] == 4 * numbers
+
+
 @pytest.mark.parametrize(
     ("changes", "offloads", "micro_batches", "measured_mib"),
     [
