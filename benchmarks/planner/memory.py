@@ -34,8 +34,8 @@ if __name__ == "__main__":  # before torch is imported by anybody: malloc reads 
 from benchmarks.planner.bloom import ALONE, DEFECTIVE, TABLE, run_of
 from benchmarks.planner.memory_published import published_memory_of
 from benchmarks.planner.published import read
-from launch.planning.this_machine import has_bf16_units
 from launch.runtime.devices import cpu_count
+from launch.runtime.host_probe import has_bf16_units
 from megalite.config import ModelConfig, ResolvedLayout, resolve_layout
 from megalite.config.known_bad import installed_versions
 from megalite.parallel.mesh import Mesh
@@ -272,7 +272,7 @@ def report(rows: list[Row]) -> str:
             "The model: hidden 640, 5 layers, 8 heads, 4 key/value heads, 1792 intermediate features, 8192 tokens; two "
             "sequences of 512 tokens in a micro-batch, fp32. *Process* is the peak resident set after five steps, in "
             "the environment of `megalite train`, where malloc keeps what is freed; it differs between runs, and "
-            "between ranks of one run that do the same, by up to 10 %. What tensors take follows from formulas; the "
+            "between ranks of one run that do the same, by up to 18 %. What tensors take follows from formulas; the "
             "room that malloc loses between them is a model of a few measured constants (`_own_room`, `_gathers` and "
             "`_pieces` of megalite/planner/cost/memory.py), and they were measured on these layouts.",
             "",
@@ -281,7 +281,8 @@ def report(rows: list[Row]) -> str:
             "",
             "## Published figures",
             "",
-            "Korthikanti 2022, Figures 1 and 7, and ZeRO's Table 1 are tests: planner/cost/test_memory.py.",
+            "Korthikanti 2022, Figures 1 and 7, and ZeRO's Table 1 are tests: "
+            "tests/unit/megalite/planner/cost/test_memory.py.",
             "",
             *bloom(),
             "",

@@ -27,7 +27,7 @@ from megalite.planner.workload import TrainingWorkload
 NEARLY_FULL = 0.9  # of a device's memory
 MARGIN = 0.2
 """Part of the prediction that is left out before a run is refused. Without the memory of a process before its model is
-built, no prediction that was measured was too high by more than 15 % (benchmarks/results/planner_memory.md), so what
+built, no prediction that was measured was too high by more than 23 % (benchmarks/results/planner_memory.md), so what
 does fit is not refused."""
 
 OFFLOADED = (("zero_optimization", "offload_optimizer"), ("zero_optimization", "offload_param"))
