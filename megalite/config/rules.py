@@ -42,6 +42,7 @@ def broken_rules(config: Config, data_parallel_size: int | None, device: Device 
         *_deepspeed(config, device),
         *_gradient_reduction(config, device),
         *_offload(config),
+        *_offload_to_nvme(config),
         *_precision(config, device),
         *_batch(config, data_parallel_size),
         *_schedule(config),
@@ -107,8 +108,8 @@ def _deepspeed(config: Config, device: Device | None) -> Iterator[str]:
     for name, is_used in (("zenflow", zero.get("zenflow")), ("offload_optimizer.ratio", is_partial)):
         if is_used:
             yield (
-                f"deepspeed.zero_optimization.{name} needs an optimizer of DeepSpeed's own, but a run's are plain "
-                "torch ones: remove it"
+                f"deepspeed.zero_optimization.{name} makes DeepSpeed update part of the weights with an optimizer "
+                "that it adds, whose state no checkpoint would hold: remove it"
             )
     if zero.get("compute_grad_norm", True) is False:
         yield (
@@ -164,6 +165,19 @@ def _offload(config: Config) -> Iterator[str]:
         yield (
             "deepspeed.zero_force_ds_cpu_optimizer true would end a run with offload.optimizer cpu where DeepSpeed's "
             "Adam does not compile: remove it, as that Adam is used wherever it does"
+        )
+
+
+def _offload_to_nvme(config: Config) -> Iterator[str]:
+    zero_stage = config.parallel.zero_stage
+    if zero_stage == 3 or ("parallel", "zero_stage") in config.unresolved_options:
+        return
+    section = config.deepspeed.get("zero_optimization", {}).get("offload_optimizer")
+    if isinstance(section, dict) and section.get("device") == "nvme":
+        yield (
+            "deepspeed.zero_optimization.offload_optimizer.device nvme keeps the optimizer's state in host memory "
+            f"with parallel.zero_stage {zero_stage}, as DeepSpeed moves it to NVMe under stage 3 alone: remove "
+            "offload_optimizer and set offload.optimizer cpu, or use zero_stage 3"
         )
 
 

@@ -19,9 +19,11 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar, cast
 
 import psutil
 import torch.distributed as dist
@@ -32,6 +34,7 @@ from megalite.engine.deepspeed_internals import use_cpu_adam
 BUILD_LIMIT = timedelta(minutes=5)  # 90 s on two cores
 BUILD = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
 
+Value = TypeVar("Value")
 log = logging.getLogger(__name__)
 
 
@@ -41,17 +44,50 @@ def why_no_cpu_adam(limit: timedelta = BUILD_LIMIT) -> str | None:
     One rank of each host compiles, unless the cache has a library for its CPU and versions, and the others wait.
     Returns None, or the first rank's reason why it is usable on none.
     """
-    library, host = cached_library(), socket.gethostname()
-    compiles = from_all_ranks(host, str).index(host) == dist.get_rank() and not library.exists()
-    if any(from_all_ranks(compiles, bool)) and dist.get_rank() == 0:
-        log.info(
-            "offload.optimizer cpu: compiling DeepSpeed's Adam for the CPU, once for this CPU and these versions, in "
-            f"some minutes, at most {limit.total_seconds():g} s"
-        )
-    failures = from_all_ranks(_problem(lambda: compile_into(library, limit)) if compiles else None, str | None)
-    if not any(failures):
-        failures = from_all_ranks(_problem(lambda: use_cpu_adam(_loaded(library))), str | None)
-    return next(filter(None, failures), None)
+    try:
+        library, is_to_be_made = _on_all_ranks(_place_in_cache)
+        host = socket.gethostname()
+        compiles = from_all_ranks(host, str).index(host) == dist.get_rank() and is_to_be_made
+        if any(from_all_ranks(compiles, bool)):
+            if dist.get_rank() == 0:
+                log.info(
+                    "offload.optimizer cpu: compiling DeepSpeed's Adam for the CPU, once for this CPU and these "
+                    f"versions, in some minutes, at most {limit.total_seconds():g} s"
+                )
+            _on_all_ranks(partial(compile_into, library, limit) if compiles else lambda: None)
+        _on_all_ranks(lambda: use_cpu_adam(_loaded(library)))
+    except _NotUsable as reason:
+        return str(reason)
+    return None
+
+
+class _NotUsable(Exception):
+    """The first rank's reason."""
+
+
+def _on_all_ranks(attempt: Callable[[], Value]) -> Value:
+    """Returns what the attempt returns; collective. Raises _NotUsable on all ranks where one of them fails for want of
+    a compiler, a library or a place."""
+    result, reason = None, None
+    try:
+        result = attempt()
+    except (OSError, RuntimeError, ImportError) as error:
+        text = str(error).encode(errors="backslashreplace").decode()  # a name of a file may be no text
+        reason = text.splitlines()[0] if text else type(error).__name__
+    if first := next(filter(None, from_all_ranks(reason, str | None)), None):
+        raise _NotUsable(first)
+    return cast(Value, result)
+
+
+def _place_in_cache() -> tuple[Path, bool]:
+    """Returns the place of the library, in a folder that is there, and whether it is still to be compiled."""
+    library = cached_library()
+    library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        found = library.stat()
+    except FileNotFoundError:
+        return library, True
+    return library, found.st_uid == os.getuid() and _others_may_write(found)  # one of another user cannot be replaced
 
 
 def cached_library() -> Path:
@@ -82,6 +118,7 @@ def compile_into(library: Path, limit: timedelta) -> None:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
+            errors="backslashreplace",
         ) as build:
             try:
                 _, errors = build.communicate(timeout=limit.total_seconds())
@@ -96,6 +133,7 @@ def compile_into(library: Path, limit: timedelta) -> None:
         compiled = next(Path(folder).rglob("*.so"), None)
         if compiled is None:
             raise RuntimeError("its compilation ended without an error and without a library")
+        compiled.chmod(0o700)  # a linker lets all write whom the umask does not forbid it
         compiled.replace(library)
 
 
@@ -117,21 +155,16 @@ def _kill_with_descendants(process_id: int) -> None:
             process.kill()
 
 
+def _others_may_write(found: os.stat_result) -> bool:
+    return bool(found.st_mode & 0o022)
+
+
 def _loaded(library: Path) -> ModuleType:
-    owner = library.stat()
-    if owner.st_uid != os.getuid() or owner.st_mode & 0o022:
+    found = library.stat()
+    if found.st_uid != os.getuid() or _others_may_write(found):
         raise RuntimeError(f"{library} may be written to by other users")
     spec = importlib.util.spec_from_file_location("cpu_adam", library)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _problem(attempt: Callable[[], object]) -> str | None:
-    """Returns what an attempt raises for want of a compiler, a library or a place, as one line."""
-    try:
-        attempt()
-    except (OSError, RuntimeError, ImportError) as error:
-        return str(error).splitlines()[0] if str(error) else type(error).__name__
-    return None

@@ -282,7 +282,7 @@ def _is_finite(numbers: Any) -> bool:
 
 @contextmanager
 def _nonfinite_hooks(engine: Engine) -> Iterator[list[FirstNonfinite]]:
-    """Installs the hooks on all layers and parameters; yields the list that they fill."""
+    """Installs the hooks on all layers, parameters and the copy of a tied weight; yields the list that they fill."""
     hooks, model = _NonfiniteHooks(engine.activity), engine.deepspeed.module
     handles = []
     for layer in (part for part in model.modules() if hasattr(part, "layer_name")):
@@ -292,8 +292,11 @@ def _nonfinite_hooks(engine: Engine) -> Iterator[list[FirstNonfinite]]:
             around = name.rpartition(".")[0] if path else name
             handles.append(part.register_forward_pre_hook(partial(hooks.check_forward, around)))
             handles.append(part.register_forward_hook(partial(hooks.check_forward, name)))
-    for name, parameter in engine.parameters():
-        handles.append(parameter.register_hook(partial(hooks.check_gradient, name)))
+    weights: list[tuple[str, Tensor]] = list(engine.parameters())
+    if (tied := engine.tied_weight) is not None and not isinstance(tied.weight, nn.Parameter):
+        weights.append((tied.name, tied.weight))  # the head's copy, whose gradients leave its rank only as a sum
+    for name, weight in weights:
+        handles.append(weight.register_hook(partial(hooks.check_gradient, name)))
     try:
         yield hooks.sightings
     finally:

@@ -55,7 +55,10 @@ class _Clock:
 @contextmanager
 def planted(engine: Engine, case: Case, rank: int, plant: Plant) -> Iterator[None]:
     """Something is wrong while it is open."""
-    clock, model, parameters = _Clock(plant, case.accumulation), engine.deepspeed.module, dict(engine.parameters())
+    clock, model = _Clock(plant, case.accumulation), engine.deepspeed.module
+    parameters: dict[str, Tensor] = dict(engine.parameters())
+    if engine.tied_weight is not None:
+        parameters[engine.tied_weight.name] = engine.tied_weight.weight
     if plant.kind == "sum":
         hook = parameters[plant.where].register_hook(lambda gradient: torch.full_like(gradient, 3e38))
         yield

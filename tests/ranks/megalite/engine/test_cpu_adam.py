@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -113,13 +113,69 @@ def test_without_a_compiler_all_ranks_know_why(tmp_path: Path) -> None:
     assert reasons[0] is not None and "it does not compile: " in reasons[0] and reasons == reasons[:1] * 2
 
 
-def test_others_who_may_write_the_library_are_not_trusted(tmp_path: Path) -> None:
-    with patch.dict(os.environ, {"XDG_CACHE_HOME": str(tmp_path)}):
-        library = cached_library()
+def _fails_on_rank_1(rank: int, home: str, name: str, failure: Exception) -> str | None:
+    with (
+        patch.dict(os.environ, {"HOME": home}),
+        patch.object(Path, name, side_effect=failure) if rank else nullcontext(),
+    ):
+        os.environ.pop("XDG_CACHE_HOME", None)
+        with patch("megalite.engine.cpu_adam.BUILD", ""), patch("megalite.engine.cpu_adam.log.info") as said:
+            reason = why_no_cpu_adam()
+    assert not said.called, "nothing is compiled"
+    return reason
+
+
+@pytest.mark.parametrize(
+    ("name", "failure", "reason"),
+    [
+        ("expanduser", RuntimeError("Could not determine home directory."), "Could not determine home directory."),
+        ("stat", PermissionError(13, "Permission denied", "/root/x"), "[Errno 13] Permission denied: '/root/x'"),
+        ("mkdir", OSError("no room in /\udcff"), r"no room in /\udcff"),
+    ],
+)
+def test_a_cache_that_one_rank_cannot_look_into_is_a_reason_on_all(
+    name: str, failure: Exception, reason: str, tmp_path: Path
+) -> None:
+    """It was looked into between two collectives: that rank ended, and the others waited for it."""
+    assert run_ranks(_fails_on_rank_1, 2, str(tmp_path), name, failure) == [reason] * 2
+
+
+LINKED = "import os; os.open(os.environ['TORCH_EXTENSIONS_DIR'] + '/a.so', os.O_CREAT, 0o777)"  # as a linker makes it
+
+
+def _reason_in_group(rank: int, cache: str, user: int) -> str | None:
+    kept = os.umask(0o002)
+    try:
+        with patch("os.getuid", lambda: user):
+            return _reason_with(rank, LINKED, cache)
+    finally:
+        os.umask(kept)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_library_is_its_users_alone_under_any_umask(is_there: bool, tmp_path: Path) -> None:
+    """One that others may write to is compiled anew: it was refused, again and again."""
+    library = _library_in(tmp_path)
+    if is_there:
+        library.parent.mkdir(parents=True)
+        library.write_text("old")
+        library.chmod(0o775)
+    (reason,) = run_ranks(_reason_in_group, 1, str(tmp_path), os.getuid())
+    assert library.stat().st_size == 0 and library.stat().st_mode & 0o777 == 0o700
+    assert reason is not None and "file too short" in reason, "it is not even loaded"
+
+
+def test_a_library_of_another_user_is_not_trusted(tmp_path: Path) -> None:
+    library = _library_in(tmp_path)
     library.parent.mkdir(parents=True)
-    library.touch(mode=0o600)
-    library.chmod(0o666)
-    assert run_ranks(_reason, 1, str(tmp_path), "g++") == [f"{library} may be written to by other users"]
+    library.touch(mode=0o700)
+    reason = f"{library} may be written to by other users"
+    assert run_ranks(_reason_in_group, 1, str(tmp_path), os.getuid() + 1) == [reason]
+
+
+def _library_in(cache: Path) -> Path:
+    with patch.dict(os.environ, {"XDG_CACHE_HOME": str(cache)}):
+        return cached_library()
 
 
 def _trained(rank: int, case: Case, root: Path, resumes: bool) -> tuple[Numbers, Any]:

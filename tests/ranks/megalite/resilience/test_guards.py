@@ -45,7 +45,11 @@ def _blame(rank: int, runs: list[tuple[Case, list[Plant]]]) -> list[tuple[str, d
 
 
 DOWN, UP = "model.layers.3 mlp.down_proj", "model.layers.1 mlp.up_projections"
-QKV, NORM = "model.layers.4.self_attn.qkv_proj.weight", "model.layers.0.input_layernorm.weight"
+EMBEDDING, QKV, NORM = (
+    "model.embed_tokens.weight",
+    "model.layers.4.self_attn.qkv_proj.weight",
+    "model.layers.0.input_layernorm.weight",
+)
 
 TWO_RANKS = [
     (
@@ -71,6 +75,10 @@ TWO_RANKS = [
             Plant("backward", DOWN, 1, 2),  # spreads to the first stage
             Plant("weight", NORM, 0, 1),
         ],
+    ),
+    (
+        Case(pp=2, accumulation=2, model={"tie_word_embeddings": True}),
+        [Plant("gradient", EMBEDDING, 1, 2)],  # the head's, which is no parameter there
     ),
     (
         Case(dp=2, zero=2, accumulation=2),

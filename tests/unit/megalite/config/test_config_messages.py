@@ -169,6 +169,14 @@ BAD_OVERRIDES = [
         "offload.optimizer=cpu deepspeed.zero_optimization.overlap_comm=true",
         ["overlap_comm has no effect", "summed after backward", "remove it"],
     ),
+    (
+        "deepspeed.zero_optimization.offload_optimizer.device=nvme",
+        ["offload_optimizer.device nvme keeps", "parallel.zero_stage 1", "set offload.optimizer cpu", "zero_stage 3"],
+    ),
+    (
+        "deepspeed.zero_optimization.offload_optimizer.device=nvme parallel.zero_stage=2",
+        ["offload_optimizer.device nvme keeps", "parallel.zero_stage 2", "set offload.optimizer cpu", "zero_stage 3"],
+    ),
     ("offload.optimizer=nvme", ["offload.optimizer", "none", "cpu"]),
     ("offload.activations=true", ["offload.activations", "none", "cpu"]),
     (
@@ -460,6 +468,12 @@ def test_rules_are_checked_beside_wrong_values(minimal: Path) -> None:
     assert len(found) == 3, found
     assert found[1].startswith('override "parallel.tensor_parallel_size=3": model.num_attention_heads 4 cannot')
     assert found[2].startswith('override "training.global_batch_size=9": training.global_batch_size 9 is not')
+
+
+@pytest.mark.parametrize("stage", ["3", "auto"])
+def test_nvme_goes_with_stage_3_and_with_one_that_is_yet_to_be_chosen(minimal: Path, stage: str) -> None:
+    nvme = "deepspeed.zero_optimization.offload_optimizer.device=nvme"
+    load_config(minimal, [nvme, f"parallel.zero_stage={stage}"])
 
 
 def test_a_rule_is_not_blamed_on_an_option_that_is_wrong_by_itself(minimal: Path) -> None:

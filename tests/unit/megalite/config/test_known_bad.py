@@ -249,8 +249,8 @@ RULES = {
         {"zero_optimization": {"zenflow": None}},
     ),
     "offload_optimizer.ratio": (
-        {"zero_optimization": {"offload_optimizer": {"device": "nvme", "ratio": 0.5}}},
-        {"zero_optimization": {"offload_optimizer": {"device": "nvme", "ratio": 1.0}}},
+        {"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}},
+        {"zero_optimization": {"offload_optimizer": {"ratio": 1.0}}},
     ),
     "compute_grad_norm": (
         {"zero_optimization": {"compute_grad_norm": False}},

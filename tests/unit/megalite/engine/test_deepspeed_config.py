@@ -128,7 +128,8 @@ def test_the_users_section_is_merged_deep() -> None:
         "data_types": {},
     }
     kept = copy.deepcopy(theirs)
-    plain, result = made(1), made(1, deepspeed=theirs)
+    stage_3 = {"zero_stage": 3}  # under others nothing goes to NVMe
+    plain, result = made(1, parallel=stage_3), made(1, parallel=stage_3, deepspeed=theirs)
     assert result["zero_optimization"] == plain["zero_optimization"] | {
         "allgather_bucket_size": 7,
         "offload_optimizer": {"device": "nvme", "pin_memory": True},
