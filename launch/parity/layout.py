@@ -73,6 +73,7 @@ class ParityLayout:
             "zero_stage": self.zero,
             "pipeline_schedule": self.schedule,
             "pipeline_chunks": self.chunks or None,
+            "gradient_bucket_size": base.parallel.gradient_bucket_size,
         }
         values["recompute"] = {"mode": self.recompute.split("/") if "/" in self.recompute else self.recompute}
         batch, parts = base.training.global_batch_size, self.dp * self.accumulation

@@ -61,11 +61,6 @@ def whole(quantity: Quantity, values: Mapping[str, np.ndarray]) -> Iterator[Arra
         yield ArrayBlock(quantity, name, value.shape, tuple(slice(0, size) for size in value.shape), value)
 
 
-# stages sum the gradient of a tied weight in different orders, so its copies, moments and fp32 master weights may
-# differ by rounding; weights in compute precision are bitwise equal, which each rank checks itself
-SUMMED_ELSEWHERE = 1e-4  # of the largest entry
-
-
 def assemble(ranks: Sequence[Iterable[ArrayBlock]]) -> tuple[Observations, list[str]]:
     """Returns global arrays from all ranks' blocks, and a sentence for each array whose copies differ between ranks.
 
@@ -82,10 +77,8 @@ def assemble(ranks: Sequence[Iterable[ArrayBlock]]) -> tuple[Observations, list[
                 first_writer[block.quantity, block.name] = np.full(block.shape, -1, dtype=np.int32)
             target = arrays[block.name][block.where]
             writers = first_writer[block.quantity, block.name][block.where]
-            is_summed = block.quantity.kind in ("gradient", "exp_avg", "exp_avg_sq", "weight")
-            allowed = SUMMED_ELSEWHERE * float(np.abs(block.value).max(initial=0.0)) if is_summed else 0.0
             copies = writers >= 0
-            differ = copies & ~np.isclose(target, block.value, rtol=0, atol=allowed, equal_nan=True)
+            differ = copies & ~np.isclose(target, block.value, rtol=0, atol=0, equal_nan=True)
             if differ.any():
                 other = int(writers[differ].flat[0])
                 size = np.abs(target[differ] - block.value[differ]).max()

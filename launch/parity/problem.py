@@ -20,7 +20,7 @@ import numpy as np
 from launch.errors import LaunchError
 from launch.parity.layout import ParityLayout
 from launch.parity.small_model import small_model
-from megalite.config import Config
+from megalite.config import Config, ModelConfig
 from megalite.config.model import DROPOUTS
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
@@ -151,8 +151,8 @@ def make_problem(
     model = model.model_copy(update={"initializer_range": spread})
     values = config.model_dump(mode="json")
     values["model"] = model.model_dump(mode="json")
-    # options of a layout, not of the problem
-    values |= {"parallel": {}, "recompute": {}}
+    # the other options of these sections are those of a layout, not of the problem
+    values |= {"parallel": {"gradient_bucket_size": _bucket_size(config, model)}, "recompute": {}}
     rows = math.lcm(*(layout.dp * layout.accumulation for layout in layouts))
     if rows > MOST_ROWS:
         raise LaunchError(
@@ -174,6 +174,13 @@ def make_problem(
     _note_change(changes, "precision.float32_matmul_precision", config.precision.float32_matmul_precision, precise)
     values["precision"] |= {"float32_matmul_precision": precise}
     return ParityProblem(Config.model_validate(values), seed, steps, tuple(changes))
+
+
+def _bucket_size(config: Config, model: ModelConfig) -> int:
+    """Returns the bucket that the user has set; else one of about a matrix, so that there are many."""
+    if "gradient_bucket_size" in config.parallel.model_fields_set:
+        return config.parallel.gradient_bucket_size
+    return model.hidden_size * model.intermediate_size
 
 
 def _note_change(changes: list[str], option: str, before: Any, after: Any) -> None:

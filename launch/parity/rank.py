@@ -40,7 +40,7 @@ def solve(rank: int, problem: ParityProblem, layout: ParityLayout, trainings: Se
 
 def _engine(problem: ParityProblem, layout: ParityLayout, training: Training) -> Engine:
     """Builds the layout's engine at the problem's initial weights."""
-    config = _as_if_large(layout.config(training.config), training)
+    config = _partitioned_as_if_large(layout.config(training.config), training)
     device: Device = "cuda" if torch.cuda.is_initialized() else "cpu"
     resolved = resolve_layout(config, layout.world_size, device)
     engine = build_engine(layers_of(config, recompute_of_blocks(config, resolved)), config, resolved)
@@ -56,20 +56,15 @@ def _engine(problem: ParityProblem, layout: ParityLayout, training: Training) ->
     return engine
 
 
-def _as_if_large(config: Config, training: Training) -> Config:
-    """Sets those of DeepSpeed's sizes that the user has not set, so that this model is treated as a large one.
-
-    A bucket holds about one matrix, so that there are many. ZeRO-3 partitions everything in one training, and keeps
-    vectors whole in the other.
-    """
-    model = config.model
+def _partitioned_as_if_large(config: Config, training: Training) -> Config:
+    """Makes ZeRO-3 partition everything in one training and keep vectors whole in the other, unless the user has said
+    what it keeps."""
+    if config.parallel.zero_stage < 3:
+        return config
     values = config.model_dump(mode="json")
-    if "gradient_bucket_size" not in config.parallel.model_fields_set:
-        values["parallel"]["gradient_bucket_size"] = model.hidden_size * model.intermediate_size
-    if config.parallel.zero_stage == 3:
-        sizes = values["deepspeed"].setdefault("zero_optimization", {})
-        kept = model.hidden_size if training.keeps_vectors_whole else 0
-        sizes.setdefault("stage3_param_persistence_threshold", kept)
+    sizes = values["deepspeed"].setdefault("zero_optimization", {})
+    kept = config.model.hidden_size if training.keeps_vectors_whole else 0
+    sizes.setdefault("stage3_param_persistence_threshold", kept)
     return Config.model_validate(values)
 
 

@@ -154,8 +154,8 @@ def timeline_caption(timeline: Timeline, time: StepTime) -> str:
         f"The {NAMES[timeline.schedule]} schedule of one step, simulated from each stage's forward and backward time; "
         f"numbers are micro-batches, {timeline.micro_batches:,} in a step.",
         f"Stages compute {percent(busy)} of {seconds(timeline.makespan_s)} (the sum above counts "
-        f"{seconds(time.seconds - after_s)}); then gradients are reduced over replicas and weights "
-        f"updated, which is not drawn ({seconds(after_s)}).",
+        f"{seconds(time.seconds - after_s)}); what replicas still have to exchange then, and the update of weights, "
+        f"are not drawn ({seconds(after_s)}).",
     ]
     sentences.append("With more micro-batches per step, the idle time at start and end weighs less.")
     if timeline.chunks > 1:

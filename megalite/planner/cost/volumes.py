@@ -168,9 +168,6 @@ def data_moved(job: TrainingWorkload, stage: StageShape) -> Moved:
         return Moved()
     weights, count = stage.parameters * BYTES[job.dtype], job.micro_batches
     gradients = stage.parameters * BYTES[job.reduction_dtype]
-    if layout.zero_stage > 1 and job.model.tie_word_embeddings and len(stage.chunks) > 1 and stage.has_head:
-        # a stage with both ends of the model hands a tied embedding's gradient over from each of two chunks
-        gradients += embedding_parameters(job.model, layout.tensor_parallel_size) * BYTES[job.reduction_dtype]
     if stack.replicas == "all_reduce":
         return Moved(all_reduce=gradients)
     if job.reduces_beside_backward or stack.replicas == "sharded_optimizer":
@@ -181,7 +178,22 @@ def data_moved(job: TrainingWorkload, stage: StageShape) -> Moved:
         is_kept = stage.parameters <= KEPT_BY_ZERO_3 and layout.pipeline_parallel_size == 1
         uses = 1 if is_kept and stack.replicas == "deepspeed" else 2
         return Moved(reduce_scatter=count * gradients, all_gather=count * uses * weights)
-    return Moved(all_reduce=(count if layout.zero_stage == 2 else 1) * gradients, all_gather=weights)
+    if layout.zero_stage == 2:
+        return Moved(all_reduce=count * gradients + _from_tied_head(job, stage), all_gather=weights)
+    return Moved(all_reduce=gradients, all_gather=weights)
+
+
+def _from_tied_head(job: TrainingWorkload, stage: StageShape) -> int:
+    """Returns the bytes of the gradients that a tied head in another chunk hands over to the embedding.
+
+    With both chunks on one stage that is after each micro-batch; from another stage they come as one sum per step, in
+    as many parts as `_tied_parts` in engine/pipelined.py says.
+    """
+    count = job.micro_batches
+    if not (job.model.tie_word_embeddings and stage.has_embedding) or job.layout.pipeline_parallel_size == 1:
+        return 0
+    times = count if stage.has_head else {"fp32": 1, "bf16": 3, "fp16": count + 1}[job.dtype]
+    return times * embedding_parameters(job.model, job.layout.tensor_parallel_size) * BYTES[job.reduction_dtype]
 
 
 def _pipeline(job: TrainingWorkload) -> Mapping[tuple[int, int], int]:

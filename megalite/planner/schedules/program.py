@@ -1,13 +1,15 @@
 """One stage's part of an optimizer step: its passes, and the messages that it receives and sends between them.
 
-Every ordered pair of stages that exchange messages has a communicator of its own, in which messages arrive in the order
-in which they were sent. So a stage begins to receive in the order of the sender's table, which it knows, and no message
-needs a tag. A stage waits for what a pass needs right before it, and for what it sends at the end of the step.
+Messages from one stage to another arrive in the order in which they were sent. So a stage begins to receive in the
+order of the sender's table, which it knows, and no message needs a tag. A stage waits for what a pass needs right
+before it; for its sends at the end of the step, and for the oldest ones earlier where more are on their way than the
+model has chunks.
 
 All stages begin their sends and receptions in one common order: that in which the messages are ready if every pass
 takes a unit of time and messages none. The first message that is not through yet can then always be sent: what it
 depends on came before it, and both its ends have begun it, or will without waiting for anything behind it. So a step
-ends however few communicators stages share, even with one for all messages; `rendezvous.py` checks it. No torch.
+ends however few communicators stages share, even with one for all messages, and wherever a stage waits for sends
+that it has begun before; `rendezvous.py` checks it. No torch.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class Receive(NamedTuple):
 
 
 class Send(NamedTuple):
-    """The begin of a transmission, for which nobody waits before the end of the step."""
+    """The begin of a transmission, which no pass waits for; many later, the stage waits before it begins another."""
 
     message: Message
 

@@ -2,7 +2,8 @@
 
 The rules are NCCL's. A stage's operations of one communicator run one at a time, in the order in which they were begun;
 a send ends only together with its reception. Beginning an operation takes no time; a pass waits for the message that
-it needs, and the end of the step for everything. No torch.
+it needs, a send until at most as many of the stage's earlier ones are on their way as the model has chunks
+(`_await_sends` in engine/pipeline_runtime.py), and the end of the step for everything. No torch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from megalite.planner.schedules.program import Compute, Message, MessageKind, Pr
 class Communicators(enum.Enum):
     """Rule by which operations of a stage share a communicator."""
 
-    ORDERED_PAIR = enum.auto()  # those with one source and one target: how the engine runs
+    # those with one source and one target. The engine's process groups (engine/stage_messages.py) hold messages of
+    # several pairs each, but none of two pairs of one stage, so what waits for what is the same
+    ORDERED_PAIR = enum.auto()
     SIDE = enum.auto()  # those with earlier stages, and those with later ones: programs end with these too
 
 
@@ -41,6 +44,7 @@ class _Run:
         self.programs, self.communicators = programs, communicators
         self.done = [0] * len(programs)  # actions of each stage
         self.queues: defaultdict[Queue, deque[Receive | Send]] = defaultdict(deque)
+        self.sending: list[deque[Message]] = [deque() for _ in programs]  # by stage, oldest first
         self.arrived: set[Message] = set()
         self.forwards: set[tuple[int, int]] = set()  # (position, micro-batch)
         self.gradients: set[tuple[int, int]] = set()  # of inputs
@@ -58,22 +62,34 @@ class _Run:
             raise ValueError("; ".join(waits[:MOST_NAMED]) + rest)
 
     def _advance(self, stage: int) -> list[int]:
-        """Runs a stage until it has to wait; returns the stages for which a message has arrived."""
+        """Runs a stage until it has to wait; returns the stages whose messages have arrived."""
         program, woken = self.programs[stage], []
         while self.done[stage] < len(program):
             action = program[self.done[stage]]
-            if not isinstance(action, Compute):
+            if self._must_wait(stage, action):
+                break
+            if isinstance(action, Compute):
+                self._compute(stage, action)
+            else:
                 self._check_sent(stage, action)
+                if isinstance(action, Send):
+                    self.sending[stage].append(action.message)
                 queue = self._queue(stage, action)
                 self.queues[queue].append(action)
                 if len(self.queues[queue]) == 1:
                     woken += self._match(queue)
-            elif action.needs is not None and action.needs not in self.arrived:
-                break
-            else:
-                self._compute(stage, action)
             self.done[stage] += 1
         return woken
+
+    def _must_wait(self, stage: int, action: Compute | Receive | Send) -> bool:
+        if isinstance(action, Compute):
+            return action.needs is not None and action.needs not in self.arrived
+        if isinstance(action, Receive):
+            return False
+        sending = self.sending[stage]
+        while sending and sending[0] in self.arrived:
+            sending.popleft()
+        return len(sending) > self.last + 1
 
     def _queue(self, stage: int, operation: Receive | Send) -> Queue:
         message = operation.message
@@ -105,7 +121,7 @@ class _Run:
                 other.popleft()
                 changed.append(other_key)
                 self.arrived.add(message)
-                woken.append(message.target)
+                woken += [message.target, message.source]
         return woken
 
     def _compute(self, stage: int, work: Compute) -> None:
@@ -138,6 +154,12 @@ class _Run:
     def _blocked(self, stage: int) -> str:
         """Says what a stage waits for, and why it does not come."""
         work = self.programs[stage][self.done[stage]]
+        if isinstance(work, Send):
+            message = self.sending[stage][0]
+            text = f"rank {stage} waits before sending {work.message} until rank {message.target} has {message}"
+            if Receive(message) not in self.programs[message.target][: self.done[message.target]]:
+                return f"{text}, which it has not begun to receive"
+            return f"{text}, behind other messages"
         assert isinstance(work, Compute) and work.needs is not None
         message = work.needs
         text = f"rank {stage} waits before {work} for {message} from rank {message.source}"

@@ -68,7 +68,7 @@ CASES = [
     Case(tp=2, pp=2, accumulation=2, sequence_parallel=True, sequence=34, recompute=("none", "full")),
     Case(pp=3, schedule="interleaved", accumulation=3, model=SIX_BLOCKS | {"residual_dropout": 0.1}),
     Case(pp=2, dp=2, zero=2, schedule="zb-v", accumulation=4, model=SIX_BLOCKS | {"tie_word_embeddings": True}),
-    Case(pp=2, dp=2, zero=2, schedule="zero-bubble", accumulation=3, dtype="bf16"),
+    Case(pp=2, dp=2, zero=2, accumulation=3, dtype="bf16", model={"tie_word_embeddings": True}),
 ]
 
 
@@ -174,6 +174,21 @@ def test_weights_that_do_not_stay_are_gathered_twice_per_micro_batch(
         measured = seen[2 * stage]
         assert 0.88 * moved.all_gather < measured["all_gather", ranks] <= moved.all_gather, f"stage {stage}"
         assert abs(measured["reduce_scatter", ranks] - moved.reduce_scatter) <= ABSOLUTE, f"stage {stage}"
+
+
+@pytest.mark.parametrize(("dtype", "parts"), [("fp32", 1), ("bf16", 3), ("fp16", 5)])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_zero_2_reduces_a_tied_embedding_once_more_per_part_of_its_heads_gradient(
+    schedule: str, dtype: str, parts: int
+) -> None:
+    """On the embedding's stage alone, which has one or several chunks. Ranks on a CPU cannot count fp16."""
+    model = SIX_BLOCKS | {"tie_word_embeddings": True}
+    config = _config(Case(pp=2, dp=2, zero=2, schedule=schedule, accumulation=4, dtype=dtype, model=model))
+    layout = resolve_layout(config, 4, "cuda")
+    first, last = stages_of(config, layout)
+    moved = volumes(TrainingWorkload.of(config, layout), (first, last)).data
+    assert last.tied_copy and moved[1].all_reduce == 4 * 4 * last.parameters
+    assert moved[0].all_reduce == 4 * 4 * first.parameters + 4 * parts * last.tied_copy
 
 
 def test_a_ring_passes_on_what_patarasuk_and_yuan_say() -> None:

@@ -11,7 +11,7 @@ from launch.errors import LaunchError
 from launch.parity.layout import ParityLayout
 from launch.parity.problem import make_problem
 from megalite.config import Config
-from tests.helpers.odd_sizes import config_of, problem
+from tests.helpers.odd_sizes import MODEL, config_of, problem
 
 BIG = {
     "vocab_size": 128_256,
@@ -88,6 +88,14 @@ def test_learning_rates_that_nothing_could_be_seen_at_are_changed_and_said() -> 
         assert any("learning_rate" in change for change in asked.changes) == (rate != wanted)
     rates = [asked.training().learning_rate(step) for step in range(3)]
     assert len(set(rates)) == 3, "a schedule that is not followed must show"
+
+
+def test_every_layout_reduces_in_the_buckets_that_the_config_states_or_in_many() -> None:
+    layout = ParityLayout(dp=2, zero=2)
+    for stated, wanted in (({"gradient_bucket_size": 7}, 7), ({}, MODEL["hidden_size"] * MODEL["intermediate_size"])):
+        asked = make_problem(config_of(parallel=stated), [layout], seed=1, steps=3, full=False)
+        for training in (asked.training(), asked.sgd(0.1, 1.0)):
+            assert layout.config(training.config).parallel.gradient_bucket_size == wanted
 
 
 def test_what_cannot_be_verified_is_one_sentence() -> None:

@@ -316,6 +316,26 @@ def test_a_faster_pipeline_schedule_is_named() -> None:
     assert not any("pipeline_schedule" in line for line in caveats(alone, search(alone, cpus(1))))
 
 
+def test_a_faster_pipeline_schedule_must_fit() -> None:
+    """On accelerators with a little less memory than the fastest schedule needs, another one; with still less, none."""
+    parallel: dict[str, Any] = {"tensor_parallel_size": 8, "pipeline_parallel_size": 4, "sequence_parallel": True}
+    config = config_of(LLAMA_70B, 128, 4096, precision={"dtype": "bf16"}, parallel=parallel)
+    cluster = h100(16)
+    plain = module.judged(config, resolve_layout(config, 128, "cuda"), cluster)
+
+    def faster(memory_bytes: float) -> module.LayoutCandidate | None:
+        kind = cluster.accelerator.model_copy(update={"memory_gib": memory_bytes / 2**30})
+        return module.with_faster_schedule(config, plain, cluster.model_copy(update={"accelerator": kind}))
+
+    fastest = faster(cluster.memory_bytes)
+    assert fastest is not None
+    too_little = fastest.fullest.total - 2**20
+    other = faster(too_little)
+    assert other is not None and other.fullest.total <= too_little
+    assert other.layout.pipeline_schedule != fastest.layout.pipeline_schedule
+    assert faster(plain.fullest.total + 2**20) is None
+
+
 def test_a_number_format_without_a_peak_is_told_before_memory() -> None:
     """Else nothing could be timed, and only what does not fit would be told."""
     training = {"global_batch_size": 8, "micro_batch_size": 1, "sequence_length": 64, "steps": 1}

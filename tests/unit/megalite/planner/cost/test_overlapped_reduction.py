@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.planner.published import gpt, nodes_of
-from megalite.planner.cost.communication_time import Ring
+from megalite.planner.cost.communication_time import Ring, data_ring
 from megalite.planner.cost.overlapped_reduction import reduction_ends_s
 from megalite.planner.cost.shapes import stages_of_job
 from megalite.planner.cost.step_time import step_time
-from megalite.planner.cost.volumes import data_moved
+from megalite.planner.cost.volumes import Moved, data_moved
 from megalite.planner.schedules.simulation import LastGradients, PipelineTimes, last_gradients
 from megalite.planner.schedules.tables import Schedule
 from megalite.planner.workload import ParallelLayout, TrainingWorkload
@@ -55,6 +55,23 @@ def test_what_else_uses_the_links_comes_on_top() -> None:
     shape, ring = stages_of_job(JOB)[1], Ring(4, 1e7, 0.0)
     alone, shared = (reduction_ends_s(JOB, shape, ring, LAST, others_s) for others_s in (0.0, 0.5))
     assert shared - alone == pytest.approx(3 * 0.5)
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "dp", "waits_for_tensors", "waits_for_messages"),
+    [(2, 1, 4, True, False), (2, 2, 2, True, True), (2, 2, 4, True, False), (8, 2, 2, False, True)],
+)
+def test_reductions_beside_backward_wait_for_messages_on_the_same_links(
+    tp: int, pp: int, dp: int, waits_for_tensors: bool, waits_for_messages: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside a node, or between nodes. Reductions themselves take no time here."""
+    monkeypatch.setattr("megalite.planner.cost.step_time.reduction_ends_s", lambda *arguments: arguments[-1])
+    job, cluster = TrainingWorkload(JOB.model, ParallelLayout(tp, pp, dp), 512, 64), nodes_of(tp * pp * dp, "A100-80GB")
+    time, ring = step_time(job, cluster), data_ring(job.layout, cluster)
+    gathered = max(data_moved(job, shape).all_gather for shape in stages_of_job(job))
+    others_s = time.parts["replicas"] - ring.seconds(Moved(all_gather=gathered))
+    tensors_s = waits_for_tensors * sum(stage.tensor_s for stage in time.stages) / pp
+    assert others_s == pytest.approx(tensors_s + waits_for_messages * time.between_stages_s) and others_s > 0
 
 
 @pytest.mark.parametrize("stages", [2, 5])

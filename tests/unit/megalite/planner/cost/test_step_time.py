@@ -23,7 +23,7 @@ from benchmarks.planner.published import (
 from megalite.config import ModelConfig
 from megalite.planner.cost.communication_time import boundary_s, data_ring, tensor_ring
 from megalite.planner.cost.layer_time import Speed, block_work, dense_flops, head_flops, score_flops
-from megalite.planner.cost.shapes import parameters, stage_shapes
+from megalite.planner.cost.shapes import parameters, stage_shapes, stages_of_job
 from megalite.planner.cost.step_time import step_time
 from megalite.planner.cost.volumes import Moved, data_moved, hidden_state_bytes
 from megalite.planner.hardware import Cluster, catalogue
@@ -268,6 +268,20 @@ def test_ranks_on_a_cpu_hide_nothing() -> None:
     assert ring.latency_s > 0 and time.hidden_s == 0
     assert time.parts["replicas"] == pytest.approx(moved_s + messages * ring.latency_s, rel=1e-6)
     assert step_time(job, nodes_of(8, "H100")).hidden_s > 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "passes"),
+    [("1f1b", 1, 1), ("interleaved", 2, 2), ("zero-bubble", 1, 2), ("zb-v", 2, 4)],  # that hand gradients over
+)
+def test_zero_2_reduces_after_every_pass_of_a_pipeline(schedule: Any, chunks: int, passes: int) -> None:
+    """2 (n - 1) messages in each of the all-reduces, and n - 1 in the gather of weights, beside the bytes."""
+    layout = ParallelLayout(1, 2, 4, chunks, zero_stage=2, micro_batch_size=1, pipeline_schedule=schedule)
+    job, cluster = TrainingWorkload(SMALL, layout, 512, 64), nodes_of(8, "A100-80GB")
+    largest = max(stages_of_job(job), key=lambda stage: stage.parameters)
+    ring, moved = data_ring(layout, cluster), data_moved(job, largest)
+    expected_s = moved.per_link(4) / ring.bytes_per_s + (16 * passes * 2 * 3 + 3) * ring.latency_s
+    assert step_time(job, cluster).parts["replicas"] == pytest.approx(expected_s, rel=1e-9)
 
 
 def test_masks_double_fused_attention_and_windows_bound_what_counts() -> None:

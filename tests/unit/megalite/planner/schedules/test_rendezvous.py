@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite.planner.schedules.passes import Task
 from megalite.planner.schedules.program import (
     Compute,
     Program,
@@ -21,6 +22,8 @@ from megalite.planner.schedules.program import (
 from megalite.planner.schedules.rendezvous import Communicators, check_programs
 from megalite.planner.schedules.tables import PassKind, Schedule, chunks_needed, placement, splits_backward
 from tests.helpers.pipeline_schedules import DrawnSchedule, pipeline_schedules
+
+KINDS = (PassKind.FORWARD, PassKind.BACKWARD)
 
 
 @given(pipeline_schedules(most_stages=8))
@@ -133,6 +136,27 @@ def test_receptions_begun_early_block_a_shared_communicator_and_no_other() -> No
     check_programs(programs)
     with pytest.raises(ValueError, match=r"rank 1 waits before the forward of micro-batch 0 .* behind other messages"):
         check_programs(programs, Communicators.SIDE)
+
+
+def test_sends_that_wait_for_earlier_ones_must_end_too() -> None:
+    """Rank 0 sends everything before it begins to receive, and rank 1 answers at once: the engine keeps
+    only so many sends in memory, and then each would wait for the other."""
+    forwards, backwards = ([Task(kind, number, 0) for number in range(20)] for kind in KINDS)
+    answers = [task for pair in zip(forwards, backwards, strict=True) for task in pair]
+    first, second = programs_of([forwards + backwards, answers], (0, 1))
+    check_programs((first, second))
+    late: list[Compute | Receive | Send] = []
+    for action in first:
+        if isinstance(action, Compute) and action.needs is not None:
+            late.append(Receive(action.needs))
+        if not isinstance(action, Receive):
+            late.append(action)
+    words = (
+        "rank 0 waits before sending the activation of micro-batch 16 for position 1 until rank 1 has the activation "
+        "of micro-batch 13 for position 1, which it has not begun to receive; rank 1 waits before sending the gradient"
+    )
+    with pytest.raises(ValueError, match=words):
+        check_programs((tuple(late), second))
 
 
 @pytest.mark.parametrize("schedule", Schedule)
