@@ -117,7 +117,7 @@ def test_the_clip_bites_at_some_steps_and_not_at_others() -> None:
 
 
 @pytest.mark.slow
-def test_tied_copies_stay_equal_although_their_stages_sum_in_another_order() -> None:
+def test_tied_copies_stay_equal_to_the_bit() -> None:
     """At this size they did not: a rounding per step, and the self-check of a run would have stopped it."""
     layouts = [ParityLayout(pp=2, dp=3), ParityLayout(tp=2, pp=2, dp=2)]
     sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "vocab_size": 2048}
