@@ -172,7 +172,7 @@ def test_a_disk_that_is_full_for_a_while_holds_up_nothing(
 def test_a_slow_writer_has_one_save_on_its_way(config: dict[str, Any], references: References, tmp_path: Path) -> None:
     """A save is due after every step and takes much longer: the next one waits, and training says for how long."""
     config["training"]["steps"], config["checkpoint"]["interval"] = 6, 1
-    run_dir, slow_s, most = Path(config["run_dir"]), 0.5, 0
+    run_dir, slow_s, most = Path(config["run_dir"]), 2.0, 0
     with session(tmp_path / "session", config, fault=(slow_writer, (slow_s,))) as running:
         while any(process.is_alive() for process in running.ranks):
             most = max(most, len(list((run_dir / "checkpoints").glob(".step_*.tmp"))))
