@@ -95,8 +95,9 @@ check: $(DEV_INSTALLED)
 # Where Python keeps no bytecode, each of the workers and of the hundreds of commands that tests start compiles all our
 # modules again.
 unexport PYTHONDONTWRITEBYTECODE
-# Tests of one file stay on one of the workers, so that they share their fixtures.
-WORKERS ?= 4
+# Tests of one file stay on one of the workers, so that they share their fixtures. On two cores ranks of a fourth worker
+# would mostly wait for each other: eight files took 145 s on four and 118 s on two.
+WORKERS ?= 3
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: check

@@ -78,7 +78,7 @@ _POOLS: dict[int, _Pool] = {}  # by world size, the one used last at the end
 _RENEWALS: list[str] = []
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 300) -> list[Any]:
     """`function(rank, *arguments)` on `world_size` ranks; the results in rank order. Raises RankFailure."""
     task = pickle.dumps((Path.cwd(), sys.path, timeout_s, pickle.dumps((function, arguments))))
     try:
