@@ -87,7 +87,7 @@ def train(rank: int, case: Case) -> tuple[float, float]:
 )
 def test_peak_of_each_rank(case: Case, tmp_path: Path) -> None:
     """What the ranks take beside their baseline: not hidden behind what python and torch take anyway. Within 12 %:
-    alone on the machine they differ by up to 7 %, and once, where other tests computed beside it, a rank took 11 % more."""
+    alone on the machine they differ by up to 7 %, and once, beside other tests, a rank took 11 % more."""
     config, mesh = case.config(), Mesh(case.tp, case.pp, case.dp)
     job = TrainingWorkload.of(config, resolve_layout(config, case.world_size, "cpu"))
     stages = memory_of(job, replace(CPU, keeps_freed=False))
