@@ -14,7 +14,7 @@ from launch.output import Table, print_csv, print_json
 from launch.runtime.printing import say
 from megalite.config import ConfigError
 from megalite.planner.schedules.simulation import PipelineTimes, Timeline, bubble_closed_form, simulate_schedule
-from megalite.planner.schedules.tables import Schedule, check_schedule, chunks_needed, splits_backward
+from megalite.planner.schedules.tables import Schedule, chunks_needed, splits_backward
 
 WIDTH = 100
 MOST_TASKS = 2_000_000  # take a few seconds
@@ -67,8 +67,9 @@ def schedule(
         raise LaunchError(f"--between-stages-ms {between_stages_ms:g}: give milliseconds of at least 0, such as 0.5")
     forward_s, backward_s = _seconds("--forward-ms", forward_ms, stages), _seconds("--backward-ms", backward_ms, stages)
     weight_s = None if weight_gradient_ms is None else _seconds("--weight-gradient-ms", weight_gradient_ms, stages)
+    times = PipelineTimes(forward_s, backward_s, between_stages_ms / 1000, weight_s)
     try:
-        times = PipelineTimes(forward_s, backward_s, between_stages_ms / 1000, weight_s)
+        times.check()
     except ConfigError as error:
         raise LaunchError(f"--weight-gradient-ms {weight_gradient_ms}: {error}") from None
     if not any((*times.forward_s, *times.backward_s)):
@@ -93,13 +94,11 @@ def _simulate(
     for each in asked:
         chunks = pieces if each is Schedule.INTERLEAVED else chunks_needed(each)
         try:
-            check_schedule(each, times.stages, micro_batches, chunks)
+            timelines.append(simulate_schedule(each, times, micro_batches, chunks))
         except ConfigError as error:
             if len(asked) == 1:
                 raise
             left_out.append(f"left out: {error}")
-        else:
-            timelines.append(simulate_schedule(each, times, micro_batches, chunks))
     return timelines, left_out
 
 
