@@ -145,7 +145,7 @@ def _cpu_offload(options: dict[str, Any]) -> str | None:
 def offloads_to_nvme(options: dict[str, Any]) -> bool:
     """Returns whether DeepSpeed keeps the optimizer's state on NVMe."""
     section = options.get("zero_optimization", {}).get("offload_optimizer")
-    return isinstance(section, dict) and section.get("device", "none") != "none"
+    return isinstance(section, dict) and section.get("device") == "nvme"
 
 
 def _check_nested(options: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from megalite.config.config import Config
-from megalite.config.deepspeed import is_on
+from megalite.config.deepspeed import is_on, offloads_to_nvme
 from megalite.config.errors import ConfigError
 from megalite.config.model_rules import problems_with_model
 from megalite.config.pipeline_rules import problems_with_pipeline
@@ -172,8 +172,7 @@ def _offload_to_nvme(config: Config) -> Iterator[str]:
     zero_stage = config.parallel.zero_stage
     if zero_stage == 3 or ("parallel", "zero_stage") in config.unresolved_options:
         return
-    section = config.deepspeed.get("zero_optimization", {}).get("offload_optimizer")
-    if isinstance(section, dict) and section.get("device") == "nvme":
+    if offloads_to_nvme(config.deepspeed):
         yield (
             "deepspeed.zero_optimization.offload_optimizer.device nvme keeps the optimizer's state in host memory "
             f"with parallel.zero_stage {zero_stage}, as DeepSpeed moves it to NVMe under stage 3 alone: remove "
