@@ -22,16 +22,9 @@ from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import BlockInput, SerialModel, make_layer
 from megalite.parallel.loss import head_loss
 from models.decoder import decoder_layers
+from tests.helpers.odd_sizes import MODEL
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 131,
-    "hidden_size": 48,
-    "intermediate_size": 101,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.1,
-}
+SIZES: dict[str, Any] = MODEL | {"initializer_range": 0.1}
 SERIAL = TensorParallel()
 
 
