@@ -13,7 +13,7 @@ from functools import lru_cache
 from megalite.config import Config, ModelConfig, ResolvedLayout
 from megalite.config.sections import PipelineSchedule
 from megalite.parallel.mesh import block_cost, head_cost, stage_boundaries
-from megalite.planner.schedules.tables import Schedule, placement
+from megalite.planner.schedules.tables import Schedule, placement, positions_by_stage
 from megalite.planner.workload import Recompute, TrainingWorkload
 
 
@@ -73,12 +73,8 @@ def even_stage_shapes(
 def _shapes(model: ModelConfig, tp: int, bounds: Sequence[int], where: Sequence[int]) -> tuple[StageShape, ...]:
     """Returns the shapes of the stages that hold the chunks between `bounds`."""
     shapes = []
-    for stage in range(max(where) + 1):
-        chunks = tuple(
-            ChunkBlocks(bounds[position], bounds[position + 1] - bounds[position])
-            for position, holder in enumerate(where)
-            if holder == stage
-        )
+    for stage, positions in enumerate(positions_by_stage(where)):
+        chunks = tuple(ChunkBlocks(bounds[at], bounds[at + 1] - bounds[at]) for at in positions)
         is_first, is_last, tied_copy = stage == where[0], stage == where[-1], 0
         shape = StageShape(0, chunks, is_first, is_last)
         numbers = sum(block_parameters(model, layer, tp) for layer in shape.layers)

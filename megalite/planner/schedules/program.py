@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from megalite.planner.schedules.passes import PassKind, Task
 from megalite.planner.schedules.simulation import PipelineTimes, run_orders
-from megalite.planner.schedules.tables import FOLDED, Schedule, placement, splits_backward, tasks_of
+from megalite.planner.schedules.tables import FOLDED, Schedule, placement, positions_by_stage, splits_backward, tasks_of
 
 
 class MessageKind(enum.StrEnum):
@@ -102,7 +102,7 @@ def forward_programs(schedule: Schedule, stages: int, micro_batches: int, chunks
         return 2 * number if schedule in FOLDED else number // stages * stages * chunks + number % stages
 
     orders = []
-    for positions in _positions(where):
+    for positions in positions_by_stage(where):
         passes = [(begin(n) + at, n, chunk) for n in range(micro_batches) for chunk, at in enumerate(positions)]
         orders.append([Task(PassKind.FORWARD, number, chunk) for _, number, chunk in sorted(passes)])
     return programs_of(orders, where)
@@ -117,7 +117,7 @@ def programs_of(orders: Sequence[Sequence[Task]], where: Sequence[int]) -> tuple
     timed = run_orders(orders, where, PipelineTimes([chunks] * stages, [2 * chunks] * stages))
     passes = [
         [_pass(where, positions[task.chunk], task) for task in order]
-        for order, positions in zip(orders, _positions(where), strict=True)
+        for order, positions in zip(orders, positions_by_stage(where), strict=True)
     ]
     results = [[_result(where, work) for work in order] for order in passes]
     ready = sorted(
@@ -131,11 +131,6 @@ def programs_of(orders: Sequence[Sequence[Task]], where: Sequence[int]) -> tuple
     for message in place_of:
         incoming[message.target].append(message)
     return tuple(_program(*each, place_of) for each in zip(passes, results, incoming, strict=True))
-
-
-def _positions(where: Sequence[int]) -> list[list[int]]:
-    """Returns the positions of each stage's chunks."""
-    return [[position for position, holder in enumerate(where) if holder == stage] for stage in range(max(where) + 1)]
 
 
 def _pass(where: Sequence[int], position: int, task: Task) -> Compute:

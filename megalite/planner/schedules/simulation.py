@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from megalite.config import ConfigError
 from megalite.planner.schedules.passes import PassKind, Task
-from megalite.planner.schedules.tables import Schedule, check_schedule, placement, tasks_of
+from megalite.planner.schedules.tables import Schedule, check_schedule, placement, positions_by_stage, tasks_of
 
 SIMULATED = 4  # micro-batches per stage, beyond which a step goes on as before
 
@@ -227,7 +227,7 @@ def _sorted_steps(orders: Sequence[Sequence[Task]], where: Sequence[int]) -> _Or
     """Forwards need the position before, gradients the one after. What a task needs of its own chunk comes earlier in
     its order. Raises ValueError if stages wait for each other forever."""
     last, most = len(where) - 1, 1 + max((task.micro_batch for order in orders for task in order), default=0)
-    positions = [[at for at, holder in enumerate(where) if holder == stage] for stage in range(len(orders))]
+    positions = positions_by_stage(where)
     is_ready = bytearray(2 * len(where) * most + 2)
     is_ready[NOTHING] = True
     steps = _OrderedPasses(*(array("l") for _ in _OrderedPasses._fields))

@@ -25,6 +25,7 @@ __all__ = [
     "chunks_needed",
     "placement",
     "position_of",
+    "positions_by_stage",
     "splits_backward",
     "tasks_of",
 ]
@@ -52,6 +53,11 @@ def placement(schedule: Schedule, stages: int, chunks: int) -> tuple[int, ...]:
     """Returns the stage that holds each position of the model."""
     stage_at = {position_of(schedule, stages, s, chunk): s for s in range(stages) for chunk in range(chunks)}
     return tuple(stage_at[position] for position in range(stages * chunks))
+
+
+def positions_by_stage(where: Sequence[int]) -> list[list[int]]:
+    """Returns the positions of each stage's chunks; `where` names the stage of each position, as `placement` does."""
+    return [[position for position, holder in enumerate(where) if holder == stage] for stage in range(max(where) + 1)]
 
 
 def splits_backward(schedule: Schedule) -> bool:
