@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Self, TypeVar
 
 from megalite.config import Config, ModelConfig, ResolvedLayout
-from megalite.config.sections import Dtype, PipelineSchedule, RecomputeMode
+from megalite.config.sections import Dtype, PipelineSchedule, RecomputeConfig, RecomputeMode
 from megalite.planner.schedules.tables import Schedule
 from megalite.planner.units import of_stages
 
@@ -34,6 +34,10 @@ class ParallelLayout:
     @property
     def schedule(self) -> Schedule:
         return Schedule(self.pipeline_schedule)
+
+    @property
+    def recompute_by_stage(self) -> tuple[Recompute, ...]:
+        return RecomputeConfig(mode=self.recompute).by_stage(self.pipeline_parallel_size)
 
     @property
     def world_size(self) -> int:

@@ -108,6 +108,6 @@ def memory_caption(stages: Sequence[StageMemory], limit_bytes: float, layout: Pa
     elif layout.tensor_parallel_size > 1 and not layout.sequence_parallel:
         remedy = "sequence_parallel"
     else:
-        mode = layout.recompute if isinstance(layout.recompute, str) else layout.recompute[fullest.stage]
+        mode = layout.recompute_by_stage[fullest.stage]
         remedy = "recomputation" if mode != "full" else "a larger tensor parallel size"
     return f"{summary}. If a run needs more than predicted, {remedy} helps most."

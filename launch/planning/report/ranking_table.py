@@ -30,7 +30,7 @@ def ranking_table(candidates: Sequence[LayoutCandidate], limit_bytes: float) -> 
             "DP": str(layout.data_parallel_size),
             "ZeRO": str(layout.zero_stage),
             "micro-batch": str(layout.micro_batch_size),
-            "recompute": layout.recompute if isinstance(layout.recompute, str) else of_stages(layout.recompute),
+            "recompute": of_stages(layout.recompute_by_stage),
             "sequence parallel": "yes" if layout.sequence_parallel else "no",
             "step time": step,
             " ": _inline_bar(f"{row_id}-time", TIME_WIDTH, time.seconds / slowest, "useful", f"{layout}: {step}"),

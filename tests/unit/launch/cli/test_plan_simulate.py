@@ -169,7 +169,7 @@ def test_each_stage_has_its_time() -> None:
         ),
         (
             ("--schedule", "all", "--weight-gradient-ms", "1e300"),
-            "weight gradient is a part of the backward pass",
+            "--weight-gradient-ms 1e300: the weight gradient is a part of the backward pass",
         ),
         (("--forward-ms", "0", "--backward-ms", "0"), "a schedule needs work"),
         (("--micro-batches", "1000000"), "take --micro-batches 83333 or fewer"),
