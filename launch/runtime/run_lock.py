@@ -24,8 +24,8 @@ from megalite.checkpoint.small_files import SAFELY, open_to_write, read_small_fi
 LOCK = ".lock"
 LONGEST_BYTES = 4096
 LARGEST_PROCESS_ID = 1 << 22  # of Linux, linux/threads.h
-LOOKED_AT_S = 0.3  # `is_locked` holds the lock for microseconds, which must not make a start fail
-RETRY_S = 0.05
+LOOKED_AT_S = 1.0  # `is_locked` holds the lock for a moment, longer on a busy host, which must not make a start fail
+RETRY_S = 0.02
 
 
 @dataclass(frozen=True)

@@ -44,13 +44,17 @@ LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("
 
 
 class _Names:
-    """What a module or a class binds to its names, and what is in the containers among it."""
+    """What a module or a class binds to its names, and what is in the containers among it and among the defaults of
+    its functions: `_register_deepspeed_module` (runtime/zero/parameter_offload.py) counts modules in one."""
 
     def __init__(self, owner: Any) -> None:
         self._owner, self._names = owner, vars(owner)
         self._values = self._names.copy()
         public = {name: value for name, value in self._values.items() if not name.startswith("__")}
-        self._contents = [(value, value.copy()) for value in public.values() if type(value) in CONTAINERS]
+        functions = [value for value in public.values() if isinstance(value, FunctionType)]
+        defaults = [each for function in functions for each in function.__defaults__ or ()]
+        containers = [each for each in (*public.values(), *defaults) if type(each) in CONTAINERS]
+        self._contents = [(each, each.copy()) for each in containers]
         self._caches = [cache for value in public.values() for cache in _caches_of(value)]
 
     def put_back(self) -> None:

@@ -86,12 +86,15 @@ def train(rank: int, case: Case) -> tuple[float, float]:
     ids=str,
 )
 def test_peak_of_each_rank(case: Case, tmp_path: Path) -> None:
-    """What the ranks take beside their baseline: not hidden behind what python and torch take anyway. Within 12 %:
-    alone on the machine they differ by up to 7 %, and once, beside other tests, a rank took 11 % more."""
+    """What the ranks take beside their baseline: not hidden behind what python and torch take anyway. Within 10 %:
+    alone on the machine they differ by up to 7 %. A kernel that is short of memory takes pages of libraries away, which
+    makes the baseline too low by what comes back; so what is off is measured again."""
     config, mesh = case.config(), Mesh(case.tp, case.pp, case.dp)
     job = TrainingWorkload.of(config, resolve_layout(config, case.world_size, "cpu"))
     stages = memory_of(job, replace(CPU, keeps_freed=False))
-    for rank, (before, peak) in enumerate(_measure(case, tmp_path)):
-        predicted = stages[mesh.coordinate(rank).pipeline_rank]
-        mib = f"{predicted.total / 2**20:.0f} MiB predicted, {(peak - before) / 2**20:.0f} measured"
-        assert predicted.total == pytest.approx(peak - before, rel=0.12), f"rank {rank}: {mib} {predicted}"
+    predicted = [stages[mesh.coordinate(rank).pipeline_rank].total for rank in range(case.world_size)]
+    for _ in range(3):
+        measured = [peak - before for before, peak in _measure(case, tmp_path)]
+        if predicted == pytest.approx(measured, rel=0.10):
+            return
+    assert predicted == pytest.approx(measured, rel=0.10), stages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -40,22 +41,12 @@ def test_who_holds_a_lock_is_seen_from_another_process_until_it_is_killed(tmp_pa
 def test_a_reader_never_makes_a_start_fail(tmp_path: Path) -> None:
     """A shared lock is in the way of an exclusive one for the moment in which it is held."""
     (tmp_path / LOCK).touch()
-    is_over = threading.Event()
-
-    def look() -> None:
-        while not is_over.is_set():
-            is_locked(tmp_path)
-
-    readers = [threading.Thread(target=look) for _ in range(3)]
-    for reader in readers:
-        reader.start()
-    try:
-        for _ in range(30):
-            take_lock(tmp_path).close()
-    finally:
-        is_over.set()
-        for reader in readers:
-            reader.join()
+    with (tmp_path / LOCK).open() as looked_at:
+        fcntl.flock(looked_at, fcntl.LOCK_SH)
+        moment = threading.Timer(0.1, fcntl.flock, (looked_at, fcntl.LOCK_UN))
+        moment.start()
+        take_lock(tmp_path).close()
+        moment.join()
 
 
 def test_an_older_version_s_empty_lock_names_nobody_and_another_host_is_not_judged(tmp_path: Path) -> None:
