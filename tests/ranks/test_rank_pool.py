@@ -213,7 +213,8 @@ def test_an_engine_computes_the_same_after_others_and_leaves_nothing() -> None:
     close_pools()
     case = Case(tp=2, zero=3, dtype="bf16")
     fresh = run_fresh_ranks(_trains, 2, case)
-    runs = [run_ranks(_trains, 2, each) for each in [case, Case(pp=2, zero=3), case, Case(dp=2, zero=2), case, case, case]]
+    others = Case(pp=2, zero=3), Case(dp=2, zero=2)
+    runs = [run_ranks(_trains, 2, each) for each in [case, others[0], case, others[1], case, case, case]]
     for at in (0, 2, 4, 5, 6):
         assert [losses for losses, *_ in runs[at]] == [losses for losses, *_ in fresh]
     for rank in (0, 1):
