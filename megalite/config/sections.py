@@ -332,11 +332,46 @@ class WandbConfig(Section):
     """`offline` writes to the run folder, needs no network, and can be uploaded later."""
 
 
+class TimelineConfig(Section):
+    """What every rank did in chosen steps, for `megalite trace`; steps 10, 100, 1000, ... and the last are kept anyway.
+
+    Each takes some kilobytes to some megabytes for a rank, in the run folder's `timeline`.
+    """
+
+    every: NonNegativeInt = 0
+    """Keep every so many steps too; 0: none."""
+
+    steps: tuple[PositiveInt, ...] = Field(default=(), examples=[(5, 500)])
+    """Keep these steps too."""
+
+    ranks: Literal["all"] | tuple[NonNegativeInt, ...] = Field(default="all", examples=[(0, 8)])
+    """Ranks that keep theirs; an empty list: none, and no step is kept."""
+
+    keep: PositiveInt = 20
+    """Number of steps that are kept; the oldest ones make room."""
+
+
+class ProfileConfig(Section):
+    """Profiles of chosen steps by torch.profiler, which makes these steps slower."""
+
+    steps: tuple[PositiveInt, ...] = Field(default=(), examples=[(20, 21)])
+    """Steps to profile; a file `profile_next` in the run folder asks for the next step while the run goes on."""
+
+    memory: bool = False
+    """Write a snapshot of the accelerator's memory with each profile."""
+
+
 class MonitorConfig(Section):
     """Console output, plots and tracking services."""
 
     log_interval: PositiveInt = 1
-    """Steps between lines on the console."""
+    """Steps between lines on the console, and between entries of what steps spent their time on."""
+
+    timeline: TimelineConfig = Field(default_factory=TimelineConfig)
+    """Timelines of chosen steps."""
+
+    profile: ProfileConfig = Field(default_factory=ProfileConfig)
+    """Profiles of chosen steps."""
 
     plot: bool = True
     """Write `loss.png` to the run folder at the end."""

@@ -15,6 +15,7 @@ from enum import StrEnum
 from time import monotonic
 from typing import Any, NamedTuple
 
+from megalite.engine.tape import Tape
 from megalite.parallel.mesh import Mesh
 
 RING = 64  # records: some steps of a plain engine, the last few micro-batches of a pipeline stage
@@ -127,6 +128,7 @@ class Activity:
         self._ring: deque[tuple[Any, ...]] = deque(maxlen=RING)  # the fields of a `Note`
         self._resumed: tuple[Any, ...] | None = None  # the record behind the last interruption
         self._phase, self._phase_number, self._step = Phase.STARTING, 0, 0
+        self.tape: Tape | None = None  # takes all records, if there is one
         self.begin_phase(Phase.STARTING)
 
     def begin_phase(self, phase: Phase, step: int | None = None) -> None:
@@ -155,9 +157,10 @@ class Activity:
         chunk: int | None = None,
     ) -> None:
         """Records the operation that comes next. Build `peers` before the run: that costs more than the record."""
-        self._ring.append(
-            (monotonic(), self._phase_number, self._step, self._phase, operation, micro_batch, peers, chunk)
-        )
+        entry = (monotonic(), self._phase_number, self._step, self._phase, operation, micro_batch, peers, chunk)
+        self._ring.append(entry)
+        if self.tape is not None:
+            self.tape.add(entry)
 
     @contextmanager
     def interruption(self, operation: Operation, number: int, peers: tuple[int, ...]) -> Iterator[None]:

@@ -1,0 +1,150 @@
+"""Everything that a rank does in a step: its records of activity and its collectives, with their times.
+
+On a CPU times are the host's. On an accelerator the host runs ahead, so each moment is an event on the current stream,
+which is read once the host has waited for the device anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any, NamedTuple, Protocol
+
+LONGEST_TAPE = 20_000  # records, and as many collectives: 1 % of a step that has that many, some MB
+Entry = tuple[Any, ...]  # the fields of a `Note` (activity.py), the first of them its time
+
+
+class Event(Protocol):
+    """A moment on a stream, as `torch.cuda.Event(enable_timing=True)`."""
+
+    def record(self) -> None: ...
+    def query(self) -> bool: ...
+    def elapsed_time(self, end_event: Any) -> float: ...  # ms
+
+
+class Collective(NamedTuple):
+    """One call of a communication function of torch.distributed."""
+
+    began: float  # time.monotonic
+    seconds: float  # that the rank waited for it, or took to begin it if it is asynchronous
+    axis: str  # tensor, data, pipeline, tied or all: the ranks that take part
+    operation: str  # all_reduce, reduce_scatter, all_gather, broadcast, send, receive or another of torch's names
+    size: int  # bytes that it is handed, as megalite/planner/cost/volumes.py counts them
+
+
+class Recorded(NamedTuple):
+    """What a tape holds; times are on the scale of time.monotonic."""
+
+    entries: list[Entry]
+    collectives: list[Collective]
+    is_cut: bool  # there was more than fits
+
+
+class DeviceClock:
+    """Events from a pool, and their times.
+
+    An event costs the host a microsecond or two and the device nothing. `seconds` needs no synchronisation: it is asked
+    after the host has waited for the device.
+    """
+
+    def __init__(self, new_event: Callable[[], Event]) -> None:
+        self._new_event = new_event
+        self._pool: list[Event] = []
+        self._used: list[Event] = []
+        self._base, self._base_s = self._next(), monotonic()
+
+    def _next(self) -> Event:
+        event = self._pool.pop() if self._pool else self._new_event()
+        event.record()
+        return event
+
+    def mark(self) -> Event:
+        """Returns an event at this moment of the current stream."""
+        event = self._next()
+        self._used.append(event)
+        return event
+
+    def seconds(self, events: Sequence[Event]) -> list[float] | None:
+        """Returns when events took place, on the scale of time.monotonic; None if the device has not reached them."""
+        if events and not events[-1].query():
+            return None
+        return [self._base_s + self._base.elapsed_time(event) / 1000 for event in events]
+
+    def restart(self) -> None:
+        """Takes back all events, and measures later ones from this moment, in which the device must be idle."""
+        self._pool += [*self._used, self._base]
+        self._used = []
+        self._base, self._base_s = self._next(), monotonic()
+
+
+class Tape:
+    """The records and collectives of one rank since they were last taken; written by the threads of a step."""
+
+    def __init__(self, clock: DeviceClock | None = None) -> None:
+        """Without a clock the host's is used."""
+        self._clock = clock
+        self._entries: list[Entry] = []
+        self._entry_events: list[Event] = []
+        self._began: float | None = None  # the first record's time, as the last one of the tape before
+        self._collectives: list[tuple[Any, Any, str, str, int]] = []  # begin and end as `mark` returns them
+        self._is_cut = False
+
+    def add(self, entry: Entry) -> None:
+        """Adds a record; on a full tape it replaces the last one, so that the tape ends when the step does."""
+        if len(self._entries) >= LONGEST_TAPE:
+            self._is_cut = True
+            self._entries[-1] = entry
+            if self._clock is not None:
+                self._entry_events[-1].record()
+            return
+        self._entries.append(entry)
+        if self._clock is not None:
+            self._entry_events.append(self._clock.mark())
+
+    def mark(self) -> Any:
+        """Returns this moment, for `add_collective`."""
+        return monotonic() if self._clock is None else self._clock.mark()
+
+    def add_collective(self, began: Any, axis: str, operation: str, size: int) -> None:
+        """Adds a collective that began at a `mark` and has just returned."""
+        if len(self._collectives) >= LONGEST_TAPE:
+            self._is_cut = True
+            return
+        self._collectives.append((began, self.mark(), axis, operation, size))
+
+    def take(self) -> Recorded:
+        """Returns what was recorded before the last record, whose time is the end of it, and forgets it.
+
+        The last record stays as the first one of what comes. The host must have waited for the device.
+        """
+        entries, collectives, is_cut = self._entries, self._collectives, self._is_cut
+        last = entries[-1]
+        if self._clock is not None:
+            entries, collectives = self._on_device_time(entries, collectives)
+            self._began = entries[-1][0]
+            self._clock.restart()
+            self._entry_events = [self._clock.mark()]
+        self._entries, self._collectives, self._is_cut = [last], [], False
+        timed = [
+            Collective(began, ended - began, axis, operation, size)
+            for began, ended, axis, operation, size in collectives
+        ]
+        return Recorded(entries, timed, is_cut)
+
+    def _on_device_time(
+        self, entries: list[Entry], collectives: list[tuple[Any, Any, str, str, int]]
+    ) -> tuple[list[Entry], list[tuple[Any, Any, str, str, int]]]:
+        """Returns both with times of the device; with the host's, and no collectives, where it is behind."""
+        assert self._clock is not None
+        times = self._clock.seconds(self._entry_events)
+        begins = self._clock.seconds([began for began, *_ in collectives])
+        ends = self._clock.seconds([ended for _, ended, *_ in collectives])
+        if times is None or begins is None or ends is None:
+            return entries, []
+        if self._began is not None:
+            times[0] = self._began
+        timed = [(time, *entry[1:]) for time, entry in zip(times, entries, strict=True)]
+        return timed, [
+            (began, ended, axis, operation, size)
+            for began, ended, (_, _, axis, operation, size) in zip(begins, ends, collectives, strict=True)
+        ]
