@@ -5,7 +5,7 @@ In: the spans of a window and the collectives inside them. Out: seconds by part.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from megalite.engine.activity import Operation, Phase
@@ -79,7 +79,7 @@ def parts_of(spans: Iterable[Span], collectives: Sequence[Collective], waited: f
         part = part_of(span)
         seconds[part] += span.seconds
         if part in HOLDS_COLLECTIVES and span.note.phase is Phase.STEP:
-            for index in range(bisect_right(begins, span.start), bisect_right(begins, span.end)):
+            for index in range(bisect_left(begins, span.start), bisect_left(begins, span.end)):
                 collective = collectives[index]
                 inside = min(collective.seconds, span.end - collective.began)
                 seconds[part] -= inside
