@@ -20,6 +20,8 @@ from megalite.planner.units import plural
 
 if TYPE_CHECKING:
     from megalite.checkpoint.saver import Saved
+    from megalite.monitor.steps.breakdown import StepBreakdown
+    from megalite.monitor.steps.slow_ranks import SlowRank
     from megalite.resilience.checkpoint_interval import IntervalPlanner
 
 log = get_logger(__name__)
@@ -99,6 +101,14 @@ class RunLogger(Observer):
 
     def on_step(self, record: dict[str, Any]) -> None:
         self._for_each(lambda observer: observer.on_step(record))
+
+    def on_breakdown(self, breakdown: StepBreakdown) -> None:
+        self._for_each(lambda observer: observer.on_breakdown(breakdown))
+
+    def on_slow_rank(self, change: SlowRank) -> None:
+        facts = asdict(change)
+        self.event("slow_rank_over" if facts.pop("is_over") else "slow_rank", **facts, sentence=change.sentence())
+        self.log_notice(change.sentence())
 
     def on_end(self, ending: str, *, save_blocked_s: float = 0.0) -> None:
         self._for_each(lambda observer: observer.on_end(ending, save_blocked_s=save_blocked_s))

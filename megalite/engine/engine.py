@@ -260,6 +260,14 @@ class Engine(ABC):
         """Returns the group of the ranks that hold what this one holds, one per replica."""
         return self._grid.get_data_parallel_group()
 
+    def tensor_parallel_group(self) -> dist.ProcessGroup:
+        """Returns the group of the ranks that share this one's layers and samples."""
+        return self._grid.get_slice_parallel_group()
+
+    def pipeline_groups(self) -> list[dist.ProcessGroup]:
+        """Returns the groups of this rank's pipeline; none if the model is not cut into stages."""
+        return []
+
     def train_step(
         self, micro_batches: Sequence[MicroBatch], learning_rate: float, gate: StepGate | None = None
     ) -> StepResult:

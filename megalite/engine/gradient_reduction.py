@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.engine.activity import Activity, Operation
-from megalite.parallel.collectives import reduce_scatter_single
+from megalite.parallel.collectives import REDUCE_SCATTER
 
 
 @dataclass
@@ -163,7 +163,7 @@ class GradientReducer:
         with reducing, self._beside():
             bucket.on_wire = sums.to(self._wire_dtype)
             own = self._own(bucket.on_wire)
-            bucket.work = reduce_scatter_single(own, bucket.on_wire, group=self._group, async_op=True)
+            bucket.work = getattr(dist, REDUCE_SCATTER)(own, bucket.on_wire, group=self._group, async_op=True)
             if self._stream is not None:
                 self._settle(bucket)
 

@@ -51,6 +51,7 @@ class PipelinedEngine(Engine):
         neighbours = {pair for pair in pairwise(self._placement) if pair[0] != pair[1]}
         groups = PipelineGroups(self._grid, neighbours | {(after, before) for before, after in neighbours})
         groups.open(self._device)
+        self._message_groups = groups.all()
         self._context = StageContext(
             chunks,
             len(self._placement) - 1,
@@ -131,6 +132,9 @@ class PipelinedEngine(Engine):
     @property
     def needs_data(self) -> bool:
         return self.coordinate.pipeline_rank in (self._placement[0], self._placement[-1])
+
+    def pipeline_groups(self) -> list[dist.ProcessGroup]:
+        return [self._grid.get_pipe_parallel_group(), *self._message_groups]
 
     @property
     def _loss_peers(self) -> tuple[int, ...]:

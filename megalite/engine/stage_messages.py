@@ -110,6 +110,10 @@ class PipelineGroups:
             elif self._stage == target:
                 dist.recv(byte, src=self._ranks[source], group=self._group(source, target))
 
+    def all(self) -> list[dist.ProcessGroup]:
+        """Returns the groups."""
+        return list(self._groups.values())
+
     def _group(self, source: int, target: int) -> dist.ProcessGroup:
         return self._groups[self._kind_of[source, target]]
 

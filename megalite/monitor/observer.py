@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megalite.checkpoint.saver import Saved  # pulls in torch, which readers of metrics.jsonl do not need
+    from megalite.monitor.steps.breakdown import StepBreakdown
+    from megalite.monitor.steps.slow_ranks import SlowRank
 
 
 class Observer:
@@ -28,6 +30,12 @@ class Observer:
 
     def on_step(self, record: dict[str, Any]) -> None:
         """Takes the record of a step, as in metrics.jsonl; may add entries for the observers after it."""
+
+    def on_breakdown(self, breakdown: StepBreakdown) -> None:
+        """Takes what the last steps spent their time on, every `monitor.log_interval` steps; before `on_step`."""
+
+    def on_slow_rank(self, change: SlowRank) -> None:
+        """Takes a rank that has become slow, or is so no longer."""
 
     def on_intervention(self, facts: dict[str, Any], sentence: str) -> None:
         """Takes what a guard did about a step that was not taken, for events.jsonl and for the console."""

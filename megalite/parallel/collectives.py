@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 # torch 2.13 renamed both and warns about the old names
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def all_gather(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
     if tp.size == 1:
         return x
     gathered = x.new_empty((tp.size * x.shape[0], *x.shape[1:]))
-    _all_gather(gathered, x.contiguous(), group=tp.group)
+    getattr(dist, ALL_GATHER)(gathered, x.contiguous(), group=tp.group)
     return gathered if dim == 0 else torch.cat(gathered.chunk(tp.size), dim=dim)
 
 
@@ -58,7 +58,7 @@ def reduce_scatter(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
         return x
     pieces = torch.cat(x.chunk(tp.size, dim=dim)) if dim != 0 else x.contiguous()
     mine = pieces.new_empty((pieces.shape[0] // tp.size, *pieces.shape[1:]))
-    reduce_scatter_single(mine, pieces, group=tp.group)
+    getattr(dist, REDUCE_SCATTER)(mine, pieces, group=tp.group)
     return mine
 
 

@@ -45,7 +45,8 @@ class StopRequests:
         self._limit = f"training.max_minutes ({max_minutes:g}) is over" if max_minutes else ""
         self._signals = take_signals()
         several = dist.get_world_size() > 1
-        self._group = dist.new_group(backend="gloo", timeout=group_timeout()) if several else None
+        # of all ranks on the CPU; None for a rank alone
+        self.group = dist.new_group(backend="gloo", timeout=group_timeout()) if several else None
         self._is_agreed = False
         self._step = self._saved_step = 0
         self._step_began, self._last_step_s = time.monotonic(), 0.0
@@ -73,8 +74,8 @@ class StopRequests:
         is_over = self._deadline is not None and time.monotonic() >= self._deadline
         first = dist.get_rank() == 0
         flags = torch.tensor([self._signals.first, is_over and first, save_next and first], dtype=torch.int32)
-        if self._group is not None:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        if self.group is not None:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
         number, is_over, save_next = flags.tolist()
         self._is_agreed = bool(number or is_over)
         if number:

@@ -15,6 +15,7 @@ from megalite.engine.activity import Operation, Phase
 from megalite.engine.engine import Engine, MicroBatch
 from megalite.monitor.memory import peak_memory_mib
 from megalite.monitor.observer import Observer
+from megalite.monitor.steps.recorder import StepRecorder
 from megalite.resilience.guards import Action, Guard, Intervention
 from megalite.resilience.replica_check import Disagreement, SelfCheck, explain
 from megalite.resilience.stop_requests import StopRequests
@@ -49,6 +50,13 @@ def train(engine: Engine, config: Config, state: TrainState, context: TrainerCon
     Raises TrainingStopped if a guard or a self-check ends the run, TrainingPreempted (after Ctrl-C TrainingInterrupted)
     if it was asked to end and its state is saved, SaveFailed if it ends and its state cannot be saved.
     """
+    with StepRecorder(engine, config, context.requests.group) as recorder:
+        return _train(engine, config, state, context, recorder)
+
+
+def _train(
+    engine: Engine, config: Config, state: TrainState, context: TrainerContext, recorder: StepRecorder
+) -> TrainState:
     activity, guard, checkpoints = engine.activity, context.guard, context.checkpoints
     self_check, total_steps = SelfCheck(engine), config.total_steps
     batches, is_save_due = context.batches(state), False
@@ -74,6 +82,11 @@ def train(engine: Engine, config: Config, state: TrainState, context: TrainerCon
 
         activity.begin_phase(Phase.LOGGING)
         record["save_blocked_s"] = checkpoints.collect()
+        if (gathered := recorder.end_step(step, is_last=step == total_steps)) is not None:
+            record |= gathered.breakdown.record()
+            context.observer.on_breakdown(gathered.breakdown)
+            for change in gathered.changes:
+                context.observer.on_slow_rank(change)
         context.observer.on_step(record)
         if differing:
             raise TrainingStopped(explain(step, differing))
@@ -84,6 +97,7 @@ def train(engine: Engine, config: Config, state: TrainState, context: TrainerCon
 
         activity.record_op(Operation.MEET, peers=activity.peers.everyone)
         stop, is_next_save_due = context.requests.agree(checkpoints.is_due(record["step_time_s"]))
+        recorder.left_meeting(step)
         if is_save_due or stop:
             is_last = stop is not None or state.step >= total_steps
             checkpoints.save(_with_guard(state, guard), evaluation_loss, is_last=is_last)

@@ -1,0 +1,115 @@
+"""Counts and times what this rank hands to torch.distributed.
+
+megalite and DeepSpeed both call the functions of torch.distributed, some by names that torch has renamed and that call
+the new ones. So these are replaced in the module that defines them and in the one that exports them, while a meter is
+open. DeepSpeed's own `comms_logger` waits for the device after each of its calls, which undoes all overlap.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from megalite.engine.activity import Activity
+from megalite.engine.engine import Engine
+
+OPERATIONS = {
+    "all_reduce": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_gather": "all_gather",
+    "all_gather_coalesced": "all_gather",
+    "all_gather_single": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "_all_gather_base": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "all_to_all": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "barrier": "barrier",
+    "send": "send",
+    "isend": "send",
+    "recv": "receive",
+    "irecv": "receive",
+}
+"""torch's functions, and what they are called here."""
+
+
+class CommunicationMeter:
+    """Writes each collective and message of this rank onto its tape while it is open.
+
+    `with CommunicationMeter(engine): ...`
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._activity: Activity = engine.activity
+        self._axes = _axes_of(engine)
+        self._thread = threading.local()  # `is_inside`: a function of torch calls another one
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> Self:
+        for name, operation in OPERATIONS.items():
+            if (function := getattr(c10d, name, None)) is not None:
+                metered = self._metered(function, operation)
+                for module in (c10d, dist):
+                    if getattr(module, name, None) is function:
+                        self._replaced.append((module, name, function))
+                        setattr(module, name, metered)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module, name, function in reversed(self._replaced):
+            setattr(module, name, function)
+        self._replaced.clear()
+
+    def _metered(self, function: Callable[..., Any], operation: str) -> Callable[..., Any]:
+        @wraps(function)
+        def metered(*args: Any, **kwargs: Any) -> Any:
+            tape, thread = self._activity.tape, self._thread
+            if tape is None or getattr(thread, "is_inside", False):
+                return function(*args, **kwargs)
+            thread.is_inside, began = True, tape.mark()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                thread.is_inside = False
+                values = (*args, *kwargs.values())
+                if (axis := self._axis_of(values)) is not None:
+                    # the whole, not a rank's part: what an all-gather returns, what a reduce-scatter takes
+                    tape.add_collective(began, axis, operation, max(map(_size, values), default=0))
+
+        return metered
+
+    def _axis_of(self, values: tuple[Any, ...]) -> str | None:
+        """Returns the axis of a call by its group; None for a rank alone."""
+        group = next((value for value in values if isinstance(value, dist.ProcessGroup)), dist.group.WORLD)
+        if group not in self._axes:
+            self._axes[group] = "all" if dist.get_world_size(group) > 1 else None
+        return self._axes[group]
+
+
+def _axes_of(engine: Engine) -> dict[Any, str | None]:
+    """Returns the axis of each group of the engine; None for a group of one rank. Others are of all ranks."""
+    axes = {engine.tensor_parallel_group(): "tensor", engine.data_parallel_group(): "data"}
+    axes |= dict.fromkeys(engine.pipeline_groups(), "pipeline")
+    if engine.tied_weight is not None:
+        axes[engine.tied_weight.group] = "tied"
+    return {group: axis if dist.get_world_size(group) > 1 else None for group, axis in axes.items()}
+
+
+def _size(value: Any) -> int:
+    """Returns the bytes of a tensor or of tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return sum(map(_size, value)) if isinstance(value, (list, tuple)) else 0

@@ -1,0 +1,173 @@
+"""Takes every step of this rank from its tape, and gathers what steps spent their time on to rank 0.
+
+The window of a step reaches from the record of the step before to the record of this one, so that the logging, the
+meeting and the save behind a step belong to the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megalite.checkpoint.durable_files import remove
+from megalite.config import Config
+from megalite.engine.activity import Note, Operation, Phase
+from megalite.engine.communication_meter import CommunicationMeter
+from megalite.engine.engine import Engine
+from megalite.engine.tape import Collective, DeviceClock, Recorded, Tape
+from megalite.monitor.observer import Nonfatal
+from megalite.monitor.steps.breakdown import COLUMN, KINDS, POSITION, ROW, StepBreakdown
+from megalite.monitor.steps.gathering import MEETINGS, Gathering
+from megalite.monitor.steps.messages import Messages
+from megalite.monitor.steps.parts import parts_of
+from megalite.monitor.steps.slow_ranks import SlowRank, SlowRanks
+from megalite.monitor.steps.timeline import Owner, Span, Timeline, spans, step_folder, steps_of, write_timeline
+
+log = logging.getLogger(__name__)
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+PASSES = (Operation.FORWARD, Operation.BACKWARD, Operation.WEIGHT_GRADIENT)
+REDUCED = POSITION["data", "reduce_scatter"]
+
+
+class Gathered(NamedTuple):
+    """What rank 0 learns about the last steps."""
+
+    breakdown: StepBreakdown
+    changes: list[SlowRank]  # ranks that have become slow, or are so no longer
+
+
+class StepRecorder:
+    """Records the steps of this rank while it is open; opening it and `end_step` are collective.
+
+    What fails here is reported, and the run goes on.
+    """
+
+    def __init__(self, engine: Engine, config: Config, group: dist.ProcessGroup | None) -> None:
+        """`group` is of all ranks on the CPU; None for a rank alone."""
+        self._activity, self._config = engine.activity, config
+        self._owner = _owner_of(engine)
+        self._gathering = Gathering(self._owner, engine.mesh, group)
+        self._slow_ranks = SlowRanks(self._gathering.stages, self._gathering.hosts)
+        self._meter = CommunicationMeter(engine)
+        self._reduces_beside_backward = engine.reducer is not None
+        is_cuda = engine.deepspeed.device.type == "cuda"
+        self._tape = Tape(DeviceClock(lambda: torch.cuda.Event(enable_timing=True)) if is_cuda else None)
+        self._row = np.zeros(len(ROW))
+        self._messages, self._in_messages_s = Messages(), 0.0  # of the last step
+        self._meetings: dict[int, float] = {}  # by step
+        self._nonfatal = Nonfatal(log.warning)
+
+    def __enter__(self) -> Self:
+        self._meter.__enter__()
+        self._activity.tape = self._tape
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._activity.tape = None
+        self._meter.__exit__()
+
+    def left_meeting(self, step: int) -> None:
+        """Notes that all ranks have met at the end of a step; they leave at about the same moment."""
+        self._meetings[step] = time.monotonic()
+        if len(self._meetings) > MEETINGS:
+            del self._meetings[next(iter(self._meetings))]
+
+    def end_step(self, step: int, *, is_last: bool) -> Gathered | None:
+        """Takes the window that the last record of activity ends.
+
+        Every `monitor.log_interval` steps and in the last one gathers what has happened since, and returns it on rank
+        0. The host must have waited for the device.
+        """
+        with self._nonfatal("the record of a step"):
+            self._take(step, self._tape.take(), is_last=is_last)
+        if step % self._config.monitor.log_interval and not is_last:
+            return None
+        self._activity.record_op(Operation.MEET, peers=self._activity.peers.everyone)
+        self._split_waiting(self._gathering.waited(self._messages, self._row[COLUMN["met"]]))
+        rows = self._gathering.to_rank_0(self._row)
+        self._row = np.zeros(len(ROW))
+        self._activity.record_op(Operation.BEGIN)
+        if rows is None:
+            return None
+        with self._nonfatal("the breakdown of steps"):
+            clocks = self._gathering.clocks(rows[:, COLUMN["met"]].tolist())
+            breakdown = StepBreakdown.of(step, rows, self._gathering.stages, clocks)
+            return Gathered(breakdown, self._slow_ranks.add(breakdown.steps, breakdown.own_s))
+        return None
+
+    def _take(self, step: int, recorded: Recorded, *, is_last: bool) -> None:
+        notes, ended = [Note(*entry) for entry in recorded.entries[:-1]], recorded.entries[-1][0]
+        collectives, timed = sorted(recorded.collectives), list(spans(notes, ended))
+        row, seconds = self._row, parts_of(timed, collectives)
+        row[COLUMN["steps"]] += 1
+        row[COLUMN["wall_s"]] += ended - notes[0].time
+        row[COLUMN["met"]] = next(reversed(self._meetings.values()), 0.0)
+        row[COLUMN["data"] : COLUMN["other"] + 1] += list(seconds.values())
+        self._messages, self._in_messages_s = Messages.of(timed, self._owner.stage), seconds["pipeline_transfer"]
+        in_step = [span for span in timed if span.note.phase is Phase.STEP]
+        passes = [span for span in in_step if span.note.operation in PASSES]
+        if passes:
+            row[COLUMN["began"]], row[COLUMN["ended"]] = passes[0].start, passes[-1].end
+            row[COLUMN["busy_s"]] = sum(span.seconds for span in passes)
+        self._count(in_step, collectives)
+        if self._is_kept(step, is_last=is_last):
+            meetings = dict(self._meetings)
+            timeline = Timeline(self._owner, step, ended, time.time(), notes, collectives, recorded.is_cut, meetings)
+            write_timeline(self._config.run_dir, timeline)
+            if self._owner.rank == 0:
+                for old in steps_of(self._config.run_dir)[: -self._config.monitor.timeline.keep]:
+                    remove(step_folder(self._config.run_dir, old))
+
+    def _count(self, in_step: list[Span], collectives: list[Collective]) -> None:
+        """Adds up the communication of a training step."""
+        table = self._row[-3 * len(KINDS) :].reshape(len(KINDS), 3)
+        for one in collectives:
+            if in_step and in_step[0].start <= one.began < in_step[-1].end:
+                kind = POSITION.get((one.axis, one.operation), len(KINDS) - 1)
+                table[kind] += (1, one.size, one.seconds)
+        if self._reduces_beside_backward:  # asynchronous: how long it takes to begin them says nothing
+            reductions = [span.seconds for span in in_step if span.note.operation is Operation.REDUCE_GRADIENTS]
+            table[REDUCED, 2] = sum(reductions)
+
+    def _split_waiting(self, waited_s: float) -> None:
+        """Divides the time blocked in messages into waiting and transfer, as it was in the last step."""
+        both_s = self._row[COLUMN["pipeline_transfer"]]
+        share = min(1.0, waited_s / self._in_messages_s) if self._in_messages_s > 0 else 0.0
+        self._row[COLUMN["pipeline_wait"]] += share * both_s
+        self._row[COLUMN["pipeline_transfer"]] -= share * both_s
+        self._row[COLUMN["pipeline receive seconds"]] = (1 - share) * both_s
+
+    def _is_kept(self, step: int, *, is_last: bool) -> bool:
+        """Returns whether this rank keeps the timeline of a step."""
+        options = self._config.monitor.timeline
+        if options.ranks != "all" and self._owner.rank not in options.ranks:
+            return False
+        is_power_of_ten = step >= 10 and str(step).strip("0") == "1"
+        is_multiple = options.every > 0 and step % options.every == 0
+        return is_last or is_power_of_ten or is_multiple or step in options.steps
+
+
+def _owner_of(engine: Engine) -> Owner:
+    layout, at, host = engine.layout, engine.coordinate, socket.gethostname()
+    return Owner(
+        rank=dist.get_rank(),
+        stage=at.pipeline_rank,
+        data=at.data_rank,
+        tensor=at.tensor_rank,
+        host=host,
+        boot=BOOT_ID.read_text().strip() if BOOT_ID.is_file() else host,
+        tensor_parallel_size=layout.tensor_parallel_size,
+        pipeline_parallel_size=layout.pipeline_parallel_size,
+        data_parallel_size=layout.data_parallel_size,
+        schedule=layout.pipeline_schedule,
+        chunks=layout.pipeline_chunks,
+        micro_batches=layout.gradient_accumulation_steps,
+    )
