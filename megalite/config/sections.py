@@ -333,7 +333,7 @@ class WandbConfig(Section):
 
 
 class TimelineConfig(Section):
-    """What every rank did in chosen steps, for `megalite trace`; steps 10, 100, 1000, ... and the last are kept anyway.
+    """Timelines of chosen steps on all ranks, for `megalite trace`; steps 10, 100, ... and the last are kept anyway.
 
     Each takes some kilobytes to some megabytes for a rank, in the run folder's `timeline`.
     """

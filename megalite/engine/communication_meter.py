@@ -47,7 +47,9 @@ OPERATIONS = {
 
 
 class CommunicationMeter:
-    """Writes each collective and message of this rank onto its tape while it is open.
+    """Writes each collective and message of the step onto this rank's tape while it is open.
+
+    Threads beside the step, such as the one that finishes a save, hold nothing up and are left out.
 
     `with CommunicationMeter(engine): ...`
     """
@@ -55,10 +57,11 @@ class CommunicationMeter:
     def __init__(self, engine: Engine) -> None:
         self._activity: Activity = engine.activity
         self._axes = _axes_of(engine)
-        self._thread = threading.local()  # `is_inside`: a function of torch calls another one
+        self._thread = threading.local()  # `is_ignored`: of a thread that is not the step's, and inside of a call
         self._replaced: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> Self:
+        self._thread.is_ignored = False
         for name, operation in OPERATIONS.items():
             if (function := getattr(c10d, name, None)) is not None:
                 metered = self._metered(function, operation)
@@ -77,13 +80,15 @@ class CommunicationMeter:
         @wraps(function)
         def metered(*args: Any, **kwargs: Any) -> Any:
             tape, thread = self._activity.tape, self._thread
-            if tape is None or getattr(thread, "is_inside", False):
+            if not hasattr(thread, "is_ignored"):  # autograd's threads, which python has not made, run the backward
+                thread.is_ignored = not isinstance(threading.current_thread(), threading._DummyThread)
+            if tape is None or thread.is_ignored:
                 return function(*args, **kwargs)
-            thread.is_inside, began = True, tape.mark()
+            thread.is_ignored, began = True, tape.mark()  # torch's functions call each other
             try:
                 return function(*args, **kwargs)
             finally:
-                thread.is_inside = False
+                thread.is_ignored = False
                 values = (*args, *kwargs.values())
                 if (axis := self._axis_of(values)) is not None:
                     # the whole, not a rank's part: what an all-gather returns, what a reduce-scatter takes

@@ -33,7 +33,7 @@ class Collective(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """What a tape holds; times are on the scale of time.monotonic."""
+    """Contents of a tape; times are on the scale of time.monotonic."""
 
     entries: list[Entry]
     collectives: list[Collective]

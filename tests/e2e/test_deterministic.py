@@ -16,7 +16,7 @@ MEASURED = {
     *("tokens_per_second", "samples_per_second", "model_flops_utilization", "step_time_s", "data_wait_s"),
     *("memory_peak_mib", "time", "session_s", "goodput"),
 }
-MEASURED |= {"evaluation_s", "save_blocked_s"}
+MEASURED |= {"evaluation_s", "save_blocked_s", "wall_s", "parts_s", "communication_share"}
 
 
 @pytest.mark.slow

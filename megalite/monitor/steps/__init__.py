@@ -1,1 +1,1 @@
-"""Where the time of a step went on each rank. The analysis is pure arithmetic on records, without torch."""
+"""Shows where the time of a step went on each rank. The analysis is pure arithmetic on records, without torch."""

@@ -1,4 +1,4 @@
-"""What the steps since the last entry of `steps.jsonl` spent their time on, over all ranks. No torch.
+"""Sums up where the time of the steps since the last entry of `steps.jsonl` went, over all ranks. No torch.
 
 Each rank sends one row of numbers to rank 0; its columns are `ROW`.
 """
@@ -35,7 +35,7 @@ COLUMN = {name: index for index, name in enumerate(ROW)}
 
 @dataclass(frozen=True)
 class Communication:
-    """What one rank handed to torch.distributed in a training step, on average."""
+    """One kind of communication of one rank in a training step, on average."""
 
     axis: str
     operation: str

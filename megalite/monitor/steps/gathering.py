@@ -1,4 +1,4 @@
-"""What ranks tell each other about their steps: neighbours when they came to a message, and all of them rank 0.
+"""Tells neighbours when this rank came to their messages, and rank 0 what its steps spent their time on.
 
 Everything has a fixed size that follows from the layout, so a rank that could not record its step still takes part.
 """

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megalite.engine.activity import Note, Operation, Phase
-from megalite.monitor.steps.timeline import Span
+from megalite.monitor.steps.timeline import TimedNote
 
 SENDS = {Operation.SEND_ACTIVATION: "activation", Operation.SEND_GRADIENT: "gradient"}
 RECEPTIONS = {Operation.RECEIVE_ACTIVATION: "activation", Operation.RECEIVE_GRADIENT: "gradient"}
@@ -42,7 +42,7 @@ class Messages:
     awaited: dict[MessageKey, Interval] = field(default_factory=dict)  # blocked until its own send had ended
 
     @classmethod
-    def of(cls, spans: Iterable[Span], stage: int) -> Messages:
+    def of(cls, spans: Iterable[TimedNote], stage: int) -> Messages:
         """Returns the messages in the records of a rank of `stage`."""
         messages = cls()
         for start, end, note in spans:

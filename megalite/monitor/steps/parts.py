@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from megalite.engine.activity import Operation, Phase
 from megalite.engine.tape import Collective
 from megalite.monitor.steps.messages import AWAITED_SENDS, RECEPTIONS, SENDS
-from megalite.monitor.steps.timeline import Span
+from megalite.monitor.steps.timeline import TimedNote
 
 PARTS = {
     "data": "data",  # waiting for the next batch
@@ -65,9 +65,15 @@ OF_OPERATION = {
 HOLDS_COLLECTIVES = frozenset({"forward", "backward", "optimizer", "other"})
 """Parts in whose time collectives are counted apart. In the others all is communication, or a phase of its own."""
 FROM_OWNERS = ("all_gather", "broadcast")
+OF_AXIS = {
+    "tensor": "tensor_collectives",
+    "pipeline": "pipeline_transfer",
+    "tied": "gradient_sync",
+    "all": "meeting",
+}
 
 
-def parts_of(spans: Iterable[Span], collectives: Sequence[Collective], waited: float = 0.0) -> dict[str, float]:
+def parts_of(spans: Iterable[TimedNote], collectives: Sequence[Collective], waited: float = 0.0) -> dict[str, float]:
     """Returns seconds by part.
 
     `collectives` are in the order of time; those of a training step are taken out of what they happened in. `waited`
@@ -90,7 +96,7 @@ def parts_of(spans: Iterable[Span], collectives: Sequence[Collective], waited: f
     return seconds
 
 
-def part_of(span: Span) -> str:
+def part_of(span: TimedNote) -> str:
     """Returns the part that a span belongs to; messages between stages count as transfer as a whole."""
     note = span.note
     if note.phase is Phase.STEP:
@@ -101,12 +107,10 @@ def part_of(span: Span) -> str:
 
 
 def part_of_collective(collective: Collective) -> str:
-    """Returns the part of a collective within computation."""
-    if collective.axis == "tensor":
-        return "tensor_collectives"
+    """Returns the part of a collective, or of the begin of a message, within computation."""
     if collective.axis == "data":
         return "weights_sync" if collective.operation in FROM_OWNERS else "gradient_sync"
-    return "meeting" if collective.axis == "all" else "gradient_sync"
+    return OF_AXIS[collective.axis]
 
 
 def communication_share(seconds: dict[str, float]) -> float:

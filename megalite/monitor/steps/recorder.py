@@ -28,7 +28,7 @@ from megalite.monitor.steps.gathering import MEETINGS, Gathering
 from megalite.monitor.steps.messages import Messages
 from megalite.monitor.steps.parts import parts_of
 from megalite.monitor.steps.slow_ranks import SlowRank, SlowRanks
-from megalite.monitor.steps.timeline import Owner, Span, Timeline, spans, step_folder, steps_of, write_timeline
+from megalite.monitor.steps.timeline import Owner, RankTimeline, TimedNote, spans, step_folder, steps_of, write_timeline
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ REDUCED = POSITION["data", "reduce_scatter"]
 
 
 class Gathered(NamedTuple):
-    """What rank 0 learns about the last steps."""
+    """The findings of rank 0 about the last steps."""
 
     breakdown: StepBreakdown
     changes: list[SlowRank]  # ranks that have become slow, or are so no longer
@@ -120,13 +120,15 @@ class StepRecorder:
         self._count(in_step, collectives)
         if self._is_kept(step, is_last=is_last):
             meetings = dict(self._meetings)
-            timeline = Timeline(self._owner, step, ended, time.time(), notes, collectives, recorded.is_cut, meetings)
+            timeline = RankTimeline(
+                self._owner, step, ended, time.time(), notes, collectives, recorded.is_cut, meetings
+            )
             write_timeline(self._config.run_dir, timeline)
             if self._owner.rank == 0:
                 for old in steps_of(self._config.run_dir)[: -self._config.monitor.timeline.keep]:
                     remove(step_folder(self._config.run_dir, old))
 
-    def _count(self, in_step: list[Span], collectives: list[Collective]) -> None:
+    def _count(self, in_step: list[TimedNote], collectives: list[Collective]) -> None:
         """Adds up the communication of a training step."""
         table = self._row[-3 * len(KINDS) :].reshape(len(KINDS), 3)
         for one in collectives:

@@ -1,4 +1,4 @@
-"""What one rank did in one step, and its file `timeline/step_00000100/rank_0003.jsonl`. No torch.
+"""The records of one rank in one step, and their file `timeline/step_00000100/rank_0003.jsonl`. No torch.
 
 The first line of a file says whose it is; each other one is a list: `["note", time, phase_number, phase, operation,
 micro_batch, chunk, peers]` or `["collective", began, seconds, axis, operation, bytes]`. A note lasts until the next
@@ -24,7 +24,7 @@ FOLDER = "timeline"
 LONGEST_BYTES = 64 << 20  # of one rank's file of a step; a full tape takes about 4 MB
 
 
-class Span(NamedTuple):
+class TimedNote(NamedTuple):
     """A note with the end of what it names."""
 
     start: float  # time.monotonic of its rank
@@ -56,7 +56,7 @@ class Owner(BaseModel):
 
 
 @dataclass(frozen=True)
-class Timeline:
+class RankTimeline:
     """One rank's window of a step: from the record of the step before to the record of this one."""
 
     owner: Owner
@@ -72,17 +72,17 @@ class Timeline:
     def began(self) -> float:
         return self.notes[0].time
 
-    def spans(self) -> Iterator[Span]:
+    def spans(self) -> Iterator[TimedNote]:
         """Yields the notes with their ends, without a gap: together they are the whole window."""
         return spans(self.notes, self.ended)
 
 
-def spans(notes: list[Note], ended: float) -> Iterator[Span]:
+def spans(notes: list[Note], ended: float) -> Iterator[TimedNote]:
     """Yields `notes` with their ends; the last one ends at `ended`."""
     for one, after in pairwise(notes):
-        yield Span(one.time, after.time, one)
+        yield TimedNote(one.time, after.time, one)
     if notes:
-        yield Span(notes[-1].time, ended, notes[-1])
+        yield TimedNote(notes[-1].time, ended, notes[-1])
 
 
 def step_folder(run_dir: Path, step: int) -> Path:
@@ -90,7 +90,7 @@ def step_folder(run_dir: Path, step: int) -> Path:
     return run_dir / FOLDER / f"step_{step:08d}"
 
 
-def write_timeline(run_dir: Path, timeline: Timeline) -> Path:
+def write_timeline(run_dir: Path, timeline: RankTimeline) -> Path:
     """Writes the timeline of one rank; returns its file. Raises OSError, UnsafeFile where somebody else's file is."""
     path = step_folder(run_dir, timeline.step) / f"rank_{timeline.owner.rank:04d}.jsonl"
     header = _Header(
@@ -118,13 +118,13 @@ def steps_of(run_dir: Path) -> list[int]:
     return sorted(int(name[5:]) for name in names if name[5:].isdecimal())
 
 
-def read_step(run_dir: Path, step: int) -> dict[int, Timeline]:
+def read_step(run_dir: Path, step: int) -> dict[int, RankTimeline]:
     """Returns the timelines of a step by rank. Raises ValueError, with a sentence that names the file, or OSError."""
     timelines = [read_timeline(path) for path in sorted(step_folder(run_dir, step).glob("rank_*.jsonl"))]
     return {timeline.owner.rank: timeline for timeline in timelines}
 
 
-def read_timeline(path: Path) -> Timeline:
+def read_timeline(path: Path) -> RankTimeline:
     """Returns what is in a file. Raises ValueError, with a sentence that names it, if it is damaged; OSError."""
     lines = read_small_file(path, LONGEST_BYTES).splitlines()
     notes: list[Note] = []
@@ -143,7 +143,7 @@ def read_timeline(path: Path) -> Timeline:
         raise ValueError(f"{path} is no timeline ({reason}): remove it") from None
     if not notes:
         raise ValueError(f"{path} holds no record of its rank: remove it")
-    return Timeline(
+    return RankTimeline(
         header.owner,
         header.step,
         header.ended,

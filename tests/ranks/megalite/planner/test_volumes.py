@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config import Config, resolve_layout
+from megalite.engine.communication_meter import CommunicationMeter
+from megalite.engine.tape import Tape
 from megalite.parallel.mesh import Mesh
 from megalite.planner.cost.shapes import ChunkBlocks, StageShape, stages_of
 from megalite.planner.cost.volumes import Moved, Traffic, Volumes, traffic, volumes
@@ -97,14 +99,22 @@ def _size(value: Any) -> int:
     return sum(map(_size, value)) if isinstance(value, (list, tuple)) else 0
 
 
-def _counted_step(rank: int, case: Case) -> dict[tuple[str, tuple[int, ...]], int]:
-    """The second step: in the first one ZeRO-3 learns the order of the layers, and pipelines exchange shapes."""
-    engine = engine_of(case)
+Bytes = dict[tuple[str, tuple[int, ...]], int]  # by kind and ranks
+
+
+def _counted_step(rank: int, case: Case) -> tuple[Bytes, dict[tuple[str, str], int]]:
+    """The second step: in the first one ZeRO-3 learns the order of the layers, and pipelines exchange shapes. What
+    torch is asked to do, and what a run's own meter says of it by axis and kind."""
+    engine, metered = engine_of(case), Counter[tuple[str, str]]()
     for batch in global_batches(case)[:2]:
         mine = micro_batches_of(engine, case, batch)
-        with _Counted() as counted:
+        engine.activity.tape = Tape()
+        with _Counted() as counted, CommunicationMeter(engine):
             engine.train_step(mine, 1e-3)
-    return dict(counted.bytes)
+    assert engine.activity.tape is not None
+    for one in engine.activity.tape.take().collectives:
+        metered[one.axis, one.operation] += one.size
+    return dict(counted.bytes), dict(metered)
 
 
 def _config(case: Case) -> Config:
@@ -122,8 +132,7 @@ def _predicted(case: Case) -> Volumes:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bytes_are_those_of_real_ranks(case: Case) -> None:
     predicted, mesh = _predicted(case), Mesh(case.tp, case.pp, case.dp)
-    seen = run_ranks(_counted_step, case.world_size, case)
-    for rank in range(case.world_size):
+    for rank, (seen, metered) in enumerate(run_ranks(_counted_step, case.world_size, case)):
         at = mesh.coordinate(rank)
         stage = at.pipeline_rank
         tensor = tuple(mesh.rank(stage, at.data_rank, each) for each in range(case.tp))
@@ -131,21 +140,33 @@ def test_bytes_are_those_of_real_ranks(case: Case) -> None:
         ends = tuple(mesh.rank(each, at.data_rank, at.tensor_rank) for each in (0, case.pp - 1))
         where = f"rank {rank} of {case}"
         if case.tp > 1:
-            _assert_close(seen[rank], tensor, predicted.tensor[stage], {"all_reduce"}, f"tensor group, {where}")
+            _assert_close(seen, tensor, predicted.tensor[stage], {"all_reduce"}, f"tensor group, {where}")
+            _assert_metered(metered, "tensor", seen, tensor, where)
         if case.dp > 1:
             loose = {"all_gather"} if case.zero == 3 else set()
-            _assert_close(seen[rank], data, predicted.data[stage], loose, f"data group, {where}")
+            _assert_close(seen, data, predicted.data[stage], loose, f"data group, {where}")
+            _assert_metered(metered, "data", seen, data, where)
         if case.pp > 1 and rank in ends:
-            _assert_close(seen[rank], ends, predicted.tied, set(), f"tied weights, {where}")
+            _assert_close(seen, ends, predicted.tied, set(), f"tied weights, {where}")
+            _assert_metered(metered, "tied", seen, ends, where)
         for target in range(case.pp):
-            sent = seen[rank].get(("send", (mesh.rank(target, at.data_rank, at.tensor_rank),)), 0)
+            sent = seen.get(("send", (mesh.rank(target, at.data_rank, at.tensor_rank),)), 0)
             tied = predicted.tied.send if (stage, target) == (case.pp - 1, 0) else 0
             assert sent == predicted.stages.get((stage, target), 0) + tied, f"to stage {target}, {where}"
+        sent_by_stage = sum(size for (source, _), size in predicted.stages.items() if source == stage)
+        assert metered.get(("pipeline", "send"), 0) == sent_by_stage, where
 
 
-def _assert_close(
-    seen: dict[tuple[str, tuple[int, ...]], int], ranks: tuple[int, ...], moved: Moved, loose: set[str], what: str
+def _assert_metered(
+    metered: dict[tuple[str, str], int], axis: str, seen: Bytes, ranks: tuple[int, ...], where: str
 ) -> None:
+    """What a run says it moved is what torch was asked to, but for single numbers of a group of the same ranks."""
+    for kind in ("all_reduce", "reduce_scatter", "all_gather", "broadcast"):
+        difference = seen.get((kind, ranks), 0) - metered.get((axis, kind), 0)
+        assert 0 <= difference <= ABSOLUTE, f"{kind} over the {axis} axis, {where}: {difference} bytes not metered"
+
+
+def _assert_close(seen: Bytes, ranks: tuple[int, ...], moved: Moved, loose: set[str], what: str) -> None:
     for kind in ("all_reduce", "reduce_scatter", "all_gather", "broadcast"):
         measured, expected = seen.get((kind, ranks), 0), getattr(moved, kind)
         slack = ABSOLUTE + (RELATIVE * sum(astuple(moved)) if kind in loose else 0)
@@ -167,7 +188,7 @@ def test_weights_that_do_not_stay_are_gathered_twice_per_micro_batch(
 ) -> None:
     """As of a model with more than a billion parameters. At the turn from forward to backward the last layers' weights
     are still there: of this model's last stage the head, a tenth."""
-    seen = run_ranks(_counted_step, case.world_size, case)
+    seen = [counted for counted, _ in run_ranks(_counted_step, case.world_size, case)]
     monkeypatch.setattr("megalite.planner.cost.volumes.KEPT_BY_ZERO_3", 0)
     for stage, moved in enumerate(_predicted(case).data):
         ranks = (2 * stage, 2 * stage + 1)

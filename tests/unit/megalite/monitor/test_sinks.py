@@ -50,11 +50,12 @@ def test_a_file_in_the_folder_is_a_sink(config: Config, tmp_path: Path, monkeypa
             failed.append(name)
 
     opened = sinks.open_sinks(config, 0, nonfatal)
-    assert [sink.name for sink in opened] == ["JsonLinesSink", "ConsoleSink", "Sink"] and failed == ["broken"]
+    assert [sink.name for sink in opened] == ["JsonLinesSink", "ConsoleSink", "Sink", "steps.jsonl"]
+    assert failed == ["broken"]
     for sink in opened:
         sink.on_step(_record(1))
         sink.close()
-    assert opened[-1].seen == [1]  # type: ignore[attr-defined]
+    assert opened[2].seen == [1]  # type: ignore[attr-defined]
     assert (config.run_dir / "metrics.jsonl").read_text().count("\n") == 1
 
 

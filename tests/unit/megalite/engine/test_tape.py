@@ -1,0 +1,111 @@
+"""The tape of a step, on the host's clock and on a device's, whose events are played by a made class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megalite.engine import tape as tape_module
+from megalite.engine.activity import Activity, Operation, Phase
+from megalite.engine.tape import DeviceClock, Tape
+from megalite.parallel.mesh import Mesh
+
+
+def test_a_tape_ends_with_the_record_that_begins_the_next_one() -> None:
+    activity = Activity(Mesh(), 0)
+    activity.tape = Tape()
+    activity.begin_phase(Phase.DATA, 1)
+    activity.record_op(Operation.FORWARD, 1)
+    began = activity.tape.mark()
+    activity.tape.add_collective(began, "tensor", "all_reduce", 48)
+    activity.begin_phase(Phase.LOGGING)
+    first = activity.tape.take()
+    assert [entry[4] for entry in first.entries] == [Operation.BEGIN, Operation.FORWARD, Operation.BEGIN]
+    assert not first.is_cut and first.collectives[0][2:] == ("tensor", "all_reduce", 48)
+    assert 0 <= first.collectives[0].seconds < 1
+    activity.record_op(Operation.MEET)
+    second = activity.tape.take()
+    assert [entry[3:5] for entry in second.entries] == [
+        (Phase.LOGGING, Operation.BEGIN),
+        (Phase.LOGGING, Operation.MEET),
+    ]
+    assert second.entries[0][0] == first.entries[-1][0], "no moment between two steps is lost"
+    assert not second.collectives
+
+
+def test_a_million_records_take_no_more_memory_and_the_step_still_ends_when_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tape_module, "LONGEST_TAPE", 100)
+    tape = Tape()
+    for number in range(1_000):
+        tape.add((float(number), number))
+        tape.add_collective(tape.mark(), "data", "send", 1)
+    recorded = tape.take()
+    assert recorded.is_cut and len(recorded.entries) == 100 and len(recorded.collectives) == 100
+    assert recorded.entries[-1][0] == 999.0
+    tape.add((1000.0, 0))
+    assert not tape.take().is_cut
+
+
+class _Device:
+    """A device whose clock is set by hand."""
+
+    def __init__(self) -> None:
+        self.now_ms, self.done_until_ms, self.made = 0.0, 1e9, 0
+
+    def event(self) -> _Event:
+        self.made += 1
+        return _Event(self)
+
+
+class _Event:
+    def __init__(self, device: _Device) -> None:
+        self._device, self._at_ms = device, -1.0
+
+    def record(self) -> None:
+        self._at_ms = self._device.now_ms
+
+    def query(self) -> bool:
+        return self._at_ms <= self._device.done_until_ms
+
+    def elapsed_time(self, end_event: Any) -> float:
+        return float(end_event._at_ms - self._at_ms)
+
+
+def test_times_of_a_device_are_those_of_its_events_and_events_are_used_again() -> None:
+    device = _Device()
+    tape = Tape(DeviceClock(device.event))
+    activity = Activity(Mesh(), 0)
+    activity.tape = tape
+    made = []
+    for _ in range(3):
+        for milliseconds, operation in ((5.0, Operation.FORWARD), (30.0, Operation.BACKWARD)):
+            activity.record_op(operation)
+            device.now_ms += milliseconds
+        began = tape.mark()
+        device.now_ms += 7.0
+        tape.add_collective(began, "tensor", "all_gather", 3)
+        activity.record_op(Operation.FINISH)
+        entries, collectives, _ = tape.take()
+        times = [entry[0] for entry in entries[-3:]]
+        assert times[1] - times[0] == pytest.approx(0.005) and times[2] - times[1] == pytest.approx(0.037)
+        assert collectives[0].began - times[1] == pytest.approx(0.030)
+        assert collectives[0].seconds == pytest.approx(0.007)
+        made.append(device.made)
+    assert made[1] == made[2] <= 8, "a pool"
+
+
+def test_a_device_that_has_not_come_so_far_leaves_the_times_of_the_host() -> None:
+    device = _Device()
+    tape = Tape(DeviceClock(device.event))
+    activity = Activity(Mesh(), 0)
+    activity.tape = tape
+    device.done_until_ms = -1.0
+    activity.record_op(Operation.FORWARD)
+    activity.record_op(Operation.FINISH)
+    tape.add_collective(tape.mark(), "tensor", "all_gather", 3)
+    entries, collectives, _ = tape.take()
+    assert [entry[4] for entry in entries] == [Operation.FORWARD, Operation.FINISH] and not collectives
+    assert entries[0][0] == activity.notes()[-2].time
