@@ -1,4 +1,4 @@
-"""The timelines of a step on one clock.
+"""The timelines of steps on one clock.
 
 Ranks of one boot of a machine share `time.monotonic`. Clocks of others are compared by the moments in which ranks left
 the same meetings, which are the same up to some milliseconds: the median of them is. No torch.
@@ -7,7 +7,7 @@ the same meetings, which are the same up to some milliseconds: the median of the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -21,6 +21,16 @@ class AlignedStep:
     timelines: Mapping[int, RankTimeline]  # by rank
     met: Mapping[str, int]  # boot -> meetings by which its clock was compared, if it is another one
     unmet: frozenset[str]  # hosts without a common meeting, whose clocks are compared by the time of day
+
+    @property
+    def first(self) -> RankTimeline:
+        """The timeline of the lowest rank."""
+        return self.timelines[min(self.timelines)]
+
+    @property
+    def day_s(self) -> float:
+        """Seconds to add to a time for the time of day in unix seconds."""
+        return _behind_time_of_day(self.first)
 
 
 def align(timelines: Collection[RankTimeline]) -> AlignedStep:
@@ -45,11 +55,25 @@ def align(timelines: Collection[RankTimeline]) -> AlignedStep:
             ahead_s[boot] = median(map(_behind_time_of_day, first)) - median(map(_behind_time_of_day, of_boot))
             unmet.update(timeline.owner.host for timeline in of_boot)
     return AlignedStep(
-        {each.owner.rank: shifted(each, -ahead_s[each.owner.boot]) for each in ordered}, met, frozenset(unmet)
+        {each.owner.rank: _shifted(each, -ahead_s[each.owner.boot]) for each in ordered}, met, frozenset(unmet)
     )
 
 
-def shifted(timeline: RankTimeline, seconds: float) -> RankTimeline:
+def on_last_clock(steps: Sequence[AlignedStep]) -> list[dict[int, RankTimeline]]:
+    """Returns the timelines of each step by rank, all on the clock of the last one.
+
+    Steps of another boot of its machine, as those before a restart elsewhere, are put where they were by time of day.
+    """
+    last = steps[-1]
+    moved = []
+    for step in steps:
+        is_same_clock = step.first.owner.boot == last.first.owner.boot
+        seconds = 0.0 if is_same_clock else step.day_s - last.day_s
+        moved.append({rank: _shifted(timeline, seconds) for rank, timeline in step.timelines.items()})
+    return moved
+
+
+def _shifted(timeline: RankTimeline, seconds: float) -> RankTimeline:
     """Returns the timeline with all of its times so much later."""
     if not seconds:
         return timeline
