@@ -134,8 +134,9 @@ def sentences(found: StepExplanation) -> Iterator[str]:
     yield f"step {found.step} of {printable(str(found.run_dir))}: {sizes}{schedule}, {batches}, {seconds(wall_s)}"
     if pipeline is None:
         shown = {part: value for part, value in found.parts_s.items() if value >= SHOWN * wall_s and part != REST}
-        shown[REST] = wall_s - sum(shown.values())
-        named = {PARTS[part]: value for part, value in shown.items() if value}
+        if (rest_s := wall_s - sum(shown.values())) >= SHOWN * wall_s:
+            shown[REST] = rest_s
+        named = {PARTS[part]: value for part, value in shown.items()}
         yield f"step {seconds(wall_s)} = {_sum(named, wall_s)}"
         return
     yield f"span {seconds(pipeline.span_s)} = {_sum(pipeline.parts_s, pipeline.span_s)}"

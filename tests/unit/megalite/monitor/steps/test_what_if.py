@@ -122,7 +122,7 @@ def test_evaluations_and_reductions_within_a_pass_change_nothing() -> None:
         backward._replace(time=backward.time + 0.6),
     ]
     forward = next(n for n in ranks[0].notes if n.operation is Operation.FORWARD)
-    after = ranks[0].ended - 0.25
+    after = ranks[0].ended - 0.125
     evaluation = [forward._replace(time=after, phase=Phase.EVALUATION, phase_number=9)]
     notes = sorted([*ranks[0].notes, *within, *evaluation], key=lambda note: note.time)
     assert what_if(ranks | {0: replace(ranks[0], notes=notes)}) == plain
