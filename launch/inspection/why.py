@@ -5,21 +5,26 @@ No torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from launch.inspection.files import RECEIPT, Facts, RunFiles, number
 from launch.inspection.timelines import read_kept_step
 from launch.output import Table
 from launch.planning.report.waterfall_figure import REMEDIES
 from megalite.checkpoint.manifest import printable
+from megalite.config import Config
+from megalite.config.pipeline_rules import PIPELINE, problems_with_pipeline
 from megalite.monitor.steps.parts import PARTS
 from megalite.monitor.steps.predicted_parts import PartPair, beside_prediction
 from megalite.monitor.steps.timeline import Owner
-from megalite.monitor.steps.what_if import WhatIf, mean_parts, what_if
+from megalite.monitor.steps.what_if import WhatIf, mean_parts, simulated_s, what_if
+from megalite.planner.schedules.tables import Schedule
+from megalite.planner.search import CHUNKS, SCHEDULE
 from megalite.planner.units import digits, percent, plural, seconds
 
 WORTH = 0.01  # of a step, below which no remedy is
@@ -44,6 +49,14 @@ class Loss:
     remedy: str
 
 
+class FasterSchedule(NamedTuple):
+    """Another schedule for the same stages, whose simulated step is shorter."""
+
+    name: str
+    seconds: float
+    own_s: float  # of the schedule that ran, simulated too
+
+
 @dataclass(frozen=True)
 class StepExplanation:
     """The reasons why a step took its time."""
@@ -52,6 +65,7 @@ class StepExplanation:
     step: int
     owner: Owner  # of the lowest rank: the layout
     pipeline: WhatIf | None  # None: the model is not cut into stages, or a sentence says why it cannot be told
+    faster: FasterSchedule | None  # that the config allows
     parts_s: Mapping[str, float]  # mean over ranks
     predicted_s: Mapping[str, float]  # by the planner's names; empty: there is no prediction
     problems: tuple[str, ...]  # sentences: what is lacking
@@ -74,8 +88,25 @@ def explain_step(run_dir: Path, step: int) -> StepExplanation:
         pipeline = what_if(timelines)
     except ValueError as error:
         problems.append(f"the pipeline is not taken apart: {error}")
-    predicted_s = _predicted(run_dir, RunFiles.read(run_dir).receipt, owner, problems)
-    return StepExplanation(run_dir, step, owner, pipeline, mean_parts(timelines), predicted_s, tuple(problems))
+    files = RunFiles.read(run_dir)
+    problems += files.problems
+    faster = None
+    if pipeline is not None and files.config is not None:
+        faster = _faster(pipeline, files.config, owner.data_parallel_size)
+    predicted_s = _predicted(run_dir, files.receipt, owner, problems)
+    return StepExplanation(run_dir, step, owner, pipeline, faster, mean_parts(timelines), predicted_s, tuple(problems))
+
+
+def _faster(pipeline: WhatIf, config: Config, replicas: int) -> FasterSchedule | None:
+    """Returns the schedule under which the measured stages would be noticeably faster, if there is one."""
+    found, own_s = [], simulated_s(pipeline, Schedule(pipeline.schedule))
+    for schedule in Schedule:
+        tried = config.with_resolved({PIPELINE: len(pipeline.stages), SCHEDULE: schedule.value, CHUNKS: None})
+        is_legal = not any(problems_with_pipeline(tried, replicas))
+        if is_legal and (took_s := simulated_s(pipeline, schedule)) is not None:
+            found.append((took_s, schedule.value))
+    least_s, name = min(found, default=(math.inf, ""))
+    return FasterSchedule(name, least_s, own_s) if own_s is not None and least_s < (1 - WORTH) * own_s else None
 
 
 def _predicted(run_dir: Path, receipt: Facts, owner: Owner, problems: list[str]) -> dict[str, float]:
@@ -101,14 +132,20 @@ def largest_loss(found: StepExplanation) -> Loss | None:
         Loss("the synchronisation of replicas", parts["gradient_sync"] + parts["weights_sync"], REMEDIES["replicas"]),
         Loss("the optimizer", parts["optimizer"], REMEDIES["optimizer"]),
         *(Loss(name, parts[part], remedy) for part, (name, remedy) in REMEDIES_OF_PARTS.items()),
-        *(_of_pipeline(found.pipeline) if found.pipeline is not None else ()),
+        *(_of_pipeline(found.pipeline, found.faster) if found.pipeline is not None else ()),
     ]
     worst = max(losses, key=lambda loss: loss.seconds)
     return worst if worst.seconds > WORTH * found.wall_s else None
 
 
-def _of_pipeline(pipeline: WhatIf) -> Iterator[Loss]:
-    yield Loss("the schedule's own bubble", pipeline.bubble_s, REMEDIES["pipeline bubble"])
+def _of_pipeline(pipeline: WhatIf, faster: FasterSchedule | None) -> Iterator[Loss]:
+    remedy = REMEDIES["pipeline bubble"]
+    if faster is not None:
+        remedy += (
+            f"; without transfers and jitter these stages would take {seconds(faster.seconds)} with "
+            f"parallel.pipeline_schedule {faster.name}, and take {seconds(faster.own_s)} with {pipeline.schedule}"
+        )
+    yield Loss("the schedule's own bubble", pipeline.bubble_s, remedy)
     stage, times = pipeline.slowest_stage.stage, pipeline.slowest_over_mean
     about_stage = f"stage {stage} takes {times:.2f} times as long as a mean one"
     yield Loss("stage imbalance", pipeline.imbalance_s, f"{about_stage}; {REMEDIES['stage imbalance']}")
@@ -120,7 +157,7 @@ def _of_pipeline(pipeline: WhatIf) -> Iterator[Loss]:
     if late.excess_s > LATE * pipeline.jitter_s:
         remedy = (
             f"the passes of rank {late.rank} on {printable(late.host)} took {seconds(late.excess_s)} longer than the "
-            "medians of its stage, more than those of any other rank; look at that host"
+            "medians of its stage, more than those of any other rank; look what else runs on that host"
         )
     yield Loss("jitter and stragglers", pipeline.jitter_s, remedy)
 
@@ -222,6 +259,7 @@ def as_json(found: StepExplanation) -> dict[str, Any]:
         "wall_s": found.wall_s,
         "parts_s": dict(found.parts_s),
         "pipeline": own,
+        "faster_schedule": None if found.faster is None else found.faster._asdict(),
         "predicted_parts_s": dict(found.predicted_s),
         "beside_prediction": [pair._asdict() for pair in found.beside_prediction],
         "largest_loss": None if loss is None else asdict(loss),

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from launch.cli.app import main
 from launch.inspection import why
+from launch.inspection.files import RunFiles
 from launch.inspection.timelines import numbers_in_words, read_kept_step
 from launch.inspection.trace import write_trace
 from megalite.monitor.steps.timeline import RankTimeline, step_folder, write_timeline
@@ -51,6 +53,10 @@ def run(make_run: MakeRun) -> Path:
     """A run of four stages that kept two steps."""
     folder = make_run(ending="ended")
     layout = {"tensor_parallel_size": 1, "pipeline_parallel_size": 4, "data_parallel_size": 1, "zero_stage": 1}
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["parallel"]["pipeline_parallel_size"] = 4
+    config["model"] |= {"num_hidden_layers": 4, "layer_types": None}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
     receipt = {"layout": layout, "prediction": {"parts_s": PREDICTED, "problem": None}}
     (folder / "receipt.json").write_text(json.dumps(receipt))
     for step in STEPS:
@@ -109,7 +115,22 @@ def test_why_names_the_bubble_and_its_remedy(run: Path, capfd: pytest.CaptureFix
     assert "idle share of the span: 27.3 %; the schedule alone would have 27.3 %" in out
     assert "idle time over working time: 37.5 %; the schedule alone would have 37.5 %" in out
     assert "from the schedule's own bubble, 9.00 ms" in out and "more micro-batches per step" in out
+    assert (
+        "these stages would take 27.0 ms with parallel.pipeline_schedule zero-bubble, and take 33.0 ms with 1f1b" in out
+    )
     assert not err and not list(run.glob("trace*"))
+
+
+def test_no_schedule_is_recommended_that_the_config_forbids(run: Path) -> None:
+    """ZeRO-3 has no gradients of weights of their own; an unreadable config allows nothing."""
+    found = why.explain_step(run, 10).faster
+    assert found is not None and found.name == "zero-bubble"
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["parallel"] |= {"pipeline_parallel_size": 4, "zero_stage": 3}
+    for text, problems in ((yaml.safe_dump(config), 0), ("{", 1)):
+        (run / "config.yaml").write_text(text)
+        assert len(RunFiles.read(run).problems) == problems
+        assert why.explain_step(run, 10).faster is None
 
 
 def test_why_names_a_slow_stage_as_imbalance(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
