@@ -41,6 +41,7 @@ from launch.cli.place import place
 from launch.cli.plan import plan_app
 from launch.cli.prepare import prepare
 from launch.cli.ray import ray
+from launch.cli.report import report
 from launch.cli.runs import ls, status
 from launch.cli.slurm import slurm
 from launch.cli.trace import trace
@@ -107,7 +108,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(plan_app, name="plan")
 app.command("import")(import_)
-for command in (export, generate, evaluate, k8s, launch, doctor, slurm, place, prepare, ray, status, trace, ls):
+for command in (export, generate, evaluate, k8s, launch, doctor, slurm, place, prepare, ray, status, trace, report, ls):
     app.command()(command)
 
 
