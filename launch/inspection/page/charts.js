@@ -80,7 +80,12 @@ const megalite = (() => {
     groups.set(curves.id, curves);
     for (const chart of curves.charts) {
       const host = document.getElementById(chart.id), plot = drawn.get(chart.id);
-      if (plot && plot.series.length === columnsOf(curves, chart).length) plot.setData(columnsOf(curves, chart));
+      const isShown = plot && plot.root.isConnected && plot.series.length === columnsOf(curves, chart).length;
+      if (isShown) {
+        const [x] = plot.data, isZoomed = plot.scales.x.min > x[0] || plot.scales.x.max < x[x.length - 1];
+        plot.setData(columnsOf(curves, chart), !isZoomed);
+        if (isZoomed) plot.redraw();
+      }
       else if (host && curves.x.length) {
         if (plot) plot.destroy();
         create(curves, chart, host);
