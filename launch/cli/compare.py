@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 runs that have to agree do not, 2 user error. No torch.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -66,6 +67,11 @@ def compare(
             show(f"reading {name}")
             histories[name] = RunHistory.read(run)
     found = compared(histories, tolerance)
+    if page is not None:
+        from launch.inspection.page.comparison_page import write_comparison_page
+
+        write_comparison_page(found, page)
+        say(f"wrote {page}", file=sys.stderr)
     if as_json:
         print_json(facts_of(found))
     else:

@@ -186,6 +186,12 @@ def differing_options(runs: Sequence[ComparedRun]) -> Iterator[OptionDifference]
             yield OptionDifference(name, tuple(run.options.get(name, MISSING) for run in runs))
 
 
+def relative_differences(first: RunHistory, second: RunHistory, name: str) -> tuple[Column, Column]:
+    """Returns the steps that both have with that number, and how far the numbers are apart, relative to the larger."""
+    at, left, right = _common(first, second, name)
+    return at, _relative(left, right)
+
+
 def _pair(first: ComparedRun, second: ComparedRun, tolerance: float) -> PairComparison:
     at, left, right = _common(first.history, second.history, "loss")
     relative = _relative(left, right)

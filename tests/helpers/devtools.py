@@ -57,7 +57,7 @@ class OpenPage:
         self.wait_for("document.readyState === 'complete'")
 
     def evaluate(self, expression: str) -> Any:
-        """Returns the value of an expression in the page. The protocol's own evaluation is not subject to its policy."""
+        """Returns the value of an expression in the page, whose policy does not hold for it."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
@@ -98,7 +98,9 @@ def open_page(url: str, size: tuple[int, int] = SIZE) -> Iterator[OpenPage]:
     """Opens a page in a Chromium of its own, which is ended with the block."""
     ends = [*os.pipe(), *os.pipe()]
     # above 3 and 4, which the shell gives to Chromium
-    read_command, write_command, read_answer, write_answer = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends)
+    read_command, write_command, read_answer, write_answer = (
+        fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends
+    )
     for end in ends:
         os.close(end)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:

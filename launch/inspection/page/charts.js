@@ -54,7 +54,7 @@ const megalite = (() => {
     const axis = {
       stroke: () => colour("--quiet"), grid: {stroke: () => colour("--grid"), width: 1},
       ticks: {stroke: () => colour("--grid"), width: 1},
-      values: (_, ticks) => ticks.map(tick => known(compact, tick)),
+      values: (_, ticks) => ticks.map(tick => tick && Math.abs(tick) < 1e-4 ? tick.toExponential() : known(compact, tick)),
     };
     const isDecade = value => Math.abs(Math.log10(value) - Math.round(Math.log10(value))) < 1e-9;
     const decades = (plot, splits) => plot.scales.y.max / plot.scales.y.min < 20

@@ -1,4 +1,4 @@
-"""The page of `megalite watch`: it follows a run that goes on, is rolled back or is removed, and runs nobody's script."""
+"""The page of `megalite watch`: it follows a run that goes on, is rolled back or is removed; no stranger scripts it."""
 
 from __future__ import annotations
 
