@@ -42,8 +42,10 @@ from launch.cli.place import place
 from launch.cli.plan import plan_app
 from launch.cli.prepare import prepare
 from launch.cli.ray import ray
+from launch.cli.report import report
 from launch.cli.runs import ls, status
 from launch.cli.slurm import slurm
+from launch.cli.trace import trace
 from launch.cli.verbosity import CommandsWithVerbosity
 from launch.cli.version import show_version
 from launch.cli.watch import watch
@@ -120,6 +122,8 @@ for command in (
     prepare,
     ray,
     status,
+    trace,
+    report,
     ls,
     compare,
     watch,

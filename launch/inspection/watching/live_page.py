@@ -14,8 +14,8 @@ from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
 
+from launch.inspection.page.findings import RunFindings
 from launch.inspection.page.run_page import run_page
-from launch.inspection.status import read_status
 from launch.inspection.watching.live_run import LiveRun
 from launch.inspection.watching.server import HTML, Answer, BadQuery, Query, Route, json_answer
 from launch.inspection.watching.tail import Cursor
@@ -24,6 +24,7 @@ LOOK_S = 1.0  # between two looks at the run, whoever asks; browsers ask every t
 SHARE = 0.2  # of the time that looks may take: for long runs, whose pages take longer
 POLICY = re.compile(r'http-equiv="Content-Security-Policy" content="([^"]*)"')
 CHANGING = re.compile(r'<main>.*</main>\s*<script type="application/json" id="curves-data">.*?</script>', re.DOTALL)
+ORIGIN = re.compile(r'<p class="note" id="origin">.*?</p>', re.DOTALL)
 SCRIPT = Path(__file__).with_name("live.js")
 
 
@@ -39,15 +40,17 @@ class _Rendered:
     def of(cls, html: str, offset: int) -> _Rendered:
         found = CHANGING.search(html)
         changing = found[0] if found else html
-        return cls(html, changing, Cursor(max(1, offset), blake2b(changing.encode(), digest_size=8).hexdigest()))
+        lasting = ORIGIN.sub("", changing)  # it has the time of each look
+        return cls(html, changing, Cursor(max(1, offset), blake2b(lasting.encode(), digest_size=8).hexdigest()))
 
 
 class LivePage:
     """Renders the page of a run anew when it is asked for and the run has gone on. For any number of threads."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._run_dir, self._run = run_dir, LiveRun(run_dir)
+        self._run = LiveRun(run_dir)
         self._lock = Lock()
+        self._found: RunFindings | None = None
         self._rendered: _Rendered | None = None
         self._next_look = 0.0
 
@@ -79,8 +82,10 @@ class LivePage:
         with self._lock:
             if self._rendered is None or time.monotonic() >= self._next_look:
                 began = time.monotonic()
-                history = self._run.look()
-                html = run_page(history, read_status(self._run_dir), tail=SCRIPT.read_text(encoding="utf-8"))
+                before, history = self._run.offset, self._run.look()
+                has_gone_on = self._run.offset >= before  # else its steps are done again, also one that was kept
+                self._found = RunFindings.of(history, earlier=self._found if has_gone_on else None)
+                html = run_page(self._found, tail=SCRIPT.read_text(encoding="utf-8"))
                 self._rendered = _Rendered.of(html, self._run.offset)
                 ended = time.monotonic()
                 self._next_look = ended + max(LOOK_S, (ended - began) / SHARE)

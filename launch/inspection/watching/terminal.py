@@ -59,10 +59,9 @@ def screen(status: RunStatus, history: RunHistory, width: int) -> list[list[Cell
         if known := _known(history.column(column)):
             lines.append(_line(name, sparkline(known, room), f"  {known[0]:,.5g} -> {known[-1]:,.5g}"))
     lines += _stage_lines(history, room)
-    for rank, event in slow_ranks(status.events).items():
-        lines.append(
-            _line(f"slow {rank}", StyledCell(printable(str(event.get("sentence", f"rank {rank}"))), "bold red"))
-        )
+    for event in history.files.slow_ranks:
+        told = printable(str(event.get("sentence", f"rank {event.get('rank')}")))
+        lines.append(_line("slow", StyledCell(told, "bold red")))
     for problem in status.problems:
         lines.append(_line("not read", printable(problem)))
     return lines
@@ -73,7 +72,7 @@ def plain_line(status: RunStatus, history: RunHistory) -> str:
     parts = ", ".join(
         f"{PARTS[part]} {share:.0%}" for part, share in shares(_latest(history)).items() if share >= SMALLEST
     )
-    slow = "; ".join(f"rank {rank} is slow" for rank in slow_ranks(status.events))
+    slow = "; ".join(f"rank {printable(str(event.get('rank')))} is slow" for event in history.files.slow_ranks)
     texts = (progress_text(status), speed_text(status), parts, slow)
     return f"{time.strftime('%H:%M:%S')} {status.state}: {'; '.join(text for text in texts if text) or status.reason}"
 
@@ -93,20 +92,6 @@ def shares(seconds: Facts) -> dict[str, float]:
     known = {part: found for part in PARTS if (found := number(seconds.get(part))) is not None and found > 0}
     whole = sum(known.values())
     return {part: known[part] / whole for part in sorted(known, key=lambda part: -known[part])}
-
-
-def slow_ranks(events: Sequence[Facts]) -> dict[str, Facts]:
-    """Returns the events of the last session that tell of ranks which are slow still, by rank."""
-    slow: dict[str, Facts] = {}
-    for event in events:
-        rank = printable(str(event.get("rank")))
-        if event["event"] == "started":
-            slow.clear()
-        elif event["event"] == "slow_rank":
-            slow[rank] = event
-        elif event["event"] == "slow_rank_over":
-            slow.pop(rank, None)
-    return slow
 
 
 def bar(parts: Facts, width: int) -> list[Cell]:
