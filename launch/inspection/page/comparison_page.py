@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from xml.etree.ElementTree import Element
 
 import numpy as np
 
@@ -18,10 +19,12 @@ from launch.inspection.comparison_report import (
 )
 from launch.inspection.page.curves import Chart, Column, Curves, Series, chart_elements, curves_table
 from launch.inspection.page.run_curves import curves_section
-from launch.inspection.page.sections import PageSection, number_table
+from launch.inspection.page.sections import PageSection, keys, number_table
 from launch.inspection.page.skeleton import render_page
+from launch.inspection.page.step_parts import COLOURS, stacked_bars
 from launch.output import Table, write_file
 from launch.planning.report.svg import element
+from megalite.monitor.steps.parts import PARTS
 
 OVER_STEPS = (  # column, title, unit, is logarithmic
     ("grad_norm", "Gradient norm", "before clipping", True),
@@ -143,7 +146,15 @@ def _parts_section(comparison: Comparison) -> PageSection:
     table = parts_table(comparison)
     if table is None:
         return PageSection("parts", "Parts of a step", "No run has recorded the parts of its steps.")
-    return _table_section("parts", "Parts of a step", table, "Mean over steps and ranks, the most different first.")
+    rows = {run.name: {part: run.parts_s.get(part, 0.0) for part in PARTS} for run in comparison.runs if run.parts_s}
+    names = [part for part in PARTS if any(parts[part] for parts in rows.values())]
+    figure = [
+        stacked_bars("runs-bars", rows, names, "by run"),
+        keys([(COLOURS[part], PARTS[part]) for part in names]),
+        _table(table),
+    ]
+    caption = "Seconds of a step, mean over steps and ranks; in the table the most different part comes first."
+    return PageSection("parts", "Parts of a step", caption, figure)
 
 
 def _options_section(comparison: Comparison) -> PageSection:
@@ -154,6 +165,10 @@ def _options_section(comparison: Comparison) -> PageSection:
 
 
 def _table_section(id_: str, title: str, table: Table, caption: str) -> PageSection:
-    """Returns a section that shows a table of the terminal."""
+    return PageSection(id_, title, caption, [_table(table)])
+
+
+def _table(table: Table) -> Element:
+    """Returns a table of the terminal as an element of the page."""
     rows = [[cell if isinstance(cell, str) else cell.text for cell in row] for row in table.rows if row is not None]
-    return PageSection(id_, title, caption, [number_table(table.columns, rows, words=table.text_columns)])
+    return number_table(table.columns, rows, words=table.text_columns)
