@@ -54,7 +54,7 @@ const megalite = (() => {
     const axis = {
       stroke: () => colour("--quiet"), grid: {stroke: () => colour("--grid"), width: 1},
       ticks: {stroke: () => colour("--grid"), width: 1},
-      values: (_, ticks) => ticks.map(tick => known(compact, tick)),
+      values: (_, ticks) => ticks.map(tick => tick && Math.abs(tick) < 1e-4 ? tick.toExponential() : known(compact, tick)),
     };
     const isDecade = value => Math.abs(Math.log10(value) - Math.round(Math.log10(value))) < 1e-9;
     const decades = (plot, splits) => plot.scales.y.max / plot.scales.y.min < 20
@@ -80,7 +80,12 @@ const megalite = (() => {
     groups.set(curves.id, curves);
     for (const chart of curves.charts) {
       const host = document.getElementById(chart.id), plot = drawn.get(chart.id);
-      if (plot && plot.series.length === columnsOf(curves, chart).length) plot.setData(columnsOf(curves, chart));
+      const isShown = plot && plot.root.isConnected && plot.series.length === columnsOf(curves, chart).length;
+      if (isShown) {
+        const [x] = plot.data, isZoomed = plot.scales.x.min > x[0] || plot.scales.x.max < x[x.length - 1];
+        plot.setData(columnsOf(curves, chart), !isZoomed);
+        if (isZoomed) plot.redraw();
+      }
       else if (host && curves.x.length) {
         if (plot) plot.destroy();
         create(curves, chart, host);
