@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 from typer.exceptions import TyperException
 
+from launch.cli.bench import bench
 from launch.cli.checkpoint import checkpoint_app
 from launch.cli.config import config_app
 from launch.cli.convert import export, import_
@@ -106,7 +107,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(plan_app, name="plan")
 app.command("import")(import_)
-for command in (export, generate, evaluate, k8s, launch, doctor, slurm, place, prepare, ray, status, ls):
+for command in (export, generate, evaluate, k8s, launch, doctor, slurm, place, prepare, ray, status, ls, bench):
     app.command()(command)
 
 
