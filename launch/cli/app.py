@@ -44,6 +44,7 @@ from launch.cli.prepare import prepare
 from launch.cli.ray import ray
 from launch.cli.runs import ls, status
 from launch.cli.slurm import slurm
+from launch.cli.trace import trace
 from launch.cli.verbosity import CommandsWithVerbosity
 from launch.cli.version import show_version
 from launch.errors import (
@@ -107,7 +108,8 @@ app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(plan_app, name="plan")
 app.command("import")(import_)
-for command in (export, generate, evaluate, k8s, launch, doctor, slurm, place, prepare, ray, status, ls, bench):
+COMMANDS = (export, generate, evaluate, k8s, launch, doctor, slurm, place, prepare, ray, status, trace, ls, bench)
+for command in COMMANDS:
     app.command()(command)
 
 

@@ -49,14 +49,14 @@ def bench(
     """
     from launch.experiments.bench_table import bench_table, conclusion
     from launch.experiments.comparison import compare
-    from launch.experiments.series import Series, length_free
+    from launch.experiments.series import RunSeries, length_free
     from launch.experiments.variants import VariedOption, variants
     from launch.trainer.run_config import load_run_config
 
     base = load_run_config(config_path, overrides or [])
     varied = [VariedOption.parse(text) for text in vary or []]
     varied += _presets(base, buckets=buckets, micro_batch=micro_batch, recompute=recompute)
-    series = Series(
+    series = RunSeries(
         "bench",
         folder or base.run_dir.with_name(f"{base.run_dir.name}_bench"),
         config_path,

@@ -17,7 +17,7 @@ from megalite.resilience.signals import exit_code_for
 if TYPE_CHECKING:
     from launch.experiments.measurement import RunMeasurement
     from launch.experiments.running import SeriesResults
-    from launch.experiments.series import PlannedRun, Series
+    from launch.experiments.series import SeriesRun, RunSeries
     from launch.trainer.start_checks import CheckedRun
 
 log = get_logger(__name__)
@@ -34,7 +34,7 @@ SeriesFolder = Annotated[
 ]
 
 
-def print_planned(series: Series, checked: Sequence[CheckedRun], *, as_json: bool) -> None:
+def print_planned(series: RunSeries, checked: Sequence[CheckedRun], *, as_json: bool) -> None:
     """Prints the points and runs of a series, and how many of them are there already."""
     runs = list(series.runs())
     done = sum(map(series.is_done, runs))
@@ -56,7 +56,7 @@ def print_planned(series: Series, checked: Sequence[CheckedRun], *, as_json: boo
     say(f"dry run: {plural(len(runs), 'run')} of {steps} each in {series.folder}, of which {done} are done")
 
 
-def make_runs(series: Series, *, as_json: bool) -> SeriesResults:
+def make_runs(series: RunSeries, *, as_json: bool) -> SeriesResults:
     """Makes the runs that are missing, with a bar of their progress and a sentence about each on stderr."""
     from launch.experiments.running import run_series
 
@@ -66,10 +66,10 @@ def make_runs(series: Series, *, as_json: bool) -> SeriesResults:
     tell = log.debug if as_json else log.info  # which writes to standard output
     tell(f"{missing} of {plural(len(all_runs), 'run')} to make, of {plural(total, 'step')} each")
 
-    def name_of(run: PlannedRun) -> str:
+    def name_of(run: SeriesRun) -> str:
         return f"round {run.round} of {series.rounds}, {series.points[run.place].name}"
 
-    def finished(run: PlannedRun, found: RunMeasurement | str) -> None:
+    def finished(run: SeriesRun, found: RunMeasurement | str) -> None:
         if isinstance(found, str):
             log.warning(f"{name_of(run)}: {found}")
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from launch.experiments.comparison import PointResult, Spread
+from launch.experiments.comparison import PointResult, RoundSpread
 from launch.output import Table
 from megalite.monitor.steps.parts import PARTS
 from megalite.planner.units import count, gib, percent, plural, seconds
@@ -76,7 +76,7 @@ def conclusion(results: Sequence[PointResult]) -> str:
     return f"fastest: {best.point.name}, {verdict(best)} as {working[0].point.name}"
 
 
-def with_spread(text: str, spread: Spread) -> str:
+def with_spread(text: str, spread: RoundSpread) -> str:
     """Adds half the spread over the rounds, relative to the median; nothing after a single round."""
     return f"{text} ± {percent(spread.width / 2 / spread.median)}" if spread.is_known else text
 

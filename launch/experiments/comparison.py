@@ -13,12 +13,12 @@ from typing import Any
 
 from launch.experiments.measurement import RunMeasurement
 from launch.experiments.running import SeriesResults
-from launch.experiments.series import Point
+from launch.experiments.series import SeriesPoint
 from megalite.monitor.steps.parts import PARTS
 
 
 @dataclass(frozen=True)
-class Spread:
+class RoundSpread:
     """A number that was measured in several rounds."""
 
     values: tuple[float, ...]
@@ -46,14 +46,16 @@ class Spread:
 class PointResult:
     """The runs of one point."""
 
-    point: Point
+    point: SeriesPoint
     runs: Mapping[int, RunMeasurement]  # by round; empty if none worked
     failure: str  # why a run failed; empty if none did
-    speed: Spread | None  # in tokens per second, over the first point's of the same round; None without a common one
+    speed: (
+        RoundSpread | None
+    )  # in tokens per second, over the first point's of the same round; None without a common one
 
-    def spread(self, name: str) -> Spread:
+    def spread(self, name: str) -> RoundSpread:
         """Returns a number of the runs, such as `step_s`. The point must have worked."""
-        return Spread(tuple(getattr(run, name) for run in self.runs.values()))
+        return RoundSpread(tuple(getattr(run, name) for run in self.runs.values()))
 
     def median(self, name: str) -> float | None:
         """Returns the median over the rounds that know such a number; None if none does."""
@@ -93,7 +95,7 @@ class PointResult:
         }
 
 
-def compare(points: Sequence[Point], results: SeriesResults) -> list[PointResult]:
+def compare(points: Sequence[SeriesPoint], results: SeriesResults) -> list[PointResult]:
     """Returns the result of each point, compared with the first one."""
     first = results.measured[0]
     found = []
@@ -101,7 +103,7 @@ def compare(points: Sequence[Point], results: SeriesResults) -> list[PointResult
         runs = results.measured[place]
         common = [number for number in sorted(runs) if number in first]
         ratios = tuple(runs[number].tokens_per_s / first[number].tokens_per_s for number in common)
-        speed = Spread(ratios) if ratios else None
+        speed = RoundSpread(ratios) if ratios else None
         found.append(PointResult(point, runs, results.failures.get(place, ""), speed))
     return found
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from launch.errors import LaunchError
 from launch.experiments.measurement import RunMeasurement
-from launch.experiments.series import PlannedRun, Series
+from launch.experiments.series import SeriesRun, RunSeries
 from launch.inspection.files import METRICS
 from launch.runtime.modules import COMMAND_LINE, python_command
 from launch.runtime.processes import TICK_S, ProcessTree, StopSignals
@@ -21,10 +21,10 @@ LOG_BYTES = 1 << 16
 LINE_BYTES = 1 << 13  # of metrics.jsonl: its last step
 ERROR = "megalite: error: "
 
-Advance = Callable[[PlannedRun, int], None]
+Advance = Callable[[SeriesRun, int], None]
 """Called with a run and the steps it has done."""
 
-Finished = Callable[[PlannedRun, RunMeasurement | str], None]
+Finished = Callable[[SeriesRun, RunMeasurement | str], None]
 """Called with a run and its measurement, or with the reason why it has none."""
 
 
@@ -37,7 +37,7 @@ class SeriesResults:
     stopped_by: int | None = None  # a signal
 
 
-def run_series(series: Series, advance: Advance, finished: Finished) -> SeriesResults:
+def run_series(series: RunSeries, advance: Advance, finished: Finished) -> SeriesResults:
     """Makes the runs that are missing, and measures all.
 
     A point that has failed is not run again in this call. A signal ends the run that it comes to, without a save.
@@ -63,14 +63,14 @@ def run_series(series: Series, advance: Advance, finished: Finished) -> SeriesRe
     return results
 
 
-def _measured(series: Series, run: PlannedRun) -> RunMeasurement | str:
+def _measured(series: RunSeries, run: SeriesRun) -> RunMeasurement | str:
     try:
         return RunMeasurement.read(run.run_dir, series.warm_up)
     except LaunchError as error:
         return str(error)
 
 
-def _make(series: Series, run: PlannedRun, signals: StopSignals, advance: Advance) -> int | None:
+def _make(series: RunSeries, run: SeriesRun, signals: StopSignals, advance: Advance) -> int | None:
     """Makes one run; returns its exit code, or None if a signal came first."""
     command = shlex.join(python_command(COMMAND_LINE, "train", *series.arguments(run)))
     words = ["sh", "-c", f"exec {command} >{shlex.quote(str(run.log))} 2>&1"]
@@ -82,14 +82,14 @@ def _make(series: Series, run: PlannedRun, signals: StopSignals, advance: Advanc
     return code
 
 
-def _steps_done(run: PlannedRun) -> int:
+def _steps_done(run: SeriesRun) -> int:
     with suppress(OSError, ValueError, TypeError):
         last: Sequence[dict[str, object]] = read_records(run.run_dir / METRICS, LINE_BYTES)[-1:]
         return int(str(last[0]["step"])) if last else 0
     return 0
 
 
-def _reason(run: PlannedRun, code: int) -> str:
+def _reason(run: SeriesRun, code: int) -> str:
     """Returns what a run that failed said about it: its first error, or the last line of a traceback."""
     lines: list[str] = []
     with suppress(OSError):

@@ -50,7 +50,7 @@ QUIET = (  # nothing but steps
 
 
 @dataclass(frozen=True)
-class Point:
+class SeriesPoint:
     """One point of a series: a variant of the config."""
 
     name: str
@@ -58,7 +58,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class PlannedRun:
+class SeriesRun:
     """One run of a point."""
 
     place: int  # of its point in the series
@@ -68,36 +68,36 @@ class PlannedRun:
 
 
 @dataclass(frozen=True)
-class Series:
+class RunSeries:
     """Runs of one config. Each trains `warm_up` steps and then the `steps` that are measured."""
 
     kind: str  # the command that makes it
     folder: Path
     config_path: Path
     overrides: tuple[str, ...]  # of all points, before their own
-    points: tuple[Point, ...]
+    points: tuple[SeriesPoint, ...]
     steps: int
     warm_up: int
     rounds: int
 
-    def runs(self) -> Iterator[PlannedRun]:
+    def runs(self) -> Iterator[SeriesRun]:
         """Yields all runs in order: one round forwards, the next one backwards."""
         for number in range(1, self.rounds + 1):
             places = range(len(self.points))
             for place in places if number % 2 else reversed(places):
                 folder = self.folder_of(place)
-                yield PlannedRun(place, number, folder / f"round_{number}", folder / f"round_{number}.log")
+                yield SeriesRun(place, number, folder / f"round_{number}", folder / f"round_{number}.log")
 
     def folder_of(self, place: int) -> Path:
         """Returns the folder of the runs of one point."""
         slug = re.sub(r"[^A-Za-z0-9.]+", "-", self.points[place].name).strip("-.")[:60]
         return self.folder / f"{place + 1:02}_{slug}"
 
-    def arguments(self, run: PlannedRun) -> list[str]:
+    def arguments(self, run: SeriesRun) -> list[str]:
         """Returns the config and the overrides of a run, as a command line has them."""
         return [str(self.config_path), *self._overrides(self.points[run.place], run.run_dir)]
 
-    def _overrides(self, point: Point, run_dir: Path) -> list[str]:
+    def _overrides(self, point: SeriesPoint, run_dir: Path) -> list[str]:
         length = f"training.steps={self.warm_up + self.steps}"
         return [*QUIET, length, *self.overrides, *point.overrides, f"run_dir={json.dumps(str(run_dir))}"]
 
@@ -158,7 +158,7 @@ class Series:
             "configs": [_digest(run.config) for run in checked],
         }
 
-    def is_done(self, run: PlannedRun) -> bool:
+    def is_done(self, run: SeriesRun) -> bool:
         """Returns whether a run has ended as it should, in this call or an earlier one."""
         try:
             files = RunFiles.read(run.run_dir)
@@ -166,7 +166,7 @@ class Series:
             return False
         return any(event["event"] == "ended" for event in files.session)
 
-    def clear(self, run: PlannedRun) -> None:
+    def clear(self, run: SeriesRun) -> None:
         """Removes what an earlier attempt at a run has left. Raises LaunchError if it still runs."""
         if is_locked(run.run_dir):
             raise LaunchError(f"{run.run_dir} is in use: another command makes the runs of {self.folder}")

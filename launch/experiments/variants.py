@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from launch.errors import LaunchError
-from launch.experiments.series import LENGTH_OPTIONS, Point
+from launch.experiments.series import LENGTH_OPTIONS, SeriesPoint
 from megalite.config import Config, ResolvedLayout
 
 BUCKETS = (5_000_000, 15_000_000, 50_000_000, 150_000_000, 500_000_000)
@@ -45,17 +45,17 @@ class VariedOption:
         return cls(key, tuple(found))
 
 
-def variants(varied: Sequence[VariedOption]) -> tuple[Point, ...]:
+def variants(varied: Sequence[VariedOption]) -> tuple[SeriesPoint, ...]:
     """Returns one point per combination of values, the last option changing fastest. Raises LaunchError."""
     keys = [option.key for option in varied]
     if twice := next((key for key in keys if keys.count(key) > 1), None):
         raise LaunchError(f"{twice} is varied twice: give all its values once, as in --vary {twice}=A,B,C")
     if not varied:
-        return (Point("as configured"),)
+        return (SeriesPoint("as configured"),)
     last = [key.rpartition(".")[2] for key in keys]
     shown = [name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)]
     return tuple(
-        Point(
+        SeriesPoint(
             " ".join(f"{name}={value}" for name, value in zip(shown, values, strict=True)),
             tuple(f"{key}={value}" for key, value in zip(keys, values, strict=True)),
         )
