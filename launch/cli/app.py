@@ -43,6 +43,7 @@ from launch.cli.plan import plan_app
 from launch.cli.prepare import prepare
 from launch.cli.ray import ray
 from launch.cli.runs import ls, status
+from launch.cli.scaling import scaling
 from launch.cli.slurm import slurm
 from launch.cli.trace import trace
 from launch.cli.verbosity import CommandsWithVerbosity
@@ -108,7 +109,23 @@ app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(plan_app, name="plan")
 app.command("import")(import_)
-COMMANDS = (export, generate, evaluate, k8s, launch, doctor, slurm, place, prepare, ray, status, trace, ls, bench)
+COMMANDS = (
+    export,
+    generate,
+    evaluate,
+    k8s,
+    launch,
+    doctor,
+    slurm,
+    place,
+    prepare,
+    ray,
+    status,
+    trace,
+    ls,
+    bench,
+    scaling,
+)
 for command in COMMANDS:
     app.command()(command)
 

@@ -17,7 +17,7 @@ from megalite.resilience.signals import exit_code_for
 if TYPE_CHECKING:
     from launch.experiments.measurement import RunMeasurement
     from launch.experiments.running import SeriesResults
-    from launch.experiments.series import SeriesRun, RunSeries
+    from launch.experiments.series import RunSeries, SeriesRun
     from launch.trainer.start_checks import CheckedRun
 
 log = get_logger(__name__)

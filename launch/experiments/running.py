@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from launch.errors import LaunchError
 from launch.experiments.measurement import RunMeasurement
-from launch.experiments.series import SeriesRun, RunSeries
+from launch.experiments.series import RunSeries, SeriesRun
 from launch.inspection.files import METRICS
 from launch.runtime.modules import COMMAND_LINE, python_command
 from launch.runtime.processes import TICK_S, ProcessTree, StopSignals
