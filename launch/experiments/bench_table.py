@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from launch.experiments.comparison import PointResult, RoundSpread
+from launch.experiments.comparison import LEAST_ROUNDS, PointResult, RoundSpread
 from launch.output import Table
 from megalite.monitor.steps.parts import PARTS
 from megalite.planner.units import count, gib, percent, plural, seconds
@@ -57,7 +57,7 @@ def verdict(one: PointResult) -> str:
     if one.speed is None:
         return "cannot be compared: the first did not run"
     if not one.speed.is_known:
-        return "one round: no spread is known"
+        return f"not known: it takes {LEAST_ROUNDS} rounds"
     if not one.is_distinguishable:
         return "not distinguishable here"
     ratio = one.speed.median
@@ -70,6 +70,8 @@ def conclusion(results: Sequence[PointResult]) -> str:
     if len(working) < 2:
         return ""
     better = [one for one in working[1:] if one.is_distinguishable and one.speed is not None and one.speed.median > 1]
+    if not any(one.speed.is_known for one in working if one.speed is not None):
+        return f"which variant is faster is not known: it takes {LEAST_ROUNDS} rounds"
     if not better:
         return f"nothing is measurably faster than {working[0].point.name}"
     best = max(better, key=lambda one: one.speed.median if one.speed is not None else 0.0)
@@ -78,7 +80,7 @@ def conclusion(results: Sequence[PointResult]) -> str:
 
 def with_spread(text: str, spread: RoundSpread) -> str:
     """Adds half the spread over the rounds, relative to the median; nothing after a single round."""
-    return f"{text} ± {percent(spread.width / 2 / spread.median)}" if spread.is_known else text
+    return f"{text} ± {percent(spread.width / 2 / spread.median)}" if len(spread.values) > 1 else text
 
 
 def parts_in_words(parts_s: Mapping[str, float]) -> str:

@@ -17,6 +17,7 @@ from launch.experiments.measurement import RunMeasurement
 from megalite.monitor.steps.parts import PARTS
 from megalite.planner.units import plural
 
+PART_NAMES = {**PARTS, "loss": "computing the loss"}  # where `loss` alone would be taken for that of efficiency
 WORTH_TELLING = 0.005  # of the whole: half a point of efficiency
 
 
@@ -88,16 +89,18 @@ class ScaledPoint:
         start = f"{plural(self.point.ranks, 'rank')} ({self.point.name}): efficiency {100 * self.efficiency:.0f} %"
         if self.point.name == plural(self.point.ranks, "rank"):
             start = f"{self.point.name}: efficiency {100 * self.efficiency:.0f} %"
-        lost = 1 - self.efficiency
-        if lost < WORTH_TELLING:
+        if 1 - self.efficiency < WORTH_TELLING:
             return f"{start}: nothing is lost"
         if not self.loss_by_part:
             return f"{start}: what is lost was not recorded by part"
         largest = sorted(self.loss_by_part.items(), key=lambda part: -part[1])
-        parts = [f"{100 * value:.0f} are {PARTS[name]}" for name, value in largest if value >= WORTH_TELLING]
-        gained = -sum(value for _, value in largest if value < 0)
-        but = f"; {100 * gained:.0f} are won elsewhere" if gained >= WORTH_TELLING else ""
-        return f"{start}: of the {100 * lost:.0f} points that are lost {_listed(parts)}{but}"
+        lost = [(PART_NAMES[name], 100 * value) for name, value in largest if value > 0]
+        won = [(PART_NAMES[name], -100 * value) for name, value in reversed(largest) if value < 0]
+        named = _listed([f"{points:.0f} are {part}" for part, points in lost if points >= 100 * WORTH_TELLING])
+        sentence = f"{start}: of {sum(points for _, points in lost):.0f} points that are lost {named}"
+        if sum(points for _, points in won) >= 100 * WORTH_TELLING:
+            sentence += f"; {sum(points for _, points in won):.0f} are won, most of them in {won[0][0]}"
+        return sentence
 
     def facts(self) -> dict[str, Any]:
         """Returns the point for JSON."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
-from launch.experiments.efficiency import ScaledPoint
+from launch.experiments.efficiency import PART_NAMES, WORTH_TELLING, ScaledPoint
 from launch.inspection.page.sections import PageSection, keys, number_table
 from launch.inspection.page.skeleton import render_page
 from launch.output import Table
@@ -22,7 +22,6 @@ from launch.planning.report.svg import (
     label,
     vertical_axis,
 )
-from megalite.monitor.steps.parts import PARTS
 from megalite.planner.units import count, percent, plural, short
 
 WIDTH, HEIGHT = 470, 300
@@ -38,7 +37,7 @@ PART_COLOURS = (1, 2, 4, 5, 6, 8, 9, 10, 11)
 
 @dataclass(frozen=True)
 class ScalingFigures:
-    """What the figures show: points in order of their ranks, the smallest first."""
+    """The points that the figures show: in order of their ranks, the smallest first."""
 
     compared: Sequence[ScaledPoint]
     crowded: Sequence[int]  # numbers of ranks that share cores
@@ -104,8 +103,8 @@ class ScalingFigures:
 
     def shown_parts(self) -> list[str]:
         """Returns the parts that anything is lost in, the largest loss first; only so many as can be told apart."""
-        most = {name: max(one.loss_by_part.get(name, 0.0) for one in self.compared) for name in PARTS}
-        found = sorted((name for name in PARTS if most[name] >= 0.005), key=lambda name: -most[name])
+        most = {name: max(one.loss_by_part.get(name, 0.0) for one in self.compared) for name in PART_NAMES}
+        found = sorted((name for name in PART_NAMES if most[name] >= WORTH_TELLING), key=lambda name: -most[name])
         return found[:MOST_PARTS]
 
     def losses(self) -> tuple[Element, Element] | None:
@@ -123,13 +122,14 @@ class ScalingFigures:
         drawn: list[Child] = [horizontal_axis(x, 4, bottom, ticks, "of the time of all ranks")]
         for place, one in enumerate(points):
             y = 10.0 + ROW * place
-            drawn.append(label(BAR_LEFT - 10, y + 15, self._name(one), "legend", "end"))
+            name = f"{self._name(one)}, {100 * one.efficiency:.0f} %"
+            drawn.append(label(BAR_LEFT - 10, y + 15, name, "legend", "end"))
             start = 0.0
-            for name, colour, words, share in _boxes(one, parts):
+            for part, colour, words, share in _boxes(one, parts):
                 if share > 0:
                     title = f"{self._name(one)}, {words}: {percent(share)}"
                     width = x(start + share) - x(start)
-                    drawn.append(bar(x(start), y, width, ROW - 12, title, id=f"loss-{place}-{name}", class_=colour))
+                    drawn.append(bar(x(start), y, width, ROW - 12, title, id=f"loss-{place}-{part}", class_=colour))
                 start += share
         names = [(colour, words) for _, colour, words, _ in _boxes(points[0], parts)]
         return drawing("loss-chart", "Loss of efficiency by part of the step", 920, bottom + 46, drawn), keys(names)
@@ -142,7 +142,7 @@ class ScalingFigures:
         points = [one for one in self.compared[1:] if one.loss_by_part]
         rows = [
             [words, *(f"{100 * one.loss_by_part[name]:.1f}" for one in points)]
-            for name, words in PARTS.items()
+            for name, words in PART_NAMES.items()
             if any(abs(one.loss_by_part[name]) >= 0.0005 for one in points)
         ]
         total = ["all together", *(f"{100 * (1 - one.efficiency):.1f}" for one in points)]
@@ -155,7 +155,8 @@ def _boxes(one: ScaledPoint, parts: Sequence[str]) -> list[tuple[str, str, str, 
     """Returns name, class, words and share of each box of a bar, which add up to 1."""
     lost = {name: max(0.0, value) for name, value in one.loss_by_part.items()}
     shown = [
-        (name, f"fill-{colour}", PARTS[name], lost[name]) for name, colour in zip(parts, PART_COLOURS, strict=False)
+        (name, f"fill-{colour}", PART_NAMES[name], lost[name])
+        for name, colour in zip(parts, PART_COLOURS, strict=False)
     ]
     rest = sum(value for name, value in lost.items() if name not in parts)
     kept = 1 - sum(lost.values())
