@@ -115,7 +115,9 @@ class RunSeries:
             except USER_ERRORS as error:
                 sentences += sentences_of(error)
         if sentences:
-            raise LaunchError(*dict.fromkeys(sentences))
+            # one for all values of an option that there is not: they differ in the override before the colon alone
+            told = {sentence.partition('": ')[2] or sentence: sentence for sentence in reversed(sentences)}
+            raise LaunchError(*reversed(told.values()))
         return checked
 
     def open(self, checked: Sequence[CheckedRun]) -> None:
