@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 from typer.exceptions import TyperException
 
+from launch.cli.bench import bench
 from launch.cli.checkpoint import checkpoint_app
 from launch.cli.compare import compare
 from launch.cli.config import config_app
@@ -44,6 +45,7 @@ from launch.cli.prepare import prepare
 from launch.cli.ray import ray
 from launch.cli.report import report
 from launch.cli.runs import ls, status
+from launch.cli.scaling import scaling
 from launch.cli.slurm import slurm
 from launch.cli.trace import trace
 from launch.cli.verbosity import CommandsWithVerbosity
@@ -110,7 +112,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(plan_app, name="plan")
 app.command("import")(import_)
-for command in (
+COMMANDS = (
     export,
     generate,
     evaluate,
@@ -127,7 +129,10 @@ for command in (
     ls,
     compare,
     watch,
-):
+    bench,
+    scaling,
+)
+for command in COMMANDS:
     app.command()(command)
 
 
