@@ -123,8 +123,8 @@ class PrometheusExporter(Observer):
         snapshot = self._snapshot
         self._keep(snapshot)
         values = {**self._info, **snapshot.values}
-        failures = self._nonfatal.summary()
-        values["megalite_monitor_failures_total"] = {(what,): float(one["count"]) for what, one in failures.items()}
+        failures = {(what,): float(one["count"]) for what, one in self._nonfatal.summary().items()}
+        values["megalite_monitor_failures_total"] = {(self.name,): 0.0, **failures}
         if self._config.monitor.prometheus.per_rank and snapshot.breakdowns:
             values |= _of_ranks(snapshot.breakdowns)
         return rendered(OF_THE_RUN, values, common)
