@@ -115,11 +115,12 @@ test-all: check test-packages
 test-cluster: test-packages
 	$(VENV)/bin/python -m pytest tests/cluster
 
-# Debian's programs that tests use: of clusters and networks, and a browser. Without root or Debian it says what is
+# Debian's programs that tests use: of clusters and networks, a browser, Prometheus. Without root or Debian it says what is
 # missing, and tests that need it are skipped. `cluster-packages` is its older name.
 test-packages cluster-packages: $(DEV_INSTALLED)
 	$(VENV)/bin/python -m tests.helpers.cluster_machine
 	$(VENV)/bin/python -m tests.helpers.browser
+	$(VENV)/bin/python -m tests.helpers.prometheus_server
 
 # Writes the constraints files, with the versions that they already hold where these still fit;
 # `make constraints UPGRADE=--upgrade` takes the newest of everything. All extras are resolved together, then the core under

@@ -38,12 +38,15 @@ class RunLogger(Observer):
         """`others` are told first, on rank 0."""
         self._others, self._setup, self._config, self.prediction = others, setup, setup.config, prediction
         self._is_rank_zero = setup.rank.rank == 0
-        self._nonfatal = Nonfatal(self.log_notice)
+        self._nonfatal = Nonfatal(self.log_notice if self._is_rank_zero else log.warning)
         self._events = EventLog(self._config.run_dir / EVENTS)
         self._observers: list[Observer] = []
         self.outcome: dict[str, Any] = {"finished": False}
 
     def __enter__(self) -> Self:
+        from megalite.monitor.prometheus.host import open_host_metrics
+
+        self._host_metrics = open_host_metrics(self._config, self._nonfatal, log.info)
         if not self._is_rank_zero:
             return self
         from megalite.engine.deepspeed_config import deepspeed_config
@@ -58,9 +61,11 @@ class RunLogger(Observer):
         length = {"total_steps": config.total_steps, "world_size": setup.layout.world_size}
         process = {"host": socket.gethostname(), "process": os.getpid()}
         self._goodput = Goodput(config.run_dir, first_step, self.event, **length, **process)
+        exporters = self._exporters()
         sinks = open_sinks(config, first_step, self._nonfatal)
         page = [RunPageProcess(config.run_dir)] if config.monitor.report else []
-        self._observers = [*self._others, self._goodput, self.prediction, *sinks, *page]  # goodput adds to the records
+        # the first ones add to the records
+        self._observers = [*self._others, self._goodput, self.prediction, *exporters, *sinks, *page]
         for notice in (*setup.layout.notices, *setup.data.notices, *setup.start.notices):
             self.log_notice(notice)
         if setup.start.changes:
@@ -69,6 +74,20 @@ class RunLogger(Observer):
         self._tell_length()
         self._write_receipt()
         return self
+
+    def _exporters(self) -> list[Observer]:
+        """Returns what hands the run to Prometheus, where the config asks for it: one or none."""
+        from megalite.monitor.prometheus.exporter import PrometheusExporter
+
+        host, setup = self._host_metrics, self._setup
+        if host is not None:
+            with self._nonfatal(PrometheusExporter.name):
+                return [
+                    PrometheusExporter(
+                        setup.config, setup.layout, setup.start.step, host, self._goodput, self._nonfatal
+                    )
+                ]
+        return []
 
     def _tell_length(self) -> None:
         """Logs how long all steps that are left take, and warns if each of them takes very long."""
@@ -81,6 +100,9 @@ class RunLogger(Observer):
                 log.warning(warning)
 
     def __exit__(self, *_: object) -> None:
+        if self._host_metrics is not None:
+            with self._nonfatal("Prometheus"):
+                self._host_metrics.close()
         if not self._is_rank_zero:
             return
         self._write_last_receipt()  # before the plot is drawn, seconds in which the process may be killed
@@ -121,8 +143,10 @@ class RunLogger(Observer):
     def on_intervention(self, facts: dict[str, Any], sentence: str) -> None:
         self.event("intervened", **facts)
         self.log_notice(sentence)
+        self._for_each(lambda observer: observer.on_intervention(facts, sentence))
 
     def on_checkpoint(self, saved: Saved, if_failed: str) -> None:
+        self._for_each(lambda observer: observer.on_checkpoint(saved, if_failed))
         facts = {"step": saved.step, "blocked_s": round(saved.blocked_s, 4), "total_s": round(saved.total_s, 4)}
         if saved.failure is not None:
             self.event("save_failed", **facts, reason=saved.failure)

@@ -24,6 +24,7 @@ from launch.trainer.start_flags import StartFlags
 from megalite.checkpoint.manifest import find_latest, step_folders
 from megalite.config import Config, ResolvedLayout, resolve_layout, wanted_world_size
 from megalite.config.known_bad import check_known_bad, installed_versions
+from megalite.monitor.requirements import check_monitoring
 from megalite.planner.cost.memory import CUDA
 from models.families import family
 
@@ -129,8 +130,9 @@ def resolve(config: Config) -> tuple[ResolvedLayout, Device]:
 
 
 def check_run(config: Config) -> None:
-    """Checks what does not depend on the machine. Raises FamilyError or StorageError."""
+    """Checks what does not depend on the machine's devices. Raises FamilyError, StorageError or ConfigError."""
     family(config.model.model_type).check(config.model)
+    check_monitoring(config.monitor)
     if config.checkpoint.mirror is not None:
         from megalite.checkpoint.remote.storage import check_url  # pulls in fsspec
 

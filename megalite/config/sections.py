@@ -361,6 +361,41 @@ class ProfileConfig(Section):
     """Write a snapshot of the accelerator's memory with each profile."""
 
 
+class PrometheusConfig(Section):
+    """Metrics for Prometheus, and of each host's GPUs. Needs `pip install megalite[prometheus]`."""
+
+    enabled: bool = False
+    """Serve the metrics of the run from rank 0's host, and those of its GPUs from each host."""
+
+    port: Annotated[int, Field(ge=1, le=65526)] = 9466
+    """Port on each host; where it is taken, the next free one of ten."""
+
+    host: Annotated[str, Field(pattern=r"^[^\s/@]{1,253}$")] = "127.0.0.1"
+    """Address to listen at; 0.0.0.0 admits every host that reaches this one, and nobody is asked who he is."""
+
+    textfile: Path | None = Field(default=None, examples=[Path("/var/lib/prometheus/node-exporter")])
+    """Folder of node_exporter's textfile collector, for `megalite_RUN.prom`. Left out: no such file."""
+
+    gpus: Literal["auto"] | bool = "auto"
+    """Metrics of GPUs; `auto`: where there are any, and no DCGM exporter on port 9400 serves them already."""
+
+    per_rank: bool = True
+    """Peak memory and relative speed of every rank, two series each."""
+
+
+class TrackioConfig(Section):
+    """Reporting to trackio, on this machine. Needs `pip install trackio`."""
+
+    enabled: bool = False
+    """Report to trackio."""
+
+    project: str = "megalite"
+    """Project the run appears in."""
+
+    name: str | None = Field(default=None, examples=["first_try"])
+    """Name of the run in the project. Left out: trackio chooses one."""
+
+
 class MonitorConfig(Section):
     """Console output, plots and tracking services."""
 
@@ -381,6 +416,15 @@ class MonitorConfig(Section):
 
     wandb: WandbConfig = Field(default_factory=WandbConfig)
     """Weights & Biases."""
+
+    tensorboard: bool = False
+    """Write curves for TensorBoard to the run folder's `tensorboard`. Needs `pip install megalite[tensorboard]`."""
+
+    trackio: TrackioConfig = Field(default_factory=TrackioConfig)
+    """trackio."""
+
+    prometheus: PrometheusConfig = Field(default_factory=PrometheusConfig)
+    """Metrics for Prometheus."""
 
 
 class LaunchConfig(Section):

@@ -9,6 +9,7 @@ from typing import Any
 
 from megalite.config import Config
 from megalite.config.sections import WandbConfig
+from megalite.monitor.flat_records import flat_numbers
 from megalite.monitor.observer import Observer
 
 log = logging.getLogger(__name__)
@@ -36,8 +37,7 @@ class WandbSink(Observer):
             self._run = wandb.init(mode="offline", **arguments)
 
     def on_step(self, record: dict[str, Any]) -> None:
-        numbers = {name: value for name, value in record.items() if not isinstance(value, list) and name != "step"}
-        self._run.log(numbers, step=record["step"])
+        self._run.log(flat_numbers(record), step=record["step"])
 
     def close(self) -> None:
         self._run.finish()

@@ -24,11 +24,11 @@ KINDS = (
 """The communication that is told apart: axis and operation. What is none of these is the last one."""
 
 POSITION = {kind: index for index, kind in enumerate(KINDS)}
-HEAD = ("steps", "wall_s", "met", "began", "ended", "busy_s")
+HEAD = ("steps", "wall_s", "met", "began", "ended", "busy_s", "memory_peak_mib")
 ROW = (*HEAD, *PARTS, *(f"{axis} {name} {what}" for axis, name in KINDS for what in ("calls", "bytes", "seconds")))
 """Columns: number of steps; their seconds; when the rank left its last meeting, began its first pass of the last step
-and ended its last one, on its own clock; seconds of these passes; seconds of all steps by part; communication of all
-steps."""
+and ended its last one, on its own clock; seconds of these passes; its peak memory so far; seconds of all steps by part;
+communication of all steps."""
 
 COLUMN = {name: index for index, name in enumerate(ROW)}
 
@@ -57,6 +57,15 @@ class StageBreakdown:
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """The ranks of a run; each sequence has an entry for each rank."""
+
+    stages: Sequence[int]
+    hosts: Sequence[str]
+    memory_peak_mib: Sequence[float]  # so far
+
+
+@dataclass(frozen=True)
 class StepBreakdown:
     """Seconds are per step, the mean over `steps` steps."""
 
@@ -66,11 +75,14 @@ class StepBreakdown:
     parts_s: Mapping[str, float]  # mean over ranks
     stages: tuple[StageBreakdown, ...]
     own_s: Mapping[str, Sequence[float]]  # by part of OWN_WORK and rank, of all these steps together
+    ranks: Ranks
 
     @classmethod
-    def of(cls, step: int, rows: np.ndarray, stages: Sequence[int], clocks: Sequence[float]) -> StepBreakdown:
-        """Builds it from the `rows` [ranks, len(ROW)] of all ranks, the stage of each, and by how much its clock is
-        ahead of rank 0's."""
+    def of(
+        cls, step: int, rows: np.ndarray, stages: Sequence[int], clocks: Sequence[float], hosts: Sequence[str] = ()
+    ) -> StepBreakdown:
+        """Builds it from the `rows` [ranks, len(ROW)] of all ranks, the stage of each, by how much its clock is ahead
+        of rank 0's, and its host, where that is known."""
         counts = np.maximum(1, rows[:, COLUMN["steps"]])  # a rank that failed to record a step has fewer
         parts = rows[:, COLUMN["data"] : COLUMN["other"] + 1] / counts[:, None]
         where, ahead = np.asarray(stages), np.asarray(clocks)
@@ -96,6 +108,7 @@ class StepBreakdown:
             _by_part(parts.mean(axis=0)),
             tuple(of_stages),
             {part: rows[:, COLUMN[part]].tolist() for part in OWN_WORK},
+            Ranks(stages, hosts or [""] * len(stages), rows[:, COLUMN["memory_peak_mib"]].tolist()),
         )
 
     @property

@@ -21,6 +21,7 @@ from megalite.engine.activity import Note, Operation, Phase
 from megalite.engine.communication_meter import CommunicationMeter
 from megalite.engine.engine import Engine
 from megalite.engine.tape import Collective, DeviceClock, Recorded, Tape
+from megalite.monitor.memory import peak_memory_mib
 from megalite.monitor.observer import Nonfatal
 from megalite.monitor.steps.breakdown import COLUMN, KINDS, POSITION, ROW, StepBreakdown
 from megalite.monitor.steps.gathering import MEETINGS, Gathering
@@ -128,7 +129,7 @@ class StepRecorder:
             return None
         with self._nonfatal("the breakdown of steps"):
             clocks = self._gathering.clocks(rows[:, COLUMN["met"]].tolist())
-            breakdown = StepBreakdown.of(step, rows, self._gathering.stages, clocks)
+            breakdown = StepBreakdown.of(step, rows, self._gathering.stages, clocks, self._gathering.hosts)
             return Gathered(breakdown, self._slow_ranks.add(breakdown.steps, breakdown.own_s))
         return None
 
@@ -138,6 +139,7 @@ class StepRecorder:
         row, seconds = self._row, parts_of(timed, collectives)
         row[COLUMN["steps"]] += 1
         row[COLUMN["wall_s"]] += ended - notes[0].time
+        row[COLUMN["memory_peak_mib"]] = peak_memory_mib()
         row[COLUMN["met"]] = next(reversed(self._meetings.values()), 0.0)
         row[COLUMN["data"] : COLUMN["other"] + 1] += list(seconds.values())
         self._messages, self._in_messages_s = Messages.of(timed, self._owner.stage), seconds["pipeline_transfer"]

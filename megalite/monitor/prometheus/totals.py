@@ -1,0 +1,210 @@
+"""Counts and last values of a run, over all its sessions.
+
+Counters must not fall when a run starts again, or `rate()` takes that for a reset and invents a burst. So they go on
+from metrics.jsonl, steps.jsonl and events.jsonl, read before a resume drops what it does again, and are at least what
+was shown last, which every scrape keeps in `prometheus_counters.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
+
+from megalite.checkpoint.durable_files import write_durably
+from megalite.checkpoint.small_files import read_small_file
+from megalite.monitor.events import EVENTS, read_events
+from megalite.monitor.goodput import CATEGORIES
+from megalite.monitor.prometheus.families import (
+    COUNTED,
+    EMPTY_BUCKETS,
+    FAILED,
+    OUTCOMES,
+    SAVED,
+    STEP_SECONDS_SUM,
+    Labels,
+    Series,
+    Values,
+    bucket_of,
+)
+from megalite.monitor.sinks.jsonl import read_records
+from megalite.monitor.sinks.steps import STEPS
+
+SHOWN = "prometheus_counters.json"
+LONGEST_BYTES = 1 << 24  # of that file
+REMEMBERED_SAVES = 20
+LARGEST = 1e18  # of a number that is believed
+ACTIONS = ("skip", "rollback", "stop")  # of guards
+GAUGES = {  # of a record
+    "step": "megalite_step",
+    "loss": "megalite_loss_nats",
+    "grad_norm": "megalite_gradient_norm",
+    "learning_rate": "megalite_learning_rate",
+    "evaluation_loss": "megalite_evaluation_loss_nats",
+    "model_flops_utilization": "megalite_model_flops_utilization_ratio",
+    "goodput": "megalite_goodput_ratio",
+    "time": "megalite_last_step_timestamp_seconds",
+}
+_Stored = TypeAdapter(dict[str, list[tuple[tuple[str, ...], FiniteFloat]]])
+
+
+class RunTotals:
+    """Adds up what a run does; series are replaced and never changed, so that another thread may read them."""
+
+    def __init__(self, last_step: int = 0) -> None:
+        """`last_step` is the step from which the session goes on."""
+        self._last_step = last_step
+        self._saved_at: deque[float] = deque(maxlen=REMEMBERED_SAVES)
+        self._values: dict[str, Series] = {
+            "megalite_tokens_total": {(): 0.0},
+            "megalite_samples_total": {(): 0.0},
+            "megalite_steps_total": {(outcome,): 0.0 for outcome in OUTCOMES},
+            "megalite_step_seconds": EMPTY_BUCKETS,
+            STEP_SECONDS_SUM: {(): 0.0},
+            "megalite_run_seconds_total": {(category,): 0.0 for category in CATEGORIES},
+            "megalite_checkpoint_saves_total": {(SAVED,): 0.0, (FAILED,): 0.0},
+            "megalite_checkpoint_blocked_seconds_total": {(): 0.0},
+            "megalite_interventions_total": {(action,): 0.0 for action in ACTIONS},
+        }
+
+    @classmethod
+    def of_run(cls, run_dir: Path, resumed_step: int, tokens_of_a_step: int, samples_of_a_step: int) -> RunTotals:
+        """Goes on with the counts of a run's earlier sessions.
+
+        Call it when the session's `started` event is written and nothing is dropped from metrics.jsonl yet. The sizes
+        of a step count for steps that earlier sessions have lost, which no file holds any more. Raises OSError.
+        """
+        events, records = read_events(run_dir / EVENTS), read_records(run_dir / "metrics.jsonl")
+        totals = cls()
+        for record in records:
+            totals._count_step(record)
+        beyond = sum(_number(record.get("step")) > resumed_step for record in records)
+        lost = sum(_number(event.get("lost_steps")) for event in events)
+        dropped = max(0.0, lost - beyond)
+        totals._add("megalite_steps_total", {("taken",): dropped, ("lost",): lost})
+        totals._add("megalite_tokens_total", {(): dropped * tokens_of_a_step})
+        totals._add("megalite_samples_total", {(): dropped * samples_of_a_step})
+        for event in events:
+            totals._count_event(event)
+        for line in read_records(run_dir / STEPS):
+            with suppress(AttributeError, KeyError, TypeError):  # a line that no run has written
+                totals.add_line(line)
+        for name, series in _shown_before(run_dir / SHOWN).items():
+            totals.raise_to(name, series)
+        totals._last_step = resumed_step
+        return totals
+
+    def add_record(self, record: Mapping[str, Any]) -> None:
+        """Takes the record of a step that has just ended."""
+        step = int(record["step"])
+        if step <= self._last_step:
+            self._add("megalite_steps_total", {("lost",): self._last_step - step + 1})
+        self._last_step = step
+        self._count_step(record)
+        for key, name in GAUGES.items():
+            if key in record:
+                value = record[key]
+                self._values[name] = {(): math.nan if value is None else float(value)}
+
+    def add_line(self, line: Mapping[str, Any]) -> None:
+        """Takes an entry of steps.jsonl."""
+        parts: dict[Labels, float] = {}
+        idle: dict[Labels, float] = {}
+        communication: dict[str, dict[Labels, float]] = {"seconds": {}, "bytes": {}, "calls": {}}
+        steps, stages = _number(line.get("steps")), line.get("stages")
+        for stage in stages if isinstance(stages, list) else []:
+            number = str(int(_number(stage.get("stage"))))
+            parts |= {(number, part): steps * _number(value) for part, value in stage.get("mean_s", {}).items()}
+            if stage.get("idle_ratio") is not None:
+                idle[(number,)] = _number(stage["idle_ratio"])
+            for one in stage.get("communication", []):
+                for what, series in communication.items():
+                    series[number, str(one["axis"]), str(one["operation"])] = steps * _number(one[what])
+        self._add("megalite_step_part_seconds_total", parts)
+        for what, series in communication.items():
+            self._add(f"megalite_communication_{what}_total", series)
+        if idle:
+            self._values["megalite_pipeline_idle_ratio"] = idle
+
+    def add_save(self, when: float, *, is_complete: bool) -> None:
+        """Counts a save that ended at `when`, in unix seconds."""
+        self._add("megalite_checkpoint_saves_total", {(SAVED if is_complete else FAILED,): 1.0})
+        if not is_complete:
+            return
+        self._saved_at.append(when)
+        self._values["megalite_checkpoint_last_timestamp_seconds"] = {(): when}
+        if gaps := [after - before for before, after in pairwise(self._saved_at)]:
+            self._values["megalite_checkpoint_interval_seconds"] = {(): max(0.0, median(gaps))}
+
+    def add_intervention(self, action: str) -> None:
+        """Counts an intervention of a guard."""
+        self._add("megalite_interventions_total", {(action,): 1.0})
+
+    def add_blocked(self, seconds: float) -> None:
+        """Adds time in which training waited for a save."""
+        self._add("megalite_checkpoint_blocked_seconds_total", {(): seconds})
+
+    def raise_to(self, name: str, series: Series) -> None:
+        """Raises counts to these where they are lower."""
+        old = self._values.get(name, {})
+        self._values[name] = {**old, **{key: max(value, old.get(key, 0.0)) for key, value in series.items()}}
+
+    def values(self) -> Values:
+        """Returns all series as they are now; later changes do not reach them."""
+        return dict(self._values)
+
+    def _count_step(self, record: Mapping[str, Any]) -> None:
+        seconds, samples = _number(record.get("step_time_s")), record.get("samples")
+        ends = samples if isinstance(samples, Sequence) and len(samples) == 2 else (0, 0)
+        self._add("megalite_steps_total", {("skipped" if record.get("skipped") else "taken",): 1.0})
+        tokens = round(_number(record.get("tokens_per_second")) * seconds)
+        self._add("megalite_tokens_total", {(): tokens})
+        self._add("megalite_samples_total", {(): max(0.0, _number(ends[1]) - _number(ends[0]))})
+        self._add("megalite_step_seconds", {bucket_of(seconds): 1.0})
+        self._add(STEP_SECONDS_SUM, {(): seconds})
+        self.add_blocked(_number(record.get("save_blocked_s")))
+
+    def _count_event(self, event: Mapping[str, Any]) -> None:
+        name = event.get("event")
+        if name in ("saved", "save_failed"):
+            self.add_save(_number(event.get("time")), is_complete=name == "saved")
+        elif name == "intervened" and event.get("action") in ACTIONS:
+            self.add_intervention(event["action"])
+        elif "save_blocked_s" in event:
+            self.add_blocked(_number(event["save_blocked_s"]))
+
+    def _add(self, name: str, amounts: Series) -> None:
+        old = self._values.get(name, {})
+        self._values[name] = {**old, **{key: old.get(key, 0.0) + amount for key, amount in amounts.items()}}
+
+
+def keep_shown(path: Path, values: Values) -> None:
+    """Writes the counters among `values` for the next session. Raises OSError."""
+    stored = {name: list(series.items()) for name, series in values.items() if name in COUNTED}
+    write_durably(path, json.dumps(stored).encode())
+
+
+def _shown_before(path: Path) -> Values:
+    """Returns what an earlier session has shown; nothing if it has shown nothing, or the file is damaged."""
+    try:
+        stored = _Stored.validate_json(read_small_file(path, LONGEST_BYTES))
+    except (OSError, ValidationError):
+        return {}
+    return {
+        name: {key: value for key, value in series if 0 <= value < LARGEST}
+        for name, series in stored.items()
+        if name in COUNTED
+    }
+
+
+def _number(value: Any) -> float:
+    """Returns a number from a file or record; 0 for what is none, negative or not of this world."""
+    return float(value) if isinstance(value, int | float) and 0 <= value < LARGEST else 0.0

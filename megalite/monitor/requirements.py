@@ -1,0 +1,35 @@
+"""Checks that what the section `monitor` asks for is installed and can be written, before a rank starts. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from megalite.config.errors import ConfigError
+from megalite.config.sections import MonitorConfig
+
+
+def check_monitoring(options: MonitorConfig) -> None:
+    """Raises ConfigError, one sentence, where something is missing here."""
+    prometheus = options.prometheus
+    if prometheus.enabled or prometheus.textfile is not None:
+        packages = ["prometheus_client"] + ["pynvml"] * (prometheus.gpus is True)
+        _need("monitor.prometheus", packages, "megalite[prometheus]")
+    if options.tensorboard:
+        _need("monitor.tensorboard", ["tensorboard"], "megalite[tensorboard]")
+    if options.trackio.enabled:
+        _need("monitor.trackio", ["trackio"], "trackio")
+    folder = prometheus.textfile
+    if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise ConfigError(
+            f"monitor.prometheus.textfile {folder} is no folder that can be written: make it, or name the folder of "
+            "node_exporter's --collector.textfile.directory"
+        )
+
+
+def _need(option: str, packages: Sequence[str], what: str) -> None:
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise ConfigError(
+            f"{option} needs {' and '.join(missing)}, which this Python lacks: pip install '{what}', or leave it out"
+        )
