@@ -57,7 +57,7 @@ class WhatIf:
     span_s: float
     work_s: float  # of a mean stage, with its tensor collectives
     bubble_s: float  # the schedule's own, if all stages were equal
-    imbalance_s: float  # of stages and their chunks
+    imbalance_s: float  # of stages and their chunks, which may suit a schedule, so that it is below 0
     transfers_s: float
     jitter_s: float  # and stragglers; what is left, so it may be below 0
     stages: tuple[MeasuredStage, ...]
