@@ -11,6 +11,7 @@ import typer
 from launch.output import check_writable, decimal_size, spinner
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
+from megalite.checkpoint.small_files import check_small_file
 
 log = get_logger(__name__)
 
@@ -21,7 +22,10 @@ def report(
         Path | None, typer.Option("--output", "-o", help="File to write; default: report.html in RUN_DIR.")
     ] = None,
     step: Annotated[
-        int | None, typer.Option(min=1, help="Step whose timeline is drawn; default: the newest that was kept.")
+        int | None,
+        typer.Option(
+            min=1, help="Step whose timeline is drawn; default: the newest kept one without an evaluation or a save."
+        ),
     ] = None,
     open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser of this machine.")] = False,
 ) -> None:
@@ -41,6 +45,8 @@ def report(
         check_kept(run_dir, step)
     path = output if output is not None else run_dir / FILE
     check_writable(path)
+    if output is None:
+        check_small_file(path)  # others may have put something else there
     with spinner(f"reading {run_dir}"):
         write_run_page(run_dir, path, step)
     say(f"wrote {path} ({decimal_size(path.stat().st_size)}); it needs no network")

@@ -23,7 +23,7 @@ def test_one_device_and_two_agree(
 ) -> None:
     """With real receipts and records: would catch a fact that a run does not write as the comparison reads it."""
     tiny["training"] |= {"steps": 8, "evaluation": {"interval": 4, "samples": 4}}
-    tiny["monitor"] = {"plot": False}
+    tiny["monitor"] = {"plot": False, "report": False}
     one = references.of(tiny, world_size=1).run_dir
     two = references.of(tiny | {"parallel": {"tensor_parallel_size": 2}}).run_dir
     monkeypatch.setattr(sys, "argv", ["megalite", "compare", str(one), str(two), "--json"])

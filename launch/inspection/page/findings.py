@@ -13,14 +13,16 @@ import numpy as np
 from launch.errors import LaunchError
 from launch.inspection.files import Facts, number
 from launch.inspection.history import RunHistory
-from launch.inspection.status import RunStatus, read_status
+from launch.inspection.status import RunStatus
 from launch.inspection.timelines import KeptStep, newest_step, read_kept_step
 from launch.inspection.why import StepExplanation, explain_step
 from megalite.monitor.steps.parts import PARTS
-from megalite.monitor.steps.timeline import step_folder
+from megalite.monitor.steps.timeline import step_folder, steps_of
 from megalite.parallel.mesh import Mesh
 
 LARGEST_TIMELINES = 96 << 20  # bytes of all ranks of a step, above which they are not drawn
+LONG = 1.5  # times the median step: there is more in it than in others
+LEAST_STEP = 10  # before which steps warm up
 RECENT = 200  # lines of steps.jsonl that figures of stages are made of
 MOST_RANKS = 1 << 17  # of a layout that is believed
 
@@ -36,20 +38,17 @@ class RunFindings:
     problems: tuple[str, ...]  # sentences: what could not be read, and what is lacking
 
     @classmethod
-    def read(cls, run_dir: Path, step: int | None = None) -> RunFindings:
-        """Reads a run; its timeline is that of `step`, or of the newest step that has one.
+    def of(
+        cls, history: RunHistory, status: RunStatus, step: int | None = None, earlier: RunFindings | None = None
+    ) -> RunFindings:
+        """Adds the timeline of `step`, or of the newest kept one that took no longer than usual, to what was read.
 
-        Raises OSError where its steps or events cannot be read.
+        Of `earlier` findings the timeline is taken over if it is of the same step.
         """
-        return cls.of(RunHistory.read(run_dir), step)
-
-    @classmethod
-    def of(cls, history: RunHistory, step: int | None = None, earlier: RunFindings | None = None) -> RunFindings:
-        """Reads what else there is besides the history; the timeline is that of `earlier` if it has the same step."""
         run_dir, problems = history.run_dir, list(history.problems)
         kept, explanation = None, None
         try:
-            step = step if step is not None else newest_step(run_dir)
+            step = step if step is not None else _usual_step(history)
             if earlier is not None and earlier.kept is not None and earlier.kept.step == step:
                 kept, explanation = earlier.kept, earlier.explanation
             else:
@@ -57,7 +56,7 @@ class RunFindings:
             problems += explanation.problems if explanation is not None else ()
         except (LaunchError, OSError) as error:
             problems.append(str(error))
-        return cls(history, read_status(run_dir), kept, explanation, tuple(dict.fromkeys(problems)))
+        return cls(history, status, kept, explanation, tuple(dict.fromkeys(problems)))
 
     @property
     def receipt(self) -> Facts:
@@ -116,6 +115,20 @@ def _timeline(run_dir: Path, step: int) -> tuple[KeptStep, StepExplanation]:
     if size > LARGEST_TIMELINES:
         raise LaunchError(f"the timelines of step {step} are too large to be drawn: `megalite trace` reads them")
     return read_kept_step(run_dir, step), explain_step(run_dir, step)
+
+
+def _usual_step(history: RunHistory) -> int:
+    """Returns the newest step with a timeline that neither an evaluation nor a save made long, else the newest one.
+
+    Raises LaunchError where no step has one.
+    """
+    newest, wall_s = newest_step(history.run_dir), history.wall_s
+    if not (wall_s > 0).any():
+        return newest
+    usual_s = LONG * float(np.median(wall_s[wall_s > 0]))
+    kept = steps_of(history.run_dir)
+    is_usual = np.isin(history.steps, kept) & (wall_s > 0) & (wall_s <= usual_s) & (history.steps >= LEAST_STEP)
+    return int(history.steps[is_usual][-1]) if is_usual.any() else newest
 
 
 def value_at(facts: Any, *names: str) -> Any:

@@ -10,6 +10,7 @@ from launch.inspection.page.sections import PageSection, keys, number_table
 from launch.inspection.page.step_parts import COLOURS
 from launch.planning.report.svg import AxisScale, Child, bar, drawing, element, horizontal_axis, label
 from megalite.engine.activity import Phase
+from megalite.monitor.steps.message_pairs import transfers
 from megalite.monitor.steps.parts import HOLDS_COLLECTIVES, OWN_WORK, PARTS, part_of
 from megalite.monitor.steps.timeline import RankTimeline, TimedNote
 from megalite.monitor.steps.what_if import parts_by_rank
@@ -30,11 +31,14 @@ def timeline_section(found: RunFindings) -> PageSection:
     timelines = found.kept.aligned.timelines
     shown = _rows(timelines)
     threshold = _threshold(shown)
-    figure = [_drawing(found.kept.step, shown, threshold)]
+    on_the_way = {rank: {each.end: each.start for each in of_rank} for rank, of_rank in transfers(timelines).items()}
+    figure = [_drawing(found.kept.step, shown, threshold, on_the_way)]
     parts = dict.fromkeys(part_of(span) for each in shown.values() for span in each.spans())
-    names = [name for name in PARTS if name in parts]
+    if "pipeline_transfer" in parts:
+        parts["pipeline_wait"] = None
     if any(each.collectives for each in shown.values()):
-        names = [*names, *(["tensor_collectives"] if "tensor_collectives" not in names else [])]
+        parts["tensor_collectives"] = None
+    names = [name for name in PARTS if name in parts]
     figure.append(keys([(COLOURS[name], PARTS[name]) for name in names]))
     by_rank = parts_by_rank(timelines)
     used = [name for name in PARTS if any(by_rank[rank][name] > 0 for rank in shown)]
@@ -70,7 +74,13 @@ def _threshold(rows: Mapping[int, RankTimeline]) -> float:
     return max(LEAST_WIDTH, widths[MOST_BOXES] if len(widths) > MOST_BOXES else 0.0)
 
 
-def _drawing(step: int, rows: Mapping[int, RankTimeline], threshold: float) -> Element:
+def _drawing(
+    step: int,
+    rows: Mapping[int, RankTimeline],
+    threshold: float,
+    on_the_way: Mapping[int, Mapping[float, float]],
+) -> Element:
+    """`on_the_way` says by rank, and by the end of a box, when the message that it waited for was on its way."""
     scale, height = _extent(rows), 24.0 if len(rows) <= 16 else 15.0
     bottom = TOP + height * len(rows)
     length = scale.high - scale.low
@@ -81,20 +91,31 @@ def _drawing(step: int, rows: Mapping[int, RankTimeline], threshold: float) -> E
         y = TOP + height * row
         place = f"stage {timeline.owner.stage} rank {rank}"
         drawn.append(label(LEFT - 8, y + height / 2 + 4, place, "tick", "end"))
-        drawn += _boxes(rank, timeline, scale, y + 1, height - 2, threshold)
+        drawn += _boxes(rank, timeline, scale, y + 1, height - 2, threshold, on_the_way[rank])
     return drawing("timeline-drawing", f"Step {step} on {plural(len(rows), 'rank')}", WIDTH, bottom + 46, drawn)
 
 
 def _boxes(
-    rank: int, timeline: RankTimeline, scale: AxisScale, y: float, height: float, threshold: float
+    rank: int,
+    timeline: RankTimeline,
+    scale: AxisScale,
+    y: float,
+    height: float,
+    threshold: float,
+    on_the_way: Mapping[float, float],
 ) -> list[Element]:
-    drawn, covered = [], []
+    drawn, covered, moving = [], [], []
     for index, span in enumerate(timeline.spans()):
         x, end = scale(span.start), scale(span.end)
         if end - x <= threshold:
             continue
         part = part_of(span)
         title = f"{_name(span, part)} {seconds(span.seconds)}"
+        if part == "pipeline_transfer" and span.end in on_the_way:
+            began = on_the_way[span.end]
+            title += f", {seconds(max(0.0, began - span.start))} of it waiting"
+            part = "pipeline_wait"
+            moving.append((scale(began), end))
         drawn.append(bar(x, y, end - x, height, title, id=f"box-{rank}-{index}", class_=COLOURS[part]))
         number = str(span.note.micro_batch or "")
         if number and part in OWN_WORK and end - x >= ROOM_FOR_DIGIT * len(number) + AROUND_NUMBER and height > 14:
@@ -102,8 +123,11 @@ def _boxes(
             drawn.append(label((x + end) / 2, y + height / 2 + 1, number, f"in-box{dark}", "middle"))
         if part in HOLDS_COLLECTIVES and span.note.phase is Phase.STEP:
             covered.append((span.start, span.end))
-    strips = _strips(timeline, covered, scale, y + height * 0.7, height * 0.3)
-    return [*drawn, *([element("path", d=strips, class_=COLOURS["tensor_collectives"])] if strips else [])]
+    paths = {
+        "pipeline_transfer": _path(moving, y, height),
+        "tensor_collectives": _path(_within(timeline, covered, scale), y + height * 0.7, height * 0.3),
+    }
+    return [*drawn, *(element("path", d=path, class_=COLOURS[part]) for part, path in paths.items() if path)]
 
 
 def _name(span: TimedNote, part: str) -> str:
@@ -112,10 +136,8 @@ def _name(span: TimedNote, part: str) -> str:
     return what + (f" of micro-batch {note.micro_batch}" if note.micro_batch else "")
 
 
-def _strips(
-    timeline: RankTimeline, covered: list[tuple[float, float]], scale: AxisScale, y: float, height: float
-) -> str:
-    """Returns the path of the collectives inside computation, which lie on the lower part of its boxes."""
+def _within(timeline: RankTimeline, covered: list[tuple[float, float]], scale: AxisScale) -> list[tuple[float, float]]:
+    """Returns where the collectives inside computation are drawn; those without a gap become one."""
     pieces: list[tuple[float, float]] = []
     index = 0
     for each in sorted(timeline.collectives):
@@ -128,6 +150,11 @@ def _strips(
             pieces[-1] = (pieces[-1][0], end)
         else:
             pieces.append((x, end))
+    return pieces
+
+
+def _path(pieces: list[tuple[float, float]], y: float, height: float) -> str:
+    """Returns the path of boxes of one height."""
     wide = [(x, end) for x, end in pieces if end - x > LEAST_WIDTH]
     return "".join(f"M{x:.1f} {y:.1f}h{end - x:.1f}v{height:.1f}h{x - end:.1f}z" for x, end in wide)
 
@@ -142,7 +169,8 @@ def _caption(
     sentences = [
         f"All that each rank did from the record of step {step - 1:,} to that of step {step:,} "
         f"({sizes}, {micro_batches}{schedule}); numbers are micro-batches, strips at the lower edge of a box are "
-        "collectives inside it."
+        "collectives inside it. A rank in a message waits for its neighbour, and from when "
+        "both are in it, for the transfer."
     ]
     if len(shown) < len(timelines):
         sentences.append(f"Of {len(timelines):,} ranks one of each stage is drawn.")

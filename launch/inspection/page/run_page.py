@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from launch.inspection.history import RunHistory
 from launch.inspection.page.curves import Curves
 from launch.inspection.page.findings import RunFindings
 from launch.inspection.page.goodput_bar import goodput_section
@@ -20,34 +21,34 @@ from launch.inspection.page.step_parts import parts_section, stages_section
 from launch.inspection.page.step_waterfall import prediction_section, waterfall_section
 from launch.inspection.page.tables import communication_section, events_section, settings_section, versions_section
 from launch.inspection.page.tiles import tiles_of
+from launch.inspection.status import read_status
 from launch.output import write_file
 
 FILE = "report.html"
 
 
-def write_run_page(run_dir: Path, path: Path, step: int | None = None) -> RunFindings:
-    """Writes the page of a run, with the timeline of `step` or of the newest step that has one; returns what it shows.
+def write_run_page(run_dir: Path, path: Path, step: int | None = None) -> None:
+    """Writes the page of a run, with the timeline of `step` or of a usual step that has one.
 
     Raises OSError where the run's steps or events cannot be read, LaunchError where `path` cannot be written.
     """
-    found = RunFindings.read(run_dir, step)
-    write_file(path, run_page(found))
-    return found
+    written = time.strftime(", %Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    found = RunFindings.of(RunHistory.read(run_dir), read_status(run_dir), step)
+    write_file(path, run_page(found, written=written))
 
 
-def run_page(found: RunFindings, *, tail: str = "") -> str:
-    """Returns the page as HTML; `tail` as in `render_page`."""
+def run_page(found: RunFindings, *, written: str = "", tail: str = "") -> str:
+    """Returns the page as HTML; `written` says when, `tail` is as in `render_page`."""
     curves = curves_of(found.history)
-    name = found.history.run_dir.resolve().name or str(found.history.run_dir)
-    written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    run_dir = found.history.run_dir
     return render_page(
-        f"Run {name}",
+        f"Run {run_dir.resolve().name or run_dir}",
         subtitle_of(found),
         tiles_of(found),
         sentences_of(found),
         run_sections(found, curves),
         [curves],
-        origin=f"Written by megalite report from {found.history.run_dir}, {written}.",
+        origin=f"megalite report {run_dir}{written}",
         tail=tail,
     )
 
