@@ -18,7 +18,7 @@ from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
 
 log = get_logger(__name__)
-LOOPBACK = "127.0.0.1"
+LOOPBACK, EVERYWHERE = "127.0.0.1", ("0.0.0.0", "::")
 
 
 def watch(
@@ -80,7 +80,8 @@ def _serve(run_dir: Path, host: str, port: int) -> None:
         sentence = f"nothing can listen on {host}, port {port}: {told}; choose another --port or --host"
         raise LaunchError(sentence) from None
     with server:
-        port, shown = server.server_port, f"[{host}]" if ":" in host else host
+        name = socket.gethostname() if host in EVERYWHERE else host
+        port, shown = server.server_port, f"[{name}]" if ":" in name else name
         is_local = is_loopback(host)
         if not is_local:
             log.warning(

@@ -39,10 +39,10 @@ def write_run_page(run_dir: Path, path: Path, step: int | None = None) -> None:
 
 def run_page(found: RunFindings, *, written: str = "", tail: str = "") -> str:
     """Returns the page as HTML; `written` says when, `tail` is as in `render_page`."""
-    run_dir, curves = found.history.run_dir, curves_of(found.history)
-    name = run_dir.resolve().name or str(run_dir)
+    curves = curves_of(found.history)
+    run_dir = found.history.run_dir
     return render_page(
-        f"Run {name}",
+        f"Run {run_dir.resolve().name or run_dir}",
         subtitle_of(found),
         tiles_of(found),
         sentences_of(found),

@@ -22,10 +22,9 @@ from launch.inspection.watching.server import HTML, Answer, BadQuery, Query, Rou
 from launch.inspection.watching.tail import Cursor
 
 LOOK_S = 1.0  # between two looks at the run, whoever asks; browsers ask every two seconds
-SHARE = 0.2  # of the time that looks may take: for long runs, whose pages take longer
+SHARE = 0.2  # of a core that looks may take: for long runs, whose pages take longer
 POLICY = re.compile(r'http-equiv="Content-Security-Policy" content="([^"]*)"')
 CHANGING = re.compile(r'<main>.*</main>\s*<script type="application/json" id="curves-data">.*?</script>', re.DOTALL)
-ORIGIN = re.compile(r'<p class="note" id="origin">.*?</p>', re.DOTALL)
 SCRIPT = Path(__file__).with_name("live.js")
 
 
@@ -41,8 +40,7 @@ class _Rendered:
     def of(cls, html: str, offset: int) -> _Rendered:
         found = CHANGING.search(html)
         changing = found[0] if found else html
-        lasting = ORIGIN.sub("", changing)  # it has the time of each look
-        return cls(html, changing, Cursor(max(1, offset), blake2b(lasting.encode(), digest_size=8).hexdigest()))
+        return cls(html, changing, Cursor(max(1, offset), blake2b(changing.encode(), digest_size=8).hexdigest()))
 
 
 class LivePage:
@@ -82,13 +80,13 @@ class LivePage:
     def _now(self) -> _Rendered:
         with self._lock:
             if self._rendered is None or time.monotonic() >= self._next_look:
-                began = time.monotonic()
+                began_s = time.thread_time()
                 before, history = self._run.offset, self._run.look()
+                status = read_status(self._run.run_dir)
                 has_gone_on = self._run.offset >= before  # else its steps are done again, also one that was kept
-                earlier = self._found if has_gone_on else None
-                self._found = RunFindings.of(history, read_status(history.run_dir), earlier=earlier)
+                self._found = RunFindings.of(history, status, earlier=self._found if has_gone_on else None)
                 html = run_page(self._found, tail=SCRIPT.read_text(encoding="utf-8"))
                 self._rendered = _Rendered.of(html, self._run.offset)
-                ended = time.monotonic()
-                self._next_look = ended + max(LOOK_S, (ended - began) / SHARE)
+                took_s = time.thread_time() - began_s
+                self._next_look = time.monotonic() + max(LOOK_S, took_s / SHARE)
             return self._rendered

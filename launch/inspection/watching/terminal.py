@@ -6,7 +6,7 @@ On a terminal a screen whose lines change in place; elsewhere a line per look at
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def screen(status: RunStatus, history: RunHistory, width: int) -> list[list[Cell
     for name, column in {"loss": "loss", "held out": "evaluation_loss", "tokens/s": "tokens_per_second"}.items():
         if known := _known(history.column(column)):
             lines.append(_line(name, sparkline(known, room), f"  {known[0]:,.5g} -> {known[-1]:,.5g}"))
-    lines += _stage_lines(history, room)
+    lines += _stage_lines(history, room, width)
     for event in history.files.slow_ranks:
         told = printable(str(event.get("sentence", f"rank {event.get('rank')}")))
         lines.append(_line("slow", StyledCell(told, "bold red")))
@@ -108,7 +108,7 @@ def bar(parts: Facts, width: int) -> list[Cell]:
     return cells
 
 
-def _stage_lines(history: RunHistory, room: int) -> Iterator[list[Cell]]:
+def _stage_lines(history: RunHistory, room: int, width: int) -> Iterator[list[Cell]]:
     """Yields a bar per pipeline stage at the last look of the run at itself, and the names of the colours."""
     if not history.breakdowns:
         return
@@ -127,13 +127,21 @@ def _stage_lines(history: RunHistory, room: int) -> Iterator[list[Cell]]:
         )
     if len(stages) > MOST_STAGES:
         yield _line("", f"and {len(stages) - MOST_STAGES} stages more")
-    named = [part for part in PARTS if seen.get(part, 0.0) >= SMALLEST]
-    for first in range(0, len(named), 4):
-        texts: list[Cell] = []
-        for part in named[first : first + 4]:
-            fill = FILLS.get(part, "█")
-            texts += [StyledCell(fill * 2, STYLES.get(part, "white")), f" {PARTS[part]} {percent(seen[part])}   "]
-        yield _line("", *texts)
+    yield from _key_lines({part: seen[part] for part in PARTS if seen.get(part, 0.0) >= SMALLEST}, width)
+
+
+def _key_lines(seen: Mapping[str, float], width: int) -> Iterator[list[Cell]]:
+    """Yields the parts in the colours of their bars, with the largest share that a stage spends in each."""
+    line, free = _line(""), width - LABEL
+    for part, share in seen.items():
+        text = f" {PARTS[part]} {percent(share)}  "
+        if len(text) + 2 > free and len(line) > 1:
+            yield line
+            line, free = _line(""), width - LABEL
+        line += [StyledCell(FILLS.get(part, "█") * 2, STYLES.get(part, "white")), text]
+        free -= len(text) + 2
+    if len(line) > 1:
+        yield line
 
 
 def _latest(history: RunHistory) -> dict[str, Any]:

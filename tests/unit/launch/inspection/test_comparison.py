@@ -238,6 +238,11 @@ def test_all_are_held_against_the_first(run: Callable[..., Path]) -> None:
     assert len(differences_table(found).rows) == 3 and found.fails
 
 
+@pytest.fixture(autouse=True)
+def own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [])
+
+
 def command(*words: object) -> int:
     sys.argv = ["megalite", "compare", *map(str, words)]
     with pytest.raises(SystemExit) as ended:
@@ -246,9 +251,8 @@ def command(*words: object) -> int:
 
 
 def test_the_command_ends_with_a_verdict(
-    run: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [])
     first, same, other = run("a/run"), run("b/run"), run("c/run", loss_off_by(17, 0.1))
     assert command(first, same) == 0
     assert "they agree" in capsys.readouterr().out
@@ -265,9 +269,8 @@ def test_the_command_ends_with_a_verdict(
 
 
 def test_mistakes_are_one_sentence(
-    run: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [])
     first = run("one")
     for words, told in (
         ([first], "give the folders of two runs or more"),
@@ -286,9 +289,8 @@ HOSTILE = "</script><script>document.title='owned'</script>&\x1b]0;owned\x07\u20
 
 
 def test_names_and_options_of_strangers_are_shown_as_text(
-    run: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [])
     first = run("one")
     other = run(HOSTILE.replace("/", "_"), options={"data.path": f"{HOSTILE} hf_{'a' * 30}"})
     assert command(first, other, "-o", tmp_path / "compare.html") == 0

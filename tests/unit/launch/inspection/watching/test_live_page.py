@@ -129,8 +129,12 @@ def test_new_steps_come_to_an_open_page(make_run: MakeRun) -> None:
         assert page.evaluate(last_x) == 30
         page.wait_for("document.getElementById('live').textContent.startsWith('live')")
         tiles = "document.getElementById('tiles').textContent"
+        page.drag(".u-over", 0.4, 0.8)
         append(folder, *range(31, 42))
         page.wait_for(f"{tiles}.includes('41')")
+        page.drag(".u-over", 0.001, 0.001)
+        step = int(page.evaluate("document.querySelector('.u-legend .u-value').textContent"))
+        assert 10 <= step <= 16, "who looks closer at steps 12 to 24 still does"
         drawn = "[...document.querySelectorAll('.uplot')].length"
         assert page.evaluate(drawn) >= 2, "curves are drawn, and have not been lost to news"
         roll_back(folder, 25)
