@@ -42,6 +42,7 @@ from launch.cli.place import place
 from launch.cli.plan import plan_app
 from launch.cli.prepare import prepare
 from launch.cli.ray import ray
+from launch.cli.report import report
 from launch.cli.runs import ls, status
 from launch.cli.scaling import scaling
 from launch.cli.slurm import slurm
@@ -109,25 +110,10 @@ app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(plan_app, name="plan")
 app.command("import")(import_)
-COMMANDS = (
-    export,
-    generate,
-    evaluate,
-    k8s,
-    launch,
-    doctor,
-    slurm,
-    place,
-    prepare,
-    ray,
-    status,
-    trace,
-    ls,
-    bench,
-    scaling,
-)
-for command in COMMANDS:
+for command in (export, generate, evaluate, k8s, launch, doctor, slurm, place, prepare, ray, status, trace, report, ls):
     app.command()(command)
+app.command()(bench)
+app.command()(scaling)
 
 
 @app.callback()

@@ -75,6 +75,11 @@ class RunHistory:
         return {name: np.nan_to_num(self.columns[PARTS_PREFIX + name]) for name in names}
 
     @cached_property
+    def wall_s(self) -> Column:
+        """Seconds of each step's parts together; 0 for a step that has none on record."""
+        return np.sum([np.zeros(len(self.steps)), *self.parts_s.values()], axis=0)
+
+    @cached_property
     def elapsed_s(self) -> Column:
         """Seconds since the run's first step began, with the pauses between its sessions.
 

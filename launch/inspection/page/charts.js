@@ -21,7 +21,7 @@ const megalite = (() => {
     const series = [{label: curves.axis, value: (_, value) => known(exact, value)}], bands = [];
     for (const line of chart.lines) {
       const stroke = () => colour(`--p${line.colour}`), value = (_, number) => known(exact, number);
-      series.push({label: line.label, stroke, value, width: 1.6, points: {show: line.dots, size: 5, fill: stroke}});
+      series.push({label: line.label, stroke, value, width: 1.6, points: {show: line.dots && line.mean.filter(Number.isFinite).length <= 60, size: 5, fill: stroke}});
       if (line.least) {
         const hidden = {stroke, value, width: 0, points: {show: false}};
         series.push({...hidden, label: "largest"}, {...hidden, label: "least"});

@@ -30,6 +30,7 @@ from megalite.planner.units import count, plain
 Column = np.ndarray  # of float64
 MOST_POINTS = 640  # of a series in numbers
 MOST_DRAWN = 240  # of a series in SVG, where each has less than two pixels
+MOST_DOTS = 60  # of a series; charts.js has the same number
 MOST_MARKS = 120  # of a kind
 MOST_ROWS = 20  # of the table behind the curves
 WIDTH, HEIGHT = 470, 220
@@ -230,7 +231,7 @@ def _line_elements(line: Thinned, series: Series, x: Column, across: AxisScale, 
             upper = [f"{a},{round(up(b), 1):g}" for a, b in zip(places, line.largest[run].tolist(), strict=True)]
             lower = [f"{a},{round(up(b), 1):g}" for a, b in zip(places, line.least[run].tolist(), strict=True)]
             drawn.append(element("polygon", points=" ".join(upper + lower[::-1]), class_=f"band fill-{colour}"))
-        if len(run) == 1 or series.is_sparse:
+        if len(run) == 1 or (series.is_sparse and len(run) <= MOST_DOTS):
             drawn += [
                 element("circle", cx=a, cy=b, r=2, class_=f"fill-{colour}")
                 for a, b in zip(places, heights, strict=True)

@@ -22,8 +22,9 @@ class PageSection:
 
     def elements(self) -> Element:
         """Returns it as an element of the page."""
-        caption = element("figcaption", self.caption) if self.caption else None
-        body: Child = element("figure", list(self.figure), caption) if self.figure else element("p", self.caption)
+        caption = element("figcaption", with_code(self.caption)) if self.caption else None
+        lacking = element("p", with_code(self.caption), class_="note")
+        body: Child = element("figure", list(self.figure), caption) if self.figure else lacking
         table = None
         if self.table is not None:
             inner = element("div", self.table, class_="wide")
@@ -42,8 +43,20 @@ def number_table(header: Sequence[str], rows: Sequence[Sequence[str]], words: Se
     return element("table", element("thead", head), element("tbody", body))
 
 
+def with_code(sentence: str) -> list[Child]:
+    """Returns a sentence with what stands in backticks as code."""
+    pieces = sentence.split("`")
+    if len(pieces) % 2 == 0:
+        return [sentence]
+    return [element("code", piece) if place % 2 else piece for place, piece in enumerate(pieces)]
+
+
 def keys(names: Sequence[tuple[str, str]]) -> Element:
-    """Builds the key of a figure from pairs of a class that colours and a name."""
+    """Builds the key of a figure from pairs of a class that colours and a name; names of one colour share an entry."""
+    by_class: dict[str, list[str]] = {}
+    for kind, name in names:
+        by_class.setdefault(kind, []).append(name)
+    names = [(kind, ", ".join(of_kind)) for kind, of_kind in by_class.items()]
     return element(
         "p", [element("span", element("i", "", class_=kind), name, class_="key") for kind, name in names], class_="keys"
     )

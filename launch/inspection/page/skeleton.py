@@ -14,7 +14,7 @@ from string import Template
 from xml.etree.ElementTree import Element, tostring
 
 from launch.inspection.page.curves import Curves, curves_data
-from launch.inspection.page.sections import PageSection
+from launch.inspection.page.sections import PageSection, with_code
 from launch.planning.report.svg import element
 
 FOLDER = Path(__file__).parent
@@ -47,7 +47,7 @@ def render_page(
         "title": html.escape(title),
         "subtitle": html.escape(subtitle),
         "tiles": _html([_tile(name, value) for name, value in tiles.items()]),
-        "sentences": _html([element("li", sentence) for sentence in sentences]),
+        "sentences": _html([element("li", with_code(sentence)) for sentence in sentences]),
         "sections": _html([section.elements() for section in sections]),
         "origin": html.escape(origin),
         "data": json.dumps([curves_data(one) for one in curves], separators=(",", ":")).replace("<", "\\u003c"),

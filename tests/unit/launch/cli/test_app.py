@@ -42,6 +42,8 @@ COMMANDS = [
     ["ray"],
     ["status"],
     ["ls"],
+    ["bench"],
+    ["scaling"],
     ["config", "show"],
     ["config", "init"],
     ["config", "explain"],
