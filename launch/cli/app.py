@@ -112,7 +112,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(plan_app, name="plan")
 app.command("import")(import_)
-COMMANDS = (
+for command in (
     export,
     generate,
     evaluate,
@@ -124,15 +124,14 @@ COMMANDS = (
     prepare,
     ray,
     status,
+    ls,
     trace,
     report,
-    ls,
-    compare,
     watch,
+    compare,
     bench,
     scaling,
-)
-for command in COMMANDS:
+):
     app.command()(command)
 
 

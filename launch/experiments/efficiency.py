@@ -96,10 +96,10 @@ class ScaledPoint:
         largest = sorted(self.loss_by_part.items(), key=lambda part: -part[1])
         lost = [(PART_NAMES[name], 100 * value) for name, value in largest if value > 0]
         won = [(PART_NAMES[name], -100 * value) for name, value in reversed(largest) if value < 0]
-        named = _listed([f"{points:.0f} are {part}" for part, points in lost if points >= 100 * WORTH_TELLING])
-        sentence = f"{start}: of {sum(points for _, points in lost):.0f} points that are lost {named}"
+        named = ", ".join(f"{points:.0f} to {part}" for part, points in lost if points >= 100 * WORTH_TELLING)
+        sentence = f"{start}: of {sum(points for _, points in lost):.0f} points lost, {named}"
         if sum(points for _, points in won) >= 100 * WORTH_TELLING:
-            sentence += f"; {sum(points for _, points in won):.0f} are won, most of them in {won[0][0]}"
+            sentence += f"; {sum(points for _, points in won):.0f} won back, most of it in {won[0][0]}"
         return sentence
 
     def facts(self) -> dict[str, Any]:
@@ -127,7 +127,3 @@ def scaled(points: Sequence[ScalingPoint]) -> list[ScaledPoint]:
     """Compares the points that have worked with the smallest of them."""
     working = sorted((point for point in points if point.runs), key=lambda point: point.ranks)
     return [ScaledPoint.of(point, working[0]) for point in working]
-
-
-def _listed(parts: Sequence[str]) -> str:
-    return f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else "".join(parts)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
 from launch.experiments.efficiency import PART_NAMES, WORTH_TELLING, ScaledPoint
 from launch.inspection.page.sections import PageSection, keys, number_table
 from launch.inspection.page.skeleton import render_page
-from launch.output import Table
 from launch.planning.report.svg import (
     AxisScale,
     Child,
@@ -86,9 +85,8 @@ class ScalingFigures:
         return drawing(id_, description, WIDTH, HEIGHT, axes, lines)
 
     def _lines(
-        self, y: AxisScale, lines: Sequence[tuple[list[tuple[int, float]], int]], words: object
+        self, y: AxisScale, lines: Sequence[tuple[list[tuple[int, float]], int]], words: Callable[[float], str]
     ) -> list[Element]:
-        assert callable(words)
         x, drawn = self._x(), []
         for points, colour in lines:
             places = [(x(rank), y(value)) for rank, value in points]
@@ -175,16 +173,14 @@ def log_ticks(low: float, high: float) -> list[float]:
     return [tick for tick in ticks if low <= tick <= high]
 
 
-def render_scaling(title: str, subtitle: str, sentences: Sequence[str], figures: ScalingFigures, table: Table) -> str:
+def render_scaling(title: str, subtitle: str, sentences: Sequence[str], figures: ScalingFigures, table: Element) -> str:
     """Returns the page as HTML. `table` has a row per point; points that failed are only there."""
-    cells = [[cell if isinstance(cell, str) else cell.text for cell in row] for row in table.rows if row is not None]
-    everything = element("div", number_table(table.columns, cells, table.text_columns), class_="wide")
     sections = [
         PageSection(
             "points",
             "Points",
             "Speed of all ranks together; efficiency is the speed per rank over that of the smallest point.",
-            [everything],
+            [element("div", table, class_="wide")],
         )
     ]
     tiles = {}

@@ -12,6 +12,7 @@ from typing import Any
 
 from launch.experiments.efficiency import ScaledPoint, ScalingPoint, scaled
 from launch.experiments.scaling_page import ScalingFigures, render_scaling
+from launch.inspection.page.sections import number_table
 from launch.output import Table, write_file
 from megalite.planner.units import count, percent, plural, seconds
 
@@ -66,9 +67,11 @@ class ScalingReport:
 
     def table(self) -> Table:
         """Returns a row per point."""
+        return Table(COLUMNS, self._rows(), HELD[self.kind], (0, 8))
+
+    def _rows(self) -> list[list[str]]:
         by_point = {id(one.point): one for one in self.compared}
-        rows = [self._row(point, by_point.get(id(point))) for point in self.points]
-        return Table(COLUMNS, rows, HELD[self.kind], (0, 8))
+        return [self._row(point, by_point.get(id(point))) for point in self.points]
 
     def _row(self, point: ScalingPoint, one: ScaledPoint | None) -> list[str]:
         ranks = str(point.ranks) if point.ranks else UNKNOWN
@@ -106,10 +109,19 @@ class ScalingReport:
         writer.writeheader()
         writer.writerows(facts["points"])
         write_file(folder / "scaling.csv", text.getvalue())
-        figures = ScalingFigures(self.compared, self.crowded)
-        write_file(
-            folder / "scaling.html", render_scaling(title, self.subtitle(), self.sentences()[1:], figures, self.table())
+        # the reason of a failure is among the sentences; in the table it would leave no room for numbers
+        rows = [
+            row if row[2] != UNKNOWN else [*row[:-1], "failed" if point.failure else "not run"]
+            for point, row in zip(self.points, self._rows(), strict=True)
+        ]
+        page = render_scaling(
+            title,
+            self.subtitle(),
+            self.sentences()[1:],
+            ScalingFigures(self.compared, self.crowded),
+            number_table(COLUMNS, rows, (0, 8)),
         )
+        write_file(folder / "scaling.html", page)
 
     def subtitle(self) -> str:
         """Says what was held, and how much was run."""

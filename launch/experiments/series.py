@@ -45,6 +45,7 @@ QUIET = (  # nothing but steps
     "training.tokens=null",
     "monitor.log_interval=1",
     "monitor.plot=false",
+    "monitor.report=false",  # it would be written beside the next run
     "monitor.wandb.enabled=false",
 )
 

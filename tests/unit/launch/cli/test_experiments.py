@@ -77,5 +77,5 @@ def test_runs_of_two_networks_show_which_part_the_slower_one_costs(
     for name, sync_s, lost in (("fast", 0.1, 20), ("slow", 0.2, 33)):
         two = write_measured_run(tmp_path / name, {"forward": 0.4, "gradient_sync": sync_s}, data_parallel_size=2)
         assert megalite("scaling", "--from", two, one, "--warm-up", "2", "-o", tmp_path / f"{name}_report") == 0
-        assert f"of {lost} points that are lost {lost} are gradient synchronisation" in capsys.readouterr().out
+        assert f"of {lost} points lost, {lost} to gradient synchronisation" in capsys.readouterr().out
         assert (tmp_path / f"{name}_report" / "scaling.html").stat().st_size > 10_000

@@ -52,8 +52,8 @@ def test_the_parts_of_the_loss_add_up_to_it(measured_run: MeasuredRun) -> None:
     assert four.loss_by_part["gradient_sync"] == pytest.approx(0.8 / 2.36)
     assert four.loss_by_part["optimizer"] == pytest.approx((0.04 - 0.1) / 2.36)
     assert four.sentence() == (
-        "4 ranks: efficiency 55 %: of 47 points that are lost 34 are gradient synchronisation, 8 are backward and "
-        "5 are data; 3 are won, most of them in optimizer"
+        "4 ranks: efficiency 55 %: of 47 points lost, 34 to gradient synchronisation, 8 to backward, 5 to data; 3 "
+        "won back, most of it in optimizer"
     )
 
 
@@ -65,8 +65,8 @@ def test_half_the_bandwidth_doubles_the_loss_to_gradient_synchronisation(measure
         two = ScaledPoint.of(point(measured_run, name, 2, forward=0.2, backward=0.4, gradient_sync=sync_s), one)
         assert {part for part, lost in two.loss_by_part.items() if abs(lost) > 1e-9} == {"gradient_sync"}
         found[name] = two
-    assert "of 14 points that are lost 14 are gradient synchronisation" in found["full"].sentence()
-    assert "of 25 points that are lost 25 are gradient synchronisation" in found["half"].sentence()
+    assert "of 14 points lost, 14 to gradient synchronisation" in found["full"].sentence()
+    assert "of 25 points lost, 25 to gradient synchronisation" in found["half"].sentence()
     cost = {name: two.point.cost_by_part["gradient_sync"] for name, two in found.items()}
     assert cost["half"] == pytest.approx(2 * cost["full"])
 

@@ -78,8 +78,8 @@ def test_the_page_says_what_the_numbers_do(seen: Seen, report: ScalingReport) ->
     for sentence in report.sentences()[1:]:
         assert sentence in seen.words
     # by hand: a step of 0.5136 s on 16 ranks against 2.5 s; 0.3 s of it synchronisation, 0.06 s waiting
-    lost = "58 are gradient synchronisation and 12 are waiting for a neighbour"
-    said = f"16 ranks: efficiency 30 %: of 70 points that are lost {lost}"
+    lost = "58 to gradient synchronisation, 12 to waiting for a neighbour"
+    said = f"16 ranks: efficiency 30 %: of 70 points lost, {lost}"
     assert said in seen.words
     assert "OVERSUBSCRIBED: with 16 ranks there are more ranks than cores" in seen.words
     assert f"Scaling of {HOSTILE}" in seen.words and seen.scripts == 2, "texts of strangers are text"
