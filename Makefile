@@ -125,10 +125,10 @@ test-packages cluster-packages: $(DEV_INSTALLED)
 # Writes the constraints files, with the versions that they already hold where these still fit;
 # `make constraints UPGRADE=--upgrade` takes the newest of everything. All extras are resolved together, then the core under
 # what came out, so that the core's file is a part of the other. The build of torch and what only CUDA builds need are left
-# to pip: each build names the versions that it needs itself.
+# to pip: each build names the versions that it needs itself. nvidia-ml-py is no part of CUDA.
 UPGRADE ?=
 COMPILE = $(UV) pip compile --quiet pyproject.toml --python-version 3.11 --python-platform linux --no-header --no-annotate
-PLAIN := sed -e '/^nvidia-/d' -e '/^cuda-/d' -e '/^triton=/d' -e 's/^\(torch==[^+ ]*\)+.*/\1/'
+PLAIN := sed -e '/^nvidia-ml-py=/b' -e '/^nvidia-/d' -e '/^cuda-/d' -e '/^triton=/d' -e 's/^\(torch==[^+ ]*\)+.*/\1/'
 constraints:
 	@test -n "$(UV)" || { echo "make constraints needs uv on the PATH: pip install uv, or https://docs.astral.sh/uv/" >&2; exit 2; }
 	$(COMPILE) $(UPGRADE) --all-extras --output-file $(DEV_CONSTRAINTS) >/dev/null

@@ -70,7 +70,9 @@ def test_core_holds_nothing_of_the_extras() -> None:
 @pytest.mark.parametrize("name", ["core", "dev"])
 def test_the_build_of_torch_is_free(name: str) -> None:
     """A pin of a CUDA library breaks the torch builds for other CUDA versions; torch itself names what it needs."""
-    assert not [package for package in pinned(name) if package.startswith(OF_CUDA_BUILDS)]
+    assert not [
+        package for package in pinned(name) if package.startswith(OF_CUDA_BUILDS) and package != "nvidia-ml-py"
+    ]  # Python alone, and of no build
 
 
 @pytest.mark.parametrize("installer", ["UV=", "UV=uv"])

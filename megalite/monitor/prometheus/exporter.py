@@ -21,7 +21,7 @@ from megalite.config import Config, ResolvedLayout
 from megalite.monitor.goodput import Goodput
 from megalite.monitor.observer import Nonfatal, Observer
 from megalite.monitor.prometheus.endpoint import TARGETS, Rendering, TextfileWriter, label_of
-from megalite.monitor.prometheus.families import OF_GPUS, OF_THE_RUN, Series, Values, rendered
+from megalite.monitor.prometheus.families import OF_GPUS, OF_THE_RUN, Labels, Series, Values, rendered
 from megalite.monitor.prometheus.host import HostMetrics
 from megalite.monitor.prometheus.totals import SHOWN, RunTotals, keep_shown
 from megalite.monitor.steps.breakdown import StepBreakdown
@@ -123,8 +123,9 @@ class PrometheusExporter(Observer):
         snapshot = self._snapshot
         self._keep(snapshot)
         values = {**self._info, **snapshot.values}
-        failures = {(what,): float(one["count"]) for what, one in self._nonfatal.summary().items()}
-        values["megalite_monitor_failures_total"] = {(self.name,): 0.0, **failures}
+        failures: dict[Labels, float] = {(self.name,): 0.0}
+        failures |= {(what,): float(one["count"]) for what, one in self._nonfatal.summary().items()}
+        values["megalite_monitor_failures_total"] = failures
         if self._config.monitor.prometheus.per_rank and snapshot.breakdowns:
             values |= _of_ranks(snapshot.breakdowns)
         return rendered(OF_THE_RUN, values, common)

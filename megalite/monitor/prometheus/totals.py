@@ -89,7 +89,13 @@ class RunTotals:
         beyond = sum(_number(record.get("step")) > resumed_step for record in records)
         lost = sum(_number(event.get("lost_steps")) for event in events)
         dropped = max(0.0, lost - beyond)
-        totals._add("megalite_steps_total", {("taken",): dropped, ("lost",): lost})
+        shown = _shown_before(run_dir / SHOWN)
+        totals._add("megalite_steps_total", {("lost",): lost})
+        totals.raise_to(
+            "megalite_steps_total", {("skipped",): shown.get("megalite_steps_total", {}).get(("skipped",), 0)}
+        )
+        done = len(records) + dropped - totals._values["megalite_steps_total"]["skipped",]
+        totals.raise_to("megalite_steps_total", {("taken",): done})
         totals._add("megalite_tokens_total", {(): dropped * tokens_of_a_step})
         totals._add("megalite_samples_total", {(): dropped * samples_of_a_step})
         for event in events:
@@ -97,7 +103,7 @@ class RunTotals:
         for line in read_records(run_dir / STEPS):
             with suppress(AttributeError, KeyError, TypeError):  # a line that no run has written
                 totals.add_line(line)
-        for name, series in _shown_before(run_dir / SHOWN).items():
+        for name, series in shown.items():
             totals.raise_to(name, series)
         totals._last_step = resumed_step
         return totals

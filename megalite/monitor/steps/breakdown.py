@@ -57,7 +57,7 @@ class StageBreakdown:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RanksOfRun:
     """The ranks of a run; each sequence has an entry for each rank."""
 
     stages: Sequence[int]
@@ -75,7 +75,7 @@ class StepBreakdown:
     parts_s: Mapping[str, float]  # mean over ranks
     stages: tuple[StageBreakdown, ...]
     own_s: Mapping[str, Sequence[float]]  # by part of OWN_WORK and rank, of all these steps together
-    ranks: Ranks
+    ranks: RanksOfRun
 
     @classmethod
     def of(
@@ -108,7 +108,7 @@ class StepBreakdown:
             _by_part(parts.mean(axis=0)),
             tuple(of_stages),
             {part: rows[:, COLUMN[part]].tolist() for part in OWN_WORK},
-            Ranks(stages, hosts or [""] * len(stages), rows[:, COLUMN["memory_peak_mib"]].tolist()),
+            RanksOfRun(stages, hosts or [""] * len(stages), rows[:, COLUMN["memory_peak_mib"]].tolist()),
         )
 
     @property

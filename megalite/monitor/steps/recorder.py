@@ -120,6 +120,8 @@ class StepRecorder:
         self.profiler.end()
         if step % self._config.monitor.log_interval and not is_last:
             return None
+        with self._nonfatal("the peak of memory"):
+            self._row[COLUMN["memory_peak_mib"]] = peak_memory_mib()
         self._activity.record_op(Operation.MEET, peers=self._activity.peers.everyone)
         self._split_waiting(self._gathering.waited(self._messages, self._row[COLUMN["met"]]))
         rows = self._gathering.to_rank_0(self._row)
@@ -139,7 +141,6 @@ class StepRecorder:
         row, seconds = self._row, parts_of(timed, collectives)
         row[COLUMN["steps"]] += 1
         row[COLUMN["wall_s"]] += ended - notes[0].time
-        row[COLUMN["memory_peak_mib"]] = peak_memory_mib()
         row[COLUMN["met"]] = next(reversed(self._meetings.values()), 0.0)
         row[COLUMN["data"] : COLUMN["other"] + 1] += list(seconds.values())
         self._messages, self._in_messages_s = Messages.of(timed, self._owner.stage), seconds["pipeline_transfer"]
