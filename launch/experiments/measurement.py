@@ -34,6 +34,7 @@ class RunMeasurement:
     parts_s: Mapping[str, float]  # of a step, mean over ranks; they add up to `step_s`; empty if not recorded
     memory_mib: float | None  # peak of the fullest rank
     predicted_step_s: float | None
+    why_rough: str  # why the prediction is; empty where it is not, or there is none
 
     @classmethod
     def read(cls, run_dir: Path, warm_up: int) -> Self:
@@ -67,6 +68,7 @@ class RunMeasurement:
             _scaled(windows, step_s),
             _peak_memory(files),
             predicted_s if (predicted_s := _at(files.receipt, "prediction", "step_time_s") or 0.0) > 0 else None,
+            _why_rough(files.receipt.get("prediction")),
         )
 
     @property
@@ -126,6 +128,11 @@ def _peak_memory(files: RunFiles) -> float | None:
     peaks = [_at(one, "peak_mib") for one in ranks] if isinstance(ranks, list) else []
     of_rank_0 = known(files.records[-1:], "memory_peak_mib")
     return max([*(peak for peak in peaks if peak is not None), *of_rank_0], default=None)
+
+
+def _why_rough(prediction: Any) -> str:
+    rough = prediction.get("rough") if isinstance(prediction, dict) else None
+    return rough if isinstance(rough, str) else ""
 
 
 def _at(facts: Any, *path: str) -> float | None:
