@@ -41,8 +41,9 @@ def test_a_variant_that_is_twice_as_slow_is_found_in_three_rounds(measured_run: 
     fast, slow = results(measured_run, seconds)
     assert slow.is_distinguishable and verdict(slow) == "2.02 x as slow"
     assert slow.speed is not None and slow.speed.median == pytest.approx(1 / 2.02, rel=0.01)
-    assert conclusion([fast, slow]) == "nothing is measurably faster than fast"
-    assert conclusion([slow, slow]) != ""
+    # the ratios are 0.495, 0.515 and 0.495
+    noise = "differences below 2.0 % cannot be told from noise here"
+    assert conclusion([fast, slow]) == f"nothing is measurably faster than fast; {noise}"
 
 
 def test_equal_variants_are_not_distinguishable(measured_run: MeasuredRun) -> None:
