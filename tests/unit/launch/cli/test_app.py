@@ -43,6 +43,7 @@ COMMANDS = [
     ["status"],
     ["ls"],
     ["trace"],
+    ["report"],
     ["config", "show"],
     ["config", "init"],
     ["config", "explain"],
