@@ -42,6 +42,8 @@ COMMANDS = [
     ["ray"],
     ["status"],
     ["ls"],
+    ["trace"],
+    ["report"],
     ["bench"],
     ["scaling"],
     ["config", "show"],
