@@ -109,7 +109,7 @@ def _series(
     base = load_run_config(config_path, overrides)
     numbers = parse_ranks(ranks)
     on_cpu, cores = not gpu_count(), cpu_count()
-    points = scaling_points(base, numbers, grow, is_weak=kind == "weak", on_cpu=on_cpu)
+    points = scaling_points(base, numbers, grow, is_weak=kind == "weak")
     common = [*length_free(base), *overrides]
     if on_cpu and base.launch.threads_per_rank == "auto":  # which would give a rank alone all cores
         common.append(f"launch.threads_per_rank={max(1, cores // max(numbers))}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 
 from launch.experiments.comparison import LEAST_ROUNDS, PointResult, RoundSpread
@@ -73,7 +74,11 @@ def conclusion(results: Sequence[PointResult]) -> str:
     if not any(one.speed.is_known for one in working if one.speed is not None):
         return f"which variant is faster is not known: it takes {LEAST_ROUNDS} rounds"
     if not better:
-        return f"nothing is measurably faster than {working[0].point.name}"
+        noise = statistics.median(one.speed.width for one in working[1:] if one.speed is not None)
+        return (
+            f"nothing is measurably faster than {working[0].point.name}; differences below {percent(noise)} cannot be "
+            "told from noise here"
+        )
     best = max(better, key=lambda one: one.speed.median if one.speed is not None else 0.0)
     return f"fastest: {best.point.name}, {verdict(best)} as {working[0].point.name}"
 

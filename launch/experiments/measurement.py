@@ -18,6 +18,7 @@ from megalite.config import Config
 from megalite.monitor.steps.parts import COMMUNICATION, PARTS
 
 BETWEEN_STEPS = ("evaluation", "checkpoint", "self_check")
+MOST_RANKS = 10_000_000  # more is no layout
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
@@ -33,6 +34,7 @@ class RunMeasurement:
     parts_s: Mapping[str, float]  # of a step, mean over ranks; they add up to `step_s`; empty if not recorded
     memory_mib: float | None  # peak of the fullest rank
     predicted_step_s: float | None
+    why_rough: str  # why the prediction is; empty where it is not, or there is none
 
     @classmethod
     def read(cls, run_dir: Path, warm_up: int) -> Self:
@@ -46,15 +48,16 @@ class RunMeasurement:
             raise LaunchError(f"{run_dir} cannot be read: {error.strerror}") from None
         if files.config is None:
             raise LaunchError(files.problems[0] if files.problems else f"{run_dir} has no config.yaml")
-        layout = {name: int(found) for name in PARALLEL_SIZES if (found := number(files.layout.get(name)))}
+        sizes = {name: number(files.layout.get(name)) or 0.0 for name in PARALLEL_SIZES}
+        layout = {name: int(size) for name, size in sizes.items() if 1 <= size <= MOST_RANKS}
         if len(layout) < len(PARALLEL_SIZES):
             raise LaunchError(f"{run_dir} has no receipt.json that names its layout: was it ever started?")
         records = files.session_records[warm_up:]
-        step_times = known(records, "step_time_s")
+        step_times = [time_s for time_s in known(records, "step_time_s") if time_s > 0]
         if not step_times:
             done = len(files.session_records)
             raise LaunchError(f"{run_dir} has {done} steps, and the first {warm_up} do not count: nothing is measured")
-        windows = _windows(records, warm_up, files.config.monitor.log_interval)
+        windows = _windows(records, files.config.monitor.log_interval)
         step_s = statistics.median([sum(one.values()) for one in windows] or step_times)
         return cls(
             run_dir,
@@ -64,7 +67,8 @@ class RunMeasurement:
             step_s,
             _scaled(windows, step_s),
             _peak_memory(files),
-            _at(files.receipt, "prediction", "step_time_s"),
+            predicted_s if (predicted_s := _at(files.receipt, "prediction", "step_time_s") or 0.0) > 0 else None,
+            _why_rough(files.receipt.get("prediction")),
         )
 
     @property
@@ -98,12 +102,13 @@ class RunMeasurement:
         return sum(self.parts_s[part] for part in COMMUNICATION) / self.step_s if self.parts_s else None
 
 
-def _windows(records: Sequence[Facts], warm_up: int, interval: int) -> list[dict[str, float]]:
-    """Returns seconds by part of each record that has them, without those that the warm-up is mixed into."""
+def _windows(records: Sequence[Facts], interval: int) -> list[dict[str, float]]:
+    """Returns seconds by part of each record that has them, of `interval` steps that are all among the records."""
     windows = []
+    first = min(known(records, "step"), default=0.0)
     for record in records:
         parts, step = record.get("parts_s"), number(record.get("step"))
-        if not isinstance(parts, dict) or step is None or step - interval < warm_up:
+        if not isinstance(parts, dict) or step is None or step - interval + 1 < first:
             continue
         found = {name: max(0.0, number(parts.get(name)) or 0.0) for name in PARTS if name not in BETWEEN_STEPS}
         if any(found.values()):
@@ -123,6 +128,11 @@ def _peak_memory(files: RunFiles) -> float | None:
     peaks = [_at(one, "peak_mib") for one in ranks] if isinstance(ranks, list) else []
     of_rank_0 = known(files.records[-1:], "memory_peak_mib")
     return max([*(peak for peak in peaks if peak is not None), *of_rank_0], default=None)
+
+
+def _why_rough(prediction: Any) -> str:
+    rough = prediction.get("rough") if isinstance(prediction, dict) else None
+    return rough if isinstance(rough, str) else ""
 
 
 def _at(facts: Any, *path: str) -> float | None:

@@ -198,6 +198,8 @@ def render_scaling(title: str, subtitle: str, sentences: Sequence[str], figures:
             element("div", element("h3", "Efficiency"), figures.efficiency()),
         ]
         caption = "Both axes of the speed are logarithmic. Each run made its prediction before its first step."
+        if rough := next((run.why_rough for one in figures.compared for run in one.point.runs if run.why_rough), ""):
+            caption += f" Predictions are rough here: {rough}."
         if figures.crowded:
             caption += " * oversubscribed: more ranks than cores of this machine."
         section = PageSection(

@@ -15,7 +15,7 @@ from launch.experiments.measurement import RunMeasurement
 from launch.experiments.series import SeriesPoint
 from launch.inspection.files import check_is_run
 from launch.planning.auto_layout import choose_on
-from launch.planning.this_machine import UNMEASURED, describe_machine
+from launch.planning.cluster import here
 from megalite.config import Config
 from megalite.config.suggestions import either, multiples_near
 from megalite.planner.units import plural
@@ -41,9 +41,7 @@ def parse_ranks(text: str) -> list[int]:
     return sorted({int(word) for word in words})
 
 
-def scaling_points(
-    config: Config, ranks: Sequence[int], grow: Grow, *, is_weak: bool, on_cpu: bool
-) -> tuple[SeriesPoint, ...]:
+def scaling_points(config: Config, ranks: Sequence[int], grow: Grow, *, is_weak: bool) -> tuple[SeriesPoint, ...]:
     """Returns a point for each number of ranks. Raises LaunchError if the layout cannot have one of them."""
     if is_weak and grow != "data":
         why = "leaves the number of replicas to the planner" if grow == "auto" else "adds no replica"
@@ -52,7 +50,7 @@ def scaling_points(
             "--strong"
         )
     if grow == "auto":
-        return tuple(_chosen(config, count, on_cpu=on_cpu) for count in ranks)
+        return tuple(_chosen(config, count) for count in ranks)
     parallel = config.parallel
     sizes = {option: getattr(parallel, option) for option in SIZES.values()}
     if sizes["data_parallel_size"] == "auto":
@@ -81,11 +79,11 @@ def scaling_points(
     return tuple(points)
 
 
-def _chosen(config: Config, ranks: int, *, on_cpu: bool) -> SeriesPoint:
+def _chosen(config: Config, ranks: int) -> SeriesPoint:
     """Returns a point with the layout that the planner takes to be the fastest on so many ranks of this machine."""
-    free = Config.model_validate(config.model_dump(mode="json") | {"parallel": "auto"})
-    cluster = describe_machine(ranks, on_cpu=on_cpu, limits=UNMEASURED).cluster
-    return SeriesPoint(plural(ranks, "rank"), tuple(choose_on(free, cluster).overrides))
+    values = config.model_dump(mode="json")
+    free = Config.model_validate(values | {"parallel": values["parallel"] | dict.fromkeys(SIZES.values(), "auto")})
+    return SeriesPoint(plural(ranks, "rank"), tuple(choose_on(free, here(ranks)).overrides))
 
 
 def points_of_runs(run_dirs: Sequence[Path], warm_up: int) -> list[ScalingPoint]:

@@ -107,6 +107,10 @@ class RunSeries:
 
         Raises LaunchError with one sentence per mistake, in whichever points it is.
         """
+        for override in self.overrides:
+            name = override.partition("=")[0]
+            if name in LENGTH_OPTIONS and name != "run_dir":  # which names the default folder
+                raise LaunchError(f'override "{override}": {LENGTH_OPTIONS[name]}: leave this one out')
         checked, sentences = [], list[str]()
         for place, point in enumerate(self.points):
             try:
@@ -173,6 +177,8 @@ class RunSeries:
         """Removes what an earlier attempt at a run has left. Raises LaunchError if it still runs."""
         if is_locked(run.run_dir):
             raise LaunchError(f"{run.run_dir} is in use: another command makes the runs of {self.folder}")
+        if run.run_dir.is_symlink():
+            raise LaunchError(f"{run.run_dir} is a link: remove it, a run makes its folder itself")
         if run.run_dir.is_dir():
             shutil.rmtree(run.run_dir)
         run.log.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from itertools import product
 from launch.errors import LaunchError
 from launch.experiments.series import LENGTH_OPTIONS, SeriesPoint
 from megalite.config import Config, ResolvedLayout
+from megalite.config.suggestions import option_paths
 
 BUCKETS = (5_000_000, 15_000_000, 50_000_000, 150_000_000, 500_000_000)
 RECOMPUTE = ("none", "selective", "full")
@@ -52,8 +53,7 @@ def variants(varied: Sequence[VariedOption]) -> tuple[SeriesPoint, ...]:
         raise LaunchError(f"{twice} is varied twice: give all its values once, as in --vary {twice}=A,B,C")
     if not varied:
         return (SeriesPoint("as configured"),)
-    last = [key.rpartition(".")[2] for key in keys]
-    shown = [name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)]
+    shown = [_shortest_name(key) for key in keys]
     return tuple(
         SeriesPoint(
             " ".join(f"{name}={value}" for name, value in zip(shown, values, strict=True)),
@@ -88,6 +88,12 @@ def recompute_modes(config: Config) -> list[VariedOption]:
     """Returns the three modes of recomputation, that of the config first if all its stages have the same."""
     mode = config.recompute.mode
     return [_own_first("recompute.mode", mode if isinstance(mode, str) else RECOMPUTE[0], RECOMPUTE)]
+
+
+def _shortest_name(key: str) -> str:
+    """Returns the last part of an option's name if no other option ends with it, such as `zero_stage`."""
+    last = key.rpartition(".")[2]
+    return last if [path[-1] for path in option_paths(Config)].count(last) == 1 else key
 
 
 def _own_first(key: str, own: object, values: Sequence[object]) -> VariedOption:

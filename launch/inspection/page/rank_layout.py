@@ -42,6 +42,8 @@ def layout_section(found: RunFindings) -> PageSection:
     )
     if has_peers and slowest:
         caption += " Outlined: the rank of each stage with most own work in the last recorded step."
+    if len(names) > len(HOST_COLOURS):
+        caption += f" Colours repeat: there are {len(names)} hosts."
     stages, replicas, tensors = _shown(mesh)
     if stages * replicas * tensors < mesh.world_size:
         caption += f" The first {stages * replicas * tensors} places are drawn."

@@ -60,7 +60,7 @@ def write_measured_run(
     }
     receipt = {
         "layout": layout,
-        "prediction": {"step_time_s": predicted_s},
+        "prediction": {"step_time_s": predicted_s, "rough": "a typical CPU, not yours"},
         "measured": {"ranks": [{"peak_mib": peak} for peak in peaks_mib]},
     }
     (folder / "receipt.json").write_text(json.dumps(receipt))

@@ -81,6 +81,7 @@ def test_the_page_says_what_the_numbers_do(seen: Seen, report: ScalingReport) ->
     lost = "58 to gradient synchronisation, 12 to waiting for a neighbour"
     said = f"16 ranks: efficiency 30 %: of 70 points lost, {lost}"
     assert said in seen.words
+    assert "Predictions are rough here: a typical CPU, not yours." in seen.words
     assert "OVERSUBSCRIBED: with 16 ranks there are more ranks than cores" in seen.words
     assert f"Scaling of {HOSTILE}" in seen.words and seen.scripts == 2, "texts of strangers are text"
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launch.errors import LaunchError
-from launch.experiments.scaling_points import Grow, kind_of, parse_ranks, points_of_runs, scaling_points
+from launch.experiments import scaling_points as scaling_points_module
+from launch.experiments.scaling_points import SIZES, Grow, kind_of, parse_ranks, points_of_runs, scaling_points
 from megalite.config import Config
+from tests.helpers.machines import cpus
 from tests.unit.launch.experiments.conftest import MeasuredRun
 
 BATCH = "training.global_batch_size"
 
 
 def options(config: Config, ranks: list[int], grow: Grow, *, is_weak: bool) -> list[dict[str, str]]:
-    points = scaling_points(config, ranks, grow, is_weak=is_weak, on_cpu=True)
+    points = scaling_points(config, ranks, grow, is_weak=is_weak)
     return [dict(override.split("=") for override in point.overrides) for point in points]
 
 
@@ -38,13 +41,20 @@ def test_strong_scaling_holds_the_global_batch(config: Config) -> None:
         assert int(found[1][f"parallel.{size}"]) == 2 * int(found[0][f"parallel.{size}"])
 
 
+def test_the_planner_may_choose_the_layout_of_each_point(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every size is stated: a data-parallel size of auto would take all GPUs of the machine at every point."""
+    monkeypatch.setattr(scaling_points_module, "here", cpus)
+    for ranks, one in zip((1, 2, 4), options(config, [1, 2, 4], "auto", is_weak=False), strict=True):
+        assert prod(int(one[f"parallel.{size}"]) for size in SIZES.values()) == ranks
+
+
 def test_ranks_that_the_layout_cannot_have_are_refused(config: Config) -> None:
     with pytest.raises(LaunchError, match=r"--ranks 3: .*tensor_parallel_size 2 .* use 2 or 4 ranks"):
-        scaling_points(config, [3], "data", is_weak=False, on_cpu=True)
+        scaling_points(config, [3], "data", is_weak=False)
     with pytest.raises(LaunchError, match=r"--ranks 6: --weak multiplies the replicas of the smallest point"):
-        scaling_points(config, [4, 6], "data", is_weak=True, on_cpu=True)
+        scaling_points(config, [4, 6], "data", is_weak=True)
     with pytest.raises(LaunchError, match="--grow tensor adds no replica: use --grow data, or --strong"):
-        scaling_points(config, [2], "tensor", is_weak=True, on_cpu=True)
+        scaling_points(config, [2], "tensor", is_weak=True)
     for text in ("", "1,,2", "0,1", "two", "1,-2", "²"):
         with pytest.raises(LaunchError, match="write numbers of ranks"):
             parse_ranks(text)

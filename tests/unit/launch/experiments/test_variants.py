@@ -23,9 +23,8 @@ def test_all_combinations_with_the_last_option_changing_fastest() -> None:
     assert [point.overrides for point in variants([])] == [()]
 
 
-def test_options_of_one_name_are_told_apart() -> None:
-    found = variants([VariedOption("optimizer.name", ("sgd",)), VariedOption("schedule.name", ("wsd",))])
-    assert found[0].name == "optimizer.name=sgd schedule.name=wsd"
+def test_an_option_whose_name_others_have_too_is_named_in_full() -> None:
+    assert variants([VariedOption("recompute.mode", ("none",))])[0].name == "recompute.mode=none"
 
 
 def test_commas_inside_brackets_and_quotes_belong_to_a_value() -> None:
