@@ -22,7 +22,7 @@ from megalite.monitor.steps.breakdown import COLUMN
 from megalite.monitor.steps.gathering import Gathering
 from megalite.monitor.steps.parts import PARTS
 from megalite.monitor.steps.slow_ranks import SlowRank
-from megalite.monitor.steps.timeline import read_step, steps_of
+from megalite.monitor.steps.timeline import read_step, step_folder, steps_of
 from models.decoder import DecoderBlock
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
 from tests.helpers.planting import Plant, planted
@@ -57,8 +57,13 @@ def _kept_rows() -> list[np.ndarray]:
 
 
 def _recorded(rank: int, case: Case, run_dir: Path) -> tuple[list[np.ndarray], KeptLog, list[float]]:
-    """The rows that this rank has sent, what its observer was told, and its losses without a record."""
+    """The rows that this rank has sent, what its observer was told, and its losses without a record.
+
+    There is a timeline of a step that an earlier session, which had more ranks, has made and not saved.
+    """
     rows, log = _kept_rows(), KeptLog()
+    if rank == 0:
+        step_folder(run_dir, 4).mkdir(parents=True)
     train_case(case, config_of(case, run_dir, {"timeline": {"steps": [3]}}), log)
     engine = engine_of(case)
     bare = [
@@ -108,7 +113,8 @@ def _with_a_bad_step(rank: int, case: Case, run_dir: Path, policy: str) -> tuple
             yield batches[2]
         yield from batches[3:]
 
-    train_case(case, config_of(case, run_dir, {"log_interval": 1}, {"not_finite": policy}), log, batches_of)
+    timelines = {"every": 1, "keep": 2, "ranks": [1]}
+    train_case(case, config_of(case, run_dir, {"timeline": timelines}, {"not_finite": policy}), log, batches_of)
     return rows, log
 
 
@@ -125,6 +131,8 @@ def test_steps_that_are_skipped_or_done_again_add_up_too(policy: str, steps: lis
         assert len(rows) == len(steps)
         if policy == "rollback":
             assert rows[3][COLUMN["checkpoint"]] > 0, "the checkpoint that was loaded"
+    assert steps_of(tmp_path) == [4, 5], "the last two"
+    assert [sorted(read_step(tmp_path, step)) for step in (4, 5)] == [[1], [1]]
 
 
 def _slower(rank: int, run_dir: Path) -> tuple[list[dict[str, Any]], list[tuple[int, SlowRank]], list[np.ndarray]]:
