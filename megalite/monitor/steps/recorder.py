@@ -168,17 +168,18 @@ class StepRecorder:
 
     def _count(self, in_step: list[TimedNote], collectives: list[Collective]) -> None:
         """Adds up the communication of a training step."""
-        table = self._row[-3 * len(KINDS) :].reshape(len(KINDS), 3)
+        sums = [[0.0, 0.0, 0.0] for _ in KINDS]  # calls, bytes, seconds
         for one in collectives:
             if in_step and in_step[0].start <= one.began < in_step[-1].end:
-                kind = POSITION.get((one.axis, one.operation), len(KINDS) - 1)
-                is_elsewhere = (one.is_wait and one.axis == "pipeline") or (
-                    kind == REDUCED and self._reduces_beside_backward
-                )
-                table[kind] += (not one.is_wait, one.size, 0.0 if is_elsewhere else one.seconds)
-        if self._reduces_beside_backward:
+                of_kind = sums[POSITION.get((one.axis, one.operation), len(KINDS) - 1)]
+                of_kind[0] += not one.is_wait
+                of_kind[1] += one.size
+                if not (one.is_wait and one.axis == "pipeline"):  # those are told from waiting for the neighbour
+                    of_kind[2] += one.seconds
+        if self._reduces_beside_backward:  # on streams of its own: only what the step waits for holds it up
             reductions = [span.seconds for span in in_step if span.note.operation is Operation.REDUCE_GRADIENTS]
-            table[REDUCED, 2] += sum(reductions)
+            sums[REDUCED][2] = sum(reductions)
+        self._row[-3 * len(KINDS) :] += np.ravel(sums)
 
     def _split_waiting(self, waited_s: float) -> None:
         """Divides the time blocked in messages into waiting and transfer, as it was in the last step."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -19,11 +22,11 @@ from megalite.monitor.steps.breakdown import COLUMN
 from megalite.monitor.steps.gathering import Gathering
 from megalite.monitor.steps.parts import PARTS
 from megalite.monitor.steps.slow_ranks import SlowRank
-from megalite.monitor.steps.timeline import read_step, steps_of
+from megalite.monitor.steps.timeline import read_step, step_folder, steps_of
 from models.decoder import DecoderBlock
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
 from tests.helpers.planting import Plant, planted
-from tests.helpers.rank_pool import run_ranks
+from tests.helpers.rank_pool import run_fresh_ranks, run_ranks
 from tests.helpers.recorded_run import KeptLog, config_of, train_case
 
 SIX_BLOCKS = {"num_hidden_layers": 6}
@@ -54,8 +57,13 @@ def _kept_rows() -> list[np.ndarray]:
 
 
 def _recorded(rank: int, case: Case, run_dir: Path) -> tuple[list[np.ndarray], KeptLog, list[float]]:
-    """The rows that this rank has sent, what its observer was told, and its losses without a record."""
+    """The rows that this rank has sent, what its observer was told, and its losses without a record.
+
+    There is a timeline of a step that an earlier session, which had more ranks, has made and not saved.
+    """
     rows, log = _kept_rows(), KeptLog()
+    if rank == 0:
+        step_folder(run_dir, 4).mkdir(parents=True)
     train_case(case, config_of(case, run_dir, {"timeline": {"steps": [3]}}), log)
     engine = engine_of(case)
     bare = [
@@ -105,7 +113,8 @@ def _with_a_bad_step(rank: int, case: Case, run_dir: Path, policy: str) -> tuple
             yield batches[2]
         yield from batches[3:]
 
-    train_case(case, config_of(case, run_dir, {"log_interval": 1}, {"not_finite": policy}), log, batches_of)
+    timelines = {"every": 1, "keep": 2, "ranks": [1]}
+    train_case(case, config_of(case, run_dir, {"timeline": timelines}, {"not_finite": policy}), log, batches_of)
     return rows, log
 
 
@@ -122,13 +131,15 @@ def test_steps_that_are_skipped_or_done_again_add_up_too(policy: str, steps: lis
         assert len(rows) == len(steps)
         if policy == "rollback":
             assert rows[3][COLUMN["checkpoint"]] > 0, "the checkpoint that was loaded"
+    assert steps_of(tmp_path) == [4, 5], "the last two"
+    assert [sorted(read_step(tmp_path, step)) for step in (4, 5)] == [[1], [1]]
 
 
-def _slower(rank: int, run_dir: Path) -> tuple[list[dict[str, Any]], list[tuple[int, SlowRank]]]:
+def _slower(rank: int, run_dir: Path) -> tuple[list[dict[str, Any]], list[tuple[int, SlowRank]], list[np.ndarray]]:
     """Rank 1 works for 45 % longer in each block. Time is that of its own processor: others on this machine do not
     count. There is no room for timelines."""
     case = Case(dp=2, steps=48)
-    slow_ranks.WINDOW = 12
+    slow_ranks.WINDOW, rows = 12, _kept_rows()
     activity.monotonic = tape.monotonic = time.process_time  # type: ignore[attr-defined]
     (run_dir / "timeline").touch()
     if rank == 1:
@@ -153,16 +164,51 @@ def _slower(rank: int, run_dir: Path) -> tuple[list[dict[str, Any]], list[tuple[
     said: list[tuple[int, SlowRank]] = []
     log.on_slow_rank = lambda change: said.append((len(log.records) + 1, change))  # type: ignore[method-assign]
     train_case(case, config_of(case, run_dir, {"log_interval": 3}), log)
-    return log.records, said
+    return log.records, said, rows
 
 
 def test_a_rank_that_is_slower_by_a_third_is_named_in_four_windows_and_a_full_disk_costs_no_step(
     tmp_path: Path,
 ) -> None:
     """1 / 1.45 is a speed of 0.69."""
-    (records, slow), (_, nothing) = run_ranks(_slower, 2, tmp_path)
+    (records, slow, rows), (_, nothing, _) = run_ranks(_slower, 2, tmp_path)
     assert [change.rank for _, change in slow] == [1] and slow[0][0] <= 48
     assert 0.5 < slow[0][1].relative_speed < 0.85
     assert not nothing, "rank 0 alone speaks"
     assert [record["step"] for record in records if "parts_s" in record] == list(range(3, 49, 3))
     assert len(records) == 48
+    for row in rows:  # of three steps together
+        reduced_s, sync_s = row[COLUMN["data reduce_scatter seconds"]], row[COLUMN["gradient_sync"]]
+        assert 0.5 * sync_s < reduced_s <= sync_s + 1e-9, "not of the last step alone"
+
+
+def _stopped_now_and_then(rank: int, run_dir: Path, steps: int) -> tuple[list[tuple[int, SlowRank]], int]:
+    """Rank 1 is stopped for 30 of every 100 ms, as a processor that is too hot stops."""
+    slow_ranks.WINDOW = 50
+    log, said, case = KeptLog(), [], Case(dp=2, steps=steps, accumulation=4)
+    log.on_slow_rank = lambda change: said.append((len(log.records) + 1, change))  # type: ignore[method-assign]
+    throttle = None
+    if rank == 1:
+        program = (
+            "import os, signal, sys, time\n"
+            "rank = int(sys.argv[1])\n"
+            "while os.getppid() == rank:\n"
+            "    for number, seconds in ((signal.SIGSTOP, 0.03), (signal.SIGCONT, 0.07)):\n"
+            "        os.kill(rank, number)\n"
+            "        time.sleep(seconds)\n"
+        )
+        throttle = subprocess.Popen([sys.executable, "-c", program, str(os.getpid())])
+    try:
+        train_case(case, config_of(case, run_dir, {"log_interval": 10, "timeline": {"ranks": []}}), log)
+    finally:
+        if throttle is not None:
+            throttle.kill()
+            throttle.wait()
+    return said, len(log.records)
+
+
+@pytest.mark.exhaustive  # a thousand forward and backward passes, on a machine that must be calm
+def test_a_rank_that_is_stopped_for_a_third_of_its_time_is_named_in_four_windows(tmp_path: Path) -> None:
+    (said, records), _ = run_fresh_ranks(_stopped_now_and_then, 2, tmp_path, 200, timeout_s=300)
+    assert records == 200 and [change.rank for _, change in said if not change.is_over] == [1]
+    assert said[0][0] <= 200

@@ -59,6 +59,21 @@ def test_ranks_that_could_not_record_their_step_break_nothing() -> None:
     json.dumps(found.line(), allow_nan=False)
 
 
+def test_a_rank_that_has_missed_a_step_counts_with_those_that_it_has() -> None:
+    rows = _rows()
+    rows[0] /= 2  # one step of two, as long as the others' steps
+    assert StepBreakdown.of(10, rows, STAGES, [0.0] * 4).steps == 2
+    whole, found = (StepBreakdown.of(10, each, STAGES, [0.0] * 4) for each in (_rows(), rows))
+    assert found.wall_s == pytest.approx(whole.wall_s) and found.parts_s == pytest.approx(whole.parts_s)
+    assert found.stages[0].communication == whole.stages[0].communication
+
+
+def test_a_rank_without_a_record_is_neither_slow_nor_the_measure_of_others() -> None:
+    ranks = SlowRanks([0, 0, 0], ["a", "b", "c"])
+    assert not any(_windows(ranks, [1.0, 1.0, float("inf")], IN_A_ROW)), "1 / inf is no time at all"
+    assert not any(_windows(SlowRanks([0, 0], ["a", "b"]), [1.0, float("inf")], IN_A_ROW))
+
+
 def test_the_columns_of_communication_are_the_last_ones() -> None:
     assert ROW[-3 * len(KINDS) :][:3] == (
         "tensor all_reduce calls",

@@ -87,6 +87,14 @@ def test_each_second_of_a_step_is_in_one_part() -> None:
     assert communication_share(seconds) == pytest.approx((2.0 + 2.0 + 4.0 + 2.5 + 4.0) / 60.0)
 
 
+def test_collectives_of_several_streams_take_no_more_than_what_they_happen_in() -> None:
+    """On a GPU some run beside each other, and a part would become negative."""
+    window = [note(0.0, Operation.FORWARD, Phase.STEP), note(10.0, Operation.BEGIN, Phase.LOGGING)]
+    both = [Collective(1.0, 8.0, "tensor", "all_reduce", 1), Collective(2.0, 8.0, "data", "all_gather", 1)]
+    seconds = parts_of(list(spans(window, 11.0)), both)
+    assert (seconds["forward"], seconds["tensor_collectives"], seconds["weights_sync"]) == (0.0, 8.0, 2.0)
+
+
 def test_parts_add_up_whatever_the_records_are() -> None:
     draw = random.Random()
     for _ in range(50):

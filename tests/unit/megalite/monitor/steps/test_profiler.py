@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.autograd import profiler_util
 
 from megalite.config import Config, ConfigError, resolve_layout
 from megalite.monitor.steps import profiler as profiler_module
@@ -138,3 +141,26 @@ def test_time_of_a_device_counts_each_moment_once() -> None:
     assert found == pytest.approx((60e-6, 55e-6, 25e-6))
     assert found.sentence() == "computation 0.1 ms, communication 0.1 ms, 0.0 ms of it beside computation"
     assert DeviceTime.of([]) == (0, 0, 0)
+
+
+def test_a_summary_tells_of_the_device_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU here, its kernels are made from an operation's event of the CPU, whose names torch may change."""
+    config = config_of(Case(), tmp_path, {"profile": {"steps": [1]}})
+    profiler, events = StepProfiler(config, 0, "cuda", cleans=False), torch.profiler.profile.events
+
+    def with_kernels(self: torch.profiler.profile) -> list[Any]:
+        (found,) = [event for event in events(self) or () if event.name == "aten::add"]
+        annotation = copy.copy(found)
+        found.device_type = annotation.device_type = torch._C._autograd.DeviceType.CUDA
+        found.time_range, annotation.time_range = (
+            profiler_util.Interval(0.0, 2000.0),
+            profiler_util.Interval(0.0, 9000.0),
+        )
+        annotation.is_user_annotation = True
+        return [*(events(self) or ()), annotation]
+
+    monkeypatch.setattr(torch.profiler.profile, "events", with_kernels)
+    _profile(profiler, 1)
+    text = (tmp_path / "profile/step_1/rank_0.txt").read_text()
+    assert text.startswith("computation 2.0 ms, communication 0.0 ms, 0.0 ms of it beside computation\n\n")
+    assert "aten::add" in text
