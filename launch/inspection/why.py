@@ -5,31 +5,38 @@ No torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from launch.inspection.files import RECEIPT, Facts, RunFiles, number
 from launch.inspection.timelines import read_kept_step
 from launch.output import Table
 from launch.planning.report.waterfall_figure import REMEDIES
 from megalite.checkpoint.manifest import printable
+from megalite.config import Config
+from megalite.config.pipeline_rules import PIPELINE, problems_with_pipeline
 from megalite.monitor.steps.parts import PARTS
 from megalite.monitor.steps.predicted_parts import PartPair, beside_prediction
 from megalite.monitor.steps.timeline import Owner
-from megalite.monitor.steps.what_if import WhatIf, mean_parts, what_if
+from megalite.monitor.steps.what_if import WhatIf, mean_parts, simulated_s, what_if
+from megalite.planner.schedules.tables import Schedule
+from megalite.planner.search import CHUNKS, SCHEDULE
 from megalite.planner.units import digits, percent, plural, seconds
 
 WORTH = 0.01  # of a step, below which no remedy is
 SHOWN = 0.005  # of a step, below which a part is among the rest
 REST = "other"
-REMEDIES_OF_PARTS = {  # measured parts that the planner does not predict
-    "data": "data on a faster disk, or on the host itself, would shrink it",
-    "evaluation": "a larger training.evaluation.interval, or fewer training.evaluation.samples, would shrink it",
-    "self_check": "a larger training.self_check_every would shrink it",
-    "checkpoint": "checkpoint.background, or a larger checkpoint.interval, would shrink it",
-    "logging": "a larger monitor.log_interval would shrink it",
+LATE = 0.25  # of jitter, from which the passes of one rank explain it
+REMEDIES_OF_PARTS = {  # measured parts that the planner does not predict: their name in a sentence, and what helps
+    "data": ("waiting for data", "a faster disk, or a copy of the data on the host itself, would shrink it"),
+    "evaluation": ("the evaluation", "a larger training.evaluation.interval, or fewer samples, would shrink it"),
+    "self_check": ("the self-check", "a larger training.self_check_every would shrink it"),
+    "checkpoint": ("the checkpoint", "checkpoint.background, or a larger checkpoint.interval, would shrink it"),
+    "logging": ("logging", "a larger monitor.log_interval would shrink it"),
 }
 
 
@@ -42,6 +49,14 @@ class Loss:
     remedy: str
 
 
+class FasterSchedule(NamedTuple):
+    """Another schedule for the same stages, whose simulated step is shorter."""
+
+    name: str
+    seconds: float
+    own_s: float  # of the schedule that ran, simulated too
+
+
 @dataclass(frozen=True)
 class StepExplanation:
     """The reasons why a step took its time."""
@@ -50,6 +65,7 @@ class StepExplanation:
     step: int
     owner: Owner  # of the lowest rank: the layout
     pipeline: WhatIf | None  # None: the model is not cut into stages, or a sentence says why it cannot be told
+    faster: FasterSchedule | None  # that the config allows
     parts_s: Mapping[str, float]  # mean over ranks
     predicted_s: Mapping[str, float]  # by the planner's names; empty: there is no prediction
     problems: tuple[str, ...]  # sentences: what is lacking
@@ -72,8 +88,25 @@ def explain_step(run_dir: Path, step: int) -> StepExplanation:
         pipeline = what_if(timelines)
     except ValueError as error:
         problems.append(f"the pipeline is not taken apart: {error}")
-    predicted_s = _predicted(run_dir, RunFiles.read(run_dir).receipt, owner, problems)
-    return StepExplanation(run_dir, step, owner, pipeline, mean_parts(timelines), predicted_s, tuple(problems))
+    files = RunFiles.read(run_dir)
+    problems += files.problems
+    faster = None
+    if pipeline is not None and files.config is not None:
+        faster = _faster(pipeline, files.config, owner.data_parallel_size)
+    predicted_s = _predicted(run_dir, files.receipt, owner, problems)
+    return StepExplanation(run_dir, step, owner, pipeline, faster, mean_parts(timelines), predicted_s, tuple(problems))
+
+
+def _faster(pipeline: WhatIf, config: Config, replicas: int) -> FasterSchedule | None:
+    """Returns the schedule under which the measured stages would be noticeably faster, if there is one."""
+    found, own_s = [], simulated_s(pipeline, Schedule(pipeline.schedule))
+    for schedule in Schedule:
+        tried = config.with_resolved({PIPELINE: len(pipeline.stages), SCHEDULE: schedule.value, CHUNKS: None})
+        is_legal = not any(problems_with_pipeline(tried, replicas))
+        if is_legal and (took_s := simulated_s(pipeline, schedule)) is not None:
+            found.append((took_s, schedule.value))
+    least_s, name = min(found, default=(math.inf, ""))
+    return FasterSchedule(name, least_s, own_s) if own_s is not None and least_s < (1 - WORTH) * own_s else None
 
 
 def _predicted(run_dir: Path, receipt: Facts, owner: Owner, problems: list[str]) -> dict[str, float]:
@@ -93,29 +126,40 @@ def _predicted(run_dir: Path, receipt: Facts, owner: Owner, problems: list[str])
 
 def largest_loss(found: StepExplanation) -> Loss | None:
     """Returns the loss for which a remedy would help most; None where nothing is worth one."""
-    parts, pipeline = found.parts_s, found.pipeline
+    parts = found.parts_s
     losses = [
         Loss("tensor collectives", parts["tensor_collectives"], REMEDIES["tensor collectives"]),
         Loss("the synchronisation of replicas", parts["gradient_sync"] + parts["weights_sync"], REMEDIES["replicas"]),
         Loss("the optimizer", parts["optimizer"], REMEDIES["optimizer"]),
-        *(Loss(f"the {PARTS[part]}", parts[part], remedy) for part, remedy in REMEDIES_OF_PARTS.items()),
+        *(Loss(name, parts[part], remedy) for part, (name, remedy) in REMEDIES_OF_PARTS.items()),
+        *(_of_pipeline(found.pipeline, found.faster) if found.pipeline is not None else ()),
     ]
-    if pipeline is not None:
-        slowest, straggler = pipeline.slowest_stage, pipeline.straggler
-        about_stage = f"stage {slowest.stage} takes {pipeline.slowest_over_mean:.2f} times as long as a mean one"
-        about_rank = (
-            f"the passes of rank {straggler.rank} on {straggler.host} took {seconds(max(0.0, straggler.excess_s))} "
-            "longer than the medians of its stage, more than those of any other; a host that does nothing else, and "
-            "events slow_rank in events.jsonl, tell more"
-        )
-        losses += [
-            Loss("the schedule's own bubble", pipeline.bubble_s, REMEDIES["pipeline bubble"]),
-            Loss("stage imbalance", pipeline.imbalance_s, f"{about_stage}; {REMEDIES['stage imbalance']}"),
-            Loss("transfers between stages", pipeline.transfers_s, REMEDIES["between stages"]),
-            Loss("jitter and stragglers", pipeline.jitter_s, about_rank),
-        ]
     worst = max(losses, key=lambda loss: loss.seconds)
     return worst if worst.seconds > WORTH * found.wall_s else None
+
+
+def _of_pipeline(pipeline: WhatIf, faster: FasterSchedule | None) -> Iterator[Loss]:
+    remedy = REMEDIES["pipeline bubble"]
+    if faster is not None:
+        remedy += (
+            f"; without transfers and jitter these stages would take {seconds(faster.seconds)} with "
+            f"parallel.pipeline_schedule {faster.name}, and take {seconds(faster.own_s)} with {pipeline.schedule}"
+        )
+    yield Loss("the schedule's own bubble", pipeline.bubble_s, remedy)
+    stage, times = pipeline.slowest_stage.stage, pipeline.slowest_over_mean
+    about_stage = f"stage {stage} takes {times:.2f} times as long as a mean one"
+    yield Loss("stage imbalance", pipeline.imbalance_s, f"{about_stage}; {REMEDIES['stage imbalance']}")
+    yield Loss("transfers between stages", pipeline.transfers_s, REMEDIES["between stages"])
+    late, remedy = (
+        pipeline.straggler,
+        "equal passes did not take equally long: ranks that share no cores would shrink it",
+    )
+    if late.excess_s > LATE * pipeline.jitter_s:
+        remedy = (
+            f"the passes of rank {late.rank} on {printable(late.host)} took {seconds(late.excess_s)} longer than the "
+            "medians of its stage, more than those of any other rank; look what else runs on that host"
+        )
+    yield Loss("jitter and stragglers", pipeline.jitter_s, remedy)
 
 
 def sentences(found: StepExplanation) -> Iterator[str]:
@@ -127,8 +171,9 @@ def sentences(found: StepExplanation) -> Iterator[str]:
     yield f"step {found.step} of {printable(str(found.run_dir))}: {sizes}{schedule}, {batches}, {seconds(wall_s)}"
     if pipeline is None:
         shown = {part: value for part, value in found.parts_s.items() if value >= SHOWN * wall_s and part != REST}
-        shown[REST] = wall_s - sum(shown.values())
-        named = {PARTS[part]: value for part, value in shown.items() if value}
+        if (rest_s := wall_s - sum(shown.values())) >= SHOWN * wall_s:
+            shown[REST] = rest_s
+        named = {PARTS[part]: value for part, value in shown.items()}
         yield f"step {seconds(wall_s)} = {_sum(named, wall_s)}"
         return
     yield f"span {seconds(pipeline.span_s)} = {_sum(pipeline.parts_s, pipeline.span_s)}"
@@ -148,9 +193,7 @@ def advice(found: StepExplanation) -> str:
     if loss is None:
         return "nothing in this step that could be spared took a hundredth of it"
     share = percent(loss.seconds / found.wall_s)
-    return printable(
-        f"most would be gained from {loss.part}, {seconds(loss.seconds)} or {share} of the step: {loss.remedy}"
-    )
+    return f"most would be gained from {loss.part}, {seconds(loss.seconds)} or {share} of the step: {loss.remedy}"
 
 
 def stages_table(pipeline: WhatIf, owner: Owner) -> Table:
@@ -166,7 +209,14 @@ def stages_table(pipeline: WhatIf, owner: Owner) -> Table:
 
 def prediction_table(found: StepExplanation) -> Table:
     """Builds a table of the predicted parts beside the measured ones, with the sums below."""
-    pairs = found.beside_prediction
+    small_s, pairs = 0.0, []
+    for pair in found.beside_prediction:
+        if pair.predicted_s is None and found.predicted_s and pair.measured_s < SHOWN * found.wall_s:
+            small_s += pair.measured_s
+        else:
+            pairs.append(pair)
+    if small_s:
+        pairs.append(PartPair("smaller parts", None, small_s))
     rows: list[tuple[str, ...] | None] = []
     for pair in pairs:
         rows.append(_row(pair))
@@ -184,12 +234,15 @@ def prediction_table(found: StepExplanation) -> Table:
 
 def _row(pair: PartPair) -> tuple[str, ...]:
     name, predicted_s, measured_s = pair
-    ratio = digits(measured_s / predicted_s) if predicted_s else ""
-    return name, "" if predicted_s is None else seconds(predicted_s), seconds(measured_s), ratio
+    predicted = "" if predicted_s is None else seconds(predicted_s) if predicted_s else "0"
+    return name, predicted, seconds(measured_s), digits(measured_s / predicted_s) if predicted_s else ""
 
 
 def _sum(parts_s: Mapping[str, float], whole_s: float) -> str:
-    return " + ".join(f"{name} {100 * value / whole_s:.0f} %" for name, value in parts_s.items())
+    """Returns the parts in percent, rounded so that they add up to 100."""
+    ends = [round(100 * end_s / whole_s) for end_s in accumulate(parts_s.values(), initial=0.0)]
+    shares = (end - begin for begin, end in pairwise(ends))
+    return " + ".join(f"{name} {share} %" for name, share in zip(parts_s, shares, strict=True))
 
 
 def as_json(found: StepExplanation) -> dict[str, Any]:
@@ -206,6 +259,7 @@ def as_json(found: StepExplanation) -> dict[str, Any]:
         "wall_s": found.wall_s,
         "parts_s": dict(found.parts_s),
         "pipeline": own,
+        "faster_schedule": None if found.faster is None else found.faster._asdict(),
         "predicted_parts_s": dict(found.predicted_s),
         "beside_prediction": [pair._asdict() for pair in found.beside_prediction],
         "largest_loss": None if loss is None else asdict(loss),

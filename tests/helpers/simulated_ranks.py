@@ -17,7 +17,11 @@ OPERATIONS = {
 
 
 def ranks_of(timeline: Timeline, step: int = 10, boot: str = "1f", before_s: float = 5.0) -> dict[int, RankTimeline]:
-    """The timelines of one rank per stage; the clock shows `before_s` when the first pass begins."""
+    """The timelines of one rank per stage; the clock shows `before_s` when the first pass begins.
+
+    A hundredth of the step before it is waiting for data, and two after it are the optimizer.
+    """
+    ended = before_s + 1.02 * timeline.makespan_s
     where = placement(timeline.schedule, timeline.stages, timeline.chunks)
     return {
         stage: RankTimeline(
@@ -36,8 +40,8 @@ def ranks_of(timeline: Timeline, step: int = 10, boot: str = "1f", before_s: flo
                 micro_batches=timeline.micro_batches,
             ),
             step=step,
-            ended=before_s + timeline.makespan_s + 0.5,
-            unix=1.7e9 + before_s + timeline.makespan_s + 0.5,
+            ended=ended,
+            unix=1.7e9 + ended,
             notes=_notes(timeline, stage, step, where, before_s),
             collectives=[],
             meetings={number: before_s - 20.0 + number for number in range(step)},
@@ -48,7 +52,7 @@ def ranks_of(timeline: Timeline, step: int = 10, boot: str = "1f", before_s: flo
 
 def _notes(timeline: Timeline, stage: int, step: int, where: tuple[int, ...], before_s: float) -> list[Note]:
     """A stage is blocked in a reception from the end of the pass before, and sends at the end of its own."""
-    notes = [Note(0.0, 7, step, Phase.DATA, Operation.BEGIN, None, ())]
+    notes = [Note(before_s - timeline.makespan_s / 100, 7, step, Phase.DATA, Operation.BEGIN, None, ())]
 
     def note(time_s: float, operation: Operation, micro_batch: int | None, chunk: int | None) -> None:
         chunk = chunk if timeline.chunks > 1 else None

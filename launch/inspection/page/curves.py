@@ -28,10 +28,10 @@ from launch.planning.report.svg import (
 from megalite.planner.units import count, plain
 
 Column = np.ndarray  # of float64
-MOST_POINTS = 640  # of a series in numbers
+MOST_POINTS = 480  # of a series in numbers
 MOST_DRAWN = 240  # of a series in SVG, where each has less than two pixels
 MOST_DOTS = 60  # of a series; charts.js has the same number
-MOST_MARKS = 120  # of a kind
+MOST_MARKS = 60  # of a kind
 MOST_ROWS = 20  # of the table behind the curves
 WIDTH, HEIGHT = 470, 220
 LEFT, RIGHT, TOP, BOTTOM = 58, 456, 10, 172
@@ -208,13 +208,11 @@ def chart_drawing(curves: Curves, chart: Chart) -> Element:
     ]
     for line, series in zip(lines, chart.series, strict=True):
         drawn += _line_elements(line, series, x, across, up)
-    for mark in thin_marks(curves.marks):
-        if across.low <= mark.x <= across.high:
-            title = element("title", f"{curves.axis} {count_text(mark.x)}: {mark.text}")
-            place = across(mark.x)
-            drawn.append(
-                element("line", title, x1=place, x2=place, y1=BOTTOM - 9, y2=BOTTOM, class_=f"mark-{mark.kind}")
-            )
+    for kind in MARKS:
+        places = [across(mark.x) for mark in thin_marks(curves.marks) if mark.kind == kind]
+        ticks = "".join(f"M{x:.1f} {BOTTOM}v-9" for x in places if LEFT <= x <= RIGHT)
+        if ticks:
+            drawn.append(element("path", element("title", MARKS[kind]), d=ticks, class_=f"mark-{kind}"))
     if not any(np.isfinite(line.mean).any() for line in lines):
         drawn.append(label((LEFT + RIGHT) / 2, (TOP + BOTTOM) / 2, "nothing on record", "axis", "middle"))
     node = drawing(f"{chart.id}-drawing", f"{chart.title} by {curves.axis}", WIDTH, HEIGHT, drawn)

@@ -80,8 +80,8 @@ class RunFindings:
     @cached_property
     def parts_s(self) -> dict[str, float]:
         """Seconds of each part of a step, the mean over ranks and all recorded steps; empty if none is on record."""
-        recorded = max(1, int(np.count_nonzero(self.history.wall_s)))
-        return {name: float(column.sum()) / recorded for name, column in self.history.parts_s.items()}
+        parts, recorded = self.history.parts_s, max(1, int(np.count_nonzero(self.history.wall_s)))
+        return {name: float(parts[name].sum()) / recorded if name in parts else 0.0 for name in PARTS} if parts else {}
 
     @cached_property
     def stages(self) -> dict[int, dict[str, float]]:

@@ -13,10 +13,11 @@ from megalite.parallel.mesh import Mesh
 from megalite.planner.units import plural
 
 WIDTH, LEFT, TOP = 960.0, 82.0, 26.0
-MOST_STAGES, MOST_REPLICAS, MOST_CELLS = 32, 16, 400
+MOST_STAGES, MOST_REPLICAS, MOST_CELLS = 32, 16, 256
 HOST_COLOURS = (9, 5, 11, 3, 1, 4, 2, 8, 7, 6, 0)
 UNKNOWN_HOST = "fill-none"
 ROOM_FOR_DIGIT = 7.0
+LONGEST_HOST = 40  # characters
 
 
 def layout_section(found: RunFindings) -> PageSection:
@@ -41,6 +42,8 @@ def layout_section(found: RunFindings) -> PageSection:
     )
     if has_peers and slowest:
         caption += " Outlined: the rank of each stage with most own work in the last recorded step."
+    if len(names) > len(HOST_COLOURS):
+        caption += f" Colours repeat: there are {len(names)} hosts."
     stages, replicas, tensors = _shown(mesh)
     if stages * replicas * tensors < mesh.world_size:
         caption += f" The first {stages * replicas * tensors} places are drawn."
@@ -81,7 +84,7 @@ def _picture(mesh: Mesh, hosts: Mapping[int, str], colours: Mapping[str, str], s
                 x, host = LEFT + column * stage + cell * tensor, hosts.get(rank)
                 kind = colours[host] if host is not None else UNKNOWN_HOST
                 outline = " slowest" if rank in slowest else ""
-                title = f"rank {rank}: stage {stage}, replica {replica}, tensor rank {tensor}, host {host or 'unknown'}"
+                title = f"rank {rank} on {(host or 'an unknown host')[:LONGEST_HOST]}"
                 drawn.append(
                     bar(
                         x, y, cell - 2, height - 4, printable(title), id=f"place-{rank}", class_=f"{kind} cell{outline}"

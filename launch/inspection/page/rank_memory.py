@@ -12,7 +12,7 @@ from launch.planning.prediction import error_in_words
 from launch.planning.report.svg import AxisScale, Child, bar, drawing, horizontal_axis, label, line
 from megalite.planner.units import MIB, gib, plural
 
-WIDTH, LEFT, RIGHT, TOP = 960.0, 112.0, 850.0, 10.0
+WIDTH, LEFT, RIGHT, TOP = 960.0, 136.0, 850.0, 10.0
 MOST_ROWS = 48
 
 

@@ -16,9 +16,9 @@ from megalite.monitor.steps.timeline import RankTimeline, TimedNote
 from megalite.monitor.steps.what_if import parts_by_rank
 from megalite.planner.units import percent, plural, seconds
 
-WIDTH, LEFT, RIGHT, TOP = 960.0, 112.0, 950.0, 6.0
+WIDTH, LEFT, RIGHT, TOP = 960.0, 136.0, 950.0, 6.0
 MOST_ROWS = 64
-MOST_BOXES = 560
+MOST_BOXES = 480
 LEAST_WIDTH = 0.3  # of a box that is drawn
 ROOM_FOR_DIGIT, AROUND_NUMBER = 6.4, 4.0
 

@@ -26,7 +26,7 @@ from megalite.planner.units import percent, seconds
 
 WIDTH = 960.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 944.0, 12.0, 232.0
-MOST_BUCKETS = 120
+MOST_BUCKETS = 80
 LEAST_SHARE = 0.005  # of the run's time, below which a part is drawn with the rest
 REST = "other"
 STAGE_LEFT, STAGE_RIGHT, ROW = 82.0, 850.0, 26.0

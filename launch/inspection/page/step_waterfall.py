@@ -33,7 +33,7 @@ def waterfall_section(found: RunFindings) -> PageSection:
         "schedule's own if all stages were equal. Jitter is what is left, and is negative where ranks were faster than "
         "their medians."
     )
-    rows = [[name, seconds(abs(value)), percent(value / pipeline.span_s)] for name, value in pipeline.parts_s.items()]
+    rows = [[name, *_signed(value, pipeline.span_s)] for name, value in pipeline.parts_s.items()]
     figure = [_waterfall(pipeline.parts_s, pipeline.span_s)]
     table = number_table(["part", "seconds", "share of the span"], rows, words=[0])
     lines = [sentence[0].upper() + sentence[1:] + "." for sentence in list(sentences(explanation))[2:]]
@@ -54,11 +54,8 @@ def _waterfall(parts_s: Mapping[str, float], span_s: float) -> Element:
         low, high = scale(min(start, start + value)), scale(max(start, start + value))
         y = TOP + ROW * row
         kind = "total" if name == "span" else "useful" if name in USEFUL else "overhead"
-        share, strong = (
-            percent(value / span_s) if value >= 0 else f"-{percent(-value / span_s)}",
-            " strong" * (name == "span"),
-        )
-        shown = seconds(value) if value >= 0 else f"-{seconds(-value)}"
+        strong = " strong" if name == "span" else ""
+        shown, share = _signed(value, span_s)
         drawn += [
             label(LEFT - 12, y + 15, name, f"legend{strong}", "end"),
             bar(
@@ -77,6 +74,14 @@ def _waterfall(parts_s: Mapping[str, float], span_s: float) -> Element:
             joint = scale(start + value)
             drawn.append(line(joint, y + ROW - 6, joint, y + ROW, "joint"))
     return drawing("what-if-drawing", "Parts of the span of a pipelined step", WIDTH, bottom + 46, drawn)
+
+
+def _signed(value_s: float, span_s: float) -> tuple[str, str]:
+    """Returns seconds and their share of the span in words; what is below a nanosecond is rounding."""
+    if abs(value_s) < 1e-9:
+        return "0", "0 %"
+    sign = "-" if value_s < 0 else ""
+    return sign + seconds(abs(value_s)), sign + percent(abs(value_s) / span_s)
 
 
 def _time_axis(scale: AxisScale, bottom: float, what: str) -> Sequence[Element]:

@@ -22,10 +22,10 @@ from megalite.config.hidden_secrets import without_secrets
 from megalite.config.secrets import names_secret
 from megalite.planner.units import percent, seconds, short
 
-MOST_EVENTS = 100
-MOST_SETTINGS = 120
-MOST_COMMUNICATION = 120
-LONGEST_CELL = 160
+MOST_EVENTS = 80
+MOST_SETTINGS = 100
+MOST_COMMUNICATION = 80
+LONGEST_CELL = 120
 HIDDEN = "***"
 
 

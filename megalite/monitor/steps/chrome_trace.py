@@ -96,15 +96,15 @@ def _name(span: TimedNote) -> str:
 def _add_arrows(trace: ChromeTrace, step: Mapping[int, RankTimeline], zero_s: float) -> None:
     for pair in message_pairs(step):
         begin, end = _nanoseconds(pair.sending.start, zero_s), _nanoseconds(pair.receiving.end, zero_s)
-        # an arrow belongs to the slice around its end, so that is before the next slice begins
-        end = max(_nanoseconds(pair.receiving.start, zero_s), end - 1)
-        if end < begin:
+        if end < begin - 1:  # a nanosecond is rounding
             trace.left_out += 1
             trace.most_s = max(trace.most_s, (begin - end) / 1e9)
             continue
+        # it belongs to the span around its end, so that is before the next span begins
+        end = max(begin, _nanoseconds(pair.receiving.start, zero_s), end - 1)
         trace.arrows += 1
         common = {"cat": "message", "name": pair.key.kind, "id": trace.arrows, "tid": NOTES}
-        facts = {"micro_batch": pair.key.micro_batch, "position": pair.key.position}
+        facts = {"phase": str(pair.phase), "micro_batch": pair.key.micro_batch, "position": pair.key.position}
         trace.events += [
             common | {"ph": "s", "pid": pair.source, "ts": begin / 1000, "args": facts},
             common | {"ph": "f", "bp": "e", "pid": pair.target, "ts": end / 1000, "args": facts},

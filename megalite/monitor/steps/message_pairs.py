@@ -62,9 +62,16 @@ def message_pairs(timelines: Mapping[int, RankTimeline]) -> Iterator[MessagePair
 
 
 def transfers(timelines: Mapping[int, RankTimeline]) -> dict[int, list[Interval]]:
-    """Returns when each rank was blocked in messages of the training step that were on their way, without the time
-    before its neighbour had come to them."""
-    found: dict[int, list[Interval]] = {rank: [] for rank in timelines}
+    """Returns when each rank began a message of the training step or was blocked in one that was on its way, without
+    the time before its neighbour had come to it."""
+    found: dict[int, list[Interval]] = {
+        rank: [
+            Interval(span.start, span.end)
+            for span in timeline.spans()
+            if span.note.phase is Phase.STEP and span.note.operation in SENDS
+        ]
+        for rank, timeline in timelines.items()
+    }
     for rank, blocked, waited in _blocked(timelines):
         found[rank].append(Interval(blocked.start + waited, blocked.end))
     return found

@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from megalite.config import ConfigError
 from megalite.monitor.steps.message_pairs import transfers, waited_s
 from megalite.monitor.steps.parts import PARTS, parts_of
 from megalite.monitor.steps.passes import TimedPass, passes_of
 from megalite.monitor.steps.timeline import RankTimeline
 from megalite.planner.schedules.passes import PassKind, Task
-from megalite.planner.schedules.simulation import makespan_of_passes
+from megalite.planner.schedules.simulation import PipelineTimes, makespan_of_passes, simulate_schedule
 from megalite.planner.schedules.tables import Schedule, placement, position_of
 
 
@@ -56,7 +57,7 @@ class WhatIf:
     span_s: float
     work_s: float  # of a mean stage, with its tensor collectives
     bubble_s: float  # the schedule's own, if all stages were equal
-    imbalance_s: float  # of stages and their chunks
+    imbalance_s: float  # of stages and their chunks, which may suit a schedule, so that it is below 0
     transfers_s: float
     jitter_s: float  # and stragglers; what is left, so it may be below 0
     stages: tuple[MeasuredStage, ...]
@@ -155,6 +156,29 @@ def what_if(timelines: Mapping[int, RankTimeline]) -> WhatIf | None:
         idle_share={rank: 1 - sum(each.seconds for each in of) / (ended - began) for rank, of in passes.items()},
         straggler=_straggler(timelines, passes, medians),
     )
+
+
+def simulated_s(found: WhatIf, schedule: Schedule) -> float | None:
+    """Returns what the measured stages would take under a schedule, without transfers and jitter, in seconds.
+
+    None where it needs the model cut in another way, or other numbers of micro-batches. Where the gradients of weights
+    did not come apart, they are taken for half of backward.
+    """
+    stages = len(found.stages)
+    where = placement(Schedule(found.schedule), stages, found.chunks)
+    weight_s = [
+        stage.backward_s / 2 if stage.weight_gradient_s is None else stage.weight_gradient_s for stage in found.stages
+    ]
+    times = PipelineTimes(
+        [stage.forward_s for stage in found.stages],
+        [stage.backward_s for stage in found.stages],
+        weight_gradient_s=weight_s,
+    )
+    try:
+        timeline = simulate_schedule(schedule, times, found.micro_batches, found.chunks)
+    except ConfigError:
+        return None
+    return timeline.makespan_s if placement(schedule, stages, found.chunks) == where else None
 
 
 def parts_by_rank(timelines: Mapping[int, RankTimeline]) -> dict[int, dict[str, float]]:

@@ -42,6 +42,7 @@ COMMANDS = [
     ["ray"],
     ["status"],
     ["ls"],
+    ["trace"],
     ["config", "show"],
     ["config", "init"],
     ["config", "explain"],

@@ -9,7 +9,7 @@ import pytest
 
 from megalite.engine.activity import Operation, Phase
 from megalite.monitor.steps.timeline import RankTimeline
-from megalite.monitor.steps.what_if import mean_parts, parts_by_rank, what_if
+from megalite.monitor.steps.what_if import mean_parts, parts_by_rank, simulated_s, what_if
 from megalite.planner.schedules.simulation import PipelineTimes, Timeline, bubble_closed_form, simulate_schedule
 from megalite.planner.schedules.tables import Schedule, chunks_needed
 from tests.helpers.simulated_ranks import ranks_of
@@ -122,7 +122,7 @@ def test_evaluations_and_reductions_within_a_pass_change_nothing() -> None:
         backward._replace(time=backward.time + 0.6),
     ]
     forward = next(n for n in ranks[0].notes if n.operation is Operation.FORWARD)
-    after = ranks[0].ended - 0.25
+    after = ranks[0].ended - 0.125
     evaluation = [forward._replace(time=after, phase=Phase.EVALUATION, phase_number=9)]
     notes = sorted([*ranks[0].notes, *within, *evaluation], key=lambda note: note.time)
     assert what_if(ranks | {0: replace(ranks[0], notes=notes)}) == plain
@@ -145,3 +145,20 @@ def test_a_step_that_is_not_whole_is_refused() -> None:
     still = [note._replace(time=1.0) for note in ranks[0].notes]
     with pytest.raises(ValueError, match="took no time"):
         what_if({rank: replace(each, notes=still, ended=1.0) for rank, each in ranks.items()})
+
+
+def test_another_schedule_of_the_same_stages_is_what_the_planner_says() -> None:
+    """Only one that cuts the model in the same way: nobody has measured the stages of another cut."""
+    found = what_if(ranks_of(_equal(Schedule.ONE_F_ONE_B, 4, 8, 1)))
+    assert found is not None
+    simulated = {schedule: simulated_s(found, schedule) for schedule in Schedule}
+    assert simulated[Schedule.ONE_F_ONE_B] == pytest.approx(33.0)
+    assert simulated[Schedule.ZERO_BUBBLE] == pytest.approx(27.0)
+    assert {schedule for schedule, seconds in simulated.items() if seconds is None} == {
+        Schedule.INTERLEAVED,
+        Schedule.ZB_V,
+        Schedule.DUALPIPE_V,
+    }
+    folded = what_if(ranks_of(_equal(Schedule.ZB_V, 4, 8, 2)))
+    assert folded is not None and simulated_s(folded, Schedule.DUALPIPE_V) is not None
+    assert simulated_s(folded, Schedule.INTERLEAVED) is None
