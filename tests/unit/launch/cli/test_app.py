@@ -45,6 +45,7 @@ COMMANDS = [
     ["compare"],
     ["watch"],
     ["trace"],
+    ["report"],
     ["config", "show"],
     ["config", "init"],
     ["config", "explain"],
