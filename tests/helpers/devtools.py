@@ -72,12 +72,15 @@ class OpenPage:
 
     def drag(self, selector: str, start: float, end: float) -> None:
         """Draws the mouse across the first such element, from one share of its width to another."""
-        box = self.evaluate(f"document.querySelector('{selector}').getBoundingClientRect().toJSON()")
+        found = f"document.querySelector('{selector}')"
+        self.evaluate(f"{found}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
+        box = self.evaluate(f"{found}.getBoundingClientRect().toJSON()")
         moves = (("mouseMoved", start), ("mousePressed", start), ("mouseMoved", end), ("mouseReleased", end))
         for kind, share in moves:
             place = {"x": box["x"] + share * box["width"], "y": box["y"] + box["height"] / 2}
             held = {"button": "left", "buttons": 1, "clickCount": 1} if kind != "mouseMoved" or share == end else {}
             self.call("Input.dispatchMouseEvent", type=kind, **place, **held)
+        self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))")
 
     def photograph(self, picture: Path) -> None:
         """Writes a PNG of the whole page."""

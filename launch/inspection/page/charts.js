@@ -77,16 +77,18 @@ const megalite = (() => {
   }
 
   function draw(curves) {
+    const isNew = JSON.stringify(groups.get(curves.id)) !== JSON.stringify(curves);
     groups.set(curves.id, curves);
     for (const chart of curves.charts) {
       const host = document.getElementById(chart.id), plot = drawn.get(chart.id);
       const isShown = plot && plot.root.isConnected && plot.series.length === columnsOf(curves, chart).length;
+      if (isShown && !isNew) continue;
       if (isShown) {
         const [x] = plot.data, isZoomed = plot.scales.x.min > x[0] || plot.scales.x.max < x[x.length - 1];
         plot.setData(columnsOf(curves, chart), !isZoomed);
         if (isZoomed) plot.redraw();
-      }
-      else if (host && curves.x.length) {
+        plot.setCursor({left: plot.cursor.left, top: plot.cursor.top});
+      } else if (host && curves.x.length) {
         if (plot) plot.destroy();
         create(curves, chart, host);
       }

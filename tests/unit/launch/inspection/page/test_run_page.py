@@ -21,6 +21,7 @@ from launch.trainer.run_page_process import RunPageProcess
 from megalite.monitor.goodput import CATEGORIES
 from megalite.planner.units import percent
 from tests.helpers.browser import Seen, look_at, photograph, why_no_browser
+from tests.helpers.devtools import open_page
 from tests.helpers.recorded_runs import KEPT_STEP, config_of, write_run
 from tests.unit.launch.planning.report.test_report import HOSTILE
 
@@ -332,3 +333,24 @@ def test_the_end_of_a_run_writes_its_page_or_says_in_a_sentence_why_not(tmp_path
     with pytest.raises(RuntimeError, match=r"report\.html is a symbolic link"):
         RunPageProcess(tmp_path / "run").close()
     assert not (tmp_path / "victim").exists()
+
+
+@pytest.mark.slow
+def test_one_cursor_reads_all_curves_and_one_zoom_moves_them(browser: None, run_dir: Path) -> None:
+    """A drag over one chart shows the same steps in all of them; a double click shows all steps again."""
+    with open_page((run_dir / "report.html").resolve().as_uri()) as page:
+        steps = "[...document.querySelectorAll('.live .u-series:first-child .u-value')].map(one => one.textContent)"
+        page.drag("#chart-loss .u-over", 0.25, 0.75)
+        shown = page.evaluate(steps)
+        assert len(shown) == len(CHARTS) and len(set(shown)) == 1 and int(shown[0]) > 20
+        values = page.evaluate("[...document.querySelectorAll('#chart-loss .u-value')].map(one => one.textContent)")
+        record = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[int(shown[0]) - 1])
+        assert float(values[1]) == pytest.approx(record["loss"], abs=1e-4)
+        page.drag("#chart-learning-rate .u-over", 0.0, 0.0)  # the left edge of what is shown now
+        edges = page.evaluate(steps)
+        assert len(set(edges)) == 1 and 8 <= int(edges[0]) <= 13
+        twice = "new MouseEvent('dblclick', {bubbles: true})"
+        page.evaluate(f"document.querySelector('#chart-goodput .u-over').dispatchEvent({twice})")
+        page.drag("#chart-loss .u-over", 0.0, 0.0)
+        assert set(page.evaluate(steps)) == {"1"}
+        assert page.console == []
