@@ -1,4 +1,4 @@
-"""CPU time of Prometheus's metrics: a scrape of rank 0 at 4, 64 and 1,024 ranks, and what is left to the training thread.
+"""CPU time of Prometheus's metrics: a scrape of rank 0 at 4, 64 and 1,024 ranks, and the steps on its training thread.
 
     python benchmarks/prometheus.py               # writes benchmarks/results/prometheus.md
     python benchmarks/prometheus.py --rounds 5    # a look, printed only
