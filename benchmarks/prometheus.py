@@ -1,4 +1,4 @@
-"""CPU time of Prometheus's metrics: a scrape of rank 0 at 4, 64 and 1,024 ranks, and the steps on its training thread.
+"""CPU time of Prometheus's metrics: a scrape at 4, 64 and 1,024 ranks, and the training thread's share.
 
     python benchmarks/prometheus.py               # writes benchmarks/results/prometheus.md
     python benchmarks/prometheus.py --rounds 5    # a look, printed only

@@ -146,6 +146,7 @@ def tiny(corpus: Path, tmp_path: Path) -> dict[str, Any]:
         "data": {"path": str(corpus), "held_out_fraction": 0.3},
         "precision": {"dtype": "fp32"},
         "training": {"global_batch_size": 4, "micro_batch_size": 2, "sequence_length": 32, "steps": 4},
+        "monitor": {"report": False},  # a process of a second or two
     }
 
 

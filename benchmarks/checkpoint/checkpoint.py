@@ -251,7 +251,7 @@ def agreement_rank(rank: int, root: Path, ranks: int, repetitions: int) -> list[
     with StopRequests(max_minutes=60, started=time.monotonic()) as requests:
         return [
             Turn(
-                agree_s=together(lambda: [requests.agree(False) for _ in range(calls)]) / calls,
+                agree_s=together(lambda: [requests.agree(save_next=False) for _ in range(calls)]) / calls,
                 step_s=together(lambda: [trainer.step() for _ in range(steps)]) / steps,
             )
             for _ in range(repetitions)

@@ -17,7 +17,9 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 from typer.exceptions import TyperException
 
+from launch.cli.bench import bench
 from launch.cli.checkpoint import checkpoint_app
+from launch.cli.compare import compare
 from launch.cli.config import config_app
 from launch.cli.convert import export, import_
 from launch.cli.doctor import doctor
@@ -41,10 +43,14 @@ from launch.cli.place import place
 from launch.cli.plan import plan_app
 from launch.cli.prepare import prepare
 from launch.cli.ray import ray
+from launch.cli.report import report
 from launch.cli.runs import ls, status
+from launch.cli.scaling import scaling
 from launch.cli.slurm import slurm
+from launch.cli.trace import trace
 from launch.cli.verbosity import CommandsWithVerbosity
 from launch.cli.version import show_version
+from launch.cli.watch import watch
 from launch.errors import (
     FAILED_CODE,
     INTERRUPTED_CODE,
@@ -106,7 +112,26 @@ app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(plan_app, name="plan")
 app.command("import")(import_)
-for command in (export, generate, evaluate, k8s, launch, doctor, slurm, place, prepare, ray, status, ls):
+for command in (
+    export,
+    generate,
+    evaluate,
+    k8s,
+    launch,
+    doctor,
+    slurm,
+    place,
+    prepare,
+    ray,
+    status,
+    ls,
+    trace,
+    report,
+    watch,
+    compare,
+    bench,
+    scaling,
+):
     app.command()(command)
 
 

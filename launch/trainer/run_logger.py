@@ -12,6 +12,7 @@ from launch.runtime.logs import get_logger
 from launch.trainer.prediction_tracker import PredictionTracker, RankMemory, ranks_of_a_host
 from launch.trainer.resume import RunSetup
 from launch.trainer.run_folder import write_receipt, write_settings
+from launch.trainer.run_page_process import RunPageProcess
 from launch.trainer.run_summary import total_in_words, warning_of_long_step
 from launch.trainer.run_tokenizer import keep_tokenizer
 from megalite.monitor.events import EVENTS, EventLog, read_events
@@ -62,8 +63,9 @@ class RunLogger(Observer):
         self._goodput = Goodput(config.run_dir, first_step, self.event, **length, **process)
         exporters = self._exporters()
         sinks = open_sinks(config, first_step, self._nonfatal)
+        page = [RunPageProcess(config.run_dir)] if config.monitor.report else []
         # the first ones add to the records
-        self._observers = [*self._others, self._goodput, self.prediction, *exporters, *sinks]
+        self._observers = [*self._others, self._goodput, self.prediction, *exporters, *sinks, *page]
         for notice in (*setup.layout.notices, *setup.data.notices, *setup.start.notices):
             self.log_notice(notice)
         if setup.start.changes:

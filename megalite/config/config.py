@@ -93,7 +93,7 @@ class Config(Section):
         dict[str, Any],
         AfterValidator(check_pass_through),
         BeforeValidator(lambda value: {} if value is None else value),  # empty, as other sections may be
-    ] = Field(default_factory=dict, examples=[{"comms_logger": {"enabled": True}}])
+    ] = Field(default_factory=dict, examples=[{"steps_per_print": 100}])
     """Merged into the DeepSpeed config; refused if it contradicts another option."""
 
     _unresolved: frozenset[OptionPath] = PrivateAttr(default=frozenset())

@@ -74,7 +74,7 @@ def load_config(
 
     `complete` may add values from elsewhere before they are checked, as the options of a Hugging Face model.
     An override is `section.option=value`, its value written as in YAML: `optimizer.learning_rate=1e-3`,
-    `data.path=[a, b]`, `training.tokens=null`, `deepspeed.comms_logger.enabled=true`.
+    `data.path=[a, b]`, `training.tokens=null`, `deepspeed.steps_per_print=100`.
 
     Raises ConfigError with a sentence for each problem if the config cannot work. What `complete` raises, a ValueError,
     is passed on where there is no other problem.

@@ -13,7 +13,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from megalite.config.config import Config
-from megalite.config.deepspeed import is_on, offloads_to_nvme
+from megalite.config.deepspeed import offloads_to_nvme
 from megalite.config.errors import ConfigError
 from megalite.config.model_rules import problems_with_model
 from megalite.config.pipeline_rules import problems_with_pipeline
@@ -48,6 +48,7 @@ def broken_rules(config: Config, data_parallel_size: int | None, device: Device 
         *_schedule(config),
         *_checkpoints(config),
         *_guards(config),
+        *_monitor(config, device),
     ]
 
 
@@ -95,14 +96,8 @@ def _layout(config: Config) -> Iterator[str]:
 
 
 def _deepspeed(config: Config, device: Device | None) -> Iterator[str]:
-    options, dtype, pp = config.deepspeed, config.precision.dtype, config.parallel.pipeline_parallel_size
+    options, dtype = config.deepspeed, config.precision.dtype
     zero = options.get("zero_optimization", {})
-    for key in ("wall_clock_breakdown", "flops_profiler"):
-        if pp > 1 and is_on(options.get(key)):
-            yield (
-                f"deepspeed.{key} would leave out the forward passes of a pipeline, which DeepSpeed does not see "
-                f"(parallel.pipeline_parallel_size {pp}): remove it, or use pipeline_parallel_size 1"
-            )
     offload = zero.get("offload_optimizer")
     is_partial = isinstance(offload, dict) and offload.get("ratio", 1) != 1
     for name, is_used in (("zenflow", zero.get("zenflow")), ("offload_optimizer.ratio", is_partial)):
@@ -123,6 +118,14 @@ def _deepspeed(config: Config, device: Device | None) -> Iterator[str]:
         yield (
             f"deepspeed.fp16 has no effect with precision.dtype {dtype}: remove deepspeed.fp16, or set "
             "precision.dtype to fp16"
+        )
+
+
+def _monitor(config: Config, device: Device | None) -> Iterator[str]:
+    if config.monitor.profile.memory and device == "cpu":
+        yield (
+            "monitor.profile.memory needs a GPU, but this run is on a CPU, whose memory torch keeps no record of: "
+            "remove it"
         )
 
 

@@ -411,6 +411,9 @@ class MonitorConfig(Section):
     plot: bool = True
     """Write `loss.png` to the run folder at the end."""
 
+    report: bool = True
+    """Write `report.html` to the run folder at the end: one page with all figures, which needs no network."""
+
     wandb: WandbConfig = Field(default_factory=WandbConfig)
     """Weights & Biases."""
 

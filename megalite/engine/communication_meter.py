@@ -2,7 +2,8 @@
 
 megalite and DeepSpeed both call the functions of torch.distributed, some by names that torch has renamed and that call
 the new ones. So these are replaced in the module that defines them and in the one that exports them, while a meter is
-open. DeepSpeed's own `comms_logger` waits for the device after each of its calls, which undoes all overlap.
+open, and so is the `wait` of what they begin asynchronously. DeepSpeed's own `comms_logger` waits for the device after
+each of its calls, which undoes all overlap.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -59,6 +61,7 @@ class CommunicationMeter:
         self._axes = _axes_of(engine)
         self._thread = threading.local()  # `is_ignored`: of a thread that is not the step's, and inside of a call
         self._replaced: list[tuple[Any, str, Any]] = []
+        self._begun: WeakKeyDictionary[dist.Work, tuple[str, str]] = WeakKeyDictionary()  # axis, operation
 
     def __enter__(self) -> Self:
         self._thread.is_ignored = False
@@ -69,6 +72,8 @@ class CommunicationMeter:
                     if getattr(module, name, None) is function:
                         self._replaced.append((module, name, function))
                         setattr(module, name, metered)
+        self._replaced.append((dist.Work, "wait", dist.Work.wait))
+        dist.Work.wait = self._metered_wait(dist.Work.wait)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,13 +91,29 @@ class CommunicationMeter:
                 return function(*args, **kwargs)
             thread.is_ignored, began = True, tape.mark()  # torch's functions call each other
             try:
-                return function(*args, **kwargs)
+                work = function(*args, **kwargs)
             finally:
                 thread.is_ignored = False
-                values = (*args, *kwargs.values())
-                if (axis := self._axis_of(values)) is not None:
-                    # the whole, not a rank's part: what an all-gather returns, what a reduce-scatter takes
-                    tape.add_collective(began, axis, operation, max(map(_size, values), default=0))
+            values = (*args, *kwargs.values())
+            if (axis := self._axis_of(values)) is not None:
+                # the whole, not a rank's part: what an all-gather returns, what a reduce-scatter takes
+                tape.add_collective(began, axis, operation, max(map(_size, values), default=0))
+                if isinstance(work, dist.Work):
+                    self._begun[work] = axis, operation
+            return work
+
+        return metered
+
+    def _metered_wait(self, wait: Callable[..., bool]) -> Callable[..., bool]:
+        @wraps(wait)
+        def metered(work: dist.Work, *args: Any, **kwargs: Any) -> bool:
+            tape, kind = self._activity.tape, self._begun.pop(work, None)
+            if tape is None or kind is None:
+                return wait(work, *args, **kwargs)
+            began = tape.mark()
+            result = wait(work, *args, **kwargs)
+            tape.add_collective(began, *kind, 0, is_wait=True)
+            return result
 
         return metered
 

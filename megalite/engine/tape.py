@@ -7,10 +7,12 @@ which is read once the host has waited for the device anyway.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
 LONGEST_TAPE = 20_000  # records, and as many collectives: 1 % of a step that has that many, some MB
+PATIENCE_S = 0.01  # an event is seen a little later than it takes place, also on a device that has nothing to do
 Entry = tuple[Any, ...]  # the fields of a `Note` (activity.py), the first of them its time
 
 
@@ -30,6 +32,7 @@ class Collective(NamedTuple):
     axis: str  # tensor, data, pipeline, tied or all: the ranks that take part
     operation: str  # all_reduce, reduce_scatter, all_gather, broadcast, send, receive or another of torch's names
     size: int  # bytes that it is handed, as megalite/planner/cost/volumes.py counts them
+    is_wait: bool = False  # for one that is asynchronous, whose call and bytes are counted where it began
 
 
 class Recorded(NamedTuple):
@@ -65,9 +68,15 @@ class DeviceClock:
         return event
 
     def seconds(self, events: Sequence[Event]) -> list[float] | None:
-        """Returns when events took place, on the scale of time.monotonic; None if the device has not reached them."""
-        if events and not events[-1].query():
-            return None
+        """Returns when events took place, on the scale of time.monotonic; None if the device has not reached them.
+
+        They may be of several streams.
+        """
+        patience = monotonic() + PATIENCE_S
+        for event in reversed(events):
+            while not event.query():
+                if monotonic() > patience:
+                    return None
         return [self._base_s + self._base.elapsed_time(event) / 1000 for event in events]
 
     def restart(self) -> None:
@@ -75,6 +84,9 @@ class DeviceClock:
         self._pool += [*self._used, self._base]
         self._used = []
         self._base, self._base_s = self._next(), monotonic()
+
+
+_Marked = tuple[Any, ...]  # the fields of a `Collective`, its begin and its end as `Tape.mark` returns them
 
 
 class Tape:
@@ -86,7 +98,7 @@ class Tape:
         self._entries: list[Entry] = []
         self._entry_events: list[Event] = []
         self._began: float | None = None  # the first record's time, as the last one of the tape before
-        self._collectives: list[tuple[Any, Any, str, str, int]] = []  # begin and end as `mark` returns them
+        self._collectives: list[_Marked] = []
         self._is_cut = False
 
     def add(self, entry: Entry) -> None:
@@ -102,15 +114,16 @@ class Tape:
             self._entry_events.append(self._clock.mark())
 
     def mark(self) -> Any:
-        """Returns this moment, for `add_collective`."""
-        return monotonic() if self._clock is None else self._clock.mark()
-
-    def add_collective(self, began: Any, axis: str, operation: str, size: int) -> None:
-        """Adds a collective that began at a `mark` and has just returned."""
+        """Returns this moment, for `add_collective`; None on a full tape."""
         if len(self._collectives) >= LONGEST_TAPE:
             self._is_cut = True
-            return
-        self._collectives.append((began, self.mark(), axis, operation, size))
+            return None
+        return monotonic() if self._clock is None else self._clock.mark()
+
+    def add_collective(self, began: Any, axis: str, operation: str, size: int, *, is_wait: bool = False) -> None:
+        """Adds a collective that began at a `mark` and has just returned."""
+        if began is not None and (ended := self.mark()) is not None:
+            self._collectives.append((began, ended, axis, operation, size, is_wait))
 
     def take(self) -> Recorded:
         """Returns what was recorded before the last record, whose time is the end of it, and forgets it.
@@ -126,25 +139,24 @@ class Tape:
             self._entry_events = [self._clock.mark()]
         self._entries, self._collectives, self._is_cut = [last], [], False
         timed = [
-            Collective(began, ended - began, axis, operation, size)
-            for began, ended, axis, operation, size in collectives
+            Collective(began, max(0.0, ended - began), *what)  # streams of a device have an order each
+            for began, ended, *what in collectives
         ]
         return Recorded(entries, timed, is_cut)
 
-    def _on_device_time(
-        self, entries: list[Entry], collectives: list[tuple[Any, Any, str, str, int]]
-    ) -> tuple[list[Entry], list[tuple[Any, Any, str, str, int]]]:
+    def _on_device_time(self, entries: list[Entry], collectives: list[_Marked]) -> tuple[list[Entry], list[_Marked]]:
         """Returns both with times of the device; with the host's, and no collectives, where it is behind."""
         assert self._clock is not None
-        times = self._clock.seconds(self._entry_events)
-        begins = self._clock.seconds([began for began, *_ in collectives])
-        ends = self._clock.seconds([ended for _, ended, *_ in collectives])
-        if times is None or begins is None or ends is None:
+        marked = [moment for collective in collectives for moment in collective[:2]]
+        times = self._clock.seconds([*marked, *self._entry_events])
+        if times is None:
             return entries, []
+        moments, times = times[: len(marked)], times[len(marked) :]
         if self._began is not None:
             times[0] = self._began
+        times = list(accumulate(times, max))  # the first one is of another base
         timed = [(time, *entry[1:]) for time, entry in zip(times, entries, strict=True)]
         return timed, [
-            (began, ended, axis, operation, size)
-            for began, ended, (_, _, axis, operation, size) in zip(begins, ends, collectives, strict=True)
+            (began, ended, *what)
+            for began, ended, (_, _, *what) in zip(moments[::2], moments[1::2], collectives, strict=True)
         ]

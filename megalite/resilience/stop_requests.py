@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,14 @@ class Stop:
 
     reason: str  # begins a sentence
     is_interrupt: bool = False  # a person pressed Ctrl-C
+
+
+class Agreement(NamedTuple):
+    """Decisions after a step, equal on all ranks."""
+
+    stop: Stop | None  # why to save and end now
+    save_next: bool  # a checkpoint is due after the coming step
+    profile_next: bool  # the coming step is profiled
 
 
 class StopRequests:
@@ -65,23 +73,21 @@ class StopRequests:
         """Notes that `step` begins, from 1, and up to which step the run is saved."""
         self._step, self._saved_step, self._step_began = step, saved_step, time.monotonic()
 
-    def agree(self, save_next: bool) -> tuple[Stop | None, bool]:
-        """Agrees on a decision, equal on all ranks; collective. Rank 0's clock and `save_next` count, and all signals.
-
-        Returns the reason to save and end now, or None, and whether a checkpoint is due after the coming step.
-        """
+    def agree(self, *, save_next: bool, profile_next: bool = False) -> Agreement:
+        """Agrees on what comes next; collective. All ranks' signals count, and rank 0's clock and arguments."""
         self._last_step_s = time.monotonic() - self._step_began
         is_over = self._deadline is not None and time.monotonic() >= self._deadline
-        first = dist.get_rank() == 0
-        flags = torch.tensor([self._signals.first, is_over and first, save_next and first], dtype=torch.int32)
+        asked = [is_over, save_next, profile_next] if dist.get_rank() == 0 else [False] * 3
+        flags = torch.tensor([self._signals.first, *asked], dtype=torch.int32)
         if self.group is not None:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-        number, is_over, save_next = flags.tolist()
+        number, is_over, save_next, profile_next = flags.tolist()
         self._is_agreed = bool(number or is_over)
+        stop = Stop(self._limit) if is_over else None
         if number:
             self._has_ended.set()
-            return Stop(f"signal {signal.Signals(number).name}", number == signal.SIGINT), bool(save_next)
-        return Stop(self._limit) if is_over else None, bool(save_next)
+            stop = Stop(f"signal {signal.Signals(number).name}", number == signal.SIGINT)
+        return Agreement(stop, bool(save_next), bool(profile_next))
 
     @property
     def is_asked(self) -> bool:

@@ -50,7 +50,7 @@ def train(engine: Engine, config: Config, state: TrainState, context: TrainerCon
     Raises TrainingStopped if a guard or a self-check ends the run, TrainingPreempted (after Ctrl-C TrainingInterrupted)
     if it was asked to end and its state is saved, SaveFailed if it ends and its state cannot be saved.
     """
-    with StepRecorder(engine, config, context.requests.group) as recorder:
+    with StepRecorder(engine, config, state.step, context.requests.group) as recorder:
         return _train(engine, config, state, context, recorder)
 
 
@@ -70,6 +70,7 @@ def _train(
         if is_checked:
             self_check.watch()
 
+        recorder.begin_step(step)
         context.requests.begin_step(step, checkpoints.saved_step)
         record, state, intervention = _step(engine, config, state, batches, guard, total_steps)
         if context.evaluation_count and (
@@ -96,8 +97,10 @@ def _train(
             batches, is_save_due = context.batches(state), True  # or a crash would go back here again and again
 
         activity.record_op(Operation.MEET, peers=activity.peers.everyone)
-        stop, is_next_save_due = context.requests.agree(checkpoints.is_due(record["step_time_s"]))
-        recorder.left_meeting(step)
+        stop, is_next_save_due, is_next_profiled = context.requests.agree(
+            save_next=checkpoints.is_due(record["step_time_s"]), profile_next=recorder.profiler.is_asked()
+        )
+        recorder.left_meeting(step, profile_next=is_next_profiled)
         if is_save_due or stop:
             is_last = stop is not None or state.step >= total_steps
             checkpoints.save(_with_guard(state, guard), evaluation_loss, is_last=is_last)

@@ -33,7 +33,7 @@ def debian(cluster_of: Callable[..., Cluster]) -> Cluster:
 @pytest.fixture
 def config(tiny: dict[str, Any]) -> dict[str, Any]:
     """Two stages, on two hosts."""
-    return tiny | {"parallel": {"pipeline_parallel_size": 2}, "monitor": {"plot": False}}
+    return tiny | {"parallel": {"pipeline_parallel_size": 2}, "monitor": {"plot": False, "report": False}}
 
 
 def test_deepspeed_alone_trains_and_tells_what_it_lacks(

@@ -48,7 +48,7 @@ def config(tiny: dict[str, Any]) -> dict[str, Any]:
     """Two stages, one per host; a checkpoint every few steps."""
     tiny["training"] |= {"global_batch_size": BATCH, "steps": STEPS}
     tiny["parallel"] = {"pipeline_parallel_size": 2}
-    return tiny | {"checkpoint": {"interval": 10, "keep_last": 3}, "monitor": {"plot": False}}
+    return tiny | {"checkpoint": {"interval": 10, "keep_last": 3}, "monitor": {"plot": False, "report": False}}
 
 
 class Submitted:

@@ -41,7 +41,7 @@ BATCH = 4
 def config(tiny: dict[str, Any]) -> dict[str, Any]:
     """Two stages that save at the end only."""
     tiny["training"]["steps"] = 16
-    return tiny | {"parallel": {"pipeline_parallel_size": 2}, "monitor": {"plot": False}}
+    return tiny | {"parallel": {"pipeline_parallel_size": 2}, "monitor": {"plot": False, "report": False}}
 
 
 def has_come_to(run_dir: Path, step: int) -> bool:

@@ -31,7 +31,7 @@ def config(tiny: dict[str, Any]) -> dict[str, Any]:
     """Two stages, and checkpoints of steps 2, 4, 6 and 8."""
     tiny["training"]["steps"] = 8
     parallel, checkpoint = {"pipeline_parallel_size": 2}, {"interval": 2, "keep_last": 0}
-    return tiny | {"parallel": parallel, "checkpoint": checkpoint, "monitor": {"plot": False}}
+    return tiny | {"parallel": parallel, "checkpoint": checkpoint, "monitor": {"plot": False, "report": False}}
 
 
 @pytest.fixture

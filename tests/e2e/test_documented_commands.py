@@ -71,7 +71,9 @@ def commands_of(page: Path) -> list[str]:
 
 def starts_no_ranks(words: list[str]) -> bool:
     """Whether the command only reads and prints, so that it can run inside this process."""
-    read_only = words[1] in ("config", "plan", "place", "slurm", "k8s", "ray", "status", "ls") or words[1:3] == [
+    read_only = words[1] in ("config", "plan", "place", "slurm", "k8s", "ray", "status", "ls", "trace") or words[
+        1:3
+    ] == [
         "checkpoint",
         "ls",
     ]

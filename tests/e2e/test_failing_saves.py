@@ -38,7 +38,7 @@ def config(tiny: dict[str, Any]) -> dict[str, Any]:
     """Two stages that save every third step."""
     tiny["training"]["steps"] = STEPS
     parallel, checkpoint = {"pipeline_parallel_size": 2}, {"interval": INTERVAL, "keep_last": 0}
-    return tiny | {"parallel": parallel, "checkpoint": checkpoint, "monitor": {"plot": False}}
+    return tiny | {"parallel": parallel, "checkpoint": checkpoint, "monitor": {"plot": False, "report": False}}
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def seed() -> int:
 def config(tiny: dict[str, Any]) -> dict[str, Any]:
     """Two ranks that save every third step and evaluate every fifth."""
     tiny["training"] |= {"steps": 40, "evaluation": {"interval": 5, "samples": 4}}
-    return tiny | {"checkpoint": {"interval": 3, "keep_last": KEEP}, "monitor": {"plot": False}}
+    return tiny | {"checkpoint": {"interval": 3, "keep_last": KEEP}, "monitor": {"plot": False, "report": False}}
 
 
 def kill(running: Session, victims: Sequence[int], may_hang: bool) -> None:

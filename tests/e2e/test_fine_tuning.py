@@ -50,7 +50,7 @@ def tuned(tiny: dict[str, Any], hub: Path, tmp_path: Path) -> dict[str, Any]:
     copy = shutil.copytree(hub, tmp_path / "model")
     tiny["training"] |= {"steps": STEPS, "initialize_from": str(copy)}
     tiny["optimizer"] = {"learning_rate": 1e-2}  # bf16 would round small steps away
-    tiny["monitor"] = {"plot": False}
+    tiny["monitor"] = {"plot": False, "report": False}
     tiny["checkpoint"] = {"interval": INTERVAL}
     return tiny | {"parallel": {"pipeline_parallel_size": 2}}
 

@@ -29,7 +29,10 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "PET_", "OM
 def config(tiny: dict[str, Any]) -> dict[str, Any]:
     """Two stages that save at the end only, and do not come there by themselves."""
     tiny["training"]["steps"] = 100_000
-    return tiny | {"parallel": {"pipeline_parallel_size": 2}, "monitor": {"plot": False, "log_interval": 1}}
+    return tiny | {
+        "parallel": {"pipeline_parallel_size": 2},
+        "monitor": {"plot": False, "report": False, "log_interval": 1},
+    }
 
 
 @contextmanager

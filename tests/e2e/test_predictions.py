@@ -23,7 +23,7 @@ def two_stages(tiny: dict[str, Any]) -> dict[str, Any]:
     """Long enough to be calibrated on; on a CPU that is measured already, which a busy machine takes its time for."""
     describe_machine(2, on_cpu=True)
     tiny["training"]["steps"] = 10
-    return tiny | {"parallel": {"pipeline_parallel_size": 2}, "monitor": {"plot": False}}
+    return tiny | {"parallel": {"pipeline_parallel_size": 2}, "monitor": {"plot": False, "report": False}}
 
 
 def receipt_of(config: dict[str, Any]) -> Any:

@@ -25,7 +25,7 @@ def config(tiny: dict[str, Any]) -> dict[str, Any]:
     """Two pipeline stages that save every third step."""
     tiny["training"] |= {"steps": STEPS}
     parallel = {"pipeline_parallel_size": 2}
-    return tiny | {"parallel": parallel, "checkpoint": {"interval": 3}, "monitor": {"plot": False}}
+    return tiny | {"parallel": parallel, "checkpoint": {"interval": 3}, "monitor": {"plot": False, "report": False}}
 
 
 def poisoned(folder: Path, rank: int, sample: int) -> None:

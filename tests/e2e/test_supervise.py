@@ -454,7 +454,11 @@ def test_a_training_run_survives_a_killed_rank_and_ends_saved_when_it_is_asked_t
 ) -> None:
     """The whole way: megalite train --restart, the launcher of this machine's ranks, two real ranks."""
     tiny["training"]["steps"] = 100_000
-    tiny |= {"parallel": {"pipeline_parallel_size": 2}, "checkpoint": {"interval": 5}, "monitor": {"plot": False}}
+    tiny |= {
+        "parallel": {"pipeline_parallel_size": 2},
+        "checkpoint": {"interval": 5},
+        "monitor": {"plot": False, "report": False},
+    }
     config, run_dir, mark = write_config(tmp_path / "c.yaml", tiny), Path(tiny["run_dir"]), uuid.uuid4().hex
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen(

@@ -83,8 +83,8 @@ class StepBreakdown:
     ) -> StepBreakdown:
         """Builds it from the `rows` [ranks, len(ROW)] of all ranks, the stage of each, by how much its clock is ahead
         of rank 0's, and its host, where that is known."""
-        steps = max(1, int(rows[0, 0]))
-        parts = rows[:, COLUMN["data"] : COLUMN["other"] + 1] / steps
+        counts = np.maximum(1, rows[:, COLUMN["steps"]])  # a rank that failed to record a step has fewer
+        parts = rows[:, COLUMN["data"] : COLUMN["other"] + 1] / counts[:, None]
         where, ahead = np.asarray(stages), np.asarray(clocks)
         idle = _idle(rows, ahead) if len(set(stages)) > 1 else None
         of_stages = []
@@ -98,13 +98,13 @@ class StepBreakdown:
                     _by_part(parts[ranks].max(axis=0)),
                     None if idle is None else float(idle[ranks].mean()),
                     int(ranks[np.argmax(own)]),
-                    _communication(rows[ranks[0]], steps),
+                    _communication(rows[ranks[0]] / counts[ranks[0]]),
                 )
             )
         return cls(
             step,
-            steps,
-            float(rows[:, COLUMN["wall_s"]].mean()) / steps,
+            int(counts.max()),
+            float((rows[:, COLUMN["wall_s"]] / counts).mean()),
             _by_part(parts.mean(axis=0)),
             tuple(of_stages),
             {part: rows[:, COLUMN[part]].tolist() for part in OWN_WORK},
@@ -157,9 +157,9 @@ def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
     return {name: short for name, value in seconds.items() if (short := round(value, 6))}
 
 
-def _communication(row: np.ndarray, steps: int) -> tuple[Communication, ...]:
+def _communication(row: np.ndarray) -> tuple[Communication, ...]:
     first = COLUMN[f"{KINDS[0][0]} {KINDS[0][1]} calls"]
-    table = (row[first:] / steps).reshape(len(KINDS), 3).tolist()
+    table = row[first:].reshape(len(KINDS), 3).tolist()
     return tuple(Communication(*kind, *numbers) for kind, numbers in zip(KINDS, table, strict=True) if numbers[0])
 
 

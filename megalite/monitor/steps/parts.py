@@ -85,9 +85,11 @@ def parts_of(spans: Iterable[TimedNote], collectives: Sequence[Collective], wait
         part = part_of(span)
         seconds[part] += span.seconds
         if part in HOLDS_COLLECTIVES and span.note.phase is Phase.STEP:
+            own = span.seconds
             for index in range(bisect_left(begins, span.start), bisect_left(begins, span.end)):
                 collective = collectives[index]
-                inside = min(collective.seconds, span.end - collective.began)
+                inside = min(collective.seconds, span.end - collective.began, own)  # streams may overlap
+                own -= inside
                 seconds[part] -= inside
                 seconds[part_of_collective(collective)] += inside
     waited = min(waited, seconds["pipeline_transfer"])

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megalite.checkpoint.durable_files import remove
 from megalite.config import Config
 from megalite.engine.activity import Note, Operation, Phase
 from megalite.engine.communication_meter import CommunicationMeter
@@ -28,8 +27,17 @@ from megalite.monitor.steps.breakdown import COLUMN, KINDS, POSITION, ROW, StepB
 from megalite.monitor.steps.gathering import MEETINGS, Gathering
 from megalite.monitor.steps.messages import Messages
 from megalite.monitor.steps.parts import parts_of
+from megalite.monitor.steps.profiler import StepProfiler
 from megalite.monitor.steps.slow_ranks import SlowRank, SlowRanks
-from megalite.monitor.steps.timeline import Owner, RankTimeline, TimedNote, spans, step_folder, steps_of, write_timeline
+from megalite.monitor.steps.timeline import (
+    Owner,
+    RankTimeline,
+    TimedNote,
+    remove_steps,
+    spans,
+    steps_of,
+    write_timeline,
+)
 
 log = logging.getLogger(__name__)
 
@@ -51,22 +59,31 @@ class StepRecorder:
     What fails here is reported, and the run goes on.
     """
 
-    def __init__(self, engine: Engine, config: Config, group: dist.ProcessGroup | None) -> None:
-        """`group` is of all ranks on the CPU; None for a rank alone."""
-        self._activity, self._config = engine.activity, config
+    def __init__(self, engine: Engine, config: Config, first_step: int, group: dist.ProcessGroup | None) -> None:
+        """`first_step` is the last one that is done; `group` is of all ranks on the CPU, None for a rank alone."""
+        self._activity, self._config, self._first_step = engine.activity, config, first_step
         self._owner = _owner_of(engine)
         self._gathering = Gathering(self._owner, engine.mesh, group)
         self._slow_ranks = SlowRanks(self._gathering.stages, self._gathering.hosts)
         self._meter = CommunicationMeter(engine)
         self._reduces_beside_backward = engine.reducer is not None
-        is_cuda = engine.deepspeed.device.type == "cuda"
+        device_type = engine.deepspeed.device.type
+        is_cuda = device_type == "cuda"
         self._tape = Tape(DeviceClock(lambda: torch.cuda.Event(enable_timing=True)) if is_cuda else None)
+        # of each host, in case they share no file system
+        self._is_first_of_host = self._gathering.hosts.index(self._owner.host) == self._owner.rank
+        self.profiler = StepProfiler(config, self._owner.rank, device_type, cleans=self._is_first_of_host)
+        self._is_profile_asked = False  # for the coming step, by somebody who watches the run
         self._row = np.zeros(len(ROW))
         self._messages, self._in_messages_s = Messages(), 0.0  # of the last step
         self._meetings: dict[int, float] = {}  # by step
         self._nonfatal = Nonfatal(log.warning)
 
     def __enter__(self) -> Self:
+        if self._is_first_of_host:  # before any rank can have ended a step; perhaps of a run that had more ranks
+            with self._nonfatal("earlier timelines"):
+                run_dir = self._config.run_dir
+                remove_steps(run_dir, (step for step in steps_of(run_dir) if step > self._first_step))
         self._meter.__enter__()
         self._activity.tape = self._tape
         return self
@@ -74,9 +91,19 @@ class StepRecorder:
     def __exit__(self, *_: object) -> None:
         self._activity.tape = None
         self._meter.__exit__()
+        self.profiler.close()
 
-    def left_meeting(self, step: int) -> None:
-        """Notes that all ranks have met at the end of a step; they leave at about the same moment."""
+    def begin_step(self, step: int) -> None:
+        """Begins the profile of a step, if it has one."""
+        self.profiler.begin(step, is_asked=self._is_profile_asked)
+
+    def left_meeting(self, step: int, *, profile_next: bool) -> None:
+        """Notes that all ranks have met at the end of a step, and what they agreed on.
+
+        They leave at about the same moment.
+        """
+        self._is_profile_asked = profile_next
+        self._meetings.pop(step, None)  # the last one is that of the step that is done again after a rollback
         self._meetings[step] = time.monotonic()
         if len(self._meetings) > MEETINGS:
             del self._meetings[next(iter(self._meetings))]
@@ -87,8 +114,10 @@ class StepRecorder:
         Every `monitor.log_interval` steps and in the last one gathers what has happened since, and returns it on rank
         0. The host must have waited for the device.
         """
+        self._messages, self._in_messages_s = Messages(), 0.0
         with self._nonfatal("the record of a step"):
             self._take(step, self._tape.take(), is_last=is_last)
+        self.profiler.end()
         if step % self._config.monitor.log_interval and not is_last:
             return None
         with self._nonfatal("the peak of memory"):
@@ -122,14 +151,20 @@ class StepRecorder:
             row[COLUMN["busy_s"]] = sum(span.seconds for span in passes)
         self._count(in_step, collectives)
         if self._is_kept(step, is_last=is_last):
-            meetings = dict(self._meetings)
-            timeline = RankTimeline(
-                self._owner, step, ended, time.time(), notes, collectives, recorded.is_cut, meetings
+            self._keep(
+                RankTimeline(
+                    self._owner, step, ended, time.time(), notes, collectives, recorded.is_cut, dict(self._meetings)
+                )
             )
-            write_timeline(self._config.run_dir, timeline)
-            if self._owner.rank == 0:
-                for old in steps_of(self._config.run_dir)[: -self._config.monitor.timeline.keep]:
-                    remove(step_folder(self._config.run_dir, old))
+
+    def _keep(self, timeline: RankTimeline) -> None:
+        """Writes a timeline, if this rank is to have one, after the oldest ones have made room."""
+        run_dir, options = self._config.run_dir, self._config.monitor.timeline
+        if self._is_first_of_host:
+            others = [step for step in steps_of(run_dir) if step != timeline.step]
+            remove_steps(run_dir, others[: max(0, len(others) + 1 - options.keep)])
+        if options.ranks == "all" or self._owner.rank in options.ranks:
+            write_timeline(run_dir, timeline)
 
     def _count(self, in_step: list[TimedNote], collectives: list[Collective]) -> None:
         """Adds up the communication of a training step."""
@@ -137,10 +172,13 @@ class StepRecorder:
         for one in collectives:
             if in_step and in_step[0].start <= one.began < in_step[-1].end:
                 kind = POSITION.get((one.axis, one.operation), len(KINDS) - 1)
-                table[kind] += (1, one.size, one.seconds)
-        if self._reduces_beside_backward:  # asynchronous: how long it takes to begin them says nothing
+                is_elsewhere = (one.is_wait and one.axis == "pipeline") or (
+                    kind == REDUCED and self._reduces_beside_backward
+                )
+                table[kind] += (not one.is_wait, one.size, 0.0 if is_elsewhere else one.seconds)
+        if self._reduces_beside_backward:
             reductions = [span.seconds for span in in_step if span.note.operation is Operation.REDUCE_GRADIENTS]
-            table[REDUCED, 2] = sum(reductions)
+            table[REDUCED, 2] += sum(reductions)
 
     def _split_waiting(self, waited_s: float) -> None:
         """Divides the time blocked in messages into waiting and transfer, as it was in the last step."""
@@ -151,10 +189,8 @@ class StepRecorder:
         self._row[COLUMN["pipeline receive seconds"]] = (1 - share) * both_s
 
     def _is_kept(self, step: int, *, is_last: bool) -> bool:
-        """Returns whether this rank keeps the timeline of a step."""
+        """Returns whether timelines of a step are kept."""
         options = self._config.monitor.timeline
-        if options.ranks != "all" and self._owner.rank not in options.ranks:
-            return False
         is_power_of_ten = step >= 10 and str(step).strip("0") == "1"
         is_multiple = options.every > 0 and step % options.every == 0
         return is_last or is_power_of_ten or is_multiple or step in options.steps

@@ -68,11 +68,11 @@ class SlowRanks:
         return changes
 
     def _judge(self, rank: int) -> SlowRank | None:
-        others = self._others[rank]
-        if not others:
+        own = [sum(sums[each] for sums in self._seconds.values()) for each in range(len(self._stages))]
+        others = [other for other in self._others[rank] if own[other] > 0]  # the rest failed to record their steps
+        if not others or own[rank] <= 0:
             return None
-        own = [sum(sums[each] for sums in self._seconds.values()) for each in (rank, *others)]
-        speed = median(own[1:]) / own[0] if own[0] > 0 else 1.0
+        speed = median(own[other] for other in others) / own[rank]
         was_slow = self._slow_windows[rank] >= IN_A_ROW
         self._slow_windows[rank] = self._slow_windows[rank] + 1 if speed < SLOW else 0
         is_slow = self._slow_windows[rank] >= IN_A_ROW

@@ -1,14 +1,14 @@
 """The records of one rank in one step, and their file `timeline/step_00000100/rank_0003.jsonl`. No torch.
 
 The first line of a file says whose it is; each other one is a list: `["note", time, phase_number, phase, operation,
-micro_batch, chunk, peers]` or `["collective", began, seconds, axis, operation, bytes]`. A note lasts until the next
-one, the last one until the step's end.
+micro_batch, chunk, peers]` or `["collective", began, seconds, axis, operation, bytes, is_wait]`. A note lasts until the
+next one, the last one until the step's end.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat, TypeAdapter, ValidationError
 
+from megalite.checkpoint.durable_files import remove
 from megalite.checkpoint.small_files import make_folder, read_small_file, write_small_file
 from megalite.engine.activity import Note, Operation, Phase
 from megalite.engine.tape import Collective
@@ -118,6 +119,12 @@ def steps_of(run_dir: Path) -> list[int]:
     return sorted(int(name[5:]) for name in names if name[5:].isdecimal())
 
 
+def remove_steps(run_dir: Path, steps: Iterable[int]) -> None:
+    """Removes the timelines of steps; ignores errors."""
+    for step in steps:
+        remove(step_folder(run_dir, step))
+
+
 def read_step(run_dir: Path, step: int) -> dict[int, RankTimeline]:
     """Returns the timelines of a step by rank. Raises ValueError, with a sentence that names the file, or OSError."""
     timelines = [read_timeline(path) for path in sorted(step_folder(run_dir, step).glob("rank_*.jsonl"))]
@@ -168,5 +175,5 @@ class _Header(BaseModel):
 
 
 _NoteLine = tuple[Literal["note"], FiniteFloat, int, Phase, Operation, int | None, int | None, tuple[int, ...]]
-_CollectiveLine = tuple[Literal["collective"], FiniteFloat, FiniteFloat, str, str, int]
+_CollectiveLine = tuple[Literal["collective"], FiniteFloat, FiniteFloat, str, str, int, bool]
 _LINE: TypeAdapter[Any] = TypeAdapter(_NoteLine | _CollectiveLine)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -128,6 +128,19 @@ def simulate_schedule(schedule: Schedule, times: PipelineTimes, micro_batches: i
     return Timeline(schedule, times.stages, micro_batches, chunks, tuple(chain.from_iterable(work)))
 
 
+def makespan_of_passes(
+    orders: Sequence[Sequence[Task]], where: Sequence[int], seconds: Mapping[tuple[PassKind, int], float]
+) -> float:
+    """Returns the seconds from the first pass to the last one's end with free messages.
+
+    `where` names the stage of each position of the model, and `seconds` what a pass of a kind takes there, 0 if it
+    names none. Raises ValueError if stages wait for each other forever.
+    """
+    of_stages = positions_by_stage(where)
+    flat = [seconds.get((kind, at), 0.0) for positions in of_stages for at in positions for kind in KINDS]
+    return max(_run(_sorted_steps(orders, where), flat, len(orders), 0.0)[1])
+
+
 def bubble_closed_form(schedule: Schedule, stages: int, micro_batches: int, chunks: int = 1) -> float:
     """Returns idle over working time for equal stages and free communication.
 
@@ -166,7 +179,7 @@ def idle_of_equal_stages(schedule: Schedule, times: PipelineTimes, micro_batches
 
 @lru_cache(maxsize=4096)
 def _makespan_s(schedule: Schedule, times: PipelineTimes, micro_batches: int, chunks: int) -> float:
-    return max(_run(_steps_of(schedule, times.stages, micro_batches, chunks), times, chunks)[1])
+    return max(_run_times(_steps_of(schedule, times.stages, micro_batches, chunks), times, chunks)[1])
 
 
 class LastGradients(NamedTuple):
@@ -187,7 +200,7 @@ def last_gradients(
     """
     micro_batches = min(micro_batches, 2 * times.stages)
     steps = _steps_of(schedule, times.stages, micro_batches, chunks)
-    starts_s, free_s = _run(steps, times, chunks)
+    starts_s, free_s = _run_times(steps, times, chunks)
     durations_s = [_durations_s(times, stage) for stage in range(times.stages)]
     makespan_s, makes_gradients = max(free_s), (KINDS[PassKind.BACKWARD], KINDS[PassKind.WEIGHT_GRADIENT])
     last: dict[tuple[int, int], LastGradients] = {}
@@ -270,19 +283,30 @@ def _sorted_steps(orders: Sequence[Sequence[Task]], where: Sequence[int]) -> _Or
     return steps
 
 
-def _run(steps: _OrderedPasses, times: PipelineTimes, chunks: int) -> tuple[list[float], list[float]]:
-    """Starts each task as soon as its stage is free and its input is there; a chunk takes `1 / chunks` of its stage's
-    time. Returns when each step starts, and when each stage ends."""
-    durations_s = [seconds / chunks for stage in range(times.stages) for seconds in _durations_s(times, stage)]
+def _run_times(steps: _OrderedPasses, times: PipelineTimes, chunks: int) -> tuple[list[float], list[float]]:
+    """Runs passes of which each takes `1 / chunks` of its stage's time; returns what `_run` does."""
+    each_s = [[seconds / chunks for seconds in _durations_s(times, stage)] for stage in range(times.stages)]
+    durations_s = [seconds for of_chunk in each_s for seconds in of_chunk * chunks]
+    return _run(steps, durations_s, times.stages, times.between_stages_s)
+
+
+def _run(
+    steps: _OrderedPasses, durations_s: Sequence[float], stages: int, between_stages_s: float
+) -> tuple[list[float], list[float]]:
+    """Starts each task as soon as its stage is free and its input is there.
+
+    `durations_s` are by stage, chunk and kind. Returns when each step starts, and when each stage ends.
+    """
+    a_stage = len(durations_s) // stages
     starts_s: list[float] = []
-    free_s, ends_s = [0.0] * times.stages, [0.0] * (max(steps.result, default=0) + 3)
+    free_s, ends_s = [0.0] * stages, [0.0] * (max(steps.result, default=0) + 3)
     ends_s[NOTHING] = -math.inf
-    for stage, _, kind, result, needs, travels in zip(*steps, strict=True):
-        start_s = ends_s[needs] + times.between_stages_s if travels else ends_s[needs]
+    for stage, chunk, kind, result, needs, travels in zip(*steps, strict=True):
+        start_s = ends_s[needs] + between_stages_s if travels else ends_s[needs]
         if start_s < free_s[stage]:
             start_s = free_s[stage]
         starts_s.append(start_s)
-        free_s[stage] = ends_s[result] = start_s + durations_s[stage * len(KINDS) + kind]
+        free_s[stage] = ends_s[result] = start_s + durations_s[stage * a_stage + chunk * len(KINDS) + kind]
     return starts_s, free_s
 
 
@@ -302,7 +326,7 @@ def run_orders(
     steps, chunks = _sorted_steps(orders, where), len(where) // len(orders)
     durations_s = [[seconds / chunks for seconds in _durations_s(times, stage)] for stage in range(len(orders))]
     done: list[list[ScheduledPass]] = [[] for _ in orders]
-    for stage, kind, start_s in zip(steps.stage, steps.kind, _run(steps, times, chunks)[0], strict=True):
+    for stage, kind, start_s in zip(steps.stage, steps.kind, _run_times(steps, times, chunks)[0], strict=True):
         mine = done[stage]
         mine.append(ScheduledPass(stage, start_s, start_s + durations_s[stage][kind], *orders[stage][len(mine)]))
     return done

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from megalite.checkpoint.manifest import Manifest
-from megalite.checkpoint.saver import Saved
-from megalite.config import Config
-from megalite.monitor.observer import Observer
+from megalite.engine import activity, tape
+from megalite.engine.engine import Engine
 from megalite.monitor.steps import slow_ranks
-from megalite.monitor.steps.breakdown import COLUMN, StepBreakdown
+from megalite.monitor.steps.breakdown import COLUMN
 from megalite.monitor.steps.gathering import Gathering
 from megalite.monitor.steps.parts import PARTS
 from megalite.monitor.steps.slow_ranks import SlowRank
 from megalite.monitor.steps.timeline import read_step, steps_of
-from megalite.resilience.guards import Guard
-from megalite.resilience.stop_requests import StopRequests
-from megalite.training.checkpoints import Checkpoints
-from megalite.training.loop import TrainerContext, train
-from megalite.training.state import TrainState
 from models.decoder import DecoderBlock
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
+from tests.helpers.planting import Plant, planted
 from tests.helpers.rank_pool import run_ranks
+from tests.helpers.recorded_run import KeptLog, config_of, train_case
 
 SIX_BLOCKS = {"num_hidden_layers": 6}
 TIED = {"tie_word_embeddings": True}
@@ -42,70 +40,8 @@ CASES = [
 ]
 
 
-class _Log(Observer):
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.records: list[dict[str, Any]] = []
-        self.breakdowns: list[StepBreakdown] = []
-        self.slow: list[SlowRank] = []
-
-    def on_step(self, record: dict[str, Any]) -> None:
-        self.losses.append(record["loss"])
-        self.records.append(record)
-
-    def on_breakdown(self, breakdown: StepBreakdown) -> None:
-        self.breakdowns.append(breakdown)
-
-    def on_slow_rank(self, change: SlowRank) -> None:
-        self.slow.append(change)
-
-    def log_notice(self, sentence: str) -> None:
-        """Sentences of saves are looked at elsewhere."""
-
-    def event(self, name: str, **facts: Any) -> None:
-        """And events."""
-
-    def on_checkpoint(self, saved: Saved, if_failed: str) -> None:
-        assert saved.failure is None, saved.failure
-
-
-def _config(case: Case, run_dir: Path, monitor: dict[str, Any]) -> Config:
-    values = case.config().model_dump(mode="json")
-    values["run_dir"] = str(run_dir)
-    values["monitor"] = monitor
-    values["checkpoint"]["interval"] = 2
-    values["training"] |= {"self_check_every": 2}
-    values["training"]["evaluation"] |= {"interval": 2}
-    return Config.model_validate(values)
-
-
-def _train(case: Case, config: Config, log: _Log) -> None:
-    engine = engine_of(case)
-    first, *_ = (micro_batches_of(engine, case, batch) for batch in global_batches(case))
-    context = TrainerContext(
-        batches=lambda state: (micro_batches_of(engine, case, batch) for batch in global_batches(case)),
-        evaluation=first,
-        evaluation_count=case.accumulation,
-        guard=Guard(engine, config.guards),
-        checkpoints=Checkpoints(
-            engine,
-            config.checkpoint,
-            config.run_dir,
-            log,
-            lambda state: Manifest(
-                step=state.step, config={}, tokenizer=None, state=state.model_dump(), tensors={}, files={}
-            ),
-        ),
-        requests=StopRequests(None, 0.0),
-        observer=log,
-    )
-    train(engine, config, TrainState(), context)
-
-
-def _recorded(rank: int, case: Case, run_dir: Path) -> tuple[list[np.ndarray], _Log, list[float]]:
-    """The rows that this rank has sent, what its observer was told, and its losses without a record."""
+def _kept_rows() -> list[np.ndarray]:
+    """A list of the rows that this rank will have sent."""
     rows: list[np.ndarray] = []
     to_rank_0 = Gathering.to_rank_0
 
@@ -114,12 +50,17 @@ def _recorded(rank: int, case: Case, run_dir: Path) -> tuple[list[np.ndarray], _
         return to_rank_0(self, row)
 
     Gathering.to_rank_0 = kept  # type: ignore[method-assign]
-    log = _Log()
-    _train(case, _config(case, run_dir, {"timeline": {"steps": [3]}}), log)
+    return rows
+
+
+def _recorded(rank: int, case: Case, run_dir: Path) -> tuple[list[np.ndarray], KeptLog, list[float]]:
+    """The rows that this rank has sent, what its observer was told, and its losses without a record."""
+    rows, log = _kept_rows(), KeptLog()
+    train_case(case, config_of(case, run_dir, {"timeline": {"steps": [3]}}), log)
     engine = engine_of(case)
     bare = [
-        float(engine.train_step(micro_batches_of(engine, case, batch), case.learning_rate).loss)
-        for batch in global_batches(case)[:1]
+        float(engine.train_step(micro_batches_of(engine, case, batch), record["learning_rate"]).loss)
+        for batch, record in zip(global_batches(case), log.records, strict=True)
     ]
     return rows, log, bare
 
@@ -142,40 +83,86 @@ def test_parts_add_up_to_the_wall_time_of_each_rank(case: Case, tmp_path: Path) 
         in_messages = seconds["pipeline_wait"] + seconds["pipeline_transfer"]
         assert (in_messages > 0) == (case.pp > 1)
         assert (seconds["gradient_sync"] > 0) == (case.dp > 1 or "tie_word_embeddings" in case.model)
-    _, log, bare = answers[0]
-    assert log.losses[:1] == bare, "the record changes no bit"
+        assert (seconds["weights_sync"] > 0) == (case.dp > 1 or "tie_word_embeddings" in case.model)
+    rows, log, bare = answers[0]
+    assert log.losses == bare, "the record changes no bit"
     assert [record["step"] for record in log.records] == [1, 2, 3, 4, 5]
-    for record in log.records:
+    for record, row in zip(log.records, rows, strict=True):
         assert sum(record["parts_s"].values()) == pytest.approx(record["wall_s"], abs=1e-6)
-        assert record["wall_s"] >= record["step_time_s"] * 0.99 and 0 <= record["communication_share"] <= 1
+        assert row[COLUMN["wall_s"]] >= record["step_time_s"] and 0 <= record["communication_share"] <= 1
     idle = [stage.idle_ratio for stage in log.breakdowns[-1].stages]
     assert len(idle) == case.pp and all((ratio is None) == (case.pp == 1) for ratio in idle)
     assert steps_of(tmp_path) == [3, 5] and sorted(read_step(tmp_path, 3)) == list(range(case.world_size))
 
 
-def _with_a_slow_rank(rank: int, run_dir: Path) -> tuple[list[dict[str, Any]], list[SlowRank]]:
-    """Rank 1 takes five times as long in its blocks. There is no room for timelines."""
-    case = Case(dp=2, steps=18)
-    slow_ranks.WINDOW = 3
+def _with_a_bad_step(rank: int, case: Case, run_dir: Path, policy: str) -> tuple[list[np.ndarray], KeptLog]:
+    """The third step is not finite, once."""
+    rows, log, bad = _kept_rows(), KeptLog(), Plant("output", "model.layers.3 mlp.down_proj", 1, 1, lasts=False)
+
+    def batches_of(engine: Engine, batches: list[Any]) -> Iterator[Any]:
+        yield from batches[:2]
+        with planted(engine, case, rank, bad) if len(log.records) == 2 else nullcontext():
+            yield batches[2]
+        yield from batches[3:]
+
+    train_case(case, config_of(case, run_dir, {"log_interval": 1}, {"not_finite": policy}), log, batches_of)
+    return rows, log
+
+
+@pytest.mark.parametrize(("policy", "steps"), [("skip", [1, 2, 3, 4, 5]), ("rollback", [1, 2, 3, 3, 4, 5])])
+def test_steps_that_are_skipped_or_done_again_add_up_too(policy: str, steps: list[int], tmp_path: Path) -> None:
+    case = Case(dp=2, accumulation=2, steps=5)
+    for rows, log in run_ranks(_with_a_bad_step, 2, case, tmp_path, policy):
+        assert [record["step"] for record in log.records] == steps
+        assert [number for number, record in enumerate(log.records) if record["skipped"]] == [2]
+        for row in rows:
+            assert row[COLUMN["data"] : COLUMN["other"] + 1].sum() == pytest.approx(row[COLUMN["wall_s"]], abs=1e-6)
+        met = [row[COLUMN["met"]] for row in rows]
+        assert met[0] == 0 and met == sorted(set(met)), "each window begins with a meeting of its own"
+        assert len(rows) == len(steps)
+        if policy == "rollback":
+            assert rows[3][COLUMN["checkpoint"]] > 0, "the checkpoint that was loaded"
+
+
+def _slower(rank: int, run_dir: Path) -> tuple[list[dict[str, Any]], list[tuple[int, SlowRank]]]:
+    """Rank 1 works for 45 % longer in each block. Time is that of its own processor: others on this machine do not
+    count. There is no room for timelines."""
+    case = Case(dp=2, steps=48)
+    slow_ranks.WINDOW = 12
+    activity.monotonic = tape.monotonic = time.process_time  # type: ignore[attr-defined]
     (run_dir / "timeline").touch()
     if rank == 1:
-        forward = DecoderBlock.forward
+        block = DecoderBlock._block
 
-        def late(self: Any, *args: Any, **kwargs: Any) -> Any:
-            began = time.monotonic()
-            result = forward(self, *args, **kwargs)
-            time.sleep(4 * (time.monotonic() - began) + 0.02)
+        def work_on(began: float) -> None:
+            until = time.process_time() + 0.45 * (time.process_time() - began)
+            while time.process_time() < until:
+                pass
+
+        def slow(self: Any, hidden: torch.Tensor, *others: Any) -> Any:
+            began, backward_began = time.process_time(), [0.0]
+            result = block(self, hidden, *others)
+            if torch.is_grad_enabled():
+                result.register_hook(lambda gradient: backward_began.__setitem__(0, time.process_time()))
+                hidden.register_hook(lambda gradient: work_on(backward_began[0]))
+            work_on(began)
             return result
 
-        DecoderBlock.forward = late  # type: ignore[method-assign]
-    log = _Log()
-    _train(case, _config(case, run_dir, {"log_interval": 3}), log)
-    return log.records, log.slow
+        DecoderBlock._block = slow  # type: ignore[method-assign]
+    log = KeptLog()
+    said: list[tuple[int, SlowRank]] = []
+    log.on_slow_rank = lambda change: said.append((len(log.records) + 1, change))  # type: ignore[method-assign]
+    train_case(case, config_of(case, run_dir, {"log_interval": 3}), log)
+    return log.records, said
 
 
-def test_the_rank_that_all_others_wait_for_is_named_and_a_full_disk_costs_no_step(tmp_path: Path) -> None:
-    (records, slow), (_, nothing) = run_ranks(_with_a_slow_rank, 2, tmp_path)
-    assert [(change.rank, change.part, change.is_over) for change in slow] == [(1, "forward", False)]
+def test_a_rank_that_is_slower_by_a_third_is_named_in_four_windows_and_a_full_disk_costs_no_step(
+    tmp_path: Path,
+) -> None:
+    """1 / 1.45 is a speed of 0.69."""
+    (records, slow), (_, nothing) = run_ranks(_slower, 2, tmp_path)
+    assert [change.rank for _, change in slow] == [1] and slow[0][0] <= 48
+    assert 0.5 < slow[0][1].relative_speed < 0.85
     assert not nothing, "rank 0 alone speaks"
-    assert [record["step"] for record in records if "parts_s" in record] == [3, 6, 9, 12, 15, 18]
-    assert len(records) == 18
+    assert [record["step"] for record in records if "parts_s" in record] == list(range(3, 49, 3))
+    assert len(records) == 48

@@ -25,7 +25,7 @@ def _stopped_in_a_long_step(rank: int) -> tuple[str, str]:
         deadline = time.monotonic() + 30
         while len(said) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
-        stop, _ = requests.agree(save_next=False)
+        stop = requests.agree(save_next=False).stop
         time.sleep(0.3)
         count = len(said)
         time.sleep(0.3)

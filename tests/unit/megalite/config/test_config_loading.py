@@ -150,12 +150,6 @@ def test_fp16_and_its_loss_scaling_are_for_gpus(minimal: Path) -> None:
     resolve_layout(load_config(minimal, overrides), 1, "cuda")
 
 
-def test_engine_timers_work_without_a_pipeline(minimal: Path) -> None:
-    load_config(minimal, ["deepspeed.wall_clock_breakdown=true", "deepspeed.steps_per_print=5"])
-    off = ["parallel.pipeline_parallel_size=2", "deepspeed.flops_profiler.enabled=false"]
-    load_config(minimal, off)
-
-
 def test_every_option_is_explained() -> None:
     for section in sections(Config):
         for name, field in section.model_fields.items():

@@ -267,13 +267,14 @@ BAD_OVERRIDES = [
         ["DeepSpeed 0.19 removed zero_optimization.mics_shard"],
     ),
     (
-        "parallel.pipeline_parallel_size=2 deepspeed.wall_clock_breakdown=true",
-        ["deepspeed.wall_clock_breakdown", "forward passes", "pipeline_parallel_size 2", "remove it"],
+        "deepspeed.comms_logger.enabled=true",
+        ["deepspeed.comms_logger cannot be set: it waits for the device", "beside computation", "monitor.profile"],
     ),
     (
-        "parallel.pipeline_parallel_size=2 deepspeed.flops_profiler.enabled=true",
-        ["deepspeed.flops_profiler", "forward passes of a pipeline", "use pipeline_parallel_size 1"],
+        "deepspeed.wall_clock_breakdown=true",
+        ["deepspeed.wall_clock_breakdown cannot be set", "steps.jsonl", "remove deepspeed.wall_clock_breakdown"],
     ),
+    ("deepspeed.flops_profiler.enabled=true", ["deepspeed.flops_profiler cannot be set", "monitor.timeline"]),
 ]
 
 # text of a file -> fragments of the message

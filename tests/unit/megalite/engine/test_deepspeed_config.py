@@ -124,7 +124,7 @@ def test_clipping_is_always_said(clip: float) -> None:
 def test_the_users_section_is_merged_deep() -> None:
     theirs = {
         "zero_optimization": {"allgather_bucket_size": 7, "offload_optimizer": {"device": "nvme"}},
-        "comms_logger": {"enabled": True},
+        "aio": {"block_size": 7},
         "data_types": {},
     }
     kept = copy.deepcopy(theirs)
@@ -134,19 +134,19 @@ def test_the_users_section_is_merged_deep() -> None:
         "allgather_bucket_size": 7,
         "offload_optimizer": {"device": "nvme", "pin_memory": True},
     }
-    assert result["comms_logger"] == {"enabled": True}
-    changed = {"zero_optimization", "comms_logger"}
+    assert result["aio"] == {"block_size": 7}
+    changed = {"zero_optimization", "aio"}
     assert {k: v for k, v in result.items() if k not in changed} == {k: v for k, v in plain.items() if k not in changed}
     assert theirs == kept, "the user's section was written to"
 
 
 def test_the_same_config_gives_the_same_result_and_nothing_is_shared() -> None:
-    config = Config.model_validate(BASE | {"deepspeed": {"comms_logger": {"enabled": True}}})
+    config = Config.model_validate(BASE | {"deepspeed": {"aio": {"block_size": 7}}})
     layout = resolve_layout(config, 1, "cuda")
     first = deepspeed_config(config, layout)
     expected = copy.deepcopy(first)
     first["zero_optimization"]["stage"] = 99
-    first["comms_logger"]["enabled"] = False
+    first["aio"]["block_size"] = 8
     assert deepspeed_config(config, layout) == expected
 
 

@@ -22,7 +22,7 @@ def test_a_tape_ends_with_the_record_that_begins_the_next_one() -> None:
     activity.begin_phase(Phase.LOGGING)
     first = activity.tape.take()
     assert [entry[4] for entry in first.entries] == [Operation.BEGIN, Operation.FORWARD, Operation.BEGIN]
-    assert not first.is_cut and first.collectives[0][2:] == ("tensor", "all_reduce", 48)
+    assert not first.is_cut and first.collectives[0][2:] == ("tensor", "all_reduce", 48, False)
     assert 0 <= first.collectives[0].seconds < 1
     activity.record_op(Operation.MEET)
     second = activity.tape.take()
@@ -50,10 +50,13 @@ def test_a_million_records_take_no_more_memory_and_the_step_still_ends_when_it_d
 
 
 class _Device:
-    """A device whose clock is set by hand."""
+    """A device whose clock, that of the host too, is set by hand."""
 
-    def __init__(self) -> None:
-        self.now_ms, self.done_until_ms, self.made = 0.0, 1e9, 0
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now_ms, self.made = 0.0, 0
+        self.stream = "the step's"
+        self.behind: dict[str, int] = {}  # how often events of a stream are still asked for in vain; -1: always
+        patch.setattr(tape_module, "monotonic", lambda: 1000.0 + self.now_ms / 1000)
 
     def event(self) -> _Event:
         self.made += 1
@@ -62,25 +65,44 @@ class _Device:
 
 class _Event:
     def __init__(self, device: _Device) -> None:
-        self._device, self._at_ms = device, -1.0
+        self._device, self._at_ms, self._stream = device, -1.0, ""
 
     def record(self) -> None:
-        self._at_ms = self._device.now_ms
+        self._at_ms, self._stream = self._device.now_ms, self._device.stream
 
     def query(self) -> bool:
-        return self._at_ms <= self._device.done_until_ms
+        left = self._device.behind.get(self._stream, 0)
+        if left:
+            self._device.behind[self._stream] = left - 1
+            self._device.now_ms += 0.01
+        return not left
 
     def elapsed_time(self, end_event: Any) -> float:
+        assert not self._device.behind.get(end_event._stream), "CUDA raises an error for an event that is to come"
         return float(end_event._at_ms - self._at_ms)
 
 
-def test_times_of_a_device_are_those_of_its_events_and_events_are_used_again() -> None:
-    device = _Device()
+def _recorded_step(device: _Device) -> Tape:
+    activity = Activity(Mesh(), 0)
+    activity.tape = Tape(DeviceClock(device.event))
+    activity.record_op(Operation.FORWARD)
+    device.now_ms += 5.0
+    began = activity.tape.mark()
+    device.stream = "another"
+    device.now_ms += 2.0
+    activity.tape.add_collective(began, "tensor", "all_gather", 3)
+    device.stream = "the step's"
+    activity.record_op(Operation.FINISH)
+    return activity.tape
+
+
+def test_times_of_a_device_are_those_of_its_events_and_events_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = _Device(monkeypatch)
     tape = Tape(DeviceClock(device.event))
     activity = Activity(Mesh(), 0)
     activity.tape = tape
-    made = []
-    for _ in range(3):
+    made, ended = [], 0.0
+    for number in range(3):
         for milliseconds, operation in ((5.0, Operation.FORWARD), (30.0, Operation.BACKWARD)):
             activity.record_op(operation)
             device.now_ms += milliseconds
@@ -93,19 +115,45 @@ def test_times_of_a_device_are_those_of_its_events_and_events_are_used_again() -
         assert times[1] - times[0] == pytest.approx(0.005) and times[2] - times[1] == pytest.approx(0.037)
         assert collectives[0].began - times[1] == pytest.approx(0.030)
         assert collectives[0].seconds == pytest.approx(0.007)
+        assert not number or entries[0][0] == ended, "no moment between two steps is lost"
         made.append(device.made)
+        ended = entries[-1][0]
     assert made[1] == made[2] <= 8, "a pool"
 
 
-def test_a_device_that_has_not_come_so_far_leaves_the_times_of_the_host() -> None:
-    device = _Device()
-    tape = Tape(DeviceClock(device.event))
-    activity = Activity(Mesh(), 0)
-    activity.tape = tape
-    device.done_until_ms = -1.0
-    activity.record_op(Operation.FORWARD)
-    activity.record_op(Operation.FINISH)
-    tape.add_collective(tape.mark(), "tensor", "all_gather", 3)
+def test_an_event_that_is_seen_a_little_late_still_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one is recorded just before the tape is taken, and a device that is idle has it some microseconds later:
+    asked only once, almost every step would fall back on the host's times."""
+    device = _Device(monkeypatch)
+    tape = _recorded_step(device)
+    device.behind = {"the step's": 3}
+    entries, collectives, _ = tape.take()
+    assert entries[-1][0] - entries[0][0] == pytest.approx(0.007) and len(collectives) == 1
+
+
+@pytest.mark.parametrize("stream", ["the step's", "another"])
+def test_a_device_that_has_not_come_so_far_leaves_the_times_of_the_host(
+    stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where only a stream beside the step's is behind."""
+    device = _Device(monkeypatch)
+    tape = _recorded_step(device)
+    device.behind = {stream: -1}
+    before = device.now_ms
     entries, collectives, _ = tape.take()
     assert [entry[4] for entry in entries] == [Operation.FORWARD, Operation.FINISH] and not collectives
-    assert entries[0][0] == activity.notes()[-2].time
+    assert device.now_ms - before < 100, "it is not waited for"
+    device.behind = {}
+    tape.add((2000.0, "next"))
+    assert [entry[1] for entry in tape.take().entries][-1] == "next", "the next step has a tape again"
+
+
+def test_a_million_collectives_take_no_more_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape_module, "LONGEST_TAPE", 100)
+    device = _Device(monkeypatch)
+    tape = Tape(DeviceClock(device.event))
+    for number in range(1_000):
+        tape.add((float(number), number))
+        tape.add_collective(tape.mark(), "data", "send", 1)
+    assert device.made == 1 + 100 + 2 * 100
+    assert tape.take().is_cut

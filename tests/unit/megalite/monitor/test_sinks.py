@@ -32,7 +32,7 @@ def open_sink(config, first_step):
 @pytest.fixture
 def config(tmp_path: Path, tiny: dict[str, Any]) -> Config:
     (tmp_path / "run").mkdir()
-    return Config.model_validate(tiny | {"monitor": {"plot": False}})
+    return Config.model_validate(tiny | {"monitor": {"plot": False, "report": False}})
 
 
 def test_a_file_in_the_folder_is_a_sink(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,54 @@
+"""The command `megalite report`; launch/inspection/page implements it. No torch."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launch.output import check_writable, decimal_size, spinner
+from launch.runtime.logs import get_logger
+from launch.runtime.printing import say
+from megalite.checkpoint.small_files import check_small_file
+
+log = get_logger(__name__)
+
+
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="Folder of the run.", metavar="RUN_DIR")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write; default: report.html in RUN_DIR.")
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Step whose timeline is drawn; default: the newest kept one without an evaluation or a save."
+        ),
+    ] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser of this machine.")] = False,
+) -> None:
+    """Write one page about a run: curves, where its steps' time went, a step on all ranks, memory, goodput, settings.
+
+    The page is one file of some hundred kilobytes that loads nothing, also for a run that goes on. A run writes it at
+    its end (`monitor.report`). Without scripts it shows the same figures, only without cursor and zoom.
+
+    Example: `megalite report runs/quickstart --open`
+    """
+    from launch.inspection.files import check_is_run
+    from launch.inspection.page.run_page import FILE, write_run_page
+    from launch.inspection.timelines import check_kept
+
+    check_is_run(run_dir)
+    if step is not None:
+        check_kept(run_dir, step)
+    path = output if output is not None else run_dir / FILE
+    check_writable(path)
+    if output is None:
+        check_small_file(path)  # others may have put something else there
+    with spinner(f"reading {run_dir}"):
+        write_run_page(run_dir, path, step)
+    say(f"wrote {path} ({decimal_size(path.stat().st_size)}); it needs no network")
+    if open_ and not webbrowser.open(path.resolve().as_uri()):
+        log.warning(f"there is no browser on this machine: open {path} elsewhere")

@@ -1,0 +1,1 @@
+"""Series of runs of one config, and their comparison: `megalite bench` and `megalite scaling`."""

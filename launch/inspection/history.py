@@ -1,0 +1,210 @@
+"""All steps of a run, from the files that it leaves in its folder, without a change in it and without torch.
+
+A run of 200,000 steps is read in seconds: each line of `metrics.jsonl` is parsed once, and its numbers go into columns.
+What is missing, cut, of an older version or no number is unknown, and said in a sentence where it matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic_core import from_json
+
+from launch.inspection.files import METRICS, Facts, RunFiles
+from megalite.monitor.events import LONGEST_LINE_BYTES
+from megalite.monitor.sinks.jsonl import read_records
+from megalite.monitor.sinks.steps import STEPS
+from megalite.monitor.steps.parts import PARTS
+
+Column = np.ndarray  # [steps] of float64, NaN where a step has no such number
+LARGEST_BYTES = 384 << 20  # of metrics.jsonl; in a larger one lines are left out at even distances
+STEPS_BYTES = 8 << 20  # at the end of steps.jsonl
+BLOCK = 4096  # lines that are parsed before their numbers are taken
+MOST_COLUMNS = 128
+LARGEST_NUMBER = 1e18  # as `files.number`
+RARE = (b'"evaluation_loss"', b'"evaluation_s"')  # of few steps: their lines are never left out
+PARTS_PREFIX = "parts_s/"
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """The steps of a run, one each: of one that was done again, as it was written last. Read it with `read`."""
+
+    run_dir: Path
+    files: RunFiles  # config, receipt, events, and the last steps as they were written
+    columns: Mapping[str, Column]  # by the names in metrics.jsonl; a part of the step as `parts_s/forward`
+    breakdowns: Sequence[Facts]  # the last lines of steps.jsonl
+    problems: tuple[str, ...]  # sentences: what could not be read
+
+    @classmethod
+    def read(cls, run_dir: Path) -> RunHistory:
+        """Reads the folder of a run; anything but the steps and events themselves may be missing or damaged.
+
+        Raises OSError where these exist and cannot be read.
+        """
+        files = RunFiles.read(run_dir)
+        problems = list(files.problems)
+        columns = read_columns(run_dir / METRICS, problems)
+        breakdowns = _breakdowns(run_dir / STEPS, problems)
+        return cls(run_dir, files, columns, breakdowns, tuple(problems))
+
+    @property
+    def steps(self) -> Column:
+        """The numbers of the steps, in ascending order."""
+        return self.columns["step"]
+
+    def column(self, name: str) -> Column:
+        """Returns the numbers of that name; all are NaN if no step has one."""
+        found = self.columns.get(name)
+        return np.full(len(self.steps), np.nan) if found is None else found
+
+    def has(self, name: str) -> bool:
+        """Returns whether any step has a number of that name."""
+        return name in self.columns and bool(np.isfinite(self.columns[name]).any())
+
+    @cached_property
+    def parts_s(self) -> dict[str, Column]:
+        """Seconds of each part of the step, in the order of `PARTS`; empty for a run that did not record them."""
+        names = [name for name in PARTS if self.has(PARTS_PREFIX + name)]
+        return {name: np.nan_to_num(self.columns[PARTS_PREFIX + name]) for name in names}
+
+    @cached_property
+    def wall_s(self) -> Column:
+        """Seconds of each step's parts together; 0 for a step that has none on record."""
+        return np.sum([np.zeros(len(self.steps)), *self.parts_s.values()], axis=0)
+
+    @cached_property
+    def elapsed_s(self) -> Column:
+        """Seconds since the run's first step began, with the pauses between its sessions.
+
+        Never falls: where the clock jumped back, the step's own duration counts.
+        """
+        if not len(self.steps):
+            return np.zeros(0)
+        own = np.nan_to_num(self.column("step_time_s")).clip(min=0.0)
+        gaps = np.diff(self.column("time"), prepend=np.nan)
+        gaps = np.where(gaps >= 0, gaps, own)
+        return np.cumsum(gaps)
+
+
+def read_columns(path: Path, problems: list[str]) -> dict[str, Column]:
+    """Returns the numbers of all steps by name, `step` always among them; adds sentences to `problems`.
+
+    Raises OSError where the file exists and cannot be read.
+    """
+    found = StepColumns()
+    if path.is_file():  # nor a named pipe, which would be waited for
+        every = 1 + path.stat().st_size // LARGEST_BYTES
+        for block in _blocks(path, every):
+            found.add(block)
+        if every > 1:
+            problems.append(f"{path} is large: one line of {every} was read")
+    return found.by_step()
+
+
+def _blocks(path: Path, every: int) -> Iterator[Sequence[Facts]]:
+    """Yields the objects of the file in blocks; skips what `read_lines` skips, and keeps one line of `every`."""
+    with path.open("rb") as file:
+        lines = _whole_lines(file, every)
+        while block := list(islice(lines, BLOCK)):
+            records = []
+            for line in block:
+                try:
+                    record = from_json(line)
+                except ValueError:
+                    continue
+                if isinstance(record, dict):
+                    records.append(record)
+            yield records
+
+
+def _whole_lines(file: Any, every: int) -> Iterator[bytes]:
+    is_cut, number = False, 0
+    while line := file.readline(LONGEST_LINE_BYTES):
+        is_whole, is_cut = not is_cut and len(line) < LONGEST_LINE_BYTES, not line.endswith(b"\n")
+        number += 1
+        if is_whole and (every == 1 or number % every == 1 or any(name in line for name in RARE)):
+            yield line
+
+
+class StepColumns:
+    """Collects the numbers of records, block by block."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, list[Column]] = {"step": []}
+        self._starts: dict[str, int] = {}  # of a name's first block among all records
+        self._length = 0
+
+    def add(self, records: Sequence[Facts]) -> None:
+        """Takes the numbers of records; one without a step is left out."""
+        steps = _numbers([record.get("step") for record in records])
+        usable = np.zeros(len(records), bool) if steps is None else (steps >= 1) & (steps == np.floor(steps))
+        if not usable.all():
+            records = [record for record, is_usable in zip(records, usable, strict=True) if is_usable]
+        if not records:
+            return
+        for name in sorted(set().union(*records)):
+            if name != "parts_s":
+                self._put(str(name), [record.get(name) for record in records])
+        if any("parts_s" in record for record in records):
+            parts = [one if isinstance(one := record.get("parts_s"), dict) else {} for record in records]
+            for name in PARTS:
+                self._put(PARTS_PREFIX + name, [part.get(name) for part in parts])
+        self._length += len(records)
+
+    def _put(self, name: str, values: list[Any]) -> None:
+        if name not in self._blocks and len(self._blocks) >= MOST_COLUMNS:
+            return
+        column = _numbers(values)
+        if column is None:
+            return
+        blocks = self._blocks.setdefault(name, [])
+        known = sum(map(len, blocks))
+        if known < self._length:
+            blocks.append(np.full(self._length - known, np.nan))
+        blocks.append(column)
+
+    def by_step(self) -> dict[str, Column]:
+        """Returns the columns in the order of steps; of each step the record that was written last."""
+        columns = {}
+        for name, blocks in self._blocks.items():
+            column = np.concatenate(blocks) if blocks else np.zeros(0)
+            columns[name] = np.pad(column, (0, self._length - len(column)), constant_values=np.nan)
+            self._blocks[name] = [columns[name]]  # for who adds more, block by block, and asks again
+        backwards = columns["step"][::-1]
+        _, first = np.unique(backwards, return_index=True)
+        kept = len(backwards) - 1 - first
+        return {name: column[kept] for name, column in columns.items()}
+
+
+def _numbers(values: list[Any]) -> Column | None:
+    """Returns the values as numbers, NaN where one is none or too large; None if none is a number."""
+    try:
+        column = np.array(values, dtype=np.float64)
+        if column.ndim != 1:
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        column = np.array([_number(value) for value in values])
+    column[~(np.abs(column) < LARGEST_NUMBER)] = np.nan
+    return column if not np.isnan(column).all() else None
+
+
+def _number(value: Any) -> float:
+    is_number = isinstance(value, int | float) and abs(value) < LARGEST_NUMBER
+    return float(value) if is_number else np.nan
+
+
+def _breakdowns(path: Path, problems: list[str]) -> list[Facts]:
+    """Returns the last lines of steps.jsonl that have what every version of it has."""
+    try:
+        lines = read_records(path, STEPS_BYTES)
+    except OSError as error:
+        problems.append(f"{path} cannot be read: {error.strerror or error}")
+        return []
+    return [line for line in lines if isinstance(line.get("stages"), list)]

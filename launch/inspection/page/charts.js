@@ -1,0 +1,102 @@
+"use strict";
+// Puts uPlot charts in the place of the drawings of curves: charts of one group share a cursor and a zoom.
+// megalite.draw(curves) draws a group as launch/inspection/page/curves.py describes it, or replaces its numbers.
+const megalite = (() => {
+  const drawn = new Map();  // id of a chart -> its uPlot
+  const groups = new Map();  // id of a group -> its numbers
+  const HEIGHT = 216;
+  const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const compact = new Intl.NumberFormat("en", {notation: "compact", maximumSignificantDigits: 4});
+  const exact = new Intl.NumberFormat("en", {maximumSignificantDigits: 5});
+  const known = (format, value) => value === null || value === undefined ? "" : format.format(value);
+
+  function columnsOf(curves, chart) {
+    const passed = values => values.map(value => value === "" ? undefined : value);
+    const lines = chart.lines.flatMap(line =>
+      line.least ? [line.mean, line.largest, line.least] : [line.mean]);
+    return [curves.x, ...lines.map(passed)];
+  }
+
+  function seriesOf(curves, chart) {
+    const series = [{label: curves.axis, value: (_, value) => known(exact, value)}], bands = [];
+    for (const line of chart.lines) {
+      const stroke = () => colour(`--p${line.colour}`), value = (_, number) => known(exact, number);
+      series.push({label: line.label, stroke, value, width: 1.6, points: {show: line.dots && line.mean.filter(Number.isFinite).length <= 60, size: 5, fill: stroke}});
+      if (line.least) {
+        const hidden = {stroke, value, width: 0, points: {show: false}};
+        series.push({...hidden, label: "largest"}, {...hidden, label: "least"});
+        bands.push({series: [series.length - 2, series.length - 1], fill: () => colour(`--p${line.colour}`) + "38"});
+      }
+    }
+    return {series, bands};
+  }
+
+  function drawMarks(curves) {
+    return plot => {
+      const {ctx, bbox} = plot, ratio = devicePixelRatio;
+      ctx.save();
+      ctx.lineWidth = 1.5 * ratio;
+      for (const mark of groups.get(curves.id).marks) {
+        if (mark.x < plot.scales.x.min || mark.x > plot.scales.x.max) continue;
+        const x = plot.valToPos(mark.x, "x", true), bottom = bbox.top + bbox.height;
+        ctx.strokeStyle = colour(`--mark-${mark.kind}`);
+        ctx.beginPath();
+        ctx.moveTo(x, bottom - 9 * ratio);
+        ctx.lineTo(x, bottom);
+        ctx.stroke();
+      }
+      ctx.restore();
+    };
+  }
+
+  function create(curves, chart, host) {
+    const {series, bands} = seriesOf(curves, chart);
+    const axis = {
+      stroke: () => colour("--quiet"), grid: {stroke: () => colour("--grid"), width: 1},
+      ticks: {stroke: () => colour("--grid"), width: 1},
+      values: (_, ticks) => ticks.map(tick => tick && Math.abs(tick) < 1e-4 ? tick.toExponential() : known(compact, tick)),
+    };
+    const isDecade = value => Math.abs(Math.log10(value) - Math.round(Math.log10(value))) < 1e-9;
+    const decades = (plot, splits) => plot.scales.y.max / plot.scales.y.min < 20
+      ? splits : splits.map(split => isDecade(split) ? split : null);
+    const log = chart.log ? {filter: decades, grid: {...axis.grid, filter: decades}, ticks: {show: false}} : {};
+    const size = (_, labels) => 22 + 7 * Math.max(4, ...(labels ?? []).map(text => (text ?? "").length));
+    const options = {
+      width: host.clientWidth, height: HEIGHT, series, bands,
+      scales: {x: {time: false}, y: {distr: chart.log ? 3 : 1}},
+      axes: [axis, {...axis, ...log, size}],
+      cursor: {sync: {key: curves.id, setSeries: false}, points: {size: 6}},
+      hooks: {draw: [drawMarks(curves)]},
+    };
+    const plot = new uPlot(options, columnsOf(curves, chart), host);
+    host.classList.add("live");
+    new ResizeObserver(() => {
+      if (host.clientWidth && host.clientWidth !== plot.width) plot.setSize({width: host.clientWidth, height: HEIGHT});
+    }).observe(host);
+    drawn.set(chart.id, plot);
+  }
+
+  function draw(curves) {
+    groups.set(curves.id, curves);
+    for (const chart of curves.charts) {
+      const host = document.getElementById(chart.id), plot = drawn.get(chart.id);
+      const isShown = plot && plot.root.isConnected && plot.series.length === columnsOf(curves, chart).length;
+      if (isShown) {
+        const [x] = plot.data, isZoomed = plot.scales.x.min > x[0] || plot.scales.x.max < x[x.length - 1];
+        plot.setData(columnsOf(curves, chart), !isZoomed);
+        if (isZoomed) plot.redraw();
+      }
+      else if (host && curves.x.length) {
+        if (plot) plot.destroy();
+        create(curves, chart, host);
+      }
+    }
+  }
+
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    for (const plot of drawn.values()) plot.redraw(false);
+  });
+  for (const curves of JSON.parse(document.getElementById("curves-data").textContent)) draw(curves);
+  document.documentElement.dataset.charts = drawn.size;
+  return {draw};
+})();

@@ -1,0 +1,145 @@
+"""All that a page about one run is made of, read once. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from launch.errors import LaunchError
+from launch.inspection.files import Facts, number
+from launch.inspection.history import RunHistory
+from launch.inspection.status import RunStatus
+from launch.inspection.timelines import KeptStep, newest_step, read_kept_step
+from launch.inspection.why import StepExplanation, explain_step
+from megalite.monitor.steps.parts import PARTS
+from megalite.monitor.steps.timeline import step_folder, steps_of
+from megalite.parallel.mesh import Mesh
+
+LARGEST_TIMELINES = 96 << 20  # bytes of all ranks of a step, above which they are not drawn
+LONG = 1.5  # times the median step: there is more in it than in others
+LEAST_STEP = 10  # before which steps warm up
+RECENT = 200  # lines of steps.jsonl that figures of stages are made of
+MOST_RANKS = 1 << 17  # of a layout that is believed
+
+
+@dataclass(frozen=True)
+class RunFindings:
+    """The files of a run as the figures need them."""
+
+    history: RunHistory
+    status: RunStatus
+    kept: KeptStep | None  # the step whose timeline is drawn
+    explanation: StepExplanation | None  # of the same step
+    problems: tuple[str, ...]  # sentences: what could not be read, and what is lacking
+
+    @classmethod
+    def of(
+        cls, history: RunHistory, status: RunStatus, step: int | None = None, earlier: RunFindings | None = None
+    ) -> RunFindings:
+        """Adds the timeline of `step`, or of the newest kept one that took no longer than usual, to what was read.
+
+        Of `earlier` findings the timeline is taken over if it is of the same step.
+        """
+        run_dir, problems = history.run_dir, list(history.problems)
+        kept, explanation = None, None
+        try:
+            step = step if step is not None else _usual_step(history)
+            if earlier is not None and earlier.kept is not None and earlier.kept.step == step:
+                kept, explanation = earlier.kept, earlier.explanation
+            else:
+                kept, explanation = _timeline(run_dir, step)
+            problems += explanation.problems if explanation is not None else ()
+        except (LaunchError, OSError) as error:
+            problems.append(str(error))
+        return cls(history, status, kept, explanation, tuple(dict.fromkeys(problems)))
+
+    @property
+    def receipt(self) -> Facts:
+        return self.history.files.receipt
+
+    @property
+    def events(self) -> Sequence[Facts]:
+        return self.history.files.events
+
+    @cached_property
+    def mesh(self) -> Mesh | None:
+        """The layout on record; None if it is unknown or cannot be true."""
+        names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        known = [self.history.files.layout.get(name) for name in names]
+        sizes = [size for size in known if isinstance(size, int) and 1 <= size <= MOST_RANKS]
+        if len(sizes) < len(names):
+            return None
+        mesh = Mesh(*sizes)
+        return mesh if mesh.world_size <= MOST_RANKS else None
+
+    @cached_property
+    def parts_s(self) -> dict[str, float]:
+        """Seconds of each part of a step, the mean over ranks and all recorded steps; empty if none is on record."""
+        recorded = max(1, int(np.count_nonzero(self.history.wall_s)))
+        return {name: float(column.sum()) / recorded for name, column in self.history.parts_s.items()}
+
+    @cached_property
+    def stages(self) -> dict[int, dict[str, float]]:
+        """Seconds of each part of a step by pipeline stage, the mean over the last `RECENT` lines of steps.jsonl."""
+        sums: dict[int, dict[str, float]] = {}
+        lines = self.history.breakdowns[-RECENT:]
+        for line in lines:
+            for stage in line["stages"]:
+                place, mean_s = (stage.get("stage"), stage.get("mean_s")) if isinstance(stage, dict) else (None, None)
+                if isinstance(place, int) and 0 <= place < MOST_RANKS and isinstance(mean_s, dict):
+                    of_stage = sums.setdefault(place, dict.fromkeys(PARTS, 0.0))
+                    for name in PARTS:
+                        of_stage[name] += max(0.0, number(mean_s.get(name)) or 0.0)
+        return {stage: {name: s / len(lines) for name, s in parts.items()} for stage, parts in sorted(sums.items())}
+
+    @property
+    def last_breakdown(self) -> Sequence[Facts]:
+        """The stages of the last line of steps.jsonl."""
+        lines = self.history.breakdowns
+        return [stage for stage in lines[-1]["stages"] if isinstance(stage, dict)] if lines else []
+
+    @property
+    def slow_ranks(self) -> Sequence[Facts]:
+        """The events of ranks that have become slow in the last session and are so still."""
+        return self.history.files.slow_ranks
+
+
+def _timeline(run_dir: Path, step: int) -> tuple[KeptStep, StepExplanation]:
+    """Reads a step that was kept. Raises LaunchError where it is too large to be drawn, or cannot be read."""
+    size = sum(path.stat().st_size for path in step_folder(run_dir, step).glob("rank_*.jsonl"))
+    if size > LARGEST_TIMELINES:
+        raise LaunchError(f"the timelines of step {step} are too large to be drawn: `megalite trace` reads them")
+    return read_kept_step(run_dir, step), explain_step(run_dir, step)
+
+
+def _usual_step(history: RunHistory) -> int:
+    """Returns the newest step with a timeline that neither an evaluation nor a save made long, else the newest one.
+
+    Raises LaunchError where no step has one.
+    """
+    newest, wall_s = newest_step(history.run_dir), history.wall_s
+    if not (wall_s > 0).any():
+        return newest
+    usual_s = LONG * float(np.median(wall_s[wall_s > 0]))
+    kept = steps_of(history.run_dir)
+    is_usual = np.isin(history.steps, kept) & (wall_s > 0) & (wall_s <= usual_s) & (history.steps >= LEAST_STEP)
+    return int(history.steps[is_usual][-1]) if is_usual.any() else newest
+
+
+def value_at(facts: Any, *names: str) -> Any:
+    """Returns what is under names inside of each other; None if anything on the way is missing or no mapping."""
+    for name in names:
+        facts = facts.get(name) if isinstance(facts, Mapping) else None
+    return facts
+
+
+def numbers_at(facts: Any, *names: str) -> dict[str, float]:
+    """Returns the numbers of the mapping under `names` that are not negative."""
+    found = value_at(facts, *names)
+    pairs = found.items() if isinstance(found, Mapping) else ()
+    return {str(name): known for name, value in pairs if (known := number(value)) is not None and known >= 0}

@@ -1,0 +1,38 @@
+"""The wall time of the run by what it went into, as one bar."""
+
+from __future__ import annotations
+
+from launch.inspection.page.findings import RunFindings, numbers_at, value_at
+from launch.inspection.page.sections import PageSection, keys, number_table
+from launch.planning.report.svg import AxisScale, bar, drawing
+from megalite.monitor.goodput import CATEGORIES
+from megalite.planner.units import duration, percent, plural
+
+WIDTH, HEIGHT = 960.0, 34.0
+COLOURS = dict(zip(CATEGORIES, (2, 6, 4, 5, 8, 3, 1, 10, 7), strict=True))
+
+
+def goodput_section(found: RunFindings) -> PageSection:
+    """Draws the account of receipt.json."""
+    known = numbers_at(found.receipt, "goodput", "seconds")
+    spent = {name: known[name] for name in CATEGORIES if known.get(name, 0.0) > 0}
+    wall = sum(spent.values())
+    if not wall:
+        return PageSection("goodput", "Goodput", "The account of the run's time is written at its end, and is missing.")
+    scale, before, drawn = AxisScale(0.0, wall, 0.0, WIDTH), 0.0, []
+    for name, value in spent.items():
+        x, end = scale(before), scale(before + value)
+        title = f"{CATEGORIES[name]}: {duration(value)}, {percent(value / wall)}"
+        drawn.append(bar(x, 2, end - x, HEIGHT - 4, title, id=f"goodput-{name}", class_=f"fill-{COLOURS[name]}"))
+        before += value
+    figure = [
+        drawing("goodput-drawing", "What the wall time of the run went into", WIDTH, HEIGHT, drawn),
+        keys([(f"fill-{COLOURS[name]}", f"{CATEGORIES[name]} {percent(spent[name] / wall)}") for name in spent]),
+    ]
+    sessions, lost = (value_at(found.receipt, "goodput", name) for name in ("sessions", "lost_steps"))
+    caption = f"{duration(wall)} of wall time"
+    if isinstance(sessions, int) and isinstance(lost, int):
+        caption += f" in {plural(sessions, 'session')}, {plural(lost, 'step')} lost"
+    rows = [[CATEGORIES[name], duration(value), percent(value / wall)] for name, value in spent.items()]
+    table = number_table(["what", "time", "share"], rows, words=[0])
+    return PageSection("goodput", "Goodput", f"{caption}.", figure, table)

@@ -1,0 +1,102 @@
+"""Peak memory of each rank, beside what was predicted for its stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from xml.etree.ElementTree import Element
+
+from launch.inspection.files import number
+from launch.inspection.page.findings import RunFindings, value_at
+from launch.inspection.page.sections import PageSection, keys, number_table
+from launch.planning.prediction import error_in_words
+from launch.planning.report.svg import AxisScale, Child, bar, drawing, horizontal_axis, label, line
+from megalite.planner.units import MIB, gib, plural
+
+WIDTH, LEFT, RIGHT, TOP = 960.0, 112.0, 850.0, 10.0
+MOST_ROWS = 48
+
+
+def memory_section(found: RunFindings) -> PageSection:
+    """Draws measured peaks as bars and predictions as marks; of many ranks the fullest one of each stage."""
+    measured, predicted = _measured(found), _predicted(found)
+    title = "Peak memory by rank"
+    if not measured:
+        return PageSection(
+            "memory", title, "The peaks of ranks are measured at the end of a run, and are not on record."
+        )
+    shown = measured
+    if len(shown) > MOST_ROWS:
+        fullest: dict[int, tuple[int, int, float]] = {}
+        for one in measured:
+            if one[1] not in fullest or fullest[one[1]][2] < one[2]:
+                fullest[one[1]] = one
+        shown = [fullest[stage] for stage in sorted(fullest)][:MOST_ROWS]
+    figure = [_bars(shown, predicted)]
+    names = [("fill-0", "measured"), *([("fill-6", "predicted")] if predicted else [])]
+    figure.append(keys(names))
+    rows = [
+        [
+            str(rank),
+            str(stage),
+            gib(peak),
+            gib(predicted[stage]) if stage in predicted else "",
+            error_in_words(predicted[stage], peak) if stage in predicted else "",
+        ]
+        for rank, stage, peak in shown
+    ]
+    table = number_table(["rank", "stage", "measured", "predicted", ""], rows, words=[4])
+    caption = "The largest amount that a rank needed: allocated on a GPU, resident memory of the process on a CPU."
+    if len(shown) < len(measured):
+        caption += f" Of {plural(len(measured), 'rank')} the fullest one of each stage is drawn."
+    if not predicted:
+        caption += " There is no prediction of it."
+    return PageSection("memory", title, caption, figure, table)
+
+
+def _measured(found: RunFindings) -> list[tuple[int, int, float]]:
+    """Returns rank, stage and peak in bytes of each rank that has one."""
+    ranks, mesh = value_at(found.receipt, "measured", "ranks"), found.mesh
+    if not isinstance(ranks, list) or mesh is None:
+        return []
+    peaks = [number(value_at(one, "peak_mib")) for one in ranks[: mesh.world_size]]
+    return [
+        (rank, mesh.coordinate(rank).pipeline_rank, peak * MIB)
+        for rank, peak in enumerate(peaks)
+        if peak is not None and peak > 0
+    ]
+
+
+def _predicted(found: RunFindings) -> dict[int, float]:
+    """Returns the predicted peak of each stage in bytes."""
+    stages = value_at(found.receipt, "prediction", "memory")
+    predicted = {}
+    for one in stages if isinstance(stages, list) else []:
+        stage, peak = value_at(one, "stage"), number(value_at(one, "peak_mib"))
+        if isinstance(stage, int) and peak is not None and peak > 0:
+            predicted[stage] = peak * MIB
+    return predicted
+
+
+def _bars(shown: Sequence[tuple[int, int, float]], predicted: dict[int, float]) -> Element:
+    height = 24.0 if len(shown) <= 16 else 14.0
+    most = max([peak for *_, peak in shown] + [predicted.get(stage, 0.0) for _, stage, _ in shown])
+    scale, bottom = AxisScale(0.0, most, LEFT, RIGHT), TOP + height * len(shown)
+    unit = 2 ** (
+        10 * max(0, (int(most).bit_length() - 1) // 10)
+    )  # so that ticks are round in the unit they are told in
+    ticks = [tick * unit for tick in AxisScale(0.0, most / unit, LEFT, RIGHT).ticks(6)]
+    drawn: list[Child] = [
+        horizontal_axis(scale, TOP - 4, bottom, {tick: gib(tick) if tick else "0" for tick in ticks}, "peak memory")
+    ]
+    for row, (rank, stage, peak) in enumerate(shown):
+        y = TOP + height * row
+        title = f"rank {rank}, stage {stage}: measured {gib(peak)}"
+        drawn += [
+            label(LEFT - 8, y + height / 2 + 4, f"stage {stage} rank {rank}", "tick", "end"),
+            bar(LEFT, y + 2, scale(peak) - LEFT, height - 4, title, id=f"memory-{rank}", class_="fill-0"),
+            label(WIDTH, y + height / 2 + 4, gib(peak), "tick", "end"),
+        ]
+        if stage in predicted:
+            x = scale(predicted[stage])
+            drawn.append(line(x, y, x, y + height, "predicted-mark", f"memory-predicted-{rank}"))
+    return drawing("memory-drawing", "Peak memory of each rank, measured and predicted", WIDTH, bottom + 46, drawn)

@@ -1,0 +1,86 @@
+"""The page of one run: `megalite report`, and `report.html` in its folder. No torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch.inspection.history import RunHistory
+from launch.inspection.page.curves import Curves
+from launch.inspection.page.findings import RunFindings
+from launch.inspection.page.goodput_bar import goodput_section
+from launch.inspection.page.rank_layout import layout_section
+from launch.inspection.page.rank_memory import memory_section
+from launch.inspection.page.ranks_timeline import timeline_section
+from launch.inspection.page.run_curves import curves_of, curves_section
+from launch.inspection.page.sections import PageSection
+from launch.inspection.page.sentences import sentences_of
+from launch.inspection.page.skeleton import render_page
+from launch.inspection.page.step_parts import parts_section, stages_section
+from launch.inspection.page.step_waterfall import prediction_section, waterfall_section
+from launch.inspection.page.tables import communication_section, events_section, settings_section, versions_section
+from launch.inspection.page.tiles import tiles_of
+from launch.inspection.status import read_status
+from launch.output import write_file
+
+FILE = "report.html"
+
+
+def write_run_page(run_dir: Path, path: Path, step: int | None = None) -> None:
+    """Writes the page of a run, with the timeline of `step` or of a usual step that has one.
+
+    Raises OSError where the run's steps or events cannot be read, LaunchError where `path` cannot be written.
+    """
+    written = time.strftime(", %Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    found = RunFindings.of(RunHistory.read(run_dir), read_status(run_dir), step)
+    write_file(path, run_page(found, written=written))
+
+
+def run_page(found: RunFindings, *, written: str = "", tail: str = "") -> str:
+    """Returns the page as HTML; `written` says when, `tail` is as in `render_page`."""
+    curves = curves_of(found.history)
+    run_dir = found.history.run_dir
+    return render_page(
+        f"Run {run_dir.resolve().name or run_dir}",
+        subtitle_of(found),
+        tiles_of(found),
+        sentences_of(found),
+        run_sections(found, curves),
+        [curves],
+        origin=f"megalite report {run_dir}{written}",
+        tail=tail,
+    )
+
+
+def subtitle_of(found: RunFindings) -> str:
+    """Returns the model, the layout and the folder in a line."""
+    config, status = found.history.files.config, found.status
+    parts = [str(found.history.run_dir)]
+    if config is not None:
+        model = config.model
+        parts.insert(0, f"{model.model_type}, {model.num_hidden_layers} blocks of width {model.hidden_size:,}")
+    if status.layout:
+        parts.insert(1, status.layout)
+    if status.host:
+        parts.append(f"rank 0 on {status.host}")
+    return "; ".join(parts)
+
+
+def run_sections(found: RunFindings, curves: Curves) -> Sequence[PageSection]:
+    """Returns the figures and tables in the order of the page."""
+    return [
+        curves_section(curves),
+        parts_section(found),
+        stages_section(found),
+        timeline_section(found),
+        waterfall_section(found),
+        prediction_section(found),
+        memory_section(found),
+        communication_section(found),
+        goodput_section(found),
+        layout_section(found),
+        events_section(found),
+        settings_section(found),
+        versions_section(found),
+    ]

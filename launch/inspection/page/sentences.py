@@ -1,0 +1,91 @@
+"""The findings of a page in sentences, which come before its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from launch.inspection.files import number
+from launch.inspection.page.findings import RunFindings, numbers_at, value_at
+from launch.inspection.why import advice
+from launch.planning.prediction import error_in_words, rough_error_in_words
+from megalite.checkpoint.manifest import printable
+from megalite.config.hidden_secrets import without_secrets
+from megalite.monitor.steps.parts import PARTS, communication_share
+from megalite.monitor.steps.predicted_parts import beside_prediction
+from megalite.monitor.steps.slow_ranks import IN_A_ROW, WINDOW
+from megalite.planner.units import percent, plural, seconds
+
+NAMED = 4  # largest parts of a step
+LONGEST = 1000  # characters of a sentence
+WORTH = 0.02  # of the measured step, from which on a wrongly predicted part is named
+
+
+def sentences_of(found: RunFindings) -> list[str]:
+    """Returns the findings, the most important first; then what the page lacks."""
+    status = found.status
+    said = [f"{str(status.state).capitalize()}: {status.reason}."]
+    if not len(found.history.steps):
+        said.append("No step is on record: there is nothing to draw yet.")
+    said += [*_step(found), *_slow_ranks(found), *_prediction(found)]
+    if found.explanation is not None:
+        said.append(f"In step {found.explanation.step:,} {advice(found.explanation)}.")
+    if status.steps_at_risk and not status.state.is_healthy:
+        said.append(f"{plural(status.steps_at_risk, 'step')} after the last checkpoint have to be done again.")
+    said += [f"Not on this page: {problem}." for problem in found.problems]
+    return [without_secrets(sentence[:LONGEST]) for sentence in said]
+
+
+def _step(found: RunFindings) -> Iterator[str]:
+    """Yields what dominated the steps."""
+    parts = found.parts_s
+    wall = sum(parts.values())
+    if wall <= 0:
+        if len(found.history.steps):
+            yield "This run did not record what its steps spent their time on."
+        return
+    largest = sorted(parts, key=lambda name: -parts[name])[:NAMED]
+    named = ", ".join(f"{PARTS[name]} {percent(parts[name] / wall)}" for name in largest)
+    yield (
+        f"A step took {seconds(wall)} on average and went into {named}; "
+        f"{percent(communication_share(dict(parts)))} of it is communication."
+    )
+
+
+def _slow_ranks(found: RunFindings) -> Iterator[str]:
+    slow = found.slow_ranks
+    for event in slow[:NAMED]:
+        sentence = event.get("sentence")
+        yield printable(sentence) if isinstance(sentence, str) else f"Rank {event.get('rank')} is slow."
+    mesh = found.mesh
+    has_peers = mesh is not None and mesh.world_size > mesh.pipeline_parallel_size
+    if not slow and found.parts_s and has_peers and len(found.history.steps) >= IN_A_ROW * WINDOW:
+        yield "No rank is slower than the others of its stage."
+
+
+def _prediction(found: RunFindings) -> Iterator[str]:
+    """Yields how far the prediction was off: of the whole step, and of the part that it missed most."""
+    prediction = found.receipt.get("prediction")
+    predicted_s = number(value_at(prediction, "step_time_s"))
+    measured_s = number(value_at(found.receipt, "measured", "step_time_s"))
+    if predicted_s is None or predicted_s <= 0:
+        problem = value_at(prediction, "problem")
+        yield "There is no prediction of the step time" + (f": {printable(str(problem))}." if problem else ".")
+        return
+    if measured_s is not None and measured_s > 0:
+        words = rough_error_in_words if value_at(prediction, "rough") else error_in_words
+        sentence = f"The plan said {seconds(predicted_s)} a step, it took {seconds(measured_s)}"
+        yield f"{sentence} ({words(predicted_s, measured_s)}).{_worst_part(found, prediction)}"
+
+
+def _worst_part(found: RunFindings, prediction: Mapping[str, object] | None) -> str:
+    pairs = beside_prediction(numbers_at(prediction, "parts_s"), found.parts_s) if found.parts_s else []
+    off = [(pair.measured_s - (pair.predicted_s or 0.0), pair) for pair in pairs if pair.predicted_s is not None]
+    if not off:
+        return ""
+    difference, worst = max(off, key=lambda one: abs(one[0]))
+    if abs(difference) < WORTH * sum(found.parts_s.values()):
+        return ""
+    return (
+        f" Furthest off: {worst.name}, predicted {seconds(worst.predicted_s or 0.0)}, "
+        f"measured {seconds(worst.measured_s)}."
+    )

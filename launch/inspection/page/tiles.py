@@ -1,0 +1,33 @@
+"""The numbers at the top of the page."""
+
+from __future__ import annotations
+
+from launch.inspection.files import number
+from launch.inspection.page.findings import RunFindings, value_at
+from launch.inspection.state import RunState
+from megalite.monitor.progress import duration
+from megalite.planner.units import count, digits, percent, seconds
+
+UNKNOWN = "\N{EN DASH}"
+
+
+def tiles_of(found: RunFindings) -> dict[str, str]:
+    """Returns the numbers by their names, as `megalite status` counts them; what is not known is a dash."""
+    status = found.status
+    goodput = number(value_at(found.receipt, "goodput", "goodput"))
+    if goodput is None or status.state is RunState.RUNNING:
+        goodput = status.goodput
+    total = f" of {status.total_steps:,}" if status.total_steps is not None else ""
+    tiles = {
+        "state": str(status.state),
+        f"step{total}": f"{status.step:,}" if status.step is not None else UNKNOWN,
+        "loss, nats per token": f"{status.loss:.4f}" if status.loss is not None else UNKNOWN,
+        "tokens/s": count(status.tokens_per_second) if status.tokens_per_second is not None else UNKNOWN,
+        "samples/s": digits(status.samples_per_second) if status.samples_per_second is not None else UNKNOWN,
+        "from step to step": seconds(status.step_s) if status.step_s is not None else UNKNOWN,
+        "MFU": percent(flops) if (flops := status.model_flops_utilization) is not None else UNKNOWN,
+        "goodput": percent(goodput) if goodput is not None else UNKNOWN,
+    }
+    if status.left_s is not None:
+        tiles["left"] = duration(status.left_s)
+    return tiles
