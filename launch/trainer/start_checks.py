@@ -24,7 +24,7 @@ from launch.trainer.start_flags import StartFlags
 from megalite.checkpoint.manifest import find_latest, step_folders
 from megalite.config import Config, ResolvedLayout, resolve_layout, wanted_world_size
 from megalite.config.known_bad import check_known_bad, installed_versions
-from megalite.monitor.requirements import check_monitoring
+from megalite.monitor.requirements import check_monitoring, check_textfile
 from megalite.planner.cost.memory import CUDA
 from models.families import family
 
@@ -118,6 +118,7 @@ def resolve(config: Config) -> tuple[ResolvedLayout, Device]:
             "DS_ACCELERATOR is cuda, and there is no GPU here that may be used: set it to cpu, or unset it"
         )
     check_run(config)
+    check_textfile(config.monitor.prometheus)
     world_size = wanted_world_size(config, gpus or None)
     if gpus and world_size > gpus:
         raise LaunchError(
@@ -130,7 +131,7 @@ def resolve(config: Config) -> tuple[ResolvedLayout, Device]:
 
 
 def check_run(config: Config) -> None:
-    """Checks what does not depend on the machine's devices. Raises FamilyError, StorageError or ConfigError."""
+    """Checks what does not depend on the machine. Raises FamilyError, StorageError or ConfigError."""
     family(config.model.model_type).check(config.model)
     check_monitoring(config.monitor)
     if config.checkpoint.mirror is not None:

@@ -1,4 +1,4 @@
-"""Checks that what the section `monitor` asks for is installed and can be written, before a rank starts. No torch."""
+"""Checks that the section `monitor` asks for nothing that is missing, before a rank starts. No torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from megalite.config.errors import ConfigError
-from megalite.config.sections import MonitorConfig
+from megalite.config.sections import MonitorConfig, PrometheusConfig
 
 
 def check_monitoring(options: MonitorConfig) -> None:
-    """Raises ConfigError, one sentence, where something is missing here."""
+    """Raises ConfigError, one sentence, where a package is missing here."""
     prometheus = options.prometheus
     if prometheus.enabled or prometheus.textfile is not None:
         packages = ["prometheus_client"] + ["pynvml"] * (prometheus.gpus is True)
@@ -20,7 +20,11 @@ def check_monitoring(options: MonitorConfig) -> None:
         _need("monitor.tensorboard", ["tensorboard"], "megalite[tensorboard]")
     if options.trackio.enabled:
         _need("monitor.trackio", ["trackio"], "trackio")
-    folder = prometheus.textfile
+
+
+def check_textfile(options: PrometheusConfig) -> None:
+    """Raises ConfigError, one sentence, where the folder for textfiles cannot be written on this host."""
+    folder = options.textfile
     if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
         raise ConfigError(
             f"monitor.prometheus.textfile {folder} is no folder that can be written: make it, or name the folder of "

@@ -13,9 +13,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megalite.config import Config, ConfigError
-from megalite.config.sections import MonitorConfig
+from megalite.config.sections import MonitorConfig, PrometheusConfig
 from megalite.monitor.flat_records import flat_numbers
-from megalite.monitor.requirements import check_monitoring
+from megalite.monitor.requirements import check_monitoring, check_textfile
 from megalite.monitor.sinks import tensorboard, trackio
 
 RECORD = {
@@ -101,6 +101,6 @@ def test_what_is_not_installed_is_one_sentence(
 
 
 def test_a_folder_for_textfiles_must_be_there(tmp_path: Path) -> None:
-    options = {"prometheus": {"textfile": str(tmp_path / "nowhere")}}
+    options = PrometheusConfig(textfile=tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"textfile .*nowhere is no folder that can be written: make it"):
-        check_monitoring(MonitorConfig.model_validate(options))
+        check_textfile(options)
