@@ -5,7 +5,7 @@
 
 Shape: Llama, hidden 256, 4 layers, 4 heads, ffn 704, vocab 2048, 8 sequences of 128 tokens a step, fp32; two ranks of
 one thread each, once as tp=2, which has the most collectives, and once as pp=2 with 8 micro-batches, which has the most
-records. One pair of processes takes both kinds of steps in turns of 2, the one or the other first by turns: with the
+records. One pair of processes takes both kinds of steps in turns, the one or the other first by turns: with the
 record means a tape, metered collectives, and at the end of every step what `monitor.log_interval: 1` does, the least
 favourable choice. Processor time is that of all threads of a rank. A pair's ratio is that of both ranks together; the
 table has the median over the pairs and, as what this machine can tell apart, the quartiles. The counted share is that
@@ -38,7 +38,7 @@ MODEL = {
     "max_position_embeddings": 128,
 }
 BATCH, SEQUENCE = 8, 128
-STEPS = 2  # of a turn
+STEPS = 1  # of a turn
 CALLS = 10_000  # of a loop, less than a tape holds
 LAYOUTS = {
     "tp=2": ({"tensor_parallel_size": 2}, 8),
@@ -46,18 +46,18 @@ LAYOUTS = {
 }  # with micro-batch size
 
 
-class Turn(NamedTuple):
+class TimedTurn(NamedTuple):
     """Seconds per step of one rank."""
 
     cpu_s: float
     wall_s: float
 
 
-class Costs(NamedTuple):
+class RecordCosts(NamedTuple):
     """Measurements of one rank of a layout."""
 
-    bare: list[Turn]
-    recorded: list[Turn]
+    bare: list[TimedTurn]
+    recorded: list[TimedTurn]
     records: int  # of a step
     collectives: int
     end_s: float  # of a step: sums, and what ranks tell each other
@@ -66,7 +66,7 @@ class Costs(NamedTuple):
     metered_s: float  # what the meter adds to a collective
 
 
-def measure(rank: int, parallel: dict[str, int], micro_batch: int, turns: int) -> Costs:
+def measure(rank: int, parallel: dict[str, int], micro_batch: int, turns: int) -> RecordCosts:
     """One rank: turns of steps with and without the record, in pairs, then single costs."""
     from types import SimpleNamespace
 
@@ -103,7 +103,7 @@ def measure(rank: int, parallel: dict[str, int], micro_batch: int, turns: int) -
     ]
     number, sizes, ends = 1_000_000, [], []  # no power of ten, whose timeline would be kept
 
-    def steps(recorder: StepRecorder | None) -> Turn:
+    def steps(recorder: StepRecorder | None) -> TimedTurn:
         nonlocal number
         began, began_cpu = time.perf_counter(), time.process_time()
         for _ in range(STEPS):
@@ -120,7 +120,7 @@ def measure(rank: int, parallel: dict[str, int], micro_batch: int, turns: int) -
             requests.agree(save_next=False)
             if recorder is not None:
                 recorder.left_meeting(number, profile_next=False)
-        return Turn((time.process_time() - began_cpu) / STEPS, (time.perf_counter() - began) / STEPS)
+        return TimedTurn((time.process_time() - began_cpu) / STEPS, (time.perf_counter() - began) / STEPS)
 
     recorder, taken = StepRecorder(engine, config, number, requests.group), ([], [])
 
@@ -141,7 +141,7 @@ def measure(rank: int, parallel: dict[str, int], micro_batch: int, turns: int) -
         in_group = group if parallel.get("tensor_parallel_size") else engine.pipeline_groups()[0]
         meter = _least(lambda: metered(tensor, group=in_group), recorder._tape.take)
     plain = _least(lambda: activity.record_op(Operation.FORWARD, 1), lambda: None)
-    return Costs(taken[0][1:], taken[1][1:], *sizes[-1], statistics.median(ends), plain, taped, meter)
+    return RecordCosts(taken[0][1:], taken[1][1:], *sizes[-1], statistics.median(ends), plain, taped, meter)
 
 
 def _least(call: Callable[[], Any], between: Callable[[], Any]) -> float:
@@ -156,7 +156,7 @@ def _least(call: Callable[[], Any], between: Callable[[], Any]) -> float:
     return min(seconds)
 
 
-def row(layout: str, ranks: list[Costs]) -> str:
+def row(layout: str, ranks: list[RecordCosts]) -> str:
     """The table's row of a layout."""
     first = ranks[0]
     bare = [sum(turn.cpu_s for turn in pair) for pair in zip(*(costs.bare for costs in ranks), strict=True)]
@@ -176,7 +176,7 @@ def row(layout: str, ranks: list[Costs]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def report(measured: dict[str, list[Costs]], turns: int, load: tuple[float, float]) -> str:
+def report(measured: dict[str, list[RecordCosts]], turns: int, load: tuple[float, float]) -> str:
     """The results file, up to what is written by hand below it."""
     model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
@@ -209,7 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, help="pairs of turns; the results file stays")
     options = parser.parse_args()
-    before, turns = os.getloadavg()[0], options.turns or 60
+    before, turns = os.getloadavg()[0], options.turns or 40
     warm_up({"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"})
     measured = {
         layout: run_ranks(measure, 2, parallel, size, turns, timeout_s=3600)

@@ -20,7 +20,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megalite.checkpoint.durable_files import remove
-from megalite.checkpoint.small_files import check_small_file, make_folder, open_to_write, write_small_file
+from megalite.checkpoint.small_files import (
+    check_own_folder,
+    check_small_file,
+    make_folder,
+    open_to_write,
+    write_small_file,
+)
 from megalite.config import Config
 from megalite.monitor.observer import Nonfatal
 
@@ -90,6 +96,7 @@ class StepProfiler:
         if not is_asked and step not in self._steps:
             return
         with self._nonfatal("a profile"), ExitStack() as opened:
+            check_own_folder(self._run_dir / FOLDER)
             if self._cleans:
                 remove(self._folder_of(step))
             if self._options.memory:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, FiniteFloat, TypeAdapter, ValidationError
 
 from megalite.checkpoint.durable_files import remove
-from megalite.checkpoint.small_files import make_folder, read_small_file, write_small_file
+from megalite.checkpoint.small_files import check_own_folder, make_folder, read_small_file, write_small_file
 from megalite.engine.activity import Note, Operation, Phase
 from megalite.engine.tape import Collective
 
@@ -120,7 +120,8 @@ def steps_of(run_dir: Path) -> list[int]:
 
 
 def remove_steps(run_dir: Path, steps: Iterable[int]) -> None:
-    """Removes the timelines of steps; ignores errors."""
+    """Removes the timelines of steps; ignores errors. Raises UnsafeFile if they are not in a folder of the run."""
+    check_own_folder(run_dir / FOLDER)
     for step in steps:
         remove(step_folder(run_dir, step))
 

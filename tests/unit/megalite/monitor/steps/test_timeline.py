@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megalite.checkpoint.small_files import UnsafeFile
 from megalite.engine.activity import Note, Operation, Phase
 from megalite.engine.tape import Collective
 from megalite.monitor.steps.timeline import (
@@ -14,6 +15,7 @@ from megalite.monitor.steps.timeline import (
     RankTimeline,
     read_step,
     read_timeline,
+    remove_steps,
     step_folder,
     steps_of,
     write_timeline,
@@ -95,3 +97,16 @@ def test_a_file_without_records_is_named(tmp_path: Path) -> None:
 
 def test_files_of_a_step_are_found_by_its_number(tmp_path: Path) -> None:
     assert step_folder(tmp_path, 123_456_789).name == "step_123456789"
+
+
+def test_timelines_behind_a_link_are_not_removed(tmp_path: Path) -> None:
+    """Somebody else's folder would lose all that is called like a step."""
+    (tmp_path / "run").mkdir()
+    write_timeline(tmp_path, TIMELINE)
+    (tmp_path / "run/timeline").symlink_to(tmp_path / "timeline")
+    with pytest.raises(UnsafeFile, match="is a symbolic link, where a run has a folder"):
+        remove_steps(tmp_path / "run", [100])
+    assert steps_of(tmp_path) == [100]
+    remove_steps(tmp_path, [100])
+    remove_steps(tmp_path / "nothing", [100])
+    assert steps_of(tmp_path) == []
