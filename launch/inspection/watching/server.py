@@ -17,6 +17,9 @@ from threading import BoundedSemaphore
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from launch.runtime.logs import get_logger
+
+log = get_logger(__name__)
 MOST_CONNECTIONS = 64  # at once; more are closed unheard
 PATIENCE_S = 20.0  # for a client that does not finish its request, or does not take the answer
 LONGEST_QUERY = 1024
@@ -118,6 +121,10 @@ class _RequestHandler(BaseHTTPRequestHandler):
             self._say(HTTPStatus.BAD_REQUEST, str(error))
         except OSError as error:
             self._say(HTTPStatus.SERVICE_UNAVAILABLE, f"the run cannot be read: {error.strerror or error}")
+        except Exception as error:  # whatever is in the run's files: the next look may find others
+            told = f"{type(error).__name__}: {error}"
+            log.error(f"the page of this run cannot be made: {told}")
+            self._say(HTTPStatus.INTERNAL_SERVER_ERROR, f"the page of this run cannot be made: {told}")
         else:
             self._send(HTTPStatus.OK, kind, body, headers)
 
