@@ -151,11 +151,11 @@ class StepColumns:
             return
         for name in sorted(set().union(*records)):
             if name != "parts_s":
-                self._put(str(name), [record.get(name) for record in records])
+                self._put(str(name), _values(records, name))
         if any("parts_s" in record for record in records):
             parts = [one if isinstance(one := record.get("parts_s"), dict) else {} for record in records]
             for name in PARTS:
-                self._put(PARTS_PREFIX + name, [part.get(name) for part in parts])
+                self._put(PARTS_PREFIX + name, _values(parts, name))
         self._length += len(records)
 
     def _put(self, name: str, values: list[Any]) -> None:
@@ -181,6 +181,14 @@ class StepColumns:
         _, first = np.unique(backwards, return_index=True)
         kept = len(backwards) - 1 - first
         return {name: column[kept] for name, column in columns.items()}
+
+
+def _values(records: Sequence[Facts], name: str) -> list[Any]:
+    """Returns the value of that name in each record, None where there is none; mostly all have one."""
+    try:
+        return [record[name] for record in records]
+    except KeyError:
+        return [record.get(name) for record in records]
 
 
 def _numbers(values: list[Any]) -> Column | None:

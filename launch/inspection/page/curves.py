@@ -96,8 +96,9 @@ def grid_of(curves: Curves, most: int = MOST_POINTS) -> tuple[Column, Column]:
 
     Where there are no more x than that, each has a bucket of its own.
     """
-    found = [series.x[np.isfinite(series.x)] for chart in curves.charts for series in chart.series]
-    x = np.unique(np.concatenate([np.zeros(0), *found]))
+    found = {id(series.x): series.x for chart in curves.charts for series in chart.series}  # most share theirs
+    x = np.unique(np.concatenate([np.zeros(0), *found.values()]))
+    x = x[np.isfinite(x)]
     if len(x) <= most:
         return x, x
     starts = np.linspace(x[0], x[-1], most, endpoint=False)
