@@ -17,6 +17,9 @@ from threading import BoundedSemaphore
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from launch.runtime.logs import get_logger
+
+log = get_logger(__name__)
 MOST_CONNECTIONS = 64  # at once; more are closed unheard
 PATIENCE_S = 20.0  # for a client that does not finish its request, or does not take the answer
 LONGEST_QUERY = 1024
@@ -47,6 +50,7 @@ class RunServer(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, routes: Mapping[str, Route]) -> None:
         """Binds to `host`; port 0 takes a free one. Raises OSError where that is not possible."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.logged = ""  # the last error
         self.routes, self.token = dict(routes), secrets.token_urlsafe(24)
         self._is_local, self._names = is_loopback(host), {host.lower(), *_own_names(host)}
         self._room = BoundedSemaphore(MOST_CONNECTIONS)
@@ -118,6 +122,12 @@ class _RequestHandler(BaseHTTPRequestHandler):
             self._say(HTTPStatus.BAD_REQUEST, str(error))
         except OSError as error:
             self._say(HTTPStatus.SERVICE_UNAVAILABLE, f"the run cannot be read: {error.strerror or error}")
+        except Exception as error:  # whatever is in the run's files: the next look may find others
+            sentence = f"the page of this run cannot be made: {type(error).__name__}: {error}"
+            if sentence != self.server.logged:  # browsers ask again and again
+                log.error(sentence)
+            self.server.logged = sentence
+            self._say(HTTPStatus.INTERNAL_SERVER_ERROR, sentence)
         else:
             self._send(HTTPStatus.OK, kind, body, headers)
 
