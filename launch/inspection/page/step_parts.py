@@ -28,7 +28,7 @@ LEFT, RIGHT, TOP, BOTTOM = 62.0, 944.0, 12.0, 232.0
 MOST_BUCKETS = 80
 LEAST_SHARE = 0.005  # of the run's time, below which a part is drawn with the rest
 REST = "other"
-STAGE_LEFT, STAGE_RIGHT, ROW = 82.0, 850.0, 26.0
+STAGE_LEFT, STAGE_RIGHT = 82.0, 850.0
 MOST_STAGES = 64
 COLOURS = {
     "data": "fill-10",
@@ -144,20 +144,21 @@ def stacked_bars(id_: str, stages: Mapping[int, Mapping[str, float]], names: Seq
     """Draws one bar a stage, from 0 on, with the seconds of its parts beside each other."""
     longest = max(sum(parts.values()) for parts in stages.values())
     scale = AxisScale(0.0, longest, STAGE_LEFT, STAGE_RIGHT)
-    bottom = 8 + ROW * len(stages)
+    height = 26.0 if len(stages) <= 16 else 17.0  # of a row
+    bottom = 8 + height * len(stages)
     drawn: list[Child] = [
         horizontal_axis(
             scale, 4, bottom, {tick: seconds(tick) if tick else "0" for tick in scale.ticks(6)}, "time of a step"
         )
     ]
     for row, (stage, parts) in enumerate(stages.items()):
-        y, before, wall = 8 + ROW * row, 0.0, sum(parts.values())
-        drawn.append(label(STAGE_LEFT - 10, y + 15, f"stage {stage}", "legend", "end"))
+        y, before, wall = 8 + height * row, 0.0, sum(parts.values())
+        drawn.append(label(STAGE_LEFT - 10, y + height / 2 + 3, f"stage {stage}", "legend", "end"))
         for name in names:
             if (value := parts[name]) > 0:
                 x, end = scale(before), scale(before + value)
                 title = f"stage {stage}: {PARTS[name]} {seconds(value)}, {percent(value / wall)}"
-                drawn.append(bar(x, y, end - x, ROW - 6, title, id=f"stage-{stage}-{name}", class_=COLOURS[name]))
+                drawn.append(bar(x, y, end - x, height - 4, title, id=f"stage-{stage}-{name}", class_=COLOURS[name]))
                 before += value
-        drawn.append(label(WIDTH, y + 15, seconds(wall), "value", "end"))
+        drawn.append(label(WIDTH, y + height / 2 + 3, seconds(wall), "value", "end"))
     return drawing(id_, "Seconds of each part of a step, by pipeline stage", WIDTH, bottom + 46, drawn)
