@@ -6,7 +6,7 @@ const megalite = (() => {
   const groups = new Map();  // id of a group -> its numbers
   const HEIGHT = 216;
   const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const compact = new Intl.NumberFormat("en", {notation: "compact", maximumSignificantDigits: 4});
+  const compact = new Intl.NumberFormat("en", {notation: "compact", maximumSignificantDigits: 6});
   const exact = new Intl.NumberFormat("en", {maximumSignificantDigits: 5});
   const known = (format, value) => value === null || value === undefined ? "" : format.format(value);
 

@@ -19,6 +19,7 @@ from megalite.planner.units import percent, plural, seconds
 WIDTH, LEFT, RIGHT, TOP = 960.0, 136.0, 950.0, 6.0
 MOST_ROWS = 64
 MOST_BOXES = 480
+MOST_STRIPS = 800  # of a kind
 LEAST_WIDTH = 0.3  # of a box that is drawn
 ROOM_FOR_DIGIT, AROUND_NUMBER = 6.4, 4.0
 
@@ -91,7 +92,7 @@ def _drawing(
         y = TOP + height * row
         place = f"stage {timeline.owner.stage} rank {rank}"
         drawn.append(label(LEFT - 8, y + height / 2 + 4, place, "tick", "end"))
-        drawn += _boxes(rank, timeline, scale, y + 1, height - 2, threshold, on_the_way[rank])
+        drawn += _boxes(rank, timeline, scale, y + 1, height - 2, threshold, on_the_way[rank], MOST_STRIPS // len(rows))
     return drawing("timeline-drawing", f"Step {step} on {plural(len(rows), 'rank')}", WIDTH, bottom + 46, drawn)
 
 
@@ -103,7 +104,9 @@ def _boxes(
     height: float,
     threshold: float,
     on_the_way: Mapping[float, float],
+    most: int,
 ) -> list[Element]:
+    """Draws a rank's row, with at most `most` strips of collectives and of transfers."""
     drawn, covered, moving = [], [], []
     for index, span in enumerate(timeline.spans()):
         x, end = scale(span.start), scale(span.end)
@@ -124,8 +127,8 @@ def _boxes(
         if part in HOLDS_COLLECTIVES and span.note.phase is Phase.STEP:
             covered.append((span.start, span.end))
     paths = {
-        "pipeline_transfer": _path(moving, y, height),
-        "tensor_collectives": _path(_within(timeline, covered, scale), y + height * 0.7, height * 0.3),
+        "pipeline_transfer": _path(moving, y, height, most),
+        "tensor_collectives": _path(_within(timeline, covered, scale), y + height * 0.7, height * 0.3, most),
     }
     return [*drawn, *(element("path", d=path, class_=COLOURS[part]) for part, path in paths.items() if path)]
 
@@ -137,7 +140,7 @@ def _name(span: TimedNote, part: str) -> str:
 
 
 def _within(timeline: RankTimeline, covered: list[tuple[float, float]], scale: AxisScale) -> list[tuple[float, float]]:
-    """Returns where the collectives inside computation are drawn; those without a gap become one."""
+    """Returns from where to where the collectives inside computation are drawn."""
     pieces: list[tuple[float, float]] = []
     index = 0
     for each in sorted(timeline.collectives):
@@ -145,17 +148,28 @@ def _within(timeline: RankTimeline, covered: list[tuple[float, float]], scale: A
             index += 1
         if index == len(covered) or each.began < covered[index][0]:
             continue
-        x, end = scale(each.began), scale(min(each.began + each.seconds, covered[index][1]))
-        if pieces and x - pieces[-1][1] < LEAST_WIDTH:
-            pieces[-1] = (pieces[-1][0], end)
-        else:
-            pieces.append((x, end))
+        pieces.append((scale(each.began), scale(min(each.began + each.seconds, covered[index][1]))))
     return pieces
 
 
-def _path(pieces: list[tuple[float, float]], y: float, height: float) -> str:
+def joined(pieces: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """Returns at most `most` pieces: those with the smallest gaps between them become one."""
+    gap = LEAST_WIDTH
+    while True:
+        found: list[tuple[float, float]] = []
+        for x, end in pieces:
+            if found and x - found[-1][1] < gap:
+                found[-1] = (found[-1][0], max(end, found[-1][1]))
+            else:
+                found.append((x, end))
+        if len(found) <= max(1, most):
+            return found
+        gap *= 1.5
+
+
+def _path(pieces: list[tuple[float, float]], y: float, height: float, most: int) -> str:
     """Returns the path of boxes of one height."""
-    wide = [(x, end) for x, end in pieces if end - x > LEAST_WIDTH]
+    wide = [(x, end) for x, end in joined(pieces, most) if end - x > LEAST_WIDTH]
     return "".join(f"M{x:.1f} {y:.1f}h{end - x:.1f}v{height:.1f}h{x - end:.1f}z" for x, end in wide)
 
 
@@ -169,9 +183,10 @@ def _caption(
     sentences = [
         f"All that each rank did from the record of step {step - 1:,} to that of step {step:,} "
         f"({sizes}, {micro_batches}{schedule}); numbers are micro-batches, strips at the lower edge of a box are "
-        "collectives inside it. A rank in a message waits for its neighbour, and from when "
-        "both are in it, for the transfer."
+        "collectives inside it, close ones as one."
     ]
+    if schedule:
+        sentences.append("A rank in a message waits for its neighbour, and from when both are in it, for the transfer.")
     if len(shown) < len(timelines):
         sentences.append(f"Of {len(timelines):,} ranks one of each stage is drawn.")
     if threshold > LEAST_WIDTH:

@@ -29,7 +29,7 @@ LEFT, RIGHT, TOP, BOTTOM = 62.0, 944.0, 12.0, 232.0
 MOST_BUCKETS = 80
 LEAST_SHARE = 0.005  # of the run's time, below which a part is drawn with the rest
 REST = "other"
-STAGE_LEFT, STAGE_RIGHT, ROW = 82.0, 850.0, 26.0
+STAGE_LEFT, STAGE_RIGHT = 82.0, 850.0
 LONGEST_LABEL, LETTER = 28, 7.4  # characters of a row's name, and pixels of one
 MOST_STAGES = 64
 COLOURS = {
@@ -151,22 +151,23 @@ def stacked_bars(id_: str, rows: Mapping[str, Mapping[str, float]], names: Seque
     longest = max(sum(parts.values()) for parts in rows.values())
     left = max(STAGE_LEFT, 14 + LETTER * min(LONGEST_LABEL, max(map(len, rows))))
     scale = AxisScale(0.0, longest, left, STAGE_RIGHT)
-    bottom = 8 + ROW * len(rows)
+    height = 26.0 if len(rows) <= 16 else 17.0  # of a row
+    bottom = 8 + height * len(rows)
     drawn: list[Child] = [
         horizontal_axis(
             scale, 4, bottom, {tick: seconds(tick) if tick else "0" for tick in scale.ticks(6)}, "time of a step"
         )
     ]
     for row, (title_of_row, parts) in enumerate(rows.items()):
-        y, before, wall = 8 + ROW * row, 0.0, sum(parts.values())
-        drawn.append(label(left - 10, y + 15, title_of_row[:LONGEST_LABEL], "legend", "end"))
+        y, before, wall = 8 + height * row, 0.0, sum(parts.values())
+        drawn.append(label(left - 10, y + height / 2 + 3, title_of_row[:LONGEST_LABEL], "legend", "end"))
         for name in names:
             if (value := parts[name]) > 0:
                 x, end = scale(before), scale(before + value)
                 title = f"{title_of_row}: {PARTS[name]} {seconds(value)}, {percent(value / wall)}"
                 drawn.append(
-                    bar(x, y, end - x, ROW - 6, title, id=f"{slug(title_of_row)}-{name}", class_=COLOURS[name])
+                    bar(x, y, end - x, height - 4, title, id=f"{slug(title_of_row)}-{name}", class_=COLOURS[name])
                 )
                 before += value
-        drawn.append(label(WIDTH, y + 15, seconds(wall), "value", "end"))
+        drawn.append(label(WIDTH, y + height / 2 + 3, seconds(wall), "value", "end"))
     return drawing(id_, f"Seconds of each part of a step, {what}", WIDTH, bottom + 46, drawn)

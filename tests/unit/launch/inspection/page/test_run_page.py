@@ -13,6 +13,7 @@ import pytest
 from launch.cli.app import main
 from launch.inspection.history import RunHistory
 from launch.inspection.page.findings import RunFindings
+from launch.inspection.page.ranks_timeline import joined
 from launch.inspection.page.run_page import write_run_page
 from launch.inspection.page.tables import hide_arguments, settings_section
 from launch.inspection.status import read_status
@@ -199,6 +200,14 @@ def test_a_long_run_on_a_thousand_ranks_fits(tmp_path: Path) -> None:
     assert len(set(re.findall(r'id="box-(\d+)-', source))) == 8
     assert "Of 1,024 ranks the fullest one of each stage is drawn" in source
     assert not any(word in source for word in ("<link", "<img", " src=", " href=", "url(", "@import"))
+
+
+def test_strips_of_many_collectives_stay_few_and_where_they_are() -> None:
+    """80 layers of 32 micro-batches have 20,000 collectives: drawn one by one they would be megabytes."""
+    pieces = [(float(place), place + 0.4) for place in range(500)] + [(900.0, 910.0)]
+    found = joined(pieces, 20)
+    assert len(found) <= 20 and found[0][0] == 0.0 and found[-1] == (900.0, 910.0)
+    assert joined(pieces, 1000) == pieces
 
 
 def remove(*names: str) -> Callable[[Path], None]:
