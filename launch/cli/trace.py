@@ -70,8 +70,9 @@ def _range(text: str) -> tuple[int, int]:
 
 def _explain(run_dir: Path, step: int, as_json: bool) -> None:
     from launch.inspection import why
+    from launch.inspection.timelines import read_kept_step
 
-    found = why.explain_step(run_dir, step)
+    found = why.explain_step(run_dir, read_kept_step(run_dir, step))
     for sentence in found.problems:
         log.warning(sentence)
     if as_json:

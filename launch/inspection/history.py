@@ -72,7 +72,7 @@ class RunHistory:
     def parts_s(self) -> dict[str, Column]:
         """Seconds of each part of the step, in the order of `PARTS`; empty for a run that did not record them."""
         names = [name for name in PARTS if self.has(PARTS_PREFIX + name)]
-        return {name: np.nan_to_num(self.columns[PARTS_PREFIX + name]) for name in names}
+        return {name: np.nan_to_num(self.columns[PARTS_PREFIX + name]).clip(min=0.0) for name in names}
 
     @cached_property
     def wall_s(self) -> Column:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launch.inspection.files import RECEIPT, Facts, RunFiles, number
-from launch.inspection.timelines import read_kept_step
+from launch.inspection.timelines import KeptStep
 from launch.output import Table
 from launch.planning.report.waterfall_figure import REMEDIES
 from megalite.checkpoint.manifest import printable
@@ -79,9 +79,8 @@ class StepExplanation:
         return beside_prediction(self.predicted_s, self.parts_s)
 
 
-def explain_step(run_dir: Path, step: int) -> StepExplanation:
-    """Reads the timelines and the receipt of a run. Raises LaunchError where no timeline can be read."""
-    kept = read_kept_step(run_dir, step)
+def explain_step(run_dir: Path, kept: KeptStep) -> StepExplanation:
+    """Reads the receipt of a run beside the timelines of a step. Raises OSError where its events cannot be read."""
     timelines, owner, problems = kept.aligned.timelines, kept.aligned.first.owner, list(kept.problems)
     pipeline = None
     try:
@@ -94,7 +93,9 @@ def explain_step(run_dir: Path, step: int) -> StepExplanation:
     if pipeline is not None and files.config is not None:
         faster = _faster(pipeline, files.config, owner.data_parallel_size)
     predicted_s = _predicted(run_dir, files.receipt, owner, problems)
-    return StepExplanation(run_dir, step, owner, pipeline, faster, mean_parts(timelines), predicted_s, tuple(problems))
+    return StepExplanation(
+        run_dir, kept.step, owner, pipeline, faster, mean_parts(timelines), predicted_s, tuple(problems)
+    )
 
 
 def _faster(pipeline: WhatIf, config: Config, replicas: int) -> FasterSchedule | None:
@@ -167,7 +168,7 @@ def sentences(found: StepExplanation) -> Iterator[str]:
     owner, pipeline, wall_s = found.owner, found.pipeline, found.wall_s
     sizes = f"tp{owner.tensor_parallel_size} pp{owner.pipeline_parallel_size} dp{owner.data_parallel_size}"
     schedule = f", {owner.schedule}" if owner.pipeline_parallel_size > 1 else ""
-    batches = plural(owner.micro_batches, "micro-batch").replace("batchs", "batches")
+    batches = "1 micro-batch" if owner.micro_batches == 1 else f"{owner.micro_batches:,} micro-batches"
     yield f"step {found.step} of {printable(str(found.run_dir))}: {sizes}{schedule}, {batches}, {seconds(wall_s)}"
     if pipeline is None:
         shown = {part: value for part, value in found.parts_s.items() if value >= SHOWN * wall_s and part != REST}

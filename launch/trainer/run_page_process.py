@@ -18,15 +18,24 @@ LONGEST_REASON = 300  # characters
 
 
 class RunPageProcess(Observer):
-    """Writes the page at the end, also after a crash; on rank 0."""
+    """Writes the page when training has ended as it should; on rank 0.
+
+    After a crash it does not: the page would say that the run goes on, because its process still lives, and would delay
+    a restart.
+    """
 
     name = "report.html"
 
     def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
+        self._run_dir, self._has_ended = run_dir, False
+
+    def on_end(self, ending: str, *, save_blocked_s: float = 0.0) -> None:
+        self._has_ended = True
 
     def close(self) -> None:
         """Raises RuntimeError, or TimeoutError after AT_MOST_S."""
+        if not self._has_ended:
+            return
         command = ["report", str(self._run_dir)]
         try:
             done = subprocess.run(

@@ -85,9 +85,9 @@ class RunFindings:
 
     @cached_property
     def stages(self) -> dict[int, dict[str, float]]:
-        """Seconds of each part of a step by pipeline stage, the mean over the last `RECENT` lines of steps.jsonl."""
+        """Seconds of each part of a step by pipeline stage, the mean over `recent_breakdowns`."""
         sums: dict[int, dict[str, float]] = {}
-        lines = self.history.breakdowns[-RECENT:]
+        lines = self.recent_breakdowns
         for line in lines:
             for stage in line["stages"]:
                 place, mean_s = (stage.get("stage"), stage.get("mean_s")) if isinstance(stage, dict) else (None, None)
@@ -96,6 +96,17 @@ class RunFindings:
                     for name in PARTS:
                         of_stage[name] += max(0.0, number(mean_s.get(name)) or 0.0)
         return {stage: {name: s / len(lines) for name, s in parts.items()} for stage, parts in sorted(sums.items())}
+
+    @cached_property
+    def recent_breakdowns(self) -> Sequence[Facts]:
+        """The last lines of steps.jsonl, at most RECENT, that have as many stages as the last one: a resumed run may
+        have cut the model in another way before."""
+        found: list[Facts] = []
+        for line in reversed(self.history.breakdowns[-RECENT:]):
+            if found and len(line["stages"]) != len(found[0]["stages"]):
+                break
+            found.append(line)
+        return found[::-1]
 
     @property
     def last_breakdown(self) -> Sequence[Facts]:
@@ -114,7 +125,8 @@ def _timeline(run_dir: Path, step: int) -> tuple[KeptStep, StepExplanation]:
     size = sum(path.stat().st_size for path in step_folder(run_dir, step).glob("rank_*.jsonl"))
     if size > LARGEST_TIMELINES:
         raise LaunchError(f"the timelines of step {step} are too large to be drawn: `megalite trace` reads them")
-    return read_kept_step(run_dir, step), explain_step(run_dir, step)
+    kept = read_kept_step(run_dir, step)
+    return kept, explain_step(run_dir, kept)
 
 
 def _usual_step(history: RunHistory) -> int:

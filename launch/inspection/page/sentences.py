@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import numpy as np
+
 from launch.inspection.files import number
 from launch.inspection.page.findings import RunFindings, numbers_at, value_at
 from launch.inspection.why import advice
@@ -58,7 +60,10 @@ def _slow_ranks(found: RunFindings) -> Iterator[str]:
         yield printable(sentence) if isinstance(sentence, str) else f"Rank {event.get('rank')} is slow."
     mesh = found.mesh
     has_peers = mesh is not None and mesh.world_size > mesh.pipeline_parallel_size
-    if not slow and found.parts_s and has_peers and len(found.history.steps) >= IN_A_ROW * WINDOW:
+    session = found.history.files.session  # in which ranks are compared anew
+    resumed_at = (number(session[0].get("step")) if session else None) or 0.0
+    compared = int(np.count_nonzero(found.history.steps > resumed_at))
+    if not slow and found.parts_s and has_peers and compared >= IN_A_ROW * WINDOW:
         yield "No rank is slower than the others of its stage."
 
 

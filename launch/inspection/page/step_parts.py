@@ -8,7 +8,7 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from launch.inspection.page.curves import count_text
-from launch.inspection.page.findings import RECENT, RunFindings
+from launch.inspection.page.findings import RunFindings
 from launch.inspection.page.sections import PageSection, keys, number_table
 from launch.planning.report.svg import (
     AxisScale,
@@ -137,7 +137,7 @@ def stages_section(found: RunFindings) -> PageSection:
         [PARTS[name], *(seconds(parts[name]) for parts in stages.values())]
         for name in sorted(names, key=lambda name: -sum(parts[name] for parts in stages.values()))
     ]
-    lines = found.history.breakdowns[-RECENT:]
+    lines = found.recent_breakdowns
     first, last = lines[0].get("step"), lines[-1].get("step")
     caption = f"Seconds of a step, mean over the ranks of a stage, steps {first} to {last}."
     if len(found.stages) > len(stages):

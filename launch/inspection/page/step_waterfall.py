@@ -26,6 +26,8 @@ def waterfall_section(found: RunFindings) -> PageSection:
     pipeline = explanation.pipeline
     if pipeline is None:
         caption = "The model is not cut into stages, so there is no pipeline to take apart: the parts above are all."
+        if explanation.owner.pipeline_parallel_size > 1:
+            caption = "The pipeline of this step cannot be taken apart; the list at the top says why."
         return PageSection("what-if", title, caption)
     caption = (
         f"Step {pipeline.step:,}, from the first pass of a micro-batch on any rank to the end of the last one, beside "

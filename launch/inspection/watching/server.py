@@ -10,7 +10,9 @@ import ipaddress
 import json
 import secrets
 import socket
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import BoundedSemaphore
@@ -22,6 +24,7 @@ from launch.runtime.logs import get_logger
 log = get_logger(__name__)
 MOST_CONNECTIONS = 64  # at once; more are closed unheard
 PATIENCE_S = 20.0  # for a client that does not finish its request, or does not take the answer
+LONGEST_S = 120.0  # of a connection, also where a byte comes now and then
 LONGEST_QUERY = 1024
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TEXT, HTML, JSON = "text/plain; charset=utf-8", "text/html; charset=utf-8", "application/json"
@@ -54,6 +57,7 @@ class RunServer(ThreadingHTTPServer):
         self.routes, self.token = dict(routes), secrets.token_urlsafe(24)
         self._is_local, self._names = is_loopback(host), {host.lower(), *_own_names(host)}
         self._room = BoundedSemaphore(MOST_CONNECTIONS)
+        self._ends: dict[Any, float] = {}  # by connection: when it has to be over, time.monotonic
         super().__init__((host, port), _RequestHandler)
 
     def server_bind(self) -> None:
@@ -76,13 +80,22 @@ class RunServer(ThreadingHTTPServer):
         if not self._room.acquire(blocking=False):
             self.shutdown_request(request)
             return
+        self._ends[request] = time.monotonic() + LONGEST_S
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self._ends.pop(request, None)
             self._room.release()
+
+    def service_actions(self) -> None:
+        """Ends connections that last too long; is called between two connections, and when none comes."""
+        now = time.monotonic()
+        for request in [request for request, end_s in list(self._ends.items()) if end_s < now]:
+            with suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says nothing of a client that has gone away or sends nonsense."""
@@ -123,10 +136,10 @@ class _RequestHandler(BaseHTTPRequestHandler):
         except OSError as error:
             self._say(HTTPStatus.SERVICE_UNAVAILABLE, f"the run cannot be read: {error.strerror or error}")
         except Exception as error:  # whatever is in the run's files: the next look may find others
-            sentence = f"the page of this run cannot be made: {type(error).__name__}: {error}"
-            if sentence != self.server.logged:  # browsers ask again and again
-                log.error(sentence)
-            self.server.logged = sentence
+            sentence = f"the page cannot be made: {type(error).__name__}"
+            if (logged := f"{sentence}: {error}") != self.server.logged:  # browsers ask again and again
+                log.error(logged)
+            self.server.logged = logged
             self._say(HTTPStatus.INTERNAL_SERVER_ERROR, sentence)
         else:
             self._send(HTTPStatus.OK, kind, body, headers)

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from megalite.monitor.prometheus.families import OF_GPUS, OF_THE_RUN, Labels, Se
 from megalite.monitor.prometheus.host import HostMetrics
 from megalite.monitor.prometheus.totals import SHOWN, RunTotals, keep_shown
 from megalite.monitor.steps.breakdown import StepBreakdown
-from megalite.monitor.steps.slow_ranks import WINDOW
+from megalite.monitor.steps.slow_ranks import WINDOW, relative_speeds
 from megalite.planner.units import MIB
 
 if TYPE_CHECKING:
@@ -145,16 +144,15 @@ def _facts(config: Config, layout: ResolvedLayout) -> tuple[str, ...]:
 
 
 def _of_ranks(breakdowns: tuple[StepBreakdown, ...]) -> dict[str, Series]:
-    """Returns the series of each rank; a rank that has recorded no work has no speed."""
+    """Returns the series of each rank; one that has recorded no work, or is alone in its stage, has no speed."""
     ranks = breakdowns[-1].ranks
     labels = [
         (str(rank), str(stage), host) for rank, (stage, host) in enumerate(zip(ranks.stages, ranks.hosts, strict=True))
     ]
     own = np.sum([seconds for one in breakdowns for seconds in one.own_s.values()], axis=0)
-    usual = {stage: median(own[np.asarray(ranks.stages) == stage].tolist()) for stage in {*ranks.stages}}
     return {
         "megalite_memory_peak_bytes": {key: mib * MIB for key, mib in zip(labels, ranks.memory_peak_mib, strict=True)},
         "megalite_rank_relative_speed_ratio": {
-            key: usual[int(key[1])] / seconds for key, seconds in zip(labels, own.tolist(), strict=True) if seconds > 0
+            labels[rank]: speed for rank, speed in relative_speeds(own, ranks.stages).items()
         },
     }

@@ -100,7 +100,7 @@ OF_THE_RUN = (
     MetricFamily(
         "megalite_rank_relative_speed_ratio",
         "gauge",
-        "Median time of own work of the ranks of a stage over that of this rank, in the last 50 steps or more.",
+        "Median time of own work of the other ranks of the stage over that of this rank, in the last 50 steps or more.",
         _RANK,
     ),
 )

@@ -116,6 +116,6 @@ def part_of_collective(collective: Collective) -> str:
 
 
 def communication_share(seconds: dict[str, float]) -> float:
-    """Returns the share of a step's wall time that went into communication."""
+    """Returns the share of a step's wall time that went into communication; parts may be missing."""
     wall = sum(seconds.values())
-    return sum(seconds[part] for part in COMMUNICATION) / wall if wall > 0 else 0.0
+    return sum(seconds.get(part, 0.0) for part in COMMUNICATION) / wall if wall > 0 else 0.0

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+import numpy as np
+
 from megalite.monitor.steps.parts import OWN_WORK
 
 WINDOW = 50  # steps over which own times are summed
@@ -45,10 +47,6 @@ class SlowRanks:
     def __init__(self, stages: Sequence[int], hosts: Sequence[str]) -> None:
         """Both by rank."""
         self._stages, self._hosts = stages, hosts
-        self._others = [
-            [other for other in range(len(stages)) if other != rank and stages[other] == stage]
-            for rank, stage in enumerate(stages)
-        ]
         self._steps = 0
         self._seconds = {part: [0.0] * len(stages) for part in OWN_WORK}
         self._slow_windows = [0] * len(stages)
@@ -61,26 +59,44 @@ class SlowRanks:
                 sums[rank] += value
         if self._steps < WINDOW:
             return []
-        changes = [change for rank in range(len(self._stages)) if (change := self._judge(rank)) is not None]
+        own = [sum(of_parts) for of_parts in zip(*self._seconds.values(), strict=True)]
+        speeds = relative_speeds(own, self._stages)
+        changes = [change for rank, speed in speeds.items() if (change := self._judge(rank, speed, own)) is not None]
         self._steps = 0
         for sums in self._seconds.values():
             sums[:] = [0.0] * len(sums)
         return changes
 
-    def _judge(self, rank: int) -> SlowRank | None:
-        own = [sum(sums[each] for sums in self._seconds.values()) for each in range(len(self._stages))]
-        others = [other for other in self._others[rank] if own[other] > 0]  # the rest failed to record their steps
-        if not others or own[rank] <= 0:
-            return None
-        speed = median(own[other] for other in others) / own[rank]
+    def _judge(self, rank: int, speed: float, own: Sequence[float]) -> SlowRank | None:
         was_slow = self._slow_windows[rank] >= IN_A_ROW
         self._slow_windows[rank] = self._slow_windows[rank] + 1 if speed < SLOW else 0
         is_slow = self._slow_windows[rank] >= IN_A_ROW
         if is_slow == was_slow:
             return None
+        stage = self._stages[rank]
+        others = [each for each, there in enumerate(self._stages) if there == stage and each != rank and own[each] > 0]
         behind = {
             part: sums[rank] / max(median(sums[other] for other in others), 1e-9)
             for part, sums in self._seconds.items()
         }
         part = max(behind, key=lambda name: behind[name])
-        return SlowRank(rank, self._stages[rank], self._hosts[rank], part, round(speed, 4), is_over=not is_slow)
+        return SlowRank(rank, stage, self._hosts[rank], part, round(speed, 4), is_over=not is_slow)
+
+
+def relative_speeds(own_s: Sequence[float], stages: Sequence[int]) -> dict[int, float]:
+    """Returns the speed of ranks by their own times; 1 is that of the median of the other ranks of a stage.
+
+    A rank without others, and one without a time, which failed to record its steps, has none. Thousands of ranks take
+    milliseconds: each stage is sorted once.
+    """
+    own, where = np.asarray(own_s), np.asarray(stages)
+    speeds: dict[int, float] = {}
+    for stage in np.unique(where):
+        ranks = np.flatnonzero((where == stage) & (own > 0))
+        ranks = ranks[np.argsort(own[ranks], kind="stable")]
+        times, others = own[ranks].tolist(), len(ranks) - 1
+        for place, rank in enumerate(ranks.tolist() if others > 0 else []):
+            low, high = ((others - 1) // 2, others // 2)  # of the others, which lack `place`
+            usual = (times[low + (low >= place)] + times[high + (high >= place)]) / 2
+            speeds[rank] = usual / times[place]
+    return dict(sorted(speeds.items()))

@@ -334,13 +334,16 @@ def test_mistakes_are_one_sentence(
 
 def test_the_end_of_a_run_writes_its_page_or_says_in_a_sentence_why_not(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
-    RunPageProcess(tmp_path / "run").close()
-    page = tmp_path / "run" / "report.html"
+    process, page = RunPageProcess(tmp_path / "run"), tmp_path / "run" / "report.html"
+    process.close()
+    assert not page.exists(), "after a crash its state would be that of a run that goes on"
+    process.on_end("ended")
+    process.close()
     assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     page.unlink()
     page.symlink_to(tmp_path / "victim")
     with pytest.raises(RuntimeError, match=r"report\.html is a symbolic link"):
-        RunPageProcess(tmp_path / "run").close()
+        process.close()
     assert not (tmp_path / "victim").exists()
 
 

@@ -25,13 +25,13 @@ def broken(query: Mapping[str, str]) -> Answer:
     raise FileNotFoundError(2, "its folder is gone", "/secret/place")
 
 
-def failing(query: Mapping[str, str]) -> Answer:
-    raise TypeError("a text where a number belongs")
+def faulty(query: Mapping[str, str]) -> Answer:
+    raise KeyError("/secret/place")
 
 
 @contextmanager
 def served(host: str = "127.0.0.1") -> Iterator[RunServer]:
-    with RunServer(host, 0, {"/": page, "/broken": broken, "/failing": failing}) as server:
+    with RunServer(host, 0, {"/": page, "/broken": broken, "/faulty": faulty}) as server:
         thread = Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:
@@ -103,8 +103,8 @@ def test_other_answers_say_what_is_wrong_and_no_more(server: RunServer) -> None:
     assert ask(server, f"/?token={server.token}&from=-1")[:2] == (400, "that is no place in a file\n")
     status, body, headers = ask(server, f"/broken?token={server.token}")
     assert (status, body) == (503, "the run cannot be read: its folder is gone\n") and "default-src" in str(headers)
-    status, body, _ = ask(server, f"/failing?token={server.token}")
-    assert status == 500 and body == "the page of this run cannot be made: TypeError: a text where a number belongs\n"
+    faulty_answer = ask(server, f"/faulty?token={server.token}")
+    assert faulty_answer[:2] == (500, "the page cannot be made: KeyError\n"), "no answer looks as if nobody were there"
     for method in ("POST", "PUT", "DELETE", "OPTIONS"):
         assert ask(server, f"/?token={server.token}", method=method)[0] == 501
     with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as client:
@@ -129,6 +129,23 @@ def test_connections_have_an_end_and_a_limit(monkeypatch: pytest.MonkeyPatch) ->
         assert ask(server, f"/?token={server.token}")[0] == 200
         for client in idle:
             client.close()
+
+
+def test_a_client_that_sends_a_byte_now_and_then_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte begins the time of the socket anew: MOST_CONNECTIONS such clients would keep everybody else out."""
+    monkeypatch.setattr(server_module, "LONGEST_S", 0.2)
+    with served() as server, socket.create_connection(("127.0.0.1", server.server_port), timeout=0.05) as client:
+        client.sendall(b"GET / HTTP/1.0\r\nX: ")
+        for _ in range(400):  # 20 s, the patience with a silent one
+            try:
+                client.sendall(b"x")
+                if client.recv(1) == b"":
+                    return
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                return
+        pytest.fail("the server still listens to it")
 
 
 def test_each_start_has_a_token_of_its_own() -> None:
