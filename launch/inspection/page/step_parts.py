@@ -25,11 +25,11 @@ from megalite.planner.units import percent, seconds
 
 WIDTH = 960.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 944.0, 12.0, 232.0
-MOST_BUCKETS = 80
+MOST_BUCKETS = 64
 LEAST_SHARE = 0.005  # of the run's time, below which a part is drawn with the rest
 REST = "other"
 STAGE_LEFT, STAGE_RIGHT = 82.0, 850.0
-MOST_STAGES = 64
+MOST_STAGES = 12
 COLOURS = {
     "data": "fill-10",
     "collate_to_device": "fill-10",
@@ -122,7 +122,8 @@ def _area(x: np.ndarray, heights: Mapping[str, np.ndarray]) -> Element:
 
 def stages_section(found: RunFindings) -> PageSection:
     """Draws the parts of a step of each pipeline stage, mean over its ranks."""
-    stages = dict(list(found.stages.items())[:MOST_STAGES])
+    every = max(1, -(-len(found.stages) // MOST_STAGES))
+    stages = dict(list(found.stages.items())[::every])
     if not any(sum(parts.values()) for parts in stages.values()):
         return PageSection("stages", "Parts by pipeline stage", "No line of steps.jsonl says what stages did.")
     names = [name for name in PARTS if any(parts[name] for parts in stages.values())]
@@ -135,7 +136,7 @@ def stages_section(found: RunFindings) -> PageSection:
     first, last = lines[0].get("step"), lines[-1].get("step")
     caption = f"Seconds of a step, mean over the ranks of a stage, steps {first} to {last}."
     if len(found.stages) > len(stages):
-        caption += f" Of {len(found.stages)} stages {len(stages)} are drawn."
+        caption += f" Of {len(found.stages)} stages {len(stages)} are drawn, at even distances."
     table = number_table(["part", *(f"stage {stage}" for stage in stages)], rows, words=[0])
     return PageSection("stages", "Parts by pipeline stage", caption, figure, table)
 
@@ -144,7 +145,7 @@ def stacked_bars(id_: str, stages: Mapping[int, Mapping[str, float]], names: Seq
     """Draws one bar a stage, from 0 on, with the seconds of its parts beside each other."""
     longest = max(sum(parts.values()) for parts in stages.values())
     scale = AxisScale(0.0, longest, STAGE_LEFT, STAGE_RIGHT)
-    height = 26.0 if len(stages) <= 16 else 17.0  # of a row
+    height = 26.0
     bottom = 8 + height * len(stages)
     drawn: list[Child] = [
         horizontal_axis(
