@@ -251,6 +251,22 @@ def progress_bar(*, is_shown: bool = True, is_bytes: bool = False) -> Iterator[C
         yield report
 
 
+@contextmanager
+def changing_lines() -> Iterator[Callable[[Sequence[Sequence[Cell]]], None]]:
+    """Yields a function that shows lines of cells in the place of those before; the last ones stay. For a terminal."""
+    from rich.live import Live
+    from rich.text import Text
+
+    to = console()
+
+    def text_of(line: Sequence[Cell]) -> Text:
+        cells = [(visible(cell), "") if isinstance(cell, str) else (visible(cell.text), cell.style) for cell in line]
+        return Text.assemble(*cells, no_wrap=True, overflow="ellipsis")
+
+    with Live(console=to, auto_refresh=False) as live:
+        yield lambda lines: live.update(Text("\n").join(map(text_of, lines)), refresh=True)
+
+
 def write_file(path: Path, content: str | bytes) -> None:
     """Writes the whole file or nothing. Raises LaunchError where `path` cannot be written."""
     data = content.encode() if isinstance(content, str) else content

@@ -18,6 +18,7 @@ import typer
 from typer.exceptions import TyperException
 
 from launch.cli.checkpoint import checkpoint_app
+from launch.cli.compare import compare
 from launch.cli.config import config_app
 from launch.cli.convert import export, import_
 from launch.cli.doctor import doctor
@@ -47,6 +48,7 @@ from launch.cli.slurm import slurm
 from launch.cli.trace import trace
 from launch.cli.verbosity import CommandsWithVerbosity
 from launch.cli.version import show_version
+from launch.cli.watch import watch
 from launch.errors import (
     FAILED_CODE,
     INTERRUPTED_CODE,
@@ -108,7 +110,24 @@ app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(plan_app, name="plan")
 app.command("import")(import_)
-for command in (export, generate, evaluate, k8s, launch, doctor, slurm, place, prepare, ray, status, trace, report, ls):
+for command in (
+    export,
+    generate,
+    evaluate,
+    k8s,
+    launch,
+    doctor,
+    slurm,
+    place,
+    prepare,
+    ray,
+    status,
+    trace,
+    report,
+    ls,
+    compare,
+    watch,
+):
     app.command()(command)
 
 

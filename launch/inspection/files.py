@@ -69,6 +69,17 @@ class RunFiles:
         return [record for record in self.records if time_of(record) >= began]
 
     @property
+    def slow_ranks(self) -> Sequence[Facts]:
+        """The events of ranks that have become slow in the last session and are so still."""
+        slow: dict[str, Facts] = {}
+        for event in self.session:
+            if event["event"] == "slow_rank":
+                slow[str(event.get("rank"))] = event
+            elif event["event"] == "slow_rank_over":
+                slow.pop(str(event.get("rank")), None)
+        return list(slow.values())
+
+    @property
     def host(self) -> str | None:
         """Host of rank 0."""
         if self.holder is not None:

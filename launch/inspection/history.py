@@ -98,7 +98,7 @@ def read_columns(path: Path, problems: list[str]) -> dict[str, Column]:
 
     Raises OSError where the file exists and cannot be read.
     """
-    found = _Columns()
+    found = StepColumns()
     if path.is_file():  # nor a named pipe, which would be waited for
         every = 1 + path.stat().st_size // LARGEST_BYTES
         for block in _blocks(path, every):
@@ -133,7 +133,7 @@ def _whole_lines(file: Any, every: int) -> Iterator[bytes]:
             yield line
 
 
-class _Columns:
+class StepColumns:
     """Collects the numbers of records, block by block."""
 
     def __init__(self) -> None:
@@ -176,6 +176,7 @@ class _Columns:
         for name, blocks in self._blocks.items():
             column = np.concatenate(blocks) if blocks else np.zeros(0)
             columns[name] = np.pad(column, (0, self._length - len(column)), constant_values=np.nan)
+            self._blocks[name] = [columns[name]]  # for who adds more, block by block, and asks again
         backwards = columns["step"][::-1]
         _, first = np.unique(backwards, return_index=True)
         kept = len(backwards) - 1 - first

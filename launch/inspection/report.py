@@ -32,8 +32,8 @@ def status_lines(status: RunStatus) -> Iterator[str]:
     """Yields the state and progress of a run as lines of text; what is not known is left out."""
     yield f"{printable(str(status.run_dir))}: {status.state}: {printable(status.reason)}"
     lines = {
-        "progress": _progress(status),
-        "speed": _speed(status),
+        "progress": progress_text(status),
+        "speed": speed_text(status),
         "checkpoint": _checkpoint(status),
         "layout": status.layout or "",
         "process": _process(status),
@@ -47,7 +47,8 @@ def status_lines(status: RunStatus) -> Iterator[str]:
         yield f"not read:    {printable(problem)}"
 
 
-def _progress(status: RunStatus) -> str:
+def progress_text(status: RunStatus) -> str:
+    """Returns how far a run is, when its last step ended, and its loss; empty if nothing is known."""
     if status.step is None:
         return f"0 of {plural(status.total_steps, 'step')}" if status.total_steps else ""
     of = f" of {status.total_steps:,} ({percent(status.step / status.total_steps)})" if status.total_steps else ""
@@ -56,7 +57,8 @@ def _progress(status: RunStatus) -> str:
     return f"step {status.step:,}{of}{ended}{loss}"
 
 
-def _speed(status: RunStatus) -> str:
+def speed_text(status: RunStatus) -> str:
+    """Returns how fast a run is and how long it will take; empty if nothing is known."""
     parts = []
     if status.tokens_per_second is not None:
         parts.append(f"{count(status.tokens_per_second)} tokens/s")

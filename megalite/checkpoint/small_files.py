@@ -115,6 +115,20 @@ def read_end(path: Path, size: int) -> bytes:
         return file.read(size)
 
 
+def read_from(path: Path, start: int, size: int) -> tuple[bytes, int]:
+    """Returns the bytes of a regular file from `start` on, at most `size`, and the size of the whole file.
+
+    Raises UnsafeFile, or another OSError.
+    """
+    with (
+        _opened(path.parent) as folder,
+        os.fdopen(_open_regular(path, os.O_RDONLY, 0, folder), "rb") as file,
+    ):
+        whole = file.seek(0, os.SEEK_END)
+        file.seek(start)
+        return file.read(size), whole
+
+
 def write_small_file(path: Path, data: bytes, *, private: bool = False, append: bool = False) -> None:
     """Replaces the content of a file in place, or appends to it. Raises UnsafeFile, or another OSError."""
     with os.fdopen(open_to_write(path, private=private, append=append), "wb", buffering=0) as file:

@@ -10,6 +10,11 @@ const megalite = (() => {
   const exact = new Intl.NumberFormat("en", {maximumSignificantDigits: 5});
   const known = (format, value) => value === null || value === undefined ? "" : format.format(value);
 
+  function tickText(tick, isLog) {
+    if (tick === null || (isLog && !/^[125]/.test(tick.toExponential(0)))) return "";  // there is room for these alone
+    return tick && Math.abs(tick) < 1e-4 ? tick.toExponential() : known(compact, tick);
+  }
+
   function columnsOf(curves, chart) {
     const passed = values => values.map(value => value === "" ? undefined : value);
     const lines = chart.lines.flatMap(line =>
@@ -54,12 +59,13 @@ const megalite = (() => {
     const axis = {
       stroke: () => colour("--quiet"), grid: {stroke: () => colour("--grid"), width: 1},
       ticks: {stroke: () => colour("--grid"), width: 1},
-      values: (_, ticks) => ticks.map(tick => known(compact, tick)),
+      values: (_, ticks) => ticks.map(tick => tickText(tick, false)),
     };
     const isDecade = value => Math.abs(Math.log10(value) - Math.round(Math.log10(value))) < 1e-9;
     const decades = (plot, splits) => plot.scales.y.max / plot.scales.y.min < 20
       ? splits : splits.map(split => isDecade(split) ? split : null);
-    const log = chart.log ? {filter: decades, grid: {...axis.grid, filter: decades}, ticks: {show: false}} : {};
+    const values = (_, ticks) => ticks.map(tick => tickText(tick, true));
+    const log = chart.log ? {filter: decades, values, grid: {...axis.grid, filter: decades}, ticks: {show: false}} : {};
     const size = (_, labels) => 22 + 7 * Math.max(4, ...(labels ?? []).map(text => (text ?? "").length));
     const options = {
       width: host.clientWidth, height: HEIGHT, series, bands,
@@ -77,11 +83,18 @@ const megalite = (() => {
   }
 
   function draw(curves) {
+    const isNew = JSON.stringify(groups.get(curves.id)) !== JSON.stringify(curves);
     groups.set(curves.id, curves);
     for (const chart of curves.charts) {
       const host = document.getElementById(chart.id), plot = drawn.get(chart.id);
-      if (plot && plot.series.length === columnsOf(curves, chart).length) plot.setData(columnsOf(curves, chart));
-      else if (host && curves.x.length) {
+      const isShown = plot && plot.root.isConnected && plot.series.length === columnsOf(curves, chart).length;
+      if (isShown && !isNew) continue;
+      if (isShown) {
+        const [x] = plot.data, isZoomed = plot.scales.x.min > x[0] || plot.scales.x.max < x[x.length - 1];
+        plot.setData(columnsOf(curves, chart), !isZoomed);
+        if (isZoomed) plot.redraw();
+        plot.setCursor({left: plot.cursor.left, top: plot.cursor.top});
+      } else if (host && curves.x.length) {
         if (plot) plot.destroy();
         create(curves, chart, host);
       }

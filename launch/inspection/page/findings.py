@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,19 +38,22 @@ class RunFindings:
     problems: tuple[str, ...]  # sentences: what could not be read, and what is lacking
 
     @classmethod
-    def of(cls, history: RunHistory, status: RunStatus, step: int | None = None) -> RunFindings:
-        """Adds the timeline of `step`, or of the newest kept one that took no longer than usual, to what was read."""
+    def of(
+        cls, history: RunHistory, status: RunStatus, step: int | None = None, earlier: RunFindings | None = None
+    ) -> RunFindings:
+        """Adds the timeline of `step`, or of the newest kept one that took no longer than usual, to what was read.
+
+        Of `earlier` findings the timeline is taken over if it is of the same step.
+        """
         run_dir, problems = history.run_dir, list(history.problems)
         kept, explanation = None, None
         try:
             step = step if step is not None else _usual_step(history)
-            size = sum(path.stat().st_size for path in step_folder(run_dir, step).glob("rank_*.jsonl"))
-            if size > LARGEST_TIMELINES:
-                raise LaunchError(
-                    f"the timelines of step {step} are too large to be drawn: `megalite trace` reads them"
-                )
-            kept, explanation = read_kept_step(run_dir, step), explain_step(run_dir, step)
-            problems += explanation.problems
+            if earlier is not None and earlier.kept is not None and earlier.kept.step == step:
+                kept, explanation = earlier.kept, earlier.explanation
+            else:
+                kept, explanation = _timeline(run_dir, step)
+            problems += explanation.problems if explanation is not None else ()
         except (LaunchError, OSError) as error:
             problems.append(str(error))
         return cls(history, status, kept, explanation, tuple(dict.fromkeys(problems)))
@@ -100,15 +104,17 @@ class RunFindings:
         return [stage for stage in lines[-1]["stages"] if isinstance(stage, dict)] if lines else []
 
     @property
-    def slow_ranks(self) -> list[Facts]:
+    def slow_ranks(self) -> Sequence[Facts]:
         """The events of ranks that have become slow in the last session and are so still."""
-        slow: dict[Any, Facts] = {}
-        for event in self.history.files.session:
-            if event["event"] == "slow_rank":
-                slow[str(event.get("rank"))] = event
-            elif event["event"] == "slow_rank_over":
-                slow.pop(str(event.get("rank")), None)
-        return list(slow.values())
+        return self.history.files.slow_ranks
+
+
+def _timeline(run_dir: Path, step: int) -> tuple[KeptStep, StepExplanation]:
+    """Reads a step that was kept. Raises LaunchError where it is too large to be drawn, or cannot be read."""
+    size = sum(path.stat().st_size for path in step_folder(run_dir, step).glob("rank_*.jsonl"))
+    if size > LARGEST_TIMELINES:
+        raise LaunchError(f"the timelines of step {step} are too large to be drawn: `megalite trace` reads them")
+    return read_kept_step(run_dir, step), explain_step(run_dir, step)
 
 
 def _usual_step(history: RunHistory) -> int:

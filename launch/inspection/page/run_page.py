@@ -21,7 +21,7 @@ from launch.inspection.page.step_parts import parts_section, stages_section
 from launch.inspection.page.step_waterfall import prediction_section, waterfall_section
 from launch.inspection.page.tables import communication_section, events_section, settings_section, versions_section
 from launch.inspection.page.tiles import tiles_of
-from launch.inspection.status import RunStatus, read_status
+from launch.inspection.status import read_status
 from launch.output import write_file
 
 FILE = "report.html"
@@ -35,26 +35,24 @@ def write_run_page(run_dir: Path, path: Path, step: int | None = None) -> None:
     Raises OSError where the run's steps or events cannot be read, LaunchError where `path` cannot be written.
     """
     written = time.strftime(", %Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    write_file(path, run_page(RunHistory.read(run_dir), read_status(run_dir), step=step, written=written))
+    found = RunFindings.of(RunHistory.read(run_dir), read_status(run_dir), step)
+    write_file(path, run_page(found, written=written))
 
 
-def run_page(
-    history: RunHistory, status: RunStatus, *, step: int | None = None, written: str = "", tail: str = ""
-) -> str:
-    """Returns the page as HTML, with the timeline of `step`; `written` says when, `tail` is as in `render_page`."""
-    found = RunFindings.of(history, status, step)
-    curves = curves_of(history)
-    name = history.run_dir.resolve().name or str(history.run_dir)
+def run_page(found: RunFindings, *, written: str = "", tail: str = "") -> str:
+    """Returns the page as HTML; `written` says when, `tail` is as in `render_page`."""
+    curves = curves_of(found.history)
+    run_dir = found.history.run_dir
     sections = run_sections(found, curves)
     while True:
         page = render_page(
-            f"Run {name}",
+            f"Run {run_dir.resolve().name or run_dir}",
             subtitle_of(found),
             tiles_of(found),
             sentences_of(found),
             sections,
             [curves],
-            origin=f"megalite report {history.run_dir}{written}",
+            origin=f"megalite report {run_dir}{written}",
             tail=tail,
         )
         sizes = [0 if one.table is None else sum(1 for _ in one.table.iter()) for one in sections]

@@ -18,6 +18,7 @@ from launch.planning.report.svg import (
     element,
     horizontal_axis,
     label,
+    slug,
     vertical_axis,
 )
 from megalite.monitor.steps.parts import PARTS
@@ -28,7 +29,8 @@ LEFT, RIGHT, TOP, BOTTOM = 62.0, 944.0, 12.0, 232.0
 MOST_BUCKETS = 64
 LEAST_SHARE = 0.005  # of the run's time, below which a part is drawn with the rest
 REST = "other"
-STAGE_LEFT, STAGE_RIGHT = 82.0, 850.0
+STAGE_LEFT, STAGE_RIGHT, ROW = 82.0, 850.0, 26.0
+LONGEST_LABEL, LETTER = 28, 7.4  # characters of a row's name, and pixels of one
 MOST_STAGES = 12
 COLOURS = {
     "data": "fill-10",
@@ -127,7 +129,11 @@ def stages_section(found: RunFindings) -> PageSection:
     if not any(sum(parts.values()) for parts in stages.values()):
         return PageSection("stages", "Parts by pipeline stage", "No line of steps.jsonl says what stages did.")
     names = [name for name in PARTS if any(parts[name] for parts in stages.values())]
-    figure = [stacked_bars("stages-bars", stages, names), keys([(COLOURS[name], PARTS[name]) for name in names])]
+    bars = {f"stage {stage}": parts for stage, parts in stages.items()}
+    figure = [
+        stacked_bars("stages-bars", bars, names, "by pipeline stage"),
+        keys([(COLOURS[name], PARTS[name]) for name in names]),
+    ]
     rows = [
         [PARTS[name], *(seconds(parts[name]) for parts in stages.values())]
         for name in sorted(names, key=lambda name: -sum(parts[name] for parts in stages.values()))
@@ -141,25 +147,27 @@ def stages_section(found: RunFindings) -> PageSection:
     return PageSection("stages", "Parts by pipeline stage", caption, figure, table)
 
 
-def stacked_bars(id_: str, stages: Mapping[int, Mapping[str, float]], names: Sequence[str]) -> Element:
-    """Draws one bar a stage, from 0 on, with the seconds of its parts beside each other."""
-    longest = max(sum(parts.values()) for parts in stages.values())
-    scale = AxisScale(0.0, longest, STAGE_LEFT, STAGE_RIGHT)
-    height = 26.0
-    bottom = 8 + height * len(stages)
+def stacked_bars(id_: str, rows: Mapping[str, Mapping[str, float]], names: Sequence[str], what: str) -> Element:
+    """Draws one bar a row, from 0 on, with the seconds of its parts beside each other; `what` says what rows are."""
+    longest = max(sum(parts.values()) for parts in rows.values())
+    left = max(STAGE_LEFT, 14 + LETTER * min(LONGEST_LABEL, max(map(len, rows))))
+    scale = AxisScale(0.0, longest, left, STAGE_RIGHT)
+    bottom = 8 + ROW * len(rows)
     drawn: list[Child] = [
         horizontal_axis(
             scale, 4, bottom, {tick: seconds(tick) if tick else "0" for tick in scale.ticks(6)}, "time of a step"
         )
     ]
-    for row, (stage, parts) in enumerate(stages.items()):
-        y, before, wall = 8 + height * row, 0.0, sum(parts.values())
-        drawn.append(label(STAGE_LEFT - 10, y + height / 2 + 3, f"stage {stage}", "legend", "end"))
+    for row, (title_of_row, parts) in enumerate(rows.items()):
+        y, before, wall = 8 + ROW * row, 0.0, sum(parts.values())
+        drawn.append(label(left - 10, y + 15, title_of_row[:LONGEST_LABEL], "legend", "end"))
         for name in names:
             if (value := parts[name]) > 0:
                 x, end = scale(before), scale(before + value)
-                title = f"stage {stage}: {PARTS[name]} {seconds(value)}, {percent(value / wall)}"
-                drawn.append(bar(x, y, end - x, height - 4, title, id=f"stage-{stage}-{name}", class_=COLOURS[name]))
+                title = f"{title_of_row}: {PARTS[name]} {seconds(value)}, {percent(value / wall)}"
+                drawn.append(
+                    bar(x, y, end - x, ROW - 6, title, id=f"{slug(title_of_row)}-{name}", class_=COLOURS[name])
+                )
                 before += value
-        drawn.append(label(WIDTH, y + height / 2 + 3, seconds(wall), "value", "end"))
-    return drawing(id_, "Seconds of each part of a step, by pipeline stage", WIDTH, bottom + 46, drawn)
+        drawn.append(label(WIDTH, y + 15, seconds(wall), "value", "end"))
+    return drawing(id_, f"Seconds of each part of a step, {what}", WIDTH, bottom + 46, drawn)

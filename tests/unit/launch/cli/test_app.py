@@ -42,6 +42,8 @@ COMMANDS = [
     ["ray"],
     ["status"],
     ["ls"],
+    ["compare"],
+    ["watch"],
     ["trace"],
     ["report"],
     ["config", "show"],
