@@ -96,10 +96,13 @@ def _record(step: int, chance: random.Random) -> dict[str, Any]:
 
 
 def _breakdown(step: int, stages: int, ranks: int, text: str) -> dict[str, Any]:
+    mean_s = {"forward": 0.05, "backward": 0.1, "pipeline_wait": 0.03, "optimizer": 0.004}
+    if stages > 8:
+        mean_s = {name: 0.0123 for name in PARTS}
     of_stages = [
         {
             "stage": stage,
-            "mean_s": {"forward": 0.05, "backward": 0.1 + stage / 100, "pipeline_wait": 0.03, "optimizer": 0.004},
+            "mean_s": mean_s | {"backward": 0.1 + stage / 100},
             "max_s": {},
             "idle_ratio": 0.2,
             "slowest_rank": stage * ranks,

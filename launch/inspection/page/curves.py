@@ -28,8 +28,8 @@ from launch.planning.report.svg import (
 from megalite.planner.units import count, plain
 
 Column = np.ndarray  # of float64
-MOST_POINTS = 480  # of a series in numbers
-MOST_DRAWN = 240  # of a series in SVG, where each has less than two pixels
+MOST_POINTS = 360  # of a series in numbers
+MOST_DRAWN = 180  # of a series in SVG, where each has less than two pixels
 MOST_DOTS = 60  # of a series; charts.js has the same number
 MOST_MARKS = 60  # of a kind
 MOST_ROWS = 20  # of the table behind the curves

@@ -13,11 +13,11 @@ from megalite.parallel.mesh import Mesh
 from megalite.planner.units import plural
 
 WIDTH, LEFT, TOP = 960.0, 82.0, 26.0
-MOST_STAGES, MOST_REPLICAS, MOST_CELLS = 32, 16, 256
+MOST_STAGES, MOST_REPLICAS, MOST_CELLS = 32, 16, 128
 HOST_COLOURS = (9, 5, 11, 3, 1, 4, 2, 8, 7, 6, 0)
 UNKNOWN_HOST = "fill-none"
 ROOM_FOR_DIGIT = 7.0
-LONGEST_HOST = 40  # characters
+LONGEST_HOST = 24  # characters
 
 
 def layout_section(found: RunFindings) -> PageSection:

@@ -13,7 +13,7 @@ from launch.planning.report.svg import AxisScale, Child, bar, drawing, horizonta
 from megalite.planner.units import MIB, gib, plural
 
 WIDTH, LEFT, RIGHT, TOP = 960.0, 136.0, 850.0, 10.0
-MOST_ROWS = 48
+MOST_ROWS = 32
 
 
 def memory_section(found: RunFindings) -> PageSection:
@@ -30,7 +30,7 @@ def memory_section(found: RunFindings) -> PageSection:
         for one in measured:
             if one[1] not in fullest or fullest[one[1]][2] < one[2]:
                 fullest[one[1]] = one
-        shown = [fullest[stage] for stage in sorted(fullest)][:MOST_ROWS]
+        shown = [fullest[stage] for stage in sorted(fullest)][:: 1 + (len(fullest) - 1) // MOST_ROWS]
     figure = [_bars(shown, predicted)]
     names = [("fill-0", "measured"), *([("fill-6", "predicted")] if predicted else [])]
     figure.append(keys(names))
@@ -47,7 +47,7 @@ def memory_section(found: RunFindings) -> PageSection:
     table = number_table(["rank", "stage", "measured", "predicted", ""], rows, words=[4])
     caption = "The largest amount that a rank needed: allocated on a GPU, resident memory of the process on a CPU."
     if len(shown) < len(measured):
-        caption += f" Of {plural(len(measured), 'rank')} the fullest one of each stage is drawn."
+        caption += f" Of {plural(len(measured), 'rank')} {len(shown)} are drawn, each the fullest of its stage."
     if not predicted:
         caption += " There is no prediction of it."
     return PageSection("memory", title, caption, figure, table)

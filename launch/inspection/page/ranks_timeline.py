@@ -18,8 +18,8 @@ from megalite.planner.units import percent, plural, seconds
 
 WIDTH, LEFT, RIGHT, TOP = 960.0, 136.0, 950.0, 6.0
 MOST_ROWS = 64
-MOST_BOXES = 480
-MOST_STRIPS = 800  # of a kind
+MOST_BOXES = 320
+MOST_STRIPS = 600  # of a kind
 LEAST_WIDTH = 0.3  # of a box that is drawn
 ROOM_FOR_DIGIT, AROUND_NUMBER = 6.4, 4.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from launch.inspection.history import RunHistory
@@ -25,6 +25,8 @@ from launch.inspection.status import read_status
 from launch.output import write_file
 
 FILE = "report.html"
+LARGEST_BYTES = 400_000
+TOO_MANY = "Its numbers are too many for this page."
 
 
 def write_run_page(run_dir: Path, path: Path, step: int | None = None) -> None:
@@ -41,16 +43,23 @@ def run_page(found: RunFindings, *, written: str = "", tail: str = "") -> str:
     """Returns the page as HTML; `written` says when, `tail` is as in `render_page`."""
     curves = curves_of(found.history)
     run_dir = found.history.run_dir
-    return render_page(
-        f"Run {run_dir.resolve().name or run_dir}",
-        subtitle_of(found),
-        tiles_of(found),
-        sentences_of(found),
-        run_sections(found, curves),
-        [curves],
-        origin=f"megalite report {run_dir}{written}",
-        tail=tail,
-    )
+    sections = run_sections(found, curves)
+    while True:
+        page = render_page(
+            f"Run {run_dir.resolve().name or run_dir}",
+            subtitle_of(found),
+            tiles_of(found),
+            sentences_of(found),
+            sections,
+            [curves],
+            origin=f"megalite report {run_dir}{written}",
+            tail=tail,
+        )
+        sizes = [0 if one.table is None else sum(1 for _ in one.table.iter()) for one in sections]
+        if len(page.encode()) <= LARGEST_BYTES or not any(sizes):
+            return page
+        place = sizes.index(max(sizes))
+        sections[place] = replace(sections[place], table=None, caption=f"{sections[place].caption} {TOO_MANY}")
 
 
 def subtitle_of(found: RunFindings) -> str:
@@ -67,7 +76,7 @@ def subtitle_of(found: RunFindings) -> str:
     return "; ".join(parts)
 
 
-def run_sections(found: RunFindings, curves: Curves) -> Sequence[PageSection]:
+def run_sections(found: RunFindings, curves: Curves) -> list[PageSection]:
     """Returns the figures and tables in the order of the page."""
     return [
         curves_section(curves),

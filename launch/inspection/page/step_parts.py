@@ -8,7 +8,7 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from launch.inspection.page.curves import count_text
-from launch.inspection.page.findings import RunFindings
+from launch.inspection.page.findings import RECENT, RunFindings
 from launch.inspection.page.sections import PageSection, keys, number_table
 from launch.planning.report.svg import (
     AxisScale,
@@ -26,12 +26,12 @@ from megalite.planner.units import percent, seconds
 
 WIDTH = 960.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 944.0, 12.0, 232.0
-MOST_BUCKETS = 80
+MOST_BUCKETS = 64
 LEAST_SHARE = 0.005  # of the run's time, below which a part is drawn with the rest
 REST = "other"
-STAGE_LEFT, STAGE_RIGHT = 82.0, 850.0
+STAGE_LEFT, STAGE_RIGHT, ROW = 82.0, 850.0, 26.0
 LONGEST_LABEL, LETTER = 28, 7.4  # characters of a row's name, and pixels of one
-MOST_STAGES = 64
+MOST_STAGES = 12
 COLOURS = {
     "data": "fill-10",
     "collate_to_device": "fill-10",
@@ -124,7 +124,8 @@ def _area(x: np.ndarray, heights: Mapping[str, np.ndarray]) -> Element:
 
 def stages_section(found: RunFindings) -> PageSection:
     """Draws the parts of a step of each pipeline stage, mean over its ranks."""
-    stages = dict(list(found.stages.items())[:MOST_STAGES])
+    every = max(1, -(-len(found.stages) // MOST_STAGES))
+    stages = dict(list(found.stages.items())[::every])
     if not any(sum(parts.values()) for parts in stages.values()):
         return PageSection("stages", "Parts by pipeline stage", "No line of steps.jsonl says what stages did.")
     names = [name for name in PARTS if any(parts[name] for parts in stages.values())]
@@ -137,11 +138,11 @@ def stages_section(found: RunFindings) -> PageSection:
         [PARTS[name], *(seconds(parts[name]) for parts in stages.values())]
         for name in sorted(names, key=lambda name: -sum(parts[name] for parts in stages.values()))
     ]
-    lines = found.recent_breakdowns
+    lines = found.history.breakdowns[-RECENT:]
     first, last = lines[0].get("step"), lines[-1].get("step")
     caption = f"Seconds of a step, mean over the ranks of a stage, steps {first} to {last}."
     if len(found.stages) > len(stages):
-        caption += f" Of {len(found.stages)} stages {len(stages)} are drawn."
+        caption += f" Of {len(found.stages)} stages {len(stages)} are drawn, at even distances."
     table = number_table(["part", *(f"stage {stage}" for stage in stages)], rows, words=[0])
     return PageSection("stages", "Parts by pipeline stage", caption, figure, table)
 
@@ -151,23 +152,22 @@ def stacked_bars(id_: str, rows: Mapping[str, Mapping[str, float]], names: Seque
     longest = max(sum(parts.values()) for parts in rows.values())
     left = max(STAGE_LEFT, 14 + LETTER * min(LONGEST_LABEL, max(map(len, rows))))
     scale = AxisScale(0.0, longest, left, STAGE_RIGHT)
-    height = 26.0 if len(rows) <= 16 else 17.0  # of a row
-    bottom = 8 + height * len(rows)
+    bottom = 8 + ROW * len(rows)
     drawn: list[Child] = [
         horizontal_axis(
             scale, 4, bottom, {tick: seconds(tick) if tick else "0" for tick in scale.ticks(6)}, "time of a step"
         )
     ]
     for row, (title_of_row, parts) in enumerate(rows.items()):
-        y, before, wall = 8 + height * row, 0.0, sum(parts.values())
-        drawn.append(label(left - 10, y + height / 2 + 3, title_of_row[:LONGEST_LABEL], "legend", "end"))
+        y, before, wall = 8 + ROW * row, 0.0, sum(parts.values())
+        drawn.append(label(left - 10, y + 15, title_of_row[:LONGEST_LABEL], "legend", "end"))
         for name in names:
             if (value := parts[name]) > 0:
                 x, end = scale(before), scale(before + value)
                 title = f"{title_of_row}: {PARTS[name]} {seconds(value)}, {percent(value / wall)}"
                 drawn.append(
-                    bar(x, y, end - x, height - 4, title, id=f"{slug(title_of_row)}-{name}", class_=COLOURS[name])
+                    bar(x, y, end - x, ROW - 6, title, id=f"{slug(title_of_row)}-{name}", class_=COLOURS[name])
                 )
                 before += value
-        drawn.append(label(WIDTH, y + height / 2 + 3, seconds(wall), "value", "end"))
+        drawn.append(label(WIDTH, y + 15, seconds(wall), "value", "end"))
     return drawing(id_, f"Seconds of each part of a step, {what}", WIDTH, bottom + 46, drawn)

@@ -22,9 +22,9 @@ from megalite.config.hidden_secrets import without_secrets
 from megalite.config.secrets import names_secret
 from megalite.planner.units import percent, seconds, short
 
-MOST_EVENTS = 80
+MOST_EVENTS = 50
 MOST_SETTINGS = 100
-MOST_COMMUNICATION = 80
+MOST_COMMUNICATION = 64
 LONGEST_CELL = 120
 HIDDEN = "***"
 

@@ -188,7 +188,7 @@ def test_what_strangers_wrote_is_text(browser: None, tmp_path: Path) -> None:
 def test_a_long_run_on_a_thousand_ranks_fits(tmp_path: Path) -> None:
     """5,000 steps fill all that is thinned as any number of them does; noise is what compresses worst."""
     folder = tmp_path / "large"
-    write_run(folder, steps=5_000, stages=8, replicas=16, tensors=8)
+    write_run(folder, steps=5_000, stages=64, replicas=4, tensors=4)
     with (folder / "events.jsonl").open("a") as file:
         for step in range(5, 5_000, 5):
             file.write(json.dumps({"time": 1.7e9, "event": "saved", "step": step, "where": "x" * 1000}) + "\n")
@@ -197,8 +197,9 @@ def test_a_long_run_on_a_thousand_ranks_fits(tmp_path: Path) -> None:
     source = page.read_text(encoding="utf-8")
     assert 150_000 < page.stat().st_size <= LARGEST_PAGE
     assert "Of 1,024 ranks one of each stage is drawn" in source
-    assert len(set(re.findall(r'id="box-(\d+)-', source))) == 8
-    assert "Of 1,024 ranks the fullest one of each stage is drawn" in source
+    assert len(set(re.findall(r'id="box-(\d+)-', source))) == 64
+    assert "Of 1,024 ranks 32 are drawn, each the fullest of its stage" in source
+    assert "Of 64 stages 11 are drawn, at even distances" in source
     assert not any(word in source for word in ("<link", "<img", " src=", " href=", "url(", "@import"))
 
 
