@@ -242,7 +242,8 @@ def _largest(at: Column, left: Column, right: Column) -> StepDifference | None:
 
 
 def _spike_before(first: ComparedRun, second: ComparedRun, step: int) -> StepDifference | None:
-    """Returns the largest gradient norm of both runs until a step if it is far above the median before it."""
+    """Returns the gradient norms of both runs at the first one's largest until a step, if it is far above the median
+    before it."""
     at, left, right = _common(first.history, second.history, "grad_norm")
     before = at <= step
     if before.sum() < SETTLED:

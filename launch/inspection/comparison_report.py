@@ -107,7 +107,7 @@ def sentences(comparison: Comparison) -> Iterator[str]:
             yield f"not read: {problem}"
     hidden = len(comparison.options) - MOST_OPTIONS
     if hidden > 0:
-        yield f"{plural(hidden, 'more option')} differ: --json has all"
+        yield f"{plural(hidden, 'more option')} {'differs' if hidden == 1 else 'differ'}: --json has all"
     yield from dict.fromkeys(note for pair in comparison.pairs for note in pair.notes)
     yield from map(conclusion, comparison.pairs)
 

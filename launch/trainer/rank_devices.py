@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
 
 from launch.planning.device_facts import RankDevice, bytes_for_each, ranks_of_hosts
 from launch.planning.memory_check import forecast_memory, refuse_what_cannot_fit
@@ -18,18 +15,15 @@ from megalite.planner.cost import memory
 from megalite.planner.hardware import Cluster
 from megalite.planner.units import plural
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
 
 def devices_of_ranks(device: Device) -> list[RankDevice]:
     """Returns the device of each rank, in rank order; collective."""
     import torch
 
     from megalite.engine.agreement import from_all_ranks
+    from megalite.engine.hosts import this_host
 
-    host, boot = platform.node(), ""
-    with suppress(OSError):
-        boot = BOOT_ID.read_text()
+    host, boot = this_host()
     if device == "cpu":
         own = RankDevice(host, boot, cpu_name(), host_memory_bytes(), cpu_memory(os.environ))
     else:

@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING
 from megalite.checkpoint.durable_files import write_durably
 from megalite.config.hidden_secrets import without_secrets
 from megalite.config.sections import PrometheusConfig
+from megalite.monitor.prometheus.metrics_server import MetricsServer
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
 PORTS = 10  # that are tried
+LAST_WRITE_S = 10.0  # for the end of a run to wait for a file system that hangs
 TARGETS = "prometheus_targets.json"
 EVERYWHERE = ("0.0.0.0", "::", "[::]")
 LOOPBACK = ("127.", "::1", "localhost")
@@ -48,18 +50,18 @@ class Endpoint:
 
     def __init__(self, options: PrometheusConfig, registry: CollectorRegistry, tell: Callable[[str], None]) -> None:
         """`tell` takes a sentence where another port is taken. Raises OSError where none can be had."""
-        from prometheus_client import start_http_server
-
         self._options = options
         for port in range(options.port, options.port + PORTS):
             try:
-                self._server, self._thread = start_http_server(port, addr=options.host, registry=registry)
+                self._server = MetricsServer(options.host, port, registry)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or port == options.port + PORTS - 1:
                     raise
                 continue
             self.port = port
             break
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics server", daemon=True)
+        self._thread.start()
         if self.port != options.port:
             tell(f"port {options.port} is taken on {socket.gethostname()}: its metrics are on {self.port}")
 
@@ -110,14 +112,16 @@ class TextfileWriter:
         """Writes what was asked for last; or removes the file, so that nobody takes an ended run for a silent one."""
         self._is_over = True
         self._is_due.set()
-        self._thread.join()
+        self._thread.join(LAST_WRITE_S)
         if remove:
             self.path.unlink(missing_ok=True)
 
     def _run(self) -> None:
-        while not self._is_over:
+        is_over = False
+        while not is_over:
             self._is_due.wait()
             self._is_due.clear()
+            is_over = self._is_over  # before the last write, which nobody may ask for in vain
             with self._nonfatal("the textfile for node_exporter"):
                 self._write()
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from pathlib import Path
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
 
 from megalite.config import Config
 from megalite.engine.agreement import from_all_ranks
+from megalite.engine.hosts import this_host
 from megalite.monitor.observer import Nonfatal
 from megalite.monitor.prometheus.endpoint import TARGETS, Endpoint, Rendering, is_loopback, write_targets
 from megalite.monitor.prometheus.families import OF_GPUS, rendered
 from megalite.monitor.prometheus.gpus import GpuSampler, dcgm_answers
-
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class HostMetrics:
@@ -57,7 +54,7 @@ def open_host_metrics(config: Config, nonfatal: Nonfatal, tell: Callable[[str], 
     if not (options.enabled or options.textfile):
         return None
     rank, opened = dist.get_rank(), None
-    hosts = from_all_ranks(_this_host(), tuple[str, str])
+    hosts = from_all_ranks(this_host(), tuple[str, str])
     if hosts.index(hosts[rank]) == rank:
         with nonfatal("Prometheus"):
             opened = HostMetrics(config, nonfatal, tell)
@@ -73,14 +70,6 @@ def open_host_metrics(config: Config, nonfatal: Nonfatal, tell: Callable[[str], 
                 "monitor.prometheus.host to 0.0.0.0, on a network that you trust"
             )
     return opened
-
-
-def _this_host() -> tuple[str, str]:
-    """Returns this host's name and boot; containers of one host have names of their own."""
-    boot = ""
-    with suppress(OSError):
-        boot = BOOT_ID.read_text()
-    return socket.gethostname(), boot
 
 
 def _has_gpus(option: bool | str) -> bool:

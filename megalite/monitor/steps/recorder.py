@@ -7,9 +7,7 @@ meeting and the save behind a step belong to the next one.
 from __future__ import annotations
 
 import logging
-import socket
 import time
-from pathlib import Path
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -20,6 +18,7 @@ from megalite.config import Config
 from megalite.engine.activity import Note, Operation, Phase
 from megalite.engine.communication_meter import CommunicationMeter
 from megalite.engine.engine import Engine
+from megalite.engine.hosts import this_host
 from megalite.engine.tape import Collective, DeviceClock, Recorded, Tape
 from megalite.monitor.memory import peak_memory_mib
 from megalite.monitor.observer import Nonfatal
@@ -41,7 +40,6 @@ from megalite.monitor.steps.timeline import (
 
 log = logging.getLogger(__name__)
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PASSES = (Operation.FORWARD, Operation.BACKWARD, Operation.WEIGHT_GRADIENT)
 REDUCED = POSITION["data", "reduce_scatter"]
 
@@ -198,14 +196,14 @@ class StepRecorder:
 
 
 def _owner_of(engine: Engine) -> Owner:
-    layout, at, host = engine.layout, engine.coordinate, socket.gethostname()
+    layout, at, (host, boot) = engine.layout, engine.coordinate, this_host()
     return Owner(
         rank=dist.get_rank(),
         stage=at.pipeline_rank,
         data=at.data_rank,
         tensor=at.tensor_rank,
         host=host,
-        boot=BOOT_ID.read_text().strip() if BOOT_ID.is_file() else host,
+        boot=boot or host,
         tensor_parallel_size=layout.tensor_parallel_size,
         pipeline_parallel_size=layout.pipeline_parallel_size,
         data_parallel_size=layout.data_parallel_size,

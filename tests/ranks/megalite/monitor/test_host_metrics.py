@@ -17,12 +17,12 @@ from tests.helpers.rank_pool import run_ranks
 
 def _open(rank: int, values: dict[str, Any]) -> tuple[int | None, list[str]]:
     """The port of this rank, and what it says."""
-    own, said = host._this_host, list[str]()
-    host._this_host = lambda: (f"node{rank // 2}", "")
+    own, said = host.this_host, list[str]()
+    host.this_host = lambda: (f"node{rank // 2}", "")
     try:
         opened = host.open_host_metrics(Config.model_validate(values), Nonfatal(said.append), said.append)
     finally:
-        host._this_host = own
+        host.this_host = own
     if opened is None:
         return None, said
     assert opened.endpoint is not None

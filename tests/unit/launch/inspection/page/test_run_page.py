@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 
+import psutil
 import pytest
 
 from launch.cli.app import main
@@ -18,6 +20,7 @@ from launch.inspection.page.run_page import write_run_page
 from launch.inspection.page.tables import hide_arguments, settings_section
 from launch.inspection.status import read_status
 from launch.inspection.timelines import read_kept_step
+from launch.trainer import run_page_process
 from launch.trainer.run_page_process import RunPageProcess
 from megalite.monitor.goodput import CATEGORIES
 from megalite.planner.units import percent
@@ -331,6 +334,19 @@ def test_mistakes_are_one_sentence(
         said = capsys.readouterr().err.strip()
         assert ended.value.code == 2 and sentence in said and "\n" not in said, (arguments, said)
     assert not (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_page_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run has ended by then, and its ranks and supervisor wait for rank 0."""
+    started = tmp_path / "started"
+    script = f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    monkeypatch.setattr(run_page_process, "python_command", lambda *_: [sys.executable, "-c", script])
+    monkeypatch.setattr(run_page_process, "AT_MOST_S", 3.0)
+    process = RunPageProcess(tmp_path)
+    process.on_end("ended")
+    with pytest.raises(TimeoutError, match=re.escape(f"`megalite report {tmp_path}` writes it")):
+        process.close()
+    assert not started.exists() or not psutil.pid_exists(int(started.read_text() or 0)), "nothing of it is left"
 
 
 def test_the_end_of_a_run_writes_its_page_or_says_in_a_sentence_why_not(tmp_path: Path) -> None:

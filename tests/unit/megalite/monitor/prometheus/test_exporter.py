@@ -7,6 +7,7 @@ import socket
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,9 @@ from megalite.config.sections import PrometheusConfig
 from megalite.monitor.events import EVENTS, EventLog
 from megalite.monitor.goodput import Goodput
 from megalite.monitor.observer import Nonfatal
-from megalite.monitor.prometheus.endpoint import Endpoint, Rendering, label_of, write_targets
+from megalite.monitor.prometheus import endpoint as endpoint_module
+from megalite.monitor.prometheus import metrics_server
+from megalite.monitor.prometheus.endpoint import Endpoint, Rendering, TextfileWriter, label_of, write_targets
 from megalite.monitor.prometheus.exporter import PrometheusExporter
 from megalite.monitor.prometheus.families import OF_THE_RUN
 from megalite.monitor.prometheus.host import HostMetrics
@@ -154,6 +157,23 @@ def test_it_listens_where_it_is_told(host: str | None, address: str) -> None:
     endpoint.close()
 
 
+def test_no_client_takes_the_threads_and_files_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Any user of the host can connect; a run that has no file descriptor left cannot save."""
+    monkeypatch.setattr(metrics_server, "MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(metrics_server._ScrapeHandler, "timeout", 0.3)
+    endpoint = Endpoint(PrometheusConfig(enabled=True, port=free_port()), CollectorRegistry(), lambda _: None)
+    idle = [socket.create_connection(("127.0.0.1", endpoint.port), timeout=20) for _ in range(5)]
+    assert [client.recv(1) for client in idle] == [b""] * 5, "closed at once, or after their time"
+    for client in idle:
+        client.close()
+    with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=10) as answer:
+        assert answer.status == 200
+    endpoint.close()
+    assert capfd.readouterr() == ("", ""), "the console is the run's"
+
+
 def test_the_next_free_port_is_taken_and_told() -> None:
     """Two runs on one host; after ten ports it gives up."""
     first, said, opened = min(free_port(), 60_000), list[str](), list[Endpoint]()
@@ -189,6 +209,29 @@ def test_the_textfile_names_the_run_and_goes_with_it(tiny: dict[str, Any], tmp_p
             assert {one.labels["run"] for one in samples} == {str(tmp_path / "my run")}
             assert next(one.value for one in samples if one.name == "megalite_step") == 1
             assert (folder / files[0]).stat().st_mode & 0o444 == 0o444, "node_exporter is another user"
+
+
+def test_the_last_state_of_a_run_is_written_and_a_disk_that_hangs_does_not_hold_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end comes while a write goes on: another one has to follow it."""
+    writes, begun, goes_on = [], Event(), Event()
+
+    def slow(self: TextfileWriter) -> None:
+        writes.append(len(writes))
+        begun.set()
+        goes_on.wait(20)
+
+    monkeypatch.setattr(TextfileWriter, "_write", slow)
+    monkeypatch.setattr(endpoint_module, "LAST_WRITE_S", 0.2)
+    writer = TextfileWriter(tmp_path, tmp_path / "run", lambda: (), Nonfatal(print))
+    writer.ask()
+    assert begun.wait(20)
+    writer.close(remove=False)
+    assert writer._thread.is_alive(), "the end of the run did not wait for it"
+    goes_on.set()
+    writer._thread.join(20)
+    assert writes == [0, 1]
 
 
 def test_targets_name_all_hosts_and_no_secret(tmp_path: Path) -> None:
