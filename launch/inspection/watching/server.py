@@ -131,8 +131,6 @@ class _RequestHandler(BaseHTTPRequestHandler):
             self._say(HTTPStatus.BAD_REQUEST, str(error))
         except OSError as error:
             self._say(HTTPStatus.SERVICE_UNAVAILABLE, f"the run cannot be read: {error.strerror or error}")
-        except Exception as error:  # or a browser is told that nobody answers
-            self._say(HTTPStatus.INTERNAL_SERVER_ERROR, f"the page cannot be made: {type(error).__name__}")
         else:
             self._send(HTTPStatus.OK, kind, body, headers)
 
