@@ -63,7 +63,8 @@ def trace(
 
 def _range(text: str) -> tuple[int, int]:
     first, _, last = text.partition("-")
-    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+    are_numbers = all(number.isdecimal() and len(number) < 19 for number in (first, last))
+    if not (are_numbers and 1 <= int(first) <= int(last)):
         raise LaunchError(f"--steps {text}: give the first and the last step, such as 10-100")
     return int(first), int(last)
 

@@ -26,15 +26,17 @@ class HostMetrics:
         from prometheus_client import CollectorRegistry
 
         options, self.registry = config.monitor.prometheus, CollectorRegistry()
-        self.endpoint = Endpoint(options, self.registry, tell) if options.enabled else None
         self.gpus: GpuSampler | None = None
         if _has_gpus(options.gpus):
             import pynvml
 
             self.gpus = GpuSampler(pynvml, tell)
-            self.gpus.start()
             values = self.gpus.values
             self.registry.register(Rendering(lambda: rendered(OF_GPUS, values()), nonfatal))
+        # the port first, and only where GPUs can be had: what fails leaves neither a port nor a thread behind
+        self.endpoint = Endpoint(options, self.registry, tell) if options.enabled else None
+        if self.gpus is not None:
+            self.gpus.start()
 
     def close(self) -> None:
         """Stops listening and reading."""

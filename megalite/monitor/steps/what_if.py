@@ -201,8 +201,9 @@ def _ranks_of_stages(timelines: Mapping[int, RankTimeline], stages: int) -> list
     for rank, timeline in timelines.items():
         ranks[timeline.owner.stage].append(rank)
     if missing := [str(stage) for stage, of_stage in enumerate(ranks) if not of_stage]:
+        others = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
         raise ValueError(
-            f"step {next(iter(timelines.values())).step} has no timeline of stage {', '.join(missing)}, so its bubble "
+            f"step {next(iter(timelines.values())).step} has no timeline of stage {missing[0]}{others}, so its bubble "
             "cannot be told: monitor.timeline.ranks all keeps those of all ranks"
         )
     return ranks
