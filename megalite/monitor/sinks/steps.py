@@ -6,10 +6,13 @@ import logging
 from statistics import fmean
 
 from megalite.config import Config
+from megalite.config.layout import unchecked_layout
 from megalite.monitor.observer import Observer
 from megalite.monitor.sinks.jsonl import JsonLinesSink
 from megalite.monitor.steps.breakdown import StepBreakdown
 from megalite.monitor.steps.parts import COMMUNICATION, PARTS
+from megalite.planner.schedules.simulation import PipelineTimes, idle_of_equal_stages
+from megalite.planner.schedules.tables import Schedule
 
 log = logging.getLogger(__name__)
 
@@ -22,14 +25,15 @@ class StepsSink(Observer):
 
     name = STEPS
 
-    def __init__(self, lines: JsonLinesSink) -> None:
-        self._lines = lines
+    def __init__(self, config: Config, lines: JsonLinesSink) -> None:
+        self._config, self._lines, self._ranks = config, lines, 1
         self._seconds = dict.fromkeys(PARTS, 0.0)  # of this session's steps
         self._idle: dict[int, list[float]] = {}  # by stage
 
     def on_breakdown(self, breakdown: StepBreakdown) -> None:
         for part, seconds in breakdown.parts_s.items():
             self._seconds[part] += breakdown.steps * seconds
+        self._ranks = len(breakdown.ranks.stages)
         for stage in breakdown.stages:
             if stage.idle_ratio is not None:
                 self._idle.setdefault(stage.stage, []).append(stage.idle_ratio)
@@ -45,10 +49,19 @@ class StepsSink(Observer):
         sentence = f"a step went into: {named}; communication {sum(shares[part] for part in COMMUNICATION):.0%}"
         if self._idle:
             idle = " / ".join(f"{fmean(ratios):.0%}" for _, ratios in sorted(self._idle.items()))
-            sentence += f"; pipeline idle {idle} by stage"
+            sentence += f"; pipeline idle {idle} by stage (the schedule's own: {self._own_idle():.0%})"
         log.info(sentence)
+
+    def _own_idle(self) -> float:
+        """Returns the idle share of the span that the schedule alone has, with equal stages and free messages."""
+        layout = unchecked_layout(self._config, self._ranks)
+        stages, micro_batches = layout.pipeline_parallel_size, layout.gradient_accumulation_steps
+        times = PipelineTimes(forward_s=(1.0,) * stages, backward_s=(2.0,) * stages)
+        schedule = Schedule(layout.pipeline_schedule)
+        idle_s = idle_of_equal_stages(schedule, times, micro_batches, layout.pipeline_chunks)
+        return idle_s / (idle_s + micro_batches * 3.0)
 
 
 def open_sink(config: Config, first_step: int) -> StepsSink:
     """Opens steps.jsonl; drops entries of steps after `first_step`, which the run does again."""
-    return StepsSink(JsonLinesSink(config.run_dir / STEPS, first_step))
+    return StepsSink(config, JsonLinesSink(config.run_dir / STEPS, first_step))

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megalite.config import Config
 from megalite.monitor import sinks
-from megalite.monitor.sinks import console
+from megalite.monitor.sinks import console, steps
+from megalite.monitor.steps.breakdown import COLUMN, ROW, StepBreakdown
 
 NEW_SINK = """
 from megalite.monitor.observer import Observer
@@ -124,3 +126,23 @@ def test_on_a_terminal_the_display_stays_one_line(
     last = [line for line in re.split(r"[\r\n]+", seen) if line.strip()][-1]
     assert len(last) <= columns and "10/20000 left 18:52:46" in last
     assert columns < 200 or NUMBERS in last
+
+
+@pytest.mark.parametrize(("schedule", "share"), [("1f1b", 3 / 11), ("zero-bubble", 1 / 9)])
+def test_at_the_end_the_idle_of_a_pipeline_stands_beside_that_of_its_schedule(
+    config: Config, schedule: str, share: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Closed forms for 4 stages and 8 micro-batches, (p - 1) / (m + p - 1) and a third of the bubble: Qi 2023."""
+    values = config.model_dump(mode="json")
+    values["parallel"] |= {"pipeline_parallel_size": 4, "pipeline_schedule": schedule, "data_parallel_size": 2}
+    values["training"] |= {"global_batch_size": 8 * 2 * config.training.micro_batch_size}
+    values["model"] |= {"num_hidden_layers": 4}
+    sink = steps.open_sink(Config.model_validate(values), 0)
+    rows = np.zeros((8, len(ROW)))
+    rows[:, COLUMN["steps"]], rows[:, COLUMN["forward"]] = 1, 1.0
+    rows[:, COLUMN["began"]], rows[:, COLUMN["ended"]], rows[:, COLUMN["busy_s"]] = 0.0, 10.0, 4.0
+    sink.on_breakdown(StepBreakdown.of(1, rows, [0, 0, 1, 1, 2, 2, 3, 3], [0.0] * 8))
+    with caplog.at_level("INFO"):
+        sink.on_end("ended")
+    expected = f"pipeline idle 60% / 60% / 60% / 60% by stage (the schedule's own: {share:.0%})"
+    assert expected in caplog.text, caplog.text
