@@ -13,7 +13,7 @@ import typer
 
 from launch.cli.options import AsJson, finite_number
 from launch.errors import VERIFY_FAILED_CODE, LaunchError
-from launch.output import check_writable, print_json, spinner
+from launch.output import print_json, spinner
 from launch.runtime.printing import say
 
 
@@ -51,6 +51,7 @@ def compare(
     )
     from launch.inspection.files import check_is_run
     from launch.inspection.history import RunHistory
+    from launch.inspection.page.skeleton import check_page_path
 
     if len(runs) < 2:
         raise LaunchError(f"{runs[0]} alone: give the folders of two runs or more")
@@ -60,7 +61,7 @@ def compare(
         check_is_run(run)
     names = names_of(runs)
     if page is not None:
-        check_writable(page)
+        check_page_path(page)
     with spinner("reading") as show:
         histories = {}
         for name, run in names.items():

@@ -38,15 +38,18 @@ def report(
     """
     from launch.inspection.files import check_is_run
     from launch.inspection.page.run_page import FILE, write_run_page
+    from launch.inspection.page.skeleton import check_page_path
     from launch.inspection.timelines import check_kept
 
     check_is_run(run_dir)
     if step is not None:
         check_kept(run_dir, step)
     path = output if output is not None else run_dir / FILE
-    check_writable(path)
     if output is None:
+        check_writable(path)
         check_small_file(path)  # others may have put something else there
+    else:
+        check_page_path(path)
     with spinner(f"reading {run_dir}"):
         write_run_page(run_dir, path, step)
     say(f"wrote {path} ({decimal_size(path.stat().st_size)}); it needs no network")

@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from launch.errors import LaunchError
 from launch.inspection.files import RECEIPT, Facts, RunFiles, number
 from launch.inspection.timelines import KeptStep
 from launch.output import Table
@@ -19,6 +20,7 @@ from launch.planning.report.waterfall_figure import REMEDIES
 from megalite.checkpoint.manifest import printable
 from megalite.config import Config
 from megalite.config.pipeline_rules import PIPELINE, problems_with_pipeline
+from megalite.monitor.steps.message_pairs import whole_pipelines
 from megalite.monitor.steps.parts import PARTS
 from megalite.monitor.steps.predicted_parts import PartPair, beside_prediction
 from megalite.monitor.steps.timeline import Owner
@@ -80,8 +82,19 @@ class StepExplanation:
 
 
 def explain_step(run_dir: Path, kept: KeptStep) -> StepExplanation:
-    """Reads the receipt of a run beside the timelines of a step. Raises OSError where its events cannot be read."""
-    timelines, owner, problems = kept.aligned.timelines, kept.aligned.first.owner, list(kept.problems)
+    """Reads the receipt of a run beside the timelines of a step, of those pipelines of which all stages have one.
+
+    Raises LaunchError where there are none, OSError where the run's events cannot be read.
+    """
+    owner, problems = kept.aligned.first.owner, list(kept.problems)
+    timelines = whole_pipelines(kept.aligned.timelines)
+    if not timelines:
+        raise LaunchError(
+            f"step {kept.step} has no timelines of all stages of a pipeline, without which waiting for a neighbour "
+            "cannot be told from transfer: monitor.timeline.ranks all keeps those of all ranks"
+        )
+    if left_out := len(kept.aligned.timelines) - len(timelines):
+        problems.append(f"step {kept.step}: {plural(left_out, 'rank')} of pipelines that lack a stage left out")
     pipeline = None
     try:
         pipeline = what_if(timelines)

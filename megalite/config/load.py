@@ -26,6 +26,7 @@ from megalite.config.yaml_text import MOST_CHARACTERS, LinePath, parse_yaml
 Values = dict[str, Any]
 MODEL_CONFIG = "config.json"  # of a Hugging Face folder
 OPTION_NAME = re.compile(r"(?<![a-z_])[a-z_]+(?:\.[a-z_]+)+")
+COMMENT = re.compile(r"(?:^|\s)#")
 OVERRIDE = re.compile(rf"((?:\w+\.)+\w+|{'|'.join(Config.model_fields)})=")
 
 
@@ -224,10 +225,23 @@ def _config_of_folder(folder: Path) -> str:
 
 def _value_of(override: str, text: str) -> Any:
     try:
-        return parse_yaml(text)[0]
+        value = parse_yaml(text)[0]
+        if _has_comment(text, value):
+            raise ConfigError('" #" begins a comment in YAML, so the rest would be lost: put the value into quotes')
+        return value
     except ConfigError as error:
         sentences = (sentence.removeprefix("line 1: ") for sentence in error.sentences)
         raise ConfigError(*(f'override "{override}": {sentence}' for sentence in sentences)) from None
+
+
+def _has_comment(text: str, value: Any) -> bool:
+    """Returns whether the value of an override ends in a comment, as that of `run_dir=runs/try #2` does."""
+    if (mark := COMMENT.search(text)) is None:
+        return False
+    try:
+        return parse_yaml(text[: mark.start()])[0] == value
+    except ConfigError:  # it stands in quotes
+        return False
 
 
 def _set(values: dict[str, Any], option: OptionPath, value: Any, override: str) -> None:

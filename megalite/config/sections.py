@@ -373,7 +373,7 @@ class PrometheusConfig(Section):
     host: Annotated[str, Field(pattern=r"^[^\s/@]{1,253}$")] = "127.0.0.1"
     """Address to listen at; 0.0.0.0 admits every host that reaches this one, and nobody is asked who he is."""
 
-    textfile: Path | None = Field(default=None, examples=[Path("/var/lib/prometheus/node-exporter")])
+    textfile: Path | None = Field(default=None, examples=["/var/lib/prometheus/node-exporter"])
     """Folder of node_exporter's textfile collector, for `megalite_RUN.prom`. Left out: no such file."""
 
     gpus: Literal["auto"] | bool = "auto"

@@ -38,7 +38,9 @@ def digits(value: float) -> str:
 
 
 def seconds(value_s: float) -> str:
-    """Formats seconds with three digits in a fitting unit: `12.3 s`, `45.6 ms`."""
+    """Formats seconds with three digits in a fitting unit: `12.3 s`, `45.6 ms`, `-1.2 ms`."""
+    if value_s < 0:
+        return f"-{seconds(-value_s)}"
     factor, unit = (1.0, "s") if value_s >= 1 or not value_s else (1e3, "ms") if value_s >= 1e-3 else (1e6, "µs")
     scaled = value_s * factor
     return f"{digits(scaled)} {unit}"

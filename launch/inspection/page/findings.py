@@ -22,6 +22,8 @@ from megalite.parallel.mesh import Mesh
 
 LARGEST_TIMELINES = 96 << 20  # bytes of all ranks of a step, above which they are not drawn
 LONG = 1.5  # times the median step: there is more in it than in others
+BESIDE = ("evaluation", "self_check", "checkpoint")
+MOST_BESIDE = 0.1  # of a step, above which these make it an unusual one
 LEAST_STEP = 10  # before which steps warm up
 RECENT = 200  # lines of steps.jsonl that figures of stages are made of
 MOST_RANKS = 1 << 17  # of a layout that is believed
@@ -52,7 +54,9 @@ class RunFindings:
             if earlier is not None and earlier.kept is not None and earlier.kept.step == step:
                 kept, explanation = earlier.kept, earlier.explanation
             else:
-                kept, explanation = _timeline(run_dir, step)
+                kept = _timeline(run_dir, step)
+                problems += kept.problems
+                explanation = explain_step(run_dir, kept)
             problems += explanation.problems if explanation is not None else ()
         except (LaunchError, OSError) as error:
             problems.append(str(error))
@@ -120,13 +124,12 @@ class RunFindings:
         return self.history.files.slow_ranks
 
 
-def _timeline(run_dir: Path, step: int) -> tuple[KeptStep, StepExplanation]:
+def _timeline(run_dir: Path, step: int) -> KeptStep:
     """Reads a step that was kept. Raises LaunchError where it is too large to be drawn, or cannot be read."""
     size = sum(path.stat().st_size for path in step_folder(run_dir, step).glob("rank_*.jsonl"))
     if size > LARGEST_TIMELINES:
         raise LaunchError(f"the timelines of step {step} are too large to be drawn: `megalite trace` reads them")
-    kept = read_kept_step(run_dir, step)
-    return kept, explain_step(run_dir, kept)
+    return read_kept_step(run_dir, step)
 
 
 def _usual_step(history: RunHistory) -> int:
@@ -139,7 +142,10 @@ def _usual_step(history: RunHistory) -> int:
         return newest
     usual_s = LONG * float(np.median(wall_s[wall_s > 0]))
     kept = steps_of(history.run_dir)
+    nothing = np.zeros(len(wall_s))
+    beside_s = np.sum([history.parts_s.get(part, nothing) for part in BESIDE], axis=0)
     is_usual = np.isin(history.steps, kept) & (wall_s > 0) & (wall_s <= usual_s) & (history.steps >= LEAST_STEP)
+    is_usual &= beside_s <= MOST_BESIDE * wall_s
     return int(history.steps[is_usual][-1]) if is_usual.any() else newest
 
 

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -13,11 +14,14 @@ from pathlib import Path
 from string import Template
 from xml.etree.ElementTree import Element, tostring
 
+from launch.errors import LaunchError
 from launch.inspection.page.curves import Curves, curves_data
 from launch.inspection.page.sections import PageSection, with_code
+from launch.output import check_writable
 from launch.planning.report.svg import element
 
 FOLDER = Path(__file__).parent
+GENERATOR, MOST_BEFORE_GENERATOR = b'<meta name="generator" content="megalite">', 1024  # bytes
 SCRIPTS = ("uplot/uPlot.iife.min.js", "charts.js")
 # control characters, those that turn the direction of text, and halves of characters, which UTF-8 cannot hold
 UNPRINTABLE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
@@ -59,6 +63,20 @@ def render_page(
         style="\n".join([shared, _text("uplot/uPlot.min.css"), _text("page.css")]),
         script=script,
     )
+
+
+def check_page_path(path: Path) -> None:
+    """Raises LaunchError where a page cannot be written, or where there is something that is no page of ours."""
+    check_writable(path)
+    if os.path.lexists(path) and not _is_page(path):
+        raise LaunchError(f"{path} is there already and is no page that megalite has written: give another -o")
+
+
+def _is_page(path: Path) -> bool:
+    if path.is_symlink() or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return GENERATOR in file.read(MOST_BEFORE_GENERATOR)
 
 
 def _tile(name: str, value: str) -> Element:

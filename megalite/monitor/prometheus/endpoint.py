@@ -55,8 +55,13 @@ class Endpoint:
             try:
                 self._server = MetricsServer(options.host, port, registry)
             except OSError as error:
-                if error.errno != errno.EADDRINUSE or port == options.port + PORTS - 1:
+                if error.errno != errno.EADDRINUSE:
                     raise
+                if port == options.port + PORTS - 1:
+                    raise OSError(
+                        f"ports {options.port} to {port} of {socket.gethostname()} are all taken, and nobody can ask "
+                        "for metrics there: set monitor.prometheus.port to a free one"
+                    ) from None
                 continue
             self.port = port
             break

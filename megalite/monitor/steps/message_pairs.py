@@ -61,6 +61,20 @@ def message_pairs(timelines: Mapping[int, RankTimeline]) -> Iterator[MessagePair
             yield MessagePair(place[-1], source.span.note.phase, source.rank, target.rank, source.span, target.span)
 
 
+def whole_pipelines(timelines: Mapping[int, RankTimeline]) -> dict[int, RankTimeline]:
+    """Returns the timelines of ranks whose pipeline has one of each stage: of the others' messages one end is unknown,
+    so that waiting could not be told from transfer."""
+    stages: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for timeline in timelines.values():
+        owner = timeline.owner
+        stages[owner.data, owner.tensor].add(owner.stage)
+    return {
+        rank: timeline
+        for rank, timeline in timelines.items()
+        if len(stages[timeline.owner.data, timeline.owner.tensor]) == timeline.owner.pipeline_parallel_size
+    }
+
+
 def transfers(timelines: Mapping[int, RankTimeline]) -> dict[int, list[Interval]]:
     """Returns when each rank began a message of the training step or was blocked in one that was on its way, without
     the time before its neighbour had come to it."""

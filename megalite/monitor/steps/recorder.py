@@ -185,7 +185,10 @@ class StepRecorder:
         share = min(1.0, waited_s / self._in_messages_s) if self._in_messages_s > 0 else 0.0
         self._row[COLUMN["pipeline_wait"]] += share * both_s
         self._row[COLUMN["pipeline_transfer"]] -= share * both_s
-        self._row[COLUMN["pipeline receive seconds"]] = (1 - share) * both_s
+        # blocked in messages is who sends as well: what sends took is not told again as time of receptions
+        self._row[COLUMN["pipeline receive seconds"]] = max(
+            0.0, (1 - share) * both_s - self._row[COLUMN["pipeline send seconds"]]
+        )
 
     def _is_kept(self, step: int, *, is_last: bool) -> bool:
         """Returns whether timelines of a step are kept."""

@@ -90,6 +90,9 @@ def test_parts_add_up_to_the_wall_time_of_each_rank(case: Case, tmp_path: Path) 
         assert (seconds["tensor_collectives"] > 0) == (case.tp > 1)
         in_messages = seconds["pipeline_wait"] + seconds["pipeline_transfer"]
         assert (in_messages > 0) == (case.pp > 1)
+        sums = np.sum(rows, axis=0)
+        told = sums[COLUMN["pipeline send seconds"]] + sums[COLUMN["pipeline receive seconds"]]
+        assert told == pytest.approx(seconds["pipeline_transfer"], rel=0.05, abs=1e-4), "no transfer is told twice"
         assert (seconds["gradient_sync"] > 0) == (case.dp > 1 or "tie_word_embeddings" in case.model)
         assert (seconds["weights_sync"] > 0) == (case.dp > 1 or "tie_word_embeddings" in case.model)
     rows, log, bare = answers[0]

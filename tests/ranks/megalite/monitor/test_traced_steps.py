@@ -41,7 +41,7 @@ def _config(case: Case, run_dir: Path) -> Config:
 
 def _train(engine: Engine, case: Case, run_dir: Path, *, is_evaluated: bool) -> None:
     """Steps in the order of the training loop, each followed by an evaluation that uses the same micro-batches."""
-    with StepRecorder(engine, _config(case, run_dir), dist.group.WORLD) as recorder:
+    with StepRecorder(engine, _config(case, run_dir), 0, dist.group.WORLD) as recorder:
         for step, batch in enumerate(global_batches(case), 1):
             engine.activity.begin_phase(Phase.DATA, step)
             micro_batches = micro_batches_of(engine, case, batch)

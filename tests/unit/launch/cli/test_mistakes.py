@@ -302,7 +302,7 @@ OTHER_COMMANDS: dict[str, tuple[list[str], str]] = {
     "show of nothing": (["config", "show", "nowhere.yaml"], "nowhere.yaml"),
     "override with dashes": (["train", "c.yaml", "--training.steps=3"], "no dashes here: training.steps=3"),
     "missing argument": (["train"], "missing argument 'CONFIG.yaml'; see `megalite train --help`"),
-    "unknown command": (["trian"], "no such command 'trian'. Did you mean 'train'?"),
+    "unknown command": (["trian"], "no such command 'trian'. Did you mean 'train'"),
     "unknown option": (
         ["checkpoint", "ls", "--al", "x"],
         "no such option: --al (Possible options: --help)",

@@ -279,6 +279,7 @@ def test_mistakes_are_one_sentence(
         ([first, run("two"), "--tolerance", "nan"], "--tolerance nan"),
         ([first, run("three"), "-o", tmp_path / "no" / "compare.html"], "cannot be written"),
         ([first, tmp_path], "is no folder of a run"),
+        ([first, run("four"), "-o", first / "metrics.jsonl"], "is no page that megalite has written"),
     ):
         assert command(*words) == 2
         said = capsys.readouterr().err

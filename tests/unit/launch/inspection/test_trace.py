@@ -14,11 +14,13 @@ import pytest
 import yaml
 
 from launch.cli.app import main
+from launch.errors import USER_ERROR_CODE
 from launch.inspection import why
 from launch.inspection.files import RunFiles
 from launch.inspection.timelines import numbers_in_words, read_kept_step
 from launch.inspection.trace import write_trace
 from megalite.monitor.steps.timeline import RankTimeline, step_folder, write_timeline
+from megalite.monitor.steps.what_if import what_if
 from megalite.planner.cost.step_time import StepTime
 from megalite.planner.schedules.simulation import PipelineTimes, simulate_schedule
 from megalite.planner.schedules.tables import Schedule
@@ -201,10 +203,24 @@ def test_a_rank_without_a_sound_file_is_left_out_and_named(
     assert "on 3 ranks, 16 messages" in out and "there is no timeline of ranks 2 of 4" in err
     assert damage is Path.unlink or str(path) in err
     check_sound(read_trace(run / "trace_step_00000030.json.gz"))
-    assert _megalite("trace", run, "--why") == 0
+    assert _megalite("trace", run, "--why") == USER_ERROR_CODE
     out, err = capfd.readouterr()
-    assert "the pipeline is not taken apart: step 30 has no timeline of stage 2" in err
-    assert "forward" in out and "bubble" not in out, "no number is made up"
+    assert "step 30 has no timelines of all stages of a pipeline" in err and not out, "no number is made up"
+
+
+def test_only_whole_pipelines_are_taken_apart(run: Path) -> None:
+    """A pipeline without one of its stages would show all of its waiting as transfer."""
+    whole = what_if(read_kept_step(run, 30).aligned.timelines)
+    for rank, timeline in _timelines(30, slow=2.5).items():
+        owner = timeline.owner.model_copy(update={"data_parallel_size": 2, "rank": 2 * rank})
+        write_timeline(run, replace(timeline, owner=owner, unix=timeline.unix + 900))
+        if timeline.owner.stage < 2:
+            other = owner.model_copy(update={"data": 1, "rank": 2 * rank + 1})
+            write_timeline(run, replace(timeline, owner=other, unix=timeline.unix + 900))
+    found = why.explain_step(run, read_kept_step(run, 30))
+    assert whole is not None and found.pipeline is not None
+    assert found.pipeline.parts_s == pytest.approx(whole.parts_s, abs=1e-9)
+    assert any("2 ranks of pipelines that lack a stage left out" in each for each in found.problems), found.problems
 
 
 def test_files_of_a_start_with_another_layout_are_left_out(run: Path) -> None:

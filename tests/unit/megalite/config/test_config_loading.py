@@ -56,6 +56,15 @@ def test_yaml_1_1_surprises_stay_text(minimal: Path) -> None:
     assert load_config(minimal, ["monitor.plot=no"]).monitor.plot is False
 
 
+def test_a_comment_in_an_override_is_no_silent_loss(minimal: Path) -> None:
+    """Of two runs, `run_dir=exp #1` and `run_dir=exp #2`, the second would go on where the first ended."""
+    for lost in ("run_dir=exp #1", "run_dir=#1", "data.path=[a, b] # 2"):
+        with pytest.raises(ConfigError, match='" #" begins a comment in YAML'):
+            load_config(minimal, [lost])
+    for whole, name in (("run_dir='exp #1'", "exp #1"), ('run_dir="a # b"', "a # b"), ("run_dir=exp#1", "exp#1")):
+        assert load_config(minimal, [whole]).run_dir == Path(name)
+
+
 def test_overrides_nest_merge_and_the_last_one_wins(minimal: Path) -> None:
     config = load_config(
         minimal,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,26 @@ def test_a_pipeline_that_cannot_be_taken_apart_is_not_called_none(tmp_path: Path
     (step_folder(tmp_path / "run", KEPT_STEP) / "rank_0001.jsonl").unlink()
     found = findings_of(tmp_path / "run")
     assert "not cut into stages" not in waterfall_section(found).caption
-    assert any("the pipeline is not taken apart" in sentence for sentence in sentences_of(found))
+    assert any("has no timelines of all stages of a pipeline" in sentence for sentence in sentences_of(found))
+
+
+def test_the_step_that_is_drawn_is_one_without_an_evaluation(tmp_path: Path) -> None:
+    """Steps 10 and 40 are kept, and a third of step 40 was an evaluation: not long enough to stand out as a step."""
+    write_run(tmp_path / "run", steps=60)
+    earlier, later = step_folder(tmp_path / "run", KEPT_STEP), step_folder(tmp_path / "run", 40)
+    shutil.copytree(earlier, later)
+    for path in later.glob("rank_*.jsonl"):
+        path.write_text(path.read_text().replace(f'"step":{KEPT_STEP}', '"step":40'))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for evaluation_s, drawn in ((0.0, 40), (0.06, KEPT_STEP)):
+        for line in lines:
+            beside = dict.fromkeys(("evaluation", "self_check", "checkpoint"), 0.0)
+            line["parts_s"] = dict.fromkeys(line["parts_s"], 0.01) | beside
+            if line["step"] == 40:
+                line["parts_s"]["evaluation"] = evaluation_s
+        metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert (kept := findings_of(tmp_path / "run").kept) is not None and kept.step == drawn
 
 
 def test_timelines_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -326,7 +326,10 @@ def test_mistakes_are_one_sentence(
         (str(tmp_path),): "is no folder of a run",
         (str(tmp_path / "run"), "--step", "11"): "the nearest is 10",
         (str(tmp_path / "run"), "-o", str(tmp_path)): "is a folder: name a file",
+        (str(tmp_path / "run"), "-o", str(tmp_path / "mine.html")): "is no page that megalite has written",
+        (str(tmp_path / "run"), "-o", str(tmp_path / "linked")): "is no page that megalite has written",
     }
+    (tmp_path / "mine.html").write_text("<p>by hand</p>")
     for arguments, sentence in mistakes.items():
         monkeypatch.setattr("sys.argv", ["megalite", "report", *arguments])
         with pytest.raises(SystemExit) as ended:
@@ -334,6 +337,12 @@ def test_mistakes_are_one_sentence(
         said = capsys.readouterr().err.strip()
         assert ended.value.code == 2 and sentence in said and "\n" not in said, (arguments, said)
     assert not (tmp_path / "run" / "report.html").exists()
+    assert (tmp_path / "mine.html").read_text() == "<p>by hand</p>"
+    monkeypatch.setattr("sys.argv", ["megalite", "report", str(tmp_path / "run"), "-o", str(tmp_path / "own.html")])
+    for _ in range(2):  # a page of ours is replaced
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code in (0, None), capsys.readouterr().err
 
 
 def test_a_page_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,7 +183,7 @@ def test_the_next_free_port_is_taken_and_told() -> None:
     assert said[0].startswith(f"port {first} is taken on ") and said[0].endswith(
         f": its metrics are on {opened[1].port}"
     )
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match=f"ports {first} to {first + 9} of .* are all taken"):
         for _ in range(9):
             opened.append(Endpoint(PrometheusConfig(port=first), CollectorRegistry(), said.append))
     for endpoint in opened:
