@@ -27,7 +27,6 @@ PORTS = 10  # that are tried
 LAST_WRITE_S = 10.0  # for the end of a run to wait for a file system that hangs
 TARGETS = "prometheus_targets.json"
 EVERYWHERE = ("0.0.0.0", "::", "[::]")
-LOOPBACK = ("127.", "::1", "localhost")
 Render = Callable[[], Iterable["Metric"]]
 
 
@@ -140,8 +139,3 @@ class TextfileWriter:
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
-
-
-def is_loopback(host: str) -> bool:
-    """Returns whether only programs of the same host reach an address."""
-    return host.startswith(LOOPBACK)

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from megalite.config import Config
 from megalite.engine.agreement import from_all_ranks
 from megalite.engine.hosts import this_host
+from megalite.engine.meeting_place import is_loopback_address
 from megalite.monitor.observer import Nonfatal
-from megalite.monitor.prometheus.endpoint import TARGETS, Endpoint, Rendering, is_loopback, write_targets
+from megalite.monitor.prometheus.endpoint import TARGETS, Endpoint, Rendering, write_targets
 from megalite.monitor.prometheus.families import OF_GPUS, rendered
 from megalite.monitor.prometheus.gpus import GpuSampler, dcgm_answers
 
@@ -66,7 +67,7 @@ def open_host_metrics(config: Config, nonfatal: Nonfatal, tell: Callable[[str], 
         with nonfatal(TARGETS):
             write_targets(config.run_dir, targets)
         tell(f"metrics for Prometheus: {', '.join(f'http://{target}/metrics' for target in dict.fromkeys(targets))}")
-        if len({*hosts}) > 1 and is_loopback(options.host):
+        if len({*hosts}) > 1 and is_loopback_address(options.host):
             tell(
                 f"only programs of the same host reach metrics at {options.host}: for a Prometheus elsewhere set "
                 "monitor.prometheus.host to 0.0.0.0, on a network that you trust"

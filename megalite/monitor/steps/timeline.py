@@ -126,12 +126,6 @@ def remove_steps(run_dir: Path, steps: Iterable[int]) -> None:
         remove(step_folder(run_dir, step))
 
 
-def read_step(run_dir: Path, step: int) -> dict[int, RankTimeline]:
-    """Returns the timelines of a step by rank. Raises ValueError, with a sentence that names the file, or OSError."""
-    timelines = [read_timeline(path) for path in sorted(step_folder(run_dir, step).glob("rank_*.jsonl"))]
-    return {timeline.owner.rank: timeline for timeline in timelines}
-
-
 def read_timeline(path: Path) -> RankTimeline:
     """Returns what is in a file. Raises ValueError, with a sentence that names it, if it is damaged; OSError."""
     lines = read_small_file(path, LONGEST_BYTES).splitlines()

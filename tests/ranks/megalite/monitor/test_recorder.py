@@ -22,9 +22,10 @@ from megalite.monitor.steps.breakdown import COLUMN
 from megalite.monitor.steps.gathering import Gathering
 from megalite.monitor.steps.parts import PARTS
 from megalite.monitor.steps.slow_ranks import SlowRank
-from megalite.monitor.steps.timeline import read_step, step_folder, steps_of
+from megalite.monitor.steps.timeline import step_folder, steps_of
 from models.decoder import DecoderBlock
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
+from tests.helpers.kept_timelines import read_step
 from tests.helpers.planting import Plant, planted
 from tests.helpers.rank_pool import run_fresh_ranks, run_ranks
 from tests.helpers.recorded_run import KeptLog, config_of, train_case

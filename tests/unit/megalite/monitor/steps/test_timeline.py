@@ -13,13 +13,13 @@ from megalite.engine.tape import Collective
 from megalite.monitor.steps.timeline import (
     Owner,
     RankTimeline,
-    read_step,
     read_timeline,
     remove_steps,
     step_folder,
     steps_of,
     write_timeline,
 )
+from tests.helpers.kept_timelines import read_step
 
 OWNER = Owner(
     rank=3,
