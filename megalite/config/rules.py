@@ -16,6 +16,7 @@ from megalite.config.config import Config
 from megalite.config.deepspeed import offloads_to_nvme
 from megalite.config.errors import ConfigError
 from megalite.config.model_rules import problems_with_model
+from megalite.config.optimizer_rules import problems_with_optimizer
 from megalite.config.pipeline_rules import problems_with_pipeline
 from megalite.config.suggestions import multiples_near, tensor_parallel_fits, tensor_parallel_near
 
@@ -43,6 +44,7 @@ def broken_rules(config: Config, data_parallel_size: int | None, device: Device 
         *_gradient_reduction(config, device),
         *_offload(config),
         *_offload_to_nvme(config),
+        *problems_with_optimizer(config),
         *_precision(config, device),
         *_batch(config, data_parallel_size),
         *_schedule(config),

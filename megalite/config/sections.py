@@ -82,7 +82,7 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 
 
 class PrecisionConfig(Section):
-    """Number formats. Master weights and optimizer state are always fp32."""
+    """Number formats. Master weights are always fp32; `optimizer.moments_dtype` is that of the optimizer's state."""
 
     dtype: Dtype = "bf16"
     """Format of weights and activations in forward and backward; fp16 needs a GPU."""
@@ -105,17 +105,26 @@ class PrecisionConfig(Section):
 class OptimizerConfig(Section):
     """Update rule; its learning rate is the peak that the schedule scales."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """Update rule: AdamW, or plain SGD without momentum (for tests: AdamW hides errors of gradient scale)."""
+    name: Literal["adamw", "muon", "sgd"] = "adamw"
+    """Update rule: AdamW; Muon for the blocks' matrices and AdamW for the rest; or SGD without momentum (for tests)."""
 
     learning_rate: PositiveFloat = 3e-4
-    """Peak learning rate, reached at the end of the warm-up."""
+    """Peak learning rate, reached at the end of the warm-up; with muon of all weights, matrices as `adjust_lr` says."""
 
     betas: tuple[Probability, Probability] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment; ignored by sgd."""
 
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon, added to the root of the second moment; ignored by sgd."""
+
+    momentum: Probability = 0.95
+    """Muon's decay rate of the momentum, which is Nesterov's; ignored by the others."""
+
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Muon's factor on a matrix's rate: 0.2 sqrt(larger side), as AdamW's updates, or sqrt(max(1, rows / columns))."""
+
+    moments_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format of AdamW's moments and Muon's momentum; bf16 halves their memory, and is rounded to the nearest."""
 
     weight_decay: NonNegativeFloat = 0.1
     """Decay of the matrices per step, times the learning rate; norms and biases never decay."""

@@ -28,9 +28,10 @@ from megalite.config import Config, ConfigError, ResolvedLayout
 from megalite.config.layout import reduces_beside_backward
 from megalite.engine.activity import Activity, Operation, Phase
 from megalite.engine.cpu_adam import BUILD_LIMIT, why_no_cpu_adam
-from megalite.engine.deepspeed_config import build_optimizer, deepspeed_config
+from megalite.engine.deepspeed_config import deepspeed_config
 from megalite.engine.deepspeed_internals import (
     clear_gradient_partitions,
+    flat_groups,
     quiet_stdout,
     share_fp32_weights,
     stay_at_smallest_loss_scale,
@@ -38,6 +39,8 @@ from megalite.engine.deepspeed_internals import (
 from megalite.engine.distributed import Grid, group_timeout, tensor_parallel_of
 from megalite.engine.gradient_reduction import GradientReducer
 from megalite.engine.handover import backward
+from megalite.engine.muon import Muon
+from megalite.engine.optimizers import build_optimizer
 from megalite.engine.partitioned_step import partition_reductions
 from megalite.engine.stages import Chunk, TiedWeight
 from megalite.parallel.collectives import TensorParallel
@@ -198,6 +201,9 @@ class Engine(ABC):
             raise ConfigError(f"section deepspeed: DeepSpeed refuses {option}: {first['msg']}: correct it") from None
         share_fp32_weights(self.deepspeed.optimizer)
         stay_at_smallest_loss_scale(self.deepspeed.optimizer)
+        if isinstance(self.torch_optimizer, Muon):
+            groups = flat_groups(self.deepspeed.optimizer)
+            self.torch_optimizer.connect(groups, self.data_parallel_group(), self._tp)
         if is_ours:
             self.reducer = partition_reductions(
                 self.deepspeed, model.parameters(), self.config, self.activity, self.coordinate.tensor_rank

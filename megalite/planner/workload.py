@@ -103,7 +103,7 @@ class TrainingWorkload:
     gradient_accumulation_dtype: Dtype = "fp32"
     gradient_reduction_dtype: Dtype | None = None  # between replicas; None: `gradient_accumulation_dtype`
     gradient_bucket_size: int = 50_000_000  # numbers that replicas reduce in one collective
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
     document_mask: bool = False
     offloads_optimizer: bool = False  # to the memory of the host
     offloads_activations: bool = False
