@@ -36,7 +36,7 @@ class ReferenceOptimizer:
             {"params": [p for p in others if p.ndim > 1], "weight_decay": options.weight_decay},
             {"params": [p for p in others if p.ndim == 1], "weight_decay": 0.0},
         ]
-        self._moments = MOMENTS[options.name]
+        self._moments, self._rounds_moments = MOMENTS[options.name], options.moments_dtype == "bf16"
         self._others: torch.optim.Optimizer
         if options.name == "sgd":
             self._others = torch.optim.SGD(groups, lr=options.learning_rate)
@@ -63,6 +63,11 @@ class ReferenceOptimizer:
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate
                 optimizer.step()
+        if self._rounds_moments:
+            for optimizer in (self._others, self._muon):
+                for state in optimizer.state.values() if optimizer is not None else ():
+                    for kind in {*self._moments, "momentum_buffer"} & state.keys():
+                        state[kind].copy_(state[kind].bfloat16())
 
     def moments(self) -> dict[str, dict[str, np.ndarray]]:
         """Returns the moments by kind, as global arrays by canonical name."""

@@ -43,6 +43,7 @@ class Case:
     steps: int = 3
     optimizer: str = "adamw"
     learning_rate: float = 1e-3
+    optimizer_options: dict[str, Any] = field(default_factory=dict)  # more of the section
     document_mask: bool = False
     dtype: str = "fp32"
     reduction: str | None = None  # format in which replicas sum gradients; None: fp32
@@ -85,7 +86,11 @@ class Case:
                     **({"gradient_bucket_size": self.bucket} if self.bucket else {}),
                 },
                 "precision": {"dtype": self.dtype, "gradient_reduction_dtype": self.reduction},
-                "optimizer": {"name": self.optimizer, "learning_rate": self.learning_rate},
+                "optimizer": {
+                    "name": self.optimizer,
+                    "learning_rate": self.learning_rate,
+                    **self.optimizer_options,
+                },
                 "training": {
                     "global_batch_size": self.batch,
                     "micro_batch_size": self.micro_batch,

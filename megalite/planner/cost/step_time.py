@@ -29,6 +29,7 @@ from megalite.planner.cost.layer_time import (
     head_work,
     score_flops,
 )
+from megalite.planner.cost.muon import gathered_over_tensor_ranks, orthogonalizing_flops
 from megalite.planner.cost.offloading import exposed_copies_s, host_update_s
 from megalite.planner.cost.overlapped_reduction import reduction_ends_s
 from megalite.planner.cost.shapes import StageShape, block_kinds, stages_of_job
@@ -39,8 +40,10 @@ from megalite.planner.schedules.tables import splits_backward
 from megalite.planner.units import Additive
 from megalite.planner.workload import BYTES, TrainingWorkload
 
-# Adam reads weight, gradient and both moments in fp32, and writes all but the gradient: 28 bytes per parameter
-OPTIMIZER_BYTES = {"adamw": 28, "sgd": 12}
+# AdamW reads weight, gradient and both moments, and writes all but the gradient; Muon has one moment and an update of
+# 16 bits, which it writes and reads
+OPTIMIZER_BYTES = {"adamw": 12, "muon": 16, "sgd": 12}  # per parameter, without moments
+MOMENTS_MOVED = {"adamw": 4, "muon": 2, "sgd": 0}  # numbers per parameter
 # times the launch of a kernel, where each is waited for: BLOOM's first day; its second day is held against it
 WAITED_LAUNCHES = 4.0
 # times the host's work for a block with stage 1: DeepSpeed 0.19.8's hooks, in CPU time per micro-batch of a tiny model
@@ -113,7 +116,9 @@ def step_time(job: TrainingWorkload, cluster: Cluster) -> StepTime:
         "pipeline bubble": _idle(layout.pipeline_parallel_size, cluster) * bubble_s,
         "between stages": messages_s + end_ring(layout, cluster).seconds(tied_moved(job)),
         "replicas": exposed,
-        "optimizer": _optimizer_s(job, cluster, owned, speed),
+        "optimizer": _optimizer_s(job, cluster, owned, speed)
+        + orthogonalizing_flops(job, largest) / speed.flops
+        + tensor_ring(layout, cluster).seconds(Moved(all_gather=gathered_over_tensor_ranks(job, largest))),
         "offloading": count
         * max(job.by_stage(lambda alike: list(map(partial(_offloading_s, alike, cluster, speed), shapes, stages)))),
     }
@@ -130,7 +135,7 @@ def step_time(job: TrainingWorkload, cluster: Cluster) -> StepTime:
 
 def _optimizer_s(job: TrainingWorkload, cluster: Cluster, owned: float, speed: Speed) -> float:
     """Returns the seconds of the update of as many parameters as a rank owns."""
-    update_bytes = OPTIMIZER_BYTES[job.optimizer]
+    update_bytes = OPTIMIZER_BYTES[job.optimizer] + MOMENTS_MOVED[job.optimizer] * BYTES[job.moments_dtype]
     if job.offloads_optimizer and cluster.accelerator.device == "cuda":
         return host_update_s(job, cluster, owned, update_bytes)
     return update_bytes * owned / speed.memory_bytes
