@@ -72,6 +72,8 @@ ONE_GRAPH: dict[str, str | None] = {
     "tp 8, sequence parallel": "Unsupported",
 }
 
+MUON_PRODUCTS = 15  # for each shape of matrix, however many there are, while they fit one batch
+
 KERNELS_OF_AN_EXPERT = 10, 18  # forward, backward: of an eager layer on the CPU. Goal: 0, 0
 SYNCS_OF_EXPERTS = 1  # in one forward of a layer. Goal: 0
 
@@ -93,6 +95,13 @@ STEPS = {
         1,
         {"all_reduce": 3, "reduce_scatter": 9, "all_gather": 9},
         goal="0 syncs, no all_reduce of token counts",
+    ),
+    # one gather of updates for each bucket of matrices
+    "dp 2, muon": StepBudget(
+        Case(dp=2, dtype="bf16", accumulation=4, bucket=20_000, optimizer="muon"),
+        1,
+        {"all_reduce": 3, "reduce_scatter": 9, "all_gather": 9 + 7},
+        goal="0 syncs",
     ),
     "dp 2, ZeRO-3": StepBudget(
         Case(dp=2, dtype="bf16", accumulation=4, zero=3),
