@@ -1,118 +1,107 @@
 """torch's own optimizers on a reference model, one process.
 
-Muon's matrices are those of a Hugging Face folder. A model may hold several of them in one parameter, so the
-optimizer's parameters are views of the model's, each one matrix under our name of it.
+Muon's matrices are those of a Hugging Face folder under our names. A model may hold several of them in one parameter,
+or transposed, so they are copied out of the parameters before each step and back behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from launch.errors import LaunchError
 from launch.parity.problem import Training
-from launch.parity.reference_models import Model, SerialReference, as_numpy
+from launch.parity.reference_models import Model, as_numpy
 from megalite.engine.optimizers import MOMENTS
-
-Part = tuple[nn.Parameter, tuple[slice, ...]]  # a matrix in a parameter of the model
 
 
 class ReferenceOptimizer:
     """The optimizer of a training's config: one or two of torch's, on the parameters of `model`."""
 
     def __init__(self, training: Training, model: Model) -> None:
-        options, self._model = training.config.optimizer, model
-        parts = _matrices_of_blocks(model) if options.name == "muon" else {}
-        with torch.no_grad():
-            self._matrices = {name: nn.Parameter(parameter[where]) for name, (parameter, where) in parts.items()}
-        self._parts = parts
-        taken = {parameter for parameter, _ in parts.values()}
-        others = [parameter for parameter in model.module.parameters() if parameter not in taken]
-        groups: list[dict[str, Any]] = [
-            {"params": [p for p in others if p.ndim > 1], "weight_decay": options.weight_decay},
-            {"params": [p for p in others if p.ndim == 1], "weight_decay": 0.0},
-        ]
+        options = training.config.optimizer
         self._moments, self._rounds_moments = MOMENTS[options.name], options.moments_dtype == "bf16"
+        self._model, self._parameters = model, list(model.module.parameters())
+        self._places = self._places_of_matrices() if options.name == "muon" else {}
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in self._parameters if p.ndim > 1], "weight_decay": options.weight_decay},
+            {"params": [p for p in self._parameters if p.ndim == 1], "weight_decay": 0.0},
+        ]
         self._others: torch.optim.Optimizer
         if options.name == "sgd":
             self._others = torch.optim.SGD(groups, lr=options.learning_rate)
         else:
             self._others = torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, eps=options.eps)
-        self._muon = None
-        if self._matrices:
-            self._muon = torch.optim.Muon(
+        self._optimizers: list[torch.optim.Optimizer] = [self._others]
+        self._matrices: dict[str, nn.Parameter] = {}
+        if options.name == "muon":
+            weights = _joined(self._parameters)
+            self._matrices = {name: nn.Parameter(weights[place]) for name, place in self._places.items()}
+            muon = torch.optim.Muon(
                 self._matrices.values(),
                 lr=options.learning_rate,
                 weight_decay=options.weight_decay,
                 momentum=options.momentum,
                 adjust_lr_fn=options.adjust_lr,
             )
+            self._optimizers.append(muon)
+
+    def _places_of_matrices(self) -> dict[str, Tensor]:
+        """Returns the numbers of each matrix of a block, except routers, as places in all parameters joined."""
+        sizes = [parameter.numel() for parameter in self._parameters]
+        starts = dict(zip(self._parameters, accumulate(sizes, initial=0), strict=False))
+        routers = {starts[router.get_parameter("weight")] for router in self._model.routers()}
+
+        def places(parameter: nn.Parameter) -> Tensor:
+            numbers = torch.arange(parameter.numel(), dtype=torch.float64, device=parameter.device)
+            return (starts[parameter] + numbers).view(parameter.shape)
+
+        found = {name: torch.from_numpy(value).long() for name, value in self._model.named(places).items()}
+        return {
+            name: place.to(self._model.device)
+            for name, place in found.items()
+            if ".layers." in name and place.ndim > 1 and int(place.min()) not in routers
+        }
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Updates the model from its parameters' gradients."""
-        for name, (parameter, where) in self._parts.items():
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            self._matrices[name].grad = gradient[where]
-        for optimizer in (self._others, self._muon):
-            if optimizer is not None:
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate
-                optimizer.step()
-        if self._rounds_moments:
-            for optimizer in (self._others, self._muon):
-                for state in optimizer.state.values() if optimizer is not None else ():
-                    for kind in {*self._moments, "momentum_buffer"} & state.keys():
-                        state[kind].copy_(state[kind].bfloat16())
+        if self._matrices:
+            gradients = _joined([torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters])
+            for name, matrix in self._matrices.items():
+                matrix.grad = gradients[self._places[name]]
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            optimizer.step()
+            for state in optimizer.state.values() if self._rounds_moments else ():
+                for kind in {*self._moments, "momentum_buffer"} & state.keys():
+                    state[kind].copy_(state[kind].bfloat16())
+        if self._matrices:  # over what AdamW has made of them
+            weights = _joined(self._parameters)
+            for name, matrix in self._matrices.items():
+                weights[self._places[name]] = matrix
+            for parameter, values in zip(
+                self._parameters, weights.split([p.numel() for p in self._parameters]), strict=True
+            ):
+                parameter.copy_(values.view(parameter.shape))
 
     def moments(self) -> dict[str, dict[str, np.ndarray]]:
         """Returns the moments by kind, as global arrays by canonical name."""
-        state = self._others.state
-        seen = {
-            kind: self._model.named(lambda p, kind=kind: state[p][kind] if p in state else torch.zeros_like(p))  # type: ignore[misc]
-            for kind in self._moments
-        }
-        for values in seen.values():
-            for name in self._parts:
-                del values[name]
-        if self._muon is not None:
-            buffers = {name: self._muon.state[matrix]["momentum_buffer"] for name, matrix in self._matrices.items()}
+        seen = {}
+        for kind in self._moments:
+            values = self._model.named(lambda parameter, kind=kind: self._others.state[parameter][kind])  # type: ignore[misc]
+            seen[kind] = {name: value for name, value in values.items() if name not in self._matrices}
+        if self._matrices:
+            state = self._optimizers[1].state
+            buffers = {name: state[matrix]["momentum_buffer"] for name, matrix in self._matrices.items()}
             seen["momentum_buffer"] = {name: as_numpy(buffer) for name, buffer in buffers.items()}
         return seen
 
 
-def _matrices_of_blocks(model: Model) -> Mapping[str, Part]:
-    """Returns the matrices of the blocks, except routers, by canonical name.
-
-    Raises LaunchError for a transformers model that joins several in one parameter.
-    """
-    routers = {router.get_parameter("weight") for router in model.routers()}
-    parameters: Sequence[nn.Parameter] = [p for p in model.module.parameters() if p not in routers]
-    if isinstance(model, SerialReference):
-        return {
-            piece.name: (parameter, piece.target)
-            for parameter in parameters
-            for piece in parameter.shard.pieces()  # type: ignore[attr-defined]
-            if ".layers." in piece.name and len(piece.shape) > 1
-        }
-    numbers = {parameter: float(number) for number, parameter in enumerate(parameters, start=1)}
-
-    def numbered(parameter: nn.Parameter) -> Tensor:
-        return torch.full_like(parameter, numbers.get(parameter, 0.0))
-
-    parts: dict[str, Part] = {}
-    for name, value in model.named(numbered).items():
-        if ".layers." not in name or value.ndim < 2 or not value.flat[0]:
-            continue
-        parameter = parameters[int(value.flat[0]) - 1]
-        if tuple(parameter.shape) != value.shape:
-            raise LaunchError(
-                f"transformers holds {name} in a parameter with others, or transposed, which torch's Muon would "
-                "take for one matrix: use --reference self"
-            )
-        parts[name] = (parameter, tuple(slice(0, size) for size in value.shape))
-    return parts
+@torch.no_grad()
+def _joined(tensors: list[Any]) -> Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
