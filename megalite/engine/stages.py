@@ -41,7 +41,8 @@ class Chunk(nn.Module):
         if labels is None:
             return head_logits(hidden, head_weight, vocab_size, self.tensor_parallel, softcap)
         targets, weight = labels
-        loss = head_loss(hidden, head_weight, targets, vocab_size, self.tensor_parallel, softcap) * weight
+        is_compiled = hidden.is_cuda
+        loss = head_loss(hidden, head_weight, targets, vocab_size, self.tensor_parallel, softcap, is_compiled) * weight
         if loss.requires_grad:
             # A loss may be infinite though its gradient, softmax - one_hot, is not. Zero times it is NaN then, which
             # reaches the gradients of all ranks on the usual way and needs no look at the loss, which would wait for
