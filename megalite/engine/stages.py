@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megalite.config import Config
 from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.float8 import use_float8
 from megalite.parallel.layers import BlockInput, LayerSpec, SerialModel, make_layer
 from megalite.parallel.loss import head_logits, head_loss
 
@@ -29,6 +30,8 @@ class Chunk(nn.Module):
         self.tensor_parallel, self.is_last, self._model = tp, is_last, config.model
         make = partial(make_layer, seed=config.training.seed, initializer_range=config.model.initializer_range)
         self.serial = SerialModel(specs, tp, make)
+        if config.precision.float8 != "none":
+            use_float8(self.serial, config.precision.float8)
 
     def forward(self, inputs: BlockInput, labels: tuple[Tensor, Tensor] | None = None) -> Any:
         """Maps the first layer's input to the input of the chunk behind; the last chunk maps it to a scalar loss, or
