@@ -23,7 +23,7 @@ from launch.parity.small_model import small_model
 from megalite.config import Config, ModelConfig
 from megalite.config.model import DROPOUTS
 
-Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
+Dtype = Literal["fp64", "fp32", "bf16", "fp16", "float8"]  # float8: products, in the config's format otherwise
 FP16_SCALE_POWER = 12  # log2 of the loss scale: so small that nothing overflows and no step is skipped
 MOST_SEQUENCE, MOST_ROWS = 64, 256
 ROWS = 12  # sequences in a global batch, about

@@ -42,7 +42,10 @@ def solve(
     kind: type[Model], problem: ParityProblem, training: Training, dtype: Dtype, device: str, accumulation: int = 1
 ) -> Observations:
     """Trains on one process; sums gradients of half-precision micro-batches in the config's format."""
-    model = kind.of(problem, TORCH_DTYPES[dtype], device)
+    precision = problem.config.precision
+    model = kind.of(problem, TORCH_DTYPES[precision.dtype if dtype == "float8" else dtype], device)
+    if dtype == "float8" and precision.float8 != "none":
+        model.multiply_in_float8(precision.float8)
     exact = kind.of(problem, torch.float64 if dtype == "fp64" else torch.float32, device)
     pairs = list(zip(exact.module.parameters(), model.module.parameters(), strict=True))
     optimizer = ReferenceOptimizer(training, exact)

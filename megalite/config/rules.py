@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from megalite.config.config import Config
 from megalite.config.deepspeed import offloads_to_nvme
 from megalite.config.errors import ConfigError
+from megalite.config.float8_rules import problems_with_float8
 from megalite.config.model_rules import problems_with_model
 from megalite.config.optimizer_rules import problems_with_optimizer
 from megalite.config.pipeline_rules import problems_with_pipeline
@@ -46,6 +47,7 @@ def broken_rules(config: Config, data_parallel_size: int | None, device: Device 
         *_offload_to_nvme(config),
         *problems_with_optimizer(config),
         *_precision(config, device),
+        *problems_with_float8(config),
         *_batch(config, data_parallel_size),
         *_schedule(config),
         *_checkpoints(config),

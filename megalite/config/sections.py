@@ -93,6 +93,9 @@ class PrecisionConfig(Section):
     gradient_reduction_dtype: Dtype | None = None
     """Format in which gradients are summed over replicas: fp32, or `dtype`. Left out: `gradient_accumulation_dtype`."""
 
+    float8: Literal["none", "rowwise", "tensorwise"] = Field(default="none", examples=["rowwise"])
+    """Float8 products in attention and MLP, scaled per row or tensor: Hopper or Ada GPUs; a CPU emulates it, slower."""
+
     float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """PyTorch's `set_float32_matmul_precision`: below `highest`, fp32 products are faster and less exact."""
 

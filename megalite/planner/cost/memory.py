@@ -23,8 +23,8 @@ from megalite.planner.schedules.tables import Schedule, placement
 from megalite.planner.workload import BYTES, TrainingWorkload
 
 MIB = 2**20
-CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}  # fp32 logits at once, megalite/parallel/loss.py
-CHUNK_TOKENS = 128  # at least
+CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}  # of logits at once, megalite/parallel/loss.py
+CHUNK_TOKENS = 128  # at least; on a GPU a multiple of it
 PROCESS_BYTES = 300 * MIB  # of a rank before its model is built: benchmarks/results/planner_memory.md
 PROCESS, COPY = "process", "checkpoint copy"
 
@@ -237,18 +237,18 @@ class _Stage:
         job, model = self.job, self.job.model
         tokens = job.micro_batch_tokens
         rows = cut(model.vocab_size, job.layout.tensor_parallel_size)
-        chunk = max(CHUNK_TOKENS, CHUNK_BYTES[self.device.kind] // (4 * rows))
+        is_compiled = self.device.kind == "cuda"  # the gradient takes the place of the logits
+        chunk = CHUNK_BYTES[self.device.kind] // ((self.size if is_compiled else 4) * rows)
+        chunk = max(CHUNK_TOKENS, chunk - chunk % CHUNK_TOKENS if is_compiled else chunk)
         is_wide = self.size == 4 or (self.device.widens_bf16 and job.dtype == "bf16")
         numbers = min(chunk, tokens) * rows
-        if is_wide:
-            logits = 4.0 * numbers * (2 if tokens > chunk else 1)
-        else:
-            logits = numbers * (12.0 if tokens > chunk else 8.0)
-        if model.final_logit_softcapping is not None:
+        logits = float(self.size * numbers) if is_compiled else numbers * (4.0 if is_wide else 8.0)
+        if model.final_logit_softcapping is not None and not is_compiled:
             logits += 4.0 * numbers
         weight = rows * model.hidden_size
         of_products = 4 if is_wide or job.dtype == "fp16" else self.size
-        gradients = 4.0 * weight + (0 if is_wide else of_products * weight * (tokens > chunk))
+        is_added = is_wide or is_compiled  # in the GEMM; else its product is a matrix of its own
+        gradients = 4.0 * weight + (0 if is_added else of_products * weight * (tokens > chunk))
         gradients += 4.0 * weight if is_wide and self.size < 4 else 0.0  # the head, widened
         gradients += of_products * tokens * model.hidden_size
         # the last block's output and its norm's, which products read whole
