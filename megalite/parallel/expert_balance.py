@@ -78,11 +78,11 @@ class ExpertBalance(nn.Module):
     def take(self) -> Tensor:
         """Returns since the last call how many tokens chose each expert, and behind these numbers the sum over tokens
         of the entropy of the scores, `[experts + 1]` float64 on the CPU. Waits for the device."""
-        chosen, entropy = self._chosen, self._entropy
-        self._chosen = self._entropy = None
-        if chosen is None or entropy is None:
+        if self._chosen is None or self._entropy is None:
             return torch.zeros(self._experts + 1, dtype=torch.float64)
-        return torch.cat([chosen.double(), entropy.double().unsqueeze(0)]).cpu()
+        numbers = torch.cat([self._chosen.double(), self._entropy.double().unsqueeze(0)]).cpu()
+        self._chosen.zero_(), self._entropy.zero_()
+        return numbers
 
 
 def sequence_balance(scores: Tensor, chosen: Tensor) -> Tensor:
