@@ -39,6 +39,7 @@ def broken_rules(config: Config, data_parallel_size: int | None, device: Device 
     return [
         *_length(config),
         *problems_with_model(config.model),
+        *_router(config),
         *_layout(config),
         *problems_with_pipeline(config, data_parallel_size),
         *_deepspeed(config, device),
@@ -74,6 +75,15 @@ def _length(config: Config) -> Iterator[str]:
             f"training.steps {training.steps} and training.tokens {training.tokens} both set the length of "
             "the run: keep one and remove the other (or set it to null)"
         )
+
+
+def _router(config: Config) -> Iterator[str]:
+    for option, coefficient in config.training.router:
+        if coefficient and config.model.num_experts is None:
+            yield (
+                f"training.router.{option} {coefficient} is about experts, but model.num_experts is null: remove it, "
+                "or set num_experts"
+            )
 
 
 def _layout(config: Config) -> Iterator[str]:

@@ -163,6 +163,19 @@ class EvaluationConfig(Section):
     """Held-out sequences per evaluation; a multiple of `micro_batch_size` x data-parallel size."""
 
 
+class RouterConfig(Section):
+    """Losses that make the routers of a model with experts use all of them; equal on every layout, 0 = off.
+
+    Only their gradients are added: the loss that is shown stays the model's own.
+    """
+
+    sequence_loss: NonNegativeFloat = Field(default=0.0, examples=[0.0001])
+    """Coefficient of the sequence-wise balance loss (DeepSeek-V3), 1 for each sequence that uses experts equally."""
+
+    z_loss: NonNegativeFloat = Field(default=0.0, examples=[0.001])
+    """Coefficient of the mean squared logsumexp of a router's logits, which keeps them small (ST-MoE)."""
+
+
 class TrainingConfig(Section):
     """Batch, length, seed and stopping of the run."""
 
@@ -186,6 +199,9 @@ class TrainingConfig(Section):
 
     gradient_clipping: NonNegativeFloat = 1.0
     """Largest global norm of the gradient; larger ones are scaled down to it. 0 = off."""
+
+    router: RouterConfig = Field(default_factory=RouterConfig)
+    """Balance of experts."""
 
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     """Loss on held-out documents while training."""

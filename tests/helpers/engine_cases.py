@@ -55,6 +55,7 @@ class Case:
     schedule: str = "1f1b"
     bucket: int | None = None  # gradients per reduction; None: more than these models have
     clipping: float = 1.0
+    router: dict[str, float] = field(default_factory=dict)  # the section training.router
     zero_options: dict[str, Any] | None = None  # of deepspeed.zero_optimization; None: as below
 
     @property
@@ -98,6 +99,7 @@ class Case:
                     "steps": self.steps,
                     "seed": self.seed,
                     "gradient_clipping": self.clipping,
+                    "router": self.router,
                 },
                 "recompute": {"mode": self.recompute},
                 "offload": self.offload,

@@ -17,7 +17,7 @@ from megalite.planner.cost.activations import chunk_bytes, embedding_bytes, with
 from megalite.planner.cost.model_states import BUCKET, MOMENTS, States, deepspeed_states
 from megalite.planner.cost.muon import orthogonalized_numbers
 from megalite.planner.cost.offloading import activations_on_device, optimizer_on_host, without_optimizer
-from megalite.planner.cost.shapes import StageShape, cut, embedding_parameters, stages_of_job
+from megalite.planner.cost.shapes import StageShape, cut, embedding_parameters, stages_of_job, widest_parameter
 from megalite.planner.schedules.in_flight import InFlight, most_in_flight
 from megalite.planner.schedules.tables import Schedule, placement
 from megalite.planner.workload import BYTES, TrainingWorkload
@@ -134,7 +134,7 @@ class _Stage:
         self.size = BYTES[job.dtype]
         has_rows = shape.has_embedding or (shape.has_head and not shape.tied_copy)
         self.embedding = embedding_parameters(model, tp) if has_rows else 0
-        in_blocks = cut(model.intermediate_size, tp) * model.hidden_size * (1 + model.gated_mlp)
+        in_blocks = max(widest_parameter(model, layer, tp) for layer in shape.layers)
         largest = max(self.embedding, in_blocks)  # parameter
         self.largest_of_blocks = in_blocks / largest
         self.states = deepspeed_states(job, shape.parameters, largest, orthogonalized_numbers(model, shape, tp))

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from megalite.config import ModelConfig
 from megalite.planner.cost.activations import chunk_bytes, with_same_blocks
 from megalite.planner.cost.communication_time import (
     boundary_leaves_node,
@@ -48,7 +49,7 @@ MOMENTS_MOVED = {"adamw": 4, "muon": 2, "sgd": 0}  # numbers per parameter
 WAITED_LAUNCHES = 4.0
 # times the host's work for a block with stage 1: DeepSpeed 0.19.8's hooks, in CPU time per micro-batch of a tiny model
 HOST_WORK = {0: 1.0, 1: 1.0, 2: 1.4, 3: 4.4}
-# the host's work for a block with experts, in such of a dense one, in CPU time: each expert runs, also on no token
+# the host's work for a block with experts, in such of a dense one, in CPU time, and in a loop that of each expert more
 EXPERTS_HOST_WORK, EXPERT_HOST_WORK = 2.0, 0.1
 DIGITS = 1000  # parts of a micro-batch's time to which simulated pipelines are exact
 
@@ -207,7 +208,8 @@ def _stage(
     forward, backward = passes.forward.seconds + there, passes.backward.seconds + back
     recomputed = passes.again.seconds + again
     host = HOST_WORK[job.layout.zero_stage] if job.stack.replicas == "deepspeed" else 1.0
-    blocks = sum(_host_blocks(job, kind) * count for kind, count in kinds_held.items())
+    loops = cluster.accelerator.device == "cpu" or job.dtype != "bf16"  # over experts
+    blocks = sum(_host_blocks(job.model, kind, loops=loops) * count for kind, count in kinds_held.items())
     launch = [blocks * speed.launch_s * host * factor for factor in (1, 2, job.layout.recompute == "full")]
     waits = job.stack.waits_for_launches or cluster.accelerator.device == "cpu"
     launch_s = [
@@ -224,10 +226,12 @@ def _stage(
     )
 
 
-def _host_blocks(job: TrainingWorkload, layer: int) -> float:
-    """Returns the number of dense blocks whose launch takes the host equally long."""
-    experts = job.model.num_experts if job.model.has_experts(layer) else None
-    return 1.0 if experts is None else EXPERTS_HOST_WORK + EXPERT_HOST_WORK * experts
+def _host_blocks(model: ModelConfig, layer: int, *, loops: bool) -> float:
+    """Returns the number of dense blocks whose launch takes the host equally long (parallel/grouped_linear.py)."""
+    if not model.has_experts(layer):
+        return 1.0
+    assert model.num_experts is not None
+    return EXPERTS_HOST_WORK + (EXPERT_HOST_WORK * model.num_experts if loops else 0.0)
 
 
 def _between_s(job: TrainingWorkload, cluster: Cluster) -> float:
