@@ -104,7 +104,7 @@ class PredictionTracker(Observer):
         self.process_bytes = 0  # resident memory of this rank; 0 on a GPU, where tensors alone are measured
         self.allocator = memory.TENSORS  # of its tensors
         self.lookup = lookup
-        self._is_pending = False  # the machine was still being measured when the run began
+        self._is_pending = False  # the machine is still being measured and the run has begun
         if device == "cpu":
             import megalite.engine.preload  # noqa: F401 - so that what building an engine imports is counted
 
@@ -138,7 +138,8 @@ class PredictionTracker(Observer):
             prediction = self._predict(at_most_s)
             if self.lookup.is_done:
                 self._is_pending = False
-                log.info(prediction.sentences()[-1])
+                for sentence in prediction.sentences()[1:]:  # behind the one about memory, which was said
+                    log.info(sentence)
 
     @property
     def prediction(self) -> Prediction | None:

@@ -314,9 +314,9 @@ def test_nobody_waits_for_a_look_at_the_machine(
 
     monkeypatch.setattr(prediction_tracker, "describe_machine", slow)
     monkeypatch.setattr(prediction_tracker, "PRINTED_AFTER_S", 0.05)
-    began = time.monotonic()
     layout = resolve_layout(config, 2, "cpu")
     own = PredictionTracker(config, layout, Rank(0, 0, 2), "cpu")
+    began = time.monotonic()
     own.on_start()
     own.on_step({"step_time_s": 1.0, "data_wait_s": 0.0})
     assert time.monotonic() - began < 20
