@@ -92,12 +92,14 @@ class RunLogger(Observer):
 
     def _tell_length(self, step: int) -> None:
         """Logs how long all steps after `step` take, and warns if each of them takes very long, once that is known."""
-        left, prediction = self._config.total_steps - step, self.prediction.prediction
-        if self._length_is_told or not left or prediction is None or prediction.step is None:
+        prediction = self.prediction.prediction
+        if self._length_is_told or prediction is None or prediction.step is None:
             return
         self._length_is_told = True
+        step_s, left = prediction.step.seconds, self._config.total_steps - step
+        if not left:
+            return
         with self._nonfatal(self.prediction.name):
-            step_s = prediction.step.seconds
             log.info(f"{plural(left, 'step')} to go: {total_in_words(left * step_s, prediction.why_rough)}")
             if (warning := warning_of_long_step(step_s, self._config.training.global_batch_size)) is not None:
                 log.warning(warning)
