@@ -285,10 +285,11 @@ def keep_collective_uncompiled() -> None:
 
     comm/torch.py builds `deepspeed_shm_comm` on every CPU start: 50 s of compiler, a failure where there is no
     compiler, and an endless wait where a killed run left its build lock behind. Only `inference_all_reduce` uses it.
+    It asks a table that ops/__init__.py would fill with all operators when it is first read, by running compilers.
     """
     import deepspeed.ops
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.ops.__compatible_ops__ = {}
 
 
 def use_cpu_adam(library: Any) -> None:

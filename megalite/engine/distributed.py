@@ -22,6 +22,7 @@ from megalite.engine.deepspeed_internals import (
 )
 from megalite.engine.errors import RendezvousFailed
 from megalite.engine.rendezvous import Rendezvous
+from megalite.engine.uncompiled_optimizers import keep_optimizers_uncompiled
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.mesh import Mesh
 
@@ -70,6 +71,7 @@ def start_distributed(
     """
     quiet_logging()
     keep_muon_uncompiled()
+    keep_optimizers_uncompiled()
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     if on_cpu:
