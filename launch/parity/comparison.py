@@ -24,9 +24,23 @@ TOLERANCES = {
     # these accumulate the differences of several steps, and AdamW divides small gradients by themselves
     "exp_avg": 1e-4,
     "exp_avg_sq": 2e-4,
+    "momentum_buffer": 1e-4,
     "weight": 1e-4,
 }
 """In float32. Scalars: relative. Arrays: relative to their largest entry; weights: to their largest change."""
+MUON_TOLERANCES = {
+    "loss": 1e-4,
+    "evaluation loss": 1e-4,
+    "gradient norm": 5e-4,
+    "exp_avg": 2e-3,
+    "exp_avg_sq": 4e-3,
+    "momentum_buffer": 2e-3,
+    "weight": 5e-2,
+}
+"""Those of a training with Muon, in every format: it rounds its update to bf16, 2^-8 of an entry where an error of
+float32 decides the last bit, and in ten products that multiply small singular values by up to 500. float32 on one
+process is up to 1.6e-2 from float64; a matrix that is cut or joined with another one is wrong by 0.3 and more."""
+BF16_MOMENTS = 2.0**-6  # two units in the last place: an error of float32 may decide a rounding in each step
 FLOAT8_BOUNDS = {"loss": 1e-2, "evaluation loss": 1e-2, "gradient": 1e-2, "gradient norm": 5e-2}
 """With products in float8, each of whose operands is rounded by up to 6 %. Of a gradient: 1 - its cosine."""
 ADAMW_WEIGHT = 1e-2  # an entry whose gradient is only rounding moves by a large part of the learning rate
@@ -36,8 +50,9 @@ WIDEST_BOUND = 0.9  # the widest bound: a weight that never moved has an error o
 FLOOR = 1e-2  # smallest scale of an array, relative to the largest of its kind: a key's bias has gradient zero
 SCALARS = ("loss", "evaluation loss", "gradient norm")
 SQUARED = ("exp_avg_sq",)
-OF_PARAMETERS = ("gradient", "weight", "exp_avg", "exp_avg_sq")
-ADAMW = Quantity("adamw", "weight")
+MOMENT_KINDS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+OF_PARAMETERS = ("gradient", "weight", *MOMENT_KINDS)
+ADAMW, MUON = Quantity("adamw", "weight"), "muon"  # a quantity, a training
 NO_GRADIENT = 1e-9  # relative to the largest first moment: less is float64 rounding of a zero gradient
 
 
@@ -73,6 +88,7 @@ class ReferenceAnswer:
     truth: Observations
     theirs: Observations
     start: Mapping[str, np.ndarray]
+    moments_dtype: str = "fp32"
 
 
 def compare(seen: Observations, answer: ReferenceAnswer) -> list[Deviation]:
@@ -179,6 +195,10 @@ def _angle(mine: np.ndarray, truth: np.ndarray) -> float:
 
 
 def _tolerance(quantity: Quantity, value: np.ndarray, scale: float, answer: ReferenceAnswer) -> float:
+    if quantity.kind in MOMENT_KINDS and answer.moments_dtype == "bf16":
+        return BF16_MOMENTS
+    if quantity.training == MUON and quantity.kind in MUON_TOLERANCES:
+        return MUON_TOLERANCES[quantity.kind]
     if quantity.kind != "weight":
         return TOLERANCES[quantity.kind]
     if quantity == ADAMW:

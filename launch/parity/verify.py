@@ -204,7 +204,11 @@ class References:
         parts = 1 if self.dtype == "fp32" else accumulation
         if parts not in self._answers:
             self._answers[parts] = ReferenceAnswer(
-                self.dtype, self._truth, self._solutions(self.dtype, parts), self._start
+                self.dtype,
+                self._truth,
+                self._solutions(self.dtype, parts),
+                self._start,
+                self.problem.config.optimizer.moments_dtype,
             )
         return self._answers[parts]
 

@@ -15,8 +15,9 @@ from typing import Literal
 
 from megalite.planner.cost.activations import chunk_bytes, embedding_bytes, with_same_blocks
 from megalite.planner.cost.model_states import BUCKET, MOMENTS, States, deepspeed_states
+from megalite.planner.cost.muon import orthogonalized_numbers
 from megalite.planner.cost.offloading import activations_on_device, optimizer_on_host, without_optimizer
-from megalite.planner.cost.shapes import StageShape, cut, embedding_parameters, stages_of_job
+from megalite.planner.cost.shapes import StageShape, cut, embedding_parameters, stages_of_job, widest_parameter
 from megalite.planner.schedules.in_flight import InFlight, most_in_flight
 from megalite.planner.schedules.tables import Schedule, placement
 from megalite.planner.workload import BYTES, TrainingWorkload
@@ -84,6 +85,9 @@ def with_process(one: StageMemory, job: TrainingWorkload, process_bytes: float) 
     background saves: this rank's share of fp32 weights and moments."""
     shape = stages_of_job(job)[one.stage]
     numbers = (1 + MOMENTS[job.optimizer]) * shape.parameters / job.layout.data_parallel_size
+    if job.optimizer == "muon":
+        orthogonalized = orthogonalized_numbers(job.model, shape, job.layout.tensor_parallel_size)
+        numbers -= orthogonalized / job.layout.data_parallel_size
     copy = {COPY: 4.0 * numbers} if job.background_saves else {}
     return replace(one, parts={PROCESS: float(process_bytes), **one.parts, **copy})
 
@@ -130,10 +134,10 @@ class _Stage:
         self.size = BYTES[job.dtype]
         has_rows = shape.has_embedding or (shape.has_head and not shape.tied_copy)
         self.embedding = embedding_parameters(model, tp) if has_rows else 0
-        in_blocks = cut(model.intermediate_size, tp) * model.hidden_size * (1 + model.gated_mlp)
+        in_blocks = max(widest_parameter(model, layer, tp) for layer in shape.layers)
         largest = max(self.embedding, in_blocks)  # parameter
         self.largest_of_blocks = in_blocks / largest
-        self.states = deepspeed_states(job, shape.parameters, largest)
+        self.states = deepspeed_states(job, shape.parameters, largest, orthogonalized_numbers(model, shape, tp))
         if job.offloads_optimizer:
             self.states = self._with_offloaded_optimizer(largest)
         self.chunks = [chunk_bytes(blocks, each.first, each.count, device.widens_bf16) for each in shape.chunks]
