@@ -124,7 +124,7 @@ def build_optimizer(
         for bucket in (_buckets(decayed, bucket_size) if bucket_size else [decayed])
     ]
     if options.name == "sgd":
-        return torch.optim.SGD(groups, lr=options.learning_rate)
+        return torch.optim.SGD(groups, lr=options.learning_rate, fused=True)
     if has_cpu_adam:
         return DeepSpeedCPUAdam(groups, lr=options.learning_rate, betas=options.betas, eps=options.eps)
     return torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, eps=options.eps, fused=True)

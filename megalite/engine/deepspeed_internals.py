@@ -2,7 +2,7 @@
 
 Two groups: ZeRO's partitions and loss scale; imports and process groups. A test in test_deepspeed_internals.py, or in
 test_deepspeed_accumulation.py about gradients, fails when such a part moves or the defect behind it is gone. No other
-module touches a private name of DeepSpeed, except `GatedStep` in engine.py, which is entered by every step.
+module touches a private name of DeepSpeed, except `GatedStep` in step_gate.py, which is entered by every step.
 """
 
 from __future__ import annotations
@@ -231,6 +231,11 @@ def takes_step(optimizer: Any, norm: torch.Tensor) -> bool:
         optimizer._update_scale(optimizer.overflow)
     optimizer._global_grad_norm = float("inf") if optimizer.overflow else norm
     return not optimizer.overflow
+
+
+def leave_to_device(optimizer: Any, norm: torch.Tensor) -> None:
+    """Records the norm of a step of ZeRO-1 about which the device decides: DeepSpeed's step sees one that is taken."""
+    optimizer.overflow, optimizer._global_grad_norm = False, norm
 
 
 LOSS_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

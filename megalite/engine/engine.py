@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, Protocol
 
 import deepspeed
-import deepspeed.runtime.bf16_optimizer as bf16_optimizer
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -38,92 +35,15 @@ from megalite.engine.deepspeed_internals import (
 from megalite.engine.distributed import Grid, group_timeout, tensor_parallel_of
 from megalite.engine.gradient_reduction import GradientReducer
 from megalite.engine.handover import backward
-from megalite.engine.partitioned_step import partition_reductions
+from megalite.engine.partitioned_step import PartitionedStep, partition_reductions
 from megalite.engine.stages import Chunk, TiedWeight
-from megalite.parallel.collectives import TensorParallel
+from megalite.engine.step_gate import GatedStep, StepGate
+from megalite.engine.step_result import Readback, StepResult
 from megalite.parallel.layers import BlockInput, LayerSpec, named_shards
 from megalite.parallel.loss import IGNORED
 from megalite.parallel.mesh import Mesh
 
 log = logging.getLogger(__name__)
-
-
-class StepGate(Protocol):
-    """Decides which steps are taken. Every rank has one, and all must answer alike."""
-
-    def takes(self, loss: Callable[[], float]) -> bool:
-        """Returns whether a step with finite gradients is taken.
-
-        `loss()` is the mean over the valid tokens of the global batch, the same bits on all ranks. It is collective
-        and waits for the device: call it on all ranks or on none.
-        """
-
-    def examine(self) -> None:
-        """Is called on all ranks when a step is not taken, while its gradients still exist."""
-
-
-class GatedStep:
-    """One optimizer step that a `StepGate` may refuse; without a gate every finite step is taken."""
-
-    def __init__(self, gate: StepGate | None, optimizer: Any, tp: TensorParallel) -> None:
-        self._gate, self._optimizer, self._tp = gate, optimizer, tp
-        self.refused = False  # finite, and not taken by the gate
-
-    @contextmanager
-    def open(self, loss: Callable[[], Tensor]) -> Iterator[None]:
-        """Asks the gate in each optimizer step of the `with`; `loss` computes the step's loss, once.
-
-        A refused step does what DeepSpeed does on an overflow: weights, moments and step counts stay, gradients and
-        buffers are cleared, `skipped_steps` grows; fp16's loss scale stays.
-
-        DeepSpeed offers no callback between its check for overflow and the update, so the function is replaced that
-        every step calls there: `_update_scale` of DeepSpeedZeroOptimizer and DeepSpeedZeroOptimizer_Stage3
-        (runtime/zero/stage_1_and_2.py and stage3.py), which look at `overflow` after it; for BF16_Optimizer
-        (runtime/bf16_optimizer.py) its module's `is_invalid_grad_norm`, which nothing else calls.
-        """
-        if self._gate is None:
-            yield
-            return
-        gate, optimizer = self._gate, self._optimizer
-
-        def refuses(is_not_finite: bool) -> bool:
-            self.refused = not is_not_finite and not gate.takes(lambda: self._common(loss()))
-            if is_not_finite or self.refused:
-                gate.examine()
-            return self.refused
-
-        if hasattr(optimizer, "_update_scale"):
-            update_scale = optimizer._update_scale
-
-            def ask_first(has_overflow: bool = False) -> None:
-                if refuses(has_overflow):
-                    optimizer.overflow = True
-                else:
-                    update_scale(has_overflow)
-
-            optimizer._update_scale = ask_first
-            try:
-                yield
-            finally:
-                del optimizer._update_scale
-            return
-        is_invalid = bf16_optimizer.is_invalid_grad_norm
-
-        def ask_or_invalid(norm: Any) -> bool:
-            has_overflow = is_invalid(norm)
-            return refuses(has_overflow) or has_overflow
-
-        bf16_optimizer.is_invalid_grad_norm = ask_or_invalid
-        try:
-            yield
-        finally:
-            bf16_optimizer.is_invalid_grad_norm = is_invalid
-
-    def _common(self, loss: Tensor) -> float:
-        """Returns the first tensor-parallel rank's loss: each has computed its own, maybe with another last bit."""
-        if self._tp.group is not None and self._tp.size > 1:
-            dist.broadcast(loss, src=dist.get_global_rank(self._tp.group, 0), group=self._tp.group)
-        return float(loss)
 
 
 class MicroBatch(Protocol):
@@ -137,23 +57,6 @@ class MicroBatch(Protocol):
     def positions(self) -> np.ndarray | None: ...  # [micro_batch, seq] int64, 0 at a document's start
     @property
     def samples(self) -> np.ndarray: ...  # [micro_batch] int64, numbers in the order of the data, for dropout
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of one optimizer step, equal on all ranks; tensors, which wait for the device only when read."""
-
-    loss: Tensor  # mean over the valid tokens of the global batch
-    grad_norm: Tensor | float  # global, before clipping; inf where the step was skipped
-    skipped: bool  # the loss or the gradients were not finite, and the weights did not change
-    refused: bool = False  # the gate refused the step, and the weights did not change
-    micro_losses: tuple[Tensor, ...] = ()  # this rank's loss of each micro-batch; empty without the last layer
-    token_weight: Tensor | None = None  # the factor on a micro-batch's summed loss: `_token_weight`
-
-    @property
-    def taken(self) -> bool:
-        """True if the weights changed."""
-        return not (self.skipped or self.refused)
 
 
 class Engine(ABC):
@@ -174,6 +77,8 @@ class Engine(ABC):
         self.deepspeed: Any
         self.torch_optimizer: torch.optim.Optimizer
         self.reducer: GradientReducer | None = None  # None: DeepSpeed reduces gradients
+        self.partitioned_step: PartitionedStep | None = None  # with the reducer
+        self.runs_ahead = False  # the device works while the host goes on: results may be read a step late
 
     def _initialize(self, model: torch.nn.Module) -> None:
         for _, parameter in named_shards(model):
@@ -199,9 +104,11 @@ class Engine(ABC):
         share_fp32_weights(self.deepspeed.optimizer)
         stay_at_smallest_loss_scale(self.deepspeed.optimizer)
         if is_ours:
-            self.reducer = partition_reductions(
+            self.partitioned_step = partition_reductions(
                 self.deepspeed, model.parameters(), self.config, self.activity, self.coordinate.tensor_rank
             )
+            self.reducer = self.partitioned_step.reducer
+        self.runs_ahead = self.deepspeed.device.type == "cuda"
 
     def _has_cpu_adam(self) -> bool:
         """Returns whether the optimizer is DeepSpeed's Adam for the CPU; says so, or why it is torch's. Collective."""
@@ -279,7 +186,6 @@ class Engine(ABC):
         self.activity.begin_phase(Phase.STEP)
         for group in self.torch_optimizer.param_groups:
             group["lr"] = learning_rate
-        skipped_before = self.deepspeed.skipped_steps
         weight = self._token_weight(micro_batches)
         if self.layout.zero_stage == 3:
             clear_gradient_partitions(self.deepspeed.optimizer)
@@ -289,17 +195,36 @@ class Engine(ABC):
         if self.reducer is not None:
             self.reducer.finish()
         loss = cache(lambda: self._mean_loss(micro_losses))
-        step = GatedStep(gate, self.deepspeed.optimizer, self._tp)
+        decides_late, skipped_before = self.decides_late(gate), self.deepspeed.skipped_steps
+        if self.partitioned_step is not None:
+            self.partitioned_step.waits, self.partitioned_step.holds = not decides_late, gate is not None
+        step = GatedStep(None if decides_late else gate, self.deepspeed.optimizer, self._tp)
         with step.open(loss):
             self.activity.record_op(Operation.OPTIMIZER, peers=self.activity.peers.everyone)
             self.deepspeed.step()
         self.share_tied_weight()
         self.activity.record_op(Operation.LOSS, peers=self._loss_peers)
-        mean_loss = loss()
-        skipped = self.deepspeed.skipped_steps > skipped_before and not step.refused
-        norm = self.deepspeed.get_global_grad_norm()
+        mean_loss, norm, part_norms = loss(), self.deepspeed.get_global_grad_norm(), None
+        skipped: Tensor | bool = self.deepspeed.skipped_steps > skipped_before and not step.refused
+        if decides_late:
+            assert self.partitioned_step is not None
+            skipped, part_norms = self.partitioned_step.is_skipped, self.partitioned_step.part_norms
+        readback = Readback(mean_loss, norm, skipped)
         self.activity.record_op(Operation.FINISH, peers=self.activity.peers.everyone)
-        return StepResult(mean_loss, norm, skipped, step.refused, tuple(micro_losses), weight)
+        return StepResult(readback, step.refused, tuple(micro_losses), weight, part_norms)
+
+    def decides_late(self, gate: StepGate | None) -> bool:
+        """Returns whether a step that is not finite is skipped on the device, without the host, which hears of it late.
+
+        It is not where the gate has to be asked, in fp16, whose loss scale the host keeps, or where DeepSpeed decides.
+        """
+        is_ours = self.partitioned_step is not None and self.config.precision.dtype != "fp16"
+        return is_ours and (gate is None or not gate.waits)
+
+    def allow_updates(self) -> None:
+        """Lets steps change weights again after one that was skipped on the device, and held back the next ones."""
+        if self.partitioned_step is not None:
+            self.partitioned_step.allow_updates()
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], count: int) -> Tensor:
         """Returns the mean loss over the valid tokens of all replicas' micro-batches, `count` on each."""
