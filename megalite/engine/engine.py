@@ -221,6 +221,10 @@ class Engine(ABC):
         is_ours = self.partitioned_step is not None and self.config.precision.dtype != "fp16"
         return is_ours and (gate is None or not gate.waits)
 
+    def reads_late(self, gate: StepGate | None) -> bool:
+        """Returns whether the loop should read the result of a step when it has begun the next one."""
+        return self.runs_ahead and self.decides_late(gate)
+
     def allow_updates(self) -> None:
         """Lets steps change weights again after one that was skipped on the device, and held back the next ones."""
         if self.partitioned_step is not None:
