@@ -12,10 +12,9 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import deepspeed
-import numpy as np
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
@@ -24,6 +23,7 @@ from torch import Tensor
 from megalite.config import Config, ConfigError, ResolvedLayout
 from megalite.config.layout import reduces_beside_backward
 from megalite.engine.activity import Activity, Operation, Phase
+from megalite.engine.batch_transfer import BatchTransfer, DeviceBatch, MicroBatch
 from megalite.engine.cpu_adam import BUILD_LIMIT, why_no_cpu_adam
 from megalite.engine.deepspeed_config import build_optimizer, deepspeed_config
 from megalite.engine.deepspeed_internals import (
@@ -46,26 +46,12 @@ from megalite.parallel.mesh import Mesh
 log = logging.getLogger(__name__)
 
 
-class MicroBatch(Protocol):
-    """The samples of one forward pass."""
-
-    @property
-    def tokens(self) -> np.ndarray: ...  # [micro_batch, seq] int64
-    @property
-    def targets(self) -> np.ndarray: ...  # [micro_batch, seq] int64, -100 where a token carries no loss
-    @property
-    def positions(self) -> np.ndarray | None: ...  # [micro_batch, seq] int64, 0 at a document's start
-    @property
-    def samples(self) -> np.ndarray: ...  # [micro_batch] int64, numbers in the order of the data, for dropout
-
-
 class Engine(ABC):
     """A model under training on this rank."""
 
     def __init__(self, config: Config, layout: ResolvedLayout, mesh: Mesh, activity: Activity) -> None:
         self.config, self.layout, self.mesh, self.activity = config, layout, mesh, activity
         self.coordinate = mesh.coordinate(dist.get_rank())
-        self._has_dropout = config.model.has_dropout
         with quiet_stdout():
             self._grid = Grid(mesh)
         self._tp = tensor_parallel_of(self._grid, config.parallel.sequence_parallel)
@@ -108,6 +94,7 @@ class Engine(ABC):
                 self.deepspeed, model.parameters(), self.config, self.activity, self.coordinate.tensor_rank
             )
             self.reducer = self.partitioned_step.reducer
+        self._transfer = BatchTransfer(self.deepspeed.device, has_dropout=self.config.model.has_dropout)
         self.runs_ahead = self.deepspeed.device.type == "cuda"
 
     def _has_cpu_adam(self) -> bool:
@@ -128,11 +115,11 @@ class Engine(ABC):
         """True on ranks that hold the first or the last layer."""
 
     @abstractmethod
-    def _accumulate_gradients(self, micro_batches: Sequence[MicroBatch], weight: Tensor) -> list[Tensor]:
+    def _accumulate_gradients(self, micro_batches: Sequence[DeviceBatch], weight: Tensor) -> list[Tensor]:
         """Runs forward and backward of all micro-batches; returns `StepResult.micro_losses`."""
 
     @abstractmethod
-    def _evaluate(self, micro_batches: Sequence[MicroBatch], count: int, weight: Tensor) -> list[Tensor]:
+    def _evaluate(self, micro_batches: Sequence[DeviceBatch], count: int, weight: Tensor) -> list[Tensor]:
         """Returns the loss of each micro-batch on ranks that hold the last layer."""
 
     @abstractmethod
@@ -191,7 +178,7 @@ class Engine(ABC):
             clear_gradient_partitions(self.deepspeed.optimizer)
         if self.reducer is not None:
             self.reducer.begin(self.layout.gradient_accumulation_steps)
-        micro_losses = self._accumulate_gradients(micro_batches, weight)
+        micro_losses = self._accumulate_gradients(self._transfer(micro_batches), weight)
         if self.reducer is not None:
             self.reducer.finish()
         loss = cache(lambda: self._mean_loss(micro_losses))
@@ -235,7 +222,7 @@ class Engine(ABC):
         self.activity.begin_phase(Phase.EVALUATION)
         self.deepspeed.eval()
         with torch.no_grad():
-            losses = self._evaluate(micro_batches, count, self._token_weight(micro_batches))
+            losses = self._evaluate(self._transfer(micro_batches), count, self._token_weight(micro_batches))
         self.deepspeed.train()
         self.activity.record_op(Operation.LOSS, peers=self._loss_peers)
         loss = self._mean_loss(losses)
@@ -248,25 +235,17 @@ class Engine(ABC):
 
     def _token_weight(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Returns the factor on each micro-batch's summed loss with which the mean over replicas is the token mean."""
-        valid = sum(int((batch.targets != IGNORED).sum()) for batch in micro_batches)
-        total = torch.tensor(float(valid), dtype=torch.float64).to(self.deepspeed.device, torch.float32)
-        if micro_batches and self.mesh.data_parallel_size > 1:
+        known = getattr(micro_batches[0], "global_valid_targets", None) if micro_batches else 0
+        valid = sum(int((batch.targets != IGNORED).sum()) for batch in micro_batches) if known is None else known
+        total = torch.full((), float(valid), device=self.deepspeed.device)  # a copy from the host would wait
+        if known is None and self.mesh.data_parallel_size > 1:
             self.activity.record_op(Operation.COUNT_TOKENS, peers=self.activity.peers.data)
             dist.all_reduce(total, group=self.data_parallel_group())
         return self.mesh.data_parallel_size / total.clamp(min=1.0)
 
-    def _first_input(self, batch: MicroBatch) -> BlockInput:
+    def _first_input(self, batch: DeviceBatch) -> BlockInput:
         """Builds the first layer's input: tokens, and positions and sample ids where documents or dropout need them."""
-        samples = batch.samples if self._has_dropout else None
-        tokens, positions, sample_ids = (
-            None if array is None else torch.from_numpy(array).to(self.deepspeed.device, non_blocking=True)
-            for array in (batch.tokens, batch.positions, samples)
-        )
-        assert tokens is not None
-        return BlockInput(tokens, positions, sample_ids)
-
-    def _targets(self, batch: MicroBatch) -> Tensor:
-        return torch.from_numpy(batch.targets).to(self.deepspeed.device, non_blocking=True)
+        return BlockInput(batch.tokens, batch.positions, batch.samples)
 
 
 class PlainEngine(Engine):
@@ -286,7 +265,7 @@ class PlainEngine(Engine):
     def _loss_peers(self) -> tuple[int, ...]:
         return self.activity.peers.data
 
-    def _accumulate_gradients(self, micro_batches: Sequence[MicroBatch], weight: Tensor) -> list[Tensor]:
+    def _accumulate_gradients(self, micro_batches: Sequence[DeviceBatch], weight: Tensor) -> list[Tensor]:
         losses = []
         for number, batch in enumerate(micro_batches, start=1):
             loss = self._loss(number, batch, weight)
@@ -295,12 +274,12 @@ class PlainEngine(Engine):
             backward(self.deepspeed, loss)
         return losses
 
-    def _evaluate(self, micro_batches: Sequence[MicroBatch], count: int, weight: Tensor) -> list[Tensor]:
+    def _evaluate(self, micro_batches: Sequence[DeviceBatch], count: int, weight: Tensor) -> list[Tensor]:
         return [self._loss(number, batch, weight) for number, batch in enumerate(micro_batches, start=1)]
 
-    def _loss(self, number: int, batch: MicroBatch, weight: Tensor) -> Tensor:
+    def _loss(self, number: int, batch: DeviceBatch, weight: Tensor) -> Tensor:
         self.activity.record_op(Operation.LOAD, number)
-        inputs, labels = self._first_input(batch), (self._targets(batch), weight)
+        inputs, labels = self._first_input(batch), (batch.targets, weight)
         self.activity.record_op(Operation.FORWARD, number, self._forward_peers)
         loss: Tensor = self.deepspeed(inputs, labels)
         return loss
@@ -308,6 +287,6 @@ class PlainEngine(Engine):
     def logits(self, micro_batch: MicroBatch) -> Tensor:
         self.deepspeed.eval()
         with torch.no_grad():
-            logits: Tensor = self.deepspeed(self._first_input(micro_batch))
+            logits: Tensor = self.deepspeed(self._first_input(*self._transfer([micro_batch])))
         self.deepspeed.train()
         return logits

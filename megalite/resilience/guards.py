@@ -18,8 +18,9 @@ from typing import Any, Literal
 import numpy as np
 
 from megalite.config.sections import GuardsConfig, Policy
+from megalite.engine.batch_transfer import MicroBatch
 from megalite.engine.deepspeed_internals import loss_scale_can_fall, loss_scaler_state
-from megalite.engine.engine import Engine, MicroBatch
+from megalite.engine.engine import Engine
 from megalite.engine.step_result import StepResult
 from megalite.resilience import nonfinite_tracing as tracing
 from megalite.resilience.nonfinite_tracing import LOSS, FaultCandidate, RankReport

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from megalite.engine.activity import Activity
 from megalite.engine.agreement import from_all_ranks
+from megalite.engine.batch_transfer import MicroBatch
 from megalite.engine.deepspeed_internals import loss_scaler_state, resident_weights, set_loss_scaler_state
-from megalite.engine.engine import Engine, MicroBatch
+from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import read_gradients
 from megalite.engine.step_result import StepResult
 from megalite.parallel.loss import IGNORED

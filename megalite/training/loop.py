@@ -13,7 +13,8 @@ from typing import Any
 
 from megalite.config import Config
 from megalite.engine.activity import Operation, Phase
-from megalite.engine.engine import Engine, MicroBatch
+from megalite.engine.batch_transfer import MicroBatch
+from megalite.engine.engine import Engine
 from megalite.engine.step_result import StepResult
 from megalite.monitor.memory import peak_memory_mib
 from megalite.monitor.observer import Observer
