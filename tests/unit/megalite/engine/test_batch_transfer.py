@@ -1,5 +1,7 @@
-"""Micro-batches on their way to a device. A CPU has no streams: their part is played by a list of what was asked of them,
-so what CUDA makes of it is not tested here."""
+"""Micro-batches on their way to a device.
+
+A CPU has no streams: a list of what was asked of them plays their part, so what CUDA makes of it is not tested here.
+"""
 
 from __future__ import annotations
 
