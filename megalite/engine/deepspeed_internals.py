@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import io
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -218,16 +219,16 @@ def take_over_reduction(engine: Any) -> tuple[list[FlatGroup], Any]:
     return [FlatGroup(*row, None) for row in groups], optimizer.dp_process_group
 
 
-def takes_step(optimizer: Any, norm: torch.Tensor) -> bool:
+def takes_step(optimizer: Any, norm: torch.Tensor, norm_on_host: float) -> bool:
     """Decides by the gradients' norm whether a step of ZeRO-1 is taken, where DeepSpeed's own step does, so that
-    `GatedStep` is asked too; records the norm, infinite if not. Waits for the device.
+    `GatedStep` is asked too; records the norm, infinite if not.
 
-    `norm` is of the gradients without fp16's loss scale, which is updated.
+    It is of the gradients without fp16's loss scale, which is updated.
     """
     if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
-        optimizer.overflow = bf16_optimizer.is_invalid_grad_norm(norm)
+        optimizer.overflow = bf16_optimizer.is_invalid_grad_norm(norm_on_host)
     else:
-        optimizer.overflow = not bool(torch.isfinite(norm))
+        optimizer.overflow = not math.isfinite(norm_on_host)
         optimizer._update_scale(optimizer.overflow)
     optimizer._global_grad_norm = float("inf") if optimizer.overflow else norm
     return not optimizer.overflow

@@ -186,6 +186,8 @@ class Engine(ABC):
         if self.partitioned_step is not None:
             self.partitioned_step.waits, self.partitioned_step.holds = not decides_late, gate is not None
         step = GatedStep(None if decides_late else gate, self.deepspeed.optimizer, self._tp)
+        if self.partitioned_step is not None:
+            self.partitioned_step.read = step.reads(loss) if gate is not None and gate.waits else float
         with step.open(loss):
             self.activity.record_op(Operation.OPTIMIZER, peers=self.activity.peers.everyone)
             self.deepspeed.step()

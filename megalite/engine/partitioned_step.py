@@ -8,7 +8,7 @@ the host has to decide, for a gate that asks for that and for fp16's loss scale,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class PartitionedStep:
         self.parts: list[nn.Parameter] = []  # the parameter of each of the norm's parts
         self.part_norms: Tensor | None = None  # of the last step; None on a rank without a part
         self.waits = True  # whether the host decides about the coming step
+        self.read: Callable[[Tensor], float] = float  # brings the norm to the host for that, maybe with other numbers
         self.holds = False  # whether a step that is skipped on the device holds back the next ones
         self.is_skipped = self._is_held = torch.zeros((), device=reducer.device)  # 1: the weights must not change
 
@@ -47,7 +48,7 @@ class PartitionedStep:
         scale = float(getattr(optimizer, "loss_scale", 1.0))  # BF16_Optimizer has none
         norm = self.gradient_norm() / scale
         if self.waits:
-            if takes_step(optimizer, norm):
+            if takes_step(optimizer, norm, self.read(norm)):
                 self._update(norm, scale, None)
         else:
             self.is_skipped = (~torch.isfinite(norm)).float()

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import deepspeed.runtime.bf16_optimizer as bf16_optimizer
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -41,6 +42,7 @@ class GatedStep:
     def __init__(self, gate: StepGate | None, optimizer: Any, tp: TensorParallel) -> None:
         self._gate, self._optimizer, self._tp = gate, optimizer, tp
         self.refused = False  # finite, and not taken by the gate
+        self._loss: float | None = None  # if it has come to the host together with the norm
 
     @contextmanager
     def open(self, loss: Callable[[], Tensor]) -> Iterator[None]:
@@ -60,7 +62,7 @@ class GatedStep:
         gate, optimizer = self._gate, self._optimizer
 
         def refuses(is_not_finite: bool) -> bool:
-            self.refused = not is_not_finite and not gate.takes(lambda: self._common(loss()))
+            self.refused = not is_not_finite and not gate.takes(lambda: self._read(loss()))
             if is_not_finite or self.refused:
                 gate.examine()
             return self.refused
@@ -92,8 +94,20 @@ class GatedStep:
         finally:
             bf16_optimizer.is_invalid_grad_norm = is_invalid
 
-    def _common(self, loss: Tensor) -> float:
+    def reads(self, loss: Callable[[], Tensor]) -> Callable[[Tensor], float]:
+        """Returns a function that brings the norm of the gradients to the host, and the loss for the gate with it."""
+
+        def read(norm: Tensor) -> float:
+            norm_on_host, self._loss = torch.stack([norm.double(), self._common(loss()).double()]).tolist()
+            return float(norm_on_host)
+
+        return read
+
+    def _read(self, loss: Tensor) -> float:
+        return float(self._common(loss)) if self._loss is None else self._loss
+
+    def _common(self, loss: Tensor) -> Tensor:
         """Returns the first tensor-parallel rank's loss: each has computed its own, maybe with another last bit."""
         if self._tp.group is not None and self._tp.size > 1:
             dist.broadcast(loss, src=dist.get_global_rank(self._tp.group, 0), group=self._tp.group)
-        return float(loss)
+        return loss
