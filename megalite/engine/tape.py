@@ -92,8 +92,8 @@ class DeviceClock:
 _Marked = tuple[Any, ...]  # the fields of a `Collective`, its begin and its end as `Tape.mark` returns them
 
 
-class _Window(NamedTuple):
-    """What was recorded up to a `Tape.cut`."""
+class _TapeWindow(NamedTuple):
+    """The records and collectives up to a `Tape.cut`."""
 
     entries: list[Entry]
     events: list[Event]  # of the entries, on a device
@@ -112,7 +112,7 @@ class Tape:
         self._began: float | None = None  # the first record's time, as the last one of the tape before
         self._collectives: list[_Marked] = []
         self._is_cut = False
-        self._windows: deque[_Window] = deque()  # that were cut, and not yet taken
+        self._windows: deque[_TapeWindow] = deque()  # that were cut, and not yet taken
 
     def add(self, entry: Entry) -> None:
         """Adds a record; on a full tape it replaces the last one, so that the tape ends when the step does."""
@@ -140,7 +140,7 @@ class Tape:
 
     def cut(self) -> None:
         """Ends a window with the last record, which stays as the first one of what comes."""
-        self._windows.append(_Window(self._entries, self._entry_events, self._collectives, self._is_cut))
+        self._windows.append(_TapeWindow(self._entries, self._entry_events, self._collectives, self._is_cut))
         self._entries, self._entry_events = self._entries[-1:], self._entry_events[-1:]
         self._collectives, self._is_cut = [], False
 

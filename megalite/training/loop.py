@@ -54,7 +54,7 @@ def train(engine: Engine, config: Config, state: TrainState, context: TrainerCon
     if it was asked to end and its state is saved, SaveFailed if it ends and its state cannot be saved.
     """
     with StepRecorder(engine, config, state.step, context.requests.group) as recorder:
-        return _Run(engine, config, state, context, recorder).train()
+        return _TrainingRun(engine, config, state, context, recorder).train()
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class _BegunStep:
     data_wait_s: float
 
 
-class _Run:
+class _TrainingRun:
     """One call of `train`.
 
     Where the device works behind the host, the result of a step is read when the next one has been begun, so that the
