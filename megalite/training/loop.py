@@ -210,7 +210,7 @@ class _TrainingRun:
         self._engine.activity.begin_phase(Phase.LOGGING)
         record["save_blocked_s"] = self._context.checkpoints.collect()
         if (gathered := self._recorder.end_step(step, is_last=step == self._total_steps)) is not None:
-            record |= gathered.breakdown.record()
+            record |= gathered.record()
             observer.on_breakdown(gathered.breakdown)
             for change in gathered.changes:
                 observer.on_slow_rank(change)

@@ -83,7 +83,7 @@ def _both(rank: int, cases: list[Case], run_dir: Path, policies: list[str]) -> l
 
 
 CASES = [
-    Case(dp=2, accumulation=2, steps=STEPS),
+    Case(dp=2, accumulation=2, steps=STEPS, optimizer="muon"),
     Case(tp=2, dtype="bf16", steps=STEPS, optimizer="sgd"),
     Case(pp=2, accumulation=2, dtype="bf16", steps=STEPS, document_mask=True),
 ]
