@@ -309,7 +309,7 @@ class GuardsConfig(Section):
     """Policy for NaN or Inf in the loss or the gradients."""
 
     loss_spike: Literal["ignore"] | Policy = "ignore"
-    """Policy for a loss far above those of the last steps."""
+    """Policy for a loss far above those of the last steps; other than ignore, each step waits for its loss."""
 
     spike_z_score: PositiveFloat = 6.0
     """Standard deviations above the window's mean from which a loss is a spike."""

@@ -103,8 +103,8 @@ class GradientReducer:
         self._place = {one.parameter: (bucket, one) for bucket in buckets for one in bucket.slices}
         assert self._place.keys() == positions.keys(), "buckets and parameters are not the same"
         self._order = sorted(buckets, key=lambda bucket: -min(positions[one.parameter] for one in bucket.slices))
-        self._device = next(iter(positions)).device
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self.device = next(iter(positions)).device
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._started = len(buckets)  # buckets of this step; all of them: no step has begun
         for parameter in positions:
             parameter.register_post_accumulate_grad_hook(self._take)
@@ -153,12 +153,12 @@ class GradientReducer:
     def _start(self, bucket: Bucket) -> None:
         """Starts the collective of the next bucket, and does not wait for it."""
         self._started += 1
-        sums = bucket.open(self._device)
+        sums = bucket.open(self.device)
         if self._size == 1:
             bucket.partition = sums.float()
             return
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
         reducing = self._activity.interruption(Operation.REDUCE_GRADIENTS, self._started, self._activity.peers.data)
         with reducing, self._beside():
             bucket.on_wire = sums.to(self._wire_dtype)
@@ -185,7 +185,7 @@ class GradientReducer:
     def finish(self) -> None:
         """Reduces what never became complete, and waits: on CUDA the current stream does, not the host."""
         for bucket in self._order[self._started :]:
-            sums = bucket.open(self._device)
+            sums = bucket.open(self.device)
             for one in bucket.slices:
                 if not one.received:
                     one.of(sums).zero_()
@@ -194,7 +194,7 @@ class GradientReducer:
             return
         self._activity.record_op(Operation.REDUCE_GRADIENTS, self._started, self._activity.peers.data)
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
             return
         for bucket in self._order:
             self._settle(bucket)
@@ -221,7 +221,7 @@ class GradientReducer:
         `finish`. For tests and reports: one all-reduce per parameter."""
         own = {parameter: (start, part) for parameter, start, part in self.own_parts()}
         for parameter in self._place:
-            whole = torch.zeros(parameter.numel(), device=self._device)
+            whole = torch.zeros(parameter.numel(), device=self.device)
             if parameter in own:
                 start, part = own[parameter]
                 whole[start : start + len(part)] = part

@@ -306,7 +306,7 @@ def norm_of_the_first_partition() -> None:
     original = PartitionedStep.gradient_norm
 
     def gradient_norm(self: Any) -> Tensor:
-        buckets = self._reducer._buckets
+        buckets = self.reducer._buckets
         own = [bucket.partition for bucket in buckets]
         for bucket in buckets:
             bucket.partition = bucket.sums[: len(bucket.partition)]
