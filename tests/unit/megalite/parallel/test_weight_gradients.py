@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_iter
 
 from megalite.config import ModelConfig
 from megalite.parallel import linear
-from megalite.parallel import weight_gradients as weight_gradients_module
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import SerialModel, make_layer, named_shards
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -234,7 +233,7 @@ def test_a_frozen_weight_puts_nothing_off() -> None:
 
 
 def test_without_gradients_layers_compute_the_plain_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_gradients_module, "_PutOffLinear", None)
+    monkeypatch.setattr(linear, "_Product", None)
     column, x = layer(), draw(2, 3, 5).requires_grad_()
     queue = put_off_weight_gradients(column)
     with torch.no_grad():
@@ -308,10 +307,11 @@ def test_no_function_runs_twice(recompute: str, monkeypatch: pytest.MonkeyPatch)
         products = queue.take()
         weights = [product.weight for product in products]
         late_gradients(products)
-    of_linears = {f"{name}.{way}" for name in ("_PutOffLinear", "_LateProducts") for way in ("forward", "backward")}
-    assert {name: times for name, times in split.items() if name not in of_linears} == ordinary
+    of_linears = {f"{name}.{way}" for name in ("_Product", "_LateProducts") for way in ("forward", "backward")}
+    others = {name: times for name, times in ordinary.items() if name not in of_linears}
+    assert {name: times for name, times in split.items() if name not in of_linears} == others
     layers = 2 * (2 + 2 * 40)  # of each block: attention's two, and two of each expert
-    assert split["_PutOffLinear.backward"] == len(weights) == len(set(weights)) == layers
+    assert split["_Product.backward"] == len(weights) == len(set(weights)) == layers
 
 
 class Allocations(TorchDispatchMode):
