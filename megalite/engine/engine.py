@@ -165,7 +165,9 @@ class Engine(ABC):
         self._has_dropout = config.model.has_dropout
         with quiet_stdout():
             self._grid = Grid(mesh)
-        self._tp = tensor_parallel_of(self._grid, config.parallel.sequence_parallel)
+        self._tp = tensor_parallel_of(
+            self._grid, config.parallel.sequence_parallel, sums_parameters_at_step=reduces_beside_backward(config)
+        )
         # ZeRO-2 and ZeRO-3 reduce gradients as they come; ZeRO-3 gathers weights from all replicas on the way
         peers, zero_stage = activity.peers, layout.zero_stage
         self._forward_peers = peers.stage if zero_stage == 3 else peers.tensor
@@ -200,7 +202,7 @@ class Engine(ABC):
         stay_at_smallest_loss_scale(self.deepspeed.optimizer)
         if is_ours:
             self.reducer = partition_reductions(
-                self.deepspeed, model.parameters(), self.config, self.activity, self.coordinate.tensor_rank
+                self.deepspeed, model.parameters(), self.config, self.activity, self._tp
             )
 
     def _has_cpu_adam(self) -> bool:
