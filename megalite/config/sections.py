@@ -225,7 +225,8 @@ RecomputeMode = Literal["none", "selective", "full"]
 class RecomputeConfig(Section):
     """Activations that the backward pass recomputes instead of keeping them.
 
-    `selective` recomputes the cheap parts of a block, `full` whole blocks (a third more compute).
+    `selective` recomputes what costs no product: norms, activations, and attention's scores where they are in memory;
+    `full` whole blocks (a third more compute).
     """
 
     mode: RecomputeMode | tuple[RecomputeMode, ...] = "none"

@@ -58,7 +58,9 @@ class Engine(ABC):
         self.coordinate = mesh.coordinate(dist.get_rank())
         with quiet_stdout():
             self._grid = Grid(mesh)
-        self._tp = tensor_parallel_of(self._grid, config.parallel.sequence_parallel)
+        self._tp = tensor_parallel_of(
+            self._grid, config.parallel.sequence_parallel, sums_parameters_at_step=reduces_beside_backward(config)
+        )
         # ZeRO-2 and ZeRO-3 reduce gradients as they come; ZeRO-3 gathers weights from all replicas on the way
         peers, zero_stage = activity.peers, layout.zero_stage
         self._forward_peers = peers.stage if zero_stage == 3 else peers.tensor
@@ -99,7 +101,7 @@ class Engine(ABC):
             self.torch_optimizer.connect(groups, self.data_parallel_group(), self._tp)
         if is_ours:
             self.partitioned_step = partition_reductions(
-                self.deepspeed, model.parameters(), self.config, self.activity, self.coordinate.tensor_rank
+                self.deepspeed, model.parameters(), self.config, self.activity, self._tp
             )
             self.reducer = self.partitioned_step.reducer
         self._transfer = BatchTransfer(self.deepspeed.device, has_dropout=self.config.model.has_dropout)

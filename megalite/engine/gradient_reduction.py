@@ -94,10 +94,12 @@ class GradientReducer:
         group: dist.ProcessGroup,
         wire_dtype: torch.dtype,
         activity: Activity,
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> None:
         """`parameters` are those of all buckets in the order in which forward uses them; `wire_dtype` is the format in
-        which replicas sum."""
+        which replicas sum. In `tensor_group` those are summed that say `is_summed_at_step`."""
         self._buckets, self._group, self._wire_dtype, self._activity = buckets, group, wire_dtype, activity
+        self._tensor_group = tensor_group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         positions = {parameter: position for position, parameter in enumerate(parameters)}
         self._place = {one.parameter: (bucket, one) for bucket in buckets for one in bucket.slices}
@@ -190,14 +192,30 @@ class GradientReducer:
                 if not one.received:
                     one.of(sums).zero_()
             self._start(bucket)
-        if self._size == 1:
-            return
+        if self._size > 1:
+            self._wait()
+        self._sum_in_tensor_group()
+
+    def _wait(self) -> None:
         self._activity.record_op(Operation.REDUCE_GRADIENTS, self._started, self._activity.peers.data)
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
             return
         for bucket in self._order:
             self._settle(bucket)
+
+    def _sum_in_tensor_group(self) -> None:
+        """Sums the gradients of replicated parameters of which each tensor-parallel rank has computed a part.
+
+        Sums over micro-batches, replicas and these ranks commute, so there is one collective in a step, of what this
+        rank owns, in fp32. Ranks of a group own the same places.
+        """
+        parts = [part for each, _, part in self.own_parts() if getattr(each, "is_summed_at_step", False)]
+        if parts:
+            self._activity.record_op(Operation.REDUCE_GRADIENTS, peers=self._activity.peers.tensor)
+            whole = torch.cat(parts)
+            dist.all_reduce(whole, group=self._tensor_group)
+            torch._foreach_copy_(parts, whole.split([len(part) for part in parts]))
 
     @property
     def partitions(self) -> list[Tensor]:

@@ -20,6 +20,7 @@ from megalite.engine.activity import Activity
 from megalite.engine.deepspeed_internals import flat_partitions, leave_to_device, take_over_reduction, takes_step
 from megalite.engine.gradient_reduction import Bucket, GradientReducer, Slice
 from megalite.engine.stages import TORCH_DTYPES
+from megalite.parallel.collectives import TensorParallel
 
 # torch sums the squares of a tensor on a CPU in eight fp32 numbers: of 5e7 elements the norm is 0.4 % wrong, of 2^16
 # less than 1e-6
@@ -106,7 +107,7 @@ class PartitionedStep:
 
 
 def partition_reductions(
-    engine: Any, parameters: Iterable[nn.Parameter], config: Config, activity: Activity, tensor_rank: int
+    engine: Any, parameters: Iterable[nn.Parameter], config: Config, activity: Activity, tp: TensorParallel
 ) -> PartitionedStep:
     """Makes a DeepSpeed engine of ZeRO-1 step on gradients that the reducer of the returned step has reduced.
 
@@ -123,7 +124,8 @@ def partition_reductions(
         )
         for group in groups
     ]
-    reducer = GradientReducer(buckets, parameters, replicas, TORCH_DTYPES[precision.reduction_dtype], activity)
-    step = PartitionedStep(engine.optimizer, reducer, config.training.gradient_clipping, tensor_rank)
+    wire_dtype = TORCH_DTYPES[precision.reduction_dtype]
+    reducer = GradientReducer(buckets, parameters, replicas, wire_dtype, activity, tp.group)
+    step = PartitionedStep(engine.optimizer, reducer, config.training.gradient_clipping, tp.rank)
     engine.optimizer.step = step
     return step
