@@ -16,6 +16,7 @@ from megalite.config.config import Config
 from megalite.config.deepspeed import offloads_to_nvme
 from megalite.config.errors import ConfigError
 from megalite.config.model_rules import problems_with_model
+from megalite.config.performance_rules import problems_with_performance
 from megalite.config.pipeline_rules import problems_with_pipeline
 from megalite.config.suggestions import multiples_near, tensor_parallel_fits, tensor_parallel_near
 
@@ -39,6 +40,7 @@ def broken_rules(config: Config, data_parallel_size: int | None, device: Device 
         *problems_with_model(config.model),
         *_layout(config),
         *problems_with_pipeline(config, data_parallel_size),
+        *problems_with_performance(config),
         *_deepspeed(config, device),
         *_gradient_reduction(config, device),
         *_offload(config),

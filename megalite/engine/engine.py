@@ -21,12 +21,14 @@ import deepspeed.runtime.bf16_optimizer as bf16_optimizer
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from pydantic import ValidationError
 from torch import Tensor
 
 from megalite.config import Config, ConfigError, ResolvedLayout
 from megalite.config.layout import reduces_beside_backward
 from megalite.engine.activity import Activity, Operation, Phase
+from megalite.engine.compilation import compile_blocks
 from megalite.engine.cpu_adam import BUILD_LIMIT, why_no_cpu_adam
 from megalite.engine.deepspeed_config import build_optimizer, deepspeed_config
 from megalite.engine.deepspeed_internals import (
@@ -176,6 +178,7 @@ class Engine(ABC):
         self.reducer: GradientReducer | None = None  # None: DeepSpeed reduces gradients
 
     def _initialize(self, model: torch.nn.Module) -> None:
+        compile_blocks(model, self.config, torch.device(get_accelerator().current_device_name()))
         for _, parameter in named_shards(model):
             # DeepSpeed's norm counts an unmarked parameter on tensor-parallel rank 0 only, a marked one on every rank
             parameter.tensor_model_parallel = not parameter.shard.is_replicated  # type: ignore[attr-defined]
@@ -334,7 +337,9 @@ class Engine(ABC):
             for array in (batch.tokens, batch.positions, samples)
         )
         assert tokens is not None
-        return BlockInput(tokens, positions, sample_ids)
+        starts = None if batch.positions is None else int(np.count_nonzero(batch.positions[:, 1:] == 0))
+        documents = None if starts is None else len(batch.tokens) + starts
+        return BlockInput(tokens, positions, sample_ids, documents)
 
     def _targets(self, batch: MicroBatch) -> Tensor:
         return torch.from_numpy(batch.targets).to(self.deepspeed.device, non_blocking=True)

@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional  # those that a compiled block is made of
 from torch import Tensor
 
 # torch 2.13 renamed both and warns about the old names
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+REDUCTION_NAMES = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max"}
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,9 @@ def all_reduce(x: Tensor, tp: TensorParallel, op: dist.ReduceOp.RedOpType = dist
     if tp.size == 1:
         return x
     x = x.contiguous()
+    if torch.compiler.is_compiling():
+        assert tp.group is not None
+        return functional.all_reduce(x, REDUCTION_NAMES[op], tp.group)
     dist.all_reduce(x, op=op, group=tp.group)
     return x
 
@@ -47,6 +53,9 @@ def all_gather(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
     """Concatenates the ranks' tensors along `dim`. No gradient."""
     if tp.size == 1:
         return x
+    if torch.compiler.is_compiling():
+        assert tp.group is not None
+        return functional.all_gather_tensor(x.contiguous(), dim, tp.group)
     gathered = x.new_empty((tp.size * x.shape[0], *x.shape[1:]))
     getattr(dist, ALL_GATHER)(gathered, x.contiguous(), group=tp.group)
     return gathered if dim == 0 else torch.cat(gathered.chunk(tp.size), dim=dim)
@@ -56,6 +65,9 @@ def reduce_scatter(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
     """Sums over the ranks and keeps this rank's slice of `dim`. No gradient."""
     if tp.size == 1:
         return x
+    if torch.compiler.is_compiling():
+        assert tp.group is not None
+        return functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, tp.group)
     pieces = torch.cat(x.chunk(tp.size, dim=dim)) if dim != 0 else x.contiguous()
     mine = pieces.new_empty((pieces.shape[0] // tp.size, *pieces.shape[1:]))
     getattr(dist, REDUCE_SCATTER)(mine, pieces, group=tp.group)
@@ -86,6 +98,8 @@ class _CopyParameter(_Copy):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        if torch.compiler.is_compiling():
+            return all_reduce(x, tp)
         ctx.mark_dirty(x)  # the partial result of a GEMM, which nothing else reads: summed in place
         dist.all_reduce(x, group=tp.group)
         return x

@@ -8,7 +8,6 @@ carries its `Shard`. At size one each layer is the plain torch layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -44,7 +43,6 @@ def lacks_fast_gemm(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.bfloat16 and not _cpu_multiplies_bf16()
 
 
-@lru_cache(maxsize=1)
 def _cpu_multiplies_bf16() -> bool:
     cpu = torch.cpu.get_capabilities()
     return cpu["architecture"] != "x86_64" or cpu["amx_bf16"] or cpu["avx512_bf16"]

@@ -28,7 +28,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = replicated_parameter(self.weight, self.tp)
-        if x.device.type == "cpu":  # torch has no fused kernel there: eleven passes over the hidden states, we take six
+        if (
+            x.device.type == "cpu" and not torch.compiler.is_compiling()
+        ):  # torch has no fused kernel there: eleven passes over the hidden states, we take six
             return _RMSNorm.apply(x, weight, self.eps, 0.0, x.shape[-1])
         return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
 
@@ -45,7 +47,10 @@ class ZeroCenteredRMSNorm(nn.Module):
         self.weight = replicated_weight(hidden_size, tp, "zeros")
 
     def forward(self, x: Tensor) -> Tensor:
-        return _RMSNorm.apply(x, replicated_parameter(self.weight, self.tp), self.eps, 1.0, x.shape[-1])
+        weight = replicated_parameter(self.weight, self.tp)
+        if torch.compiler.is_compiling():
+            return F.rms_norm(_widened(x), (x.shape[-1],), _factor(weight, 1.0), self.eps).to(x.dtype)
+        return _RMSNorm.apply(x, weight, self.eps, 1.0, x.shape[-1])
 
 
 class FullWidthRMSNorm(nn.Module):
