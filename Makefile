@@ -101,14 +101,14 @@ WORKERS ?= 3
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: check
-	$(PYTEST) tests/unit tests/ranks tests/e2e
+	$(PYTEST) tests/unit tests/performance tests/ranks tests/e2e
 
 test-unit: $(DEV_INSTALLED)
 	$(PYTEST) tests/unit
 
 # Every matrix in full, all documented commands and the cluster tier: hours on two cores, before a release.
 test-all: check test-packages
-	$(PYTEST) --exhaustive tests/unit tests/ranks tests/e2e
+	$(PYTEST) --exhaustive tests/unit tests/performance tests/ranks tests/e2e
 	$(VENV)/bin/python -m pytest --exhaustive tests/cluster
 
 # Several hosts on this machine, made of namespaces: Linux, root, and programs that Debian has.

@@ -1,8 +1,9 @@
 """Tiers of tests by folder, their time budgets, and what many tests need: a small corpus, a config that trains on it.
 
-`tests/unit` mirrors the sources and starts no ranks; `tests/ranks` runs functions on ranks; `tests/e2e` runs whole
-commands; `tests/cluster` needs several hosts. A test marked `exhaustive` belongs to a full matrix: `make test` runs a
-part of that matrix that covers every pair of its axes' values, `make test-all` runs all of it.
+`tests/unit` mirrors the sources and starts no ranks; `tests/performance` counts what a training step costs;
+`tests/ranks` runs functions on ranks; `tests/e2e` runs whole commands; `tests/cluster` needs several hosts. A test
+marked `exhaustive` belongs to a full matrix: `make test` runs a part of that matrix that covers every pair of its axes'
+values, `make test-all` runs all of it.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("default", deadline=None, max_examples=25)
 settings.register_profile("exhaustive", deadline=None, max_examples=200)
 
-TIMEOUT_S = {"unit": 120, "ranks": 300, "e2e": 300, "cluster": 300}
+TIMEOUT_S = {"unit": 120, "performance": 120, "ranks": 300, "e2e": 300, "cluster": 300}
 """Longest time of one test by tier, on a machine that other work keeps busy."""
 
-BUDGET_S = {"unit": 1600, "ranks": 3200, "e2e": 4000, "cluster": 3000}
+BUDGET_S = {"unit": 1600, "performance": 240, "ranks": 3200, "e2e": 4000, "cluster": 3000}
 """Sum of the times of a tier's tests, over all workers, beyond which a run fails: about twice what it takes where four
 workers share two cores and nobody else computes."""
 
@@ -64,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(TIMEOUT_S[tier]))
     if hasattr(config, "workerinput") and any(tier_of(item.nodeid) == "cluster" for item in items):
         raise pytest.UsageError("tests/cluster shares one set of hosts: run it without -n")
-    slowest_first = ["cluster", "e2e", "ranks", "unit"]
+    slowest_first = ["cluster", "e2e", "ranks", "performance", "unit"]
     items.sort(key=lambda item: slowest_first.index(tier_of(item.nodeid)))
 
 

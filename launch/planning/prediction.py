@@ -17,6 +17,7 @@ from megalite.config import Config, ResolvedLayout
 from megalite.parallel.mesh import Mesh
 from megalite.planner.cost.memory import TENSORS, Device, StageMemory, memory_of, with_process
 from megalite.planner.cost.step_time import StepTime, step_time
+from megalite.planner.published import beside_published
 from megalite.planner.units import about, gib, of_stages, seconds
 from megalite.planner.workload import TrainingWorkload
 
@@ -79,7 +80,9 @@ class Prediction:
         reason = rough or f"efficiency {kind.efficiency:.2f}, {kind.calibrated_on}"
         of_peak = "" if utilization is None else f", MFU {utilization:.0%}"
         took = f"{_expected(self)} a step{of_peak}"
-        return [*sentences, f"predicted: {took} on {self.machine.name} ({reason}): {shares}"]
+        sentences.append(f"predicted: {took} on {self.machine.name} ({reason}): {shares}")
+        beside = self.beside_published()
+        return sentences if beside is None else [*sentences, beside]
 
     def model_flops_utilization(self, step_time_s: float) -> float | None:
         """Returns the MFU of a step that took `step_time_s`, by the same FLOPs and peak as the predicted one.
@@ -89,6 +92,17 @@ class Prediction:
         if self.step is None or self.step.peak_flops is None or step_time_s <= 0:
             return None
         return self.step.model_flops / (step_time_s * self.step.peak_flops)
+
+    def beside_published(self, measured_s: float | None = None) -> str | None:
+        """Returns a sentence with the model TFLOP/s of a step, measured or else predicted, and the best published.
+
+        None where nothing is published for these accelerators, as for a CPU.
+        """
+        if self.step is None or self.machine is None:
+            return None
+        tflops = self.step.model_flops / (measured_s or self.step.seconds) / self.job.layout.world_size / 1e12
+        what = "measured" if measured_s else "predicted"
+        return beside_published(self.machine.name, self.machine.whole, self.job.dtype, tflops, what)
 
     def facts(self) -> Facts:
         """The prediction for receipt.json; `megalite plan calibrate` reads it."""
@@ -109,9 +123,9 @@ class Prediction:
                 "efficiency": self.machine.whole.efficiency,
                 "calibrated_on": self.machine.whole.calibrated_on,
                 "rough": self.why_rough,
-                "whole_accelerator": self.machine.whole.model_dump(mode="json"),
+                "whole_accelerator": self.machine.whole.model_dump(mode="json", exclude={"published"}),
                 "link": self.machine.link.model_dump(mode="json"),
-                "cluster": self.machine.cluster.model_dump(mode="json"),
+                "cluster": self.machine.cluster.model_dump(mode="json", exclude={"accelerator": {"published"}}),
             }
         if self.step is not None:
             facts["step_time_s"] = self.step.seconds
@@ -157,6 +171,8 @@ def comparison(prediction: Prediction, measured: Facts, mesh: Mesh) -> list[str]
             f"a step: predicted {_expected(prediction)}, measured {seconds(took)} ({_step_error(prediction, took)}; "
             f"median of {measured['steps']}{waited})"
         )
+        if (beside := prediction.beside_published(took)) is not None:
+            sentences.append(beside)
     fullest: dict[int, float] = {}
     for rank, one in enumerate(measured["ranks"]):
         if one is not None:

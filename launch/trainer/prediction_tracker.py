@@ -157,9 +157,11 @@ class PredictionTracker(Observer):
 
     def facts(self) -> dict[str, Any]:
         """Returns the prediction and the measurement for receipt.json."""
+        prediction, measured = self._prediction, self._measurement.facts(self._ranks)
         return {
-            "prediction": self._prediction.facts() if self._prediction is not None else None,
-            "measured": self._measurement.facts(self._ranks),
+            "prediction": prediction.facts() if prediction is not None else None,
+            "measured": measured,
+            "published": prediction.beside_published(measured["step_time_s"]) if prediction is not None else None,
         }
 
 

@@ -8,6 +8,7 @@ from megalite.config import Config
 from megalite.config.auto import CHOOSABLE
 from megalite.config.suggestions import OptionPath, dotted
 from megalite.planner.hardware import is_guess
+from megalite.planner.published import beside_published
 from megalite.planner.search import (
     ALIKE,
     CHUNKS,
@@ -69,6 +70,11 @@ def caveats(config: Config, result: SearchResult) -> list[str]:
         said.append("memory includes some 300 MiB that a rank's process takes before training")
     if best is not None and best.fullest.total > ROOMY * result.cluster.memory_bytes:
         said.append("memory is nearly full, and predictions of it are good to some 6 %: try it before you rely on it")
+    if best is not None:
+        tflops = best.time.model_flops / best.time.seconds / best.layout.world_size / 1e12
+        name = result.cluster.accelerator_name
+        if (beside := beside_published(name, kind, best.job.dtype, tflops, "predicted")) is not None:
+            said.append(beside)
     return said
 
 

@@ -42,6 +42,40 @@ class FlashAttention(Section):
     flash_2: PositiveFloat = 0.615
 
 
+class PublishedSpeed(Section):
+    """A speed of training that somebody has published for one kind of accelerator."""
+
+    system: str
+    """The software that trained, with its version where it was said."""
+
+    model: str
+    """The model: its size, or its name."""
+
+    precision: Literal["fp32", "bf16", "fp16", "fp8"]
+    """Format of the matrix products."""
+
+    model_tflops: PositiveFloat
+    """TFLOP/s of one accelerator: what the mathematics needs, without recomputation."""
+
+    counted: str
+    """Operations that were counted, in words."""
+
+    tokens_per_s: PositiveFloat | None = None
+    """Tokens per second of one accelerator."""
+
+    sequence_length: PositiveInt
+    """Tokens of a sequence."""
+
+    accelerators: PositiveInt
+    """Number of accelerators in all."""
+
+    date: str = ""
+    """Date of the figure, such as `2025-11`; empty where it was not said."""
+
+    source: str
+    """Source of the figure."""
+
+
 class Accelerator(Section):
     """One kind of GPU, or another device of a rank."""
 
@@ -80,6 +114,9 @@ class Accelerator(Section):
 
     source: str = ""
     """Source of the figures."""
+
+    published: list[PublishedSpeed] = Field(default_factory=list)
+    """Speeds of training that others have published."""
 
     @property
     def is_fitted(self) -> bool:

@@ -80,6 +80,9 @@ def _prediction(found: RunFindings) -> Iterator[str]:
         words = rough_error_in_words if value_at(prediction, "rough") else error_in_words
         sentence = f"The plan said {seconds(predicted_s)} a step, it took {seconds(measured_s)}"
         yield f"{sentence} ({words(predicted_s, measured_s)}).{_worst_part(found, prediction)}"
+    published = found.receipt.get("published")
+    if isinstance(published, str):
+        yield printable(published[:1].upper() + published[1:]) + "."
 
 
 def _worst_part(found: RunFindings, prediction: Mapping[str, object] | None) -> str:

@@ -53,6 +53,20 @@ def test_an_mfu_without_a_known_peak_is_not_told(config: Config) -> None:
     assert Prediction.of(config, layout, gpu).model_flops_utilization(0.0) is None, "a clock that stands still"
 
 
+def test_the_best_published_speed_stands_beside_ours(config: Config) -> None:
+    layout = resolve_layout(config, 8, "cuda")
+    prediction = Prediction.of(config, layout, machine())
+    assert prediction.step is not None
+    tflops = prediction.step.model_flops / 8 / 1e12
+    assert f"predicted {tflops / prediction.step.seconds:.4g} model TFLOP/s" in prediction.sentences()[-1]
+    said = prediction.beside_published(2.0)
+    assert said is not None and said.startswith(
+        f"measured {tflops / 2:.4g} model TFLOP/s of each H100 in bf16; published"
+    )
+    assert "published" not in prediction.facts()["whole_accelerator"], "a receipt has the sentence alone"
+    assert Prediction.of(config, layout, None, "unknown GPU").beside_published(2.0) is None
+
+
 def test_the_record_of_a_step_gets_it(config: Config) -> None:
     tracker = PredictionTracker(config, resolve_layout(config, 8, "cuda"), Rank(1, 1, 8), "cuda")
     record = {"step_time_s": 1.0, "data_wait_s": 0.0}

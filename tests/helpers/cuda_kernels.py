@@ -1,0 +1,99 @@
+"""Stand-ins on the meta device for what CUDA runs as one kernel, forward and backward: fused attention and RMSNorm.
+
+torch has no kernel there for either, and would show the many operations they are defined by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@torch.library.custom_op("one_kernel::rms_norm", mutates_args=())
+def _rms_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    raise AssertionError("only shapes exist")
+
+
+@_rms_norm.register_fake
+def _(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+@torch.library.custom_op("one_kernel::rms_norm_backward", mutates_args=())
+def _rms_norm_backward(grad: Tensor, x: Tensor, inverse_rms: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    raise AssertionError("only shapes exist")
+
+
+@_rms_norm_backward.register_fake
+def _(grad: Tensor, x: Tensor, inverse_rms: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _save_norm(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(inputs[0], output[1], inputs[1])
+
+
+def _norm_gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, Tensor]:
+    return _rms_norm_backward(grad, *ctx.saved_tensors)  # type: ignore[no-any-return]
+
+
+_rms_norm.register_autograd(_norm_gradients, setup_context=_save_norm)
+
+
+@torch.library.custom_op("one_kernel::attention", mutates_args=())
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    raise AssertionError("only shapes exist")
+
+
+@_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    batch, heads, seq, head_dim = q.shape
+    context = q.new_empty(batch, seq, heads, head_dim).transpose(1, 2)
+    return context, q.new_empty(batch, heads, seq, dtype=torch.float32)
+
+
+@torch.library.custom_op("one_kernel::attention_backward", mutates_args=())
+def _attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Tensor, log_sum: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    raise AssertionError("only shapes exist")
+
+
+@_attention_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save_attention(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, mask = inputs
+    ctx.save_for_backward(q, k, v, *output, *([] if mask is None else [mask]))
+
+
+def _attention_gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    return (*_attention_backward(grad, *ctx.saved_tensors[:5]), None)
+
+
+_attention.register_autograd(_attention_gradients, setup_context=_save_attention)
+
+
+def _one_kernel_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # as torch does, in every call
+        zeros = torch.zeros(attn_mask.shape, dtype=q.dtype, device=q.device)
+        attn_mask = zeros.masked_fill_(~attn_mask, float("-inf"))
+    return _attention(q, k, v, attn_mask)[0]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def cuda_kernels() -> Iterator[None]:
+    """Shows fused attention and RMSNorm as one operation each."""
+    with (
+        patch.object(F, "scaled_dot_product_attention", _one_kernel_attention),
+        patch.object(F, "rms_norm", lambda x, shape, weight, eps: _rms_norm(x, weight)[0]),
+    ):
+        yield

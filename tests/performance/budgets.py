@@ -1,0 +1,112 @@
+"""Budgets of the training step, as counts that need no GPU and do not flake.
+
+Tests ask for equality: a change that does better lowers its number here in the same commit, and **a budget is raised
+only by a commit that says why**. `goal` is what the work on a fast step wants to reach: no test asks for it.
+
+Sizes are those of a Llama 8B block (hidden 4096, feed-forward 14336, 32 heads, 8 for keys and values), bf16, one
+sequence of 8,192 tokens. Kernels of attention and plain RMSNorm count as one each, as on CUDA; a CPU has its own ways.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tests.helpers.counting import BlockCase
+from tests.helpers.engine_cases import Case
+
+GPT = {
+    "vocab_size": 50_304,
+    "intermediate_size": 16_384,
+    "num_key_value_heads": 32,
+    "gated_mlp": False,
+    "hidden_act": "gelu",
+    "normalization": "layernorm",
+}
+GEMMA_2 = {
+    "attn_logit_softcapping": 50.0,
+    "normalization": "zero_centered_rmsnorm",
+    "norm_placement": "pre_and_post",
+    "hidden_act": "gelu_pytorch_tanh",
+    "sliding_window": 4096,
+}
+
+
+@dataclass(frozen=True)
+class BlockBudget:
+    """Counts of one decoder block, forward and backward."""
+
+    case: BlockCase
+    forward: int  # kernels
+    backward: int
+    kept: float  # bytes for backward per token, in units of hidden_size
+    squares: int = 0  # kernels that read or write a tensor that is square in the sequence
+    collectives: dict[str, int] = field(default_factory=dict)
+    goal: str = ""
+
+
+BLOCKS = {
+    "llama": BlockBudget(BlockCase(), 16, 31, kept=34.03),
+    "documents": BlockBudget(BlockCase(documents=True), 31, 31, 38.10, squares=6, goal="as llama: 16, 31, 34.03, 0"),
+    "window": BlockBudget(BlockCase({"sliding_window": 4096}), 16, 31, 34.03, squares=1, goal="no squares"),
+    "selective": BlockBudget(BlockCase(recompute="selective"), 16, 37, 34.00, goal="23.2 kept"),
+    "full": BlockBudget(BlockCase(recompute="full"), 16, 45, 2.00),
+    "norms of heads": BlockBudget(BlockCase({"query_key_norm": "per_head"}), 21, 35, 36.57),
+    "gpt": BlockBudget(BlockCase(GPT, seq=2048), 15, 26, 32.04),
+    "gemma 2": BlockBudget(BlockCase(GEMMA_2), 71, 98, 562.00, squares=19, goal="about 40 kept, no squares"),
+    "tp 8": BlockBudget(BlockCase(tp=8), 16, 33, 11.26, collectives={"all_reduce": 4}),
+    "tp 8, sequence parallel": BlockBudget(
+        BlockCase(tp=8, sequence_parallel=True),
+        20,
+        41,
+        7.75,
+        collectives={"all_gather": 4, "reduce_scatter": 4, "all_reduce": 2},
+        goal="4.4 kept, no copies of gathered chunks, no all_reduce of norms' gradients in a micro-batch",
+    ),
+}
+
+# why a block is not one graph for torch.compile, by the beginning of torch's message; None: it is one. Goal: None.
+ONE_GRAPH: dict[str, str | None] = {
+    "llama": "Unsupported",
+    "documents": "Unsupported",
+    "full": "Unsupported",
+    "tp 8, sequence parallel": "Unsupported",
+}
+
+KERNELS_OF_AN_EXPERT = 10, 18  # forward, backward: of an eager layer on the CPU. Goal: 0, 0
+SYNCS_OF_EXPERTS = 1  # in one forward of a layer. Goal: 0
+
+
+@dataclass(frozen=True)
+class StepBudget:
+    """Counts of one engine step of a rank, after a first one."""
+
+    case: Case
+    syncs: int
+    collectives: dict[str, int]
+    goal: str = ""
+
+
+STEPS = {
+    "one process": StepBudget(Case(dtype="bf16", accumulation=4), 1, {}, goal="0 syncs"),
+    "dp 2": StepBudget(
+        Case(dp=2, dtype="bf16", accumulation=4, bucket=20_000),
+        1,
+        {"all_reduce": 3, "reduce_scatter": 9, "all_gather": 9},
+        goal="0 syncs, no all_reduce of token counts",
+    ),
+    "dp 2, ZeRO-3": StepBudget(
+        Case(dp=2, dtype="bf16", accumulation=4, zero=3),
+        1,
+        {"all_reduce": 4, "reduce_scatter": 4, "all_gather": 5},
+        goal="0 syncs",
+    ),
+    "tp 2, sequence parallel": StepBudget(
+        Case(tp=2, sequence_parallel=True, sequence=34, dtype="bf16", accumulation=2),
+        1,
+        {"all_reduce": 23, "reduce_scatter": 44, "all_gather": 46},
+        goal="0 syncs, all_reduce independent of micro-batches",
+    ),
+    "pp 2": StepBudget(
+        Case(pp=2, dtype="bf16", accumulation=4), 1, {"send": 4, "recv": 4, "all_reduce": 1, "broadcast": 1}
+    ),
+}

@@ -1,0 +1,49 @@
+"""What an engine step costs a rank: waits for the device and collectives, against budgets.py.
+
+Would catch: a number read on the host in the middle of a step, a collective more per step or micro-batch, gradients
+that replicas all-reduce or reduce only when backward is over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.helpers.counting import Call, calls_of, collectives_of, syncs_of
+from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
+from tests.helpers.rank_pool import run_ranks
+from tests.performance.budgets import STEPS
+
+PADDING = 100  # bytes to which ZeRO fills up its partitions
+
+
+def _second_step(rank: int, case: Case) -> tuple[list[Call], int]:
+    """The calls of this rank, and the numbers in its parameters."""
+    engine, calls = engine_of(case), []
+    for batch in global_batches(case)[:2]:
+        mine = micro_batches_of(engine, case, batch)
+        calls = calls_of(lambda mine=mine: engine.train_step(mine, 1e-3))
+    return calls, sum(parameter.numel() for _, parameter in engine.parameters())
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_keeps_to_its_budget(name: str) -> None:
+    budget = STEPS[name]
+    for calls, _ in run_ranks(_second_step, budget.case.world_size, budget.case):
+        assert Counter(call.name for call in collectives_of(calls)) == budget.collectives
+        assert len(syncs_of(calls)) == budget.syncs, syncs_of(calls)
+
+
+def test_replicas_reduce_each_gradient_once_and_beside_backward() -> None:
+    """In fp32, whatever the number of micro-batches; updated weights come back in bf16."""
+    case = STEPS["dp 2"].case
+    for calls, parameters in run_ranks(_second_step, 2, case):
+        moved: Counter[str] = Counter()
+        for call in collectives_of(calls):
+            moved[call.name] += call.size
+        assert 0 <= moved["reduce_scatter"] - 4 * parameters < PADDING * STEPS["dp 2"].collectives["reduce_scatter"]
+        assert 0 <= moved["all_gather"] - 2 * parameters < PADDING * STEPS["dp 2"].collectives["all_gather"]
+        reductions = [place for place, call in enumerate(calls) if call.name == "reduce_scatter"]
+        last_gemm = max(place for place, call in enumerate(calls) if call.is_gemm)
+        assert sum(place < last_gemm for place in reductions) >= len(reductions) - 2, "reduced behind backward"

@@ -1,0 +1,64 @@
+"""Published speeds: what the catalogue says is plausible and in the committed tables, and the best of them is found."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from megalite.planner.hardware import Accelerator, PublishedSpeed, catalogue
+from megalite.planner.published import beside_published, best_published
+
+TABLES = Path(__file__).parents[4] / "benchmarks" / "published"
+ENTRIES = [(name, one) for name, kind in catalogue().accelerators.items() for one in kind.published]
+
+
+def _kind(**tflops: float) -> Accelerator:
+    published = [
+        PublishedSpeed(
+            system=f"system {place}",
+            model="8B",
+            precision=name.partition("_")[0],  # type: ignore[arg-type]
+            model_tflops=value,
+            counted="all",
+            sequence_length=4096,
+            accelerators=8,
+            source="here",
+        )
+        for place, (name, value) in enumerate(tflops.items())
+    ]
+    return catalogue().accelerators["H100"].model_copy(update={"published": published})
+
+
+@pytest.mark.parametrize(("name", "entry"), ENTRIES, ids=lambda one: one if isinstance(one, str) else one.system)
+def test_a_published_speed_is_below_the_peak(name: str, entry: PublishedSpeed) -> None:
+    peak = catalogue().accelerators[name].peak_tflops["bf16"] * (2 if entry.precision == "fp8" else 1)
+    assert 0.25 * peak < entry.model_tflops < 0.7 * peak
+
+
+def test_speeds_in_16_bits_are_those_of_the_committed_tables() -> None:
+    with (TABLES / "mosaicml_fsdp_all.csv").open() as file:
+        rows = [(float(row["model_tflop"]), row["model"].upper(), row["gpu"]) for row in csv.DictReader(file)]
+    with (TABLES / "megatron_core_h100_weak_scaling.csv").open() as file:
+        rows += [(float(row["tflops_per_gpu"]), row["model"], "h100_80gb") for row in csv.DictReader(file)]
+    with (TABLES / "llama3_table4_h100.csv").open() as file:
+        rows += [(float(row["tflops_per_gpu"]), "405B", "h100_80gb") for row in csv.DictReader(file)]
+    names = {"A100-40GB": "a100_40gb", "A100-80GB": "a100_80gb", "H100": "h100_80gb"}
+    for name, one in ENTRIES:
+        assert one.precision == "fp8" or (one.model_tflops, one.model, names[name]) in rows, one
+
+
+def test_the_best_is_of_the_same_precision_where_there_is_one() -> None:
+    kind = _kind(bf16_1=400.0, bf16_2=500.0, fp8=700.0)
+    found = {precision: best_published(kind, precision) for precision in ("bf16", "fp8", "fp32")}
+    assert {key: one and one.model_tflops for key, one in found.items()} == {"bf16": 500.0, "fp8": 700.0, "fp32": 700.0}
+
+
+def test_a_sentence_says_both_and_nothing_is_said_without_a_published_speed() -> None:
+    said = beside_published("H100", _kind(bf16=500.0), "bf16", 432.1, "measured")
+    assert said == (
+        "measured 432.1 model TFLOP/s of each H100 in bf16; published best: 500 in bf16 "
+        "(system 0, 8B, sequences of 4,096, 8 of them)"
+    )
+    assert beside_published("cpu", _kind(), "bf16", 1.0, "measured") is None
