@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from models.rope import Rope, fixed_rotation, rotation
@@ -134,7 +135,8 @@ def document_boundaries(positions: Tensor, documents: int | None) -> Tensor:
     total = positions.numel()
     tokens = torch.arange(total, dtype=torch.int32, device=positions.device)
     # sorted instead of looked up, because the number of those found would have to be read from the device
-    return torch.where(starts.flatten(), tokens, total).sort().values[: count + 1]
+    found = torch.where(starts.flatten(), tokens, total).sort().values
+    return F.pad(found, (0, 1), value=total)[: count + 1]
 
 
 @lru_cache(maxsize=4)

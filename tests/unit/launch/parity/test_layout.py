@@ -71,7 +71,7 @@ def test_words_that_are_not_understood(text: str, said: str) -> None:
 
 
 def test_all_mistakes_are_told_at_once_with_what_was_meant() -> None:
-    words = "the words are tp, pp, dp, zero, sequence_parallel, recompute, accumulation, schedule, chunks"
+    words = "the words are tp, pp, dp, zero, sequence_parallel, recompute, accumulation, schedule, chunks, compile"
     with pytest.raises(LaunchError) as error:
         parse_layouts("tp=2,foo=3;bar;pp=0,recomput=full;dp=2,acumulation=4,sequence_parallel")
     assert sentences_of(error.value) == (
