@@ -7,9 +7,7 @@ MixtralSparseMoeBlock and Qwen3MoeSparseMoeBlock. T: tokens of the micro-batch, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +19,11 @@ from megalite.parallel.collectives import (
     leave_parallel_region,
     parameter_in_parallel_region,
 )
-from megalite.parallel.linear import LocalLinear, linear, sharded_parameter
+from megalite.parallel.expert_balance import ExpertBalance
+from megalite.parallel.grouped_linear import GroupedLinear, RowGroups, say_why_experts_loop, why_no_grouped_kernel
+from megalite.parallel.linear import linear, sharded_parameter
 from megalite.parallel.shard import Shard, replicated
 from models.feed_forward import gated
-
-Move = Callable[[Tensor], Tensor]
 
 
 class SparseMLP(nn.Module):
@@ -36,21 +34,30 @@ class SparseMLP(nn.Module):
         assert model.num_experts is not None
         self.tp = tp
         self.gate = Router(model, tp)
-        self.experts = nn.ModuleList(Expert(model, tp) for _ in range(model.num_experts))
+        self.balance = ExpertBalance(model.num_experts, tp)
+        self.experts = Experts(model, tp)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[batch, seq(/tp), hidden]` -> the same.
-
-        Every expert runs, even without tokens: DeepSpeed waits for a gradient of every parameter on every rank, and
-        ZeRO-3 gathers weights in the same order on all.
-        """
+        """`[batch, seq(/tp), hidden]` -> the same."""
         x = enter_parallel_region(hidden, self.tp)
-        probabilities, chosen = self.gate(x)  # [batch, seq, k]
-        routes = Routes.of(chosen, len(self.experts))
-        inputs = _Permute.apply(x, routes.to_experts, routes.to_tokens).split(routes.counts)
-        outputs = torch.cat([expert(rows) for expert, rows in zip(self.experts, inputs, strict=True)])  # [T*k, hidden]
-        weighted = (outputs * probabilities.flatten()[routes.order].unsqueeze(1)).to(x.dtype)
-        return leave_parallel_region(_Permute.apply(weighted, routes.to_tokens, routes.to_experts), self.tp)
+        choice = self.gate(x)
+        routes = Routes.of(choice.experts, self.experts.count)
+        weights = self.balance(choice.weights, choice.logits, choice.scores, choice.experts, routes.ends)
+        rows = _ToExperts.apply(x.flatten(0, 1), routes.order, routes.inverse, choice.experts.shape[-1])
+        outputs = self.experts(rows, routes.ends)  # [T*k, hidden]
+        weights = _ToExperts.apply(weights.flatten(), routes.order, routes.inverse, 1)
+        weighted = (outputs * weights.unsqueeze(1)).to(x.dtype)
+        tokens = _ToTokens.apply(weighted, routes.order, routes.inverse, choice.experts.shape[-1])
+        return leave_parallel_region(tokens.view_as(x), self.tp)
+
+
+class ExpertChoice(NamedTuple):
+    """The experts of each token, from the router."""
+
+    weights: Tensor  # [batch, seq, k] of the experts' outputs, in at least fp32
+    experts: Tensor  # [batch, seq, k] int64
+    logits: Tensor  # [batch, seq, experts]
+    scores: Tensor  # their softmax, in at least fp32
 
 
 class Router(nn.Module):
@@ -62,74 +69,107 @@ class Router(nn.Module):
         self.tp, self.top_k, self.renormalizes = tp, model.num_experts_per_tok, model.norm_topk_prob
         self.weight = sharded_parameter(replicated((model.num_experts, model.hidden_size), tp.size, tp.rank, "normal"))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`[batch, seq, hidden]` -> probabilities `[batch, seq, k]` in at least fp32, experts `[batch, seq, k]` int64.
+    def forward(self, x: Tensor) -> ExpertChoice:
+        """Takes `[batch, seq, hidden]`.
 
         Runs inside the parallel region: inputs are bitwise equal on all ranks, so all choose the same experts; each has
         only its part of an expert's output, and so of the router's gradient.
         """
         logits = linear(x, parameter_in_parallel_region(self.weight, self.tp), None)  # [batch, seq, experts]
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        probabilities, chosen = logits.softmax(dim=-1, dtype=dtype).topk(self.top_k, dim=-1)
+        scores = logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        weights, chosen = scores.topk(self.top_k, dim=-1)
         if self.renormalizes:
-            probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
-        return probabilities, chosen
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return ExpertChoice(weights, chosen, logits, scores)
 
 
-class Expert(nn.Module):
-    """This rank's features of one gated feed-forward layer, applied to the tokens that chose it."""
+class Experts(nn.Module):
+    """This rank's features of all experts, gated feed-forward layers, applied to the tokens that chose each.
+
+    Features are cut, and experts are not dealt over the ranks: dealt ones would make every rank wait for the one whose
+    experts are the most popular.
+    """
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
-        size, hidden = model.moe_intermediate_size, model.hidden_size
+        size, hidden, count = model.moe_intermediate_size, model.hidden_size, model.num_experts
+        assert count is not None
+        self.count = count
         gate_up = (("gate_proj", size), ("up_proj", size))
-        self.up_projections = LocalLinear(Shard((2 * size, hidden), 0, gate_up, tp.size, tp.rank))
+        self.up_projections = GroupedLinear(Shard((2 * size, hidden), 0, gate_up, tp.size, tp.rank, stacked=count))
         self.activation = gated(model.hidden_act)
-        self.down_proj = LocalLinear(Shard((hidden, size), 1, (("", size),), tp.size, tp.rank))
+        self.down_proj = GroupedLinear(Shard((hidden, size), 1, (("", size),), tp.size, tp.rank, stacked=count))
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """`[rows, hidden]` -> the same; under tensor parallelism one term of the sum over ranks."""
-        return self.down_proj(self.activation(self.up_projections(rows)))
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """`[rows, hidden]`, grouped by expert as `ends` says -> the same; under tensor parallelism one term of the sum
+        over ranks."""
+        groups = RowGroups.of(ends, is_one_kernel=self._is_one_kernel(rows))
+        return self.down_proj(self.activation(self.up_projections(rows, groups)), groups)
+
+    def _is_one_kernel(self, rows: Tensor) -> bool:
+        shapes = [layer.local_shape for layer in (self.up_projections, self.down_proj)]
+        reason = why_no_grouped_kernel(rows, shapes)
+        if reason is not None and rows.device.type != "cpu":
+            say_why_experts_loop(reason)
+        return reason is None
 
 
-@dataclass(frozen=True)
-class Routes:
+class Routes(NamedTuple):
     """Permutation between tokens and experts: a token has a row for each of its experts, grouped by expert."""
 
     order: Tensor  # [T * k] int64: row -> token * k + index of the choice
     inverse: Tensor  # [T * k] int64: the inverse permutation
-    shape: torch.Size  # batch, seq, k
-    counts: list[int]  # rows of each expert
+    ends: Tensor  # [experts] int32: the rows of expert e end before this one
 
     @classmethod
     def of(cls, chosen: Tensor, experts: int) -> Routes:
-        """Builds the routes for the chosen experts `[batch, seq, k]`. Synchronizes with the device for the counts."""
-        flat = chosen.flatten()
-        order = flat.argsort(stable=True)
+        """Builds the routes for the chosen experts `[batch, seq, k]`, without waiting for the device."""
+        by_expert, order = chosen.flatten().sort(stable=True)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
-        return cls(order, inverse, chosen.shape, flat.bincount(minlength=experts).tolist())
-
-    def to_experts(self, tokens: Tensor) -> Tensor:
-        """`[batch, seq, hidden]` -> `[T * k, hidden]`."""
-        return tokens.flatten(0, 1)[self.order // self.shape[-1]]
-
-    def to_tokens(self, rows: Tensor) -> Tensor:
-        """Transposes `to_experts`: `[T * k, hidden]` -> the sum of each token's rows, `[batch, seq, hidden]`."""
-        return rows[self.inverse].view(*self.shape, -1).sum(dim=2)
+        numbers = torch.arange(experts, device=order.device)
+        return cls(order, inverse, torch.searchsorted(by_expert, numbers, right=True, out_int32=True))
 
 
-class _Permute(torch.autograd.Function):
-    """Computes `move(x)`, and its transpose for the gradient.
+def _rows_of_tokens(tokens: Tensor, order: Tensor, top_k: int) -> Tensor:
+    """`[T, ...]` -> `[T * k, ...]`, in the order of the experts."""
+    return tokens[order // top_k if top_k > 1 else order]
+
+
+def _tokens_of_rows(rows: Tensor, inverse: Tensor, top_k: int) -> Tensor:
+    """Transposes `_rows_of_tokens`: `[T * k, ...]` -> the sum of each token's rows, `[T, ...]`."""
+    rows = rows[inverse]
+    return rows.unflatten(0, (-1, top_k)).sum(dim=1) if top_k > 1 else rows
+
+
+class _ToExperts(torch.autograd.Function):
+    """Copies tokens to their experts' rows.
 
     Hand-written because torch's own gradient of indexing adds row by row, on a GPU in arbitrary order.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, move: Move, transpose: Move) -> Tensor:
-        ctx.transpose = transpose
-        return move(x)
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.top_k = top_k
+        return _rows_of_tokens(tokens, order, top_k)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.transpose(grad), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return _tokens_of_rows(grad, inverse, ctx.top_k), None, None, None
+
+
+class _ToTokens(torch.autograd.Function):
+    """Sums the rows of each token's experts: the transpose of `_ToExperts`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.top_k = top_k
+        return _tokens_of_rows(rows, inverse, top_k)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (order,) = ctx.saved_tensors
+        return _rows_of_tokens(grad, order, ctx.top_k), None, None, None

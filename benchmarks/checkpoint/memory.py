@@ -52,7 +52,7 @@ def save_memory_rank(rank: int, root: Path, model: dict[str, int], zero_stage: i
     engine = trainer.engine
     shards = [parameter.shard for _, parameter in engine.parameters()]
     turn = Turn(
-        state=sum(block.numbers.nbytes for block in own_blocks(engine)[0]) / MIB,
+        state=sum(block.numbers.nbytes for block in own_blocks(engine).blocks) / MIB,
         largest=4 * max(math.prod(shard.local_shape) for shard in shards) / MIB,
     )
     for name, background in (("waiting", False), ("background", True)):

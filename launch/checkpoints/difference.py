@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.huggingface.folder import row_blocks
-from megalite.checkpoint.manifest import WEIGHT, Manifest
+from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.reader import CheckpointReader
 
 Shape = tuple[int, ...]
@@ -98,8 +98,7 @@ def numbers_in_common(first: Manifest, second: Manifest) -> int:
 
 def _shapes(manifest: Manifest) -> dict[tuple[str, str], Shape]:
     """Returns the shapes of all tensors by kind and name."""
-    kinds = (WEIGHT, *manifest.moments)
-    return {(kind, name): shape for kind in kinds for name, shape in manifest.tensors.items()}
+    return {(kind, name): shape for name, shape in manifest.tensors.items() for kind in manifest.kinds_of(name)}
 
 
 def _compare(

@@ -15,7 +15,7 @@ from pathlib import Path
 from megalite.checkpoint.durable_files import verify_digest
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.folder import row_blocks
-from megalite.checkpoint.manifest import WEIGHT, Manifest, read_manifest
+from megalite.checkpoint.manifest import Manifest, read_manifest
 from megalite.checkpoint.reader import READERS, CheckpointReader
 
 Advance = Callable[[int], None]  # called with the number of bytes that have just been read
@@ -78,8 +78,8 @@ def _damaged_tensors(reader: CheckpointReader, advance: Advance, *, deep: bool) 
     The reader has checked that no number is stored twice, outside its tensor or for a tensor unknown to the manifest.
     """
     stored = reader.stored_numbers()
-    for kind in (WEIGHT, *reader.manifest.moments):
-        for name, shape in reader.manifest.tensors.items():
+    for name, shape in reader.manifest.tensors.items():
+        for kind in reader.manifest.kinds_of(name):
             whole, nonfinite = prod(shape), 0
             if missing := whole - stored.pop((kind, name), 0):
                 yield f"{reader.folder}: {kind} of {name} is not whole: {missing} of its {whole} numbers are missing"

@@ -305,7 +305,7 @@ def _size(
         return number, BYTES_PER_PARAMETER[contents or Contents.MASTERS], source
     if parameters is not None:
         raise LaunchError(f"--parameters {parameters} and {config_path} both say how large the model is: give one")
-    own = megalite_bytes_per_parameter(config.optimizer.name)
+    own = megalite_bytes_per_parameter(config.optimizer.name, config.model)
     size = own if contents is None else BYTES_PER_PARAMETER[contents]
     return parameters_of(config.model), size, str(config_path)
 

@@ -24,9 +24,25 @@ TOLERANCES = {
     # these accumulate the differences of several steps, and AdamW divides small gradients by themselves
     "exp_avg": 1e-4,
     "exp_avg_sq": 2e-4,
+    "momentum_buffer": 1e-4,
     "weight": 1e-4,
 }
 """In float32. Scalars: relative. Arrays: relative to their largest entry; weights: to their largest change."""
+MUON_TOLERANCES = {
+    "loss": 1e-4,
+    "evaluation loss": 1e-4,
+    "gradient norm": 5e-4,
+    "exp_avg": 2e-3,
+    "exp_avg_sq": 4e-3,
+    "momentum_buffer": 2e-3,
+    "weight": 5e-2,
+}
+"""Those of a training with Muon, in every format: it rounds its update to bf16, 2^-8 of an entry where an error of
+float32 decides the last bit, and in ten products that multiply small singular values by up to 500. float32 on one
+process is up to 1.6e-2 from float64; a matrix that is cut or joined with another one is wrong by 0.3 and more."""
+BF16_MOMENTS = 2.0**-6  # two units in the last place: an error of float32 may decide a rounding in each step
+FLOAT8_BOUNDS = {"loss": 1e-2, "evaluation loss": 1e-2, "gradient": 1e-2, "gradient norm": 5e-2}
+"""With products in float8, each of whose operands is rounded by up to 6 %. Of a gradient: 1 - its cosine."""
 ADAMW_WEIGHT = 1e-2  # an entry whose gradient is only rounding moves by a large part of the learning rate
 OF_TRANSFORMERS = 2.0
 MOSTLY_ROUNDING = 0.1  # a half-precision gradient with this error in transformers is only compared in float32
@@ -34,8 +50,9 @@ WIDEST_BOUND = 0.9  # the widest bound: a weight that never moved has an error o
 FLOOR = 1e-2  # smallest scale of an array, relative to the largest of its kind: a key's bias has gradient zero
 SCALARS = ("loss", "evaluation loss", "gradient norm")
 SQUARED = ("exp_avg_sq",)
-OF_PARAMETERS = ("gradient", "weight", "exp_avg", "exp_avg_sq")
-ADAMW = Quantity("adamw", "weight")
+MOMENT_KINDS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+OF_PARAMETERS = ("gradient", "weight", *MOMENT_KINDS)
+ADAMW, MUON = Quantity("adamw", "weight"), "muon"  # a quantity, a training
 NO_GRADIENT = 1e-9  # relative to the largest first moment: less is float64 rounding of a zero gradient
 
 
@@ -71,6 +88,7 @@ class ReferenceAnswer:
     truth: Observations
     theirs: Observations
     start: Mapping[str, np.ndarray]
+    moments_dtype: str = "fp32"
 
 
 def compare(seen: Observations, answer: ReferenceAnswer) -> list[Deviation]:
@@ -104,6 +122,29 @@ def compare(seen: Observations, answer: ReferenceAnswer) -> list[Deviation]:
             bound = min(WIDEST_BOUND, max(tolerance, OF_TRANSFORMERS * their_error))
             ratio = None if error <= bound else _clean_ratio(mine, truth)
             deviations.append(Deviation(quantity, name, error, bound, ratio))
+    return deviations
+
+
+def compare_float8(seen: Observations, answer: ReferenceAnswer) -> list[Deviation]:
+    """Returns the deviations of losses and gradients with products in float8.
+
+    The error of a gradient is 1 - its cosine with the truth, which grows with the square of rounding; its size shows in
+    the norm. A random small model amplifies rounding, so that a bound is at least twice the error of transformers with
+    the same products, twice in rounding for a cosine.
+    """
+    pooled, noise = _pooled_errors(answer), _noise(answer)
+    deviations: list[Deviation] = []
+    for quantity, arrays in answer.truth.items():
+        for name, value in arrays.items() if quantity.kind in FLOAT8_BOUNDS else ():
+            if (quantity.training, name) in noise:
+                continue
+            mine, is_gradient = seen.get(quantity, {}).get(name), quantity.kind == "gradient"
+            measure = _angle if is_gradient else _relative
+            their_error = measure(answer.theirs[quantity][name], value) if is_gradient else pooled[quantity]
+            error = measure(mine, value) if mine is not None and mine.shape == value.shape else float("nan")
+            widest = OF_TRANSFORMERS**2 * their_error if is_gradient else OF_TRANSFORMERS * their_error
+            bound = min(WIDEST_BOUND, max(FLOAT8_BOUNDS[quantity.kind], widest))
+            deviations.append(Deviation(quantity, name, error, bound))
     return deviations
 
 
@@ -146,7 +187,18 @@ def _relative(mine: np.ndarray, truth: np.ndarray) -> float:
     return float((np.abs(mine - truth) / np.abs(truth)).max())
 
 
+def _angle(mine: np.ndarray, truth: np.ndarray) -> float:
+    """Returns 1 - the cosine between two arrays."""
+    mine, truth = mine.astype(np.float64), truth.astype(np.float64)
+    size = np.sqrt(_square(mine) * _square(truth))
+    return 1.0 - (float((mine * truth).sum() / size) if size else 0.0)
+
+
 def _tolerance(quantity: Quantity, value: np.ndarray, scale: float, answer: ReferenceAnswer) -> float:
+    if quantity.kind in MOMENT_KINDS and answer.moments_dtype == "bf16":
+        return BF16_MOMENTS
+    if quantity.training == MUON and quantity.kind in MUON_TOLERANCES:
+        return MUON_TOLERANCES[quantity.kind]
     if quantity.kind != "weight":
         return TOLERANCES[quantity.kind]
     if quantity == ADAMW:
@@ -193,16 +245,18 @@ def _pooled_errors(answer: ReferenceAnswer) -> dict[Quantity, float]:
 
 
 def _noise(answer: ReferenceAnswer) -> set[tuple[str, str]]:
-    """Returns (training, parameter) whose half-precision gradient is mostly rounding, such as that of a key's bias."""
+    """Returns (training, parameter) whose half-precision gradient is mostly rounding, such as that of a key's bias. In
+    float8, where a tenth is no exception, that is only what is tiny."""
     if answer.dtype == "fp32":
         return set()
+    most = np.inf if answer.dtype == "float8" else MOSTLY_ROUNDING
     noise = set()
     for quantity, gradients in answer.truth.items():
         if quantity.kind == "gradient":
             largest = max(float(np.linalg.norm(gradient)) for gradient in gradients.values())
             for name, gradient in gradients.items():
                 is_small = np.linalg.norm(gradient) < FLOOR * largest
-                if is_small or _relative_size(answer.theirs[quantity][name] - gradient, gradient) > MOSTLY_ROUNDING:
+                if is_small or _relative_size(answer.theirs[quantity][name] - gradient, gradient) > most:
                     noise.add((quantity.training, name))
     return noise
 

@@ -23,7 +23,7 @@ from launch.parity.small_model import small_model
 from megalite.config import Config, ModelConfig
 from megalite.config.model import DROPOUTS
 
-Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
+Dtype = Literal["fp64", "fp32", "bf16", "fp16", "float8"]  # float8: products, in the config's format otherwise
 FP16_SCALE_POWER = 12  # log2 of the loss scale: so small that nothing overflows and no step is skipped
 MOST_SEQUENCE, MOST_ROWS = 64, 256
 ROWS = 12  # sequences in a global batch, about
@@ -153,6 +153,9 @@ def make_problem(
     values["model"] = model.model_dump(mode="json")
     # the other options of these sections are those of a layout, not of the problem
     values |= {"parallel": {"gradient_bucket_size": _bucket_size(config, model)}, "recompute": {}}
+    for option, coefficient in config.training.router:
+        if coefficient:
+            changes.append(f"training.router.{option} {coefficient} -> 0, because transformers has no such loss")
     rows = math.lcm(*(layout.dp * layout.accumulation for layout in layouts))
     if rows > MOST_ROWS:
         raise LaunchError(
@@ -167,6 +170,7 @@ def make_problem(
         "seed": seed,
         "steps": steps,
         "tokens": None,
+        "router": {},
         "evaluation": {},
     }
     values["optimizer"] |= _optimizer(config, changes)

@@ -19,6 +19,7 @@ from launch.runtime.devices import Device
 from megalite.config import Config, resolve_layout
 from megalite.engine.build import build_engine
 from megalite.engine.engine import Engine
+from megalite.engine.optimizers import moments_of
 from megalite.engine.parameter_state import moment_names, read_parameter, reading_gradients, refresh, write_weight
 from megalite.parallel.layers import initialize_
 from megalite.parallel.shard import Shard
@@ -104,7 +105,8 @@ def _train(engine: Engine, layout: ParityLayout, training: Training) -> Iterator
     yield from whole(quantity("evaluation loss"), around(before, after))
     moments = moment_names(engine)
     for _, parameter in engine.parameters():
-        for kind, value in read_parameter(parameter, moments).items():
+        own = moments_of(parameter, training.config.optimizer.name) if moments else ()
+        for kind, value in read_parameter(parameter, own).items():
             yield from _pieces(quantity(kind), parameter, value)
 
 

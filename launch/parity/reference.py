@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from launch.parity.observations import NEAR_CHOICES, TOKEN_LOSS, Observations, Quantity, around, by_step
 from launch.parity.problem import FP16_SCALE_POWER, Batch, Dtype, ParityProblem, Training
 from launch.parity.reference_models import HEAD, Model, Rows, as_numpy
-from megalite.engine.deepspeed_config import MOMENTS
+from launch.parity.reference_optimizers import ReferenceOptimizer
 
 TORCH_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # relative to the spread of a router's logits: float32 has errors of 1e-6, and hardly ever larger ones than this
@@ -42,10 +42,13 @@ def solve(
     kind: type[Model], problem: ParityProblem, training: Training, dtype: Dtype, device: str, accumulation: int = 1
 ) -> Observations:
     """Trains on one process; sums gradients of half-precision micro-batches in the config's format."""
-    model = kind.of(problem, TORCH_DTYPES[dtype], device)
+    precision = problem.config.precision
+    model = kind.of(problem, TORCH_DTYPES[precision.dtype if dtype == "float8" else dtype], device)
+    if dtype == "float8" and precision.float8 != "none":
+        model.multiply_in_float8(precision.float8)
     exact = kind.of(problem, torch.float64 if dtype == "fp64" else torch.float32, device)
     pairs = list(zip(exact.module.parameters(), model.module.parameters(), strict=True))
-    optimizer = _optimizer(training, exact)
+    optimizer = ReferenceOptimizer(training, exact)
     seen: Observations = {}
 
     def see(kind: str, values: Mapping[str, Any]) -> None:
@@ -70,9 +73,7 @@ def solve(
         clip = training.config.training.gradient_clipping
         if clip:
             nn.utils.clip_grad_norm_(exact.module.parameters(), clip)
-        for group in optimizer.param_groups:
-            group["lr"] = training.learning_rate(step)
-        optimizer.step()
+        optimizer.step(training.learning_rate(step))
         with torch.no_grad():
             for parameter, copy in pairs:
                 copy.copy_(parameter)
@@ -82,8 +83,8 @@ def solve(
     with torch.no_grad():
         see("evaluation loss", around(before, _loss(model, first).item()))
     see("weight", exact.named(lambda parameter: parameter.detach()))
-    for moment in MOMENTS[training.config.optimizer.name]:
-        see(moment, exact.named(lambda parameter: optimizer.state[parameter][moment]))  # noqa: B023
+    for moment, values in optimizer.moments().items():
+        see(moment, values)
     for handle in handles:
         handle.remove()
     if handles:
@@ -100,18 +101,6 @@ def _counting(near_choices: list[int], top_k: int) -> Callable[[nn.Module, tuple
                 near_choices.append(int((best[:, -2] - best[:, -1] < NEAR * logits.std()).sum()))
 
     return count
-
-
-def _optimizer(training: Training, model: Model) -> torch.optim.Optimizer:
-    options = training.config.optimizer
-    parameters = list(model.module.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": options.weight_decay},
-        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    if options.name == "sgd":
-        return torch.optim.SGD(groups, lr=options.learning_rate)
-    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, eps=options.eps)
 
 
 def _backward(model: Model, exact: Model, batch: Batch, training: Training, accumulation: int) -> np.ndarray:

@@ -7,6 +7,7 @@ of a row, K of them whose outputs are wanted.
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -25,6 +26,7 @@ from megalite.checkpoint.huggingface.folder import INDEX, WEIGHTS
 from megalite.checkpoint.huggingface.json_files import ADAPTER
 from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.float8 import Recipe, use_float8
 from megalite.parallel.layers import SerialModel, make_layer, named_shards
 from megalite.parallel.loss import head_logits
 from models.decoder import decoder_layers
@@ -56,6 +58,10 @@ class Model(ABC):
     @abstractmethod
     def of(cls, problem: ParityProblem, dtype: torch.dtype, device: str) -> Self:
         """Builds the model of a problem with its initial weights. Raises LaunchError if that is impossible."""
+
+    @abstractmethod
+    def multiply_in_float8(self, recipe: Recipe) -> None:
+        """Converts the projections of attention and of dense feed-forward parts."""
 
     @abstractmethod
     def outputs(self, rows: Rows, columns: Tensor | None = None, *, layers: bool = False) -> dict[str, Tensor]:
@@ -115,6 +121,18 @@ class TransformersModel(Model):
         made = cls(model, module)
         made._shapes, made._layout = shapes, layout
         return made
+
+    def multiply_in_float8(self, recipe: Recipe) -> None:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config: Any = Float8LinearConfig.from_recipe_name(recipe)
+        emulates = next(self.module.parameters()).device.type == "cpu"
+
+        def is_converted(module: nn.Module, path: str) -> bool:
+            return not {"lm_head", "gate", "router", "experts"} & set(path.split("."))
+
+        config = dataclasses.replace(config, emulate=emulates)
+        convert_to_float8_training(self.module, module_filter_fn=is_converted, config=config)
 
     def outputs(self, rows: Rows, columns: Tensor | None = None, *, layers: bool = False) -> dict[str, Tensor]:
         is_double = next(self.module.parameters()).dtype == torch.float64
@@ -283,6 +301,9 @@ class SerialReference(Model):
                     start = problem.initial_value(piece.name, value, piece.source, piece.shape)
                     parameter[piece.target] = torch.from_numpy(start)
         return cls(config.model, module.to(device=device, dtype=dtype).eval())
+
+    def multiply_in_float8(self, recipe: Recipe) -> None:
+        use_float8(self.module, recipe)
 
     def outputs(self, rows: Rows, columns: Tensor | None = None, *, layers: bool = False) -> dict[str, Tensor]:
         with layer_outputs(self.module, self.model, columns, is_on=layers) as outputs:

@@ -15,7 +15,7 @@ import numpy as np
 
 from launch.errors import LaunchError
 from launch.output import console, spinner
-from launch.parity.comparison import ReferenceAnswer, compare, reduction_bound, reduction_deviations
+from launch.parity.comparison import ReferenceAnswer, compare, compare_float8, reduction_bound, reduction_deviations
 from launch.parity.diagnosis import Diagnosis, LayoutResult, diagnose
 from launch.parity.forked_ranks import RankFailure, run_ranks, warm_up
 from launch.parity.layout import ParityLayout, auto_layouts, layout_of, parse_layouts
@@ -25,6 +25,7 @@ from launch.runtime.devices import Device, gpu_count
 from launch.runtime.local_ranks import rank_environment
 from megalite.config import Config, ConfigError, resolve_layout, wanted_world_size
 from megalite.config.auto import PLACEHOLDERS
+from megalite.config.float8_rules import check_float8_package
 from megalite.config.known_bad import installed_versions, matching
 from megalite.config.pipeline_rules import PIPELINE
 from megalite.config.suggestions import OptionPath
@@ -104,7 +105,10 @@ def make_plan(
     dtype = config.precision.dtype
     if dtype == "fp16" and device == "cpu":
         raise ConfigError("precision.dtype fp16 needs a GPU, but this machine has none: use bf16 or fp32")
-    dtypes = tuple(dict.fromkeys(("fp32", dtype)))
+    dtypes: tuple[Dtype, ...] = tuple(dict.fromkeys(("fp32", dtype)))
+    if config.precision.float8 != "none":
+        check_float8_package(config)
+        dtypes = (*dtypes, "float8")
     return Plan(problem, runnable, (*too_large, *left_out), dtypes, reference, device, timeout_s)
 
 
@@ -200,7 +204,11 @@ class References:
         parts = 1 if self.dtype == "fp32" else accumulation
         if parts not in self._answers:
             self._answers[parts] = ReferenceAnswer(
-                self.dtype, self._truth, self._solutions(self.dtype, parts), self._start
+                self.dtype,
+                self._truth,
+                self._solutions(self.dtype, parts),
+                self._start,
+                self.problem.config.optimizer.moments_dtype,
             )
         return self._answers[parts]
 
@@ -239,7 +247,8 @@ class Session:
         """Compares the observations of the ranks of a layout."""
         seen, disagreements = assemble(ranks)
         disagreements += [sentence for quantity in seen if quantity.kind == COPIES for sentence in seen[quantity]]
-        deviations = compare(seen, self.references.answer(layout.accumulation))
+        compared = compare_float8 if self.references.dtype == "float8" else compare
+        deviations = compared(seen, self.references.answer(layout.accumulation))
         micro_batches = layout.dp * layout.accumulation
         precision = self.references.problem.config.precision
         deviations += reduction_deviations(seen, reduction_bound(precision, micro_batches))
@@ -270,7 +279,12 @@ def known_bad(layout: ParityLayout, config: Config, device: Device) -> list[str]
 
 
 def _in_dtype(problem: ParityProblem, dtype: str) -> ParityProblem:
+    """Returns the problem in one number format; in `float8` it stays as the config has it."""
     values = problem.config.model_dump(mode="json")
+    if dtype == "float8":
+        dtype = values["precision"]["dtype"]
+    else:
+        values["precision"]["float8"] = "none"
     if dtype != values["precision"]["dtype"]:
         values["precision"] |= {
             "dtype": dtype,

@@ -26,6 +26,7 @@ OptionName = str  # dotted, such as `optimizer.betas`
 NEEDS_PERMISSION: Mapping[OptionName, str] = {
     "data.document_mask": "it changes what attention sees, and the positions, in every sample of several documents",
     "optimizer.betas": "the moments in the checkpoint are averages with the former rates",
+    "optimizer.momentum": "the momentum in the checkpoint is an average with the former rate",
     "optimizer.eps": "it rescales the updates that the moments in the checkpoint lead to",
 }
 """Options whose change makes the data or the saved moments mean something else, and the reason. Other data, another
@@ -33,7 +34,11 @@ seed, model or optimizer never go with a checkpoint and are refused by launch/tr
 decay, clipping, batch size, number formats and dropout are changed on purpose in the course of a run."""
 
 REDUCTION = "precision.gradient_reduction_dtype"  # None: as gradients are accumulated
-MOMENTS_ALONE = ("optimizer.betas", "optimizer.eps")  # which sgd ignores
+IGNORED_BY: Mapping[str, tuple[OptionName, ...]] = {  # optimizer.name -> options
+    "adamw": ("optimizer.momentum", "optimizer.adjust_lr"),
+    "muon": (),
+    "sgd": tuple(f"optimizer.{name}" for name in ("betas", "eps", "momentum", "adjust_lr", "moments_dtype")),
+}
 WITHOUT_EFFECT = (
     "run_dir",
     "launch",
@@ -108,8 +113,8 @@ def _former_defaults(manifest: Manifest) -> dict[OptionName, Any]:
 
 
 def _is_without_effect(option: OptionName, config: Config) -> bool:
-    if option in MOMENTS_ALONE:
-        return config.optimizer.name == "sgd"
+    if option in IGNORED_BY[config.optimizer.name]:
+        return True
     return any(option == name or option.startswith(f"{name}.") for name in WITHOUT_EFFECT)
 
 

@@ -178,7 +178,7 @@ def warning_of_long_step(step_s: float, global_batch_size: int) -> str | None:
 
 def warning_of_room(config: Config) -> str | None:
     """Returns a warning where the disk of `run_dir` has no room for the next checkpoint."""
-    size = parameters(config.model) * megalite_bytes_per_parameter(config.optimizer.name)
+    size = parameters(config.model) * megalite_bytes_per_parameter(config.optimizer.name, config.model)
     free = room_at(config.run_dir.absolute())
     if free >= size:
         return None

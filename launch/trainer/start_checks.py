@@ -23,6 +23,7 @@ from launch.trainer.run_folder import check_run_folder
 from launch.trainer.start_flags import StartFlags
 from megalite.checkpoint.manifest import find_latest, step_folders
 from megalite.config import Config, ResolvedLayout, resolve_layout, wanted_world_size
+from megalite.config.float8_rules import check_float8_package
 from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.monitor.requirements import check_monitoring, check_textfile
 from megalite.planner.cost.memory import CUDA
@@ -134,6 +135,7 @@ def check_run(config: Config) -> None:
     """Checks what does not depend on the machine. Raises FamilyError, StorageError or ConfigError."""
     family(config.model.model_type).check(config.model)
     check_monitoring(config.monitor)
+    check_float8_package(config)
     if config.checkpoint.mirror is not None:
         from megalite.checkpoint.remote.storage import check_url  # pulls in fsspec
 

@@ -1,12 +1,14 @@
 """Stores and loads the state of a training engine, on any layout.
 
 Every rank hands over and takes back the fp32 numbers that its own optimizer updates (ZeRO's fragments), as blocks of
-global tensors: nothing is gathered, so a save needs no memory beyond the copy of what the rank holds anyway.
+global tensors: nothing is gathered, so a save needs no memory beyond the copy of what the rank holds anyway. Moments
+of another format are stored in fp32, so that a run may go on with either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,27 +17,39 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import WEIGHT, entry
 from megalite.checkpoint.reader import CheckpointReader, WeightReader
 from megalite.checkpoint.writer import Block
-from megalite.engine.deepspeed_config import MOMENTS
 from megalite.engine.deepspeed_internals import own_range, owned_fp32_values, set_loss_scaler_state
 from megalite.engine.engine import Engine
+from megalite.engine.optimizers import MOMENTS, moments_of
 from megalite.engine.parameter_state import create_moments, moment_names, refresh, write_own_numbers
 from megalite.parallel.shard import RangePiece
 
 
-def own_blocks(engine: Engine) -> tuple[list[Block], dict[str, tuple[int, ...]]]:
-    """Returns the blocks that this rank contributes, as views of the live state, and their tensors' global shapes.
+class OwnState(NamedTuple):
+    """The part of a checkpoint that one rank contributes."""
+
+    blocks: list[Block]  # views of the live state
+    shapes: dict[str, tuple[int, ...]]  # global, of their tensors
+    other_moments: dict[str, tuple[str, ...]]  # `Manifest.other_moments`
+
+
+def own_blocks(engine: Engine) -> OwnState:
+    """Returns what this rank contributes to a checkpoint.
 
     Of numbers that several ranks hold alike, the first tensor-parallel rank contributes replicated parameters.
     """
-    moments = moment_names(engine)
+    moments, optimizer = moment_names(engine), engine.config.optimizer.name
     blocks: list[Block] = []
     shapes: dict[str, tuple[int, ...]] = {}
+    others: dict[str, tuple[str, ...]] = {}
     for parameter, pieces in _own_pieces(engine):
-        for kind in (WEIGHT, *moments):
+        own = moments_of(parameter, optimizer) if moments else ()
+        if own != moments:
+            others |= {piece.name: own for piece in pieces}
+        for kind in (WEIGHT, *own):
             numbers = owned_fp32_values(parameter, kind)
             blocks += [Block(entry(kind, piece.name, piece.source), piece.of(numbers)) for piece in pieces]
         shapes |= {piece.name: piece.shape for piece in pieces}
-    return blocks, shapes
+    return OwnState(blocks, shapes, others)
 
 
 def own_size(engine: Engine) -> tuple[int, torch.device]:
@@ -43,9 +57,10 @@ def own_size(engine: Engine) -> tuple[int, torch.device]:
 
     One parameter is read at a time: reading those that are offloaded to NVMe copies them to the GPU.
     """
-    kinds, count, device = 1 + len(MOMENTS[engine.config.optimizer.name]), 0, torch.device("cpu")
+    count, device = 0, torch.device("cpu")
     for parameter, pieces in _own_pieces(engine):
         numbers = owned_fp32_values(parameter, WEIGHT)
+        kinds = 1 + len(moments_of(parameter, engine.config.optimizer.name))
         count += kinds * sum(piece.of(numbers).numel() for piece in pieces)
         device = numbers.device
     return count, device
@@ -81,7 +96,8 @@ def load_engine(engine: Engine, reader: WeightReader, *, weights_only: bool) -> 
                     f"{list(piece.shape)}"
                 )
         pieces = list(shard.pieces_of_range(*own_range(parameter)))
-        for kind in (WEIGHT, *moments):
+        own = moments_of(parameter, engine.config.optimizer.name) if moments else ()
+        for kind in (WEIGHT, *own):
 
             def fill(numbers: Tensor, kind: str = kind, pieces: list[RangePiece] = pieces) -> None:
                 for piece in pieces:

@@ -54,10 +54,15 @@ class Manifest(BaseModel):
     tokenizer_sha256: str | None = None  # of its tokenizer.json; None where unknown
     state: dict[str, Any]  # megalite.training.state.TrainState; empty for an imported checkpoint
     moments: tuple[Name, ...] = ()  # optimizer state tensors beside the weights
+    other_moments: dict[Name, tuple[Name, ...]] = {}  # of tensors that keep others, by canonical name
     optimizer_steps: Count = 0  # steps the optimizer took, for Adam's bias correction
     loss_scaler: dict[str, float] = {}  # fp16 only
     tensors: dict[Name, Annotated[tuple[Size, ...], Field(min_length=1)]]  # canonical name -> global shape
     files: dict[str, FileEntry]
+
+    def kinds_of(self, name: str) -> tuple[str, ...]:
+        """Returns what the checkpoint holds of a tensor: its weight, and the moments that its update rule keeps."""
+        return (WEIGHT, *self.other_moments.get(name, self.moments))
 
     def sealed(self) -> bytes:
         """Returns the bytes of the manifest's file, with its digest."""

@@ -63,7 +63,7 @@ class CheckpointReader:
                 kind, name, source = parse_entry(key, shape)
                 whole = self.manifest.tensors[name]
                 if (
-                    kind not in (WEIGHT, *self.manifest.moments)
+                    kind not in self.manifest.kinds_of(name)
                     or file.tags[key] != "F32"
                     or len(whole) != len(source)
                     or any(s.stop > n for s, n in zip(source, whole, strict=True))
@@ -76,7 +76,7 @@ class CheckpointReader:
         self._files[path.name] = file
 
     def read(self, name: str, source: Slices | None = None, kind: str = WEIGHT) -> Tensor:
-        """Reads a slice (default: all) of tensor `name` in fp32; `kind` is `weight` or one of `manifest.moments`."""
+        """Reads a slice (default: all) of tensor `name` in fp32; `kind` is one of `manifest.kinds_of(name)`."""
         shape = self._shape(name)
         wanted = source or tuple(slice(0, n) for n in shape)
         result = torch.empty([s.stop - s.start for s in wanted], dtype=torch.float32)

@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from megalite.checkpoint.durable_files import sync
-from megalite.checkpoint.engine_state import own_blocks, own_size
+from megalite.checkpoint.engine_state import OwnState, own_blocks, own_size
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.manifest import WEIGHT, FileEntry, Manifest, step_folder
+from megalite.checkpoint.manifest import FileEntry, Manifest, step_folder
 from megalite.checkpoint.writer import Block, check_room, commit, discard, now, start, temporary_folder, write_blocks
 from megalite.engine.agreement import from_all_ranks
 from megalite.engine.deepspeed_internals import loss_scaler_state
@@ -33,10 +33,11 @@ from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import moment_names, optimizer_step_count
 
 LONGEST_SAVE = timedelta(hours=6)
+BYTES_STORED = 4  # per number
 PAGE_NUMBERS = 1024  # fp32 in a page, of the smallest size there is
-Written = tuple[
-    dict[str, FileEntry], dict[str, tuple[int, ...]], Counter[str]
-]  # a rank's files, shapes, and numbers by kind
+Written = tuple[  # a rank's files, shapes and other moments by canonical name, and numbers by kind
+    dict[str, FileEntry], dict[str, tuple[int, ...]], dict[str, tuple[str, ...]], Counter[str]
+]
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,10 @@ class Saver:
         """
         started = time.monotonic()
         self.wait()
-        blocks: list[Block] = []
-        shapes: dict[str, tuple[int, ...]] = {}
+        own = OwnState([], {}, {})
         failure: Exception | None = None
         try:
-            blocks, shapes = own_blocks(self._engine)
+            own = own_blocks(self._engine)
             facts = {
                 "written": now(),
                 "moments": moment_names(self._engine),
@@ -96,11 +96,11 @@ class Saver:
             }
             manifest = manifest.model_copy(update=facts)
             if self._background:
-                blocks = self._host.copy(blocks)
+                own = own._replace(blocks=self._host.copy(own.blocks))
         except Exception as error:  # no memory, for one: the other ranks must hear of it
             failure = error
         blocked = time.monotonic() - started if self._background else None
-        write = partial(self._write, manifest, blocks, shapes, started, blocked, failure)
+        write = partial(self._write, manifest, own, started, blocked, failure)
         if blocked is None:
             write()
             return time.monotonic() - started
@@ -122,8 +122,7 @@ class Saver:
     def _write(
         self,
         manifest: Manifest,
-        blocks: list[Block],
-        shapes: dict[str, tuple[int, ...]],
+        own: OwnState,
         started: float,
         blocked: float | None,
         error_before: Exception | None,
@@ -131,11 +130,17 @@ class Saver:
         folder = self._root / step_folder(manifest.step)
         failure, size = None, 0
         try:
-            size = sum(self._gather(lambda: _size(blocks, error_before), int))
+            size = sum(self._gather(lambda: _size(own.blocks, error_before), int))
             self._gather(lambda: self._start(folder, size), None)
             prefix = f"rank_{dist.get_rank():05d}"
             written = self._gather(
-                lambda: (write_blocks(temporary_folder(folder), prefix, blocks), shapes, _counts(blocks)), Written
+                lambda: (
+                    write_blocks(temporary_folder(folder), prefix, own.blocks),
+                    own.shapes,
+                    own.other_moments,
+                    _counts(own.blocks),
+                ),
+                Written,
             )
             self._gather(lambda: self._commit(folder, manifest, written), None)
         except Exception as error:  # whatever it is, training goes on
@@ -156,17 +161,20 @@ class Saver:
 
     def _commit(self, folder: Path, manifest: Manifest, written: Sequence[Written]) -> None:
         if dist.get_rank() == 0:
-            files = {name: file for own, _, _ in written for name, file in own.items()}
-            tensors = {name: shape for _, own, _ in written for name, shape in own.items()}
-            counts = sum((own for _, _, own in written), Counter[str]())
-            whole = sum(map(math.prod, tensors.values()))
-            for kind in (WEIGHT, *manifest.moments):  # nothing is committed that a reader would find incomplete
+            files = {name: file for own, *_ in written for name, file in own.items()}
+            tensors = {name: shape for _, own, *_ in written for name, shape in own.items()}
+            others = {name: moments for *_, own, _ in written for name, moments in own.items()}
+            filled_in = manifest.model_copy(update={"files": files, "tensors": tensors, "other_moments": others})
+            counts, wanted = sum((own for *_, own in written), Counter[str]()), Counter[str]()
+            for name, shape in tensors.items():
+                wanted.update(dict.fromkeys(filled_in.kinds_of(name), math.prod(shape)))
+            for kind, whole in wanted.items():  # nothing is committed that a reader would find incomplete
                 if counts[kind] != whole:
                     raise CheckpointError(
                         f"{folder}: the ranks hold {counts[kind]} numbers of {kind}, the model has {whole}"
                     )
             sync(temporary_folder(folder))
-            commit(folder, manifest.model_copy(update={"files": files, "tensors": tensors}))
+            commit(folder, filled_in)
 
     def _gather(self, action: Callable[[], Any], of: object) -> list[Any]:
         """Returns every rank's result of `action`, which is of type `of`; a failure on one rank is raised on all.
@@ -189,7 +197,7 @@ class Saver:
 def _size(blocks: Sequence[Block], error_before: Exception | None) -> int:
     if error_before is not None:
         raise error_before
-    return sum(block.numbers.nbytes for block in blocks)
+    return sum(BYTES_STORED * block.numbers.numel() for block in blocks)
 
 
 def _counts(blocks: Sequence[Block]) -> Counter[str]:

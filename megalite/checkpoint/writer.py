@@ -28,7 +28,7 @@ SPARE_BYTES = 1 << 20  # for the manifest and the logs
 
 @dataclass(frozen=True)
 class Block:
-    """One block of one global tensor: its key in a file (`manifest.entry`) and its fp32 numbers."""
+    """One block of one global tensor: its key in a file (`manifest.entry`), and its numbers, stored in fp32."""
 
     key: str
     numbers: Tensor
@@ -45,7 +45,7 @@ def write_blocks(folder: Path, prefix: str, blocks: Sequence[Block]) -> dict[str
     for number, group in enumerate(into_files(entries, FILE_BYTES)):
         path = folder / f"{prefix}_{number:03d}.safetensors"
         try:
-            files[path.name] = write_safetensors(path, group, lambda entry: [numbers[entry.key]])
+            files[path.name] = write_safetensors(path, group, lambda entry: [numbers[entry.key].float()])
         except OSError as error:
             raise CheckpointError(cannot_write(path, error)) from None
     return files

@@ -25,7 +25,7 @@ def why_not_compiled(config: Config) -> str | None:
             "dropout in the model has a seed of its own in each layer, so that no two blocks would share compiled code"
         )
     if any(model.has_experts(layer) for layer in range(model.num_hidden_layers)):
-        return "model.num_experts makes the shapes of a block depend on the tokens"
+        return "blocks with experts (model.num_experts) are not written for a compiler"
     return None
 
 

@@ -15,7 +15,9 @@ from urllib.parse import urlsplit
 from megalite.config.config import Config
 from megalite.config.deepspeed import offloads_to_nvme
 from megalite.config.errors import ConfigError
+from megalite.config.float8_rules import problems_with_float8
 from megalite.config.model_rules import problems_with_model
+from megalite.config.optimizer_rules import problems_with_optimizer
 from megalite.config.performance_rules import problems_with_performance
 from megalite.config.pipeline_rules import problems_with_pipeline
 from megalite.config.suggestions import multiples_near, tensor_parallel_fits, tensor_parallel_near
@@ -38,6 +40,7 @@ def broken_rules(config: Config, data_parallel_size: int | None, device: Device 
     return [
         *_length(config),
         *problems_with_model(config.model),
+        *_router(config),
         *_layout(config),
         *problems_with_pipeline(config, data_parallel_size),
         *problems_with_performance(config),
@@ -45,7 +48,9 @@ def broken_rules(config: Config, data_parallel_size: int | None, device: Device 
         *_gradient_reduction(config, device),
         *_offload(config),
         *_offload_to_nvme(config),
+        *problems_with_optimizer(config),
         *_precision(config, device),
+        *problems_with_float8(config),
         *_batch(config, data_parallel_size),
         *_schedule(config),
         *_checkpoints(config),
@@ -72,6 +77,15 @@ def _length(config: Config) -> Iterator[str]:
             f"training.steps {training.steps} and training.tokens {training.tokens} both set the length of "
             "the run: keep one and remove the other (or set it to null)"
         )
+
+
+def _router(config: Config) -> Iterator[str]:
+    for option, coefficient in config.training.router:
+        if coefficient and config.model.num_experts is None:
+            yield (
+                f"training.router.{option} {coefficient} is about experts, but model.num_experts is null: remove it, "
+                "or set num_experts"
+            )
 
 
 def _layout(config: Config) -> Iterator[str]:

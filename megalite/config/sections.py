@@ -82,7 +82,7 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 
 
 class PrecisionConfig(Section):
-    """Number formats. Master weights and optimizer state are always fp32."""
+    """Number formats. Master weights are always fp32; `optimizer.moments_dtype` is that of the optimizer's state."""
 
     dtype: Dtype = "bf16"
     """Format of weights and activations in forward and backward; fp16 needs a GPU."""
@@ -92,6 +92,9 @@ class PrecisionConfig(Section):
 
     gradient_reduction_dtype: Dtype | None = None
     """Format in which gradients are summed over replicas: fp32, or `dtype`. Left out: `gradient_accumulation_dtype`."""
+
+    float8: Literal["none", "rowwise", "tensorwise"] = Field(default="none", examples=["rowwise"])
+    """Float8 products in attention and MLP, scaled per row or tensor: Hopper or Ada GPUs; a CPU emulates it, slower."""
 
     float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """PyTorch's `set_float32_matmul_precision`: below `highest`, fp32 products are faster and less exact."""
@@ -105,17 +108,26 @@ class PrecisionConfig(Section):
 class OptimizerConfig(Section):
     """Update rule; its learning rate is the peak that the schedule scales."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """Update rule: AdamW, or plain SGD without momentum (for tests: AdamW hides errors of gradient scale)."""
+    name: Literal["adamw", "muon", "sgd"] = "adamw"
+    """Update rule: AdamW; Muon for the blocks' matrices and AdamW for the rest; or SGD without momentum (for tests)."""
 
     learning_rate: PositiveFloat = 3e-4
-    """Peak learning rate, reached at the end of the warm-up."""
+    """Peak learning rate, reached at the end of the warm-up; with muon of all weights, matrices as `adjust_lr` says."""
 
     betas: tuple[Probability, Probability] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment; ignored by sgd."""
 
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon, added to the root of the second moment; ignored by sgd."""
+
+    momentum: Probability = 0.95
+    """Muon's decay rate of the momentum, which is Nesterov's; ignored by the others."""
+
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Muon's factor on a matrix's rate: 0.2 sqrt(larger side), as AdamW's updates, or sqrt(max(1, rows / columns))."""
+
+    moments_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format of AdamW's moments and Muon's momentum; bf16 halves their memory, and is rounded to the nearest."""
 
     weight_decay: NonNegativeFloat = 0.1
     """Decay of the matrices per step, times the learning rate; norms and biases never decay."""
@@ -151,6 +163,19 @@ class EvaluationConfig(Section):
     """Held-out sequences per evaluation; a multiple of `micro_batch_size` x data-parallel size."""
 
 
+class RouterConfig(Section):
+    """Losses that make the routers of a model with experts use all of them; equal on every layout, 0 = off.
+
+    Only their gradients are added: the loss that is shown stays the model's own.
+    """
+
+    sequence_loss: NonNegativeFloat = Field(default=0.0, examples=[0.0001])
+    """Coefficient of the sequence-wise balance loss (DeepSeek-V3), 1 for each sequence that uses experts equally."""
+
+    z_loss: NonNegativeFloat = Field(default=0.0, examples=[0.001])
+    """Coefficient of the mean squared logsumexp of a router's logits, which keeps them small (ST-MoE)."""
+
+
 class TrainingConfig(Section):
     """Batch, length, seed and stopping of the run."""
 
@@ -174,6 +199,9 @@ class TrainingConfig(Section):
 
     gradient_clipping: NonNegativeFloat = 1.0
     """Largest global norm of the gradient; larger ones are scaled down to it. 0 = off."""
+
+    router: RouterConfig = Field(default_factory=RouterConfig)
+    """Balance of experts."""
 
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     """Loss on held-out documents while training."""

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 
 from megalite.config import Config, ResolvedLayout
+from megalite.config.float8_rules import check_float8_package
 from megalite.engine.activity import Activity
 from megalite.engine.distributed import share_timeout
 from megalite.engine.engine import Engine, PlainEngine
 from megalite.engine.pipelined import PipelinedEngine
+from megalite.parallel.float8 import check_float8_device
 from megalite.parallel.layers import LayerSpec
 from megalite.parallel.mesh import Mesh
+
+log = logging.getLogger(__name__)
 
 
 def build_engine(
@@ -22,8 +28,21 @@ def build_engine(
 
     The engine records its operations in `activity`, by default one of its own.
     """
+    _check_float8(config)
     mesh = Mesh.of(layout)
     kind = PipelinedEngine if mesh.pipeline_parallel_size > 1 else PlainEngine
     engine = kind(specs, config, layout, mesh, activity or Activity(mesh, dist.get_rank()))
     share_timeout()
     return engine
+
+
+def _check_float8(config: Config) -> None:
+    """Raises ConfigError where torchao is missing or this rank's GPU has no float8; says where it is emulated."""
+    recipe = config.precision.float8
+    check_float8_package(config)
+    if recipe == "none":
+        return
+    if torch.cuda.is_initialized():
+        check_float8_device(recipe, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
+    elif dist.get_rank() == 0:
+        log.info(f"precision.float8 {recipe}: emulated on the CPU by fp32 products of rounded numbers, which is slower")

@@ -1,25 +1,17 @@
-"""The arguments of `deepspeed.initialize`: the configuration, as a pure function of ours, and the torch optimizer.
+"""The configuration that `deepspeed.initialize` takes, as a pure function of ours.
 
-Every setting whose default has changed between DeepSpeed versions, or would be wrong here, is set explicitly. The
-optimizer is torch's: DeepSpeed's own would compile kernels at start. On the host it may be DeepSpeed's (cpu_adam.py).
+Every setting whose default has changed between DeepSpeed versions, or would be wrong here, is set explicitly.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from typing import Any
-
-import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam
-from torch import nn
 
 from megalite.config import Config, ResolvedLayout
 from megalite.config.deepspeed import has
-from megalite.config.sections import OptimizerConfig
 
 NEVER = 1 << 31
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}  # by `optimizer.name`
 OFFLOADS = ("offload_param", "offload_optimizer")
 
 
@@ -97,47 +89,3 @@ def _merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
         both_sections = isinstance(value, dict) and isinstance(result.get(key), dict)
         result[key] = _merged(result[key], value) if both_sections else copy.deepcopy(value)
     return result
-
-
-def build_optimizer(
-    parameters: Iterable[nn.Parameter],
-    options: OptimizerConfig,
-    bucket_size: int | None = None,
-    *,
-    has_cpu_adam: bool = False,
-) -> torch.optim.Optimizer:
-    """Builds AdamW or SGD: matrices decay, vectors (norms and biases) do not.
-
-    With `bucket_size` there is a group for each bucket of gradients: ZeRO-1 cuts each group into one partition per
-    replica, so that the group's gradients can be reduce-scattered in place. Else there are two groups, on every
-    pipeline stage, since every stage holds a block: DeepSpeed's gradient norm does one collective per non-empty group
-    and would wait forever for a stage with fewer (DeepSpeed#1522).
-
-    `has_cpu_adam`: the parameters it will update are on the host, and DeepSpeed's Adam for the CPU is usable.
-    """
-    parameters = list(parameters)
-    matrices = [p for p in parameters if len(p.shard.shape) > 1]  # type: ignore[attr-defined]
-    vectors = [p for p in parameters if len(p.shard.shape) == 1]  # type: ignore[attr-defined]
-    groups: list[dict[str, Any]] = [
-        {"params": bucket, "weight_decay": decay}
-        for decay, decayed in ((options.weight_decay, matrices), (0.0, vectors))
-        for bucket in (_buckets(decayed, bucket_size) if bucket_size else [decayed])
-    ]
-    if options.name == "sgd":
-        return torch.optim.SGD(groups, lr=options.learning_rate)
-    if has_cpu_adam:
-        return DeepSpeedCPUAdam(groups, lr=options.learning_rate, betas=options.betas, eps=options.eps)
-    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, eps=options.eps, fused=True)
-
-
-def _buckets(parameters: list[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
-    """Cuts a list into runs of at most `size` numbers, or of one parameter that has more."""
-    buckets: list[list[nn.Parameter]] = []
-    room = 0
-    for parameter in parameters:
-        if parameter.numel() > room:
-            buckets.append([])
-            room = size
-        buckets[-1].append(parameter)
-        room -= parameter.numel()
-    return buckets

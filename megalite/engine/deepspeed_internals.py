@@ -199,6 +199,15 @@ class FlatGroup(NamedTuple):
         return (parameter.data_ptr() - self.weights.data_ptr()) // self.weights.element_size()
 
 
+def flat_groups(optimizer: Any) -> list[FlatGroup]:
+    """Returns the parameter groups of ZeRO-1 and ZeRO-2, in the order of the torch optimizer's."""
+    if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
+        rows = zip(optimizer.bf16_groups, optimizer.bf16_groups_flat, optimizer.fp32_groups_gradients_flat, strict=True)
+        return [FlatGroup(*row) for row in rows]
+    groups = zip(optimizer.bit16_groups, optimizer.bit16_groups_flat, strict=True)
+    return [FlatGroup(*row, None) for row in groups]
+
+
 def take_over_reduction(engine: Any) -> tuple[list[FlatGroup], Any]:
     """Makes DeepSpeed leave the gradients of ZeRO-1 to us; returns its parameter groups and the group of the replicas.
 
@@ -212,10 +221,7 @@ def take_over_reduction(engine: Any) -> tuple[list[FlatGroup], Any]:
         hook.remove()
     if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
         optimizer.clear_hp_grads = lambda: None
-        rows = zip(optimizer.bf16_groups, optimizer.bf16_groups_flat, optimizer.fp32_groups_gradients_flat, strict=True)
-        return [FlatGroup(*row) for row in rows], optimizer.dp_process_group
-    groups = zip(optimizer.bit16_groups, optimizer.bit16_groups_flat, strict=True)
-    return [FlatGroup(*row, None) for row in groups], optimizer.dp_process_group
+    return flat_groups(optimizer), optimizer.dp_process_group
 
 
 def takes_step(optimizer: Any, norm: torch.Tensor) -> bool:

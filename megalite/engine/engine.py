@@ -30,9 +30,10 @@ from megalite.config.layout import reduces_beside_backward
 from megalite.engine.activity import Activity, Operation, Phase
 from megalite.engine.compilation import compile_blocks
 from megalite.engine.cpu_adam import BUILD_LIMIT, why_no_cpu_adam
-from megalite.engine.deepspeed_config import build_optimizer, deepspeed_config
+from megalite.engine.deepspeed_config import deepspeed_config
 from megalite.engine.deepspeed_internals import (
     clear_gradient_partitions,
+    flat_groups,
     quiet_stdout,
     share_fp32_weights,
     stay_at_smallest_loss_scale,
@@ -40,9 +41,12 @@ from megalite.engine.deepspeed_internals import (
 from megalite.engine.distributed import Grid, group_timeout, tensor_parallel_of
 from megalite.engine.gradient_reduction import GradientReducer
 from megalite.engine.handover import backward
+from megalite.engine.muon import Muon
+from megalite.engine.optimizers import build_optimizer
 from megalite.engine.partitioned_step import partition_reductions
 from megalite.engine.stages import Chunk, TiedWeight
 from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.expert_balance import expert_balances
 from megalite.parallel.layers import BlockInput, LayerSpec, named_shards
 from megalite.parallel.loss import IGNORED
 from megalite.parallel.mesh import Mesh
@@ -199,8 +203,12 @@ class Engine(ABC):
             first = error.errors()[0]
             option = ".".join(map(str, first["loc"]))
             raise ConfigError(f"section deepspeed: DeepSpeed refuses {option}: {first['msg']}: correct it") from None
+        self._balances = [balance for _, balance in expert_balances(model)]
         share_fp32_weights(self.deepspeed.optimizer)
         stay_at_smallest_loss_scale(self.deepspeed.optimizer)
+        if isinstance(self.torch_optimizer, Muon):
+            groups = flat_groups(self.deepspeed.optimizer)
+            self.torch_optimizer.connect(groups, self.data_parallel_group(), self._tp)
         if is_ours:
             self.reducer = partition_reductions(
                 self.deepspeed, model.parameters(), self.config, self.activity, self.coordinate.tensor_rank
@@ -284,6 +292,7 @@ class Engine(ABC):
             group["lr"] = learning_rate
         skipped_before = self.deepspeed.skipped_steps
         weight = self._token_weight(micro_batches)
+        self._scale_balance_losses()
         if self.layout.zero_stage == 3:
             clear_gradient_partitions(self.deepspeed.optimizer)
         if self.reducer is not None:
@@ -328,6 +337,13 @@ class Engine(ABC):
             self.activity.record_op(Operation.COUNT_TOKENS, peers=self.activity.peers.data)
             dist.all_reduce(total, group=self.data_parallel_group())
         return self.mesh.data_parallel_size / total.clamp(min=1.0)
+
+    def _scale_balance_losses(self) -> None:
+        """Makes routers add the mean over the sequences of the global batch: gradients are averaged over replicas."""
+        sequences = self.config.training.global_batch_size / self.mesh.data_parallel_size  # of this replica
+        loss_scale = float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0))  # BF16_Optimizer has none
+        for balance in self._balances:
+            balance.losses, balance.scale = self.config.training.router, loss_scale / sequences
 
     def _first_input(self, batch: MicroBatch) -> BlockInput:
         """Builds the first layer's input: tokens, and positions and sample ids where documents or dropout need them."""

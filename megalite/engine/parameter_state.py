@@ -22,7 +22,7 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
-from megalite.engine.deepspeed_config import MOMENTS
+from megalite.engine.adamw import CompactAdamW
 from megalite.engine.deepspeed_internals import (
     flat_partitions,
     is_partitioned,
@@ -33,10 +33,14 @@ from megalite.engine.deepspeed_internals import (
     unreplicated_partition,
 )
 from megalite.engine.engine import Engine
+from megalite.engine.optimizers import MOMENTS
 
 
 def moment_names(engine: Engine) -> tuple[str, ...]:
-    """Returns the names of the optimizer's state tensors and makes them readable; empty before its first step."""
+    """Returns the names of the optimizer's state tensors and makes them readable; empty before its first step.
+
+    Single parameters may have others: `optimizers.moments_of`.
+    """
     states = [engine.torch_optimizer.state.get(flat) for flat in flat_partitions(engine.deepspeed.optimizer)]
     if not all(states):
         return ()
@@ -126,7 +130,10 @@ def create_moments(engine: Engine, step_count: int) -> None:
     optimizer = engine.torch_optimizer
     is_fused = optimizer.defaults.get("fused")  # then the step counter is beside the parameter
     for flat in flat_partitions(engine.deepspeed.optimizer):
-        state = engine.torch_optimizer.state[flat]
+        if isinstance(optimizer, CompactAdamW):
+            optimizer.create_state(flat, step_count)
+            continue
+        state = optimizer.state[flat]
         if isinstance(optimizer, DeepSpeedCPUAdam):
             state["step"] = step_count
         else:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megalite.config import Config
 from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.float8 import use_float8
 from megalite.parallel.layers import BlockInput, LayerSpec, SerialModel, make_layer
 from megalite.parallel.loss import head_logits, head_loss
 
@@ -29,6 +30,8 @@ class Chunk(nn.Module):
         self.tensor_parallel, self.is_last, self._model = tp, is_last, config.model
         make = partial(make_layer, seed=config.training.seed, initializer_range=config.model.initializer_range)
         self.serial = SerialModel(specs, tp, make)
+        if config.precision.float8 != "none":
+            use_float8(self.serial, config.precision.float8)
 
     def forward(self, inputs: BlockInput, labels: tuple[Tensor, Tensor] | None = None) -> Any:
         """Maps the first layer's input to the input of the chunk behind; the last chunk maps it to a scalar loss, or
@@ -41,7 +44,8 @@ class Chunk(nn.Module):
         if labels is None:
             return head_logits(hidden, head_weight, vocab_size, self.tensor_parallel, softcap)
         targets, weight = labels
-        loss = head_loss(hidden, head_weight, targets, vocab_size, self.tensor_parallel, softcap) * weight
+        is_compiled = hidden.is_cuda
+        loss = head_loss(hidden, head_weight, targets, vocab_size, self.tensor_parallel, softcap, is_compiled) * weight
         if loss.requires_grad:
             # A loss may be infinite though its gradient, softmax - one_hot, is not. Zero times it is NaN then, which
             # reaches the gradients of all ranks on the usual way and needs no look at the loss, which would wait for

@@ -116,19 +116,6 @@ class RowParallelLinear(LinearLayer):
         return y if self.bias is None else y + replicated_parameter(self.bias, self.tp)
 
 
-class LocalLinear(LinearLayer):
-    """`y = x W^T` with this rank's part of a cut W and no communication, for layers that enter and leave the parallel
-    region together, such as experts."""
-
-    def __init__(self, shard: Shard) -> None:
-        super().__init__()
-        self.weight = sharded_parameter(shard)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[tokens, in]` -> `[tokens, out]`, both local sizes."""
-        return self.product(x, self.weight, None)
-
-
 class VocabParallelEmbedding(nn.Module):
     """Token embedding with the vocabulary cut over the ranks and padded to a multiple of them.
 

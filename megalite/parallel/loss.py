@@ -2,7 +2,11 @@
 
 In: hidden states and the local rows of the head `[vocab/tp, hidden]`; out: the summed loss of the valid tokens.
 Tokens go through in chunks: logits, their softmax and both gradients of a chunk are computed at once and only the
-gradients are kept, so there is no second GEMM in backward and no fp32 copy of the logits.
+gradients are kept, so there is no second GEMM in backward.
+
+What lies between the GEMMs exists twice. `_softmax` goes over an fp32 copy of a chunk's logits operation by operation,
+which suits chunks that stay in a CPU's caches. `_compiled_softmax` is for GPUs: two generated kernels, of which one
+reads the logits as the GEMM left them and the other writes their gradient in their place. A test counts their bytes.
 
 In fp16 the sum over a chunk's tokens, which neither 1/tokens nor the loss scale has made smaller yet, would overflow,
 and most of a large vocabulary's probabilities would be subnormal. So both gradients are fp32 there until backward has
@@ -11,7 +15,9 @@ scaled them, and what goes into their GEMMs is multiplied by `FP16_SCALE`.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +26,9 @@ from megalite.parallel.collectives import TensorParallel, all_gather, enter_para
 from megalite.parallel.linear import multipliable
 
 IGNORED = -100  # the target of a token that carries no loss, as in torch and transformers
-# fp32 logits alive at once: small chunks stay in a CPU's caches, but accumulate the head's gradient more often
-CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
+# of logits alive at once. Small chunks stay in a CPU's caches; on a GPU each chunk is one more pass over the fp32
+# gradient of the head, and 4,096 tokens of a vocabulary of 128k fit
+CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
 CHUNK_TOKENS = 128  # at least, or the GEMM starves
 FP16_SCALE = 2.0**15  # softmax - one_hot is at most 1, and fp16 ends at 65504
 
@@ -40,34 +47,45 @@ def head_logits(
 
 
 def head_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, tp: TensorParallel, softcap: float | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    tp: TensorParallel,
+    softcap: float | None = None,
+    is_compiled: bool = False,
 ) -> Tensor:
     """Returns the negative log likelihood summed over valid tokens, an fp32 scalar equal on all tensor-parallel ranks.
 
     hidden `[batch, seq(/tp), hidden]`, weight `[padded vocab/tp, hidden]`, targets `[batch, seq]` (-100: no loss);
-    softcap as in `head_logits`.
+    softcap as in `head_logits`; is_compiled: by generated kernels.
     """
     hidden = enter_parallel_region(hidden, tp)
-    return _HeadLoss.apply(hidden.flatten(0, -2), weight, targets.flatten(), vocab_size, tp, softcap)
+    first = tp.rank * weight.shape[0]
+    real = max(0, min(weight.shape[0], vocab_size - first))
+    part = _VocabularyPart(first, weight.shape[0], real, softcap, tp)
+    return _HeadLoss.apply(hidden.flatten(0, -2), weight, targets.flatten(), part, is_compiled)
+
+
+class _VocabularyPart(NamedTuple):
+    """The rows of the vocabulary that this rank holds, and what becomes of their logits."""
+
+    first: int
+    rows: int
+    real_rows: int  # the rest is padding
+    softcap: float | None
+    tp: TensorParallel
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        vocab_size: int,
-        tp: TensorParallel,
-        softcap: float | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, part: _VocabularyPart, is_compiled: bool
     ) -> Tensor:
         needs_grad = any(ctx.needs_input_grad)
-        rows = weight.shape[0]
-        first = tp.rank * rows
-        real_rows = max(0, min(rows, vocab_size - first))  # the rest is padding
-        chunk = max(CHUNK_TOKENS, CHUNK_BYTES[hidden.device.type] // (4 * rows))
         head = multipliable(weight)
+        softmax = _compiled_softmax if is_compiled else _softmax
+        chunk = _chunk_tokens(part.rows, hidden.device.type, head.element_size() if is_compiled else 4)
         ctx.dtype, is_fp16 = hidden.dtype, hidden.dtype == torch.float16
         ctx.scale = FP16_SCALE if is_fp16 else 1.0  # of both gradients, until backward
         hidden_grad = torch.empty_like(hidden, dtype=torch.float32 if is_fp16 else head.dtype) if needs_grad else None
@@ -80,31 +98,16 @@ class _HeadLoss(torch.autograd.Function):
             strict=True,
         ):
             x = x.to(head.dtype)
-            logits = (x @ head.t()).float()  # [chunk, vocab/tp]
-            slope = None if softcap is None else _cap_(logits, softcap)
-            if real_rows < rows:
-                logits[:, real_rows:] = float("-inf")
-            valid = target != IGNORED
-            local_target = (target - first).clamp_(0, rows - 1)
-            is_mine = valid & (target >= first) & (target < first + rows)
-            picked = logits.gather(1, local_target.unsqueeze(1)).squeeze(1).masked_fill(~is_mine, 0.0)
-            # softmax in place: the loss's exponentials serve its gradient too. A rank with only padding has no maximum
-            top = logits.amax(dim=1).clamp_(min=torch.finfo(torch.float32).min)
-            exponential = logits.sub_(top.unsqueeze(1)).exp_()
-            log_total, picked = _over_vocabulary(exponential.sum(dim=1).log_().add_(top), picked, tp)
-            total += ((log_total - picked) * valid).sum()
-            if x_grad is None:
-                continue
-            # d loss / d logits = softmax - one_hot, zero where there is no loss
-            probability = exponential.mul_(((top - log_total).exp_() * valid).unsqueeze(1))
-            probability.scatter_add_(1, local_target.unsqueeze(1), -is_mine.unsqueeze(1).to(probability.dtype))
-            delta = probability if slope is None else probability.mul_(slope)
-            delta = (delta.mul_(FP16_SCALE) if is_fp16 else delta).to(head.dtype)
-            if is_fp16:
-                x_grad.copy_(_wide_product(delta, head))
-            else:
-                torch.mm(delta, head, out=x_grad)
-            weight_grad = _accumulate(weight_grad, delta, x)
+            logits = x @ head.t()  # [chunk, vocab/tp]
+            loss, delta = softmax(logits, target, part, ctx.scale if needs_grad else None)
+            total += loss
+            if delta is not None and x_grad is not None:
+                if is_fp16:
+                    x_grad.copy_(_wide_product(delta, head))
+                else:
+                    torch.mm(delta, head, out=x_grad)
+                weight_grad = _accumulate(weight_grad, delta, x)
+            del logits, delta  # before the next chunk's
         if needs_grad:
             ctx.save_for_backward(hidden_grad, weight_grad)
         return total
@@ -114,7 +117,93 @@ class _HeadLoss(torch.autograd.Function):
         hidden_grad, weight_grad = ctx.saved_tensors
         grad = grad / ctx.scale
         # `grad` holds 1/tokens and the loss scale; in place, so backward can run only once
-        return hidden_grad.mul_(grad).to(ctx.dtype), weight_grad.mul_(grad).to(ctx.dtype), None, None, None, None
+        return hidden_grad.mul_(grad).to(ctx.dtype), weight_grad.mul_(grad).to(ctx.dtype), None, None, None
+
+
+def _chunk_tokens(rows: int, device: str, number_bytes: int) -> int:
+    tokens = CHUNK_BYTES[device] // (number_bytes * rows)
+    # GEMMs on a GPU prefer whole tiles
+    return max(CHUNK_TOKENS, tokens if device == "cpu" else tokens - tokens % CHUNK_TOKENS)
+
+
+def _softmax(
+    logits: Tensor, target: Tensor, part: _VocabularyPart, scale: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the summed loss of a chunk, and `scale` x d loss / d logits in the format of `logits` `[chunk, rows]`,
+    which it may overwrite; no gradient without a scale. target `[chunk]`."""
+    dtype, logits = logits.dtype, logits.float()
+    slope = None if part.softcap is None else _cap_(logits, part.softcap)
+    if part.real_rows < part.rows:
+        logits[:, part.real_rows :] = float("-inf")
+    valid = target != IGNORED
+    local_target = (target - part.first).clamp_(0, part.rows - 1)
+    is_mine = valid & (target >= part.first) & (target < part.first + part.rows)
+    picked = logits.gather(1, local_target.unsqueeze(1)).squeeze(1).masked_fill(~is_mine, 0.0)
+    # softmax in place: the loss's exponentials serve its gradient too. A rank with only padding has no maximum
+    top = logits.amax(dim=1).clamp_(min=torch.finfo(torch.float32).min)
+    exponential = logits.sub_(top.unsqueeze(1)).exp_()
+    log_total, picked = _over_vocabulary(exponential.sum(dim=1).log_().add_(top), picked, part.tp)
+    loss = ((log_total - picked) * valid).sum()
+    if scale is None:
+        return loss, None
+    # d loss / d logits = softmax - one_hot, zero where there is no loss
+    probability = exponential.mul_(((top - log_total).exp_() * valid).unsqueeze(1))
+    probability.scatter_add_(1, local_target.unsqueeze(1), -is_mine.unsqueeze(1).to(probability.dtype))
+    delta = probability if slope is None else probability.mul_(slope)
+    return loss, (delta if scale == 1.0 else delta.mul_(scale)).to(dtype)
+
+
+def _compiled_softmax(
+    logits: Tensor, target: Tensor, part: _VocabularyPart, scale: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Does the same as `_softmax` in two passes over the logits."""
+    reduce_rows, differentiate_ = compiled_passes()
+    valid, column = target != IGNORED, (target - part.first).unsqueeze(1)
+    log_total, picked = _over_vocabulary(*reduce_rows(logits, column, part.real_rows, part.softcap), part.tp)
+    loss = ((log_total - picked) * valid).sum()
+    if scale is None:
+        return loss, None
+    differentiate_(logits, column, log_total.unsqueeze(1), (valid * scale).unsqueeze(1), part.real_rows, part.softcap)
+    return loss, logits
+
+
+@lru_cache(maxsize=1)
+def compiled_passes() -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., None]]:
+    """Returns `_reduce_rows` and `_differentiate_`, which are compiled when they are first called."""
+    return torch.compile(_reduce_rows, fullgraph=True), torch.compile(_differentiate_, fullgraph=True)
+
+
+def _final_logits(logits: Tensor, real_rows: int, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Returns the logits in fp32, capped, those of padding as small as they can be; and the number of each column."""
+    x, columns = logits.float(), torch.arange(logits.shape[1], device=logits.device)
+    if softcap is not None:
+        x = (x / softcap).tanh() * softcap
+    if real_rows < logits.shape[1]:
+        x = torch.where(columns < real_rows, x, torch.finfo(torch.float32).min)
+    return x, columns
+
+
+def _reduce_rows(logits: Tensor, column: Tensor, real_rows: int, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Returns the log-sum-exp of each row, and its logit in `column` `[chunk, 1]`, or 0 if that is none of them.
+
+    The first four operations are written as inductor wants them to compute maximum and sum in one pass on a GPU.
+    """
+    x, columns = _final_logits(logits, real_rows, softcap)
+    top = x.amax(dim=-1, keepdim=True)
+    total = (x - top).exp().sum(dim=-1, keepdim=True)
+    picked = torch.where(columns == column, x, 0.0).sum(dim=-1)
+    return (total.log() + top).squeeze(-1), picked
+
+
+def _differentiate_(
+    logits: Tensor, column: Tensor, log_total: Tensor, factor: Tensor, real_rows: int, softcap: float | None
+) -> None:
+    """Writes `factor x (softmax - one_hot)`, times the slope of the cap, over the logits; `[chunk, 1]` but those."""
+    x, columns = _final_logits(logits, real_rows, softcap)
+    delta = ((x - log_total).exp() - (columns == column).float()) * factor
+    if softcap is not None:
+        delta = delta * (1.0 - (logits.float() / softcap).tanh().square())
+    logits.copy_(delta)
 
 
 def _cap_(logits: Tensor, softcap: float) -> Tensor:
@@ -131,14 +220,33 @@ def _split(x: Tensor | None, length: int, chunk: int) -> tuple[Tensor | None, ..
 
 def _accumulate(total: Tensor | None, delta: Tensor, x: Tensor) -> Tensor:
     """Returns `total + delta^T x`, summed over chunks in fp32 whatever the GEMM's dtype."""
-    if total is not None and total.dtype == delta.dtype:
-        return total.addmm_(delta.t(), x)
-    product = _wide_product(delta.t(), x) if delta.dtype == torch.float16 else torch.mm(delta.t(), x)
+    if total is not None:
+        if total.dtype == delta.dtype:
+            return total.addmm_(delta.t(), x)
+        if _adds_to_fp32(delta.device, delta.dtype):
+            return torch.addmm(total, delta.t(), x, out_dtype=torch.float32, out=total)
+    is_rounded = delta.dtype == torch.bfloat16 and delta.device.type == "cpu"  # no faster wide GEMM there
+    product = torch.mm(delta.t(), x) if is_rounded else _wide_product(delta.t(), x)
     return product.float() if total is None else total.add_(product)
 
 
+@lru_cache(maxsize=4)
+def _adds_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if a GEMM of 16-bit operands can add its result to an fp32 matrix, which takes CUDA and a recent torch:
+    older ones want all three in one format. Elsewhere the product is a matrix of its own."""
+    total = torch.zeros(16, 16, device=device)
+    operand = total.to(dtype)
+    try:
+        torch.addmm(total, operand, operand, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return True
+
+
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Returns the product of two fp16 matrices in fp32, in which the GEMM sums it."""
+    """Returns the product of two matrices in fp32, in which the GEMM sums it."""
+    if a.dtype == torch.float32:
+        return torch.mm(a, b)
     if a.device.type == "cpu":  # torch 2.13 has such a GEMM on CUDA only
         return a.float() @ b.float()
     return torch.mm(a, b, out_dtype=torch.float32)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
 
 Initializer = Literal["normal", "zeros", "ones"]
 
@@ -22,7 +22,7 @@ class ShardPiece:
     name: str  # canonical name of the global tensor
     shape: tuple[int, ...]  # global shape, without padding
     source: tuple[slice, ...]  # block of the global tensor
-    target: tuple[slice, ...]  # the same block inside the local parameter
+    target: tuple[int | slice, ...]  # the same block inside the local parameter, behind its number in a stack
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,19 @@ class Shard:
     evenly over the tensor-parallel ranks, each with the name that replaces the module's own in canonical names; an
     unfused parameter has a single section without a name. A section that does not divide is padded at its end: the
     padding is zero, gets no gradient, and is never saved. `dim` None: every tensor-parallel rank holds the whole.
+
+    A stack is one parameter `[stacked, *shape]` of tensors that are all cut alike, such as the weights of experts. Each
+    has a canonical name of its own, so initial weights, folders and checkpoints know no stacks.
     """
 
-    shape: tuple[int, ...]  # global; along `dim` the sum of the sections
+    shape: tuple[int, ...]  # global, of one tensor of a stack; along `dim` the sum of the sections
     dim: int | None
     sections: tuple[tuple[str, int], ...]
     tensor_parallel_size: int
     tensor_parallel_rank: int
     initializer: Initializer = "normal"
     name: str = ""  # dotted path of the parameter from the model's root, set when its layer is built
+    stacked: int | None = None  # tensors of a stack; None: no stack
 
     @property
     def is_replicated(self) -> bool:
@@ -67,6 +71,8 @@ class Shard:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's parameter, padding included."""
+        if self.stacked is not None:
+            return (self.stacked, *self._in_stack(0).local_shape)
         if self.dim is None:
             return self.shape
         local = sum(self._local_size(size) for _, size in self.sections)
@@ -82,8 +88,24 @@ class Shard:
         parent, leaf = self.name.rsplit(".", 2)[0], self.name.rsplit(".", 1)[1]
         return f"{parent}.{section}.{leaf}"
 
+    def _in_stack(self, number: int) -> Shard:
+        """Returns the cut of one tensor of a stack: of `a.experts.down_proj.weight`, `a.experts.5.down_proj.weight`."""
+        name = self.name
+        if name:
+            parent, module, leaf = name.rsplit(".", 2)
+            name = f"{parent}.{number}.{module}.{leaf}"
+        return replace(self, stacked=None, name=name)
+
     def pieces(self) -> Iterator[ShardPiece]:
         """Yields the blocks of global tensors that this rank holds, without padding."""
+        if self.stacked is None:
+            yield from self._pieces()
+            return
+        for number in range(self.stacked):
+            for piece in self._in_stack(number).pieces():
+                yield replace(piece, target=(number, *piece.target))
+
+    def _pieces(self) -> Iterator[ShardPiece]:
         whole = tuple(slice(0, n) for n in self.shape)
         if self.dim is None:
             yield ShardPiece(self.name, self.shape, whole, whole)
@@ -107,15 +129,26 @@ class Shard:
         """Yields the blocks of global tensors in elements [start, stop) of the flattened local parameter, which is what
         ZeRO gives a rank. A range has ragged ends, so in a matrix it is at most three rectangles: a part of a row,
         whole rows, a part of a row."""
-        pieces = list(self.pieces())
+        if self.stacked is None:
+            yield from self._pieces_of_range(start, stop)
+            return
+        size = math.prod(self.local_shape[1:])
+        for number in range(start // size, -(-stop // size)):
+            offset = number * size
+            first, last = max(start, offset), min(stop, offset + size)
+            for piece in self._in_stack(number).pieces_of_range(first - offset, last - offset):
+                rows = slice(piece.rows.start + first - start, piece.rows.stop + first - start)
+                yield replace(piece, rows=rows)
+
+    def _pieces_of_range(self, start: int, stop: int) -> Iterator[RangePiece]:
+        pieces = [(piece, cast("tuple[slice, ...]", piece.target)) for piece in self._pieces()]
         offset = 0
         for rectangle in _rectangles(self.local_shape, start, stop):
             row_shape = tuple(s.stop - s.start for s in rectangle)
             size = math.prod(row_shape)
-            for piece in pieces:
+            for piece, target in pieces:
                 common = [
-                    slice(max(r.start, t.start), min(r.stop, t.stop))
-                    for r, t in zip(rectangle, piece.target, strict=True)
+                    slice(max(r.start, t.start), min(r.stop, t.stop)) for r, t in zip(rectangle, target, strict=True)
                 ]
                 if any(c.start >= c.stop for c in common):
                     continue
@@ -124,7 +157,7 @@ class Shard:
                     piece.shape,
                     tuple(
                         slice(c.start - t.start + g.start, c.stop - t.start + g.start)
-                        for c, t, g in zip(common, piece.target, piece.source, strict=True)
+                        for c, t, g in zip(common, target, piece.source, strict=True)
                     ),
                     slice(offset, offset + size),
                     row_shape,

@@ -17,6 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.parallel.grouped_linear import (
+    GroupedLinear,
+    RowGroups,
+    grouped_linear,
+    grouped_product,
+    grouped_weight_gradient,
+)
 from megalite.parallel.linear import LinearLayer, linear, multipliable
 
 
@@ -27,6 +34,14 @@ class PutOffProduct(NamedTuple):
     weight: nn.Parameter
     grad: Tensor  # [tokens, out], of the layer's output without its bias
     x: Tensor  # [tokens, in]
+    groups: RowGroups | None = None  # of experts, whose products are one stack
+
+    def compute(self) -> Tensor:
+        """Returns the product, in the shape of the weight."""
+        if self.groups is not None:
+            return grouped_weight_gradient(self.grad, self.x, self.groups)
+        # operands in the order of `F.linear`'s own gradient: the same bits
+        return (multipliable(self.grad).t() @ multipliable(self.x)).to(self.weight.dtype)
 
 
 class WeightGradientQueue:
@@ -35,9 +50,9 @@ class WeightGradientQueue:
     def __init__(self) -> None:
         self._products: list[PutOffProduct] = []
 
-    def put(self, weight: nn.Parameter, grad: Tensor, x: Tensor) -> None:
+    def put(self, weight: nn.Parameter, grad: Tensor, x: Tensor, groups: RowGroups | None = None) -> None:
         """Adds a product; see `PutOffProduct`. Layers call it in backward."""
-        self._products.append(PutOffProduct(weight, grad, x))
+        self._products.append(PutOffProduct(weight, grad, x, groups))
 
     def take(self) -> list[PutOffProduct]:
         """Returns the products since the last call, those of one backward, and forgets them."""
@@ -83,8 +98,34 @@ def _put_off_linear(queue: WeightGradientQueue, x: Tensor, weight: nn.Parameter,
     return linear(x, weight, bias)
 
 
+class _PutOffGroupedLinear(torch.autograd.Function):
+    """`grouped_linear` whose backward leaves the weight's gradient to `queue`, as `_PutOffLinear` does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: list[nn.Parameter], groups: RowGroups, queue: WeightGradientQueue
+    ) -> Tensor:
+        (ctx.weight,) = weight
+        ctx.save_for_backward(x)
+        ctx.groups, ctx.queue = groups, queue
+        return grouped_product(x, ctx.weight.detach().transpose(1, 2), groups)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (x,) = ctx.saved_tensors
+        grad = grad.contiguous()
+        ctx.queue.put(ctx.weight, grad.detach(), x.detach(), ctx.groups)
+        return grouped_product(grad, ctx.weight.detach(), ctx.groups), None, None, None
+
+
+def _put_off_grouped_linear(queue: WeightGradientQueue, x: Tensor, weight: nn.Parameter, groups: RowGroups) -> Tensor:
+    if torch.is_grad_enabled() and x.requires_grad and weight.requires_grad:
+        return _PutOffGroupedLinear.apply(x, [weight], groups, queue)
+    return grouped_linear(x, weight, groups)
+
+
 def put_off_weight_gradients(model: nn.Module) -> WeightGradientQueue:
-    """Makes every `LinearLayer` of `model` put its weight gradient off, and returns the queue that it goes to.
+    """Makes every `LinearLayer` and `GroupedLinear` of `model` put its weight gradient off, and returns the queue.
 
     Forward without gradients is not affected. A layer whose input needs no gradient puts nothing off.
     """
@@ -92,6 +133,8 @@ def put_off_weight_gradients(model: nn.Module) -> WeightGradientQueue:
     for module in model.modules():
         if isinstance(module, LinearLayer):
             module.product = partial(_put_off_linear, queue)
+        elif isinstance(module, GroupedLinear):
+            module.product = partial(_put_off_grouped_linear, queue)
     return queue
 
 
@@ -108,9 +151,7 @@ class _LateProducts(torch.autograd.Function):
         gradient: Tensor | None = None
         ctx.products.reverse()
         while ctx.products:
-            weight, grad, x = ctx.products.pop()
-            # operands in the order of `F.linear`'s own gradient: the same bits
-            product = (multipliable(grad).t() @ multipliable(x)).to(weight.dtype)
+            product = ctx.products.pop().compute()
             gradient = product if gradient is None else gradient.add_(product)
         return gradient, None
 

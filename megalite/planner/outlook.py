@@ -56,7 +56,7 @@ def reliability_of(config: Config, per_node: int, accelerators: int | None = Non
     return Reliability(
         rate_per_1000_node_days=rate,
         parameters=parameters(config.model),
-        bytes_per_parameter=megalite_bytes_per_parameter(config.optimizer.name),
+        bytes_per_parameter=megalite_bytes_per_parameter(config.optimizer.name, config.model),
         gpus_per_node=per_node,
         storage=Storage(background=config.checkpoint.background),
     )

@@ -103,7 +103,8 @@ class TrainingWorkload:
     gradient_accumulation_dtype: Dtype = "fp32"
     gradient_reduction_dtype: Dtype | None = None  # between replicas; None: `gradient_accumulation_dtype`
     gradient_bucket_size: int = 50_000_000  # numbers that replicas reduce in one collective
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
+    moments_dtype: Dtype = "fp32"
     document_mask: bool = False
     offloads_optimizer: bool = False  # to the memory of the host
     offloads_activations: bool = False
@@ -175,6 +176,7 @@ class TrainingWorkload:
             gradient_reduction_dtype=config.precision.gradient_reduction_dtype,
             gradient_bucket_size=config.parallel.gradient_bucket_size,
             optimizer=config.optimizer.name,
+            moments_dtype=config.optimizer.moments_dtype,
             document_mask=config.data.document_mask,
             offloads_optimizer=config.offload.optimizer == "cpu",
             offloads_activations=config.offload.activations == "cpu",

@@ -84,7 +84,7 @@ def _train(
         activity.begin_phase(Phase.LOGGING)
         record["save_blocked_s"] = checkpoints.collect()
         if (gathered := recorder.end_step(step, is_last=step == total_steps)) is not None:
-            record |= gathered.breakdown.record()
+            record |= gathered.record()
             context.observer.on_breakdown(gathered.breakdown)
             for change in gathered.changes:
                 context.observer.on_slow_rank(change)

@@ -43,6 +43,7 @@ class Case:
     steps: int = 3
     optimizer: str = "adamw"
     learning_rate: float = 1e-3
+    optimizer_options: dict[str, Any] = field(default_factory=dict)  # more of the section
     document_mask: bool = False
     dtype: str = "fp32"
     reduction: str | None = None  # format in which replicas sum gradients; None: fp32
@@ -54,6 +55,7 @@ class Case:
     schedule: str = "1f1b"
     bucket: int | None = None  # gradients per reduction; None: more than these models have
     clipping: float = 1.0
+    router: dict[str, float] = field(default_factory=dict)  # the section training.router
     zero_options: dict[str, Any] | None = None  # of deepspeed.zero_optimization; None: as below
 
     @property
@@ -85,7 +87,11 @@ class Case:
                     **({"gradient_bucket_size": self.bucket} if self.bucket else {}),
                 },
                 "precision": {"dtype": self.dtype, "gradient_reduction_dtype": self.reduction},
-                "optimizer": {"name": self.optimizer, "learning_rate": self.learning_rate},
+                "optimizer": {
+                    "name": self.optimizer,
+                    "learning_rate": self.learning_rate,
+                    **self.optimizer_options,
+                },
                 "training": {
                     "global_batch_size": self.batch,
                     "micro_batch_size": self.micro_batch,
@@ -93,6 +99,7 @@ class Case:
                     "steps": self.steps,
                     "seed": self.seed,
                     "gradient_clipping": self.clipping,
+                    "router": self.router,
                 },
                 "recompute": {"mode": self.recompute},
                 "offload": self.offload,

@@ -45,7 +45,7 @@ def router_counts_each_expert_fully() -> None:
     """Probabilities that do not sum to one."""
     forward = experts.Router.forward
 
-    def unnormalized(self: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def unnormalized(self: Any, tokens: Tensor) -> experts.ExpertChoice:
         self.renormalizes = False
         return forward(self, tokens)
 

@@ -32,6 +32,9 @@ GEMMA_2 = {
 }
 
 
+QWEN3_MOE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+
+
 @dataclass(frozen=True)
 class BlockBudget:
     """Counts of one decoder block, forward and backward."""
@@ -54,6 +57,7 @@ BLOCKS = {
     "norms of heads": BlockBudget(BlockCase({"query_key_norm": "per_head"}), 21, 35, 36.57),
     "gpt": BlockBudget(BlockCase(GPT, seq=2048), 15, 26, 32.04),
     "gemma 2": BlockBudget(BlockCase(GEMMA_2), 58, 87, kept=45.03, goal="about 40 kept"),
+    "experts": BlockBudget(BlockCase(QWEN3_MOE), 42, 60, kept=54.22),
     "tp 8": BlockBudget(BlockCase(tp=8), 16, 33, 11.26, collectives={"all_reduce": 4}),
     "tp 8, sequence parallel": BlockBudget(
         BlockCase(tp=8, sequence_parallel=True),
@@ -68,8 +72,10 @@ BLOCKS = {
 # blocks that torch.compile gets into one graph, forward and backward; test_compiled_blocks.py has more
 ONE_GRAPH = ("llama", "documents", "full", "tp 8, sequence parallel")
 
-KERNELS_OF_AN_EXPERT = 10, 18  # forward, backward: of an eager layer on the CPU. Goal: 0, 0
-SYNCS_OF_EXPERTS = 1  # in one forward of a layer. Goal: 0
+MUON_PRODUCTS = 15  # for each shape of matrix, however many there are, while they fit one batch
+
+KERNELS_OF_EXPERTS = 30, 32  # of a layer, forward and backward, however many experts there are
+KERNELS_OF_BALANCE_LOSSES = 35  # of both, forward and backward
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,13 @@ STEPS = {
         1,
         {"all_reduce": 3, "reduce_scatter": 9, "all_gather": 9},
         goal="0 syncs, no all_reduce of token counts",
+    ),
+    # one gather of updates for each bucket of matrices
+    "dp 2, muon": StepBudget(
+        Case(dp=2, dtype="bf16", accumulation=4, bucket=20_000, optimizer="muon"),
+        1,
+        {"all_reduce": 3, "reduce_scatter": 9, "all_gather": 9 + 7},
+        goal="0 syncs",
     ),
     "dp 2, ZeRO-3": StepBudget(
         Case(dp=2, dtype="bf16", accumulation=4, zero=3),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from megalite.engine.communication_meter import CommunicationMeter
 from megalite.engine.engine import Engine
 from megalite.engine.hosts import this_host
 from megalite.engine.tape import Collective, DeviceClock, Recorded, Tape
+from megalite.monitor.expert_usage import ExpertUsage, Usage
 from megalite.monitor.memory import peak_memory_mib
 from megalite.monitor.observer import Nonfatal
 from megalite.monitor.steps.breakdown import COLUMN, KINDS, POSITION, ROW, StepBreakdown
@@ -49,6 +50,11 @@ class Gathered(NamedTuple):
 
     breakdown: StepBreakdown
     changes: list[SlowRank]  # ranks that have become slow, or are so no longer
+    experts: Usage
+
+    def record(self) -> dict[str, Any]:
+        """Returns what it adds to the record of its step in metrics.jsonl."""
+        return self.breakdown.record() | ({"experts": self.experts} if self.experts else {})
 
 
 class StepRecorder:
@@ -62,6 +68,7 @@ class StepRecorder:
         self._activity, self._config, self._first_step = engine.activity, config, first_step
         self._owner = _owner_of(engine)
         self._gathering = Gathering(self._owner, engine.mesh, group)
+        self._expert_usage = ExpertUsage(engine, group)
         self._slow_ranks = SlowRanks(self._gathering.stages, self._gathering.hosts)
         self._meter = CommunicationMeter(engine)
         self._reduces_beside_backward = engine.reducer is not None
@@ -122,7 +129,7 @@ class StepRecorder:
             self._row[COLUMN["memory_peak_mib"]] = peak_memory_mib()
         self._activity.record_op(Operation.MEET, peers=self._activity.peers.everyone)
         self._split_waiting(self._gathering.waited(self._messages, self._row[COLUMN["met"]]))
-        rows = self._gathering.to_rank_0(self._row)
+        rows, experts = self._gathering.to_rank_0(self._row), self._expert_usage.gather()
         self._row = np.zeros(len(ROW))
         self._activity.record_op(Operation.BEGIN)
         if rows is None:
@@ -130,7 +137,7 @@ class StepRecorder:
         with self._nonfatal("the breakdown of steps"):
             clocks = self._gathering.clocks(rows[:, COLUMN["met"]].tolist())
             breakdown = StepBreakdown.of(step, rows, self._gathering.stages, clocks, self._gathering.hosts)
-            return Gathered(breakdown, self._slow_ranks.add(breakdown.steps, breakdown.own_s))
+            return Gathered(breakdown, self._slow_ranks.add(breakdown.steps, breakdown.own_s), experts)
         return None
 
     def _take(self, step: int, recorded: Recorded, *, is_last: bool) -> None:

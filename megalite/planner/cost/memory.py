@@ -15,15 +15,16 @@ from typing import Literal
 
 from megalite.planner.cost.activations import chunk_bytes, embedding_bytes, with_same_blocks
 from megalite.planner.cost.model_states import BUCKET, MOMENTS, States, deepspeed_states
+from megalite.planner.cost.muon import orthogonalized_numbers
 from megalite.planner.cost.offloading import activations_on_device, optimizer_on_host, without_optimizer
-from megalite.planner.cost.shapes import StageShape, cut, embedding_parameters, stages_of_job
+from megalite.planner.cost.shapes import StageShape, cut, embedding_parameters, stages_of_job, widest_parameter
 from megalite.planner.schedules.in_flight import InFlight, most_in_flight
 from megalite.planner.schedules.tables import Schedule, placement
 from megalite.planner.workload import BYTES, TrainingWorkload
 
 MIB = 2**20
-CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}  # fp32 logits at once, megalite/parallel/loss.py
-CHUNK_TOKENS = 128  # at least
+CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}  # of logits at once, megalite/parallel/loss.py
+CHUNK_TOKENS = 128  # at least; on a GPU a multiple of it
 PROCESS_BYTES = 300 * MIB  # of a rank before its model is built: benchmarks/results/planner_memory.md
 PROCESS, COPY = "process", "checkpoint copy"
 
@@ -84,6 +85,9 @@ def with_process(one: StageMemory, job: TrainingWorkload, process_bytes: float) 
     background saves: this rank's share of fp32 weights and moments."""
     shape = stages_of_job(job)[one.stage]
     numbers = (1 + MOMENTS[job.optimizer]) * shape.parameters / job.layout.data_parallel_size
+    if job.optimizer == "muon":
+        orthogonalized = orthogonalized_numbers(job.model, shape, job.layout.tensor_parallel_size)
+        numbers -= orthogonalized / job.layout.data_parallel_size
     copy = {COPY: 4.0 * numbers} if job.background_saves else {}
     return replace(one, parts={PROCESS: float(process_bytes), **one.parts, **copy})
 
@@ -130,10 +134,10 @@ class _Stage:
         self.size = BYTES[job.dtype]
         has_rows = shape.has_embedding or (shape.has_head and not shape.tied_copy)
         self.embedding = embedding_parameters(model, tp) if has_rows else 0
-        in_blocks = cut(model.intermediate_size, tp) * model.hidden_size * (1 + model.gated_mlp)
+        in_blocks = max(widest_parameter(model, layer, tp) for layer in shape.layers)
         largest = max(self.embedding, in_blocks)  # parameter
         self.largest_of_blocks = in_blocks / largest
-        self.states = deepspeed_states(job, shape.parameters, largest)
+        self.states = deepspeed_states(job, shape.parameters, largest, orthogonalized_numbers(model, shape, tp))
         if job.offloads_optimizer:
             self.states = self._with_offloaded_optimizer(largest)
         self.chunks = [chunk_bytes(blocks, each.first, each.count, device.widens_bf16) for each in shape.chunks]
@@ -233,18 +237,18 @@ class _Stage:
         job, model = self.job, self.job.model
         tokens = job.micro_batch_tokens
         rows = cut(model.vocab_size, job.layout.tensor_parallel_size)
-        chunk = max(CHUNK_TOKENS, CHUNK_BYTES[self.device.kind] // (4 * rows))
+        is_compiled = self.device.kind == "cuda"  # the gradient takes the place of the logits
+        chunk = CHUNK_BYTES[self.device.kind] // ((self.size if is_compiled else 4) * rows)
+        chunk = max(CHUNK_TOKENS, chunk - chunk % CHUNK_TOKENS if is_compiled else chunk)
         is_wide = self.size == 4 or (self.device.widens_bf16 and job.dtype == "bf16")
         numbers = min(chunk, tokens) * rows
-        if is_wide:
-            logits = 4.0 * numbers * (2 if tokens > chunk else 1)
-        else:
-            logits = numbers * (12.0 if tokens > chunk else 8.0)
-        if model.final_logit_softcapping is not None:
+        logits = float(self.size * numbers) if is_compiled else numbers * (4.0 if is_wide else 8.0)
+        if model.final_logit_softcapping is not None and not is_compiled:
             logits += 4.0 * numbers
         weight = rows * model.hidden_size
         of_products = 4 if is_wide or job.dtype == "fp16" else self.size
-        gradients = 4.0 * weight + (0 if is_wide else of_products * weight * (tokens > chunk))
+        is_added = is_wide or is_compiled  # in the GEMM; else its product is a matrix of its own
+        gradients = 4.0 * weight + (0 if is_added else of_products * weight * (tokens > chunk))
         gradients += 4.0 * weight if is_wide and self.size < 4 else 0.0  # the head, widened
         gradients += of_products * tokens * model.hidden_size
         # the last block's output and its norm's, which products read whole

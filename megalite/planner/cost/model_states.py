@@ -1,20 +1,21 @@
 """Memory of weights, gradients and optimizer on each rank, with the buffers that DeepSpeed copies them through.
 
-Rajbhandari 2020 (ZeRO), section 3.1: weights in `precision.dtype`, for mixed precision an fp32 copy, and fp32 moments.
+Rajbhandari 2020 (ZeRO), section 3.1: weights in `precision.dtype`, for mixed precision an fp32 copy, and moments.
 Section 5: over d replicas stages 1 to 3 cut copy and moments, stages 2 and 3 gradients too, stage 3 weights too.
 DeepSpeed 0.19 adds buffers and copies; where each is made is named beside it. Pure arithmetic, no torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megalite.config import Config, ResolvedLayout
 from megalite.config.deepspeed import has
+from megalite.planner.cost.muon import orthogonalized_numbers, working_bytes
 from megalite.planner.cost.shapes import StageShape
 from megalite.planner.workload import BYTES, TrainingWorkload
 
-MOMENTS = {"adamw": 2, "sgd": 0}  # fp32 numbers per parameter
+MOMENTS = {"adamw": 2, "muon": 2, "sgd": 0}  # numbers per parameter; Muon keeps one of a matrix in a block
 BUCKET = 50_000_000  # numbers per gathering, megalite/engine/deepspeed_config.py; ZeRO-3's prefetch, by default
 MOST_LIVE = 1_000_000_000  # numbers that ZeRO-3 keeps gathered: stage3_max_live_parameters; also its sub-groups
 
@@ -39,15 +40,27 @@ class States:
     building: float = 0.0  # first weights and copies of them, freed before the first step
 
 
-def deepspeed_states(job: TrainingWorkload, numbers: float, largest: float) -> States:
-    """Returns the states of a stage with so many numbers, `largest` of them in one parameter."""
+def deepspeed_states(job: TrainingWorkload, numbers: float, largest: float, orthogonalized: float = 0.0) -> States:
+    """Returns the states of a stage with so many numbers, `largest` of them in one parameter, and as many as
+    `orthogonalized` in matrices that Muon would take."""
     match job.layout.zero_stage:
         case 3:
-            return _zero_3(job, numbers, largest)
+            states = _zero_3(job, numbers, largest)
         case 2:
-            return _zero_2(job, numbers, largest)
+            states = _zero_2(job, numbers, largest)
         case _:
-            return (_zero_1_offloaded if job.offloads_optimizer else _reduced_beside_backward)(job, numbers, largest)
+            states = (_zero_1_offloaded if job.offloads_optimizer else _reduced_beside_backward)(job, numbers, largest)
+    if job.optimizer != "muon":
+        return states
+    d = job.layout.data_parallel_size
+    bucket = orthogonalized  # ZeRO-2 has one
+    if job.layout.zero_stage < 2:
+        bucket = min(orthogonalized, max(job.gradient_bucket_size, largest))
+    return replace(
+        states,
+        optimizer=states.optimizer - BYTES[job.moments_dtype] * orthogonalized / d,
+        updating=states.updating + working_bytes(job, bucket, bucket / d),
+    )
 
 
 def _reduced_beside_backward(job: TrainingWorkload, numbers: float, largest: float) -> States:
@@ -144,7 +157,7 @@ def _first_copies(job: TrainingWorkload, numbers: float) -> float:
 
 def _optimizer(job: TrainingWorkload, has_copy: bool) -> int:
     """Returns the bytes of optimizer state per parameter."""
-    return 4 * (MOMENTS[job.optimizer] + has_copy)
+    return BYTES[job.moments_dtype] * MOMENTS[job.optimizer] + 4 * has_copy
 
 
 def _sgd(job: TrainingWorkload, numbers: float) -> float:
@@ -157,7 +170,11 @@ def state_bytes(config: Config, layout: ResolvedLayout, stage: StageShape) -> in
     may or may not exist then. State offloaded to the host counts on no device."""
     size, replicas = BYTES[config.precision.dtype], layout.data_parallel_size
     weights = size * stage.parameters // (replicas if layout.zero_stage == 3 else 1)
-    optimizer = 4 * (MOMENTS[config.optimizer.name] + (size < 4)) * stage.parameters // replicas
+    options, moment = config.optimizer, BYTES[config.optimizer.moments_dtype]
+    optimizer = (moment * MOMENTS[options.name] + 4 * (size < 4)) * stage.parameters
+    if options.name == "muon":
+        optimizer -= moment * orthogonalized_numbers(config.model, stage, layout.tensor_parallel_size)
+    optimizer //= replicas
     has_no_weights = has(config.deepspeed, ("zero_optimization", "offload_param"))
     has_no_optimizer = config.is_optimizer_offloaded
     return (0 if has_no_weights else weights) + (0 if has_no_optimizer else optimizer)

@@ -176,6 +176,15 @@ def feed_forward_parameters(model: ModelConfig, layer: int, tp: int) -> int:
     return matrices * features * hidden + biases
 
 
+def widest_parameter(model: ModelConfig, layer: int, tp: int) -> int:
+    """Returns the numbers of a block's largest parameter: the feed-forward layer's first projections, of all experts
+    together."""
+    if model.has_experts(layer):
+        assert model.num_experts is not None
+        return model.num_experts * 2 * cut(model.moe_intermediate_size, tp) * model.hidden_size
+    return cut(model.intermediate_size, tp) * model.hidden_size * (1 + model.gated_mlp)
+
+
 def norm_parameters(model: ModelConfig, features: int) -> int:
     """Returns the parameters of a norm; LayerNorm has a bias beside its weight."""
     return features * (2 if model.normalization == "layernorm" else 1)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from megalite.config import ModelConfig
 from megalite.planner.cost.activations import chunk_bytes, with_same_blocks
 from megalite.planner.cost.communication_time import (
     boundary_leaves_node,
@@ -29,6 +30,7 @@ from megalite.planner.cost.layer_time import (
     head_work,
     score_flops,
 )
+from megalite.planner.cost.muon import gathered_over_tensor_ranks, orthogonalizing_flops
 from megalite.planner.cost.offloading import exposed_copies_s, host_update_s
 from megalite.planner.cost.overlapped_reduction import reduction_ends_s
 from megalite.planner.cost.shapes import StageShape, block_kinds, stages_of_job
@@ -39,13 +41,15 @@ from megalite.planner.schedules.tables import splits_backward
 from megalite.planner.units import Additive
 from megalite.planner.workload import BYTES, TrainingWorkload
 
-# Adam reads weight, gradient and both moments in fp32, and writes all but the gradient: 28 bytes per parameter
-OPTIMIZER_BYTES = {"adamw": 28, "sgd": 12}
+# AdamW reads weight, gradient and both moments, and writes all but the gradient; Muon has one moment and an update of
+# 16 bits, which it writes and reads
+OPTIMIZER_BYTES = {"adamw": 12, "muon": 16, "sgd": 12}  # per parameter, without moments
+MOMENTS_MOVED = {"adamw": 4, "muon": 2, "sgd": 0}  # numbers per parameter
 # times the launch of a kernel, where each is waited for: BLOOM's first day; its second day is held against it
 WAITED_LAUNCHES = 4.0
 # times the host's work for a block with stage 1: DeepSpeed 0.19.8's hooks, in CPU time per micro-batch of a tiny model
 HOST_WORK = {0: 1.0, 1: 1.0, 2: 1.4, 3: 4.4}
-# the host's work for a block with experts, in such of a dense one, in CPU time: each expert runs, also on no token
+# the host's work for a block with experts, in such of a dense one, in CPU time, and in a loop that of each expert more
 EXPERTS_HOST_WORK, EXPERT_HOST_WORK = 2.0, 0.1
 DIGITS = 1000  # parts of a micro-batch's time to which simulated pipelines are exact
 
@@ -113,7 +117,9 @@ def step_time(job: TrainingWorkload, cluster: Cluster) -> StepTime:
         "pipeline bubble": _idle(layout.pipeline_parallel_size, cluster) * bubble_s,
         "between stages": messages_s + end_ring(layout, cluster).seconds(tied_moved(job)),
         "replicas": exposed,
-        "optimizer": _optimizer_s(job, cluster, owned, speed),
+        "optimizer": _optimizer_s(job, cluster, owned, speed)
+        + orthogonalizing_flops(job, largest) / speed.flops
+        + tensor_ring(layout, cluster).seconds(Moved(all_gather=gathered_over_tensor_ranks(job, largest))),
         "offloading": count
         * max(job.by_stage(lambda alike: list(map(partial(_offloading_s, alike, cluster, speed), shapes, stages)))),
     }
@@ -130,7 +136,7 @@ def step_time(job: TrainingWorkload, cluster: Cluster) -> StepTime:
 
 def _optimizer_s(job: TrainingWorkload, cluster: Cluster, owned: float, speed: Speed) -> float:
     """Returns the seconds of the update of as many parameters as a rank owns."""
-    update_bytes = OPTIMIZER_BYTES[job.optimizer]
+    update_bytes = OPTIMIZER_BYTES[job.optimizer] + MOMENTS_MOVED[job.optimizer] * BYTES[job.moments_dtype]
     if job.offloads_optimizer and cluster.accelerator.device == "cuda":
         return host_update_s(job, cluster, owned, update_bytes)
     return update_bytes * owned / speed.memory_bytes
@@ -202,7 +208,8 @@ def _stage(
     forward, backward = passes.forward.seconds + there, passes.backward.seconds + back
     recomputed = passes.again.seconds + again
     host = HOST_WORK[job.layout.zero_stage] if job.stack.replicas == "deepspeed" else 1.0
-    blocks = sum(_host_blocks(job, kind) * count for kind, count in kinds_held.items())
+    loops = cluster.accelerator.device == "cpu" or job.dtype != "bf16"  # over experts
+    blocks = sum(_host_blocks(job.model, kind, loops=loops) * count for kind, count in kinds_held.items())
     launch = [blocks * speed.launch_s * host * factor for factor in (1, 2, job.layout.recompute == "full")]
     waits = job.stack.waits_for_launches or cluster.accelerator.device == "cpu"
     launch_s = [
@@ -219,10 +226,12 @@ def _stage(
     )
 
 
-def _host_blocks(job: TrainingWorkload, layer: int) -> float:
-    """Returns the number of dense blocks whose launch takes the host equally long."""
-    experts = job.model.num_experts if job.model.has_experts(layer) else None
-    return 1.0 if experts is None else EXPERTS_HOST_WORK + EXPERT_HOST_WORK * experts
+def _host_blocks(model: ModelConfig, layer: int, *, loops: bool) -> float:
+    """Returns the number of dense blocks whose launch takes the host equally long (parallel/grouped_linear.py)."""
+    if not model.has_experts(layer):
+        return 1.0
+    assert model.num_experts is not None
+    return EXPERTS_HOST_WORK + (EXPERT_HOST_WORK * model.num_experts if loops else 0.0)
 
 
 def _between_s(job: TrainingWorkload, cluster: Cluster) -> float:

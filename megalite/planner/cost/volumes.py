@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from megalite.planner.cost.muon import gathered_over_replicas, gathered_over_tensor_ranks
 from megalite.planner.cost.shapes import StageShape, embedding_parameters
 from megalite.planner.schedules.tables import placement
 from megalite.planner.units import Additive
@@ -85,7 +86,12 @@ def volumes(job: TrainingWorkload, stages: Sequence[StageShape]) -> Volumes:
     checkpoints."""
     count = job.micro_batches
     return Volumes(
-        tensor=job.by_stage(lambda alike: [count * tensor_moved(alike, stage).total for stage in stages]),
+        tensor=job.by_stage(
+            lambda alike: [
+                count * tensor_moved(alike, stage).total + Moved(all_gather=gathered_over_tensor_ranks(alike, stage))
+                for stage in stages
+            ]
+        ),
         data=tuple(data_moved(job, stage) for stage in stages),
         stages=_pipeline(job),
         tied=tied_moved(job),
@@ -161,12 +167,13 @@ def data_moved(job: TrainingWorkload, stage: StageShape) -> Moved:
     fewer numbers than `stage3_max_reuse_distance`, but not in a pipeline. There each pass hands over its own chunk's
     gradients, with split backward in two parts: more collectives, of the same bytes in sum.
 
-    PyTorch's FSDP (Zhao 2023) gathers them for both, or once, where gradients and optimizer alone are sharded.
+    PyTorch's FSDP (Zhao 2023) gathers them for both, or once, where gradients and optimizer alone are sharded. Muon
+    gathers its updates besides.
     """
     layout, stack = job.layout, job.stack
     if layout.data_parallel_size == 1:
         return Moved()
-    weights, count = stage.parameters * BYTES[job.dtype], job.micro_batches
+    weights, count = stage.parameters * BYTES[job.dtype] + gathered_over_replicas(job, stage), job.micro_batches
     gradients = stage.parameters * BYTES[job.reduction_dtype]
     if stack.replicas == "all_reduce":
         return Moved(all_reduce=gradients)

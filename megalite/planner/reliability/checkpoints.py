@@ -10,7 +10,10 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from megalite.config import ModelConfig
 from megalite.planner.cost.model_states import MOMENTS
+from megalite.planner.cost.muon import orthogonalized_numbers
+from megalite.planner.cost.shapes import stage_shapes
 
 TOO_LONG = 700.0  # exp of more is no float: nothing is ever finished
 LONGEST_INTERVAL_S = 3600.0
@@ -88,9 +91,11 @@ PER_NODE = "nodes"
 PER_GPU = "gpus"
 
 
-def megalite_bytes_per_parameter(optimizer: str) -> int:
+def megalite_bytes_per_parameter(optimizer: str, model: ModelConfig) -> float:
     """Returns the bytes per parameter in checkpoints of `megalite train`: weights and moments in fp32."""
-    return 4 * (1 + MOMENTS[optimizer])
+    (whole,) = stage_shapes(model, 1, 1)
+    with_one = orthogonalized_numbers(model, whole, 1) / whole.parameters if optimizer == "muon" else 0.0
+    return 4 * (1 + MOMENTS[optimizer] - with_one)
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
+from megalite.monitor.expert_usage import ExpertUsage
 from megalite.parallel import linear
 from megalite.parallel.collectives import TensorParallel
-from megalite.parallel.layers import LayerSpec, make_layer
+from megalite.parallel.layers import LayerSpec, SerialModel, make_layer, named_shards
 from models.decoder import decoder_layers
-from models.experts import SparseMLP
+from models.experts import Router, SparseMLP
 from tests.helpers.engine_cases import Case, assemble, engine_of, global_batches, local_weights, micro_batches_of
 from tests.helpers.rank_pool import run_ranks
 
@@ -103,9 +104,8 @@ def test_block_and_every_gradient_are_transformers(family: str, model: ModelConf
     degenerate(ours, routing)
     with torch.no_grad():
         theirs.gate.weight.copy_(ours.gate.weight)  # type: ignore[union-attr,operator]
-        for index, expert in enumerate(ours.experts):  # type: ignore[arg-type]
-            theirs.experts.gate_up_proj[index].copy_(expert.up_projections.weight)  # type: ignore[index,union-attr]
-            theirs.experts.down_proj[index].copy_(expert.down_proj.weight)  # type: ignore[index,union-attr]
+        theirs.experts.gate_up_proj.copy_(ours.experts.up_projections.weight)  # type: ignore[union-attr,operator]
+        theirs.experts.down_proj.copy_(ours.experts.down_proj.weight)  # type: ignore[union-attr,operator]
     x, direction = hidden_states()
     their_x = x.detach().clone().requires_grad_()
     found, expected = ours(x), theirs(their_x)
@@ -157,9 +157,8 @@ def test_bf16_rounds_no_worse_than_transformers(emulated: bool, monkeypatch: pyt
         for wide, narrow in zip(exact.parameters(), ours.parameters(), strict=True):
             wide.copy_(narrow)
         theirs.gate.weight.copy_(ours.gate.weight)  # type: ignore[union-attr,operator]
-        for index, expert in enumerate(ours.experts):  # type: ignore[arg-type]
-            theirs.experts.gate_up_proj[index].copy_(expert.up_projections.weight)  # type: ignore[index,union-attr]
-            theirs.experts.down_proj[index].copy_(expert.down_proj.weight)  # type: ignore[index,union-attr]
+        theirs.experts.gate_up_proj.copy_(ours.experts.up_projections.weight)  # type: ignore[union-attr,operator]
+        theirs.experts.down_proj.copy_(ours.experts.down_proj.weight)  # type: ignore[union-attr,operator]
     x, direction = hidden_states(torch.bfloat16)
     wide_x, their_x = x.detach().double().requires_grad_(), x.detach().clone().requires_grad_()
     want, found, their = exact(wide_x), ours(x), theirs(their_x)
@@ -225,41 +224,99 @@ def test_stages_balance_by_what_a_token_costs() -> None:
 
 
 MOE = {"num_experts": 11, "num_experts_per_tok": 2, "moe_intermediate_size": 29, "mlp_only_layers": [1]}
+LOSSES = {"sequence_loss": 0.3, "z_loss": 0.2}  # large: their gradients are a fifth of the whole
 # a micro-batch of one sequence is 10 rows for 11 experts: on every rank some are idle
-BASE = Case(model=MOE, micro_batch=1, sequence=5, steps=2, optimizer="sgd", learning_rate=0.1)
+BASE = Case(model=MOE, micro_batch=1, sequence=5, steps=2, optimizer="sgd", learning_rate=0.1, router=LOSSES)
 TRAININGS = [
     replace(BASE, dp=2),
     replace(BASE, dp=2, zero=2),
     replace(BASE, dp=2, zero=3, recompute="full"),
     replace(BASE, pp=2, accumulation=2),
+    replace(BASE, pp=2, accumulation=2, schedule="zero-bubble"),
     replace(BASE, tp=2, micro_batch=2),
     replace(BASE, tp=2, micro_batch=2, sequence=6, sequence_parallel=True),
 ]
 
 
 def _trained(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
-    """Each case's weights after its steps."""
+    """Each case's weights after its steps, and how experts were used in them."""
     results = []
     for case in cases:
         engine = engine_of(case)
+        usage = ExpertUsage(engine, dist.group.WORLD)
         for batch in global_batches(case):
             result = engine.train_step(micro_batches_of(engine, case, batch), case.learning_rate)
             assert result.taken
-        results.append({"weights": local_weights(engine)})
+        results.append({"weights": local_weights(engine), "usage": usage.gather()})
     return results
 
 
+def balance_losses(logits: Tensor, top_k: int) -> Tensor:
+    """Both losses of one layer by their formulas, a sequence and an expert at a time; `[batch, seq, experts]`."""
+    of_sequences = []
+    for sequence in logits:
+        scores = sequence.softmax(-1)
+        chosen = scores.topk(top_k, dim=-1).indices
+        length, experts = sequence.shape
+        balance = sum(
+            experts / (top_k * length) * (chosen == expert).sum() * scores[:, expert].mean()
+            for expert in range(experts)
+        )
+        z = sequence.exp().sum(-1).log().square().mean()
+        of_sequences.append(LOSSES["sequence_loss"] * balance + LOSSES["z_loss"] * z)
+    return torch.stack(of_sequences).mean()
+
+
+def solved(case: Case) -> tuple[dict[str, Tensor], dict[str, dict[str, float]]]:
+    """Weights and usage after the case's training in float64 on one process, without an engine."""
+    config = case.config()
+    make = partial(make_layer, seed=case.seed, initializer_range=config.model.initializer_range)
+    model = SerialModel(decoder_layers(config.model), SERIAL, make).double()
+    choices: dict[str, Tensor] = {}
+    for name, part in model.named_modules():
+        if isinstance(part, Router):
+            block = name.split("/")[-1].split(".")[0]
+            part.register_forward_hook(lambda _, inputs, out, block=block: choices.update({block: out.logits}))
+    optimizer = torch.optim.SGD(
+        [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": config.optimizer.weight_decay},
+            {"params": [p for p in model.parameters() if p.ndim == 1]},
+        ],
+        lr=case.learning_rate,
+    )
+    seen: dict[str, list[Tensor]] = {}
+    for batch in global_batches(case):
+        hidden, head = model(torch.from_numpy(batch.tokens))
+        logits = nn.functional.linear(hidden, head).flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, torch.from_numpy(batch.targets).flatten())
+        for block, of_router in choices.items():
+            loss = loss + balance_losses(of_router, 2)
+            seen.setdefault(block, []).append(of_router.detach().flatten(0, 1))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), case.clipping)
+        optimizer.step()
+    usage = {}
+    for block, of_steps in seen.items():
+        scores = torch.cat(of_steps).softmax(-1)
+        counts = scores.topk(2, dim=-1).indices.flatten().bincount(minlength=scores.shape[-1])
+        entropy = -(scores * scores.log()).sum(-1).mean()
+        dead, ratio = int((counts == 0).sum()), float(counts.max() / counts.double().mean())
+        usage[f"layer_{block}"] = {"max_over_mean": ratio, "dead": dead, "entropy": float(entropy)}
+    pieces = [(piece, p) for _, p in named_shards(model) for piece in p.shard.pieces()]  # type: ignore[attr-defined]
+    return {piece.name: p.detach()[piece.target] for piece, p in pieces}, usage
+
+
 @pytest.mark.slow
-def test_training_moves_every_expert_alike_on_every_layout() -> None:
-    """ZeRO and the pipeline wait for a gradient of every parameter; SGD, because AdamW would hide a wrong scale."""
-    lengths = sorted({case.sequence for case in TRAININGS})
-    serial = [replace(BASE, micro_batch=2, sequence=length) for length in lengths]
-    expected = {
-        length: assemble([result]) for length, result in zip(lengths, run_ranks(_trained, 1, serial)[0], strict=True)
-    }
+def test_training_is_that_of_the_formulas_in_float64_on_every_layout() -> None:
+    """ZeRO and the pipeline wait for a gradient of every parameter, also of idle experts. SGD, because AdamW would hide
+    a wrong scale, of balance losses too: those are counted per micro-batch, replica or tensor-parallel rank."""
+    expected = {length: solved(replace(BASE, micro_batch=2, sequence=length)) for length in (5, 6)}
     for case, *ranks in zip(TRAININGS, *run_ranks(_trained, 2, TRAININGS), strict=True):
-        found, want = assemble(ranks), expected[case.sequence]
+        found, (want, usage) = assemble(ranks), expected[case.sequence]
         assert found.keys() == want.keys()
         for name, weight in want.items():
             # fp32 gradients of weights about 0.1, summed in another order, over two steps
             np.testing.assert_allclose(found[name], weight, atol=2e-6, rtol=0, err_msg=f"{case}: {name}")
+        for of_rank in ranks:
+            assert of_rank["usage"] == {block: pytest.approx(numbers, abs=1e-4) for block, numbers in usage.items()}

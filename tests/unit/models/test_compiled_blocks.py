@@ -1,7 +1,7 @@
 """Decoder blocks compiled as whole graphs, against the eager ones, and what a stale graph would get wrong.
 
-With torch's `aot_eager` backend: the graphs, forward and backward, without the minutes of a compiler. Collectives go to a
-group whose other ranks do not exist, which moves nothing, in both.
+With torch's `aot_eager` backend: the graphs, forward and backward, without the minutes of a compiler. Collectives go to
+a group whose other ranks do not exist, which moves nothing, in both.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def save_both_ways(rank: int, root: Path, case: Case) -> tuple[int, int, list[bo
         saver.save(Manifest(step=step, config={}, tokenizer=None, state={}, tensors={}, files={}))
         saver.wait()
         succeeded += [saved.failure is None for saved in saver.finished()]
-    return expected, sum(block.numbers.numel() for block in own_blocks(engine)[0]), succeeded
+    return expected, sum(block.numbers.numel() for block in own_blocks(engine).blocks), succeeded
 
 
 @pytest.mark.slow

@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.parallel import loss as loss_module
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.loss import CHUNK_BYTES, CHUNK_TOKENS, IGNORED, head_logits, head_loss
 from tests.helpers.rank_pool import run_ranks
 
 RELATIVE = 2e-6  # of the largest number: fp32 logits and softmax, sums of up to 131 terms
 BIG_VOCABULARY = CHUNK_BYTES["cpu"] // (4 * CHUNK_TOKENS) + 5  # chunks are CHUNK_TOKENS long from here on
+
+
+@contextmanager
+def expressions() -> Iterator[None]:
+    """The passes that GPUs compile take the place of the CPU's, uncompiled."""
+    passes = loss_module._reduce_rows, loss_module._differentiate_
+    with (
+        patch.object(loss_module, "_softmax", loss_module._compiled_softmax),
+        patch.object(loss_module, "compiled_passes", lambda: passes),
+    ):
+        yield
+
+
+@pytest.fixture(autouse=True, params=["eager", "expressions"])
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The way from logits to their gradient."""
+    if request.param == "eager":
+        yield request.param
+    else:
+        with expressions():
+            yield request.param
 
 
 def problem(
@@ -166,8 +191,13 @@ def test_rare_tokens_of_a_large_vocabulary_keep_their_digits_in_fp16() -> None:
     )
 
 
-def _on_ranks(rank: int, cases: list[tuple[int, float, bool, float | None]]) -> list[dict[str, Any]]:
+def _on_ranks(rank: int, cases: list[tuple[int, float, bool, float | None]], path: str) -> list[dict[str, Any]]:
     """Per case the loss, the whole hidden gradient's slice and the weight gradient of this rank's rows."""
+    with nullcontext() if path == "eager" else expressions():
+        return _cases(rank, cases)
+
+
+def _cases(rank: int, cases: list[tuple[int, float, bool, float | None]]) -> list[dict[str, Any]]:
     tp_size, seen = dist.get_world_size(), []
     for vocab, scale, sequence_parallel, softcap in cases:
         tp = TensorParallel(tp_size, rank, dist.group.WORLD, sequence_parallel)
@@ -187,11 +217,11 @@ def _on_ranks(rank: int, cases: list[tuple[int, float, bool, float | None]]) -> 
 
 
 @pytest.mark.parametrize("tp_size", [2, 4])
-def test_a_cut_vocabulary_gives_the_same_loss_and_gradients(tp_size: int) -> None:
+def test_a_cut_vocabulary_gives_the_same_loss_and_gradients(tp_size: int, path: str) -> None:
     # 131 pads the last rank; 3 and 5 leave a rank of four with nothing but padding; 4e3 makes logits of 1e4
     cases = [(vocab, 1.0, sequence, None) for vocab in (131, 128, 5, 3) for sequence in (False, True)]
     cases += [(131, 4e3, False, None), (131, 1.0, False, 3.0), (131, 1.0, True, 3.0), (5, 1.0, False, 3.0)]
-    by_rank = run_ranks(_on_ranks, tp_size, cases)
+    by_rank = run_ranks(_on_ranks, tp_size, cases, path)
     for index, (vocab, scale, sequence_parallel, softcap) in enumerate(cases):
         x, weight, targets = problem(24, vocab, scale=scale)
         loss, x_grad, weight_grad = expected(x, weight, targets, 0.01, softcap)

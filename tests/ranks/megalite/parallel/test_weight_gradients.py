@@ -50,7 +50,7 @@ def _differences(rank: int) -> list[str]:
             tp = TensorParallel(2, rank, dist.group.WORLD, sequence_parallel)
             expected, _ = _gradients(model, tp, recompute, dtype, split=False)
             gradients, late = _gradients(model, tp, recompute, dtype, split=True)
-            assert gradients.keys() == expected.keys() and len(late) == 2 * (2 + 2 * (model.num_experts or 1))
+            assert gradients.keys() == expected.keys() and len(late) == 2 * 4
             found += [
                 f"{name} of {options}, {recompute=}, {dtype}, {sequence_parallel=}"
                 for name, gradient in expected.items()

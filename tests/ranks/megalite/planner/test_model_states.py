@@ -19,6 +19,7 @@ CASES = [
     Case(dp=2, zero=2, optimizer="sgd", dtype="bf16"),
     Case(dp=2, zero=3, dtype="bf16"),
     Case(tp=2, pp=2),
+    Case(tp=2, dp=2, optimizer="muon", optimizer_options={"moments_dtype": "bf16"}),
 ]
 
 

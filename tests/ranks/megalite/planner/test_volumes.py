@@ -59,6 +59,8 @@ CASES = [
     Case(dp=2, accumulation=3),
     Case(dp=3, dtype="bf16", accumulation=2),
     Case(dp=2, dtype="bf16", reduction="bf16"),
+    Case(dp=2, optimizer="muon", accumulation=2),
+    Case(tp=2, optimizer="muon", accumulation=2),
     Case(dp=2, accumulation=3, offload={"optimizer": "cpu"}),
     Case(dp=2, zero=2, accumulation=3),
     Case(dp=2, zero=2, dtype="bf16", accumulation=2),

@@ -8,10 +8,12 @@ import torch
 
 from launch.parity.comparison import (
     ADAMW_WEIGHT,
+    FLOAT8_BOUNDS,
     OF_TRANSFORMERS,
     TOLERANCES,
     ReferenceAnswer,
     compare,
+    compare_float8,
     reduction_bound,
     reduction_deviations,
     worst,
@@ -195,3 +197,26 @@ def test_a_rank_without_the_parameter_says_nothing_and_one_with_nan_fails() -> N
     seen = {quantity: {"a": np.array([np.nan, 1e-8]), "b": np.array([np.inf, 0.0])}}
     a, b = reduction_deviations(seen, 1e-6)
     assert a.passed and a.error == 1e-8 and not b.passed
+
+
+def test_float8_is_held_by_cosine_and_norm() -> None:
+    """A gradient that is twice as large has the same direction, so its norm shows it; one that is reordered has not."""
+    exact = answer(dtype="float8")
+    assert all(found.passed for found in compare_float8(observations(noise=0.03), exact))
+    for kind, wrong in (("gradient", lambda value: value[::-1]), ("gradient norm", lambda value: 2 * value)):
+        seen, quantity = observations(), Quantity("adamw", kind)
+        seen[quantity] = {name: wrong(value) for name, value in seen[quantity].items()}
+        found = worst(compare_float8(seen, exact))
+        assert found.quantity == quantity and not found.passed and found.bound == FLOAT8_BOUNDS[kind]
+    seen = observations()
+    del seen[GRADIENT][NAMES[0]]
+    assert not worst(compare_float8(seen, exact)).passed
+
+
+def test_float8_may_be_twice_as_far_as_transformers_in_float8() -> None:
+    """Twice the rounding is four times 1 - cosine."""
+    theirs = answer(0.2, dtype="float8")
+    bounds = {found.name: found.bound for found in compare_float8(observations(), theirs) if found.quantity == GRADIENT}
+    close = compare_float8(observations(noise=0.2), answer(dtype="float8"))
+    errors = {found.name: found.error for found in close if found.quantity == GRADIENT}
+    assert bounds == pytest.approx({name: 4 * error for name, error in errors.items()})

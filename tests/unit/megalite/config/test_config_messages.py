@@ -43,6 +43,28 @@ BAD_OVERRIDES = [
     ("optimizer.learning_rate=.nan", ["optimizer.learning_rate must be a finite number"]),
     ("optimizer.betas=[0.9]", ["optimizer.betas must be a longer list, got [0.9]"]),
     ("optimizer.betas=[0.9, 1.5]", ["optimizer.betas must be less than 1, got 1.5"]),
+    (
+        "optimizer.name=muon parallel.zero_stage=3",
+        ["optimizer.name muon needs whole matrices", "parallel.zero_stage 3", "use zero_stage 1 or 2"],
+    ),
+    (
+        "optimizer.name=muon parallel.zero_stage=2 parallel.pipeline_parallel_size=2",
+        ["optimizer.name muon with parallel.zero_stage 2", "parallel.pipeline_parallel_size 2", "use zero_stage 1"],
+    ),
+    ("optimizer.name=muon offload.optimizer=cpu", ["optimizer.name muon", "set offload.optimizer none"]),
+    (
+        "optimizer.moments_dtype=bf16 optimizer.betas=[0.9,0.999]",
+        ["optimizer.betas 0.999 with optimizer.moments_dtype bf16", "use 0.996 or less, or moments_dtype fp32"],
+    ),
+    (
+        "optimizer.moments_dtype=bf16 optimizer.name=muon optimizer.momentum=0.999",
+        ["optimizer.momentum 0.999 with optimizer.moments_dtype bf16"],
+    ),
+    ("optimizer.moments_dtype=bf16 optimizer.name=sgd", ["has no effect with optimizer.name sgd", "remove it"]),
+    (
+        "optimizer.moments_dtype=bf16 offload.optimizer=cpu",
+        ["optimizer.moments_dtype bf16", "use moments_dtype fp32, or offload.optimizer none"],
+    ),
     ("data.path=[]", ["data.path must be a list of at least 1, got []"]),
     ("data.held_out_fraction=0.6", ["data.held_out_fraction must be less than or equal to 0.5, got 0.6"]),
     ("model.rope_scaling.factor=2", ["model.rope_scaling.rope_type is required"]),

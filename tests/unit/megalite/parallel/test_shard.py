@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -65,9 +66,10 @@ def test_a_replicated_parameter_is_whole_on_every_rank(size: int, tp: int) -> No
     sections=st.lists(st.integers(1, 9), min_size=1, max_size=3),
     other=st.integers(1, 7),
     cuts=st.integers(1, 5),
+    stacked=st.sampled_from([None, 1, 3]),
 )
 def test_ranges_of_all_ranks_cover_every_global_number_once(
-    tp: int, dim: int | None, sections: list[int], other: int, cuts: int
+    tp: int, dim: int | None, sections: list[int], other: int, cuts: int, stacked: int | None
 ) -> None:
     """ZeRO cuts what tensor parallelism left, at any number: what all ranks' ranges name is the whole, once, and
     `of` finds each block's numbers where the local parameter has them."""
@@ -78,7 +80,7 @@ def test_ranges_of_all_ranks_cover_every_global_number_once(
     named = tuple((f"s{i}" if len(sections) > 1 else "", size) for i, size in enumerate(sections))
     seen: dict[str, np.ndarray] = {}
     for rank in range(tp if dim is not None else 1):
-        shard = Shard(shape, dim, named, tp, rank, name="a.b.weight")
+        shard = Shard(shape, dim, named, tp, rank, name="a.b.weight", stacked=stacked)
         local = np.full(shard.local_shape, -1)
         for piece in shard.pieces():  # each number is its own address in the global tensor
             whole = np.arange(np.prod(piece.shape)).reshape(piece.shape)
@@ -92,4 +94,17 @@ def test_ranges_of_all_ranks_cover_every_global_number_once(
                 counts[piece.source] += 1
                 addresses = np.arange(counts.size).reshape(counts.shape)
                 assert (block == addresses[piece.source]).all()
-    assert len(seen) == len(sections) and all((counts == 1).all() for counts in seen.values())
+    assert len(seen) == len(sections) * (stacked or 1) and all((counts == 1).all() for counts in seen.values())
+
+
+def test_a_stack_is_named_and_cut_like_its_tensors_alone() -> None:
+    """Old checkpoints and folders hold each expert's weights by these names."""
+    cut = Shard((6, 4), 0, (("gate_proj", 3), ("up_proj", 3)), 2, 1)
+    stack = replace(cut, name="mlp.experts.up_projections.weight", stacked=2)
+    assert stack.local_shape == (2, 4, 4)
+    for number, pieces in enumerate(zip(*[stack.pieces()] * 2, strict=True)):
+        alone = list(replace(cut, name=f"mlp.experts.{number}.up_projections.weight").pieces())
+        assert [piece.name for piece in pieces] == [
+            f"mlp.experts.{number}.{part}_proj.weight" for part in ("gate", "up")
+        ]
+        assert list(pieces) == [replace(piece, target=(number, *piece.target)) for piece in alone]

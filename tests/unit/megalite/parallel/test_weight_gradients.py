@@ -22,6 +22,7 @@ from megalite.config import ModelConfig
 from megalite.parallel import linear
 from megalite.parallel import weight_gradients as weight_gradients_module
 from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.expert_balance import ExpertBalance
 from megalite.parallel.layers import SerialModel, make_layer, named_shards
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.loss import head_loss
@@ -301,17 +302,21 @@ def test_no_function_runs_twice(recompute: str, monkeypatch: pytest.MonkeyPatch)
     model = built("experts", recompute)
     with counted_functions(monkeypatch) as ordinary:
         loss_of(model).backward()
-    assert {"_RMSNorm.backward", "_SwiGLU.backward", "_HeadLoss.backward", "_Permute.backward"} <= ordinary.keys()
+    assert {"_RMSNorm.backward", "_SwiGLU.backward", "_HeadLoss.backward", "_ToExperts.backward"} <= ordinary.keys()
     queue = put_off_weight_gradients(model)
     with counted_functions(monkeypatch) as split:
         loss_of(model).backward()
         products = queue.take()
         weights = [product.weight for product in products]
         late_gradients(products)
-    of_linears = {f"{name}.{way}" for name in ("_PutOffLinear", "_LateProducts") for way in ("forward", "backward")}
-    assert {name: times for name, times in split.items() if name not in of_linears} == ordinary
-    layers = 2 * (2 + 2 * 40)  # of each block: attention's two, and two of each expert
-    assert split["_PutOffLinear.backward"] == len(weights) == len(set(weights)) == layers
+    linears = ("_GroupedLinear", "_PutOffLinear", "_PutOffGroupedLinear", "_LateProducts")
+    of_linears = {f"{name}.{way}" for name in linears for way in ("forward", "backward")}
+    without = [{name: times for name, times in seen.items() if name not in of_linears} for seen in (split, ordinary)]
+    assert without[0] == without[1]
+    layers = 2 * 2  # of each block: attention's two, and the experts' two
+    assert split["_PutOffLinear.backward"] == split["_PutOffGroupedLinear.backward"] == layers
+    assert split["_PutOffGroupedLinear.backward"] == ordinary["_GroupedLinear.backward"]
+    assert len(weights) == len(set(weights)) == 2 * layers
 
 
 class Allocations(TorchDispatchMode):
@@ -347,6 +352,8 @@ def test_only_inputs_and_gradients_of_the_products_are_kept(
     allocations = Allocations()
     loss_of(model).backward()  # fills the caches of masks and rotations
     queue.take()
+    counts = [x for part in model.modules() if isinstance(part, ExpertBalance) for x in vars(part).values()]
+    held |= {x.untyped_storage()._cdata for x in counts if isinstance(x, Tensor)}
     model.zero_grad(set_to_none=True)
     gc.disable()  # what only the collector frees, is kept
     try:
@@ -355,6 +362,7 @@ def test_only_inputs_and_gradients_of_the_products_are_kept(
         held |= {p.grad.untyped_storage()._cdata for p in model.parameters() if p.grad is not None}
         products = queue.take()
         operands = {t.untyped_storage()._cdata for product in products for t in (product.grad, product.x)}
+        operands |= {p.groups.ends.untyped_storage()._cdata for p in products if p.groups is not None}
         kept = allocations.alive()
         assert operands <= kept.keys()
         assert kept.keys() - held == operands, f"{[kept[key] for key in kept.keys() - held - operands]} bytes too many"

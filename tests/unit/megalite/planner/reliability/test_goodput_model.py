@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.planner.scaling_tutorial import first_order_shares
+from megalite.config import ModelConfig
 from megalite.config.errors import ConfigError
 from megalite.planner.reliability.checkpoints import (
     BYTES_PER_PARAMETER,
@@ -151,7 +152,11 @@ def test_gpus_that_fill_no_nodes_get_the_nearest_counts(gpus: int, nearest: str)
 
 def test_bytes_of_a_checkpoint_are_the_sum_of_its_tensors() -> None:
     assert BYTES_PER_PARAMETER == {Contents.MASTERS: 12, Contents.MIXED: 2 + 12, Contents.GRADIENTS: 4 + 12}
-    assert megalite_bytes_per_parameter("adamw") == 12 and megalite_bytes_per_parameter("sgd") == 4
+    sizes = {"vocab_size": 10, "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 1}
+    model = ModelConfig.model_validate(sizes | {"num_attention_heads": 2})
+    matrices, whole = 4 * 16 + 3 * 32, 4 * 16 + 3 * 32 + 2 * 40 + 3 * 4
+    expected = {"adamw": 12, "sgd": 4, "muon": 12 - 4 * matrices / whole}
+    assert {name: megalite_bytes_per_parameter(name, model) for name in expected} == pytest.approx(expected)
 
 
 def test_writers_share_the_bytes_until_storage_is_the_limit() -> None:

@@ -1,0 +1,86 @@
+"""AdamW on flat partitions, with moments in fp32 or bf16.
+
+torch's fused AdamW wants weights, gradients and moments in one format. Moments in bf16 are therefore widened a piece at
+a time, so small that it stays in the processor's cache, stepped on by the fused kernel, and rounded to the nearest:
+of the 28 bytes per number that an fp32 step moves 8 are saved, and half the memory of the moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from megalite.config.sections import OptimizerConfig
+
+WIDENED_AT_ONCE = {"cpu": 1 << 16}  # numbers: two moments of them fit half a megabyte of cache
+WIDENED_AT_ONCE_ON_GPU = 1 << 22  # 32 MiB of moments, in an L2 cache of 50 MB
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class CompactAdamW(torch.optim.Optimizer):
+    """AdamW by torch's fused kernel, whose moments may have another format than the weights.
+
+    As torch's fused optimizers do, it divides gradients by `grad_scale`, and changes nothing where `found_inf` is 1.
+    """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def __init__(self, groups: Iterable[dict[str, Any]], options: OptimizerConfig) -> None:
+        self.moments_dtype = FORMATS[options.moments_dtype]
+        super().__init__(groups, {"lr": options.learning_rate, "betas": options.betas, "eps": options.eps})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Updates every partition that has a gradient; there is no closure."""
+        assert closure is None
+        for group in self.param_groups:
+            for weights in group["params"]:
+                if weights.grad is not None:
+                    self.update(group, weights)
+
+    def create_state(self, weights: Tensor, step_count: int = 0) -> dict[str, Tensor]:
+        """Creates zero moments for a partition after so many steps."""
+        state = self.state[weights]
+        state["step"] = torch.tensor(float(step_count), device=weights.device)
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(weights, dtype=self.moments_dtype)
+        return state
+
+    def update(self, group: dict[str, Any], weights: Tensor) -> None:
+        """Updates one partition from its gradient, of the same shape."""
+        state = self.state[weights] or self.create_state(weights)
+        size = weights.numel()
+        if self.moments_dtype != torch.float32:
+            size = WIDENED_AT_ONCE.get(weights.device.type, WIDENED_AT_ONCE_ON_GPU)
+        assert weights.grad is not None
+        tensors = (weights, weights.grad, state["exp_avg"], state["exp_avg_sq"])
+        beta1, beta2 = group["betas"]
+        step = state["step"]
+        for weight, gradient, first, second in zip(*(tensor.split(size) for tensor in tensors), strict=True):
+            widened, count = (first.float(), second.float()), step.clone()  # the kernel counts a step for each piece
+            adamw(
+                [weight],
+                [gradient],
+                [widened[0]],
+                [widened[1]],
+                [],
+                [count],
+                fused=True,
+                grad_scale=self.grad_scale,
+                found_inf=self.found_inf,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            first.copy_(widened[0])
+            second.copy_(widened[1])
+        step.copy_(count)

@@ -1,0 +1,107 @@
+"""Adds balance losses to routers in training, and counts their choices for metrics.
+
+The losses (`training.router`) are sums over sequences, so they are the same however the global batch is cut:
+
+- sequence-wise balance (DeepSeek-V3, equations 17 to 20): the sum over experts of `f P`, where of one sequence `f` is
+  the share of choices that went to the expert, times the number of experts, and `P` its mean score;
+- z-loss (Zoph 2022): the mean over the tokens of a sequence of the squared logsumexp of the router's logits.
+
+Their means over the sequences of the global batch are added to the loss, for each layer. Only their gradient exists: it
+is put into backward where the router is, so that pipeline stages pass nothing on, and the loss that is shown is the
+model's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalite.config.sections import RouterConfig
+from megalite.parallel.collectives import TensorParallel
+
+
+class _WithGradientOf(torch.autograd.Function):
+    """Returns `x`; backward also runs through `loss`, whose gradient is `scale`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale, ctx.dtype, ctx.device = scale, loss.dtype, loss.device
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, torch.full((), ctx.scale, dtype=ctx.dtype, device=ctx.device), None
+
+
+class ExpertBalance(nn.Module):
+    """Adds the gradients of balance losses to one router in training, and counts its choices."""
+
+    def __init__(self, experts: int, tp: TensorParallel) -> None:
+        super().__init__()
+        self._experts, self._tp = experts, tp
+        self.losses = RouterConfig()  # of the run, which the engine sets
+        self.scale = 0.0  # of the gradient of one sequence's loss, set for each step: fp16's loss scale is in it
+        # since `take`; no buffers, which DeepSpeed would cast. Blocks that are recomputed count twice, in both alike.
+        self._chosen: Tensor | None = None  # [experts] int64: tokens
+        self._entropy: Tensor | None = None  # fp32: sum over tokens
+
+    def forward(self, weights: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor, ends: Tensor) -> Tensor:
+        """Returns `weights`, `[batch, seq, k]`, with the gradients of the losses attached.
+
+        In: the router's logits and scores `[batch, seq, experts]`, of whole sequences on every tensor-parallel rank,
+        chosen experts `[batch, seq, k]`, and where each expert's rows end.
+        """
+        if not (self.training and torch.is_grad_enabled()):
+            return weights
+        self._count(scores.detach(), ends)
+        losses: list[Tensor] = []
+        if self.losses.sequence_loss:
+            losses.append(self.losses.sequence_loss * sequence_balance(scores, chosen).sum())
+        if self.losses.z_loss:
+            wide = logits.to(scores.dtype)
+            losses.append(self.losses.z_loss * wide.logsumexp(dim=-1).square().mean(dim=1).sum())
+        for loss in losses:
+            # every tensor-parallel rank computes the same, and their gradients are summed
+            weights = _WithGradientOf.apply(weights, loss, self.scale / self._tp.size)
+        return weights
+
+    def _count(self, scores: Tensor, ends: Tensor) -> None:
+        if self._chosen is None or self._entropy is None:
+            self._chosen = torch.zeros(self._experts, dtype=torch.int64, device=ends.device)
+            self._entropy = torch.zeros((), device=ends.device)
+        self._chosen += ends.diff(prepend=ends.new_zeros(1))
+        self._entropy += torch.special.entr(scores).sum()
+
+    def take(self) -> Tensor:
+        """Returns since the last call how many tokens chose each expert, and behind these numbers the sum over tokens
+        of the entropy of the scores, `[experts + 1]` float64 on the CPU. Waits for the device."""
+        if self._chosen is None or self._entropy is None:
+            return torch.zeros(self._experts + 1, dtype=torch.float64)
+        numbers = torch.cat([self._chosen.double(), self._entropy.double().unsqueeze(0)]).cpu()
+        self._chosen.zero_(), self._entropy.zero_()
+        return numbers
+
+
+def sequence_balance(scores: Tensor, chosen: Tensor) -> Tensor:
+    """Returns the sequence-wise balance of each sequence, `[batch]`: 1 where experts are used equally.
+
+    In: scores `[batch, seq, experts]` that sum to one, chosen experts `[batch, seq, k]`.
+    """
+    experts, choices = scores.shape[-1], chosen.flatten(1)  # [batch, seq * k]
+    numbers = torch.arange(experts, device=chosen.device).repeat(len(choices), 1)
+    ends = torch.searchsorted(choices.sort(dim=1).values, numbers, right=True)  # no sum in arbitrary order
+    counts = ends.diff(dim=1, prepend=ends.new_zeros(len(ends), 1))  # [batch, experts]
+    return (counts * (experts / choices.shape[1]) * scores.mean(dim=1)).sum(dim=1)
+
+
+def expert_balances(model: nn.Module) -> Iterator[tuple[int, ExpertBalance]]:
+    """Yields the balance of each block with experts, with the block's number in the model."""
+    for layer in model.modules():
+        name = getattr(layer, "layer_name", None)  # set by `make_layer`
+        if isinstance(name, str):
+            for part in layer.modules():
+                if isinstance(part, ExpertBalance):
+                    yield int(name.rsplit(".", 1)[1]), part
