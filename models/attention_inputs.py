@@ -1,4 +1,4 @@
-"""What attention reads beside hidden states: angles, masks and boundaries of documents.
+"""Inputs of attention beside hidden states: angles, masks and boundaries of documents.
 
 In: the positions of a micro-batch, `[batch, seq]`, 0 where a document starts, or None if each row is one document. Out:
 `AttentionInputs`, made once per micro-batch for all layers of one kind, so that no layer builds a mask of its own.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 Kernel = Literal["fused", "varlen", "flex", "explicit"]
-"""What computes attention: torch's fused one with or without a mask, flash attention over documents of any length,
+"""Computation of attention: torch's fused one with or without a mask, flash attention over documents of any length,
 FlexAttention, or products of ours that hold all scores."""
 
 AttentionChoice = Literal["auto", "sdpa"]
@@ -29,7 +29,7 @@ MOST_FLASH_HEAD_DIM = 256
 
 
 class AttentionKind(NamedTuple):
-    """What distinguishes layers that need different `AttentionInputs` in one micro-batch."""
+    """Properties by which layers need different `AttentionInputs` in one micro-batch."""
 
     kernel: Kernel
     rope: Rope | None
