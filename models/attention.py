@@ -1,14 +1,13 @@
 """Causal self-attention of one block, its heads cut over the tensor-parallel ranks.
 
-In and out: hidden states `[batch, seq(/tp), hidden]`, with positions `[batch, seq]` where documents are masked and
-sample ids `[batch]` where dropout is on. In generation a cache holds the keys and values of earlier tokens.
+In and out: hidden states `[batch, seq(/tp), hidden]`, with the micro-batch's `AttentionInputs`, and sample ids
+`[batch]` where dropout is on. In generation a cache holds the keys and values of earlier tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,35 +16,20 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel, gather_heads
 from megalite.parallel.dropout import Dropout
-from megalite.parallel.layers import Recompute, recomputed
+from megalite.parallel.layers import BlockInput, Recompute, recomputed
 from megalite.parallel.linear import ColumnParallelLinear, Recomputable, RowParallelLinear, multipliable
 from megalite.parallel.norm import NORMS, FullWidthRMSNorm
-from models.rope import Rope, fixed_rotation, rope_of_layer, rotation
-
-
-def document_mask(positions: Tensor, window: int | None = None) -> Tensor:
-    """Returns the causal mask within documents, `[batch, 1, seq, seq]`; positions `[batch, seq]`, 0 at a start."""
-    seq = positions.shape[1]
-    document = (positions == 0).cumsum(dim=1)
-    same = document.unsqueeze(2) == document.unsqueeze(1)
-    return (same & causal_mask(seq, seq, window, positions.device)).unsqueeze(1)
-
-
-@lru_cache(maxsize=4)
-@torch.inference_mode(False)  # training may reuse a mask that generation has cached
-def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Returns `[queries, keys]` for the last `queries` of `keys` tokens, made once for all layers and steps."""
-    newest = keys - queries
-    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(newest)
-    return seen if window is None else seen.triu_(newest - window + 1)
-
-
-@lru_cache(maxsize=2)  # keyed by the identity of the tensor
-@torch.inference_mode(False)
-def added_to_scores(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Converts a `causal_mask` to 0 or -inf: from a bool mask torch's attention makes these anew in every layer, and
-    each layer keeps its own for backward."""
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+from models.attention_inputs import (
+    AttentionChoice,
+    AttentionInputs,
+    AttentionKind,
+    Kernel,
+    attention_inputs,
+    why_not_flash,
+    why_not_flex,
+)
+from models.attention_kernels import attend_capped, attend_to_documents
+from models.rope import rope_of_layer
 
 
 class KeyValueCache:
@@ -129,12 +113,22 @@ def rotated_heads(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: i
 
     cos and sin `[batch|1, seq, 1, pairs]`: the first `2 * pairs` features of a head are rotated.
     """
+    if torch.compiler.is_compiling():
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=2)
+        return _rotated_plainly(q, cos, sin), _rotated_plainly(k, cos, sin), v
     return _RotatedHeads.apply(qkv, cos, sin, heads, kv_heads)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Applies rotary embedding to `[batch, seq, heads, head_dim]`; cos and sin as in `rotated_heads`."""
-    return _Rotated.apply(x, cos, sin)
+    return _rotated_plainly(x, cos, sin) if torch.compiler.is_compiling() else _Rotated.apply(x, cos, sin)
+
+
+def _rotated_plainly(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Computes `rotated` for the compiler, which makes one kernel of it and its gradient, and takes no `out=`."""
+    pairs = cos.shape[-1]
+    first, second, others = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, others), dim=-1)
 
 
 Heads = tuple[Tensor, Tensor, Tensor]  # q, k, v
@@ -150,9 +144,16 @@ class Attention(nn.Module):
     While `cache` is set, the input tokens follow the cached ones and are added to them; there are no gradients.
     """
 
-    def __init__(self, model: ModelConfig, layer: int, tp: TensorParallel, recompute: Recompute) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        layer: int,
+        tp: TensorParallel,
+        recompute: Recompute,
+        choice: AttentionChoice = "auto",
+    ) -> None:
         super().__init__()
-        self.tp, self.recompute, self.head_dim = tp, recompute, model.head_dim
+        self.tp, self.recompute, self.head_dim, self.choice = tp, recompute, model.head_dim, choice
         self.rope = rope_of_layer(model, layer)
         self.window = model.sliding_window if model.has_window(layer) else None
         self.scale = (model.query_pre_attn_scalar or model.head_dim) ** -0.5
@@ -173,7 +174,29 @@ class Attention(nn.Module):
             self.k_norm = FullWidthRMSNorm(kv_size, model.rms_norm_eps, tp)
         self.dropout = Dropout(model.attention_dropout, tp)
 
-    def forward(self, hidden: Tensor | Recomputable, positions: Tensor | None, sample_ids: Tensor | None) -> Tensor:
+    def shared_inputs(self, x: BlockInput) -> AttentionInputs:
+        """Returns what this layer's attention reads beside hidden states, made once for all layers of its kind."""
+        batch, seq = x.hidden.shape[0], x.hidden.shape[1] * (self.tp.size if self.tp.sequence_is_cut else 1)
+        dtype, device = multipliable(x.hidden[:0]).dtype, x.hidden.device
+        cached = 0 if self.cache is None else self.cache.length
+        assert self.cache is None or x.positions is None, "a cache is for one document"
+        window = self.window if self.window is not None and self.window < seq + cached else None
+        kernel = self._kernel(device, dtype, is_masked=window is not None or x.positions is not None)
+        kind = AttentionKind(kernel, self.rope, window, dtype, cached)
+        shared = {} if x.shared is None else x.shared
+        if kind not in shared:
+            shared[kind] = attention_inputs(kind, (batch, seq), device, x.positions, x.documents)
+        return cast(AttentionInputs, shared[kind])
+
+    def _kernel(self, device: torch.device, dtype: torch.dtype, *, is_masked: bool) -> Kernel:
+        is_free = self.choice == "auto" and self.cache is None and not self.dropout.is_active
+        if self.softcap is not None:
+            return "flex" if is_free and why_not_flex(device, self.head_dim) is None else "explicit"
+        if self.dropout.is_active:
+            return "explicit"
+        return "varlen" if is_free and is_masked and why_not_flash(device, dtype, self.head_dim) is None else "fused"
+
+    def forward(self, hidden: Tensor | Recomputable, inputs: AttentionInputs, sample_ids: Tensor | None) -> Tensor:
         """`[batch, seq(/tp), hidden]` -> the same."""
         qkv = self.qkv_proj(hidden)  # [batch, seq, (heads + 2 kv_heads) * head_dim / tp]
         if self.norms == "full_width":
@@ -184,17 +207,14 @@ class Attention(nn.Module):
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
         if self.kv_is_gathered:
             qkv = self._whole_kv_head(qkv)
-        if self.recompute == "selective" and self.computes_scores and torch.is_grad_enabled():
+        # compiled, the compiler recomputes what is cheap: `megalite.engine.compilation`
+        is_recomputed = self.recompute == "selective" and inputs.kernel == "explicit"
+        if is_recomputed and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # Korthikanti 2022, section 5: scores are large and cheap to recompute. Fused attention keeps none
-            context = recomputed(self._attend, qkv, positions, sample_ids)
+            context = recomputed(self._attend, qkv, inputs, sample_ids)
         else:
-            context = self._attend(qkv, positions, sample_ids)
+            context = self._attend(qkv, inputs, sample_ids)
         return self.o_proj(context)
-
-    @property
-    def computes_scores(self) -> bool:
-        """True where fused attention does not do: all scores are in memory."""
-        return self.dropout.is_active or self.softcap is not None
 
     def _whole_kv_head(self, qkv: Tensor) -> Tensor:
         """Gathers slices of key/value heads into the one whole head that this rank's queries attend to."""
@@ -205,59 +225,50 @@ class Attention(nn.Module):
         kv = kv[..., mine * self.head_dim : (mine + 1) * self.head_dim]
         return torch.cat((q, kv.flatten(2)), dim=-1)
 
-    def _attend(self, qkv: Tensor, positions: Tensor | None, sample_ids: Tensor | None) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in self._heads(qkv, positions))  # [batch, heads/tp, seq, head_dim]
+    def _attend(self, qkv: Tensor, inputs: AttentionInputs, sample_ids: Tensor | None) -> Tensor:
+        q, k, v = self._heads(qkv, inputs)  # [batch, seq, heads/tp, head_dim]
+        is_grouped = self.local_heads != self.local_kv_heads
+        if inputs.kernel == "varlen":
+            assert inputs.boundaries is not None
+            context = attend_to_documents(q, k, v, inputs.boundaries, self.window, self.scale, is_grouped=is_grouped)
+            return context.flatten(2).to(qkv.dtype)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [batch, heads/tp, seq, head_dim]
         if self.cache is not None:
-            assert positions is None and not torch.is_grad_enabled(), "a cache is for one document, without gradients"
+            assert not torch.is_grad_enabled(), "a cache is for inference, without gradients"
             # keys that the window of the first query still contains; 0: all
             reach = 0 if self.window is None else self.window + q.shape[2] - 1
             k, v = (x[:, :, -reach:].to(q.dtype) for x in self.cache.append(k, v))
-        mask = self._mask(q.shape[2], k.shape[2], positions, q.device)
-        if self.computes_scores:
-            context = self._attend_explicitly(q, k, v, mask, sample_ids)
+        if inputs.kernel == "explicit":
+            context = self._attend_explicitly(q, k, v, inputs.mask, sample_ids)
+        elif inputs.kernel == "flex":
+            assert self.softcap is not None
+            context = attend_capped(q, k, v, inputs.block_mask, self.softcap, self.scale, is_grouped=is_grouped)
         else:
-            shared = mask is not None and positions is None
             context = F.scaled_dot_product_attention(
                 q,
                 k,
                 v,
-                attn_mask=added_to_scores(mask, q.dtype) if shared else mask,
-                is_causal=mask is None and q.shape[2] > 1,
+                attn_mask=inputs.mask,
+                is_causal=inputs.mask is None and q.shape[2] > 1,
                 scale=self.scale,
-                enable_gqa=self.local_heads != self.local_kv_heads,
+                enable_gqa=is_grouped,
             )
         return context.transpose(1, 2).flatten(2).to(qkv.dtype)  # [batch, seq, heads * head_dim / tp]
 
-    def _heads(self, qkv: Tensor, positions: Tensor | None) -> Heads:
+    def _heads(self, qkv: Tensor, inputs: AttentionInputs) -> Heads:
         """Returns q, k, v `[batch, seq, heads/tp, head_dim]`, normalized and rotated."""
-        sizes = self.local_heads, self.local_kv_heads, self.local_kv_heads
+        sizes, cos, sin = (self.local_heads, self.local_kv_heads, self.local_kv_heads), inputs.cos, inputs.sin
         heads = qkv.unflatten(-1, (sum(sizes), self.head_dim))
         if self.norms == "per_head":
             q, k, v = heads.split(sizes, dim=2)
             q, k, v = multipliable(self.q_norm(q)), multipliable(self.k_norm(k)), multipliable(v)
-            if self.rope is None:
+            if cos is None or sin is None:
                 return q, k, v
-            cos, sin = self._rotation(q, self.rope, positions)
             return rotated(q, cos, sin), rotated(k, cos, sin), v
         heads = multipliable(heads)
-        if self.rope is None:
+        if cos is None or sin is None:
             return heads.split(sizes, dim=2)
-        return rotated_heads(heads, *self._rotation(heads, self.rope, positions), *sizes[:2])
-
-    def _rotation(self, heads: Tensor, rope: Rope, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        if positions is not None:
-            return rotation(positions, rope, heads.dtype)
-        start = 0 if self.cache is None else self.cache.length
-        return fixed_rotation(heads.shape[1], rope, heads.device, heads.dtype, start)
-
-    def _mask(self, queries: int, keys: int, positions: Tensor | None, device: torch.device) -> Tensor | None:
-        """Returns the mask of the last `queries` of `keys` tokens, `[(batch, 1,) queries, keys]`; None: causal."""
-        window = self.window if self.window is not None and self.window < keys else None
-        if positions is not None:
-            return document_mask(positions, window)
-        if queries == 1 or (queries == keys and window is None):
-            return None
-        return causal_mask(queries, keys, window, device)
+        return rotated_heads(heads, cos, sin, *sizes[:2])
 
     def _attend_explicitly(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sample_ids: Tensor | None
@@ -269,8 +280,8 @@ class Attention(nn.Module):
             scores = q * self.scale @ k.transpose(2, 3)
         else:
             scores = (q * (self.scale / self.softcap) @ k.transpose(2, 3)).tanh_() * self.softcap
-        allowed = causal_mask(q.shape[2], k.shape[2], None, q.device) if mask is None else mask
-        scores.masked_fill_(~allowed, float("-inf"))
+        if mask is not None:
+            scores.masked_fill_(~mask, float("-inf"))
         probabilities = scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
         if not self.dropout.is_active:
             return probabilities @ v

@@ -21,12 +21,13 @@ from megalite.config import Config, ModelConfig
 from megalite.parallel.activation_offload import ActivationOffload
 from megalite.parallel.collectives import TensorParallel, replicated_parameter
 from megalite.parallel.dropout import Dropout
-from megalite.parallel.layers import BlockInput, LayerSpec, Recompute, recomputed
+from megalite.parallel.layers import BlockInput, CompilableBlock, LayerSpec, Recompute, recomputed
 from megalite.parallel.linear import VocabParallelEmbedding, replicated_weight, sharded_parameter
 from megalite.parallel.mesh import block_cost, head_cost
 from megalite.parallel.norm import NORMS
 from megalite.parallel.shard import Shard
 from models.attention import Attention
+from models.attention_inputs import AttentionChoice, AttentionInputs
 from models.experts import SparseMLP
 from models.feed_forward import MLP
 
@@ -34,7 +35,11 @@ HeadOutput = tuple[Tensor, Tensor]  # hidden states, the head's local weight [vo
 
 
 def decoder_layers(
-    model: ModelConfig, recompute: Recompute | Sequence[Recompute] = "none", *, offload_activations: bool = False
+    model: ModelConfig,
+    recompute: Recompute | Sequence[Recompute] = "none",
+    *,
+    offload_activations: bool = False,
+    attention: AttentionChoice = "auto",
 ) -> list[LayerSpec]:
     """Returns the layers of `model` in order: the single definition that every engine builds from.
 
@@ -49,7 +54,7 @@ def decoder_layers(
     blocks = [
         LayerSpec(
             name=f"model.layers.{index}",
-            build=partial(DecoderBlock, model, mode, index, offload=offload),
+            build=partial(DecoderBlock, model, mode, index, offload=offload, attention=attention),
             cost=block_cost(model, index),
             is_block=True,
         )
@@ -64,8 +69,13 @@ def decoder_layers(
 
 
 def layers_of(config: Config, recompute: Sequence[Recompute]) -> list[LayerSpec]:
-    """Returns the layers of a run's model with its offloading; `recompute` is that of each block."""
-    return decoder_layers(config.model, recompute, offload_activations=config.offload.activations == "cpu")
+    """Returns the layers of a run's model with its offloading and attention; `recompute` is that of each block."""
+    return decoder_layers(
+        config.model,
+        recompute,
+        offload_activations=config.offload.activations == "cpu",
+        attention=config.performance.attention,
+    )
 
 
 def _norm(model: ModelConfig, tp: TensorParallel) -> nn.Module:
@@ -149,7 +159,7 @@ BLOCK_NORMS = {
 }
 
 
-class DecoderBlock(nn.Module):
+class DecoderBlock(CompilableBlock):
     """Attention and feed-forward part, in sequence or in parallel, each added to the residual stream."""
 
     def __init__(
@@ -159,13 +169,14 @@ class DecoderBlock(nn.Module):
         layer: int,
         tp: TensorParallel,
         offload: ActivationOffload | None = None,
+        attention: AttentionChoice = "auto",
     ) -> None:
         super().__init__()
         self.recompute, self.offload, self.is_last = recompute, offload, layer == model.num_hidden_layers - 1
         self.is_parallel, self.norms = model.use_parallel_residual, BLOCK_NORMS[model.norm_placement]
         # submodules in order of computation, which is also that of the parameters
         self._add_norm(self.norms.attention_input, model, tp)
-        self.self_attn = Attention(model, layer, tp, recompute)
+        self.self_attn = Attention(model, layer, tp, recompute, attention)
         self._add_norm(self.norms.attention_output, model, tp)
         self._add_norm(self.norms.mlp_input, model, tp)
         self.mlp = SparseMLP(model, tp) if model.has_experts(layer) else MLP(model, tp, recompute)
@@ -179,21 +190,27 @@ class DecoderBlock(nn.Module):
 
     def forward(self, x: BlockInput) -> BlockInput | Tensor:
         """`[batch, seq(/tp), hidden]` -> the same; the last block returns the hidden states alone."""
+        arguments = x.hidden, self.self_attn.shared_inputs(x), x.sample_ids
         if self.offload is None or not torch.is_grad_enabled():
-            hidden = self._block(*x)
+            hidden = self._block(*arguments)
         else:
-            hidden = self.offload(self, self._block, *x)
+            hidden = self.offload(self, self._block, *arguments)
         return hidden if self.is_last else x._replace(hidden=hidden)
 
-    def _block(self, hidden: Tensor, positions: Tensor | None, sample_ids: Tensor | None) -> Tensor:
-        if self.recompute == "full" and torch.is_grad_enabled():
-            return recomputed(self._compute, hidden, positions, sample_ids)
-        return self._compute(hidden, positions, sample_ids)
+    def _block(self, hidden: Tensor, inputs: AttentionInputs, sample_ids: Tensor | None) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self.compute(hidden, inputs, sample_ids)
+        compute = self.compute if self.compiled is None else partial(self.compiled, self)
+        if self.recompute == "full":
+            return recomputed(compute, hidden, inputs, sample_ids)
+        return compute(hidden, inputs, sample_ids)
 
-    def _compute(self, hidden: Tensor, positions: Tensor | None, sample_ids: Tensor | None) -> Tensor:
-        is_kept = self.recompute != "selective"  # that norms put out: projections can compute it again from their input
+    def compute(self, hidden: Tensor, inputs: AttentionInputs, sample_ids: Tensor | None) -> Tensor:
+        """Computes the block, `[batch, seq(/tp), hidden]` -> the same."""
+        # what norms put out: projections can compute it again from their input, as a compiler does by itself
+        is_kept = self.recompute != "selective" or torch.compiler.is_compiling()
         normed = self._normed(self.norms.attention_input, hidden, is_kept)
-        attended = self.self_attn(normed, positions, sample_ids)
+        attended = self.self_attn(normed, inputs, sample_ids)
         attended = self.attention_output_dropout(self._normed(self.norms.attention_output, attended), sample_ids)
         # residuals are added in place, to results of GEMMs and norms that nothing else reads
         if not self.is_parallel:

@@ -87,4 +87,7 @@ class _SwiGLU(torch.autograd.Function):
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Computes `silu(gate) * up` (Shazeer 2020) of `[..., 2 * features]`, keeping only its input."""
+    if torch.compiler.is_compiling():  # which makes one kernel of it and its gradient, and takes no `out=`
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
     return _SwiGLU.apply(gate_up)

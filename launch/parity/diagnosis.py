@@ -25,8 +25,20 @@ AXES = {
     "accumulation": "gradient accumulation",
     "schedule": "the pipeline schedule",
     "chunks": "the number of chunks",
+    "compile": "compilation",
 }
-OFF_FIRST = ("chunks", "schedule", "recompute", "accumulation", "zero", "sequence_parallel", "pp", "dp", "tp")
+OFF_FIRST = (
+    "compile",
+    "chunks",
+    "schedule",
+    "recompute",
+    "accumulation",
+    "zero",
+    "sequence_parallel",
+    "pp",
+    "dp",
+    "tp",
+)
 OF_16_BITS = 0.03  # an error of fewer than eight roundings to bf16, which are 0.004 each
 NEEDS = {  # axis -> axes without which it has no effect
     "sequence_parallel": {"tp"},

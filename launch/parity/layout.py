@@ -30,6 +30,7 @@ class ParityLayout:
     accumulation: int = 1  # micro-batches per step on one replica
     schedule: PipelineSchedule = "1f1b"
     chunks: int = 0  # pieces of the model on each pipeline stage; 0: as few as the schedule has
+    compile: str = "auto"  # or blocks, or none
 
     @property
     def pieces(self) -> int:
@@ -76,6 +77,7 @@ class ParityLayout:
             "gradient_bucket_size": base.parallel.gradient_bucket_size,
         }
         values["recompute"] = {"mode": self.recompute.split("/") if "/" in self.recompute else self.recompute}
+        values["performance"] = values.get("performance", {}) | {"compile": self.compile}
         batch, parts = base.training.global_batch_size, self.dp * self.accumulation
         if batch % parts:
             raise ConfigError(f"a global batch of {batch} cannot be cut into {parts} micro-batches")
@@ -102,6 +104,7 @@ def layout_of(config: Config, world_size: int) -> ParityLayout:
         accumulation=resolved.gradient_accumulation_steps,
         schedule=resolved.pipeline_schedule,
         chunks=0 if chunks == FEWEST_CHUNKS[resolved.pipeline_schedule] else chunks,
+        compile=config.performance.compile,
     )
 
 
@@ -147,6 +150,7 @@ CHOICES: dict[str, tuple[dict[str, Any], str]] = {
         {name: name for name in get_args(PipelineSchedule)},
         f"one of {', '.join(get_args(PipelineSchedule))}",
     ),
+    "compile": ({name: name for name in ("auto", "none", "blocks")}, "auto, none or blocks"),
     "zero": ({"1": 1, "2": 2, "3": 3}, "1, 2 or 3 (stage 0 is served by 1)"),
 }
 

@@ -31,6 +31,7 @@ from megalite.config.sections import (
     OffloadConfig,
     OptimizerConfig,
     ParallelConfig,
+    PerformanceConfig,
     PrecisionConfig,
     RecomputeConfig,
     ScheduleConfig,
@@ -73,6 +74,9 @@ class Config(Section):
 
     offload: OffloadConfig = Field(default_factory=OffloadConfig)
     """Memory of the host in place of the GPU's."""
+
+    performance: PerformanceConfig = Field(default_factory=PerformanceConfig)
+    """Compilation and kernels."""
 
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Saving of the run's state, and which checkpoints are kept."""

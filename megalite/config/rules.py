@@ -18,6 +18,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.float8_rules import problems_with_float8
 from megalite.config.model_rules import problems_with_model
 from megalite.config.optimizer_rules import problems_with_optimizer
+from megalite.config.performance_rules import problems_with_performance
 from megalite.config.pipeline_rules import problems_with_pipeline
 from megalite.config.suggestions import multiples_near, tensor_parallel_fits, tensor_parallel_near
 
@@ -42,6 +43,7 @@ def broken_rules(config: Config, data_parallel_size: int | None, device: Device 
         *_router(config),
         *_layout(config),
         *problems_with_pipeline(config, data_parallel_size),
+        *problems_with_performance(config),
         *_deepspeed(config, device),
         *_gradient_reduction(config, device),
         *_offload(config),

@@ -247,6 +247,16 @@ class OffloadConfig(Section):
     """`cpu` moves what blocks keep for backward to the host and back while other blocks compute."""
 
 
+class PerformanceConfig(Section):
+    """Faster kernels for the same results, up to rounding."""
+
+    compile: Literal["auto", "none", "blocks"] = "auto"
+    """`blocks` compiles decoder blocks for training; `auto`: on GPUs, where the model and layout allow it."""
+
+    attention: Literal["auto", "sdpa"] = "auto"
+    """`auto`: on GPUs kernels for packed documents, windows and capped scores; `sdpa`: masks, as on a CPU."""
+
+
 def _false_means_off(value: object) -> object:
     """Accepts false as `off`, which YAML 1.1, used by other programs, does not distinguish."""
     return "off" if value is False else value

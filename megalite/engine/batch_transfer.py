@@ -39,6 +39,7 @@ class DeviceBatch(NamedTuple):
     targets: Tensor
     positions: Tensor | None
     samples: Tensor | None  # None without dropout
+    documents: int | None  # None where they are not masked
 
 
 class BatchTransfer:
@@ -58,14 +59,18 @@ class BatchTransfer:
         user.wait_stream(self._stream)
         for batch in copied:
             for tensor in batch:
-                if tensor is not None:
+                if isinstance(tensor, Tensor):
                     tensor.record_stream(user)
         return copied
 
     def _copied(self, batch: MicroBatch) -> DeviceBatch:
         samples = batch.samples if self._has_dropout else None
         arrays = (batch.tokens, batch.targets, batch.positions, samples)
-        return DeviceBatch(*(None if array is None else self._copy(array) for array in arrays))  # type: ignore[arg-type]
+        documents = None
+        if batch.positions is not None:
+            documents = len(batch.positions) + int(np.count_nonzero(batch.positions[:, 1:] == 0))
+        tensors = (None if array is None else self._copy(array) for array in arrays)
+        return DeviceBatch(*tensors, documents)  # type: ignore[arg-type, call-arg]
 
     def _copy(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)

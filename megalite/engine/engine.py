@@ -17,6 +17,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from megalite.config import Config, ConfigError, ResolvedLayout
 from megalite.config.layout import reduces_beside_backward
 from megalite.engine.activity import Activity, Operation, Phase
 from megalite.engine.batch_transfer import BatchTransfer, DeviceBatch, MicroBatch
+from megalite.engine.compilation import compile_blocks
 from megalite.engine.cpu_adam import BUILD_LIMIT, why_no_cpu_adam
 from megalite.engine.deepspeed_config import deepspeed_config
 from megalite.engine.deepspeed_internals import (
@@ -73,6 +75,7 @@ class Engine(ABC):
         self.runs_ahead = False  # the device works while the host goes on: results may be read a step late
 
     def _initialize(self, model: torch.nn.Module) -> None:
+        compile_blocks(model, self.config, torch.device(get_accelerator().current_device_name()))
         for _, parameter in named_shards(model):
             # DeepSpeed's norm counts an unmarked parameter on tensor-parallel rank 0 only, a marked one on every rank
             parameter.tensor_model_parallel = not parameter.shard.is_replicated  # type: ignore[attr-defined]
@@ -265,7 +268,7 @@ class Engine(ABC):
 
     def _first_input(self, batch: DeviceBatch) -> BlockInput:
         """Builds the first layer's input: tokens, and positions and sample ids where documents or dropout need them."""
-        return BlockInput(batch.tokens, batch.positions, batch.samples)
+        return BlockInput(batch.tokens, batch.positions, batch.samples, batch.documents)
 
 
 class PlainEngine(Engine):

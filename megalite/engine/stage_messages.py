@@ -39,11 +39,11 @@ class MessageLayout:
     def pack(self, x: BlockInput) -> Tensor:
         """Returns the message that carries a block's input."""
         present = [shape is not None for shape in (self.positions, self.sample_ids)]
-        assert present == [part is not None for part in x[1:]], "positions and sample ids differ from what config says"
+        assert present == [part is not None for part in x[1:3]], "positions and sample ids differ from what config says"
         if not any(present):
             return x.hidden.detach()
         message = self.new_buffer(MessageKind.ACTIVATION)
-        for mine, theirs in zip(self.unpack(message), x, strict=True):
+        for mine, theirs in zip(self.unpack(message)[:3], x[:3], strict=True):
             if mine is not None and theirs is not None:
                 mine.copy_(theirs)
         return message
@@ -56,7 +56,8 @@ class MessageLayout:
         for shape in (self.positions, self.sample_ids):
             begin, end = end, end + (0 if shape is None else 8 * math.prod(shape))
             views.append(None if shape is None else message[begin:end].view(torch.int64).view(shape))
-        return BlockInput(message[end:].view(self.dtype).view(self.hidden), *views)
+        positions, sample_ids = views
+        return BlockInput(message[end:].view(self.dtype).view(self.hidden), positions, sample_ids)
 
     @property
     def _riders(self) -> list[tuple[int, ...]]:

@@ -36,7 +36,7 @@ class Chunk(nn.Module):
     def forward(self, inputs: BlockInput, labels: tuple[Tensor, Tensor] | None = None) -> Any:
         """Maps the first layer's input to the input of the chunk behind; the last chunk maps it to a scalar loss, or
         without labels, which are (targets, weight), to the logits."""
-        outputs = self.serial(*inputs)
+        outputs = self.serial(*inputs[:4])  # what is shared within another chunk stays there
         if not self.is_last:
             return outputs
         hidden, head_weight = outputs

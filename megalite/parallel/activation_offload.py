@@ -181,9 +181,7 @@ class ActivationOffload:
         self._copies = copies
         self._leaving: deque[BlockTensors] = deque()
 
-    def __call__(
-        self, block: nn.Module, function: Callable[..., Tensor], hidden: Tensor, *others: Tensor | None
-    ) -> Tensor:
+    def __call__(self, block: nn.Module, function: Callable[..., Tensor], hidden: Tensor, *others: Any) -> Tensor:
         """Returns `function(hidden, *others)`, the forward pass of `block`, hidden states `[batch, seq(/tp), hidden]`.
 
         Blocks belong to one pass if one's output is the next one's `hidden`.

@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional  # those that a compiled block is made of
 from torch import Tensor
 
 # torch 2.13 renamed both and warns about the old names
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+REDUCTION_NAMES = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Begun(NamedTuple):
 def begin_all_gather(x: Tensor, tp: TensorParallel) -> Begun:
     """Begins to stack the ranks' tensors along the first dim: `[rows, ...]` -> `[tp * rows, ...]`. No gradient."""
     gathered = x.new_empty((tp.size * x.shape[0], *x.shape[1:]))
-    work = getattr(dist, ALL_GATHER)(gathered, x.contiguous(), group=tp.group, async_op=_runs_beside())
+    work = getattr(dist, ALL_GATHER)(gathered, x.contiguous(), group=tp.group, async_op=True)
     return Begun(gathered, work)
 
 
@@ -64,14 +67,9 @@ def begin_sum(x: Tensor, tp: TensorParallel) -> Begun:
     summed in place.
     """
     if not tp.sequence_is_cut:
-        return Begun(x, dist.all_reduce(x, group=tp.group, async_op=_runs_beside()))
+        return Begun(x, dist.all_reduce(x, group=tp.group, async_op=True))
     mine = x.new_empty((x.shape[0] // tp.size, *x.shape[1:]))
-    return Begun(mine, getattr(dist, REDUCE_SCATTER)(mine, x, group=tp.group, async_op=_runs_beside()))
-
-
-def _runs_beside() -> bool:
-    # torch's compiler traces collectives that return when they are done, and moves them itself
-    return not torch.compiler.is_compiling()
+    return Begun(mine, getattr(dist, REDUCE_SCATTER)(mine, x, group=tp.group, async_op=True))
 
 
 def all_reduce(x: Tensor, tp: TensorParallel, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -79,19 +77,30 @@ def all_reduce(x: Tensor, tp: TensorParallel, op: dist.ReduceOp.RedOpType = dist
     if tp.size == 1:
         return x
     x = x.contiguous()
+    if torch.compiler.is_compiling():
+        assert tp.group is not None
+        return functional.all_reduce(x, REDUCTION_NAMES[op], tp.group)
     dist.all_reduce(x, op=op, group=tp.group)
     return x
 
 
 def all_gather(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
     """Concatenates the ranks' tensors along `dim`. No gradient."""
-    return x if tp.size == 1 else _unstacked(begin_all_gather(x, tp).wait(), tp.size, dim)
+    if tp.size == 1:
+        return x
+    if torch.compiler.is_compiling():
+        assert tp.group is not None
+        return functional.all_gather_tensor(x.contiguous(), dim, tp.group)
+    return _unstacked(begin_all_gather(x, tp).wait(), tp.size, dim)
 
 
 def reduce_scatter(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
     """Sums over the ranks and keeps this rank's slice of `dim`. No gradient."""
     if tp.size == 1:
         return x
+    if torch.compiler.is_compiling():
+        assert tp.group is not None
+        return functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, tp.group)
     pieces = _stacked(x, tp.size, dim).contiguous()
     mine = pieces.new_empty((pieces.shape[0] // tp.size, *pieces.shape[1:]))
     getattr(dist, REDUCE_SCATTER)(mine, pieces, group=tp.group)
@@ -137,6 +146,8 @@ class _CopyParameter(_Copy):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        if torch.compiler.is_compiling():
+            return all_reduce(x, tp)
         ctx.mark_dirty(x)  # the partial result of a GEMM, which nothing else reads: summed in place
         dist.all_reduce(x, group=tp.group)
         return x
@@ -190,6 +201,11 @@ def enter_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
     if tp.size == 1:
         return x
     return _Gather.apply(x, tp, SEQUENCE_DIM) if tp.sequence_is_cut else _Copy.apply(x, tp)
+
+
+def gathered_slices(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Enters a column-cut part as `enter_parallel_region` does, in the order of `stacked_slices`."""
+    return _Gather.apply(x, tp, 0) if tp.sequence_is_cut else enter_parallel_region(x, tp)
 
 
 def leave_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:

@@ -39,6 +39,9 @@ class BlockInput(NamedTuple):
     hidden: Tensor  # [batch, seq(/tp), hidden]; token ids [batch, seq] for the first layer
     positions: Tensor | None = None  # [batch, seq], 0 where a document starts; None: one document per row
     sample_ids: Tensor | None = None  # [batch], position of each sample in the data; None without dropout
+    documents: int | None = None  # in the micro-batch, where the host knows their number without asking the device
+    # what layers of one chunk make once for all of them, each by its own key; never sent between stages
+    shared: dict[Any, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,17 @@ class LayerSpec:
     def module_key(self) -> str:
         """Name of the module in a container, without dots, which torch refuses. Tied entries share it."""
         return (self.tied_to or self.name).replace(".", "/")
+
+
+class CompilableBlock(nn.Module):
+    """A repeated layer whose `compute`, its work on tensors, `megalite.engine.compilation` may compile."""
+
+    recompute: Recompute = "none"
+    compiled: Callable[..., Tensor] | None = None  # `compute` of the class, which takes the block as first argument
+
+    def compute(self, *inputs: Any) -> Tensor:
+        """Computes the layer; without hooks, host reads or anything else that a compiler cannot take as a whole."""
+        raise NotImplementedError
 
 
 MakeLayer = Callable[[LayerSpec, TensorParallel], nn.Module]
@@ -114,13 +128,19 @@ class SerialModel(nn.Module):
             if spec.module_key not in self.layers:
                 self.layers[spec.module_key] = make_layer(spec, tp)
 
-    def forward(self, hidden: Tensor, positions: Tensor | None = None, sample_ids: Tensor | None = None) -> Any:
+    def forward(
+        self,
+        hidden: Tensor,
+        positions: Tensor | None = None,
+        sample_ids: Tensor | None = None,
+        documents: int | None = None,
+    ) -> Any:
         """Returns the last layer's output; inputs as in `BlockInput`."""
-        x: Any = BlockInput(hidden, positions, sample_ids)
+        x: Any = BlockInput(hidden, positions, sample_ids, documents, {})
         for spec in self.specs:
             module = self.layers[spec.module_key]
             x = module(x) if spec.forward is None else spec.forward(module, x)
-        return x
+        return x._replace(shared=None) if isinstance(x, BlockInput) else x
 
 
 def named_shards(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

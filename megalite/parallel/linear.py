@@ -12,7 +12,7 @@ section 4.2.2).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from megalite.parallel.collectives import (
     TensorParallel,
     begin_all_gather,
     begin_sum,
+    gathered_slices,
     joined_slices,
     replicated_parameter,
     stacked_slices,
@@ -60,7 +61,6 @@ def lacks_fast_gemm(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.bfloat16 and not _cpu_multiplies_bf16()
 
 
-@lru_cache(maxsize=1)
 def _cpu_multiplies_bf16() -> bool:
     cpu = torch.cpu.get_capabilities()
     return cpu["architecture"] != "x86_64" or cpu["amx_bf16"] or cpu["avx512_bf16"]
@@ -158,6 +158,9 @@ def linear(
     which does not see the weight, would not run backward at all.
     """
     value, function, kept = x if isinstance(x, Recomputable) else (x, None, ())
+    if torch.compiler.is_compiling():  # which orders backward itself, and decides what is kept
+        assert queue is None, "compiled blocks put nothing off"
+        return _plain_product(gathered_slices(value, tp), weight, bias)
     put_off = None
     if queue is not None and torch.is_grad_enabled() and value.requires_grad and weight.requires_grad:
         assert isinstance(weight, nn.Parameter)
@@ -165,6 +168,10 @@ def linear(
     if put_off is None and function is None and tp.size == 1 and not lacks_fast_gemm(value):
         return F.linear(value, weight, bias)
     return _Product.apply(value, weight if put_off is None else None, bias, put_off, tp, function, *kept)
+
+
+def _plain_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(multipliable(x), multipliable(weight), None if bias is None else multipliable(bias)).to(x.dtype)
 
 
 class LinearLayer(nn.Module):

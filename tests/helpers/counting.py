@@ -230,7 +230,8 @@ def block_of(case: BlockCase) -> Iterator[tuple[DecoderBlock, BlockInput]]:
                 rows = case.seq // (case.tp if case.sequence_parallel else 1)
                 hidden = torch.zeros(1, rows, model.hidden_size, requires_grad=True)
                 positions = torch.arange(case.seq).unsqueeze(0) % 1000 if case.documents else None
-            yield block, BlockInput(hidden, positions)
+            # shared with the blocks before it, as in a model; the host knows the number of documents
+            yield block, BlockInput(hidden, positions, documents=-(-case.seq // 1000), shared={})
         finally:
             torch.set_default_dtype(dtype)
 
@@ -257,8 +258,8 @@ def why_not_one_graph(case: BlockCase) -> str | None:
     torch._dynamo.reset()
     with block_of(case) as (block, inputs), cuda_kernels():
         try:
-            compiled = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=False)
-            hidden = _hidden(compiled(inputs))
+            block.compiled = torch.compile(type(block).compute, backend="aot_eager", fullgraph=True, dynamic=False)
+            hidden = _hidden(block(inputs))
             hidden.backward(torch.empty_like(hidden))
         except Exception as error:  # dynamo, fake tensors and autograd each have their own
             return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"

@@ -1,4 +1,4 @@
-"""Stand-ins on the meta device for what CUDA runs as one kernel, forward and backward: fused attention and RMSNorm.
+"""Stand-ins on the meta device for what CUDA runs as one kernel, forward and backward: attention and RMSNorm.
 
 torch has no kernel there for either, and would show the many operations they are defined by.
 """
@@ -13,6 +13,10 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+import models.attention as attention
+import models.attention_inputs as attention_inputs
+from models.attention_inputs import why_not_flash
 
 
 @torch.library.custom_op("one_kernel::rms_norm", mutates_args=())
@@ -89,10 +93,22 @@ def _one_kernel_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | N
     return _attention(q, k, v, attn_mask)[0]  # type: ignore[no-any-return]
 
 
+def _attend_capped(q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> Tensor:
+    return _attention(q, k, v, None)[0]  # type: ignore[no-any-return]
+
+
+def _no_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    return why_not_flash(torch.device("cuda"), dtype, head_dim)
+
+
 @contextmanager
 def cuda_kernels() -> Iterator[None]:
-    """Shows fused attention and RMSNorm as one operation each."""
+    """Shows fused attention, FlexAttention and RMSNorm as one operation each, and chooses kernels as on CUDA."""
     with (
+        patch.object(attention, "why_not_flash", _no_flash),
+        patch.object(attention, "why_not_flex", lambda device, head_dim: None),
+        patch.object(attention, "attend_capped", _attend_capped),
+        patch.object(attention_inputs, "_block_mask", lambda *_: None),
         patch.object(F, "scaled_dot_product_attention", _one_kernel_attention),
         patch.object(F, "rms_norm", lambda x, shape, weight, eps: _rms_norm(x, weight)[0]),
     ):

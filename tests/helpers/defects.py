@@ -20,6 +20,7 @@ import megalite.engine.stages as stages
 import megalite.parallel.linear as linear
 import megalite.parallel.norm as norm
 import models.attention as attention
+import models.attention_inputs as attention_inputs
 import models.decoder as decoder
 import models.rope as rope
 from launch.parity.observations import ArrayBlock
@@ -97,19 +98,19 @@ def tied_gradient_is_forgotten() -> None:
 
 def rotation_restarts_on_each_slice() -> None:
     """RoPE under sequence parallelism by the position within a rank's slice."""
-    rotation, attend = rope.rotation, attention.Attention.forward
+    rotation, shared_inputs = rope.rotation, attention.Attention.shared_inputs
     slices = [1]
 
     def rotate(positions: Tensor, *rest: Any) -> Any:
         return rotation(positions % (positions.shape[-1] // slices[0]), *rest)
 
-    def forward(self: Any, *inputs: Any) -> Tensor:
+    def sliced(self: Any, x: Any) -> Any:
         slices[0] = self.tp.size if self.tp.sequence_is_cut else 1
         rope.fixed_rotation.cache_clear()
-        return attend(self, *inputs)
+        return shared_inputs(self, x)
 
-    rope.rotation = attention.rotation = rotate
-    attention.Attention.forward = forward  # type: ignore[method-assign]
+    rope.rotation = attention_inputs.rotation = rotate
+    attention.Attention.shared_inputs = sliced  # type: ignore[method-assign]
 
 
 def last_micro_batch_is_not_reduced() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 import megalite.engine.stages as stages
 import megalite.parallel.norm as norm
 import models.attention as attention
+import models.attention_inputs as attention_inputs
 import models.decoder as decoder
 import models.experts as experts
 import models.rope as rope
@@ -53,13 +54,15 @@ def router_counts_each_expert_fully() -> None:
 
 def window_is_one_token_longer() -> None:
     """The window without the token itself, as some count it."""
-    document_mask, causal_mask = attention.document_mask, attention.causal_mask
+    document_mask, causal_mask = attention_inputs.document_mask, attention_inputs.causal_mask
 
     def longer(window: int | None) -> int | None:
         return None if window is None else window + 1
 
-    attention.document_mask = lambda positions, window: document_mask(positions, longer(window))
-    attention.causal_mask = lambda queries, keys, window, device: causal_mask(queries, keys, longer(window), device)
+    attention_inputs.document_mask = lambda positions, window: document_mask(positions, longer(window))
+    attention_inputs.causal_mask = lambda queries, keys, window, device: causal_mask(
+        queries, keys, longer(window), device
+    )
 
 
 def blocks_are_counted_from_the_first_of_their_stage() -> None:

@@ -14,7 +14,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel
-from megalite.parallel.layers import LayerSpec, Recompute, make_layer
+from megalite.parallel.layers import BlockInput, LayerSpec, Recompute, make_layer
 from models.attention import Attention
 
 HIDDEN, HEADS = 44, 4
@@ -136,6 +136,12 @@ def built(
                 parameter[piece.target] = whole[piece.source].to(dtype)
     assert isinstance(attention, Attention)
     return attention
+
+
+def attend(attention: Attention, hidden: Tensor, positions: Tensor | None) -> Tensor:
+    """Our layer's output, with inputs of its own."""
+    output: Tensor = attention(hidden, attention.shared_inputs(BlockInput(hidden, positions)), None)
+    return output
 
 
 def with_weights_of(oracle: Oracle, model: ModelConfig, layer: int) -> Attention:

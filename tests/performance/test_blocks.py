@@ -28,11 +28,6 @@ def test_a_block_keeps_to_its_budget(name: str) -> None:
     assert not counts.syncs
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize("name", ONE_GRAPH)
 def test_torch_compile_gets_a_block_into_one_graph(name: str) -> None:
-    reason, expected = why_not_one_graph(BLOCKS[name].case), ONE_GRAPH[name]
-    if expected is None:
-        assert reason is None
-    else:
-        assert reason is not None and reason.startswith(expected), reason
+    assert why_not_one_graph(BLOCKS[name].case) is None

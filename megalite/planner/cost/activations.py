@@ -151,8 +151,6 @@ class _Block:
         else:
             inside += self.projected
         inside += 4 * self.tokens * self.heads  # log of the sum of exponentials
-        if self.job.document_mask:
-            inside += self.batch * self.seq**2 * wide  # the mask as numbers
         return inside, context
 
     def _explicit(self) -> float:

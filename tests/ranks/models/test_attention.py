@@ -14,8 +14,18 @@ from transformers import DynamicCache
 from megalite.config import ModelConfig
 from megalite.parallel import linear
 from megalite.parallel.collectives import TensorParallel
-from models.attention import Attention, KeyValueCache, causal_mask
-from tests.helpers.hub_attention import LLAMA3, LONGROPE, PAIRS, Pair, built, pieces_of_gradients, with_weights_of
+from models.attention import Attention, KeyValueCache
+from models.attention_inputs import causal_mask
+from tests.helpers.hub_attention import (
+    LLAMA3,
+    LONGROPE,
+    PAIRS,
+    Pair,
+    attend,
+    built,
+    pieces_of_gradients,
+    with_weights_of,
+)
 from tests.helpers.rank_pool import run_ranks
 
 SEQ = 23
@@ -51,7 +61,7 @@ def test_attention_and_its_gradients_are_transformers(pair: Pair, layer: int) ->
         hidden = draw(2, SEQ, pair.model.hidden_size)
         theirs_in, ours_in = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
         expected = oracle(layer, theirs_in, positions)
-        found = ours(ours_in, None if positions is PLAIN else positions, None)
+        found = attend(ours, ours_in, None if positions is PLAIN else positions)
         assert apart(found, expected) <= NEAR
         oracle.hub.zero_grad()
         ours.zero_grad()
@@ -87,7 +97,7 @@ def test_a_misread_option_is_noticed(name: str, layer: int, misread: dict[str, A
     model = ModelConfig.model_validate(pair.model.model_dump(exclude_unset=True) | misread)
     ours, hidden = with_weights_of(pair.theirs, model, layer), draw(2, SEQ, model.hidden_size)
     with torch.no_grad():
-        assert apart(ours(hidden, None, None), pair.theirs(layer, hidden, PLAIN)) > 1000 * NEAR
+        assert apart(attend(ours, hidden, None), pair.theirs(layer, hidden, PLAIN)) > 1000 * NEAR
 
 
 @pytest.mark.parametrize("window", [1, 5, 22, 23, 24])
@@ -99,7 +109,7 @@ def test_a_window_counts_the_token_itself(window: int, explicit: bool) -> None:
     moved = hidden.clone()
     moved[:, 0] += 1
     with torch.no_grad():
-        shift = (attention(moved, None, None) - attention(hidden, None, None)).abs().amax((0, 2))
+        shift = (attend(attention, moved, None) - attend(attention, hidden, None)).abs().amax((0, 2))
     assert (shift[:window] > 1e-6).all() and (shift[window:] == 0).all()
 
 
@@ -138,7 +148,7 @@ def _observed(model: ModelConfig, tp: TensorParallel, positions: Tensor | None, 
     hidden, direction = draw(2, 24, 44, seed=1).double(), draw(2, 24, 44, seed=2).double()
     rows = slice(tp.rank * 24 // tp.size, (tp.rank + 1) * 24 // tp.size) if tp.sequence_is_cut else slice(None)
     hidden = hidden[:, rows].clone().requires_grad_()
-    output = attention(hidden, positions, None)
+    output = attend(attention, hidden, positions)
     (output * direction[:, rows]).sum().backward()
     assert hidden.grad is not None
     place = (slice(None), rows)
@@ -193,8 +203,8 @@ def test_a_document_is_attended_as_if_it_were_alone(options: dict[str, Any]) -> 
     )
     lengths = (5, 12, 1, 6)
     with torch.no_grad():
-        packed = attention(hidden, torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0), None)
-        alone = torch.cat([attention(document, None, None) for document in hidden.split(lengths, dim=1)], dim=1)
+        packed = attend(attention, hidden, torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0))
+        alone = torch.cat([attend(attention, document, None) for document in hidden.split(lengths, dim=1)], dim=1)
     torch.testing.assert_close(packed, alone, atol=1e-12, rtol=1e-12)
 
 
@@ -209,7 +219,7 @@ def test_attention_in_bf16_is_near_the_exact_one(
     exact, hidden = copy.deepcopy(rounded).double(), draw(2, 24, 44).bfloat16()
     for positions in (None, DOCUMENTS):
         ours_in, exact_in = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
-        found, expected = rounded(ours_in, positions, None), exact(exact_in, positions, None)
+        found, expected = attend(rounded, ours_in, positions), attend(exact, exact_in, positions)
         assert found.dtype == torch.bfloat16
         assert _distance(found, expected) <= 0.02
         assert _distance(backward(found, ours_in), backward(expected, exact_in)) <= 0.04
@@ -248,7 +258,7 @@ def test_token_by_token_is_as_transformers_generates(pair: Pair, layer: int) -> 
         stop = start + tokens.shape[1]
         positions = torch.arange(start, stop).expand(2, -1)
         expected = oracle(layer, tokens, positions, their_cache)
-        assert apart(ours(tokens, None, None), expected) <= 10 * NEAR, f"tokens {start} to {stop}"
+        assert apart(attend(ours, tokens, None), expected) <= 10 * NEAR, f"tokens {start} to {stop}"
         start = stop
     assert ours.cache.length == SEQ
 

@@ -15,7 +15,8 @@ from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import SerialModel, make_layer
 from megalite.parallel.loss import head_loss
-from models.attention import document_mask, rotated_heads
+from models.attention import rotated_heads
+from models.attention_inputs import document_mask
 from models.decoder import decoder_layers
 from models.feed_forward import swiglu
 

@@ -71,7 +71,7 @@ def test_words_that_are_not_understood(text: str, said: str) -> None:
 
 
 def test_all_mistakes_are_told_at_once_with_what_was_meant() -> None:
-    words = "the words are tp, pp, dp, zero, sequence_parallel, recompute, accumulation, schedule, chunks"
+    words = "the words are tp, pp, dp, zero, sequence_parallel, recompute, accumulation, schedule, chunks, compile"
     with pytest.raises(LaunchError) as error:
         parse_layouts("tp=2,foo=3;bar;pp=0,recomput=full;dp=2,acumulation=4,sequence_parallel")
     assert sentences_of(error.value) == (
@@ -172,7 +172,7 @@ def test_auto_runs_the_configs_own_layout_first_and_nothing_that_does_not_fit() 
     many = ParityLayout(dp=2, accumulation=64)
     assert auto_layouts(many, most=8)[0][0] == ParityLayout(dp=2, accumulation=4)
     axes = {axis for layout in AUTO for axis in layout.axes}
-    assert axes == set(vars(ParityLayout())) - {"chunks"}, "auto leaves an axis out"
+    assert axes == set(vars(ParityLayout())) - {"chunks", "compile"}, "auto leaves an axis out"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,98 @@
+"""Compilation of decoder blocks by torch.compile: which runs have it, the cache between runs, and its log lines.
+
+Each block is compiled by itself, as a whole graph, and equal blocks share one (torch calls it regional compilation), so
+that the start takes no longer with more layers. Forward without gradients is not compiled: evaluation and generation
+have shapes of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megalite.config import Config
+from megalite.config.performance_rules import why_not_compiled
+from megalite.parallel import linear
+from megalite.parallel.layers import CompilableBlock
+
+log = logging.getLogger(__name__)
+MOST_GRAPHS = 64  # of one kind of model; torch refuses more than 8 unless told
+# recompute.mode selective, of the bytes that torch's partitioner would keep: it gives up all that costs no product of
+# matrices and no attention; at 0.65 it would give up those too (counted for a block of Llama's proportions)
+SELECTIVE_BUDGET = 0.9
+CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+
+
+def compile_blocks(model: nn.Module, config: Config, device: torch.device) -> None:
+    """Makes the blocks of `model` compile themselves in their first training pass, if the run wants it."""
+    blocks = [module for module in model.modules() if isinstance(module, CompilableBlock)]
+    if not blocks or not _is_wanted(config, device):
+        return
+    import torch._functorch.config as functorch_config
+
+    _set_up_compiler(tells=dist.get_rank() == 0)
+    is_selective = any(block.recompute == "selective" for block in blocks)
+    functorch_config.activation_memory_budget = SELECTIVE_BUDGET if is_selective else 1.0
+    # one function for all blocks, which torch compiles once for each kind
+    compiled = {kind: torch.compile(kind.compute, fullgraph=True, dynamic=False) for kind in {type(b) for b in blocks}}
+    for block in blocks:
+        block.compiled = compiled[type(block)]
+
+
+def _is_wanted(config: Config, device: torch.device) -> bool:
+    if config.performance.compile != "auto":
+        return config.performance.compile == "blocks"
+    if device.type != "cuda":  # where it gains nothing: see docs/design.md
+        return False
+    reason = why_not_compiled(config)
+    if dist.get_rank() == 0:
+        log.info(f"performance.compile auto: blocks are {'compiled' if reason is None else f'not compiled: {reason}'}")
+    return reason is None
+
+
+@cache
+def _set_up_compiler(*, tells: bool) -> None:
+    """Prepares torch's compiler in this process, once."""
+    import torch._dynamo  # imported here, because it takes a second that other runs save
+    from torch._dynamo.callback import on_compile_end, on_compile_start
+
+    torch._dynamo.config.recompile_limit = MOST_GRAPHS
+    torch.compiler.assume_constant_result(linear._cpu_multiplies_bf16)  # asks the machine, which cannot be traced
+    folder = keep_compiled_code()
+    if not tells:
+        return
+    begun: list[float] = []
+
+    def begins(*_: object) -> None:
+        begun.append(time.monotonic())
+
+    def ends(*_: object) -> None:
+        kept = "" if folder is None else f"; the next start finds it in {folder}"
+        log.info(f"performance.compile: compiling took {time.monotonic() - begun.pop():.1f} s{kept}")
+
+    on_compile_start(begins)
+    on_compile_end(ends)
+
+
+def keep_compiled_code() -> Path | None:
+    """Lets the compilers keep what they make in the user's cache, unless the environment names another place.
+
+    torch keys its files by code, versions and hardware, and renames them into place, so ranks and runs share them.
+    Returns the folder; None if it cannot be made, and torch's own is in a temporary folder.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "megalite" / "compiled"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        log.warning(f"performance.compile: compiled code is not kept for the next start: {error}")
+        return None
+    for variable, name in CACHES.items():
+        os.environ.setdefault(variable, str(folder / name))
+    return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])

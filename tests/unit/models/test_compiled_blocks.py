@@ -1,0 +1,232 @@
+"""Decoder blocks compiled as whole graphs, against the eager ones, and what a stale graph would get wrong.
+
+With torch's `aot_eager` backend: the graphs, forward and backward, without the minutes of a compiler. Collectives go to
+a group whose other ranks do not exist, which moves nothing, in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.varlen as varlen
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import models.attention as attention
+from megalite.config import ModelConfig
+from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.layers import BlockInput
+from models.decoder import DecoderBlock
+from tests.helpers.counting import fake_group
+from tests.unit.models.test_attention_inputs import apart, attended
+
+SEQ = 24
+WINDOWS = {"sliding_window": 5, "layer_types": ("sliding_attention", "full_attention")}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"query_key_norm": "per_head"},
+    "olmo2": {"query_key_norm": "full_width", "norm_placement": "post"},
+    "gemma2": {
+        "normalization": "zero_centered_rmsnorm",
+        "norm_placement": "pre_and_post",
+        "attn_logit_softcapping": 3.0,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+    "gpt_neox": {
+        "normalization": "layernorm",
+        "use_parallel_residual": True,
+        "gated_mlp": False,
+        "hidden_act": "gelu",
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "gpt2": {
+        "normalization": "layernorm",
+        "position_embedding": "learned",
+        "gated_mlp": False,
+        "hidden_act": "gelu_new",
+    },
+}
+MODES = [
+    (tp, cut, recompute, packed)
+    for tp, cut, recompute, packed in product((1, 2, 4), (False, True), ("none", "selective", "full"), (False, True))
+    if tp > 1 or not cut
+]
+FEW = {(1, False, "selective", True), (4, True, "full", True)}
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs_from_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def blocks_of(tp: TensorParallel, recompute: Any = "none", **options: Any) -> list[DecoderBlock]:
+    sizes = {"vocab_size": 37, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    model = ModelConfig.model_validate(sizes | options)
+    blocks = [DecoderBlock(model, recompute, layer, tp) for layer in range(2)]
+    draw = torch.Generator().manual_seed(3)
+    for parameter in (parameter for block in blocks for parameter in block.parameters()):
+        torch.nn.init.normal_(parameter, std=0.2, generator=draw)
+    return blocks
+
+
+def compiled(blocks: list[DecoderBlock]) -> CompileCounterWithBackend:
+    """Compiles the blocks as a run does, and counts graphs."""
+    counter = CompileCounterWithBackend("aot_eager")
+    function = torch.compile(DecoderBlock.compute, backend=counter, fullgraph=True, dynamic=False)
+    for block in blocks:
+        block.compiled = function
+    return counter
+
+
+def results(blocks: list[DecoderBlock], seed: int, positions: Tensor | None = None, seq: int = SEQ) -> list[Tensor]:
+    """Hidden states, and the gradients of inputs and weights."""
+    tp, draw = blocks[0].self_attn.tp, torch.Generator().manual_seed(seed)
+    rows = seq // tp.size if tp.sequence_is_cut else seq
+    hidden = torch.randn(2, rows, 32, generator=draw, requires_grad=True)
+    documents = None if positions is None else int((positions == 0).sum())
+    x: Any = BlockInput(hidden, positions, None, documents, {})
+    for block in blocks:
+        block.zero_grad()
+        x = block(x)
+    x.hidden.backward(torch.randn(*x.hidden.shape, generator=draw))
+    gradients = [parameter.grad.clone() for block in blocks for parameter in block.parameters()]  # type: ignore[union-attr]
+    assert hidden.grad is not None
+    return [x.hidden.detach(), hidden.grad, *gradients]
+
+
+def packed(*lengths: int) -> Tensor:
+    return torch.cat([torch.arange(length) for length in lengths]).expand(2, -1)
+
+
+CASES = [
+    pytest.param(
+        kind, *mode, id=f"{kind} {mode}", marks=() if kind == "llama" and mode in FEW else pytest.mark.exhaustive
+    )
+    for kind in KINDS
+    for mode in MODES
+]
+
+
+@pytest.mark.parametrize(("kind", "size", "cut", "recompute", "documents"), CASES)
+def test_equal_blocks_are_one_whole_graph_with_the_eager_results(
+    kind: str, size: int, cut: bool, recompute: str, documents: bool
+) -> None:
+    positions = packed(10, 1, 13) if documents else None
+    with fake_group(size) as group:
+        blocks = blocks_of(TensorParallel(size, 0, group, cut), recompute, **KINDS[kind])
+        expected = results(blocks, 1, positions)
+        counter = compiled(blocks)
+        assert apart(results(blocks, 1, positions), expected) <= 2e-5  # fp32, sums in another order
+        assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
+def test_other_families_are_whole_graphs_too(kind: str) -> None:
+    """One process, which takes a second; `--exhaustive` has all families on all modes."""
+    test_equal_blocks_are_one_whole_graph_with_the_eager_results(kind, 1, False, "none", True)
+
+
+def test_nothing_of_another_micro_batch_is_in_a_graph() -> None:
+    """Documents, angles, windows and shapes of the first micro-batch, as constants of a graph, would be used again."""
+    options = WINDOWS | {"rope_local_base_freq": 100.0}
+    eager, blocks = blocks_of(TensorParallel(), **options), blocks_of(TensorParallel(), **options)
+    counter = compiled(blocks)
+    for seed, positions in enumerate((packed(10, 1, 13), packed(3, 21), packed(24))):
+        assert apart(results(blocks, seed, positions), results(eager, seed, positions)) <= 2e-5
+    assert counter.frame_count <= 2  # a block with a window, one without
+    for seq, positions in ((24, None), (18, None), (18, packed(5, 13))):
+        assert apart(results(blocks, seq, positions, seq), results(eager, seq, positions, seq)) <= 2e-5
+    wider = blocks_of(TensorParallel(), **options | {"sliding_window": 6})
+    expected = results(wider, 1, packed(10, 1, 13))
+    for block, other in zip(blocks, wider, strict=True):
+        other.compiled = block.compiled
+    assert apart(results(wider, 1, packed(10, 1, 13)), expected) <= 2e-5
+
+
+def test_a_stale_graph_is_noticed() -> None:
+    """The comparison above sees a mask that became a constant."""
+    blocks = blocks_of(TensorParallel())
+    compute, first = DecoderBlock.compute, []
+
+    def stale(block: DecoderBlock, hidden: Tensor, inputs: Any, sample_ids: Tensor | None) -> Tensor:
+        first.append(inputs)
+        return compute(block, hidden, first[0], sample_ids)
+
+    expected = results(blocks, 1, packed(3, 21))
+    for block in blocks:
+        block.compiled = stale
+    results(blocks, 0, packed(10, 1, 13))
+    assert apart(results(blocks, 1, packed(3, 21)), expected) > 1e-3
+
+
+def attended_by_loop(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, left: int, scale: float) -> Tensor:
+    lengths = edges.diff().tolist()
+    parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+    return torch.cat([attended(*part, (left, 0), scale) for part in parts])
+
+
+@torch.library.custom_op("test_compiled_blocks::varlen", mutates_args=())
+def _varlen(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, left: int, scale: float) -> Tensor:
+    return attended_by_loop(q, k, v, edges, left, scale)
+
+
+@_varlen.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, left: int, scale: float) -> Tensor:
+    return torch.empty_like(q)
+
+
+@torch.library.custom_op("test_compiled_blocks::varlen_backward", mutates_args=())
+def _varlen_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, edges: Tensor, left: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    def attend(*leaves: Tensor) -> Tensor:
+        return attended_by_loop(*leaves, edges, left, scale)
+
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet()):
+        return torch.func.vjp(attend, q, k, v)[1](grad)  # type: ignore[no-any-return]
+
+
+@_varlen_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, edges: Tensor, left: int, scale: float) -> Any:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_varlen_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None)
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.options = inputs[4:]
+
+
+_varlen.register_autograd(_gradients, setup_context=_keep)
+
+
+def test_documents_by_boundaries_are_one_graph_whatever_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One operation in place of flash attention, as the compiler sees it; each number of documents would else compile
+    again, for seconds in the middle of a run."""
+    eager = blocks_of(TensorParallel())
+    batches = [packed(10, 1, 13), packed(24), packed(3, 4, 5, 6, 6), packed(*[1] * 24)]
+    expected = [results(eager, seed, positions) for seed, positions in enumerate(batches)]
+    monkeypatch.setattr(attention, "why_not_flash", lambda device, dtype, head_dim: None)
+
+    def one_operation(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, *_: Any, scale: float, **options: Any) -> Tensor:
+        assert options["enable_gqa"]
+        return _varlen(q, k, v, edges, options["window_size"][0], scale)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(varlen, "varlen_attn", one_operation)
+    blocks = blocks_of(TensorParallel())
+    counter = compiled(blocks)
+    for seed, positions in enumerate(batches):
+        assert apart(results(blocks, seed, positions), expected[seed]) <= 2e-5
+    assert counter.frame_count == 1
