@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from megalite.config import ConfigError, ModelConfig, load_config
 from megalite.config.model_rules import problem_with_model
+from megalite.config.rules import check_rules
 
 SIZES: dict[str, Any] = {
     "vocab_size": 131,
@@ -153,3 +155,22 @@ def test_a_config_file_is_checked(minimal: Path) -> None:
     with pytest.raises(ConfigError, match=r"num_experts_per_tok 9 is more than model\.num_experts 8"):
         load_config(minimal, ["model.num_experts=8", "model.num_experts_per_tok=9"])
     assert load_config(minimal, ["model.num_experts=8"]).model.num_experts == 8
+
+
+def test_balance_losses_are_for_models_with_experts(tmp_path: Path) -> None:
+    """Silently without effect, they would seem to be on."""
+    path = tmp_path / "run.yaml"
+    values: dict[str, Any] = {
+        "run_dir": "unused",
+        "model": SIZES,
+        "data": {"path": "unused"},
+        "optimizer": {"learning_rate": 0.001},
+        "training": {"global_batch_size": 4, "micro_batch_size": 2, "sequence_length": 33, "steps": 1},
+    }
+    values["training"]["router"] = {"z_loss": 0.1}
+    path.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"router\.z_loss 0\.1 is about experts, but model\.num_experts is null"):
+        check_rules(load_config(path, []), 1, "cpu")
+    values["model"] = SIZES | EXPERTS
+    path.write_text(json.dumps(values))
+    check_rules(load_config(path, []), 1, "cpu")
