@@ -52,13 +52,16 @@ class Grid(PipelineParallelGrid):  # type: ignore[misc]
         return self.get_slice_parallel_group()
 
 
-def tensor_parallel_of(grid: PipelineParallelGrid, sequence_parallel: bool) -> TensorParallel:
+def tensor_parallel_of(
+    grid: PipelineParallelGrid, sequence_parallel: bool, *, sums_parameters_at_step: bool
+) -> TensorParallel:
     """Returns the handle that layers are built with."""
     return TensorParallel(
         size=grid.get_slice_parallel_world_size(),
         rank=grid.get_slice_parallel_rank(),
         group=grid.get_slice_parallel_group(),
         sequence_parallel=sequence_parallel,
+        sums_parameters_at_step=sums_parameters_at_step,
     )
 
 

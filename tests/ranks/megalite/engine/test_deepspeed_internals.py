@@ -215,6 +215,8 @@ class _Asked:
 
     times = 0
 
+    waits = True
+
     def takes(self, loss: Callable[[], float]) -> bool:
         self.times += 1
         return loss() == loss()
