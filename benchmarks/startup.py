@@ -113,12 +113,15 @@ def measure(trees: Sequence[Path], folder: Path, rounds: int) -> tuple[list[Star
     return taken
 
 
-def rows(other: list[Start], mine: list[Start]) -> list[str]:
+def rows(other: list[Start], mine: list[Start], is_quiet: bool) -> list[str]:
     """The table's rows: medians of the parts, and for everything the ratios of the pairs."""
     lines = []
     for part in dict.fromkeys([*other[0], *mine[0]]):
         cells = [part]
         for kind in ("cpu", "wall"):
+            if kind == "wall" and not is_quiet:
+                cells += ["-", "-", "-"]
+                continue
             pair = [[getattr(found[part], kind) for found in side if part in found] for side in (other, mine)]
             cells += [f"{statistics.median(side):.2f}" if side else "-" for side in pair]
             ratios = [now / then for then, now in zip(*pair, strict=False)]
@@ -138,8 +141,8 @@ def report(table: Sequence[str], options: argparse.Namespace, load: tuple[float,
         "",
         f"`python -m benchmarks.startup {options.revision} --rounds {options.rounds} --write`, {date.today()}: "
         f"{model.partition(': ')[2]}, {os.cpu_count()} cores, {packages}, Python {platform.python_version()}. Load "
-        f"before and after: {load[0]:.1f} and {load[1]:.1f}; above the number of cores the wall times say little. What "
-        "is measured and how: the script's docstring.",
+        f"before and after: {load[0]:.1f} and {load[1]:.1f}; above the number of cores wall times say nothing and "
+        "are left out. What is measured and how: the script's docstring.",
         "",
         "| part | CPU s before | CPU s | ratio (quartiles) | wall s before | wall s | ratio (quartiles) |",
         "|---|---:|---:|---|---:|---:|---|",
@@ -165,7 +168,8 @@ def main() -> None:
             taken = measure((other, ROOT), Path(temporary), options.rounds)
         finally:
             subprocess.run([*git, "remove", "--force", str(other)], check=True)
-    text = report(rows(*taken), options, (before, os.getloadavg()[0]))
+    load = before, os.getloadavg()[0]
+    text = report(rows(*taken, is_quiet=max(load) <= (os.cpu_count() or 1)), options, load)
     print(text)
     if options.write:
         notes = RESULTS.read_text().partition(BY_HAND)[2] if RESULTS.exists() else ""
