@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config.errors import ConfigError
-from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megalite.parallel.collectives import TensorParallel, enter_parallel_region, stacked_slices
+from megalite.parallel.linear import ONE_RANK, ColumnParallelLinear, Recomputable, RowParallelLinear
 
 if TYPE_CHECKING:
     from torchao.float8.config import Float8LinearConfig
@@ -63,9 +64,14 @@ class Float8Product:
         self._on_gpu, self._on_cpu = _arguments(config), _arguments(dataclasses.replace(config, emulate=True))
         self._function = _function()
 
-    def __call__(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None) -> Tensor:
-        """`[..., in]` -> `[..., out]`."""
-        y = self._function.apply(x, weight.t(), *(self._on_gpu if x.is_cuda else self._on_cpu))
+    def __call__(
+        self, x: Tensor | Recomputable, weight: nn.Parameter, bias: Tensor | None, tp: TensorParallel = ONE_RANK
+    ) -> Tensor:
+        """Computes what `linear` does, in the same order. The input is kept, whole: torchao's backward neither computes
+        it again nor leaves room for a collective between its products."""
+        value = x.value if isinstance(x, Recomputable) else x
+        value = stacked_slices(enter_parallel_region(value, tp), tp)
+        y = self._function.apply(value, weight.t(), *(self._on_gpu if value.is_cuda else self._on_cpu))
         return y if bias is None else y + bias
 
 
