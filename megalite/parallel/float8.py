@@ -67,9 +67,10 @@ class Float8Product:
     def __call__(
         self, x: Tensor | Recomputable, weight: nn.Parameter, bias: Tensor | None, tp: TensorParallel = ONE_RANK
     ) -> Tensor:
-        """`[..., in]` -> `[..., out]`, with the arguments of `megalite.parallel.linear.linear`; keeps x itself."""
-        x = gathered_slices(x.value if isinstance(x, Recomputable) else x, tp)
-        y = self._function.apply(x, weight.t(), *(self._on_gpu if x.is_cuda else self._on_cpu))
+        """Computes what `linear` does, in the same order. The input is kept, whole: torchao's backward neither computes
+        it again nor leaves room for a collective between its products."""
+        value = gathered_slices(x.value if isinstance(x, Recomputable) else x, tp)
+        y = self._function.apply(value, weight.t(), *(self._on_gpu if value.is_cuda else self._on_cpu))
         return y if bias is None else y + bias
 
 
