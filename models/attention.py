@@ -18,7 +18,7 @@ from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel, gather_heads
 from megalite.parallel.dropout import Dropout
 from megalite.parallel.layers import Recompute, recomputed
-from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear, multipliable
+from megalite.parallel.linear import ColumnParallelLinear, Recomputable, RowParallelLinear, multipliable
 from megalite.parallel.norm import NORMS, FullWidthRMSNorm
 from models.rope import Rope, fixed_rotation, rope_of_layer, rotation
 
@@ -173,7 +173,7 @@ class Attention(nn.Module):
             self.k_norm = FullWidthRMSNorm(kv_size, model.rms_norm_eps, tp)
         self.dropout = Dropout(model.attention_dropout, tp)
 
-    def forward(self, hidden: Tensor, positions: Tensor | None, sample_ids: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor | Recomputable, positions: Tensor | None, sample_ids: Tensor | None) -> Tensor:
         """`[batch, seq(/tp), hidden]` -> the same."""
         qkv = self.qkv_proj(hidden)  # [batch, seq, (heads + 2 kv_heads) * head_dim / tp]
         if self.norms == "full_width":
@@ -184,12 +184,17 @@ class Attention(nn.Module):
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
         if self.kv_is_gathered:
             qkv = self._whole_kv_head(qkv)
-        if self.recompute == "selective" and torch.is_grad_enabled():
-            # Korthikanti 2022, section 5: the activations inside attention are large and cheap to recompute
+        if self.recompute == "selective" and self.computes_scores and torch.is_grad_enabled():
+            # Korthikanti 2022, section 5: scores are large and cheap to recompute. Fused attention keeps none
             context = recomputed(self._attend, qkv, positions, sample_ids)
         else:
             context = self._attend(qkv, positions, sample_ids)
         return self.o_proj(context)
+
+    @property
+    def computes_scores(self) -> bool:
+        """True where fused attention does not do: all scores are in memory."""
+        return self.dropout.is_active or self.softcap is not None
 
     def _whole_kv_head(self, qkv: Tensor) -> Tensor:
         """Gathers slices of key/value heads into the one whole head that this rank's queries attend to."""
@@ -208,7 +213,7 @@ class Attention(nn.Module):
             reach = 0 if self.window is None else self.window + q.shape[2] - 1
             k, v = (x[:, :, -reach:].to(q.dtype) for x in self.cache.append(k, v))
         mask = self._mask(q.shape[2], k.shape[2], positions, q.device)
-        if self.dropout.is_active or self.softcap is not None:
+        if self.computes_scores:
             context = self._attend_explicitly(q, k, v, mask, sample_ids)
         else:
             shared = mask is not None and positions is None

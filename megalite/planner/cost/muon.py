@@ -1,4 +1,4 @@
-"""The costs that Muon adds to a step: the numbers it keeps one moment of, gathers and makes orthogonal."""
+"""Costs that Muon adds to a step: the numbers it keeps one moment of, gathers and makes orthogonal (engine/muon.py)."""
 
 from __future__ import annotations
 
