@@ -2,7 +2,7 @@
 
 In: this rank's flat partitions of weights and gradients, and which matrices lie where in the buckets that replicas cut
 into them. A matrix is one of Hugging Face's: q, k and v, or gate and up, each for itself although they are sections of
-one parameter; experts may be stacked `[experts, rows, columns]`. What is no matrix of a block is stepped on by AdamW.
+one parameter, and each expert of a stack. What is no matrix of a block is stepped on by AdamW.
 
 Momentum is elementwise, on the own partition. Its update is gathered in bf16, the format in which it is made orthogonal
 anyway: a bucket over the replicas, and of that the matrices that overlap the own partition over the tensor-parallel
@@ -12,7 +12,7 @@ ranks. Each rank makes those whole matrices orthogonal and takes its own numbers
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod, sqrt
 from typing import Any
@@ -32,7 +32,6 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, steepest a
 ITERATIONS = 5
 SMALLEST_NORM = 1e-7
 STACKED_AT_ONCE = 1 << 26  # numbers of equally large matrices in one batch of products
-Experts = slice  # experts of a stack; a matrix alone is a stack of one
 
 
 def is_orthogonalized(shard: Shard) -> bool:
@@ -41,8 +40,8 @@ def is_orthogonalized(shard: Shard) -> bool:
 
 
 def rate_factor(shape: Sequence[int], adjust_lr: str) -> float:
-    """Returns the factor on the learning rate of a matrix `[..., rows, columns]`, as `torch.optim.Muon` has it."""
-    rows, columns = shape[-2:]
+    """Returns the factor on the learning rate of a matrix `[rows, columns]`, as `torch.optim.Muon` has it."""
+    rows, columns = shape
     return 0.2 * sqrt(max(rows, columns)) if adjust_lr == "match_rms_adamw" else sqrt(max(1.0, rows / columns))
 
 
@@ -63,7 +62,6 @@ class OwnPartition:
     gathered: slice  # of the bucket: the parameters that overlap the partition, whole
     sources: list[MatrixSource]
     own: list[tuple[slice, RangePiece]]  # of the partition; its blocks of global matrices
-    experts: dict[str, Experts]  # by the name of a matrix: those that overlap the partition
 
     @classmethod
     def of(cls, group: FlatGroup, rank: int, replicas: int) -> OwnPartition:
@@ -86,18 +84,17 @@ class OwnPartition:
                 for tensor_rank in range(shard.tensor_parallel_size)
                 for piece in replace(shard, tensor_parallel_rank=tensor_rank).pieces()
             ]
-        return cls(gathered, sources, own, dict(_experts(own)))
+        names = {piece.name for _, piece in own}
+        return cls(gathered, [source for source in sources if source.piece.name in names], own)
 
     def matrices(self, updates: Tensor) -> dict[str, Tensor]:
-        """Returns the whole stacks `[experts, rows, columns]` that overlap the partition, by name, without padding.
+        """Returns the whole matrices that overlap the partition, by name, without padding.
 
         `updates` `[tensor_parallel_size, numbers]` are all ranks' numbers of `gathered`.
         """
         whole: dict[str, Tensor] = {}
         for source in self.sources:
             piece = source.piece
-            if piece.name not in self.experts:
-                continue
             local = updates[source.tensor_rank, source.start : source.start + prod(source.shape)].view(source.shape)
             if len(updates) == 1:
                 whole[piece.name] = local[piece.target]
@@ -105,15 +102,7 @@ class OwnPartition:
             if piece.name not in whole:
                 whole[piece.name] = updates.new_empty(piece.shape)
             whole[piece.name][piece.source] = local[piece.target]
-        return {name: matrix.view(-1, *matrix.shape[-2:])[self.experts[name]] for name, matrix in whole.items()}
-
-
-def _experts(own: Iterable[tuple[slice, RangePiece]]) -> Iterator[tuple[str, Experts]]:
-    bounds: dict[str, list[slice]] = defaultdict(list)
-    for _, piece in own:
-        bounds[piece.name].append(piece.source[0] if len(piece.shape) > 2 else slice(0, 1))
-    for name, slices in bounds.items():
-        yield name, slice(min(s.start for s in slices), max(s.stop for s in slices))
+        return whole
 
 
 class Muon(CompactAdamW):
@@ -150,10 +139,12 @@ class Muon(CompactAdamW):
             return
         taken: Tensor | float = 1.0 if self.found_inf is None else 1.0 - self.found_inf
         mine = self._partitions[weights]
-        matrices = mine.matrices(self._gathered(self._update_of_momentum(weights, taken), mine))
+        updates = self._gathered(self._update_of_momentum(weights, taken), mine)
+        matrices = orthogonalized(mine.matrices(updates))
         rate = group["lr"]
         weights.mul_(1.0 - rate * group["weight_decay"] * taken)
-        for (where, piece), update in zip(mine.own, _own_blocks(mine, orthogonalized(matrices)), strict=True):
+        for where, piece in mine.own:
+            update = matrices[piece.name][piece.source]
             piece.of(weights[where]).add_(update, alpha=-rate * rate_factor(piece.shape, self._adjust_lr))
 
     def _update_of_momentum(self, weights: Tensor, taken: Tensor | float) -> Tensor:
@@ -186,35 +177,19 @@ def _all_gather(numbers: Tensor, count: int, group: dist.ProcessGroup | None) ->
     return whole
 
 
-def _own_blocks(mine: OwnPartition, matrices: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    """Yields the block of each of `mine.own` in the matrices, of which there are those of `mine.experts`."""
-    for _, piece in mine.own:
-        first = mine.experts[piece.name].start
-        matrix = matrices[piece.name]
-        if len(piece.shape) > 2:
-            experts, *inside = piece.source
-            yield matrix[(slice(experts.start - first, experts.stop - first), *inside)]
-        else:
-            yield matrix[0][piece.source]
-
-
-def orthogonalized(stacks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Makes each matrix of stacks `[n, rows, columns]` in bf16 nearly orthogonal; equally large ones in one batch."""
-    alike: dict[tuple[int, int], list[tuple[str, int, Tensor]]] = defaultdict(list)
-    results = {name: torch.empty_like(stack) for name, stack in stacks.items()}
-    for name, stack in stacks.items():
-        rows, columns = stack.shape[-2:]
-        for index, matrix in enumerate(stack):
-            wide = matrix if rows <= columns else matrix.mT
-            alike[(min(rows, columns), max(rows, columns))].append((name, index, wide))
-    for shape, entries in alike.items():
+def orthogonalized(matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Makes matrices in bf16 nearly orthogonal; equally large ones, tall and wide, in one batch."""
+    alike: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for name, matrix in matrices.items():
+        alike[min(matrix.shape), max(matrix.shape)].append(name)
+    results: dict[str, Tensor] = {}
+    for shape, names in alike.items():
         at_once = max(1, STACKED_AT_ONCE // prod(shape))
-        for first in range(0, len(entries), at_once):
-            batch = entries[first : first + at_once]
-            found = newton_schulz(torch.stack([wide for *_, wide in batch]))
-            for (name, index, _), matrix in zip(batch, found, strict=True):
-                target = results[name][index]
-                target.copy_(matrix if target.shape == matrix.shape else matrix.mT)
+        for first in range(0, len(names), at_once):
+            batch = names[first : first + at_once]
+            wide = [matrices[name] if matrices[name].shape == shape else matrices[name].mT for name in batch]
+            for name, matrix in zip(batch, newton_schulz(torch.stack(wide)), strict=True):
+                results[name] = matrix if matrices[name].shape == shape else matrix.mT
     return results
 
 

@@ -90,9 +90,9 @@ def sections_are_one_matrix() -> None:
         names = [name for name in stacks if name.endswith(("gate_proj.weight", "up_proj.weight"))]
         if len(names) < 2:
             return orthogonalized(stacks)
-        both = orthogonalized({"both": torch.cat([stacks[name] for name in names[:2]], dim=1)})["both"]
+        both = orthogonalized({"both": torch.cat([stacks[name] for name in names[:2]])})["both"]
         found = orthogonalized(stacks)
-        found |= dict(zip(names[:2], both.split([stacks[name].shape[1] for name in names[:2]], dim=1), strict=True))
+        found |= dict(zip(names[:2], both.split([len(stacks[name]) for name in names[:2]]), strict=True))
         return found
 
     muon.orthogonalized = joined

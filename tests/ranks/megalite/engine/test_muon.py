@@ -97,6 +97,7 @@ def _skipped_and_scaled(rank: int, case: Case) -> dict[str, Any]:
             tensor.detach().copy_(value)
 
     before = state()
+    optimizer.grad_scale = None
     optimizer.found_inf = torch.tensor(1.0)
     skipped = step(float("nan"))
     optimizer.found_inf = torch.tensor(0.0)
