@@ -2,6 +2,7 @@
 
     python benchmarks/train_step.py                         # both precisions; writes benchmarks/results/train_step.md
     python benchmarks/train_step.py --dtype bf16 --turns 5  # a look, printed only
+    python benchmarks/train_step.py --against HEAD~1        # this checkout and a revision of it; printed only
 
 Shape: Llama, hidden 384, 8 layers, 6 heads, 2 kv heads, ffn 1024, vocab 8192; 4 sequences of 256 tokens a step. One
 process and all cores this process may use, per side:
@@ -9,7 +10,9 @@ process and all cores this process may use, per side:
 - megalite: `build_engine` and `train_step`, ZeRO-1 on a DeepSpeed engine, as a user's run of world size one, once in
   the environment that `megalite train` gives its ranks and once in a bare one;
 - plain: transformers' LlamaForCausalLM (sdpa), `clip_grad_norm_`, torch.optim.AdamW, both as they come, in a bare
-  environment. Its bf16 is a bf16 model with bf16 moments; megalite keeps fp32 weights and accumulates in fp32 besides.
+  environment. Its bf16 is a bf16 model with bf16 moments; megalite keeps fp32 weights and accumulates in fp32 besides;
+- with `--against`, the revision's megalite, in a worktree of its own with the same packages; ratios are then those of
+  the revision to this checkout, and exit code 1 says that one by wall or CPU time is below 0.99.
 
 The sides take turns of a few steps, and the one whose turn it is not is stopped (SIGSTOP: its threads may spin).
 A ratio is the median over the rounds of plain / megalite, so that what else the machine does hits both alike.
@@ -29,14 +32,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results" / "train_step.md"
+BEFORE = "megalite, the revision"
+LEAST_RATIO = 0.99  # of a revision to this checkout
 SIDES = ("plain", "megalite", "megalite, bare environment")
 MODEL = {
     "vocab_size": 8192,
@@ -65,12 +72,13 @@ class Turn:
 class Side:
     """A process that trains when told to and is stopped otherwise."""
 
-    def __init__(self, name: str, dtype: str, threads: int) -> None:
+    def __init__(self, name: str, dtype: str, threads: int, tree: Path = ROOT) -> None:
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "GLIBC_", "MALLOC_"))}
-        if name == "megalite":
+        if name in ("megalite", BEFORE):
             environment |= launcher_environment()
-        environment |= {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"}
-        command = [sys.executable, __file__, "--side", name.partition(",")[0], "--dtype", dtype]
+        environment |= {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(tree)}
+        side = "plain" if name == "plain" else "megalite"
+        command = [sys.executable, __file__, "--side", side, "--dtype", dtype, "--tree", str(tree)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         self._answer()  # built and warm
         self.process.send_signal(signal.SIGSTOP)
@@ -105,12 +113,14 @@ def launcher_environment() -> dict[str, str]:
     return rank_environment(LaunchConfig(), ranks=1, on_gpu=False)[0]
 
 
-def serve(side: str, dtype: str) -> None:
+def serve(side: str, dtype: str, tree: Path) -> None:
     """A side's process: builds, warms up, then answers each number of steps on stdin with one line of JSON."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not be taken for an answer
     importlib.import_module("torch._dynamo")  # torch.optim does so at its first use: memory of neither side's steps
     step, imports_kib = (plain_loop if side == "plain" else megalite_engine)(dtype)
+    imported = sys.modules.get("megalite")
+    assert imported is None or Path(imported.__path__[0]).parent == tree, f"{imported} is not that of {tree}"
     for _ in range(WARM_UP_STEPS):
         loss = step()
     print("null", file=answers, flush=True)
@@ -208,10 +218,10 @@ def megalite_engine(dtype: str) -> tuple[Callable[[], float], int]:
     return step, imports_kib
 
 
-def compare(dtype: str, turns: int, steps: int, threads: int) -> dict[str, list[Turn]]:
-    """Every side's turns, taken round by round."""
-    sides = {name: Side(name, dtype, threads) for name in SIDES}
-    taken: dict[str, list[Turn]] = {name: [] for name in SIDES}
+def compare(dtype: str, turns: int, steps: int, threads: int, trees: dict[str, Path]) -> dict[str, list[Turn]]:
+    """Every side's turns, taken round by round; `trees` has the checkout of each."""
+    sides = {name: Side(name, dtype, threads, tree) for name, tree in trees.items()}
+    taken: dict[str, list[Turn]] = {name: [] for name in sides}
     try:
         for _ in range(turns):
             for name, side in sides.items():
@@ -223,10 +233,10 @@ def compare(dtype: str, turns: int, steps: int, threads: int) -> dict[str, list[
 
 
 def rows(dtype: str, taken: dict[str, list[Turn]]) -> list[str]:
-    """The table's rows of one precision."""
-    result = []
+    """The table's rows of one precision: ratios are those of the first side to the others."""
+    result, first = [], next(iter(taken.values()))
     for name, own in taken.items():
-        pairs = list(zip(taken["plain"], own, strict=True))
+        pairs = list(zip(first, own, strict=True))
         cells = [
             dtype,
             name,
@@ -239,6 +249,39 @@ def rows(dtype: str, taken: dict[str, list[Turn]]) -> list[str]:
         ]
         result.append(f"| {' | '.join(cells)} |")
     return result
+
+
+def least_ratio(before: list[Turn], here: list[Turn]) -> float:
+    """Returns the smaller of the median ratios by wall and CPU time of a revision to this checkout."""
+    pairs = list(zip(before, here, strict=True))
+    return min(
+        statistics.median(one.wall_s / two.wall_s for one, two in pairs),
+        statistics.median(one.cpu_s / two.cpu_s for one, two in pairs),
+    )
+
+
+@contextmanager
+def worktree(revision: str) -> Iterator[Path]:
+    """A checkout of a revision of this repository, for as long as it is used."""
+    with tempfile.TemporaryDirectory() as temporary:
+        tree, git = Path(temporary) / "tree", ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--detach", "--quiet", str(tree), revision], check=True)
+        try:
+            yield tree
+        finally:
+            subprocess.run([*git, "remove", "--force", str(tree)], check=True)
+
+
+def against(revision: str, dtypes: list[str], options: argparse.Namespace, threads: int) -> bool:
+    """Prints this checkout beside a revision of it; returns whether it is nowhere slower."""
+    least = []
+    with worktree(revision) as tree:
+        for dtype in dtypes:
+            taken = compare(dtype, options.turns, options.steps, threads, {BEFORE: tree, "megalite": ROOT})
+            print("\n".join(rows(dtype, taken)), flush=True)
+            least.append(least_ratio(*taken.values()))
+    print(f"least ratio of {revision} to this checkout: {min(least):.3f}, to be {LEAST_RATIO} at least")
+    return min(least) >= LEAST_RATIO
 
 
 def report(table: list[str], turns: int, steps: int, threads: int) -> str:
@@ -266,15 +309,19 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="one precision only; the results file stays")
     parser.add_argument("--turns", type=int, default=25, help="rounds in which every side has its turn")
     parser.add_argument("--steps", type=int, default=2, help="training steps of a turn")
+    parser.add_argument("--against", metavar="REVISION", help="compare with a revision instead; the results file stays")
     parser.add_argument("--side", choices=("plain", "megalite"), help=argparse.SUPPRESS)
+    parser.add_argument("--tree", type=Path, default=ROOT, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        serve(options.side, options.dtype)
+        serve(options.side, options.dtype, options.tree)
         return
     threads = len(os.sched_getaffinity(0))
-    table = []
-    for dtype in [options.dtype] if options.dtype else ["fp32", "bf16"]:
-        table += rows(dtype, compare(dtype, options.turns, options.steps, threads))
+    table, dtypes = [], [options.dtype] if options.dtype else ["fp32", "bf16"]
+    if options.against:
+        sys.exit(0 if against(options.against, dtypes, options, threads) else 1)
+    for dtype in dtypes:
+        table += rows(dtype, compare(dtype, options.turns, options.steps, threads, dict.fromkeys(SIDES, ROOT)))
     text = report(table, options.turns, options.steps, threads)
     print(text)
     if not options.dtype:

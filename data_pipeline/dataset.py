@@ -99,6 +99,14 @@ class PackedSamples:
         self._check_ids(tokens, block)
         return _packed(tokens, starts)
 
+    def count_valid_targets(self, k: int) -> int:
+        """Returns how many targets of sample k are no first token of a document; reads no tokens."""
+        starts, done = set(), 0
+        for corpus, low, high in self._spans(self._block(k) * self.sequence_length, self.sequence_length + 1):
+            starts.update((_starts_between(corpus, low, high) + done).tolist())  # empty documents share a start
+            done += high - low
+        return self.sequence_length - len(starts - {0})
+
     def documents(self, k: int) -> list[DocumentRange]:
         """Returns the documents that sample k holds tokens of, its last target included, in the order of the stream.
 
@@ -154,11 +162,7 @@ class PackedSamples:
         done = 0
         for corpus, low, high in self._spans(begin, count):
             tokens[done : done + high - low] = corpus.tokens[low:high]
-            width = corpus.dtype.itemsize
-            offsets = corpus.document_offsets  # unaligned in the file: searchsorted would copy all of it
-            first = bisect_left(offsets, low * width)
-            last = bisect_left(offsets, high * width, lo=first)
-            starts.append(offsets[first:last] // width + (done - low))
+            starts.append(_starts_between(corpus, low, high) + done)
             done += high - low
         return tokens, np.concatenate(starts)
 
@@ -195,6 +199,15 @@ class PackedSamples:
         ]
         packing = [self.sequence_length, self.split, self.held_out_fraction]
         return hashlib.sha256(json.dumps(["packed-1", contents, packing]).encode()).hexdigest()
+
+
+def _starts_between(corpus: IndexedTokens, low: int, high: int) -> NDArray[np.int64]:
+    """Returns where documents start among the tokens [low, high) of a corpus, counted from `low`."""
+    width, offsets = corpus.dtype.itemsize, corpus.document_offsets
+    first = bisect_left(offsets, low * width)  # unaligned in the file: searchsorted would copy all of it
+    last = bisect_left(offsets, high * width, lo=first)
+    starts: NDArray[np.int64] = offsets[first:last] // width - low
+    return starts
 
 
 def _packed(tokens: NDArray[np.int64], starts: NDArray[np.int64]) -> Sample:

@@ -34,6 +34,7 @@ class TokenBatch:
     targets: NDArray[np.int64]  # [B, S]; IGNORED_TARGET at the end of a document, with document_mask
     positions: NDArray[np.int64] | None  # [B, S]; None without document_mask: 0 ... S - 1
     samples: NDArray[np.int64]  # [B] numbers in the run's order; a sample seen again in another epoch has another one
+    global_valid_targets: int  # of the global batch, on all replicas: targets that are not IGNORED_TARGET
 
 
 @dataclass(frozen=True)
@@ -62,22 +63,22 @@ class BatchPlan:
 def global_batch(samples: PackedSamples, plan: BatchPlan, consumed_samples: int) -> list[TokenBatch]:
     """Returns the micro-batches of this rank in the step after `consumed_samples` samples."""
     share = plan.global_batch_size // plan.data_parallel_size
-    first = consumed_samples + plan.data_parallel_rank * share
-    return [
-        _micro_batch(samples, start, plan.micro_batch_size, plan.document_mask)
-        for start in range(first, first + share, plan.micro_batch_size)
-    ]
+    first, valid = consumed_samples + plan.data_parallel_rank * share, plan.global_batch_size * samples.sequence_length
+    if plan.document_mask:  # from the index alone, so that no replica has to ask the others
+        stop = consumed_samples + plan.global_batch_size
+        valid = sum(samples.count_valid_targets(k) for k in range(consumed_samples, stop))
+    return [_micro_batch(samples, start, plan, valid) for start in range(first, first + share, plan.micro_batch_size)]
 
 
-def _micro_batch(samples: PackedSamples, first: int, size: int, document_mask: bool) -> TokenBatch:
-    numbers = np.arange(first, first + size)
+def _micro_batch(samples: PackedSamples, first: int, plan: BatchPlan, valid: int) -> TokenBatch:
+    numbers = np.arange(first, first + plan.micro_batch_size)
     chosen = [samples.sample(k) for k in numbers.tolist()]
     tokens = np.stack([sample.tokens for sample in chosen])  # [B, S + 1]
     inputs, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()  # copies: targets are written to below
-    if not document_mask:
-        return TokenBatch(inputs, targets, None, numbers)
+    if not plan.document_mask:
+        return TokenBatch(inputs, targets, None, numbers, valid)
     targets[~np.stack([sample.target_is_valid for sample in chosen])] = IGNORED_TARGET
-    return TokenBatch(inputs, targets, np.stack([sample.positions for sample in chosen]), numbers)
+    return TokenBatch(inputs, targets, np.stack([sample.positions for sample in chosen]), numbers, valid)
 
 
 def prefetched_batches(

@@ -56,7 +56,7 @@ from launch.runtime.rank_process import be_deterministic, choose_interface, is_u
 from launch.runtime.startup_progress import StartupProgress
 from launch.trainer.checkpoint_hooks import CheckpointHooks, manifest_maker
 from launch.trainer.data import evaluation_batches, open_data, training_batches
-from launch.trainer.prediction_tracker import PredictionTracker, memory_of_ranks
+from launch.trainer.prediction_tracker import PredictionTracker, look_up_machine, memory_of_ranks
 from launch.trainer.rank_devices import check_memory_of_ranks, devices_in_words, devices_of_ranks
 from launch.trainer.resume import RunSetup, agree_on_start, checkpoints_of, load_state
 from launch.trainer.run_config import load_run_config, with_layout_for_all
@@ -182,6 +182,9 @@ def run(
     if rank.rank == 0:
         lock = lock_run_folder(config, patience_s, shared=flags.shared_run_dir)
     heartbeat = _start_heartbeat(config, rank, exit_stack)  # before the long imports
+    lookup = None
+    if rank.rank == 0 and os.environ.get("DS_ACCELERATOR") == "cpu" and not config.unresolved_options:
+        lookup = look_up_machine(rank, on_cpu=True)  # a CPU is measured beside the imports, which leave cores idle
     progress.begin("loading PyTorch and DeepSpeed")
     import torch
 
@@ -211,7 +214,7 @@ def run(
         activity, config.watchdog, config.run_dir, launch, HUNG_CODE, record_hang, tuple(ENDINGS)
     ) as watchdog:
         data = open_data(config)
-        prediction = PredictionTracker(config, layout, rank, device)
+        prediction = PredictionTracker(config, layout, rank, device, lookup)
         progress.begin("looking for a checkpoint and checking its files")
         start = agree_on_start(config, rank, data, activity, flags)
         config = start.counted(config)

@@ -17,7 +17,7 @@ from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel, gather_heads
 from megalite.parallel.dropout import Dropout
 from megalite.parallel.layers import BlockInput, Recompute, recomputed
-from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear, multipliable
+from megalite.parallel.linear import ColumnParallelLinear, Recomputable, RowParallelLinear, multipliable
 from megalite.parallel.norm import NORMS, FullWidthRMSNorm
 from models.attention_inputs import (
     AttentionChoice,
@@ -196,7 +196,7 @@ class Attention(nn.Module):
             return "explicit"
         return "varlen" if is_free and is_masked and why_not_flash(device, dtype, self.head_dim) is None else "fused"
 
-    def forward(self, hidden: Tensor, inputs: AttentionInputs, sample_ids: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor | Recomputable, inputs: AttentionInputs, sample_ids: Tensor | None) -> Tensor:
         """`[batch, seq(/tp), hidden]` -> the same."""
         qkv = self.qkv_proj(hidden)  # [batch, seq, (heads + 2 kv_heads) * head_dim / tp]
         if self.norms == "full_width":
@@ -208,8 +208,9 @@ class Attention(nn.Module):
         if self.kv_is_gathered:
             qkv = self._whole_kv_head(qkv)
         # compiled, the compiler recomputes what is cheap: `megalite.engine.compilation`
-        if self.recompute == "selective" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # Korthikanti 2022, section 5: the activations inside attention are large and cheap to recompute
+        is_eager = not torch.compiler.is_compiling()
+        if is_eager and self.recompute == "selective" and inputs.kernel == "explicit" and torch.is_grad_enabled():
+            # Korthikanti 2022, section 5: scores are large and cheap to recompute. Fused attention keeps none
             context = recomputed(self._attend, qkv, inputs, sample_ids)
         else:
             context = self._attend(qkv, inputs, sample_ids)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +22,10 @@ from megalite.parallel.activation_offload import ActivationOffload
 from megalite.parallel.collectives import TensorParallel, replicated_parameter
 from megalite.parallel.dropout import Dropout
 from megalite.parallel.layers import BlockInput, CompilableBlock, LayerSpec, Recompute, recomputed
-from megalite.parallel.linear import VocabParallelEmbedding, sharded_parameter
+from megalite.parallel.linear import VocabParallelEmbedding, replicated_weight, sharded_parameter
 from megalite.parallel.mesh import block_cost, head_cost
 from megalite.parallel.norm import NORMS
-from megalite.parallel.shard import Shard, replicated
+from megalite.parallel.shard import Shard
 from models.attention import Attention
 from models.attention_inputs import AttentionChoice, AttentionInputs
 from models.experts import SparseMLP
@@ -111,7 +111,7 @@ class PositionEmbedding(nn.Module):
         super().__init__()
         self.tp = tp
         shape = (model.max_position_embeddings, model.hidden_size)
-        self.weight = sharded_parameter(replicated(shape, tp.size, tp.rank, "normal"))
+        self.weight = replicated_weight(shape, tp, "normal")
         self.dropout = Dropout(model.embedding_dropout, tp)
         self.offset = 0  # position of the first token if the input has no positions; generation continues a cache
 
@@ -179,7 +179,7 @@ class DecoderBlock(CompilableBlock):
         self.self_attn = Attention(model, layer, tp, recompute, attention)
         self._add_norm(self.norms.attention_output, model, tp)
         self._add_norm(self.norms.mlp_input, model, tp)
-        self.mlp = (SparseMLP if model.has_experts(layer) else MLP)(model, tp)
+        self.mlp = SparseMLP(model, tp) if model.has_experts(layer) else MLP(model, tp, recompute)
         self._add_norm(self.norms.mlp_output, model, tp)
         self.attention_output_dropout = Dropout(model.residual_dropout, tp)
         self.mlp_output_dropout = Dropout(model.residual_dropout, tp)
@@ -207,14 +207,17 @@ class DecoderBlock(CompilableBlock):
 
     def compute(self, hidden: Tensor, inputs: AttentionInputs, sample_ids: Tensor | None) -> Tensor:
         """Computes the block, `[batch, seq(/tp), hidden]` -> the same."""
-        attended = self.self_attn(self._normed(self.norms.attention_input, hidden), inputs, sample_ids)
+        # what norms put out, which projections can compute again from their input; compiled, the compiler does
+        is_kept = self.recompute != "selective" or torch.compiler.is_compiling()
+        normed = self._normed(self.norms.attention_input, hidden, is_kept)
+        attended = self.self_attn(normed, inputs, sample_ids)
         attended = self.attention_output_dropout(self._normed(self.norms.attention_output, attended), sample_ids)
         # residuals are added in place, to results of GEMMs and norms that nothing else reads
         if not self.is_parallel:
             hidden = attended.add_(hidden)
-        fed_forward = self.mlp(self._normed(self.norms.mlp_input, hidden))
+        fed_forward = self.mlp(self._normed(self.norms.mlp_input, hidden, is_kept or not isinstance(self.mlp, MLP)))
         fed_forward = self.mlp_output_dropout(self._normed(self.norms.mlp_output, fed_forward), sample_ids)
         return fed_forward.add_(attended).add_(hidden) if self.is_parallel else fed_forward.add_(hidden)
 
-    def _normed(self, norm: str | None, x: Tensor) -> Tensor:
-        return x if norm is None else getattr(self, norm)(x)
+    def _normed(self, norm: str | None, x: Tensor, is_kept: bool = True) -> Any:
+        return x if norm is None else getattr(self, norm)(x, is_kept=is_kept)

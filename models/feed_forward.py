@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel
-from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megalite.parallel.layers import Recompute
+from megalite.parallel.linear import ColumnParallelLinear, Recomputable, RowParallelLinear
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -31,20 +32,28 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 class MLP(nn.Module):
-    """Feed-forward layer, gated (two fused projections) or plain; features are cut over the ranks."""
+    """Feed-forward layer, gated (two fused projections) or plain; features are cut over the ranks.
 
-    def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
+    Selective recomputation keeps the activation's input and not its output.
+    """
+
+    def __init__(self, model: ModelConfig, tp: TensorParallel, recompute: Recompute) -> None:
         super().__init__()
+        # relu keeps its output and not its input
+        self.is_activation_kept = recompute != "selective" or not (model.gated_mlp or model.hidden_act != "relu")
         size, bias = model.intermediate_size, model.mlp_bias
         self.activation = gated(model.hidden_act) if model.gated_mlp else ACTIVATIONS[model.hidden_act]
         sections = {"gate_proj": size, "up_proj": size} if model.gated_mlp else {"up_proj": size}
         self.up_projections = ColumnParallelLinear(model.hidden_size, sections, bias, tp)
         self.down_proj = RowParallelLinear(size, model.hidden_size, bias, tp)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor | Recomputable) -> Tensor:
         """`[batch, seq(/tp), hidden]` -> the same."""
         features = self.up_projections(hidden)  # [batch, seq, (2) * intermediate / tp]
-        return self.down_proj(self.activation(features))
+        active = self.activation(features)
+        if self.is_activation_kept or torch.compiler.is_compiling():
+            return self.down_proj(active)
+        return self.down_proj(Recomputable(active, self.activation, (features.detach(),)))
 
 
 def gated(hidden_act: str) -> Activation:

@@ -57,9 +57,12 @@ class MicroBatchGradients:
         self._sums[parameter] = self._sums[parameter].add_(both) if parameter in self._sums else both
 
     def errors(self, parameter: nn.Parameter, mean: Tensor) -> Tensor:
-        """Returns the error of each entry of `mean`, the optimizer's gradient; collective over the replicas."""
+        """Returns the error of each entry of `mean`, the optimizer's gradient; collective over the replicas, and over
+        the tensor-parallel ranks where each has a part."""
         self._unite_tied()
         both = self._both(parameter)
+        if getattr(parameter, "is_summed_at_step", False):
+            dist.all_reduce(both, group=self._engine.tensor_parallel_group())
         dist.all_reduce(both, group=self._engine.data_parallel_group())
         scale = loss_scale(self._engine)
         total, size = both / (self._engine.mesh.data_parallel_size * scale)

@@ -10,6 +10,7 @@ import signal
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 import numpy.random
+import torch._dynamo  # by recomputation and by ZeRO-3, in each rank again if it were not here
 
 import launch.parity.rank
 import megalite.engine.parameter_state

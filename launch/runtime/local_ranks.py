@@ -27,6 +27,8 @@ MALLOC_TUNABLES = (
     "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184:glibc.malloc.hugetlb=1"
 )
 THREADS = "OMP_NUM_THREADS"
+# torch takes the first one of these that is set
+ALLOCATOR_OPTIONS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 LEFT_RANKS_S = 30.0  # for the other ranks when one has failed: they may still explain why, or write a checkpoint
 OUT_OF_MEMORY = ", which the kernel sends when memory runs out: `dmesg` says whether it did"
 
@@ -51,6 +53,11 @@ def rank_environment(
     if options.malloc_tunables:
         wanted["GLIBC_TUNABLES"] = MALLOC_TUNABLES
         reasons.append("malloc keeps freed memory")
+    if on_gpu:
+        own = [name for name in ALLOCATOR_OPTIONS if name in os.environ]
+        wanted[own[0] if own else ALLOCATOR_OPTIONS[-1]] = "expandable_segments:True"
+        if not own:
+            reasons.append("GPU memory in segments that grow, so that less of it is lost in gaps")
     fits = ranks * threads <= cores
     if options.spin_threads is True or (options.spin_threads == "auto" and fits and threads > 1 and not on_gpu):
         wanted["OMP_WAIT_POLICY"] = "active"

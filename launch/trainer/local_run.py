@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from launch.errors import USER_ERRORS, LaunchError
 from launch.planning.prediction import Prediction
-from launch.planning.this_machine import UNMEASURED, Machine, MeasurementLimits, cpu_name, describe_machine
+from launch.planning.this_machine import UNMEASURED, Machine, cpu_name, describe_machine
 from launch.runtime.host_probe import gpus, start_listing_gpus
 from launch.runtime.local_ranks import start_local_ranks
 from launch.runtime.logs import get_logger
@@ -42,7 +42,6 @@ from megalite.planner.units import plural
 from megalite.resilience.signals import START_UP, STOP_SIGNALS, exit_code_for
 
 log = get_logger(__name__)
-CPU_MEASUREMENT_S = 15.0  # longest delay of the first run on a machine
 
 
 @contextmanager
@@ -68,9 +67,6 @@ def start_local_run(config: Config, arguments: Sequence[str], flags: StartFlags 
     run = check_start(config, flags)
     if finish_if_complete(run.position):
         return 0
-    if run.device == "cpu":  # measured for the run's prediction while nothing else computes here, not beside the ranks
-        with suppress(Exception):  # the run does not need it
-            describe_machine(on_cpu=True, limits=MeasurementLimits(timeout_s=CPU_MEASUREMENT_S))
     ranks = plural(run.layout.world_size, "rank")
     for notice in run.notices:
         log.info(notice)

@@ -1,4 +1,7 @@
-"""Predicts a run's memory and step time before its first step, and compares them with the measurement at its end.
+"""Predicts a run's memory and step time, and compares them with the measurement at its end.
+
+The first step does not wait for a CPU that nobody has measured yet: its step time is told when it is known, or at the
+end of a run that is done before.
 
 Nothing here ends a run: what cannot be predicted is reported in one sentence. No torch at import.
 """
@@ -20,7 +23,6 @@ from launch.planning.this_machine import (
     contradict,
     cpu_memory,
     describe_machine,
-    start_patience_s,
 )
 from launch.runtime.devices import Device
 from launch.runtime.logs import get_logger
@@ -29,6 +31,7 @@ from megalite.config import Config, ResolvedLayout
 from megalite.monitor.observer import Observer
 from megalite.parallel.mesh import Mesh
 from megalite.planner.cost import memory
+from megalite.planner.cost.shapes import recompute_of_blocks
 from megalite.planner.hardware import is_guess
 
 if TYPE_CHECKING:
@@ -47,7 +50,8 @@ LOCAL_SIZES = (
     "SLURM_NTASKS_PER_NODE",
 )
 LOCAL_SIZE = re.compile(r"(\d+)(\(x\d+\))?(,[\d,x()]+)?")  # Slurm has 8(x2),4 for hosts with 8, 8 and 4
-PRINTED_AFTER_S = 5.0  # longest wait for the machine's description, which delays the first step
+PRINTED_AFTER_S = 0.25  # longest wait for the machine's description before the first step, which it delays
+MEASURED_AT_END_S = 5.0  # longest wait for it when a run of few steps is done
 RankMemory = dict[str, float]  # MiB
 
 
@@ -64,6 +68,11 @@ class MachineLookup:
         self._thread.join(at_most_s)
         return self._found
 
+    @property
+    def is_done(self) -> bool:
+        """True once `found` returns the same for good."""
+        return not self._thread.is_alive()
+
     def _run(self, describe: Callable[[], Machine]) -> None:
         try:
             self._found = describe(), ""
@@ -76,40 +85,61 @@ class PredictionTracker(Observer):
 
     name = "the prediction"
 
-    def __init__(self, config: Config, layout: ResolvedLayout, rank: Rank, device: Device) -> None:
-        """Measures this process before its model is built; rank 0 starts to describe its machine."""
+    def __init__(
+        self,
+        config: Config,
+        layout: ResolvedLayout,
+        rank: Rank,
+        device: Device,
+        lookup: MachineLookup | None = None,
+    ) -> None:
+        """Measures this process before its model is built; rank 0 starts to describe its machine.
+
+        `lookup` is the description that rank 0 has already started.
+        """
         self._config, self._layout = config, layout
         self._prediction: Prediction | None = None
         self._measurement = SessionMeasurement()
         self._ranks: Sequence[RankMemory | None] = []
         self.process_bytes = 0  # resident memory of this rank; 0 on a GPU, where tensors alone are measured
         self.allocator = memory.TENSORS  # of its tensors
-        self.lookup: MachineLookup | None = None
+        self.lookup = lookup
+        self._is_pending = False  # the machine is still being measured and the run has begun
         if device == "cpu":
             import megalite.engine.preload  # noqa: F401 - so that what building an engine imports is counted
+
+            if layout.zero_stage == 3 or any(mode != "none" for mode in recompute_of_blocks(config, layout)):
+                import torch._dynamo  # noqa: F401 - by the first step
 
             self.process_bytes = int(psutil.Process().memory_info().rss)
         if rank.rank == 0:
             if device == "cpu":
                 self.allocator = cpu_memory(os.environ)
-            local = ranks_of_a_host(rank, os.environ)
-            nodes = -(-rank.world_size // local)
-            self.lookup = MachineLookup(
-                lambda: describe_machine(
-                    local, on_cpu=device == "cpu", nodes=nodes, limits=MeasurementLimits(busy_ranks=local)
-                )
-            )
+            self.lookup = lookup or look_up_machine(rank, on_cpu=device == "cpu")
 
     def on_start(self) -> None:
-        """Predicts, and logs the prediction."""
+        """Predicts, and logs the prediction; the step time follows if the machine is still being measured."""
+        for sentence in self._predict(PRINTED_AFTER_S).sentences():
+            log.info(sentence)
+        self._is_pending = self.lookup is not None and not self.lookup.is_done
+
+    def _predict(self, at_most_s: float) -> Prediction:
         machine, problem = None, "this machine has not been examined"
         if self.lookup is not None:
-            machine, problem = self.lookup.found(min(PRINTED_AFTER_S, start_patience_s(self._config)))
+            machine, problem = self.lookup.found(at_most_s)
         self._prediction = Prediction.of(
             self._config, self._layout, machine, problem, self.process_bytes, self.allocator
         )
-        for sentence in self._prediction.sentences():
-            log.info(sentence)
+        return self._prediction
+
+    def _predict_again(self, at_most_s: float) -> None:
+        """Logs the step time that the run's start could not tell, if the machine has been measured by now."""
+        if self.lookup is not None and self._is_pending:
+            prediction = self._predict(at_most_s)
+            if self.lookup.is_done:
+                self._is_pending = False
+                for sentence in prediction.sentences()[1:]:  # behind the one about memory, which was said
+                    log.info(sentence)
 
     @property
     def prediction(self) -> Prediction | None:
@@ -118,11 +148,17 @@ class PredictionTracker(Observer):
 
     def on_step(self, record: dict[str, Any]) -> None:
         """Adds `model_flops_utilization` to the record, where the peak of the devices is known."""
+        if self.lookup is not None and self.lookup.is_done:
+            self._predict_again(0.0)
         if self._prediction is not None:
             utilization = self._prediction.model_flops_utilization(record["step_time_s"])
             if utilization is not None:
                 record["model_flops_utilization"] = round(utilization, 4)
         self._measurement.add(record)
+
+    def on_end(self, ending: str, *, save_blocked_s: float = 0.0) -> None:
+        """Predicts a run that ended before its machine was measured; only one that is done waits for that."""
+        self._predict_again(MEASURED_AT_END_S if ending == "ended" else 0.0)
 
     def memory(self) -> RankMemory | None:
         """Returns the peak memory of this rank and what its process had before its model was built.
@@ -163,6 +199,13 @@ class PredictionTracker(Observer):
             "measured": measured,
             "published": prediction.beside_published(measured["step_time_s"]) if prediction is not None else None,
         }
+
+
+def look_up_machine(rank: Rank, *, on_cpu: bool) -> MachineLookup:
+    """Starts to describe the machine of `rank`, rank 0, and measures its CPU if nobody has done it yet."""
+    local = ranks_of_a_host(rank, os.environ)
+    nodes, limits = -(-rank.world_size // local), MeasurementLimits(busy_ranks=local)
+    return MachineLookup(lambda: describe_machine(local, on_cpu=on_cpu, nodes=nodes, limits=limits))
 
 
 def memory_of_ranks(engine: Engine, own: RankMemory | None) -> list[RankMemory | None]:

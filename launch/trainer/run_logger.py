@@ -41,6 +41,7 @@ class RunLogger(Observer):
         self._nonfatal = Nonfatal(self.log_notice if self._is_rank_zero else log.warning)
         self._events = EventLog(self._config.run_dir / EVENTS)
         self._observers: list[Observer] = []
+        self._length_is_told = False
         self.outcome: dict[str, Any] = {"finished": False}
 
     def __enter__(self) -> Self:
@@ -71,7 +72,7 @@ class RunLogger(Observer):
         if setup.start.changes:
             self.event("config_changed", step=first_step, changes=[asdict(change) for change in setup.start.changes])
         self.on_start()
-        self._tell_length()
+        self._tell_length(first_step)
         self._write_receipt()
         return self
 
@@ -89,12 +90,16 @@ class RunLogger(Observer):
                 ]
         return []
 
-    def _tell_length(self) -> None:
-        """Logs how long all steps that are left take, and warns if each of them takes very long."""
+    def _tell_length(self, step: int) -> None:
+        """Logs how long all steps after `step` take, and warns if each of them takes very long, once that is known."""
+        prediction = self.prediction.prediction
+        if self._length_is_told or prediction is None or prediction.step is None:
+            return
+        self._length_is_told = True
+        step_s, left = prediction.step.seconds, self._config.total_steps - step
+        if not left:
+            return
         with self._nonfatal(self.prediction.name):
-            if (prediction := self.prediction.prediction) is None or prediction.step is None:
-                return
-            step_s, left = prediction.step.seconds, self._config.total_steps - self._setup.start.step
             log.info(f"{plural(left, 'step')} to go: {total_in_words(left * step_s, prediction.why_rough)}")
             if (warning := warning_of_long_step(step_s, self._config.training.global_batch_size)) is not None:
                 log.warning(warning)
@@ -125,6 +130,8 @@ class RunLogger(Observer):
 
     def on_step(self, record: dict[str, Any]) -> None:
         self._for_each(lambda observer: observer.on_step(record))
+        if self._is_rank_zero:
+            self._tell_length(record["step"])
 
     def on_breakdown(self, breakdown: StepBreakdown) -> None:
         self._for_each(lambda observer: observer.on_breakdown(breakdown))

@@ -225,7 +225,8 @@ RecomputeMode = Literal["none", "selective", "full"]
 class RecomputeConfig(Section):
     """Activations that the backward pass recomputes instead of keeping them.
 
-    `selective` recomputes the cheap parts of a block, `full` whole blocks (a third more compute).
+    `selective` recomputes what costs no product: norms, activations, and attention's scores where they are in memory;
+    `full` whole blocks (a third more compute).
     """
 
     mode: RecomputeMode | tuple[RecomputeMode, ...] = "none"
@@ -319,7 +320,7 @@ class GuardsConfig(Section):
     """Policy for NaN or Inf in the loss or the gradients."""
 
     loss_spike: Literal["ignore"] | Policy = "ignore"
-    """Policy for a loss far above those of the last steps."""
+    """Policy for a loss far above those of the last steps; other than ignore, each step waits for its loss."""
 
     spike_z_score: PositiveFloat = 6.0
     """Standard deviations above the window's mean from which a loss is a spike."""

@@ -42,7 +42,9 @@ def _check_float8(config: Config) -> None:
     check_float8_package(config)
     if recipe == "none":
         return
+    how = "emulated on the CPU by fp32 products of rounded numbers, which is slower"
     if torch.cuda.is_initialized():
         check_float8_device(recipe, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
-    elif dist.get_rank() == 0:
-        log.info(f"precision.float8 {recipe}: emulated on the CPU by fp32 products of rounded numbers, which is slower")
+        how = f"products of attention and MLP; predictions are those of {config.precision.dtype} alone"
+    if dist.get_rank() == 0:
+        log.info(f"precision.float8 {recipe}: {how}")

@@ -2,7 +2,7 @@
 
 Two groups: ZeRO's partitions and loss scale; imports and process groups. A test in test_deepspeed_internals.py, or in
 test_deepspeed_accumulation.py about gradients, fails when such a part moves or the defect behind it is gone. No other
-module touches a private name of DeepSpeed, except `GatedStep` in engine.py, which is entered by every step.
+module touches a private name of DeepSpeed, except `GatedStep` in step_gate.py, which is entered by every step.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import io
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -224,19 +225,24 @@ def take_over_reduction(engine: Any) -> tuple[list[FlatGroup], Any]:
     return flat_groups(optimizer), optimizer.dp_process_group
 
 
-def takes_step(optimizer: Any, norm: torch.Tensor) -> bool:
+def takes_step(optimizer: Any, norm: torch.Tensor, norm_on_host: float) -> bool:
     """Decides by the gradients' norm whether a step of ZeRO-1 is taken, where DeepSpeed's own step does, so that
-    `GatedStep` is asked too; records the norm, infinite if not. Waits for the device.
+    `GatedStep` is asked too; records the norm, infinite if not.
 
-    `norm` is of the gradients without fp16's loss scale, which is updated.
+    It is of the gradients without fp16's loss scale, which is updated.
     """
     if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
-        optimizer.overflow = bf16_optimizer.is_invalid_grad_norm(norm)
+        optimizer.overflow = bf16_optimizer.is_invalid_grad_norm(norm_on_host)
     else:
-        optimizer.overflow = not bool(torch.isfinite(norm))
+        optimizer.overflow = not math.isfinite(norm_on_host)
         optimizer._update_scale(optimizer.overflow)
     optimizer._global_grad_norm = float("inf") if optimizer.overflow else norm
     return not optimizer.overflow
+
+
+def leave_to_device(optimizer: Any, norm: torch.Tensor) -> None:
+    """Records the norm of a step of ZeRO-1 about which the device decides: DeepSpeed's step sees one that is taken."""
+    optimizer.overflow, optimizer._global_grad_norm = False, norm
 
 
 LOSS_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -285,10 +291,11 @@ def keep_collective_uncompiled() -> None:
 
     comm/torch.py builds `deepspeed_shm_comm` on every CPU start: 50 s of compiler, a failure where there is no
     compiler, and an endless wait where a killed run left its build lock behind. Only `inference_all_reduce` uses it.
+    It asks a table that ops/__init__.py would fill with all operators when it is first read, by running compilers.
     """
     import deepspeed.ops
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.ops.__compatible_ops__ = {}
 
 
 def use_cpu_adam(library: Any) -> None:

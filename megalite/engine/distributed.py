@@ -22,6 +22,7 @@ from megalite.engine.deepspeed_internals import (
 )
 from megalite.engine.errors import RendezvousFailed
 from megalite.engine.rendezvous import Rendezvous
+from megalite.engine.uncompiled_optimizers import keep_optimizers_uncompiled
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.mesh import Mesh
 
@@ -51,13 +52,16 @@ class Grid(PipelineParallelGrid):  # type: ignore[misc]
         return self.get_slice_parallel_group()
 
 
-def tensor_parallel_of(grid: PipelineParallelGrid, sequence_parallel: bool) -> TensorParallel:
+def tensor_parallel_of(
+    grid: PipelineParallelGrid, sequence_parallel: bool, *, sums_parameters_at_step: bool
+) -> TensorParallel:
     """Returns the handle that layers are built with."""
     return TensorParallel(
         size=grid.get_slice_parallel_world_size(),
         rank=grid.get_slice_parallel_rank(),
         group=grid.get_slice_parallel_group(),
         sequence_parallel=sequence_parallel,
+        sums_parameters_at_step=sums_parameters_at_step,
     )
 
 
@@ -70,6 +74,7 @@ def start_distributed(
     """
     quiet_logging()
     keep_muon_uncompiled()
+    keep_optimizers_uncompiled()
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     if on_cpu:

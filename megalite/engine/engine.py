@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import deepspeed
-import deepspeed.runtime.bf16_optimizer as bf16_optimizer
-import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -28,6 +24,7 @@ from torch import Tensor
 from megalite.config import Config, ConfigError, ResolvedLayout
 from megalite.config.layout import reduces_beside_backward
 from megalite.engine.activity import Activity, Operation, Phase
+from megalite.engine.batch_transfer import BatchTransfer, DeviceBatch, MicroBatch
 from megalite.engine.compilation import compile_blocks
 from megalite.engine.cpu_adam import BUILD_LIMIT, why_no_cpu_adam
 from megalite.engine.deepspeed_config import deepspeed_config
@@ -43,9 +40,10 @@ from megalite.engine.gradient_reduction import GradientReducer
 from megalite.engine.handover import backward
 from megalite.engine.muon import Muon
 from megalite.engine.optimizers import build_optimizer
-from megalite.engine.partitioned_step import partition_reductions
+from megalite.engine.partitioned_step import PartitionedStep, partition_reductions
 from megalite.engine.stages import Chunk, TiedWeight
-from megalite.parallel.collectives import TensorParallel
+from megalite.engine.step_gate import GatedStep, StepGate
+from megalite.engine.step_result import Readback, StepResult
 from megalite.parallel.expert_balance import expert_balances
 from megalite.parallel.layers import BlockInput, LayerSpec, named_shards
 from megalite.parallel.loss import IGNORED
@@ -54,124 +52,17 @@ from megalite.parallel.mesh import Mesh
 log = logging.getLogger(__name__)
 
 
-class StepGate(Protocol):
-    """Decides which steps are taken. Every rank has one, and all must answer alike."""
-
-    def takes(self, loss: Callable[[], float]) -> bool:
-        """Returns whether a step with finite gradients is taken.
-
-        `loss()` is the mean over the valid tokens of the global batch, the same bits on all ranks. It is collective
-        and waits for the device: call it on all ranks or on none.
-        """
-
-    def examine(self) -> None:
-        """Is called on all ranks when a step is not taken, while its gradients still exist."""
-
-
-class GatedStep:
-    """One optimizer step that a `StepGate` may refuse; without a gate every finite step is taken."""
-
-    def __init__(self, gate: StepGate | None, optimizer: Any, tp: TensorParallel) -> None:
-        self._gate, self._optimizer, self._tp = gate, optimizer, tp
-        self.refused = False  # finite, and not taken by the gate
-
-    @contextmanager
-    def open(self, loss: Callable[[], Tensor]) -> Iterator[None]:
-        """Asks the gate in each optimizer step of the `with`; `loss` computes the step's loss, once.
-
-        A refused step does what DeepSpeed does on an overflow: weights, moments and step counts stay, gradients and
-        buffers are cleared, `skipped_steps` grows; fp16's loss scale stays.
-
-        DeepSpeed offers no callback between its check for overflow and the update, so the function is replaced that
-        every step calls there: `_update_scale` of DeepSpeedZeroOptimizer and DeepSpeedZeroOptimizer_Stage3
-        (runtime/zero/stage_1_and_2.py and stage3.py), which look at `overflow` after it; for BF16_Optimizer
-        (runtime/bf16_optimizer.py) its module's `is_invalid_grad_norm`, which nothing else calls.
-        """
-        if self._gate is None:
-            yield
-            return
-        gate, optimizer = self._gate, self._optimizer
-
-        def refuses(is_not_finite: bool) -> bool:
-            self.refused = not is_not_finite and not gate.takes(lambda: self._common(loss()))
-            if is_not_finite or self.refused:
-                gate.examine()
-            return self.refused
-
-        if hasattr(optimizer, "_update_scale"):
-            update_scale = optimizer._update_scale
-
-            def ask_first(has_overflow: bool = False) -> None:
-                if refuses(has_overflow):
-                    optimizer.overflow = True
-                else:
-                    update_scale(has_overflow)
-
-            optimizer._update_scale = ask_first
-            try:
-                yield
-            finally:
-                del optimizer._update_scale
-            return
-        is_invalid = bf16_optimizer.is_invalid_grad_norm
-
-        def ask_or_invalid(norm: Any) -> bool:
-            has_overflow = is_invalid(norm)
-            return refuses(has_overflow) or has_overflow
-
-        bf16_optimizer.is_invalid_grad_norm = ask_or_invalid
-        try:
-            yield
-        finally:
-            bf16_optimizer.is_invalid_grad_norm = is_invalid
-
-    def _common(self, loss: Tensor) -> float:
-        """Returns the first tensor-parallel rank's loss: each has computed its own, maybe with another last bit."""
-        if self._tp.group is not None and self._tp.size > 1:
-            dist.broadcast(loss, src=dist.get_global_rank(self._tp.group, 0), group=self._tp.group)
-        return float(loss)
-
-
-class MicroBatch(Protocol):
-    """The samples of one forward pass."""
-
-    @property
-    def tokens(self) -> np.ndarray: ...  # [micro_batch, seq] int64
-    @property
-    def targets(self) -> np.ndarray: ...  # [micro_batch, seq] int64, -100 where a token carries no loss
-    @property
-    def positions(self) -> np.ndarray | None: ...  # [micro_batch, seq] int64, 0 at a document's start
-    @property
-    def samples(self) -> np.ndarray: ...  # [micro_batch] int64, numbers in the order of the data, for dropout
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of one optimizer step, equal on all ranks; tensors, which wait for the device only when read."""
-
-    loss: Tensor  # mean over the valid tokens of the global batch
-    grad_norm: Tensor | float  # global, before clipping; inf where the step was skipped
-    skipped: bool  # the loss or the gradients were not finite, and the weights did not change
-    refused: bool = False  # the gate refused the step, and the weights did not change
-    micro_losses: tuple[Tensor, ...] = ()  # this rank's loss of each micro-batch; empty without the last layer
-    token_weight: Tensor | None = None  # the factor on a micro-batch's summed loss: `_token_weight`
-
-    @property
-    def taken(self) -> bool:
-        """True if the weights changed."""
-        return not (self.skipped or self.refused)
-
-
 class Engine(ABC):
     """A model under training on this rank."""
 
     def __init__(self, config: Config, layout: ResolvedLayout, mesh: Mesh, activity: Activity) -> None:
         self.config, self.layout, self.mesh, self.activity = config, layout, mesh, activity
         self.coordinate = mesh.coordinate(dist.get_rank())
-        self._has_dropout = config.model.has_dropout
         with quiet_stdout():
             self._grid = Grid(mesh)
-        self._tp = tensor_parallel_of(self._grid, config.parallel.sequence_parallel)
+        self._tp = tensor_parallel_of(
+            self._grid, config.parallel.sequence_parallel, sums_parameters_at_step=reduces_beside_backward(config)
+        )
         # ZeRO-2 and ZeRO-3 reduce gradients as they come; ZeRO-3 gathers weights from all replicas on the way
         peers, zero_stage = activity.peers, layout.zero_stage
         self._forward_peers = peers.stage if zero_stage == 3 else peers.tensor
@@ -180,6 +71,8 @@ class Engine(ABC):
         self.deepspeed: Any
         self.torch_optimizer: torch.optim.Optimizer
         self.reducer: GradientReducer | None = None  # None: DeepSpeed reduces gradients
+        self.partitioned_step: PartitionedStep | None = None  # with the reducer
+        self.runs_ahead = False  # the device works while the host goes on: results may be read a step late
 
     def _initialize(self, model: torch.nn.Module) -> None:
         compile_blocks(model, self.config, torch.device(get_accelerator().current_device_name()))
@@ -210,9 +103,12 @@ class Engine(ABC):
             groups = flat_groups(self.deepspeed.optimizer)
             self.torch_optimizer.connect(groups, self.data_parallel_group(), self._tp)
         if is_ours:
-            self.reducer = partition_reductions(
-                self.deepspeed, model.parameters(), self.config, self.activity, self.coordinate.tensor_rank
+            self.partitioned_step = partition_reductions(
+                self.deepspeed, model.parameters(), self.config, self.activity, self._tp
             )
+            self.reducer = self.partitioned_step.reducer
+        self._transfer = BatchTransfer(self.deepspeed.device, has_dropout=self.config.model.has_dropout)
+        self.runs_ahead = self.deepspeed.device.type == "cuda"
 
     def _has_cpu_adam(self) -> bool:
         """Returns whether the optimizer is DeepSpeed's Adam for the CPU; says so, or why it is torch's. Collective."""
@@ -232,11 +128,11 @@ class Engine(ABC):
         """True on ranks that hold the first or the last layer."""
 
     @abstractmethod
-    def _accumulate_gradients(self, micro_batches: Sequence[MicroBatch], weight: Tensor) -> list[Tensor]:
+    def _accumulate_gradients(self, micro_batches: Sequence[DeviceBatch], weight: Tensor) -> list[Tensor]:
         """Runs forward and backward of all micro-batches; returns `StepResult.micro_losses`."""
 
     @abstractmethod
-    def _evaluate(self, micro_batches: Sequence[MicroBatch], count: int, weight: Tensor) -> list[Tensor]:
+    def _evaluate(self, micro_batches: Sequence[DeviceBatch], count: int, weight: Tensor) -> list[Tensor]:
         """Returns the loss of each micro-batch on ranks that hold the last layer."""
 
     @abstractmethod
@@ -290,35 +186,59 @@ class Engine(ABC):
         self.activity.begin_phase(Phase.STEP)
         for group in self.torch_optimizer.param_groups:
             group["lr"] = learning_rate
-        skipped_before = self.deepspeed.skipped_steps
         weight = self._token_weight(micro_batches)
         self._scale_balance_losses()
         if self.layout.zero_stage == 3:
             clear_gradient_partitions(self.deepspeed.optimizer)
         if self.reducer is not None:
             self.reducer.begin(self.layout.gradient_accumulation_steps)
-        micro_losses = self._accumulate_gradients(micro_batches, weight)
+        micro_losses = self._accumulate_gradients(self._transfer(micro_batches), weight)
         if self.reducer is not None:
             self.reducer.finish()
         loss = cache(lambda: self._mean_loss(micro_losses))
-        step = GatedStep(gate, self.deepspeed.optimizer, self._tp)
+        decides_late, skipped_before = self.decides_late(gate), self.deepspeed.skipped_steps
+        if self.partitioned_step is not None:
+            self.partitioned_step.waits, self.partitioned_step.holds = not decides_late, gate is not None
+        step = GatedStep(None if decides_late else gate, self.deepspeed.optimizer, self._tp)
+        if self.partitioned_step is not None:
+            self.partitioned_step.read = step.reads(loss) if gate is not None and gate.waits else float
         with step.open(loss):
             self.activity.record_op(Operation.OPTIMIZER, peers=self.activity.peers.everyone)
             self.deepspeed.step()
         self.share_tied_weight()
         self.activity.record_op(Operation.LOSS, peers=self._loss_peers)
-        mean_loss = loss()
-        skipped = self.deepspeed.skipped_steps > skipped_before and not step.refused
-        norm = self.deepspeed.get_global_grad_norm()
+        mean_loss, norm, part_norms = loss(), self.deepspeed.get_global_grad_norm(), None
+        skipped: Tensor | bool = self.deepspeed.skipped_steps > skipped_before and not step.refused
+        if decides_late:
+            assert self.partitioned_step is not None
+            skipped, part_norms = self.partitioned_step.is_skipped, self.partitioned_step.part_norms
+        readback = Readback(mean_loss, norm, skipped)
         self.activity.record_op(Operation.FINISH, peers=self.activity.peers.everyone)
-        return StepResult(mean_loss, norm, skipped, step.refused, tuple(micro_losses), weight)
+        return StepResult(readback, step.refused, tuple(micro_losses), weight, part_norms)
+
+    def decides_late(self, gate: StepGate | None) -> bool:
+        """Returns whether a step that is not finite is skipped on the device, without the host, which hears of it late.
+
+        It is not where the gate has to be asked, in fp16, whose loss scale the host keeps, or where DeepSpeed decides.
+        """
+        is_ours = self.partitioned_step is not None and self.config.precision.dtype != "fp16"
+        return is_ours and (gate is None or not gate.waits)
+
+    def reads_late(self, gate: StepGate | None) -> bool:
+        """Returns whether the loop should read the result of a step when it has begun the next one."""
+        return self.runs_ahead and self.decides_late(gate)
+
+    def allow_updates(self) -> None:
+        """Lets steps change weights again after one that was skipped on the device, and held back the next ones."""
+        if self.partitioned_step is not None:
+            self.partitioned_step.allow_updates()
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], count: int) -> Tensor:
         """Returns the mean loss over the valid tokens of all replicas' micro-batches, `count` on each."""
         self.activity.begin_phase(Phase.EVALUATION)
         self.deepspeed.eval()
         with torch.no_grad():
-            losses = self._evaluate(micro_batches, count, self._token_weight(micro_batches))
+            losses = self._evaluate(self._transfer(micro_batches), count, self._token_weight(micro_batches))
         self.deepspeed.train()
         self.activity.record_op(Operation.LOSS, peers=self._loss_peers)
         loss = self._mean_loss(losses)
@@ -331,9 +251,10 @@ class Engine(ABC):
 
     def _token_weight(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Returns the factor on each micro-batch's summed loss with which the mean over replicas is the token mean."""
-        valid = sum(int((batch.targets != IGNORED).sum()) for batch in micro_batches)
-        total = torch.tensor(float(valid), dtype=torch.float64).to(self.deepspeed.device, torch.float32)
-        if micro_batches and self.mesh.data_parallel_size > 1:
+        known = getattr(micro_batches[0], "global_valid_targets", None) if micro_batches else 0
+        valid = sum(int((batch.targets != IGNORED).sum()) for batch in micro_batches) if known is None else known
+        total = torch.full((), float(valid), device=self.deepspeed.device)  # a copy from the host would wait
+        if known is None and self.mesh.data_parallel_size > 1:
             self.activity.record_op(Operation.COUNT_TOKENS, peers=self.activity.peers.data)
             dist.all_reduce(total, group=self.data_parallel_group())
         return self.mesh.data_parallel_size / total.clamp(min=1.0)
@@ -345,20 +266,9 @@ class Engine(ABC):
         for balance in self._balances:
             balance.losses, balance.scale = self.config.training.router, loss_scale / sequences
 
-    def _first_input(self, batch: MicroBatch) -> BlockInput:
+    def _first_input(self, batch: DeviceBatch) -> BlockInput:
         """Builds the first layer's input: tokens, and positions and sample ids where documents or dropout need them."""
-        samples = batch.samples if self._has_dropout else None
-        tokens, positions, sample_ids = (
-            None if array is None else torch.from_numpy(array).to(self.deepspeed.device, non_blocking=True)
-            for array in (batch.tokens, batch.positions, samples)
-        )
-        assert tokens is not None
-        starts = None if batch.positions is None else int(np.count_nonzero(batch.positions[:, 1:] == 0))
-        documents = None if starts is None else len(batch.tokens) + starts
-        return BlockInput(tokens, positions, sample_ids, documents)
-
-    def _targets(self, batch: MicroBatch) -> Tensor:
-        return torch.from_numpy(batch.targets).to(self.deepspeed.device, non_blocking=True)
+        return BlockInput(batch.tokens, batch.positions, batch.samples, batch.documents)
 
 
 class PlainEngine(Engine):
@@ -378,7 +288,7 @@ class PlainEngine(Engine):
     def _loss_peers(self) -> tuple[int, ...]:
         return self.activity.peers.data
 
-    def _accumulate_gradients(self, micro_batches: Sequence[MicroBatch], weight: Tensor) -> list[Tensor]:
+    def _accumulate_gradients(self, micro_batches: Sequence[DeviceBatch], weight: Tensor) -> list[Tensor]:
         losses = []
         for number, batch in enumerate(micro_batches, start=1):
             loss = self._loss(number, batch, weight)
@@ -387,12 +297,12 @@ class PlainEngine(Engine):
             backward(self.deepspeed, loss)
         return losses
 
-    def _evaluate(self, micro_batches: Sequence[MicroBatch], count: int, weight: Tensor) -> list[Tensor]:
+    def _evaluate(self, micro_batches: Sequence[DeviceBatch], count: int, weight: Tensor) -> list[Tensor]:
         return [self._loss(number, batch, weight) for number, batch in enumerate(micro_batches, start=1)]
 
-    def _loss(self, number: int, batch: MicroBatch, weight: Tensor) -> Tensor:
+    def _loss(self, number: int, batch: DeviceBatch, weight: Tensor) -> Tensor:
         self.activity.record_op(Operation.LOAD, number)
-        inputs, labels = self._first_input(batch), (self._targets(batch), weight)
+        inputs, labels = self._first_input(batch), (batch.targets, weight)
         self.activity.record_op(Operation.FORWARD, number, self._forward_peers)
         loss: Tensor = self.deepspeed(inputs, labels)
         return loss
@@ -400,6 +310,6 @@ class PlainEngine(Engine):
     def logits(self, micro_batch: MicroBatch) -> Tensor:
         self.deepspeed.eval()
         with torch.no_grad():
-            logits: Tensor = self.deepspeed(self._first_input(micro_batch))
+            logits: Tensor = self.deepspeed(self._first_input(*self._transfer([micro_batch])))
         self.deepspeed.train()
         return logits

@@ -94,17 +94,19 @@ class GradientReducer:
         group: dist.ProcessGroup,
         wire_dtype: torch.dtype,
         activity: Activity,
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> None:
         """`parameters` are those of all buckets in the order in which forward uses them; `wire_dtype` is the format in
-        which replicas sum."""
+        which replicas sum. In `tensor_group` those are summed that say `is_summed_at_step`."""
         self._buckets, self._group, self._wire_dtype, self._activity = buckets, group, wire_dtype, activity
+        self._tensor_group = tensor_group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         positions = {parameter: position for position, parameter in enumerate(parameters)}
         self._place = {one.parameter: (bucket, one) for bucket in buckets for one in bucket.slices}
         assert self._place.keys() == positions.keys(), "buckets and parameters are not the same"
         self._order = sorted(buckets, key=lambda bucket: -min(positions[one.parameter] for one in bucket.slices))
-        self._device = next(iter(positions)).device
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self.device = next(iter(positions)).device
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._started = len(buckets)  # buckets of this step; all of them: no step has begun
         for parameter in positions:
             parameter.register_post_accumulate_grad_hook(self._take)
@@ -153,12 +155,12 @@ class GradientReducer:
     def _start(self, bucket: Bucket) -> None:
         """Starts the collective of the next bucket, and does not wait for it."""
         self._started += 1
-        sums = bucket.open(self._device)
+        sums = bucket.open(self.device)
         if self._size == 1:
             bucket.partition = sums.float()
             return
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
         reducing = self._activity.interruption(Operation.REDUCE_GRADIENTS, self._started, self._activity.peers.data)
         with reducing, self._beside():
             bucket.on_wire = sums.to(self._wire_dtype)
@@ -185,19 +187,35 @@ class GradientReducer:
     def finish(self) -> None:
         """Reduces what never became complete, and waits: on CUDA the current stream does, not the host."""
         for bucket in self._order[self._started :]:
-            sums = bucket.open(self._device)
+            sums = bucket.open(self.device)
             for one in bucket.slices:
                 if not one.received:
                     one.of(sums).zero_()
             self._start(bucket)
-        if self._size == 1:
-            return
+        if self._size > 1:
+            self._wait()
+        self._sum_in_tensor_group()
+
+    def _wait(self) -> None:
         self._activity.record_op(Operation.REDUCE_GRADIENTS, self._started, self._activity.peers.data)
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
             return
         for bucket in self._order:
             self._settle(bucket)
+
+    def _sum_in_tensor_group(self) -> None:
+        """Sums the gradients of replicated parameters of which each tensor-parallel rank has computed a part.
+
+        Sums over micro-batches, replicas and these ranks commute, so there is one collective in a step, of what this
+        rank owns, in fp32. Ranks of a group own the same places.
+        """
+        parts = [part for each, _, part in self.own_parts() if getattr(each, "is_summed_at_step", False)]
+        if parts:
+            self._activity.record_op(Operation.REDUCE_GRADIENTS, peers=self._activity.peers.tensor)
+            whole = torch.cat(parts)
+            dist.all_reduce(whole, group=self._tensor_group)
+            torch._foreach_copy_(parts, whole.split([len(part) for part in parts]))
 
     @property
     def partitions(self) -> list[Tensor]:
@@ -221,7 +239,7 @@ class GradientReducer:
         `finish`. For tests and reports: one all-reduce per parameter."""
         own = {parameter: (start, part) for parameter, start, part in self.own_parts()}
         for parameter in self._place:
-            whole = torch.zeros(parameter.numel(), device=self._device)
+            whole = torch.zeros(parameter.numel(), device=self.device)
             if parameter in own:
                 start, part = own[parameter]
                 whole[start : start + len(part)] = part

@@ -60,7 +60,7 @@ def build_optimizer(
         for bucket in (_buckets(alike, bucket_size) if bucket_size else [alike])
     ]
     if options.name == "sgd":
-        return torch.optim.SGD(groups, lr=options.learning_rate)
+        return torch.optim.SGD(groups, lr=options.learning_rate, fused=True)
     if is_muon:
         return Muon(groups, options)
     if has_cpu_adam:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from megalite.config import Config, ResolvedLayout
 from megalite.engine.activity import Activity, Operation
+from megalite.engine.batch_transfer import DeviceBatch, MicroBatch
 from megalite.engine.deepspeed_internals import let_stages_differ
-from megalite.engine.engine import Engine, MicroBatch
+from megalite.engine.engine import Engine
 from megalite.engine.gradient_reduction import GradientReducer
 from megalite.engine.handover import Handover
 from megalite.engine.pipeline_runtime import ProgramRun, StageContext
@@ -148,7 +149,7 @@ class PipelinedEngine(Engine):
         dist.broadcast(loss, src=self._ranks[self._placement[-1]], group=self._grid.get_pipe_parallel_group())
         return loss
 
-    def _accumulate_gradients(self, micro_batches: Sequence[MicroBatch], weight: Tensor) -> list[Tensor]:
+    def _accumulate_gradients(self, micro_batches: Sequence[DeviceBatch], weight: Tensor) -> list[Tensor]:
         training = self.config.training
         run = self._run(micro_batches, (training.micro_batch_size, training.sequence_length), weight)
         losses = run.run(self._training_program)
@@ -174,7 +175,7 @@ class PipelinedEngine(Engine):
             self._handover.gradients([weight], [part])
             gradient -= part
 
-    def _evaluate(self, micro_batches: Sequence[MicroBatch], count: int, weight: Tensor) -> list[Tensor]:
+    def _evaluate(self, micro_batches: Sequence[DeviceBatch], count: int, weight: Tensor) -> list[Tensor]:
         training = self.config.training
         run = self._run(micro_batches, (training.micro_batch_size, training.sequence_length), weight)
         return run.run(self._forward_program(count))
@@ -183,11 +184,11 @@ class PipelinedEngine(Engine):
     def logits(self, micro_batch: MicroBatch) -> Tensor | None:
         self.deepspeed.eval()
         batch, sequence = micro_batch.tokens.shape
-        outputs = self._run([micro_batch], (batch, sequence), None).run(self._forward_program(1))
+        outputs = self._run(self._transfer([micro_batch]), (batch, sequence), None).run(self._forward_program(1))
         self.deepspeed.train()
         return outputs[0] if outputs else None
 
-    def _run(self, micro_batches: Sequence[MicroBatch], shape: tuple[int, int], weight: Tensor | None) -> ProgramRun:
+    def _run(self, micro_batches: Sequence[DeviceBatch], shape: tuple[int, int], weight: Tensor | None) -> ProgramRun:
         """Prepares a run over micro-batches of `shape` [batch, seq]; without a weight their logits are computed."""
         model, (batch, sequence) = self.config.model, shape
         has_positions = self.config.data.document_mask
@@ -198,13 +199,13 @@ class PipelinedEngine(Engine):
             TORCH_DTYPES[self.config.precision.dtype],
             self._device,
             shape if has_positions else None,
-            (batch,) if self._has_dropout else None,
+            (batch,) if model.has_dropout else None,
         )
 
         def first_input(number: int) -> BlockInput:
             return self._first_input(micro_batches[number])
 
         def labels(number: int) -> tuple[Tensor, Tensor] | None:
-            return None if weight is None else (self._targets(micro_batches[number]), weight)
+            return None if weight is None else (micro_batches[number].targets, weight)
 
         return ProgramRun(self._context, layout, first_input, labels)

@@ -6,7 +6,8 @@ which is read once the host has waited for the device anyway.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
@@ -53,18 +54,12 @@ class DeviceClock:
     def __init__(self, new_event: Callable[[], Event]) -> None:
         self._new_event = new_event
         self._pool: list[Event] = []
-        self._used: list[Event] = []
-        self._base, self._base_s = self._next(), monotonic()
-
-    def _next(self) -> Event:
-        event = self._pool.pop() if self._pool else self._new_event()
-        event.record()
-        return event
+        self._base, self._base_s = self.mark(), monotonic()
 
     def mark(self) -> Event:
         """Returns an event at this moment of the current stream."""
-        event = self._next()
-        self._used.append(event)
+        event = self._pool.pop() if self._pool else self._new_event()
+        event.record()
         return event
 
     def seconds(self, events: Sequence[Event]) -> list[float] | None:
@@ -79,14 +74,31 @@ class DeviceClock:
                     return None
         return [self._base_s + self._base.elapsed_time(event) / 1000 for event in events]
 
+    def take_back(self, events: Iterable[Event]) -> None:
+        """Takes back events that nobody asks for any more."""
+        self._pool += [event for event in events if event is not self._base]
+
     def restart(self) -> None:
-        """Takes back all events, and measures later ones from this moment, in which the device must be idle."""
-        self._pool += [*self._used, self._base]
-        self._used = []
-        self._base, self._base_s = self._next(), monotonic()
+        """Measures later events from this moment, in which the device must be idle."""
+        self._pool.append(self._base)
+        self._base, self._base_s = self.mark(), monotonic()
+
+    def go_on_from(self, event: Event, seconds: float) -> None:
+        """Measures later events from one that took place at `seconds`, while the device works."""
+        self._pool.append(self._base)
+        self._base, self._base_s = event, seconds
 
 
 _Marked = tuple[Any, ...]  # the fields of a `Collective`, its begin and its end as `Tape.mark` returns them
+
+
+class _TapeWindow(NamedTuple):
+    """The records and collectives up to a `Tape.cut`."""
+
+    entries: list[Entry]
+    events: list[Event]  # of the entries, on a device
+    collectives: list[_Marked]
+    is_cut: bool
 
 
 class Tape:
@@ -100,6 +112,7 @@ class Tape:
         self._began: float | None = None  # the first record's time, as the last one of the tape before
         self._collectives: list[_Marked] = []
         self._is_cut = False
+        self._windows: deque[_TapeWindow] = deque()  # that were cut, and not yet taken
 
     def add(self, entry: Entry) -> None:
         """Adds a record; on a full tape it replaces the last one, so that the tape ends when the step does."""
@@ -125,30 +138,46 @@ class Tape:
         if began is not None and (ended := self.mark()) is not None:
             self._collectives.append((began, ended, axis, operation, size, is_wait))
 
-    def take(self) -> Recorded:
-        """Returns what was recorded before the last record, whose time is the end of it, and forgets it.
+    def cut(self) -> None:
+        """Ends a window with the last record, which stays as the first one of what comes."""
+        self._windows.append(_TapeWindow(self._entries, self._entry_events, self._collectives, self._is_cut))
+        self._entries, self._entry_events = self._entries[-1:], self._entry_events[-1:]
+        self._collectives, self._is_cut = [], False
 
-        The last record stays as the first one of what comes. The host must have waited for the device.
+    def take(self) -> Recorded:
+        """Returns the oldest window that was cut, or else what was recorded before the last record, and forgets it.
+
+        The time of its last record is its end. The host must have waited for the device to reach that.
         """
-        entries, collectives, is_cut = self._entries, self._collectives, self._is_cut
-        last = entries[-1]
+        if not self._windows:
+            self.cut()
+        entries, events, collectives, is_cut = self._windows.popleft()
         if self._clock is not None:
-            entries, collectives = self._on_device_time(entries, collectives)
+            marks = [moment for collective in collectives for moment in collective[:2]]
+            last = entries[-1][0]
+            entries, collectives = self._on_device_time(entries, events, collectives)
             self._began = entries[-1][0]
-            self._clock.restart()
-            self._entry_events = [self._clock.mark()]
-        self._entries, self._collectives, self._is_cut = [last], [], False
+            self._clock.take_back([*events[:-1], *marks])
+            if len(self._entries) > 1 or self._collectives or self._windows:
+                # both clocks drift apart: it took place between its record on the host and now
+                self._clock.go_on_from(events[-1], min(max(self._began, last), monotonic()))
+            else:
+                self._clock.take_back(events[-1:])
+                self._clock.restart()
+                self._entry_events = [self._clock.mark()]
         timed = [
             Collective(began, max(0.0, ended - began), *what)  # streams of a device have an order each
             for began, ended, *what in collectives
         ]
         return Recorded(entries, timed, is_cut)
 
-    def _on_device_time(self, entries: list[Entry], collectives: list[_Marked]) -> tuple[list[Entry], list[_Marked]]:
+    def _on_device_time(
+        self, entries: list[Entry], events: list[Event], collectives: list[_Marked]
+    ) -> tuple[list[Entry], list[_Marked]]:
         """Returns both with times of the device; with the host's, and no collectives, where it is behind."""
         assert self._clock is not None
         marked = [moment for collective in collectives for moment in collective[:2]]
-        times = self._clock.seconds([*marked, *self._entry_events])
+        times = self._clock.seconds([*marked, *events])
         if times is None:
             return entries, []
         moments, times = times[: len(marked)], times[len(marked) :]

@@ -8,7 +8,7 @@ section 4.2.2).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,51 @@ class TensorParallel:
     rank: int = 0
     group: dist.ProcessGroup | None = None
     sequence_parallel: bool = False
+    # gradients of replicated parameters that ranks use in part are summed over the ranks once a step, by the engine,
+    # and not in the backward of each micro-batch
+    sums_parameters_at_step: bool = False
 
     @property
     def sequence_is_cut(self) -> bool:
         """True if hidden states between the parallel parts hold only this rank's slice of the sequence."""
         return self.sequence_parallel and self.size > 1
+
+
+class Begun(NamedTuple):
+    """A collective that computation goes on beside; `tensor` is its result from `wait` on."""
+
+    tensor: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> Tensor:
+        """Returns the result; on CUDA the current stream waits for it, not the host."""
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
+
+
+def begin_all_gather(x: Tensor, tp: TensorParallel) -> Begun:
+    """Begins to stack the ranks' tensors along the first dim: `[rows, ...]` -> `[tp * rows, ...]`. No gradient."""
+    if torch.compiler.is_compiling():
+        assert tp.group is not None
+        return Begun(functional.all_gather_tensor(x.contiguous(), 0, tp.group), None)
+    gathered = x.new_empty((tp.size * x.shape[0], *x.shape[1:]))
+    work = getattr(dist, ALL_GATHER)(gathered, x.contiguous(), group=tp.group, async_op=True)
+    return Begun(gathered, work)
+
+
+def begin_sum(x: Tensor, tp: TensorParallel) -> Begun:
+    """Begins to sum `x`, a buffer that nobody else reads, over the ranks. No gradient.
+
+    On a cut sequence slices are stacked, `[tp * batch, seq/tp, hidden]`, and the result is this rank's; else `x` is
+    summed in place.
+    """
+    if torch.compiler.is_compiling():
+        return Begun(reduce_scatter(x, tp, 0) if tp.sequence_is_cut else all_reduce(x, tp), None)
+    if not tp.sequence_is_cut:
+        return Begun(x, dist.all_reduce(x, group=tp.group, async_op=True))
+    mine = x.new_empty((x.shape[0] // tp.size, *x.shape[1:]))
+    return Begun(mine, getattr(dist, REDUCE_SCATTER)(mine, x, group=tp.group, async_op=True))
 
 
 def all_reduce(x: Tensor, tp: TensorParallel, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -51,14 +91,7 @@ def all_reduce(x: Tensor, tp: TensorParallel, op: dist.ReduceOp.RedOpType = dist
 
 def all_gather(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
     """Concatenates the ranks' tensors along `dim`. No gradient."""
-    if tp.size == 1:
-        return x
-    if torch.compiler.is_compiling():
-        assert tp.group is not None
-        return functional.all_gather_tensor(x.contiguous(), dim, tp.group)
-    gathered = x.new_empty((tp.size * x.shape[0], *x.shape[1:]))
-    getattr(dist, ALL_GATHER)(gathered, x.contiguous(), group=tp.group)
-    return gathered if dim == 0 else torch.cat(gathered.chunk(tp.size), dim=dim)
+    return x if tp.size == 1 else _unstacked(begin_all_gather(x, tp).wait(), tp.size, dim)
 
 
 def reduce_scatter(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
@@ -68,10 +101,25 @@ def reduce_scatter(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
     if torch.compiler.is_compiling():
         assert tp.group is not None
         return functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, tp.group)
-    pieces = torch.cat(x.chunk(tp.size, dim=dim)) if dim != 0 else x.contiguous()
+    pieces = _stacked(x, tp.size, dim).contiguous()
     mine = pieces.new_empty((pieces.shape[0] // tp.size, *pieces.shape[1:]))
     getattr(dist, REDUCE_SCATTER)(mine, pieces, group=tp.group)
     return mine
+
+
+def _stacked(x: Tensor, count: int, dim: int) -> Tensor:
+    """Stacks `count` equal slices of `dim` along the first dim; a view where all dims before `dim` are of size one."""
+    if dim == 0:
+        return x
+    return x.unflatten(dim, (count, -1)).movedim(dim % x.ndim, 0).flatten(0, 1)
+
+
+def _unstacked(x: Tensor, count: int, dim: int) -> Tensor:
+    """Undoes `_stacked`."""
+    if dim == 0:
+        return x
+    dim %= x.ndim
+    return x.unflatten(0, (count, -1)).movedim(0, dim).flatten(dim, dim + 1)
 
 
 class _Copy(torch.autograd.Function):
@@ -122,16 +170,30 @@ class _Gather(torch.autograd.Function):
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
-        ctx.tp, ctx.dim = tp, dim
-        return reduce_scatter(x, tp, dim)
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return reduce_scatter(x, tp, 0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(grad, ctx.tp, ctx.dim), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grad, ctx.tp, 0), None
 
 
 SEQUENCE_DIM = 1
+
+
+def stacked_slices(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Stacks the ranks' slices of the sequence: `[batch, seq, ...]` -> `[tp * batch, seq/tp, ...]`.
+
+    Collectives of a cut sequence work in this order, and products take their rows in any order. So what is brought
+    into it is not hidden states but features, of which a rank has a part only: one copy, and none of one sequence.
+    """
+    return _stacked(x, tp.size, SEQUENCE_DIM) if tp.sequence_is_cut else x
+
+
+def joined_slices(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Undoes `stacked_slices`: `[tp * batch, seq/tp, ...]` -> `[batch, seq, ...]`."""
+    return _unstacked(x, tp.size, SEQUENCE_DIM) if tp.sequence_is_cut else x
 
 
 def enter_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
@@ -143,9 +205,14 @@ def enter_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
 
 def leave_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
     """Leaves a row-cut part: sums the ranks' partial results (for this rank's slice of the sequence)."""
+    return sum_of_stacked(stacked_slices(x, tp), tp)
+
+
+def sum_of_stacked(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Leaves a row-cut part with what is in the order of `stacked_slices`: returns `[batch, seq(/tp), hidden]`."""
     if tp.size == 1:
         return x
-    return _ReduceScatter.apply(x, tp, SEQUENCE_DIM) if tp.sequence_is_cut else _Reduce.apply(x, tp)
+    return _ReduceScatter.apply(x, tp) if tp.sequence_is_cut else _Reduce.apply(x, tp)
 
 
 def gather_heads(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
@@ -154,8 +221,9 @@ def gather_heads(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
 
 
 def replicated_parameter(parameter: Tensor, tp: TensorParallel) -> Tensor:
-    """Marks a replicated parameter used on a cut sequence: its gradient is summed over the ranks' slices."""
-    return _CopyParameter.apply(parameter, tp) if tp.sequence_is_cut else parameter
+    """Marks a replicated parameter used on a cut sequence: its gradient is summed over the ranks' slices here, or by
+    the engine once a step."""
+    return _CopyParameter.apply(parameter, tp) if tp.sequence_is_cut and not tp.sums_parameters_at_step else parameter
 
 
 def parameter_in_parallel_region(parameter: Tensor, tp: TensorParallel) -> Tensor:

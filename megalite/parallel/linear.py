@@ -3,12 +3,17 @@
 In: hidden states `[batch, seq, hidden]` (`[batch, seq/tp, hidden]` under sequence parallelism). Out: column-cut
 features `[batch, seq, features/tp]`, or hidden states again. Weights are Hugging Face's `[out, in]`; every parameter
 carries its `Shard`. At size one each layer is the plain torch layer.
+
+In backward the gradient of the input comes first, and its sum over the ranks travels beside the weight's gradient. Of a
+cut sequence a rank keeps its slice, and gathers the whole once more beside the input's gradient (Korthikanti 2022,
+section 4.2.2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +21,19 @@ from torch import Tensor, nn
 
 from megalite.parallel.collectives import (
     TensorParallel,
-    enter_parallel_region,
-    leave_parallel_region,
+    begin_all_gather,
+    begin_sum,
+    joined_slices,
     replicated_parameter,
+    stacked_slices,
+    sum_of_stacked,
 )
 from megalite.parallel.shard import Initializer, Shard, replicated
+
+if TYPE_CHECKING:
+    from megalite.parallel.weight_gradients import WeightGradientQueue
+
+ONE_RANK = TensorParallel()
 
 
 def sharded_parameter(shard: Shard) -> nn.Parameter:
@@ -30,9 +43,13 @@ def sharded_parameter(shard: Shard) -> nn.Parameter:
     return parameter
 
 
-def replicated_weight(size: int, tp: TensorParallel, initializer: Initializer) -> nn.Parameter:
-    """Returns a vector that every tensor-parallel rank holds whole."""
-    return sharded_parameter(replicated((size,), tp.size, tp.rank, initializer))
+def replicated_weight(shape: tuple[int, ...], tp: TensorParallel, initializer: Initializer) -> nn.Parameter:
+    """Returns a parameter that every tensor-parallel rank holds whole and uses on its slice of the sequence, if that is
+    cut, by way of `replicated_parameter`."""
+    parameter = sharded_parameter(replicated(shape, tp.size, tp.rank, initializer))
+    is_late = tp.sequence_is_cut and tp.sums_parameters_at_step
+    parameter.is_summed_at_step = is_late  # type: ignore[attr-defined]
+    return parameter
 
 
 def lacks_fast_gemm(x: Tensor) -> bool:
@@ -53,34 +70,107 @@ def multipliable(x: Tensor) -> Tensor:
     return x.float() if lacks_fast_gemm(x) else x
 
 
-class _WidenedLinear(torch.autograd.Function):
-    """`F.linear` of bf16 tensors by fp32 GEMMs; only the bf16 tensors are kept for backward."""
+class Recomputable(NamedTuple):
+    """The input of a product, which backward computes again by `function(*kept)`, to the bit, instead of keeping it.
+
+    A named tuple, because ZeRO-3's hooks search tuples, but not dataclasses, for tensors.
+    """
+
+    value: Tensor
+    function: Callable[..., Tensor]  # pointwise: it costs a pass through memory, and no product
+    kept: tuple[Tensor, ...]  # without gradients; what other functions keep anyway, and small copies
+
+
+class _PutOff(NamedTuple):
+    """The weight of a product whose gradient goes to a queue. Autograd does not look into tuples: the hooks of an input
+    run even where a Function returns None for it, and those of ZeRO-2 fail without a gradient."""
+
+    weight: nn.Parameter
+    queue: WeightGradientQueue
+
+
+class _Product(torch.autograd.Function):
+    """`x W^T + b` with backward in our order: the input's gradient, its sum over the ranks, the weight's gradient.
+
+    `tp`: the product enters the parallel region. Of a cut sequence x is this rank's slice `[batch, seq/tp, in]`, and y
+    is `[tp * batch, seq/tp, out]`, in the order of `stacked_slices`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
-        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        put_off: _PutOff | None,
+        tp: TensorParallel,
+        function: Callable[..., Tensor] | None,
+        *kept: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(weight, *((x,) if function is None else kept))
+        ctx.has_bias, ctx.put_off, ctx.tp, ctx.function = bias is not None, put_off, tp, function
+        if put_off is not None:
+            weight = put_off.weight
+        assert weight is not None
+        whole = begin_all_gather(x, tp).wait() if tp.sequence_is_cut else x
+        rows = whole.flatten(0, -2)  # folded as `F.linear` folds it
+        y = F.linear(multipliable(rows), multipliable(weight), None if bias is None else multipliable(bias))
+        # detached: autograd forbids to change a Function's output in place if it is a view, as residuals do
+        return y.to(x.dtype).view(*whole.shape[:-1], y.shape[-1]).detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        rows = grad.flatten(0, -2).float()  # [batch * seq, out]
-        x_grad = (rows @ weight.float()).to(x.dtype).view_as(x)
-        weight_grad = (rows.t() @ x.flatten(0, -2).float()).to(weight.dtype)
-        return x_grad, weight_grad, rows.sum(0).to(weight.dtype) if ctx.has_bias else None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *kept = ctx.saved_tensors
+        tp, put_off = ctx.tp, ctx.put_off
+        gathering = begin_all_gather(_input_again(ctx.function, kept), tp) if tp.sequence_is_cut else None
+        rows = grad.flatten(0, -2)  # [tokens, out]
+        wide = multipliable(rows)
+        x_grad = wide @ multipliable(weight if put_off is None else put_off.weight)
+        x_grad = x_grad.to(grad.dtype).view(*grad.shape[:-1], x_grad.shape[-1])
+        summing = begin_sum(x_grad, tp) if tp.size > 1 else None
+        x = _input_again(ctx.function, kept) if gathering is None else gathering.wait()
+        weight_grad = None
+        if put_off is not None:
+            # detached: x, and so a view of it, would keep the graph that it comes from
+            put_off.queue.put(put_off.weight, rows.detach(), x.detach().flatten(0, -2))
+        elif ctx.needs_input_grad[1]:
+            weight_grad = (wide.t() @ multipliable(x.flatten(0, -2))).to(weight.dtype)
+        bias_grad = wide.sum(0).to(grad.dtype) if ctx.has_bias else None
+        x_grad = x_grad if summing is None else summing.wait()
+        return x_grad, weight_grad, bias_grad, None, None, None, *(None for _ in kept if ctx.function is not None)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Computes `F.linear`, through fp32 where bf16 GEMMs are slow."""
-    return _WidenedLinear.apply(x, weight, bias) if lacks_fast_gemm(x) else F.linear(x, weight, bias)
+def _input_again(function: Callable[..., Tensor] | None, kept: list[Tensor]) -> Tensor:
+    return kept[0] if function is None else function(*kept)
+
+
+def linear(
+    x: Tensor | Recomputable,
+    weight: Tensor,
+    bias: Tensor | None,
+    tp: TensorParallel = ONE_RANK,
+    queue: WeightGradientQueue | None = None,
+) -> Tensor:
+    """Computes `F.linear`, through fp32 where bf16 GEMMs are slow; `tp` as in `_Product`.
+
+    With a queue the weight's gradient is put off, unless x needs none: nobody would wait for it then, and autograd,
+    which does not see the weight, would not run backward at all.
+    """
+    value, function, kept = x if isinstance(x, Recomputable) else (x, None, ())
+    put_off = None
+    if queue is not None and torch.is_grad_enabled() and value.requires_grad and weight.requires_grad:
+        assert isinstance(weight, nn.Parameter)
+        put_off = _PutOff(weight, queue)
+    if put_off is None and function is None and tp.size == 1 and not lacks_fast_gemm(value):
+        return F.linear(value, weight, bias)
+    return _Product.apply(value, weight if put_off is None else None, bias, put_off, tp, function, *kept)
 
 
 class LinearLayer(nn.Module):
     """A layer whose weight `[out, in]` is an operand of one GEMM, whose gradient weight_gradients.py may put off."""
 
     weight: nn.Parameter
-    product: Callable[[Tensor, nn.Parameter, Tensor | None], Tensor] = staticmethod(linear)
+    product: Callable[..., Tensor] = staticmethod(linear)  # with linear's arguments up to `tp`
 
 
 class ColumnParallelLinear(LinearLayer):
@@ -93,9 +183,9 @@ class ColumnParallelLinear(LinearLayer):
         self.weight = sharded_parameter(Shard((out, in_features), 0, cut, tp.size, tp.rank))
         self.bias = sharded_parameter(Shard((out,), 0, cut, tp.size, tp.rank, "zeros")) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Recomputable) -> Tensor:
         """`[batch, seq(/tp), in]` -> `[batch, seq, out/tp]`."""
-        return self.product(enter_parallel_region(x, self.tp), self.weight, self.bias)
+        return joined_slices(self.product(x, self.weight, self.bias, self.tp), self.tp)
 
 
 class RowParallelLinear(LinearLayer):
@@ -106,14 +196,25 @@ class RowParallelLinear(LinearLayer):
         self.tp = tp
         cut = (("", in_features),)
         self.weight = sharded_parameter(Shard((out_features, in_features), 1, cut, tp.size, tp.rank))
-        self.bias = replicated_weight(out_features, tp, "zeros") if bias else None
+        self.bias = replicated_weight((out_features,), tp, "zeros") if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Recomputable) -> Tensor:
         """`[batch, seq, in/tp]` -> `[batch, seq(/tp), out]`."""
         if self.tp.size == 1:
             return self.product(x, self.weight, self.bias)
-        y = leave_parallel_region(self.product(x, self.weight, None), self.tp)
+        y = sum_of_stacked(self.product(_with_stacked_slices(x, self.tp), self.weight, None), self.tp)
         return y if self.bias is None else y + replicated_parameter(self.bias, self.tp)
+
+
+def _with_stacked_slices(x: Tensor | Recomputable, tp: TensorParallel) -> Tensor | Recomputable:
+    """Brings x into the order of `stacked_slices`; where that takes a copy, x is kept and not the copy."""
+    if not tp.sequence_is_cut:
+        return x
+    if not isinstance(x, Recomputable):
+        stacked = stacked_slices(x, tp)
+        return stacked if len(x) == 1 else Recomputable(stacked, partial(stacked_slices, tp=tp), (x.detach(),))
+    function = x.function
+    return x._replace(value=stacked_slices(x.value, tp), function=lambda *kept: stacked_slices(function(*kept), tp))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -133,7 +234,7 @@ class VocabParallelEmbedding(nn.Module):
         if self.tp.size == 1:
             return F.embedding(tokens, self.weight)
         rows = self.weight.shard.local_shape[0]  # type: ignore[attr-defined]
-        local = tokens - self.tp.rank * rows
+        local = stacked_slices(tokens, self.tp) - self.tp.rank * rows
         elsewhere = (local < 0) | (local >= rows)
         x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return leave_parallel_region(x.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tp)
+        return sum_of_stacked(x.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tp)

@@ -7,6 +7,7 @@ positions, so their gradients are summed over the tensor-parallel ranks here, wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,28 +15,43 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.parallel.collectives import TensorParallel, all_reduce, replicated_parameter
-from megalite.parallel.linear import replicated_weight, sharded_parameter
+from megalite.parallel.linear import Recomputable, replicated_weight, sharded_parameter
 from megalite.parallel.shard import Shard
 
 
-class RMSNorm(nn.Module):
+class ReplicatedNorm(nn.Module):
+    """A norm whose parameters every tensor-parallel rank holds whole."""
+
+    tp: TensorParallel
+    normalize: Callable[..., Tensor]  # of x and the parameters, in the order of `parameters()`
+
+    def forward(self, x: Tensor, *, is_kept: bool = True) -> Tensor | Recomputable:
+        """`[batch, seq(/tp), hidden]` -> the same; with `is_kept=False` together with the way to compute it again, for
+        a product, which then does not keep it."""
+        parameters = list(self.parameters())
+        y = self.normalize(x, *(replicated_parameter(parameter, self.tp) for parameter in parameters))
+        if is_kept:
+            return y
+        # copies: when backward comes to the product, ZeRO-3 has not gathered this layer's parameters yet
+        return Recomputable(y, self.normalize, (x.detach(), *(each.detach().clone() for each in parameters)))
+
+
+class RMSNorm(ReplicatedNorm):
     """`x / rms(x) * weight` (Zhang & Sennrich 2019)."""
 
     def __init__(self, hidden_size: int, eps: float, tp: TensorParallel) -> None:
         super().__init__()
         self.tp, self.eps = tp, eps
-        self.weight = replicated_weight(hidden_size, tp, "ones")
+        self.weight = replicated_weight((hidden_size,), tp, "ones")
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight = replicated_parameter(self.weight, self.tp)
-        if (
-            x.device.type == "cpu" and not torch.compiler.is_compiling()
-        ):  # torch has no fused kernel there: eleven passes over the hidden states, we take six
+    def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
+        # torch has no fused kernel there: eleven passes over the hidden states, we take six
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():
             return _RMSNorm.apply(x, weight, self.eps, 0.0, x.shape[-1])
         return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
 
 
-class ZeroCenteredRMSNorm(nn.Module):
+class ZeroCenteredRMSNorm(ReplicatedNorm):
     """`x / rms(x) * (1 + weight)`, as in Gemma: weight decay pulls the factor to one.
 
     As in transformers, the weight is widened before one is added, and rounding happens once, after the product.
@@ -44,10 +60,9 @@ class ZeroCenteredRMSNorm(nn.Module):
     def __init__(self, hidden_size: int, eps: float, tp: TensorParallel) -> None:
         super().__init__()
         self.tp, self.eps = tp, eps
-        self.weight = replicated_weight(hidden_size, tp, "zeros")
+        self.weight = replicated_weight((hidden_size,), tp, "zeros")
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight = replicated_parameter(self.weight, self.tp)
+    def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return F.rms_norm(_widened(x), (x.shape[-1],), _factor(weight, 1.0), self.eps).to(x.dtype)
         return _RMSNorm.apply(x, weight, self.eps, 1.0, x.shape[-1])
@@ -108,17 +123,16 @@ def _widened(x: Tensor) -> Tensor:
     return x.float() if x.dtype.itemsize < 4 else x
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(ReplicatedNorm):
     """`(x - mean) / std * weight + bias` (Ba 2016)."""
 
     def __init__(self, hidden_size: int, eps: float, tp: TensorParallel) -> None:
         super().__init__()
         self.tp, self.eps = tp, eps
-        self.weight = replicated_weight(hidden_size, tp, "ones")
-        self.bias = replicated_weight(hidden_size, tp, "zeros")
+        self.weight = replicated_weight((hidden_size,), tp, "ones")
+        self.bias = replicated_weight((hidden_size,), tp, "zeros")
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight, bias = replicated_parameter(self.weight, self.tp), replicated_parameter(self.bias, self.tp)
+    def normalize(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.layer_norm(x, (x.shape[-1],), weight, bias, self.eps)
 
 

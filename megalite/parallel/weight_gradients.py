@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.parallel.grouped_linear import (
@@ -60,46 +59,9 @@ class WeightGradientQueue:
         return products
 
 
-class _PutOffLinear(torch.autograd.Function):
-    """`linear` whose backward computes the gradients of the input and the bias, and leaves the weight's to `queue`.
-
-    The weight comes in a list, into which autograd does not look: the hooks of an input run even where a Function
-    returns None for it, and those of ZeRO-2 fail without a gradient.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: list[nn.Parameter], bias: Tensor | None, queue: WeightGradientQueue
-    ) -> Tensor:
-        (ctx.weight,) = weight
-        ctx.save_for_backward(x)
-        ctx.has_bias, ctx.queue = bias is not None, queue
-        rows = x.flatten(0, -2)  # folded as `F.linear` folds it
-        y = F.linear(multipliable(rows), multipliable(ctx.weight), None if bias is None else multipliable(bias))
-        # detached: autograd forbids to change a Function's output in place if it is a view, as residuals do
-        return y.to(x.dtype).view(*x.shape[:-1], y.shape[-1]).detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
-        (x,) = ctx.saved_tensors
-        rows = grad.flatten(0, -2)  # [tokens, out]
-        # detached: x, and so a view of it, would keep the graph that it comes from
-        ctx.queue.put(ctx.weight, rows.detach(), x.detach().flatten(0, -2))
-        wide = multipliable(rows)
-        x_grad = (wide @ multipliable(ctx.weight)).to(x.dtype).view_as(x)
-        return x_grad, None, wide.sum(0).to(grad.dtype) if ctx.has_bias else None, None
-
-
-def _put_off_linear(queue: WeightGradientQueue, x: Tensor, weight: nn.Parameter, bias: Tensor | None) -> Tensor:
-    """Computes `linear`, and puts the weight gradient off unless `x` needs none: nobody would wait for it then, and
-    autograd, which does not see the weight, would not run backward at all."""
-    if torch.is_grad_enabled() and x.requires_grad and weight.requires_grad:
-        return _PutOffLinear.apply(x, [weight], bias, queue)
-    return linear(x, weight, bias)
-
-
 class _PutOffGroupedLinear(torch.autograd.Function):
-    """`grouped_linear` whose backward leaves the weight's gradient to `queue`, as `_PutOffLinear` does."""
+    """`grouped_linear` whose backward leaves the weight's gradient to `queue`. The weight comes in a list, into which
+    autograd does not look, for the reason of `linear._PutOff`."""
 
     @staticmethod
     def forward(
@@ -132,7 +94,7 @@ def put_off_weight_gradients(model: nn.Module) -> WeightGradientQueue:
     queue = WeightGradientQueue()
     for module in model.modules():
         if isinstance(module, LinearLayer):
-            module.product = partial(_put_off_linear, queue)
+            module.product = partial(linear, queue=queue)
         elif isinstance(module, GroupedLinear):
             module.product = partial(_put_off_grouped_linear, queue)
     return queue

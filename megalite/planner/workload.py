@@ -86,9 +86,13 @@ class Stack:
     overlaps_replicas: bool = False
     prefetches_backward: bool = True  # sharded weights of the next layer are gathered while backward computes this one
     waits_for_launches: bool = False  # each kernel is waited for before the next launch (CUDA_LAUNCH_BLOCKING=1)
+    # as megalite/parallel/linear.py: a column-parallel layer sums its input's gradient over the ranks beside the
+    # product for its weight's; of a cut sequence it keeps a slice and gathers the whole again beside the other product;
+    # selective recomputation is of what norms and activations put out, and of scores where they exist
+    has_own_linear_layers: bool = False
 
 
-MEGALITE = Stack("megalite")
+MEGALITE = Stack("megalite", has_own_linear_layers=True)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,10 @@ from typing import Any, Literal
 import numpy as np
 
 from megalite.config.sections import GuardsConfig, Policy
+from megalite.engine.batch_transfer import MicroBatch
 from megalite.engine.deepspeed_internals import loss_scale_can_fall, loss_scaler_state
-from megalite.engine.engine import Engine, MicroBatch, StepResult
+from megalite.engine.engine import Engine
+from megalite.engine.step_result import StepResult
 from megalite.resilience import nonfinite_tracing as tracing
 from megalite.resilience.nonfinite_tracing import LOSS, FaultCandidate, RankReport
 
@@ -236,9 +238,14 @@ class Guard:
         self._rolled_back_at.pop()
         self._skips, self._skips_in_row = self._skips + 1, self._skips_in_row + 1
 
+    @property
+    def waits(self) -> bool:
+        """True if each step has to wait for its loss, by which a spike is known."""
+        return self._config.loss_spike != "ignore"
+
     def takes(self, loss: Callable[[], float]) -> bool:
         """Returns whether a step with finite gradients is taken."""
-        if self._config.loss_spike == "ignore":
+        if not self.waits:
             return True
         self._loss = loss()
         if len(self._losses) < self._config.spike_window:
@@ -260,12 +267,15 @@ class Guard:
     def after(self, step: int, result: StepResult, micro_batches: Sequence[MicroBatch]) -> Intervention | None:
         """Returns what to do after a step that was not taken, None after one that was. Collective."""
         if result.taken:
-            if self._config.loss_spike != "ignore" and self._loss != 0.0:  # 0: no token had a target
+            if self.waits and self._loss != 0.0:  # 0: no token had a target
                 self._losses.append(self._loss)
             self._skips_in_row, self._has_trained = 0, True
             return None
+        if self._engine.decides_late(self):
+            self._norms = tracing.late_gradient_norms(self._engine, result)
         report = self._investigate(step, result, micro_batches)
         self._spike, self._norms = None, []
+        self._engine.allow_updates()
         self._history.append((step, report.cause))
         return self._decide(report)
 

@@ -26,9 +26,11 @@ from torch import Tensor, nn
 
 from megalite.engine.activity import Activity
 from megalite.engine.agreement import from_all_ranks
+from megalite.engine.batch_transfer import MicroBatch
 from megalite.engine.deepspeed_internals import loss_scaler_state, resident_weights, set_loss_scaler_state
-from megalite.engine.engine import Engine, MicroBatch, StepResult
+from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import read_gradients
+from megalite.engine.step_result import StepResult
 from megalite.parallel.loss import IGNORED
 
 Phase = Literal["weights", "forward", "backward"]
@@ -98,8 +100,25 @@ def gradient_norms(engine: Engine) -> list[tuple[str, float]]:
         if at.data_rank == 0 and not (shard.is_replicated and at.tensor_rank):
             names.append(shard.name)
             norms.append(torch.linalg.vector_norm(gradient))
-    values = torch.stack(norms).tolist() if norms else []
-    return [(name, norm if math.isfinite(norm) else math.nan) for name, norm in zip(names, values, strict=True)]
+    return _named_norms(names, torch.stack(norms).tolist() if norms else [])
+
+
+def late_gradient_norms(engine: Engine, result: StepResult) -> list[tuple[str, float]]:
+    """Returns what `gradient_norms` does after a step that was skipped on the device, whose gradients are gone.
+
+    The 2-norms of the parts that each replica has reduced were kept, and `united_norms` adds them up. Not collective.
+    """
+    if result.part_norms is None:
+        return []
+    assert engine.partitioned_step is not None
+    shards = [parameter.shard for parameter in engine.partitioned_step.parts]  # type: ignore[attr-defined]
+    named = _named_norms([shard.name for shard in shards], result.part_norms.tolist())
+    is_first = engine.coordinate.tensor_rank == 0
+    return [norm for norm, shard in zip(named, shards, strict=True) if is_first or not shard.is_replicated]
+
+
+def _named_norms(names: Sequence[str], norms: Sequence[float]) -> list[tuple[str, float]]:
+    return [(name, norm if math.isfinite(norm) else math.nan) for name, norm in zip(names, norms, strict=True)]
 
 
 def gather_rank_reports(
@@ -109,7 +128,7 @@ def gather_rank_reports(
     at = engine.coordinate
     own = RankReport(
         RankLocation(dist.get_rank(), at.pipeline_rank, at.data_rank, at.tensor_rank, socket.gethostname()),
-        float(result.loss),
+        result.loss,
         _bad_weights(engine),
         _token_losses(result, micro_batches),
         tuple(tuple(batch.samples.tolist()) for batch in micro_batches),
@@ -147,6 +166,8 @@ def run_again(
 
 
 class _RefusesAll:
+    waits = True
+
     def takes(self, loss: Callable[[], float]) -> bool:
         return False
 

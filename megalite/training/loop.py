@@ -8,17 +8,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from megalite.config import Config
 from megalite.engine.activity import Operation, Phase
-from megalite.engine.engine import Engine, MicroBatch
+from megalite.engine.batch_transfer import MicroBatch
+from megalite.engine.engine import Engine
+from megalite.engine.step_result import StepResult
 from megalite.monitor.memory import peak_memory_mib
 from megalite.monitor.observer import Observer
 from megalite.monitor.steps.recorder import StepRecorder
 from megalite.resilience.guards import Action, Guard, Intervention
 from megalite.resilience.replica_check import Disagreement, SelfCheck, explain
-from megalite.resilience.stop_requests import StopRequests
+from megalite.resilience.stop_requests import Stop, StopRequests
 from megalite.training.checkpoints import Checkpoints
 from megalite.training.state import (
     TrainingInterrupted,
@@ -51,107 +54,191 @@ def train(engine: Engine, config: Config, state: TrainState, context: TrainerCon
     if it was asked to end and its state is saved, SaveFailed if it ends and its state cannot be saved.
     """
     with StepRecorder(engine, config, state.step, context.requests.group) as recorder:
-        return _train(engine, config, state, context, recorder)
+        return _TrainingRun(engine, config, state, context, recorder).train()
 
 
-def _train(
-    engine: Engine, config: Config, state: TrainState, context: TrainerContext, recorder: StepRecorder
-) -> TrainState:
-    activity, guard, checkpoints = engine.activity, context.guard, context.checkpoints
-    self_check, total_steps = SelfCheck(engine), config.total_steps
-    batches, is_save_due = context.batches(state), False
-    checkpoints.saved_step = state.step
-    while state.step < total_steps:
-        step = state.step + 1
-        is_save_due |= _is_saved(config, step, total_steps)
-        is_checked = config.training.self_check_every > 0 and (
-            is_save_due or _is_multiple(step, config.training.self_check_every)
-        )
+@dataclass(frozen=True)
+class _BegunStep:
+    """A step that the engine has begun, and whose result the host may have to wait for."""
+
+    before: TrainState
+    micro_batches: Sequence[MicroBatch]
+    learning_rate: float
+    result: StepResult
+    began: float  # time.perf_counter
+    data_wait_s: float
+
+
+class _TrainingRun:
+    """One call of `train`.
+
+    Where the device works behind the host, the result of a step is read when the next one has been begun, so that the
+    device has something to do meanwhile. A step that was skipped has held back the one behind it, which is done again.
+    """
+
+    def __init__(
+        self, engine: Engine, config: Config, state: TrainState, context: TrainerContext, recorder: StepRecorder
+    ) -> None:
+        self._engine, self._config, self._context, self._recorder = engine, config, context, recorder
+        self._self_check, self._total_steps = SelfCheck(engine), config.total_steps
+        self._state = state  # after the last step that was begun
+        self._batches = context.batches(state)
+        self._unread: _BegunStep | None = None
+        self._last_read = 0.0  # time.perf_counter, when the last result was read
+        self._step_time_s = 0.0  # of the last step that was read
+        self._evaluation_loss: float | None = None  # of the last step that was read, or of the checkpoint gone back to
+
+    def train(self) -> TrainState:
+        checkpoints, guard = self._context.checkpoints, self._context.guard
+        checkpoints.saved_step, is_save_due = self._state.step, False
+        while self._state.step < self._total_steps:
+            step = self._state.step + 1
+            is_save_due |= _is_saved(self._config, step, self._total_steps)
+            is_checked, is_evaluated = self._is_checked(step, is_save_due=is_save_due), self._is_evaluated(step)
+            is_read_now = not self._engine.reads_late(guard) or step == self._total_steps
+            is_read_now |= is_save_due or is_checked or is_evaluated or self._recorder.is_profiled(step)
+            is_saved, read, self._unread = False, self._unread, None
+            begun = None if read is not None and is_read_now else self._begin(step, is_checked=is_checked)
+            if read is not None:
+                is_saved = self._finish(read, behind=begun)
+            elif begun is not None and is_read_now:
+                is_saved = self._finish(begun, is_checked=is_checked, is_evaluated=is_evaluated) or is_save_due
+                read = begun
+            if begun is not read and self._state.step == step:  # and it was not held back
+                self._unread = begun
+                self._recorder.cut()
+
+            stop, is_next_save_due = self._meet(step, has_read=read is not None)
+            if stop and self._unread is not None:
+                self._finish(self._unread)
+                self._unread = None
+            if is_saved or stop:
+                is_last = stop is not None or self._state.step >= self._total_steps
+                checkpoints.save(_with_guard(self._state, guard), self._evaluation_loss, is_last=is_last)
+                is_save_due = False
+            if stop and self._state.step < self._total_steps:
+                checkpoints.finish(_with_guard(self._state, guard))
+                ending = TrainingInterrupted if stop.is_interrupt else TrainingPreempted
+                raise ending(f"{stop.reason}: the state of step {self._state.step} is saved, start again to go on")
+            is_save_due |= is_next_save_due
+        checkpoints.finish(_with_guard(self._state, guard))
+        return self._state
+
+    def _begin(self, step: int, *, is_checked: bool) -> _BegunStep:
+        """Begins one optimizer step, about which the guard may decide."""
+        config, before = self._config, self._state
         if is_checked:
-            self_check.watch()
+            self._self_check.watch()
+        self._recorder.begin_step(step)
+        self._context.requests.begin_step(step, self._context.checkpoints.saved_step)
+        self._engine.activity.begin_phase(Phase.DATA, step)
+        began = time.perf_counter()
+        micro_batches = next(self._batches)
+        waited_s = time.perf_counter() - began
+        factor = learning_rate_factor(config.schedule, before.step, self._total_steps)
+        learning_rate = config.optimizer.learning_rate * factor
+        result = self._engine.train_step(micro_batches, learning_rate, self._context.guard)
+        self._state = self._after(before, skipped=False)  # unless it turns out otherwise when the result is read
+        return _BegunStep(before, micro_batches, learning_rate, result, began, waited_s)
 
-        recorder.begin_step(step)
-        context.requests.begin_step(step, checkpoints.saved_step)
-        record, state, intervention = _step(engine, config, state, batches, guard, total_steps)
-        if context.evaluation_count and (
-            step == total_steps or _is_multiple(step, config.training.evaluation.interval)
-        ):
-            record |= _evaluate(engine, context)
+    def _finish(
+        self,
+        begun: _BegunStep,
+        behind: _BegunStep | None = None,
+        *,
+        is_checked: bool = False,
+        is_evaluated: bool = False,
+    ) -> bool:
+        """Reads the result of a step, evaluates, logs, and does what the guard asks for.
+
+        `behind` is the step that was begun meanwhile. Returns whether a checkpoint was loaded: its state must be saved
+        at once.
+        """
+        record, state = self._read(begun)
+        intervention = self._context.guard.after(state.step, begun.result, begun.micro_batches)
+        if is_evaluated:
+            record |= _evaluate(self._engine, self._context)
         differing: list[Disagreement] = []
         if is_checked:
-            differing, record["self_check_s"] = self_check.run()
-
-        activity.begin_phase(Phase.LOGGING)
-        record["save_blocked_s"] = checkpoints.collect()
-        if (gathered := recorder.end_step(step, is_last=step == total_steps)) is not None:
-            record |= gathered.record()
-            context.observer.on_breakdown(gathered.breakdown)
-            for change in gathered.changes:
-                context.observer.on_slow_rank(change)
-        context.observer.on_step(record)
+            differing, record["self_check_s"] = self._self_check.run()
+        self._log(record)
         if differing:
-            raise TrainingStopped(explain(step, differing))
-        evaluation_loss = record.get("evaluation_loss")
-        if intervention is not None and (returned := _intervene(context, intervention, state)) is not None:
-            state, evaluation_loss = returned
-            batches, is_save_due = context.batches(state), True  # or a crash would go back here again and again
+            raise TrainingStopped(explain(state.step, differing))
+        self._evaluation_loss = record.get("evaluation_loss")
+        if intervention is None:
+            return False
+        if behind is not None:
+            self._batches = chain([behind.micro_batches], self._batches)
+        self._state = state
+        if (returned := _intervene(self._context, intervention, state)) is None:
+            return False
+        self._state, self._evaluation_loss = returned
+        self._batches = self._context.batches(self._state)
+        return True  # or a crash would go back there again and again
 
-        activity.record_op(Operation.MEET, peers=activity.peers.everyone)
-        stop, is_next_save_due, is_next_profiled = context.requests.agree(
-            save_next=checkpoints.is_due(record["step_time_s"]), profile_next=recorder.profiler.is_asked()
+    def _read(self, begun: _BegunStep) -> tuple[dict[str, Any], TrainState]:
+        """Reads a step's numbers; returns its record and the state after it."""
+        training, numbers = self._config.training, begun.result.readback.numbers
+        now = time.perf_counter()
+        step_time_s, self._last_read = now - max(begun.began, self._last_read), now
+        tokens = training.global_batch_size * training.sequence_length
+        state = self._after(begun.before, skipped=not begun.result.taken)
+        record = {
+            "step": state.step,
+            "time": time.time(),
+            "loss": numbers.loss,
+            "grad_norm": numbers.grad_norm,
+            "learning_rate": begun.learning_rate,
+            "tokens_seen": state.tokens_seen,
+            "samples": [begun.before.consumed_samples, state.consumed_samples],
+            "tokens_per_second": tokens / step_time_s,
+            "samples_per_second": training.global_batch_size / step_time_s,
+            "step_time_s": step_time_s,
+            "data_wait_s": begun.data_wait_s,
+            "memory_peak_mib": peak_memory_mib(),
+            "skipped": not begun.result.taken,
+            "skipped_steps": state.skipped_steps,
+        }
+        return record, state
+
+    def _after(self, before: TrainState, *, skipped: bool) -> TrainState:
+        samples = self._config.training.global_batch_size
+        return before.after(samples=samples, tokens=samples * self._config.training.sequence_length, skipped=skipped)
+
+    def _log(self, record: dict[str, Any]) -> None:
+        observer, step = self._context.observer, record["step"]
+        self._engine.activity.begin_phase(Phase.LOGGING)
+        record["save_blocked_s"] = self._context.checkpoints.collect()
+        if (gathered := self._recorder.end_step(step, is_last=step == self._total_steps)) is not None:
+            record |= gathered.record()
+            observer.on_breakdown(gathered.breakdown)
+            for change in gathered.changes:
+                observer.on_slow_rank(change)
+        observer.on_step(record)
+        self._step_time_s = record["step_time_s"]
+
+    def _meet(self, step: int, *, has_read: bool) -> tuple[Stop | None, bool]:
+        """Agrees with all ranks on what comes next; returns why to stop, and whether the coming step is saved."""
+        self._engine.activity.record_op(Operation.MEET, peers=self._engine.activity.peers.everyone)
+        stop, is_next_save_due, is_next_profiled = self._context.requests.agree(
+            save_next=has_read and self._context.checkpoints.is_due(self._step_time_s),
+            profile_next=self._recorder.profiler.is_asked(),
         )
-        recorder.left_meeting(step, profile_next=is_next_profiled)
-        if is_save_due or stop:
-            is_last = stop is not None or state.step >= total_steps
-            checkpoints.save(_with_guard(state, guard), evaluation_loss, is_last=is_last)
-        if stop and state.step < total_steps:
-            checkpoints.finish(_with_guard(state, guard))
-            ending = TrainingInterrupted if stop.is_interrupt else TrainingPreempted
-            raise ending(f"{stop.reason}: the state of step {state.step} is saved, start again to go on")
-        is_save_due = is_next_save_due
-    checkpoints.finish(_with_guard(state, guard))
-    return state
+        self._recorder.left_meeting(step, profile_next=is_next_profiled)
+        return stop, is_next_save_due
+
+    def _is_checked(self, step: int, *, is_save_due: bool) -> bool:
+        every = self._config.training.self_check_every
+        return every > 0 and (is_save_due or _is_multiple(step, every))
+
+    def _is_evaluated(self, step: int) -> bool:
+        is_due = step == self._total_steps or _is_multiple(step, self._config.training.evaluation.interval)
+        return self._context.evaluation_count > 0 and is_due
 
 
 def _with_guard(state: TrainState, guard: Guard) -> TrainState:
     """Returns the state for a checkpoint, with what the guard remembers now."""
     return state.model_copy(update={"guard": guard.state()})
-
-
-def _step(
-    engine: Engine, config: Config, state: TrainState, batches: Batches, guard: Guard, total_steps: int
-) -> tuple[dict[str, Any], TrainState, Intervention | None]:
-    """Runs one optimizer step, which the guard's gate may refuse; returns its record, the state after it and, if it was
-    not taken, what the guard asks for."""
-    training = config.training
-    engine.activity.begin_phase(Phase.DATA, state.step + 1)
-    started = time.perf_counter()
-    micro_batches = next(batches)
-    waited_s = time.perf_counter() - started
-    learning_rate = config.optimizer.learning_rate * learning_rate_factor(config.schedule, state.step, total_steps)
-    result = engine.train_step(micro_batches, learning_rate, guard)
-    loss, grad_norm = float(result.loss), float(result.grad_norm)
-    step_time_s = time.perf_counter() - started
-    tokens = training.global_batch_size * training.sequence_length
-    first_sample = state.consumed_samples
-    state = state.after(samples=training.global_batch_size, tokens=tokens, skipped=not result.taken)
-    record = {
-        "step": state.step,
-        "time": time.time(),
-        "loss": loss,
-        "grad_norm": grad_norm,
-        "learning_rate": learning_rate,
-        "tokens_seen": state.tokens_seen,
-        "samples": [first_sample, state.consumed_samples],
-        "tokens_per_second": tokens / step_time_s,
-        "samples_per_second": training.global_batch_size / step_time_s,
-        "step_time_s": step_time_s,
-        "data_wait_s": waited_s,
-        "memory_peak_mib": peak_memory_mib(),
-        "skipped": not result.taken,
-        "skipped_steps": state.skipped_steps,
-    }
-    return record, state, guard.after(state.step, result, micro_batches)
 
 
 def _evaluate(engine: Engine, context: TrainerContext) -> dict[str, float]:

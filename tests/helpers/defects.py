@@ -170,7 +170,15 @@ def stale_key_value_head() -> None:
 
 
 def norm_gradients_of_a_slice() -> None:
-    norm.replicated_parameter = lambda parameter, tp: parameter
+    GradientReducer._sum_in_tensor_group = lambda self: None  # type: ignore[method-assign]
+
+
+def norm_gradients_are_summed_twice() -> None:
+    """In the backward of every micro-batch and once more at the end of the step."""
+    original = norm.replicated_parameter
+    norm.replicated_parameter = lambda parameter, tp: original(
+        parameter, dataclasses.replace(tp, sums_parameters_at_step=False)
+    )
 
 
 def recomputation_cuts_the_graph() -> None:
@@ -307,7 +315,7 @@ def norm_of_the_first_partition() -> None:
     original = PartitionedStep.gradient_norm
 
     def gradient_norm(self: Any) -> Tensor:
-        buckets = self._reducer._buckets
+        buckets = self.reducer._buckets
         own = [bucket.partition for bucket in buckets]
         for bucket in buckets:
             bucket.partition = bucket.sums[: len(bucket.partition)]

@@ -215,7 +215,7 @@ def signal_in_step(folder: Path, rank: int, step: int, number: int, ranks: Seque
             for other in ranks:
                 os.kill(pid_of(folder, other), number)
 
-    _before(loop, "_step", send)
+    _before(loop._TrainingRun, "_begin", send)
 
 
 def slow_writer(folder: Path, rank: int, seconds: float) -> None:
@@ -296,7 +296,7 @@ def full_disk(folder: Path, rank: int, at: str, first: int, last: int) -> None:
                 while file.write(bytes(1 << 20)):
                     pass
 
-    _before(loop, "_step", fill)
+    _before(loop._TrainingRun, "_begin", fill)
 
 
 def clock_jumps_back(folder: Path, rank: int, step: int) -> None:
@@ -317,4 +317,4 @@ def clock_jumps_back(folder: Path, rank: int, step: int) -> None:
             return cls.fromtimestamp(time.time(), tz)
 
     time.time, writer.datetime = lambda: clock() - shift, Date
-    _before(loop, "_step", count)
+    _before(loop._TrainingRun, "_begin", count)

@@ -7,9 +7,14 @@ that replicas all-reduce or reduce only when backward is over.
 from __future__ import annotations
 
 from collections import Counter
+from itertools import groupby
+from types import SimpleNamespace
 
 import pytest
 
+from megalite.config.sections import GuardsConfig
+from megalite.parallel.loss import IGNORED
+from megalite.resilience.guards import Guard
 from tests.helpers.counting import Call, calls_of, collectives_of, syncs_of
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
 from tests.helpers.rank_pool import run_ranks
@@ -18,19 +23,23 @@ from tests.performance.budgets import STEPS
 PADDING = 100  # bytes to which ZeRO fills up its partitions
 
 
-def _second_step(rank: int, case: Case) -> tuple[list[Call], int]:
-    """The calls of this rank, and the numbers in its parameters."""
+def _second_step(rank: int, case: Case, guards: dict[str, str]) -> tuple[list[Call], int]:
+    """The calls of this rank, and the numbers in its parameters. Targets are counted beforehand, as the loader does."""
     engine, calls = engine_of(case), []
+    guard = Guard(engine, GuardsConfig.model_validate(guards))
     for batch in global_batches(case)[:2]:
-        mine = micro_batches_of(engine, case, batch)
-        calls = calls_of(lambda mine=mine: engine.train_step(mine, 1e-3))
+        valid = int((batch.targets != IGNORED).sum())
+        mine = [
+            SimpleNamespace(**vars(each), global_valid_targets=valid) for each in micro_batches_of(engine, case, batch)
+        ]
+        calls = calls_of(lambda mine=mine: engine.train_step(mine, 1e-3, guard))
     return calls, sum(parameter.numel() for _, parameter in engine.parameters())
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_keeps_to_its_budget(name: str) -> None:
     budget = STEPS[name]
-    for calls, _ in run_ranks(_second_step, budget.case.world_size, budget.case):
+    for calls, _ in run_ranks(_second_step, budget.case.world_size, budget.case, budget.guards):
         assert Counter(call.name for call in collectives_of(calls)) == budget.collectives
         assert len(syncs_of(calls)) == budget.syncs, syncs_of(calls)
 
@@ -38,7 +47,7 @@ def test_a_step_keeps_to_its_budget(name: str) -> None:
 def test_replicas_reduce_each_gradient_once_and_beside_backward() -> None:
     """In fp32, whatever the number of micro-batches; updated weights come back in bf16."""
     case = STEPS["dp 2"].case
-    for calls, parameters in run_ranks(_second_step, 2, case):
+    for calls, parameters in run_ranks(_second_step, 2, case, {}):
         moved: Counter[str] = Counter()
         for call in collectives_of(calls):
             moved[call.name] += call.size
@@ -46,4 +55,6 @@ def test_replicas_reduce_each_gradient_once_and_beside_backward() -> None:
         assert 0 <= moved["all_gather"] - 2 * parameters < PADDING * STEPS["dp 2"].collectives["all_gather"]
         reductions = [place for place, call in enumerate(calls) if call.name == "reduce_scatter"]
         last_gemm = max(place for place, call in enumerate(calls) if call.is_gemm)
+        order = [name for name, _ in groupby(call.name for call in collectives_of(calls))]
+        assert order == ["reduce_scatter", "all_reduce", "all_gather", "all_reduce"], "gradients, norm, weights, loss"
         assert sum(place < last_gemm for place in reductions) >= len(reductions) - 2, "reduced behind backward"

@@ -91,9 +91,13 @@ class StepProfiler:
                     return True
         return False
 
+    def is_due(self, step: int, *, is_asked: bool) -> bool:
+        """Returns whether a step is to have a profile."""
+        return is_asked or step in self._steps
+
     def begin(self, step: int, *, is_asked: bool) -> None:
         """Begins a profile if this step is to have one."""
-        if not is_asked and step not in self._steps:
+        if not self.is_due(step, is_asked=is_asked):
             return
         with self._nonfatal("a profile"), ExitStack() as opened:
             check_own_folder(self._run_dir / FOLDER)

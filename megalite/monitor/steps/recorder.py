@@ -102,6 +102,15 @@ class StepRecorder:
         """Begins the profile of a step, if it has one."""
         self.profiler.begin(step, is_asked=self._is_profile_asked)
 
+    def is_profiled(self, step: int) -> bool:
+        """Returns whether the coming step has a profile, for which its result must be read before the next begins."""
+        return self.profiler.is_due(step, is_asked=self._is_profile_asked)
+
+    def cut(self) -> None:
+        """Ends the window of a step whose `end_step` comes when the next step has been begun."""
+        with self._nonfatal("the record of a step"):
+            self._tape.cut()
+
     def left_meeting(self, step: int, *, profile_next: bool) -> None:
         """Notes that all ranks have met at the end of a step, and what they agreed on.
 
@@ -114,10 +123,10 @@ class StepRecorder:
             del self._meetings[next(iter(self._meetings))]
 
     def end_step(self, step: int, *, is_last: bool) -> Gathered | None:
-        """Takes the window that the last record of activity ends.
+        """Takes the window that `cut` has ended, or else that the last record of activity ends.
 
         Every `monitor.log_interval` steps and in the last one gathers what has happened since, and returns it on rank
-        0. The host must have waited for the device.
+        0. The host must have waited for the step.
         """
         self._messages, self._in_messages_s = Messages(), 0.0
         with self._nonfatal("the record of a step"):

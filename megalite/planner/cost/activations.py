@@ -65,10 +65,13 @@ def _block_bytes(job: TrainingWorkload, layer: int, widens: bool) -> BlockBytes:
         case "none":
             return BlockBytes(everything, block.postponed, block.backward(0.0), block.input)
         case "selective":
-            # what attention reads is kept, and what the projection behind it reads
-            kept = block.outside + block.projected + block.projection_input + block.feed_forward
-            again = block.attention + block.context - block.projection_input
-            return BlockBytes(min(kept, everything), block.postponed, block.backward(again), block.input)
+            again, kept = 0.0, everything
+            if block.is_explicit:  # what attention reads is kept, and what the projection behind it reads
+                again = block.attention + block.context - block.projection_input
+                attention = block.projected + block.projection_input
+                kept = min(everything, block.outside + attention + block.feed_forward)
+            kept -= block.normed + block.activated
+            return BlockBytes(kept, block.postponed, block.backward(again), block.input)
         case "full":
             again = everything - block.input
             return BlockBytes(block.input, block.postponed, again + block.backward(0.0), block.input)
@@ -93,19 +96,24 @@ class _Block:
         self.input = self.hidden / tp if self.is_cut else self.hidden  # as the blocks pass it on
         self.projected = self.tokens * self.qkv * self.size  # q, k and v before rotation
         self.projection_input = self.tokens * self.q * self.size  # what the output projection reads
+        # of a cut sequence products keep a slice, except that a router keeps the whole, as experts read it
+        has_experts, is_normed = model.has_experts(layer), model.norm_placement != "post"
+        self.normed = (1 if has_experts else 2) * self.input * is_normed  # that norms put out for products
+        self.gathered = self.hidden if self.is_cut else 0.0  # once more in backward
         self.outside = self._outside()
         self.attention, self.context = self._attention()
         self.feed_forward, self.feed_forward_gradients = self._feed_forward()
+        self.activated = self._activated()  # what the activation puts out, unless that is what it keeps itself
         self.postponed = self._postponed()
 
     def backward(self, recomputed: float) -> float:
         """Returns the most that backward needs beside kept tensors: in the feed-forward layer, or later in
         attention."""
-        gone = self.feed_forward + self.hidden
+        gone = self.feed_forward + self.normed / 2
         # gradients of q, k, v, the projection and the context, and of two copies of the scores
         scores = 2 * self.scores * max(4, self.attention_size) if self.is_explicit else 0.0
         gradients = (2 * self.qkv + self.q) * self.tokens * self.attention_size + self.hidden + scores
-        in_attention = recomputed + gradients - gone
+        in_attention = recomputed + gradients + self.gathered - gone
         return max(self.feed_forward_gradients, in_attention)
 
     def _outside(self) -> float:
@@ -113,10 +121,9 @@ class _Block:
         model, kept = self.model, self.input  # of the block
         if not model.use_parallel_residual:
             kept += self.input  # between attention and feed-forward layer
-        if model.norm_placement != "post":
-            kept += 2 * self.hidden  # normed; of a cut sequence gathered, and then the norm's own output is not kept
-        elif self.is_cut:
-            kept += 2 * self.hidden  # gathered
+        kept += self.normed
+        if model.has_experts(self.layer) and (self.is_cut or model.norm_placement != "post"):
+            kept += self.hidden  # gathered, or normed
         if model.norm_placement != "pre":
             kept += 2 * self.input  # what attention and feed-forward layer put out: norms read it
         norms = {"pre": 2, "post": 2, "pre_and_post": 4}[model.norm_placement]
@@ -161,14 +168,22 @@ class _Block:
         model = self.model
         if not model.has_experts(self.layer):
             features = cut(model.intermediate_size, self.tp) * self.tokens * self.size
+            # in the activation's backward, or in that of the projection in front of it
             if model.gated_mlp:
-                return (3 if model.hidden_act == "silu" else 4) * features, 3 * features + self.hidden
-            return (1 if model.hidden_act == "relu" else 2) * features, features + self.hidden
+                gradients = max(3 * features, 2 * features + self.gathered) + self.hidden
+                return (3 if model.hidden_act == "silu" else 4) * features, gradients
+            return (1 if model.hidden_act == "relu" else 2) * features, features + self.gathered + self.hidden
         rows = self.tokens * model.num_experts_per_tok
         features = cut(model.moe_intermediate_size, self.tp) * rows * self.size
         numbers = rows * model.hidden_size
         routing = self.tokens * 4 * (model.num_experts or 1) + rows * (3 * 8 + 2 * 4)
         return 2 * numbers * self.size + 3 * features + routing, 3 * features + 2 * numbers * 4 + self.hidden
+
+    def _activated(self) -> float:
+        model = self.model
+        if model.has_experts(self.layer) or (model.hidden_act == "relu" and not model.gated_mlp):
+            return 0.0
+        return cut(model.intermediate_size, self.tp) * self.tokens * self.size
 
     def _postponed(self) -> float:
         """Returns the bytes of what products for gradients of weights read: each linear layer's input and the gradient

@@ -92,8 +92,19 @@ def block_work(job: TrainingWorkload, layer: int, speed: Speed) -> Passes:
         needs_all = job.recomputes_the_end or job.model.has_experts(layer)
         again = forward if needs_all else forward + -1.0 * dense[-1]
     elif job.layout.recompute == "selective":
-        again = core
+        has_own = job.stack.has_own_linear_layers
+        again = (LayerTime() if is_fused and has_own else core) + has_own * _computed_again(job, layer, speed)
     return Passes(forward, backward, again)
+
+
+def _computed_again(job: TrainingWorkload, layer: int, speed: Speed) -> LayerTime:
+    """Returns the work of norms and activation that products do not keep the results of (models/decoder.py)."""
+    model, t, size = job.model, job.layout.tensor_parallel_size, speed.number_bytes
+    is_dense = not model.has_experts(layer)
+    norms = (2 if is_dense else 1) * (model.norm_placement != "post") * 2 * size * model.hidden_size
+    is_kept = not is_dense or (not model.gated_mlp and model.hidden_act == "relu")
+    activation = 0 if is_kept else (3 if model.gated_mlp else 2) * size * model.intermediate_size
+    return speed.moving(job.micro_batch_tokens * (norms / (t if job.layout.sequence_parallel else 1) + activation / t))
 
 
 def head_work(job: TrainingWorkload, speed: Speed) -> Passes:

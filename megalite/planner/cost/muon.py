@@ -1,4 +1,4 @@
-"""What Muon adds to a step: the numbers it keeps one moment of, gathers and makes orthogonal (engine/muon.py)."""
+"""Costs that Muon adds to a step: the numbers it keeps one moment of, gathers and makes orthogonal (engine/muon.py)."""
 
 from __future__ import annotations
 

@@ -61,7 +61,8 @@ class StageTime(Additive):
     forward_s: float
     backward_s: float  # recomputation included
     work: LayerTime  # forward, backward and recomputation together, by what bounds it
-    tensor_s: float  # in the tensor-parallel group
+    tensor_s: float  # that communication in the tensor-parallel group adds
+    tensor_links_s: float  # that it uses the links for, whether or not computation goes on meanwhile
     launch_s: float
     weight_gradient_s: float  # the part of backward that a schedule may postpone: products of the blocks' weights
 
@@ -203,8 +204,14 @@ def _stage(
     ring, moved, kinds = tensor_ring(job.layout, cluster), tensor_moved(job, shape), 2 * shape.blocks
     there, back = ring.seconds(moved.forward, kinds), ring.seconds(moved.backward, kinds)
     again = ring.seconds(moved.again, kinds)
+    links_s = there + back + again
     if job.stack.overlaps_tensor_gradients:  # behind the products that make gradients of weights
         back = max(0.0, back - passes.backward.matrix_s / 2)
+    elif cluster.accelerator.device != "cpu":  # gloo takes the cores that compute
+        # a gather travels beside the products for gradients of inputs, a sum beside those of weights, if they follow
+        product_s, sums = of_blocks.backward.matrix_s / 2, replace(moved.beside, all_gather=0)
+        back -= min(ring.seconds(replace(moved.beside, all_reduce=0, reduce_scatter=0), kinds), product_s)
+        back -= 0.0 if splits_backward(job.layout.schedule) else min(ring.seconds(sums, kinds), product_s)
     forward, backward = passes.forward.seconds + there, passes.backward.seconds + back
     recomputed = passes.again.seconds + again
     host = HOST_WORK[job.layout.zero_stage] if job.stack.replicas == "deepspeed" else 1.0
@@ -221,6 +228,7 @@ def _stage(
         backward_s=backward + recomputed + launch_s[1] + launch_s[2],
         work=passes.forward + passes.backward + passes.again,
         tensor_s=there + back + again,
+        tensor_links_s=links_s,
         launch_s=sum(launch_s),
         weight_gradient_s=of_blocks.backward.matrix_s / 2,
     )
@@ -271,7 +279,7 @@ def _beside_backward_s(
         return 0.0
     p, v = layout.pipeline_parallel_size, layout.pipeline_chunks
     unit, times = _rounded(mean, between_s, p)
-    others_s = mean.tensor_s / v if tensor_ring(layout, cluster).leaves_node == ring.leaves_node else 0.0
+    others_s = mean.tensor_links_s / v if tensor_ring(layout, cluster).leaves_node == ring.leaves_node else 0.0
     others_s += between_s if boundary_leaves_node(layout, cluster) == ring.leaves_node else 0.0
     ends_s = []
     for shape, passes in zip(shapes, last_gradients(layout.schedule, times, job.micro_batches, v), strict=True):

@@ -75,6 +75,7 @@ class TensorMoved:
     forward: Moved
     backward: Moved
     again: Moved  # by recomputation
+    beside: Moved = Moved()  # the part of `backward` that travels beside products
 
     @property
     def total(self) -> Moved:
@@ -125,8 +126,9 @@ def tensor_moved(job: TrainingWorkload, stage: StageShape) -> TensorMoved:
     2022, section 4.2.2). With full recomputation a block computes its forward once more, where that stops early up to
     the last number that backward needs: the sum at its end is done again only if a norm or dropout follows.
 
-    Two things are ours. Key/value heads fewer than ranks are gathered as activations (docs/design.md). The loss
-    exchanges two fp32 numbers per token instead of logits.
+    Three things are ours. Column-parallel layers keep their slice of a cut sequence, so that backward gathers the whole
+    once more, which Megatron-LM does too; experts and the head keep the whole. Key/value heads fewer than ranks are
+    gathered as activations (docs/design.md). The loss exchanges two fp32 numbers per token instead of logits.
     """
     layout, model = job.layout, job.model
     tp = layout.tensor_parallel_size
@@ -143,16 +145,20 @@ def tensor_moved(job: TrainingWorkload, stage: StageShape) -> TensorMoved:
     # into a parallel region nothing forward and a sum backward, out of it a sum forward and nothing backward
     into, out_of = (2 * blocks + stage.has_head) * size, (2 * blocks + stage.has_embedding) * size
     kept_again = is_again * kept
+    linear = sum(1 if model.has_experts(layer) else 2 for layer in stage.layers)  # layers that enter by themselves
+    linear *= job.stack.has_own_linear_layers * size
     if layout.sequence_parallel:  # the nothings are all-gathers, and each sum leaves its result cut
         return TensorMoved(
             forward=Moved(reduce_scatter=out_of, all_gather=into + kept + loss),
-            backward=Moved(reduce_scatter=into + kept, all_gather=out_of),
+            backward=Moved(reduce_scatter=into + kept, all_gather=out_of + linear),
             again=Moved(reduce_scatter=again, all_gather=is_again * 2 * blocks * size + kept_again),
+            beside=Moved(reduce_scatter=linear, all_gather=linear),
         )
     return TensorMoved(
         forward=Moved(all_reduce=out_of, all_gather=kept + loss),
         backward=Moved(all_reduce=into, reduce_scatter=kept),
         again=Moved(all_reduce=again, all_gather=kept_again),
+        beside=Moved(all_reduce=linear),
     )
 
 

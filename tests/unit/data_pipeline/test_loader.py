@@ -42,6 +42,28 @@ def batch(samples: PackedSamples, consumed: int, **changes: Any) -> list[Any]:
     return global_batch(samples, BatchPlan(**{**arguments, **changes}), consumed)
 
 
+@pytest.mark.parametrize("document_mask", [True, False])
+def test_every_replica_knows_how_many_targets_of_the_global_batch_count(
+    write_corpus: Callable[..., Path], document_mask: bool
+) -> None:
+    """Counted from the index, with empty documents and documents of one token, over the ends of corpora and epochs."""
+    draw = np.random.default_rng()
+    lengths = [draw.integers(0, 7, 40), draw.integers(0, 30, 12)]
+    corpora = [
+        write_corpus([list(range(1, 1 + n)) for n in of_one], name=f"corpus{number}")
+        for number, of_one in enumerate(lengths)
+    ]
+    found = PackedSamples(corpora, 16, seed=5)
+    for consumed in range(0, 3 * found.samples_per_epoch, 8):
+        replicas = [
+            batch(found, consumed, data_parallel_size=2, data_parallel_rank=rank, document_mask=document_mask)
+            for rank in (0, 1)
+        ]
+        valid = sum(int((each.targets != IGNORED_TARGET).sum()) for replica in replicas for each in replica)
+        told = {each.global_valid_targets for replica in replicas for each in replica}
+        assert told == {valid}, f"samples from {consumed} of documents of {lengths}"
+
+
 @pytest.mark.parametrize("consumed", [0, 8, 8 * 1000])
 @pytest.mark.parametrize("document_mask", [True, False])
 def test_every_layout_has_the_same_global_batch(samples: PackedSamples, consumed: int, document_mask: bool) -> None:

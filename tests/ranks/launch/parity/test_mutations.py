@@ -124,6 +124,13 @@ DEFECTS: list[tuple[Callable[[], None], ParityLayout, tuple[str, ...], str, dict
         {},
     ),
     (
+        defects.norm_gradients_are_summed_twice,
+        ParityLayout(tp=2, pp=2, sequence_parallel=True, accumulation=3),
+        ("sequence_parallel",),
+        "backward: the forward pass agrees",
+        {},
+    ),
+    (
         defects.schedule_is_ignored,
         ParityLayout(dp=2, zero=2),
         (),

@@ -292,7 +292,7 @@ def _outcomes(rank: int, dtype: str) -> list[tuple[float, int]]:
     engine, seen = _engine(1, dtype), []
     seams.take_over_reduction(engine)
     for norm in (3.0, float("inf"), float("nan"), 2.0):
-        engine.optimizer.step = lambda norm=norm: seams.takes_step(engine.optimizer, torch.tensor(norm))
+        engine.optimizer.step = lambda norm=norm: seams.takes_step(engine.optimizer, torch.tensor(norm), norm)
         _backward(engine, 1)
         seen.append((_stepped(engine), engine.skipped_steps))
     return seen

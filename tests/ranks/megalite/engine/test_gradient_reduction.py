@@ -58,6 +58,9 @@ class _Reference:
         for parameter, weight in self.weights.items():
             weight.grad = self.sums.pop(parameter)
             dist.all_reduce(weight.grad, group=self.engine.data_parallel_group())
+            if getattr(parameter, "is_summed_at_step", False):
+                assert parameter.shard.is_replicated and self.engine.config.parallel.sequence_parallel  # type: ignore[attr-defined]
+                dist.all_reduce(weight.grad, group=self.engine.tensor_parallel_group())
             weight.grad /= self.engine.mesh.data_parallel_size
             if not (parameter.shard.is_replicated and self.engine.coordinate.tensor_rank):  # type: ignore[attr-defined]
                 squares += weight.grad.square().sum()

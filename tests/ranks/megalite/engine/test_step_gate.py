@@ -16,8 +16,9 @@ from torch import Tensor
 
 import megalite.engine.stages as stages
 from megalite.config.pipeline_rules import FOLDED
-from megalite.engine.engine import Engine, StepResult
+from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import moment_names, optimizer_step_count, read_parameter
+from megalite.engine.step_result import StepResult
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
 from tests.helpers.planting import another_loss
 from tests.helpers.rank_pool import run_ranks
@@ -28,8 +29,8 @@ INF = float("inf")
 class Answers:
     """A judge with answers from a list; notes what it was told."""
 
-    def __init__(self, answers: list[bool]) -> None:
-        self.answers, self.losses, self.examined = answers, [], 0
+    def __init__(self, answers: list[bool], *, waits: bool = True) -> None:
+        self.answers, self.losses, self.examined, self.waits = answers, [], 0, waits
 
     def takes(self, loss: Callable[[], float]) -> bool:
         self.losses.append(loss())
@@ -90,19 +91,24 @@ KINDS = ("nan loss", "inf loss", "nan gradient", "-inf gradient")
 
 
 def _spoiled_steps(rank: int, engine: Engine, case: Case) -> dict[str, dict[str, Any]]:
-    """For each kind of poison, what a step with it left behind."""
+    """For each kind of poison, and a judge that waits or one that does not, what a step with it left behind."""
     seen, before = {}, _numbers(engine)
     for kind in KINDS:
-        stop, judge = _poison(rank, engine, case, kind), Answers([])
-        result = _step(engine, case, 1, judge)
-        stop()
-        seen[kind] = {
-            "result": (result.skipped, result.refused, result.taken),
-            "norm": float(result.grad_norm),
-            "loss_is_finite": math.isfinite(float(result.loss)),
-            "unmoved": _equal(_numbers(engine), before),
-            "examined": judge.examined,
-        }
+        for waits in (True, False):
+            stop, judge = _poison(rank, engine, case, kind), Answers([True], waits=waits)
+            result = _step(engine, case, 1, judge)
+            stop()
+            is_late = engine.decides_late(judge)
+            held = _step(engine, case, 2, judge) if is_late else result  # begun before anybody knew
+            engine.allow_updates()
+            seen[f"{kind} {'late' * is_late}"] = {
+                "result": (result.skipped, result.refused, result.taken),
+                "held": held.taken,
+                "norm": float(result.grad_norm),
+                "loss_is_finite": math.isfinite(float(result.loss)),
+                "unmoved": _equal(_numbers(engine), before),
+                "examined": judge.examined + is_late,
+            }
     return seen
 
 
@@ -207,6 +213,7 @@ def _check_spoiled(found: dict[str, Any], case: Case, kind: str, where: str) -> 
     """An infinite loss has finite gradients here: it must be caught none the less, though nobody waits for the loss."""
     assert found["result"] == (True, False, False), where
     assert found["norm"] == INF and found["unmoved"], where
+    assert not found["held"], f"{where}: the next step changed what has to be examined first"
     assert found["examined"] == 1, f"{where}: the judge was not shown the gradients"
     if "gradient" in kind or case.tp == 1:  # each tensor-parallel rank returns its own loss
         assert found["loss_is_finite"] == ("gradient" in kind), where

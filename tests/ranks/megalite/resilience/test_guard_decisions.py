@@ -16,7 +16,8 @@ from megalite.config import Config, resolve_layout
 from megalite.config.sections import GuardsConfig
 from megalite.engine.build import build_engine
 from megalite.engine.deepspeed_internals import loss_scaler_state, set_loss_scaler_state
-from megalite.engine.engine import Engine, StepResult
+from megalite.engine.engine import Engine
+from megalite.engine.step_result import Readback, StepResult
 from megalite.resilience.guards import Action, Guard, Intervention
 from models.decoder import decoder_layers
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
@@ -169,7 +170,7 @@ def _judgements(rank: int) -> None:
     guard = Guard(engine, GuardsConfig(loss_spike="skip", spike_window=3))
     for loss in (5.5, 0.0, 4.5):  # 0 is that of a batch without any target
         guard.takes(partial(float, loss))
-        guard.after(1, StepResult(loss=torch.tensor(loss), grad_norm=0.0, skipped=False), [])
+        guard.after(1, StepResult(Readback(torch.tensor(loss), 0.0, False)), [])
     assert guard.state()["losses"] == [5.5, 4.5]
 
 

@@ -61,6 +61,7 @@ TWO_RANKS = [
             Plant("loss", "the loss", 1, 1),
             Plant("backward", UP, 1, 2),  # spreads to all layers before it, and there to the other rank
             Plant("sum", NORM, 0, 0),
+            Plant("weight", NORM, 1, 1),
         ],
     ),
     (
@@ -121,6 +122,9 @@ def _check_blame(runs: list[tuple[Case, list[Plant]]]) -> None:
 
 def _check_report(case: Case, plant: Plant, sentence: str, facts: dict[str, Any]) -> None:
     where, suspects = f"{case} {plant}: {sentence}", facts["suspects"]
+    if plant.kind == "weight" and case.dtype == "bf16":
+        # the bf16 weight was bad, not the fp32 one: the skipped step has written this one's value over it
+        plant = replace(plant, kind="loss", lasts=False)
     is_backward = plant.kind in ("gradient", "backward", "sum")
     cause = "weights" if plant.kind == "weight" else "gradients" if is_backward else "loss"
     assert (facts["step"], facts["cause"]) == (7, cause), where

@@ -8,7 +8,6 @@ import pytest
 
 from launch.planning import cluster as places
 from launch.planning.cluster import _cpu_counts, _on_gpus
-from launch.trainer.local_run import start_local_run
 from megalite.config import Config
 from megalite.config.auto import CHOOSABLE
 from megalite.planner.hardware import Cluster, ClusterFile, cluster_of
@@ -56,22 +55,3 @@ def test_numbers_of_ranks_on_a_cpu_go_with_what_is_stated(
     monkeypatch.setattr(places, "cpu_count", lambda: 4)
     values = {"data_parallel_size": "auto"} | parallel
     assert _cpu_counts(config_of(tiny, 12, **values), frozenset(free)) == counts  # type: ignore[arg-type]
-
-
-def test_a_cpu_is_measured_before_ranks_compute_on_it(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a run starts where it cannot be."""
-    order: list[str] = []
-
-    def measure(**_: Any) -> None:
-        order.append("measured")
-        raise RuntimeError("no home")
-
-    def begin(*_: Any) -> int:
-        order.append("started")
-        return 0
-
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setattr("launch.trainer.local_run.describe_machine", measure)
-    monkeypatch.setattr("launch.trainer.local_run.start_local_ranks", begin)
-    assert start_local_run(Config.model_validate(tiny), []) == 0
-    assert order == ["measured", "started"]

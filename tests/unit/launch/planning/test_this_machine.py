@@ -304,25 +304,59 @@ def _refuse(*_: Any, **__: Any) -> None:
 def test_nobody_waits_for_a_look_at_the_machine(
     config: Config, monkeypatch: pytest.MonkeyPatch, run_log: pytest.LogCaptureFixture
 ) -> None:
-    """The run begins, and says that its CPU is still being measured; later it is known."""
+    """The run begins, and says that its CPU is still being measured; later it is known, which is said once."""
     measured, asked = threading.Event(), []
 
     def slow(ranks: int, *, on_cpu: bool, nodes: int, limits: MeasurementLimits) -> Machine:
-        asked.append(limits.busy_ranks)
+        asked.append((ranks, on_cpu, nodes, limits.busy_ranks))
         measured.wait(30)
         raise LaunchError("it has taken too long")
 
     monkeypatch.setattr(prediction_tracker, "describe_machine", slow)
     monkeypatch.setattr(prediction_tracker, "PRINTED_AFTER_S", 0.05)
-    began = time.monotonic()
     layout = resolve_layout(config, 2, "cpu")
     own = PredictionTracker(config, layout, Rank(0, 0, 2), "cpu")
+    began = time.monotonic()
     own.on_start()
+    own.on_step({"step_time_s": 1.0, "data_wait_s": 0.0})
     assert time.monotonic() - began < 20
     assert run_log.messages[-1] == "predicted: no step time, because this machine is still being measured"
     measured.set()
     assert own.lookup is not None and own.lookup.found(10) == (None, "it has taken too long")
-    assert asked == [2] and PredictionTracker(config, layout, Rank(1, 1, 2), "cpu").lookup is None
+    said = len(run_log.messages)
+    for _ in range(2):
+        own.on_step({"step_time_s": 1.0, "data_wait_s": 0.0})
+    own.on_end("ended")
+    assert run_log.messages[said:] == ["predicted: no step time, because it has taken too long"]
+    assert asked == [(2, True, 1, 2)] and PredictionTracker(config, layout, Rank(1, 1, 2), "cpu").lookup is None
+
+
+@pytest.mark.parametrize(("ending", "is_told"), [("ended", True), ("preempted", False)])
+def test_a_run_of_few_steps_is_predicted_at_its_end(
+    four_cores: list[int],
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    run_log: pytest.LogCaptureFixture,
+    ending: str,
+    is_told: bool,
+) -> None:
+    """Only one that is done waits for it: a machine that has asked a run to end will not."""
+    may_end = threading.Event()
+
+    def measure() -> Machine:
+        may_end.wait(30)
+        return describe_machine(2, on_cpu=True)
+
+    monkeypatch.setattr(prediction_tracker, "PRINTED_AFTER_S", 0.0)
+    layout, lookup = resolve_layout(config, 2, "cpu"), MachineLookup(measure)
+    own = PredictionTracker(config, layout, Rank(0, 0, 2), "cpu", lookup)
+    own.on_start()
+    own.on_step({"step_time_s": 1.0, "data_wait_s": 0.0})
+    threading.Timer(0.3, may_end.set).start()
+    own.on_end(ending)
+    assert ("a step on" in run_log.messages[-1]) == is_told
+    assert (own.facts()["prediction"]["problem"] is None) == is_told
+    lookup.found(10)
 
 
 def test_short_limits_of_the_watchdog_are_kept(config: Config) -> None:

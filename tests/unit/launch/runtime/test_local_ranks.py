@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from launch.runtime.local_ranks import ALLOCATOR_OPTIONS, rank_environment
+from megalite.config import LaunchConfig
 from megalite.engine.meeting_place import FOLDER, is_private
 from megalite.resilience.signals import INTERRUPT_REPEAT_S, REPEAT_S
 from tests.e2e.test_supervise import MARK, marked, wait_until
@@ -155,3 +157,18 @@ def test_ranks_do_not_outlive_a_command_that_is_killed(start: Callable[[str], Co
     assert command.process.wait(timeout=20) == -signal.SIGKILL
     wait_until(lambda: not marked(command.mark), timeout_s=10)
     assert [command.got(rank)[0] for rank in range(2)] == ["SIGTERM"] * 2, "they could save"
+
+
+def test_gpus_allocate_in_segments_that_grow_unless_the_user_has_a_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ALLOCATOR_OPTIONS:
+        monkeypatch.delenv(name, raising=False)
+    given, told = rank_environment(LaunchConfig(), 2, on_gpu=True)
+    assert given["PYTORCH_ALLOC_CONF"] == "expandable_segments:True" and "segments that grow" in told
+    given, told = rank_environment(LaunchConfig(), 2, on_gpu=False)
+    assert "PYTORCH_ALLOC_CONF" not in given and "segments" not in told
+    for name in ALLOCATOR_OPTIONS:
+        with monkeypatch.context() as own:
+            own.setenv(name, "max_split_size_mb:64")
+            given, told = rank_environment(LaunchConfig(), 2, on_gpu=True)
+        assert not given.keys() & set(ALLOCATOR_OPTIONS), "torch would take one of two"
+        assert f"{name} as you set it" in told and "segments" not in told

@@ -6,7 +6,6 @@ That masks of dropout are the same on every layout: tests/ranks/launch/parity/te
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megalite.engine.batch_transfer import BatchTransfer
 from megalite.engine.engine import Engine
 from megalite.engine.stage_messages import MessageLayout
 from megalite.parallel.layers import BlockInput
@@ -30,8 +30,9 @@ def test_the_first_input_holds_what_the_model_reads_and_nothing_else(document_ma
     """Every stage gets what is in it, so sample ids without dropout would be sent for nobody."""
     case = Case(document_mask=document_mask, steps=1, model={"residual_dropout": 0.1} if has_dropout else {})
     (batch,) = global_batches(case)
-    engine: Any = SimpleNamespace(_has_dropout=case.config().model.has_dropout, deepspeed=SimpleNamespace(device=CPU))
-    found = Engine._first_input(engine, batch)
+    (on_device,) = BatchTransfer(CPU, has_dropout=case.config().model.has_dropout)([batch])
+    engine: Any = None
+    found = Engine._first_input(engine, on_device)
     assert torch.equal(found.hidden, torch.from_numpy(batch.tokens))
     assert (found.positions is not None) == document_mask and (found.sample_ids is not None) == has_dropout
     if found.positions is not None:

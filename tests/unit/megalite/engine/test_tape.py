@@ -157,3 +157,46 @@ def test_a_million_collectives_take_no_more_events(monkeypatch: pytest.MonkeyPat
         tape.add_collective(tape.mark(), "data", "send", 1)
     assert device.made == 1 + 100 + 2 * 100
     assert tape.take().is_cut
+
+
+def test_a_window_is_taken_while_the_next_step_is_on_the_tape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where results are read a step late: each window has its own records, no moment is lost, and events are used
+    again although the device is never idle."""
+    device, made = _Device(monkeypatch), []
+    tape = Tape(DeviceClock(device.event))
+    ended = 0.0
+    for number in range(6):
+        tape.add((1000.0 + device.now_ms / 1000, f"begin {number}"))
+        device.now_ms += 5.0
+        tape.add_collective(tape.mark(), "tensor", f"of {number}", 3)
+        tape.add((1000.0 + device.now_ms / 1000, f"end {number}"))
+        if number:
+            entries, collectives, _ = tape.take()
+            assert [entry[1] for entry in entries[-2:]] == [f"begin {number - 1}", f"end {number - 1}"]
+            assert [one.operation for one in collectives] == [f"of {number - 1}"]
+            assert entries[-1][0] - entries[-2][0] == pytest.approx(0.005)
+            assert number == 1 or entries[0][0] == ended, "no moment between two steps is lost"
+            ended = entries[-1][0]
+            made.append(device.made)
+        tape.cut()
+    assert made[2] == made[-1], "a pool"
+    entries, _, _ = tape.take()
+    assert entries[-1][1] == "end 5" and entries[0][0] == ended
+    device.now_ms += 3.0
+    tape.add((1000.0 + device.now_ms / 1000, "later"))
+    assert tape.take().entries[-1][0] == pytest.approx(1000.0 + device.now_ms / 1000), "the clock has not gone astray"
+
+
+def test_a_device_whose_clock_goes_wrong_is_put_right_by_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No window ends before its last record was made, nor after it was read."""
+    device = _Device(monkeypatch)
+    monkeypatch.setattr(_Event, "elapsed_time", lambda self, end: 0.5 * (end._at_ms - self._at_ms))
+    tape = Tape(DeviceClock(device.event))
+    for number in range(50):
+        tape.add((1000.0 + device.now_ms / 1000, number))
+        if number > 1:
+            tape.take()
+        tape.cut()
+        device.now_ms += 10.0
+    ended = tape.take().entries[-1][0]
+    assert 1000.0 + device.now_ms / 1000 - ended < 0.03, "the error of 50 windows has not added up"

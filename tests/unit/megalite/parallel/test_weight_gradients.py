@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_iter
 
 from megalite.config import ModelConfig
 from megalite.parallel import linear
-from megalite.parallel import weight_gradients as weight_gradients_module
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.expert_balance import ExpertBalance
 from megalite.parallel.layers import SerialModel, make_layer, named_shards
@@ -235,7 +234,7 @@ def test_a_frozen_weight_puts_nothing_off() -> None:
 
 
 def test_without_gradients_layers_compute_the_plain_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_gradients_module, "_PutOffLinear", None)
+    monkeypatch.setattr(linear, "_Product", None)
     column, x = layer(), draw(2, 3, 5).requires_grad_()
     queue = put_off_weight_gradients(column)
     with torch.no_grad():
@@ -309,12 +308,12 @@ def test_no_function_runs_twice(recompute: str, monkeypatch: pytest.MonkeyPatch)
         products = queue.take()
         weights = [product.weight for product in products]
         late_gradients(products)
-    linears = ("_GroupedLinear", "_PutOffLinear", "_PutOffGroupedLinear", "_LateProducts")
+    linears = ("_GroupedLinear", "_Product", "_PutOffGroupedLinear", "_LateProducts")
     of_linears = {f"{name}.{way}" for name in linears for way in ("forward", "backward")}
     without = [{name: times for name, times in seen.items() if name not in of_linears} for seen in (split, ordinary)]
     assert without[0] == without[1]
     layers = 2 * 2  # of each block: attention's two, and the experts' two
-    assert split["_PutOffLinear.backward"] == split["_PutOffGroupedLinear.backward"] == layers
+    assert split["_Product.backward"] == split["_PutOffGroupedLinear.backward"] == layers
     assert split["_PutOffGroupedLinear.backward"] == ordinary["_GroupedLinear.backward"]
     assert len(weights) == len(set(weights)) == 2 * layers
 

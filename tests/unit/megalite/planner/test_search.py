@@ -302,7 +302,7 @@ def test_three_lines_say_why() -> None:
 
 def test_a_faster_pipeline_schedule_is_named() -> None:
     """With its gain, which is what the planner predicts for a config that states it; nothing without a pipeline."""
-    parallel: dict[str, Any] = {"tensor_parallel_size": 8, "pipeline_parallel_size": 4, "sequence_parallel": True}
+    parallel: dict[str, Any] = {"tensor_parallel_size": 4, "pipeline_parallel_size": 8, "sequence_parallel": True}
     config = config_of(LLAMA_70B, 128, 4096, precision={"dtype": "bf16"}, parallel=parallel)
     free = CHOOSABLE - {TENSOR, module.PIPELINE, module.SEQUENCE}
     result = search(config, h100(16), free=free)
@@ -318,7 +318,7 @@ def test_a_faster_pipeline_schedule_is_named() -> None:
 
 def test_a_faster_pipeline_schedule_must_fit() -> None:
     """On accelerators with a little less memory than the fastest schedule needs, another one; with still less, none."""
-    parallel: dict[str, Any] = {"tensor_parallel_size": 8, "pipeline_parallel_size": 4, "sequence_parallel": True}
+    parallel: dict[str, Any] = {"tensor_parallel_size": 4, "pipeline_parallel_size": 8, "sequence_parallel": True}
     config = config_of(LLAMA_70B, 128, 4096, precision={"dtype": "bf16"}, parallel=parallel)
     cluster = h100(16)
     plain = module.judged(config, resolve_layout(config, 128, "cuda"), cluster)

@@ -70,7 +70,7 @@ def test_reductions_beside_backward_wait_for_messages_on_the_same_links(
     time, ring = step_time(job, cluster), data_ring(job.layout, cluster)
     gathered = max(data_moved(job, shape).all_gather for shape in stages_of_job(job))
     others_s = time.parts["replicas"] - ring.seconds(Moved(all_gather=gathered))
-    tensors_s = waits_for_tensors * sum(stage.tensor_s for stage in time.stages) / pp
+    tensors_s = waits_for_tensors * sum(stage.tensor_links_s for stage in time.stages) / pp
     assert others_s == pytest.approx(tensors_s + waits_for_messages * time.between_stages_s) and others_s > 0
 
 

@@ -1,0 +1,78 @@
+"""The way of micro-batches from the host to the device.
+
+On an accelerator all micro-batches of a step are copied when the step begins, from pinned memory and on a stream of
+their own: the device is still computing the step before then, and does not stop for them. Pinned memory comes from
+torch's cache, which gives a block away again only when the copy out of it has been done; so two steps never share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class MicroBatch(Protocol):
+    """The samples of one forward pass.
+
+    It may have `global_valid_targets` too, the number of targets of the whole global batch that carry a loss: without
+    it the replicas add theirs up in every step.
+    """
+
+    @property
+    def tokens(self) -> np.ndarray: ...  # [micro_batch, seq] int64
+    @property
+    def targets(self) -> np.ndarray: ...  # [micro_batch, seq] int64, -100 where a token carries no loss
+    @property
+    def positions(self) -> np.ndarray | None: ...  # [micro_batch, seq] int64, 0 at a document's start
+    @property
+    def samples(self) -> np.ndarray: ...  # [micro_batch] int64, numbers in the order of the data, for dropout
+
+
+class DeviceBatch(NamedTuple):
+    """A micro-batch on the device."""
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor | None
+    samples: Tensor | None  # None without dropout
+    documents: int | None  # in the micro-batch, counted on the host; None if each row is one
+
+
+class BatchTransfer:
+    """Copies micro-batches to the device; on a CPU they stay where they are."""
+
+    def __init__(self, device: torch.device, *, has_dropout: bool) -> None:
+        self._device, self._has_dropout = device, has_dropout
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, micro_batches: Sequence[MicroBatch]) -> list[DeviceBatch]:
+        """Returns the micro-batches on the device, for use on the current stream."""
+        if self._stream is None:
+            return [self._copied(batch) for batch in micro_batches]
+        with torch.cuda.stream(self._stream):  # they are allocated there too, and wait for nothing
+            copied = [self._copied(batch) for batch in micro_batches]
+        user = torch.cuda.current_stream(self._device)
+        user.wait_stream(self._stream)
+        for batch in copied:
+            for tensor in batch[:4]:
+                if tensor is not None:
+                    tensor.record_stream(user)
+        return copied
+
+    def _copied(self, batch: MicroBatch) -> DeviceBatch:
+        samples = batch.samples if self._has_dropout else None
+        arrays = (batch.tokens, batch.targets, batch.positions, samples)
+        tensors = [None if array is None else self._copy(array) for array in arrays]
+        positions = batch.positions
+        documents = None if positions is None else len(positions) + int(np.count_nonzero(positions[:, 1:] == 0))
+        return DeviceBatch(*tensors, documents=documents)  # type: ignore[arg-type, misc]
+
+    def _copy(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self._stream is not None:
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)

@@ -1,0 +1,76 @@
+"""The result of one optimizer step, whose numbers the host reads when it wants them.
+
+On an accelerator the host runs ahead of the device. A step's numbers are copied to the host's memory behind the step
+itself, so that reading them waits for that step alone, not for the steps that have been queued since.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class StepNumbers(NamedTuple):
+    """The numbers of a step on the host, equal on all ranks."""
+
+    loss: float  # mean over the valid tokens of the global batch
+    grad_norm: float  # global, before clipping; inf where the step was skipped
+    skipped: bool  # the loss or the gradients were not finite, and the weights did not change
+
+
+class Readback:
+    """The numbers of a step on their way from the device to the host."""
+
+    def __init__(self, loss: Tensor, grad_norm: Tensor | float, skipped: Tensor | bool) -> None:
+        """`loss` is on the device of the step; makes no one wait."""
+        parts = [part if isinstance(part, Tensor) else loss.new_full((), float(part)) for part in (grad_norm, skipped)]
+        numbers = torch.stack([part.detach().double() for part in (loss, *parts)])
+        self._host, self._is_copied = numbers, None
+        if numbers.is_cuda:
+            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
+            self._is_copied = torch.cuda.Event()
+            self._is_copied.record()
+
+    @cached_property
+    def numbers(self) -> StepNumbers:
+        """The numbers; the first use waits for the step."""
+        if self._is_copied is not None:
+            self._is_copied.synchronize()
+        loss, grad_norm, skipped = self._host.tolist()
+        return StepNumbers(loss, grad_norm, bool(skipped))
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of one optimizer step, equal on all ranks. Its numbers wait for the step when they are first read."""
+
+    readback: Readback
+    refused: bool = False  # the gate refused the step, and the weights did not change
+    micro_losses: tuple[Tensor, ...] = ()  # this rank's loss of each micro-batch; empty without the last layer
+    token_weight: Tensor | None = None  # the factor on a micro-batch's summed loss: `Engine._token_weight`
+    part_norms: Tensor | None = None  # of this rank's gradients, if a skip was decided on the device: `PartitionedStep`
+
+    @property
+    def loss(self) -> float:
+        """The mean over the valid tokens of the global batch."""
+        return self.readback.numbers.loss
+
+    @property
+    def grad_norm(self) -> float:
+        """The norm of the global gradient before clipping; inf where the weights did not change."""
+        return self.readback.numbers.grad_norm
+
+    @property
+    def skipped(self) -> bool:
+        """True if the loss or the gradients were not finite, and the weights did not change."""
+        return self.readback.numbers.skipped
+
+    @property
+    def taken(self) -> bool:
+        """True if the weights changed."""
+        return not (self.skipped or self.refused)
