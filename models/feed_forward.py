@@ -51,7 +51,7 @@ class MLP(nn.Module):
         """`[batch, seq(/tp), hidden]` -> the same."""
         features = self.up_projections(hidden)  # [batch, seq, (2) * intermediate / tp]
         active = self.activation(features)
-        if self.is_activation_kept:
+        if self.is_activation_kept or torch.compiler.is_compiling():
             return self.down_proj(active)
         return self.down_proj(Recomputable(active, self.activation, (features.detach(),)))
 

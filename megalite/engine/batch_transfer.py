@@ -39,7 +39,7 @@ class DeviceBatch(NamedTuple):
     targets: Tensor
     positions: Tensor | None
     samples: Tensor | None  # None without dropout
-    documents: int | None  # None where they are not masked
+    documents: int | None  # in the micro-batch, counted on the host; None if each row is one
 
 
 class BatchTransfer:
@@ -58,19 +58,18 @@ class BatchTransfer:
         user = torch.cuda.current_stream(self._device)
         user.wait_stream(self._stream)
         for batch in copied:
-            for tensor in batch:
-                if isinstance(tensor, Tensor):
+            for tensor in batch[:4]:
+                if tensor is not None:
                     tensor.record_stream(user)
         return copied
 
     def _copied(self, batch: MicroBatch) -> DeviceBatch:
         samples = batch.samples if self._has_dropout else None
         arrays = (batch.tokens, batch.targets, batch.positions, samples)
-        documents = None
-        if batch.positions is not None:
-            documents = len(batch.positions) + int(np.count_nonzero(batch.positions[:, 1:] == 0))
-        tensors = (None if array is None else self._copy(array) for array in arrays)
-        return DeviceBatch(*tensors, documents)  # type: ignore[arg-type, call-arg]
+        tensors = [None if array is None else self._copy(array) for array in arrays]
+        positions = batch.positions
+        documents = None if positions is None else len(positions) + int(np.count_nonzero(positions[:, 1:] == 0))
+        return DeviceBatch(*tensors, documents=documents)  # type: ignore[arg-type, misc]
 
     def _copy(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)

@@ -55,6 +55,9 @@ class Begun(NamedTuple):
 
 def begin_all_gather(x: Tensor, tp: TensorParallel) -> Begun:
     """Begins to stack the ranks' tensors along the first dim: `[rows, ...]` -> `[tp * rows, ...]`. No gradient."""
+    if torch.compiler.is_compiling():
+        assert tp.group is not None
+        return Begun(functional.all_gather_tensor(x.contiguous(), 0, tp.group), None)
     gathered = x.new_empty((tp.size * x.shape[0], *x.shape[1:]))
     work = getattr(dist, ALL_GATHER)(gathered, x.contiguous(), group=tp.group, async_op=True)
     return Begun(gathered, work)
@@ -66,6 +69,8 @@ def begin_sum(x: Tensor, tp: TensorParallel) -> Begun:
     On a cut sequence slices are stacked, `[tp * batch, seq/tp, hidden]`, and the result is this rank's; else `x` is
     summed in place.
     """
+    if torch.compiler.is_compiling():
+        return Begun(reduce_scatter(x, tp, 0) if tp.sequence_is_cut else all_reduce(x, tp), None)
     if not tp.sequence_is_cut:
         return Begun(x, dist.all_reduce(x, group=tp.group, async_op=True))
     mine = x.new_empty((x.shape[0] // tp.size, *x.shape[1:]))
@@ -86,12 +91,7 @@ def all_reduce(x: Tensor, tp: TensorParallel, op: dist.ReduceOp.RedOpType = dist
 
 def all_gather(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
     """Concatenates the ranks' tensors along `dim`. No gradient."""
-    if tp.size == 1:
-        return x
-    if torch.compiler.is_compiling():
-        assert tp.group is not None
-        return functional.all_gather_tensor(x.contiguous(), dim, tp.group)
-    return _unstacked(begin_all_gather(x, tp).wait(), tp.size, dim)
+    return x if tp.size == 1 else _unstacked(begin_all_gather(x, tp).wait(), tp.size, dim)
 
 
 def reduce_scatter(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:

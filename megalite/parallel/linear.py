@@ -23,7 +23,6 @@ from megalite.parallel.collectives import (
     TensorParallel,
     begin_all_gather,
     begin_sum,
-    gathered_slices,
     joined_slices,
     replicated_parameter,
     stacked_slices,
@@ -158,9 +157,6 @@ def linear(
     which does not see the weight, would not run backward at all.
     """
     value, function, kept = x if isinstance(x, Recomputable) else (x, None, ())
-    if torch.compiler.is_compiling():  # which orders backward itself, and decides what is kept
-        assert queue is None, "compiled blocks put nothing off"
-        return _plain_product(gathered_slices(value, tp), weight, bias)
     put_off = None
     if queue is not None and torch.is_grad_enabled() and value.requires_grad and weight.requires_grad:
         assert isinstance(weight, nn.Parameter)
@@ -168,10 +164,6 @@ def linear(
     if put_off is None and function is None and tp.size == 1 and not lacks_fast_gemm(value):
         return F.linear(value, weight, bias)
     return _Product.apply(value, weight if put_off is None else None, bias, put_off, tp, function, *kept)
-
-
-def _plain_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(multipliable(x), multipliable(weight), None if bias is None else multipliable(bias)).to(x.dtype)
 
 
 class LinearLayer(nn.Module):
