@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +29,6 @@ from megalite.parallel.collectives import (
     sum_of_stacked,
 )
 from megalite.parallel.shard import Initializer, Shard, replicated
-
-if TYPE_CHECKING:
-    from megalite.parallel.weight_gradients import WeightGradientQueue
 
 ONE_RANK = TensorParallel()
 
@@ -81,12 +78,18 @@ class Recomputable(NamedTuple):
     kept: tuple[Tensor, ...]  # without gradients; what other functions keep anyway, and small copies
 
 
+class TakesProducts(Protocol):
+    """Where weight gradients go that are computed later: `weight_gradients.WeightGradientQueue`."""
+
+    def put(self, weight: nn.Parameter, grad: Tensor, x: Tensor) -> None: ...
+
+
 class _PutOff(NamedTuple):
     """The weight of a product whose gradient goes to a queue. Autograd does not look into tuples: the hooks of an input
     run even where a Function returns None for it, and those of ZeRO-2 fail without a gradient."""
 
     weight: nn.Parameter
-    queue: WeightGradientQueue
+    queue: TakesProducts
 
 
 class _Product(torch.autograd.Function):
@@ -149,7 +152,7 @@ def linear(
     weight: Tensor,
     bias: Tensor | None,
     tp: TensorParallel = ONE_RANK,
-    queue: WeightGradientQueue | None = None,
+    queue: TakesProducts | None = None,
 ) -> Tensor:
     """Computes `F.linear`, through fp32 where bf16 GEMMs are slow; `tp` as in `_Product`.
 

@@ -125,7 +125,7 @@ def test_losses_are_distributed_as_transformers(model_type: str, dropout: dict[s
 
 
 def loss_and_gradients(model: SerialModel, inputs: BlockInput) -> list[Tensor]:
-    hidden, weight = model(*inputs)
+    hidden, weight = model(*inputs[:3])
     loss = head_loss(hidden, weight, inputs.hidden, 131, SERIAL)
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters()]
