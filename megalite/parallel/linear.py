@@ -79,7 +79,7 @@ class Recomputable(NamedTuple):
 
 
 class TakesProducts(Protocol):
-    """Where weight gradients go that are computed later: `weight_gradients.WeightGradientQueue`."""
+    """The receiver of weight gradients that are computed later: `weight_gradients.WeightGradientQueue`."""
 
     def put(self, weight: nn.Parameter, grad: Tensor, x: Tensor) -> None: ...
 

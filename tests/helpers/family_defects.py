@@ -126,16 +126,24 @@ def learned_positions_restart_on_each_slice() -> None:
 
 
 def gradient_of_learned_positions_is_of_a_slice() -> None:
+    create = decoder.replicated_weight
+
+    def weight(*arguments: Any) -> Any:
+        parameter = create(*arguments)
+        parameter.is_summed_at_step = False  # type: ignore[attr-defined]
+        return parameter
+
+    decoder.replicated_weight = weight
     decoder.replicated_parameter = lambda parameter, tp: parameter
 
 
 def norm_is_not_centered() -> None:
     """Gemma's weights taken for factors, though 1 is to be added."""
 
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return norm._RMSNorm.apply(x, norm.replicated_parameter(self.weight, self.tp), self.eps, 0.0, x.shape[-1])
+    def normalize(self: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return norm._RMSNorm.apply(x, weight, self.eps, 0.0, x.shape[-1])
 
-    norm.ZeroCenteredRMSNorm.forward = forward  # type: ignore[method-assign]
+    norm.ZeroCenteredRMSNorm.normalize = normalize  # type: ignore[method-assign]
 
 
 def loss_of_logits_without_their_cap() -> None:

@@ -278,8 +278,8 @@ def test_masks_are_made_once() -> None:
     hidden = draw(1, SEQ, 44).double()
     causal_mask.cache_clear()
     with torch.inference_mode():  # what generation makes serves training
-        _drawn(model, 0, TensorParallel())(hidden, None, None)
-    _drawn(model, 1, TensorParallel())(hidden.requires_grad_(), None, None).sum().backward()
+        attend(_drawn(model, 0, TensorParallel()), hidden, None)
+    attend(_drawn(model, 1, TensorParallel()), hidden.requires_grad_(), None).sum().backward()
     assert causal_mask.cache_info().misses == 1 and causal_mask.cache_info().hits == 1
 
 
@@ -295,5 +295,5 @@ def test_layers_keep_one_mask_between_them(dtype: torch.dtype) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         for layer in (0, 1):
-            _drawn(model, layer, TensorParallel()).to(dtype)(hidden, None, None)
+            attend(_drawn(model, layer, TensorParallel()).to(dtype), hidden, None)
     assert sum(tensor.shape[-2:] == (64, 64) for tensor in kept.values()) == 1
