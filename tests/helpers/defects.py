@@ -134,8 +134,8 @@ def last_micro_batch_is_not_reduced() -> None:
 def _decay_everything(parameters: Any, options: Any, **_: Any) -> Any:
     groups: list[dict[str, Any]] = [{"params": list(parameters), "weight_decay": options.weight_decay}]
     if options.name == "sgd":
-        return torch.optim.SGD(groups, lr=options.learning_rate)
-    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, eps=options.eps)
+        return torch.optim.SGD(groups, lr=options.learning_rate, fused=True)
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, eps=options.eps, fused=True)
 
 
 def weight_decay_on_norms() -> None:
