@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.attention.varlen as varlen
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import models.attention as attention
 from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.float8 import use_float8
 from megalite.parallel.layers import BlockInput
 from models.decoder import DecoderBlock
 from tests.helpers.counting import fake_group
@@ -133,6 +134,18 @@ def test_equal_blocks_are_one_whole_graph_with_the_eager_results(
 def test_other_families_are_whole_graphs_too(kind: str) -> None:
     """One process, which takes a second; `--exhaustive` has all families on all modes."""
     test_equal_blocks_are_one_whole_graph_with_the_eager_results(kind, 1, False, "none", True)
+
+
+def test_products_in_float8_are_in_the_graph() -> None:
+    pytest.importorskip("torchao")
+    with fake_group(2) as group:
+        sizes = {"intermediate_size": 64, "num_key_value_heads": 4, "head_dim": 16}
+        blocks = blocks_of(TensorParallel(2, 0, group, True), "selective", **sizes)
+        use_float8(nn.ModuleList(blocks), "rowwise")
+        expected = results(blocks, 1, packed(10, 1, 13))
+        counter = compiled(blocks)
+        assert apart(results(blocks, 1, packed(10, 1, 13)), expected) <= 2e-5
+        assert counter.frame_count == 1
 
 
 def test_nothing_of_another_micro_batch_is_in_a_graph() -> None:
