@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.engine.compilation import keep_compiled_code
 from tests.helpers.engine_cases import Case, assemble, engine_of, global_batches, local_weights, micro_batches_of
 from tests.helpers.rank_pool import run_fresh_ranks
 
@@ -78,11 +79,17 @@ def test_other_compiled_runs_have_the_results_of_eager_ones(case: Case) -> None:
     _check(case)
 
 
+def _trained_with_cache(rank: int, case: Case) -> dict[str, Any]:
+    os.environ["XDG_CACHE_HOME"] = case.cache
+    keep_compiled_code()  # here, because `engine_of` restores the environment
+    return _trained(rank, case)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_next_start_finds_compiled_code_in_the_users_cache(tp: int, tmp_path: Path) -> None:
     """Although torch has named a temporary folder before, when it was imported."""
     case = replace(CASE, tp=tp, cache=str(tmp_path), compile="blocks")
-    runs = [run_fresh_ranks(_trained, tp, case, timeout_s=LIMIT_S) for _ in range(2)]
+    runs = [run_fresh_ranks(_trained_with_cache, tp, case, timeout_s=LIMIT_S) for _ in range(2)]
     assert {each["folder"] for run in runs for each in run} == {f"{tmp_path}/megalite/compiled/inductor"}
     assert not any(each["found"] for each in runs[0][:1]) and all(each["found"] for each in runs[1])
