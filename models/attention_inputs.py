@@ -46,7 +46,7 @@ class AttentionInputs(NamedTuple):
     sin: Tensor | None = None
     # [(batch, 1,) queries, keys]: True where a token is seen for `explicit`, 0 or -inf for `fused`; None: causal
     mask: Tensor | None = None
-    boundaries: Tensor | None = None  # [documents + 1] int32, of the tokens of all rows, for `varlen`
+    boundaries: Tensor | None = None  # [documents or more + 1] int32, of the tokens of all rows, for `varlen`
     block_mask: BlockMask | None = None  # for `flex`
 
 
@@ -128,7 +128,11 @@ def count_documents(positions: Tensor) -> Tensor:
 
 
 def document_boundaries(positions: Tensor, documents: int | None) -> Tensor:
-    """Returns the first token of each document, counted through all rows, and their total, `[documents + 1]` int32."""
+    """Returns the first token of each document, counted through all rows, and the number of tokens, int32.
+
+    Empty documents at the end make their number a power of two, or the number of tokens: compiled blocks have a graph
+    for every number.
+    """
     count = int(count_documents(positions)) if documents is None else documents
     starts = positions == 0
     starts[:, 0] = True
@@ -136,7 +140,8 @@ def document_boundaries(positions: Tensor, documents: int | None) -> Tensor:
     tokens = torch.arange(total, dtype=torch.int32, device=positions.device)
     # sorted instead of looked up, because the number of those found would have to be read from the device
     found = torch.where(starts.flatten(), tokens, total).sort().values
-    return F.pad(found, (0, 1), value=total)[: count + 1]
+    power = 1 << (count - 1).bit_length()
+    return F.pad(found, (0, 1), value=total)[: min(power, total) + 1]
 
 
 @lru_cache(maxsize=4)

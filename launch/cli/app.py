@@ -250,7 +250,9 @@ def verify(
     steps: Annotated[int, typer.Option(min=1, help="Steps of each short training run.")] = 3,
     full: Annotated[bool, typer.Option("--full", help="Do not shrink a large model.")] = False,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of weights and batches; default: a random one.")] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a layout counts as hung.")] = 120.0,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds after which a layout counts as hung; compiled, 300 more.")
+    ] = 120.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run; start nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:

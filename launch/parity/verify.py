@@ -33,6 +33,7 @@ from megalite.planner.units import plural
 from models.families import family
 
 MOST_CPU_RANKS = 8
+COMPILATION_S = 300.0  # more time for a layout with compiled blocks: each rank calls a compiler some four times
 MOST_DRAWS, MOST_NEAR_CHOICES = 20, 10  # with more near choices of experts, all draws have some
 
 
@@ -89,6 +90,7 @@ def make_plan(
         if larger := [layout for layout in wanted if layout.world_size > most]:
             fit = f"ranks, and {most} fit on this machine's {device}"
             raise LaunchError(*(f"--layouts: {layout} needs {layout.world_size} {fit}" for layout in larger))
+    wanted = [replace(each, compile=config.performance.compile) if each.compile == "auto" else each for each in wanted]
     problem = make_problem(
         config,
         wanted,
@@ -233,8 +235,9 @@ class Session:
         if layout not in self._results:
             started, references = time.monotonic(), self.references
             work = (self.solve, layout.world_size, references.problem, layout, references.trainings)
+            limit_s = self.timeout_s + (COMPILATION_S if layout.compile == "blocks" else 0.0)
             try:
-                ranks = run_ranks(*work, timeout_s=self.timeout_s)
+                ranks = run_ranks(*work, timeout_s=limit_s)
                 self._results[layout] = self.compared(layout, ranks, time.monotonic() - started)
             except RankFailure as failure:
                 seconds, trace = time.monotonic() - started, failure.rank_traceback

@@ -87,6 +87,8 @@ def keep_compiled_code() -> Path | None:
     torch keys its files by code, versions and hardware, and renames them into place, so ranks and runs share them.
     Returns the folder; None if it cannot be made, and torch's own is in a temporary folder.
     """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # torch sets it when dynamo is imported
+
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "megalite" / "compiled"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -94,5 +96,6 @@ def keep_compiled_code() -> Path | None:
         log.warning(f"performance.compile: compiled code is not kept for the next start: {error}")
         return None
     for variable, name in CACHES.items():
-        os.environ.setdefault(variable, str(folder / name))
+        if os.environ.get(variable) in (None, default_cache_dir()):
+            os.environ[variable] = str(folder / name)
     return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])

@@ -28,6 +28,7 @@ class Chunk(nn.Module):
     def __init__(self, specs: Sequence[LayerSpec], config: Config, tp: TensorParallel, *, is_last: bool) -> None:
         super().__init__()
         self.tensor_parallel, self.is_last, self._model = tp, is_last, config.model
+        self._may_compile = config.performance.compile != "none"
         make = partial(make_layer, seed=config.training.seed, initializer_range=config.model.initializer_range)
         self.serial = SerialModel(specs, tp, make)
         if config.precision.float8 != "none":
@@ -44,7 +45,7 @@ class Chunk(nn.Module):
         if labels is None:
             return head_logits(hidden, head_weight, vocab_size, self.tensor_parallel, softcap)
         targets, weight = labels
-        is_compiled = hidden.is_cuda
+        is_compiled = hidden.is_cuda and self._may_compile
         loss = head_loss(hidden, head_weight, targets, vocab_size, self.tensor_parallel, softcap, is_compiled) * weight
         if loss.requires_grad:
             # A loss may be infinite though its gradient, softmax - one_hot, is not. Zero times it is NaN then, which

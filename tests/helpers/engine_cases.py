@@ -53,6 +53,7 @@ class Case:
     offload: dict[str, str] = field(default_factory=dict)  # the section
     cache: str = os.devnull  # where DeepSpeed's Adam for the CPU is looked for and compiled; here there is no room
     schedule: str = "1f1b"
+    compile: str = "auto"
     bucket: int | None = None  # gradients per reduction; None: more than these models have
     clipping: float = 1.0
     router: dict[str, float] = field(default_factory=dict)  # the section training.router
@@ -103,6 +104,7 @@ class Case:
                 },
                 "recompute": {"mode": self.recompute},
                 "offload": self.offload,
+                "performance": {"compile": self.compile},
                 # by default ZeRO-3 leaves parameters this small whole
                 "deepspeed": {"zero_optimization": self._zero_options()},
             }
