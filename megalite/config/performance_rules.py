@@ -24,6 +24,9 @@ def why_not_compiled(config: Config) -> str | None:
         return (
             "dropout in the model has a seed of its own in each layer, so that no two blocks would share compiled code"
         )
+    modes = config.recompute.by_stage(parallel.pipeline_parallel_size)
+    if "selective" in modes and "none" in modes:
+        return "recompute.mode none and selective in one run are one memory budget for a compiler"
     if any(model.has_experts(layer) for layer in range(model.num_hidden_layers)):
         return "blocks with experts (model.num_experts) are not written for a compiler"
     return None

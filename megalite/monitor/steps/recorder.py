@@ -101,6 +101,7 @@ class StepRecorder:
     def begin_step(self, step: int) -> None:
         """Begins the profile of a step, if it has one."""
         self.profiler.begin(step, is_asked=self._is_profile_asked)
+        self._is_profile_asked = False
 
     def is_profiled(self, step: int) -> bool:
         """Returns whether the coming step has a profile, for which its result must be read before the next begins."""
@@ -116,7 +117,7 @@ class StepRecorder:
 
         They leave at about the same moment.
         """
-        self._is_profile_asked = profile_next
+        self._is_profile_asked |= profile_next  # ranks may meet again before the coming step
         self._meetings.pop(step, None)  # the last one is that of the step that is done again after a rollback
         self._meetings[step] = time.monotonic()
         if len(self._meetings) > MEETINGS:

@@ -42,7 +42,9 @@ def _config(case: Case, run_dir: Path, policy: str) -> Config:
     return Config.model_validate(values)
 
 
-def _train(rank: int, case: Case, run_dir: Path, policy: str, *, is_late: bool, has_bad_step: bool = True) -> Any:
+def _train(
+    rank: int, case: Case, run_dir: Path, policy: str, *, is_late: bool, has_bad_step: bool = True, asks: bool = False
+) -> Any:
     log, drawn, engines = _Log(), [0], []
 
     def batches_of(engine: Engine, batches: list[Any]) -> Iterator[Any]:
@@ -53,6 +55,8 @@ def _train(rank: int, case: Case, run_dir: Path, policy: str, *, is_late: bool, 
     def draws(engine: Engine, batches: list[Any]) -> Iterator[Any]:
         for batch in batches:
             drawn[0] += 1
+            if asks and drawn[0] == 3 and rank == 0:
+                (run_dir / "profile_next").touch()
             is_bad = has_bad_step and drawn[0] == BAD
             with planted(engine, case, rank, SPOILED) if is_bad else nullcontext():
                 yield batch
@@ -132,3 +136,14 @@ def test_a_run_that_is_asked_to_end_reads_its_last_step_first(tmp_path: Path) ->
     for found in run_ranks(_preempted, 2, tmp_path):
         assert [record["step"] for record in found["told"]] == [1]
         assert "the state of step 1 is saved" in found["ending"]
+
+
+def _profiled(rank: int, run_dir: Path) -> list[str]:
+    _train(rank, Case(steps=STEPS), run_dir, "skip", is_late=True, has_bad_step=False, asks=True)
+    return sorted(path.name for path in (run_dir / "profile").iterdir())
+
+
+def test_a_profile_asked_for_is_that_of_the_next_step_that_begins(tmp_path: Path) -> None:
+    """Ranks meet once more before that step, because the one on its way is read first."""
+    (folders,) = run_ranks(_profiled, 1, tmp_path)
+    assert len(folders) == 1, folders

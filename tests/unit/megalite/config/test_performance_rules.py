@@ -17,6 +17,10 @@ EAGER: list[tuple[dict[str, Any], str]] = [
         {"parallel.pipeline_schedule": "zero-bubble", "parallel.pipeline_parallel_size": 2},
         "parallel.pipeline_schedule zero-bubble",
     ),
+    (
+        {"parallel.pipeline_parallel_size": 2, "recompute.mode": ["none", "selective"]},
+        "recompute.mode none and selective",
+    ),
     ({"offload.activations": "cpu"}, "offload.activations cpu"),
     ({"model.residual_dropout": 0.1}, "dropout in the model"),
     ({"model.attention_dropout": 0.1}, "dropout in the model"),
