@@ -178,7 +178,7 @@ def _made_block_mask(
         return seen if document is None else seen & (document[row, query] == document[row, key])
 
     # not compiled it makes all scores' places first
-    make = create_block_mask if device.type == "cpu" else torch.compile(create_block_mask, dynamic=False)
+    make = create_block_mask if device.type == "cpu" else torch.compile(create_block_mask)
     rows = None if document is None else shape[0]
     made: BlockMask = make(is_seen, rows, None, shape[1], shape[1], device=str(device))
     return made

@@ -64,4 +64,4 @@ def _flex_attention(*, compiled: bool) -> Any:
     """Returns FlexAttention; outside of a compiled block it is compiled alone, because without it holds all scores."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
+    return torch.compile(flex_attention) if compiled else flex_attention

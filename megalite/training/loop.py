@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from megalite.config import Config
@@ -83,6 +82,7 @@ class _TrainingRun:
         self._self_check, self._total_steps = SelfCheck(engine), config.total_steps
         self._state = state  # after the last step that was begun
         self._batches = context.batches(state)
+        self._held_back: Sequence[MicroBatch] | None = None  # of the step that is done again
         self._unread: _BegunStep | None = None
         self._last_read = 0.0  # time.perf_counter, when the last result was read
         self._step_time_s = 0.0  # of the last step that was read
@@ -133,7 +133,8 @@ class _TrainingRun:
         self._context.requests.begin_step(step, self._context.checkpoints.saved_step)
         self._engine.activity.begin_phase(Phase.DATA, step)
         began = time.perf_counter()
-        micro_batches = next(self._batches)
+        micro_batches = next(self._batches) if self._held_back is None else self._held_back
+        self._held_back = None
         waited_s = time.perf_counter() - began
         factor = learning_rate_factor(config.schedule, before.step, self._total_steps)
         learning_rate = config.optimizer.learning_rate * factor
@@ -167,13 +168,12 @@ class _TrainingRun:
         self._evaluation_loss = record.get("evaluation_loss")
         if intervention is None:
             return False
-        if behind is not None:
-            self._batches = chain([behind.micro_batches], self._batches)
         self._state = state
+        self._held_back = None if behind is None else behind.micro_batches
         if (returned := _intervene(self._context, intervention, state)) is None:
             return False
         self._state, self._evaluation_loss = returned
-        self._batches = self._context.batches(self._state)
+        self._batches, self._held_back = self._context.batches(self._state), None
         return True  # or a crash would go back there again and again
 
     def _read(self, begun: _BegunStep) -> tuple[dict[str, Any], TrainState]:
