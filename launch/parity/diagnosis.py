@@ -80,7 +80,7 @@ class Diagnosis:
 
     def explains(self, layout: ParityLayout) -> bool:
         """True if `layout` has all the axes that this failure needs."""
-        return all(layout.axes.get(axis) == value for axis, value in self.smallest.axes.items())
+        return all(layout.axes.get(axis) == value for axis, value in self.smallest.axes_on.items())
 
 
 def diagnose(
@@ -92,8 +92,8 @@ def diagnose(
     """Switches axes off one at a time while the failure remains, and describes the smallest failing layout."""
     failing = _smallest(result, run)
     smallest = failing.layout
-    needed = {axis for other in smallest.axes for axis in NEEDS.get(other, ())}
-    axes = tuple(axis for axis in smallest.axes if axis not in needed)
+    needed = {axis for other in smallest.axes_on for axis in NEEDS.get(other, ())}
+    axes = tuple(axis for axis in smallest.axes_on if axis not in needed)
     sentences = [_axes_sentence(axes, failing)]
     if failing.crash:
         sentences.append(failing.crash)
@@ -107,7 +107,7 @@ def diagnose(
 def _smallest(failing: LayoutResult, run: Callable[[ParityLayout], LayoutResult]) -> LayoutResult:
     """Returns a failing layout that passes when any one of its axes is switched off."""
     for axis in OFF_FIRST:
-        if axis in failing.layout.axes:
+        if axis in failing.layout.axes_on:
             without = run(failing.layout.without(axis))
             if not without.passed:
                 return _smallest(without, run)

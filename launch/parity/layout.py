@@ -46,10 +46,15 @@ class ParityLayout:
         """The axes that differ from their defaults, with their values."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
+    @property
+    def axes_on(self) -> dict[str, Any]:
+        """The axes that `without` would change, except those at their defaults."""
+        return {axis: value for axis, value in self.axes.items() if value != _OFF[axis]}
+
     def without(self, *axes: str) -> ParityLayout:
         """Returns the layout with these axes off, and with them what needs them: without tensor parallelism there is no
         sequence parallelism, and a schedule needs stages and enough micro-batches."""
-        off = replace(self, **{axis: _DEFAULTS[axis] for axis in axes})
+        off = replace(self, **{axis: _OFF[axis] for axis in axes})
         if off.pp == 1 or "schedule" in axes or not off.allows(off.accumulation):
             off = replace(off, schedule=_DEFAULTS["schedule"], chunks=_DEFAULTS["chunks"])
         if off.pp != self.pp and "/" in off.recompute:
@@ -88,6 +93,7 @@ class ParityLayout:
 
 
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(ParityLayout)}
+_OFF = _DEFAULTS | {"compile": "none"}  # auto compiles on GPUs
 
 
 def layout_of(config: Config, world_size: int) -> ParityLayout:

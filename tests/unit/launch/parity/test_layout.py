@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
 from launch.errors import LaunchError, sentences_of
+from launch.parity.diagnosis import LayoutResult, diagnose
 from launch.parity.layout import AUTO, ParityLayout, auto_layouts, layout_of, parse_layouts
 from launch.parity.verify import make_plan
 from megalite.config import ConfigError
@@ -199,3 +201,27 @@ def test_an_axis_that_is_off_takes_along_what_needs_it() -> None:
     assert by_stage.without("tp") == ParityLayout(pp=2, recompute="full/none")
     assert ParityLayout(tp=2, pp=2, recompute="full").without("pp") == ParityLayout(tp=2, recompute="full")
     assert ParityLayout(pp=2, accumulation=4, schedule="zb-v").without("accumulation").schedule == "zb-v"
+    assert ParityLayout(tp=2, compile="blocks").without("compile") == ParityLayout(tp=2, compile="none"), (
+        "auto compiles"
+    )
+    assert ParityLayout(tp=2, compile="none").axes_on == {"tp": 2}
+
+
+def test_a_failure_of_compiled_blocks_with_two_ranks_is_told_apart_from_one_without() -> None:
+    """On GPUs `auto` compiles too, so that it would fail as blocks does."""
+
+    def causes(fails: Callable[[ParityLayout], bool]) -> tuple[tuple[str, ...], str]:
+        def run(layout: ParityLayout) -> LayoutResult:
+            return LayoutResult(layout, "fp32", 1.0, crash="it stops" if fails(layout) else None)
+
+        answer: Any = None  # of no use to ranks that stop
+        layout = ParityLayout(tp=2, dp=2, compile="blocks")
+        diagnosis = diagnose(run(layout), run, answer, [])
+        assert diagnosis.explains(layout)
+        return diagnosis.axes, str(diagnosis.smallest)
+
+    assert causes(lambda layout: layout.compile != "none" and layout.tp == 2) == (
+        ("tp", "compile"),
+        "tp=2,compile=blocks",
+    )
+    assert causes(lambda layout: layout.tp == 2) == (("tp",), "tp=2,compile=none")
