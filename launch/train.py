@@ -54,6 +54,7 @@ from launch.runtime.processes import end_with_parent
 from launch.runtime.rank_environment import ATTEMPT, Rank, take_private_environment, this_rank, waiting_hint
 from launch.runtime.rank_process import be_deterministic, choose_interface, is_unsupervised, run_to_the_end, tell_once
 from launch.runtime.startup_progress import StartupProgress
+from launch.trainer.attention_words import attention_in_words
 from launch.trainer.checkpoint_hooks import CheckpointHooks, manifest_maker
 from launch.trainer.data import evaluation_batches, open_data, training_batches
 from launch.trainer.prediction_tracker import PredictionTracker, look_up_machine, memory_of_ranks
@@ -221,6 +222,8 @@ def run(
         setup = RunSetup(config, layout, rank, data, start)
         if rank.rank == 0:
             tell_start(setup, devices_in_words(devices), memory_warning)
+            if device == "cuda":
+                log.info(attention_in_words(config, torch.device(device)))
         progress.begin("building the model")
         engine = build_engine(layers_of(config, recompute_of_blocks(config, layout)), config, layout, activity)
         progress.begin(setup.start.loading)

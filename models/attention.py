@@ -181,20 +181,29 @@ class Attention(nn.Module):
         cached = 0 if self.cache is None else self.cache.length
         assert self.cache is None or x.positions is None, "a cache is for one document"
         window = self.window if self.window is not None and self.window < seq + cached else None
-        kernel = self._kernel(device, dtype, is_masked=window is not None or x.positions is not None)
+        kernel, _ = self.kernel(device, dtype, is_masked=window is not None or x.positions is not None)
         kind = AttentionKind(kernel, self.rope, window, dtype, cached)
         shared = {} if x.shared is None else x.shared
         if kind not in shared:
             shared[kind] = attention_inputs(kind, (batch, seq), device, x.positions, x.documents)
         return cast(AttentionInputs, shared[kind])
 
-    def _kernel(self, device: torch.device, dtype: torch.dtype, *, is_masked: bool) -> Kernel:
-        is_free = self.choice == "auto" and self.cache is None and not self.dropout.is_active
-        if self.softcap is not None:
-            return "flex" if is_free and why_not_flex(device, self.head_dim) is None else "explicit"
+    def kernel(self, device: torch.device, dtype: torch.dtype, *, is_masked: bool) -> tuple[Kernel, str | None]:
+        """Returns what computes attention, and why nothing better does; None if this is the best."""
         if self.dropout.is_active:
-            return "explicit"
-        return "varlen" if is_free and is_masked and why_not_flash(device, dtype, self.head_dim) is None else "fused"
+            return "explicit", "probabilities are dropped (model.attention_dropout)"
+        reason = None
+        if self.cache is not None:
+            reason = "tokens follow cached ones"
+        elif self.choice != "auto":
+            reason = f"performance.attention is {self.choice}"
+        if self.softcap is not None:
+            reason = reason or why_not_flex(device, self.head_dim)
+            return ("explicit", reason) if reason else ("flex", None)
+        if not is_masked:
+            return "fused", None
+        reason = reason or why_not_flash(device, dtype, self.head_dim)
+        return ("fused", reason) if reason else ("varlen", None)
 
     def forward(self, hidden: Tensor | Recomputable, inputs: AttentionInputs, sample_ids: Tensor | None) -> Tensor:
         """`[batch, seq(/tp), hidden]` -> the same."""

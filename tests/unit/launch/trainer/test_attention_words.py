@@ -1,0 +1,47 @@
+"""The line about attention kernels says for every kind of layer which one, and why no better one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from launch.trainer.attention_words import attention_in_words
+from megalite.config import load_config
+from tests.helpers.commands import ROOT
+
+GEMMA = {"model.attn_logit_softcapping": 3.0}
+WINDOWS = {
+    "model.sliding_window": 16,
+    "model.num_hidden_layers": 3,
+    "model.layer_types": "[sliding_attention,full_attention,sliding_attention]",
+}
+DOCUMENTS = {"data.document_mask": True}
+FLASH = "flash attention by the boundaries of documents"
+WITH_A_MASK = "torch's fused attention with a mask over all scores, because"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "attention of 3 layers: torch's fused attention"),
+        (DOCUMENTS, f"attention of 3 layers: {FLASH}"),
+        (
+            WINDOWS,
+            f"attention of 2 layers with a window of 16 tokens: {FLASH}; 1 layer: torch's fused attention",
+        ),
+        (DOCUMENTS | {"performance.attention": "sdpa"}, f"3 layers: {WITH_A_MASK} performance.attention is sdpa"),
+        (DOCUMENTS | {"precision.dtype": "fp32"}, f"3 layers: {WITH_A_MASK} flash attention takes bf16 and fp16, not"),
+        (GEMMA, "3 layers: FlexAttention, which caps scores in its kernel"),
+        (GEMMA | {"performance.attention": "sdpa"}, "all scores in memory, because performance.attention is sdpa"),
+        (GEMMA | {"model.head_dim": 24}, "all scores in memory, because FlexAttention takes heads of 16, 32, 64"),
+        ({"model.attention_dropout": 0.1}, "all scores in memory, because probabilities are dropped"),
+    ],
+    ids=str,
+)
+def test_each_kind_of_layer_has_its_kernel_and_reason(options: dict[str, Any], expected: str) -> None:
+    basic = {"precision.dtype": "bf16", "model.num_hidden_layers": 3, "model.head_dim": 16}
+    words = [f"{name}={value}" for name, value in (basic | options).items()]
+    config = load_config(ROOT / "configs" / "quickstart.yaml", words)
+    assert expected in attention_in_words(config, torch.device("cuda"))
