@@ -82,7 +82,9 @@ class ParityLayout:
             "gradient_bucket_size": base.parallel.gradient_bucket_size,
         }
         values["recompute"] = {"mode": self.recompute.split("/") if "/" in self.recompute else self.recompute}
-        values["performance"] = values.get("performance", {}) | {"compile": self.compile}
+        is_split = base.performance.symmetric_memory and self.sequence_parallel and self.compile != "none"
+        performance = {"compile": self.compile, "symmetric_memory": is_split}
+        values["performance"] = values.get("performance", {}) | performance
         batch, parts = base.training.global_batch_size, self.dp * self.accumulation
         if batch % parts:
             raise ConfigError(f"a global batch of {batch} cannot be cut into {parts} micro-batches")

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from megalite.config.config import Config
 from megalite.config.pipeline_rules import SPLITS_BACKWARD
+
+if TYPE_CHECKING:
+    from megalite.config.rules import Device
+
+CUTS_SEQUENCE = {("parallel", "tensor_parallel_size"), ("parallel", "sequence_parallel")}
 
 
 def why_not_compiled(config: Config) -> str | None:
@@ -32,7 +38,31 @@ def why_not_compiled(config: Config) -> str | None:
     return None
 
 
-def problems_with_performance(config: Config) -> Iterator[str]:
-    """Yields a sentence if the config demands compiled blocks where there cannot be any."""
-    if config.performance.compile == "blocks" and (reason := why_not_compiled(config)):
+def problems_with_performance(config: Config, device: Device | None) -> Iterator[str]:
+    """Yields a sentence if the config demands compiled blocks, or what is made of them, where there cannot be any."""
+    reason = why_not_compiled(config)
+    if config.performance.compile == "blocks" and reason:
         yield f"performance.compile blocks cannot be done, because {reason}: use performance.compile auto or none"
+    if config.performance.symmetric_memory:
+        yield from _symmetric_memory(config, device, None if config.performance.compile == "blocks" else reason)
+
+
+def _symmetric_memory(config: Config, device: Device | None, why_not_compiled: str | None) -> Iterator[str]:
+    option, parallel = "performance.symmetric_memory", config.parallel
+    if device == "cpu":
+        yield f"{option} needs GPUs that reach each other's memory, and this is a run on CPUs: use false"
+    if config.performance.compile == "none":
+        yield f"{option} is for compiled blocks, and performance.compile is none: use compile auto, or false"
+    elif why_not_compiled:
+        yield f"{option} is for compiled blocks, which cannot be done, because {why_not_compiled}: use false"
+    cuts = parallel.sequence_parallel and parallel.tensor_parallel_size > 1
+    if not cuts and not CUTS_SEQUENCE & config.unresolved_options:
+        yield (
+            f"{option} splits products along with the collectives of a cut sequence, and there are none: use "
+            "parallel.sequence_parallel with a tensor_parallel_size of 2 or more, or false"
+        )
+    if config.precision.float8 != "none":
+        yield (
+            f"{option} splits products in 16 or 32 bits, and precision.float8 is {config.precision.float8}: use float8 "
+            "none, or false"
+        )

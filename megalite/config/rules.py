@@ -43,7 +43,7 @@ def broken_rules(config: Config, data_parallel_size: int | None, device: Device 
         *_router(config),
         *_layout(config),
         *problems_with_pipeline(config, data_parallel_size),
-        *problems_with_performance(config),
+        *problems_with_performance(config, device),
         *_deepspeed(config, device),
         *_gradient_reduction(config, device),
         *_offload(config),

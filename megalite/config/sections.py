@@ -256,6 +256,9 @@ class PerformanceConfig(Section):
     attention: Literal["auto", "sdpa"] = "auto"
     """`auto`: on GPUs kernels for packed documents, windows and capped scores; `sdpa`: masks, as on a CPU."""
 
+    symmetric_memory: bool = False
+    """Compiled blocks split products along with the collectives of a cut sequence; needs NVLink (async TP in torch)."""
+
 
 def _false_means_off(value: object) -> object:
     """Accepts false as `off`, which YAML 1.1, used by other programs, does not distinguish."""

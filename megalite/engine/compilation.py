@@ -10,16 +10,20 @@ from __future__ import annotations
 import logging
 import os
 import time
+import warnings
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megalite.config import Config
+from megalite.config import Config, ConfigError
 from megalite.config.performance_rules import why_not_compiled
 from megalite.parallel import linear
+from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import CompilableBlock
 
 log = logging.getLogger(__name__)
@@ -27,10 +31,12 @@ MOST_GRAPHS = 64  # of one kind of model; torch refuses more than 8 unless told
 # recompute.mode selective, of the bytes that torch's partitioner would keep: it gives up all that costs no product of
 # matrices and no attention; at 0.65 it would give up those too (counted for a block of Llama's proportions)
 SELECTIVE_BUDGET = 0.9
+# torch joins the gather or the reduce-scatter of a cut sequence with the product beside it, and splits both
+SPLIT_PRODUCTS: dict[str, str | int | bool | Callable[..., Any]] = {"_micro_pipeline_tp": True}
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
-def compile_blocks(model: nn.Module, config: Config, device: torch.device) -> None:
+def compile_blocks(model: nn.Module, config: Config, device: torch.device, tp: TensorParallel) -> None:
     """Makes the blocks of `model` compile themselves in their first training pass, if the run wants it."""
     blocks = [module for module in model.modules() if isinstance(module, CompilableBlock)]
     if not blocks or not _is_wanted(config, device):
@@ -40,8 +46,15 @@ def compile_blocks(model: nn.Module, config: Config, device: torch.device) -> No
     _set_up_compiler(tells=dist.get_rank() == 0)
     is_selective = any(block.recompute == "selective" for block in blocks)
     functorch_config.activation_memory_budget = SELECTIVE_BUDGET if is_selective else 1.0
+    options = None
+    if config.performance.symmetric_memory:
+        share_memory(tp)
+        options = SPLIT_PRODUCTS
     # one function for all blocks, which torch compiles once for each kind
-    compiled = {kind: torch.compile(kind.compute, fullgraph=True, dynamic=False) for kind in {type(b) for b in blocks}}
+    compiled = {
+        kind: torch.compile(kind.compute, fullgraph=True, dynamic=False, options=options)
+        for kind in {type(block) for block in blocks}
+    }
     for block in blocks:
         block.compiled = compiled[type(block)]
 
@@ -55,6 +68,28 @@ def _is_wanted(config: Config, device: torch.device) -> bool:
     if dist.get_rank() == 0:
         log.info(f"performance.compile auto: blocks are {'compiled' if reason is None else f'not compiled: {reason}'}")
     return reason is None
+
+
+def share_memory(tp: TensorParallel) -> None:
+    """Opens memory that tensor-parallel ranks read from each other, for `SPLIT_PRODUCTS`.
+
+    Raises ConfigError, one sentence, where their GPUs cannot.
+    """
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    assert tp.group is not None
+    name = tp.group.group_name
+    with warnings.catch_warnings():
+        # deprecated as needless, but torch 2.13 splits products only of groups that were named by it
+        warnings.simplefilter("ignore", FutureWarning)
+        symmetric_memory.enable_symm_mem_for_group(name)
+    try:
+        symmetric_memory.get_symm_mem_workspace(name, min_size=1)  # all ranks of the group are here
+    except RuntimeError as error:
+        raise ConfigError(
+            "performance.symmetric_memory needs GPUs that reach each other's memory, as over NVLink, and torch cannot "
+            f"share it between tensor-parallel ranks here ({str(error).partition(chr(10))[0]}): use false"
+        ) from error
 
 
 @cache

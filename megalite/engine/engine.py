@@ -75,7 +75,7 @@ class Engine(ABC):
         self.runs_ahead = False  # the device works while the host goes on: results may be read a step late
 
     def _initialize(self, model: torch.nn.Module) -> None:
-        compile_blocks(model, self.config, torch.device(get_accelerator().current_device_name()))
+        compile_blocks(model, self.config, torch.device(get_accelerator().current_device_name()), self._tp)
         for _, parameter in named_shards(model):
             # DeepSpeed's norm counts an unmarked parameter on tensor-parallel rank 0 only, a marked one on every rank
             parameter.tensor_model_parallel = not parameter.shard.is_replicated  # type: ignore[attr-defined]

@@ -13,8 +13,9 @@ from launch.errors import LaunchError, sentences_of
 from launch.parity.diagnosis import LayoutResult, diagnose
 from launch.parity.layout import AUTO, ParityLayout, auto_layouts, layout_of, parse_layouts
 from launch.parity.verify import make_plan
-from megalite.config import ConfigError
+from megalite.config import ConfigError, load_config
 from megalite.config.sections import PipelineSchedule, RecomputeMode
+from tests.helpers.commands import ROOT
 from tests.helpers.odd_sizes import (
     DEEP_LAYOUTS,
     LAYOUTS,
@@ -225,3 +226,12 @@ def test_a_failure_of_compiled_blocks_with_two_ranks_is_told_apart_from_one_with
         "tp=2,compile=blocks",
     )
     assert causes(lambda layout: layout.tp == 2) == (("tp",), "tp=2,compile=none")
+
+
+def test_only_a_cut_sequence_is_split_in_shared_memory() -> None:
+    words = ["performance.symmetric_memory=true", "parallel.tensor_parallel_size=2", "parallel.sequence_parallel=true"]
+    config = load_config(ROOT / "configs" / "quickstart.yaml", words)
+    cut = ParityLayout(tp=2, sequence_parallel=True, compile="blocks")
+    assert cut.config(config).performance.symmetric_memory
+    for layout in (cut.without("sequence_parallel"), cut.without("compile"), ParityLayout()):
+        assert not layout.config(config).performance.symmetric_memory

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megalite.config import ConfigError, load_config
-from megalite.config.performance_rules import why_not_compiled
+from megalite.config.performance_rules import problems_with_performance, why_not_compiled
 
 # options -> words of the sentence
 EAGER: list[tuple[dict[str, Any], str]] = [
@@ -58,3 +58,33 @@ def test_each_refusal_names_its_option_and_auto_stays_eager(minimal: Path, optio
 )
 def test_other_runs_may_be_compiled(minimal: Path, options: dict[str, Any]) -> None:
     assert why_not_compiled(load_config(minimal, [*words_of(options), "performance.compile=blocks"])) is None
+
+
+CUT = {"parallel.tensor_parallel_size": 2, "parallel.sequence_parallel": True, "performance.symmetric_memory": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"performance.compile": "none"}, "performance.compile is none"),
+        ({"parallel.zero_stage": 3}, "parallel.zero_stage 3"),
+        ({"parallel.sequence_parallel": False}, "collectives of a cut sequence"),
+        ({"precision.float8": "rowwise", "training.micro_batch_size": 16}, "precision.float8 is rowwise"),
+    ],
+    ids=str,
+)
+def test_what_products_in_shared_memory_lack_is_one_sentence(minimal: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(minimal, words_of(CUT | options))
+    (sentence,) = [line for line in str(caught.value).splitlines() if "symmetric_memory" in line]
+    assert said in sentence and "false" in sentence
+
+
+def test_products_in_shared_memory_are_for_gpus(minimal: Path) -> None:
+    """Also where the layout is chosen later."""
+    config = load_config(minimal, words_of(CUT))
+    assert list(problems_with_performance(config, "cuda")) == []
+    (sentence,) = problems_with_performance(config, "cpu")
+    assert "a run on CPUs" in sentence
+    chosen_later = words_of(CUT | {"parallel.tensor_parallel_size": "auto", "parallel.sequence_parallel": "auto"})
+    assert list(problems_with_performance(load_config(minimal, chosen_later), None)) == []
