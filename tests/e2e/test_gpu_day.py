@@ -222,6 +222,10 @@ def test_lacking_packages_are_named_and_found_among_wheels(tmp_path: Path, monke
     assert str(lack.missing["transformers"]) == "transformers>=5"
     sentence = command._sentence(lack, tmp_path / "site")
     assert "--install-wheels" in sentence and "--no-index" in sentence and "numpy" not in sentence
+    write_wheel(tmp_path, "torchao", "0.18.0", "")
+    lack = wheels.lacking(tmp_path, there.get)
+    assert "torchao" in lack.wheels and "torchao" not in lack.missing, "for float8 alone: no part needs it"
+    assert "torchao" not in wheels.lacking(tmp_path, (there | {"torchao": ("0.18.0", [])}).get).wheels
 
 
 def write_wheel(folder: Path, name: str, version: str, needs: str) -> None:
