@@ -26,7 +26,7 @@ from megalite.parallel.expert_balance import expert_balances
 from megalite.parallel.layers import SerialModel, make_layer
 from megalite.resilience.replica_check import find_disagreements
 from models.decoder import decoder_layers
-from models.experts import SparseMLP
+from models.experts import ExpertChoice, SparseMLP
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
 from tests.helpers.rank_pool import run_ranks
 from tests.helpers.saving import save
@@ -85,11 +85,9 @@ def integers_by_definition(case: Case) -> dict[str, np.ndarray]:
     model = SerialModel(decoder_layers(config.model), TensorParallel(), make).double()
     placed = list(expert_balances(model))
     units = {name: np.zeros(EXPERTS, dtype=np.int64) for _, name, _ in placed}
-    logits: dict[str, np.ndarray] = {}
+    choices: dict[str, ExpertChoice] = {}
     for (_, name, _), block in zip(placed, (m for m in model.modules() if isinstance(m, SparseMLP)), strict=True):
-        block.gate.register_forward_hook(
-            lambda _, inputs, out, name=name: logits.update({name: out.logits.detach().flatten(0, 1).numpy()})
-        )
+        block.gate.register_forward_hook(lambda _, inputs, out, name=name: choices.update({name: out}))
     decay = config.optimizer.weight_decay
     groups = [[p for p in model.parameters() if (p.ndim > 1) == is_matrix] for is_matrix in (True, False)]
     optimizer = torch.optim.SGD(
@@ -106,10 +104,15 @@ def integers_by_definition(case: Case) -> dict[str, np.ndarray]:
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), case.clipping)
         optimizer.step()
-        for name, of_block in logits.items():
-            scores = np.exp(of_block) / np.exp(of_block).sum(-1, keepdims=True)
+        for name, choice in choices.items():
+            exponentials = np.exp(choice.logits.detach().flatten(0, 1).numpy())
+            scores = exponentials / exponentials.sum(-1, keepdims=True)
             order = np.argsort(scores + units[name] * (RATE / EXPERTS))[:, -TOP_K:]
             is_moved |= bool((np.sort(order) != np.sort(np.argsort(scores)[:, -TOP_K:])).any())
+            chosen, weights = (t.detach().flatten(0, 1).numpy() for t in (choice.experts, choice.weights))
+            np.testing.assert_array_equal(np.sort(chosen), np.sort(order))
+            of_chosen = np.take_along_axis(scores, chosen, axis=1)
+            np.testing.assert_allclose(weights, of_chosen / of_chosen.sum(-1, keepdims=True), rtol=1e-12)
             counts = [int((order == expert).sum()) for expert in range(EXPERTS)]
             signs = [(count * EXPERTS > sum(counts)) - (count * EXPERTS < sum(counts)) for count in counts]
             units[name] = units[name] - [EXPERTS * sign - sum(signs) for sign in signs]
