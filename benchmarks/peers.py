@@ -6,9 +6,10 @@
 
 Sides: `plain` is transformers with torch's own DistributedDataParallel, DTensor and pipelining; `accelerate` is the
 same under Hugging Face Accelerate, which is installed into build/peers, an environment that sees ours. What does not
-install, import or run is named on the page with its reason. Others have no side because they do not train on a CPU:
-torchtitan 0.3.0 imports triton and takes flex or variable-length attention alone, which have no backward there;
-nanotron needs flash-attn; Megatron-core needs CUDA. litgpt wants an older huggingface-hub than transformers 5.
+install, import or run is named on the page with its reason. Others have no side. torchtitan 0.3.0 does not train on a
+CPU: it imports triton and takes flex or variable-length attention alone, which have no backward there. litgpt wants an
+older huggingface-hub than transformers 5. nanotron and Megatron-core are written for GPUs, and nobody has tried them
+here.
 
 Equal on all sides: initial weights, tokens, fp32, AdamW without decay, clipping at 1.0, threads. Not equal: megalite
 keeps optimizer state by ZeRO-1 on a DeepSpeed engine, in the environment that `megalite train` gives its ranks, and has

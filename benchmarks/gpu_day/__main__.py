@@ -247,7 +247,7 @@ def _list(options: argparse.Namespace) -> int:
         is_skipped = store is not None and store.has_passed(part.name) and not (options.again or part.always)
         would = "" if options.list else "skip: " if is_skipped else "run:  "
         state = "" if store is None else f"{state_of(part, store):12} "
-        print_line(f"{would}{part.name:18} {state}{part.about}")
+        print_line(f"{would}{part.name:25} {state}{part.about}")
     return 0
 
 

@@ -15,8 +15,14 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from data_pipeline.loader import TokenBatch
+    from megalite.config import Config
+    from megalite.engine.step_result import StepResult
 
 WARM_UP_STEPS = 3
 STEP = "one training step"
@@ -79,46 +85,67 @@ def _longest(kernels: Sequence[Event], wall_us: float) -> list[dict[str, Any]]:
     ]
 
 
-def step_of(values: Mapping[str, Any], device: str) -> Callable[[], float]:
-    """A function that trains one step on random tokens and reads its loss, as a run's loop does."""
+def step_of(config: Config, device: str, document_length: int = 0) -> Callable[[], StepResult]:
+    """Builds the engine of one rank; returns a function that begins a step on random tokens.
+
+    `document_length` is the mean of packed documents, which attention keeps apart; 0: each sequence is one.
+    """
     import numpy as np
 
-    from megalite.config import Config, resolve_layout
+    from megalite.config import resolve_layout
     from megalite.engine.build import build_engine
     from megalite.engine.distributed import start_distributed
     from megalite.planner.cost.shapes import recompute_of_blocks
     from models.decoder import layers_of
 
-    config = Config.model_validate(values)
     start_distributed(local_rank=0)
     layout = resolve_layout(config, 1, "cuda" if device == "cuda" else "cpu")
     engine = build_engine(layers_of(config, recompute_of_blocks(config, layout)), config, layout)
-    draw, training = np.random.default_rng(0), config.training
-    micro_batches = training.global_batch_size // training.micro_batch_size
-
-    def batch() -> Any:
-        tokens = draw.integers(0, config.model.vocab_size, (training.micro_batch_size, training.sequence_length + 1))
-        samples = np.arange(training.micro_batch_size)
-        return SimpleNamespace(tokens=tokens[:, :-1], targets=tokens[:, 1:], positions=None, samples=samples)
-
-    def step() -> float:
-        return float(engine.train_step([batch() for _ in range(micro_batches)], 1e-4).loss)
-
-    return step
+    draw = np.random.default_rng(0)
+    return lambda: engine.train_step(random_batches(config, draw, document_length), 1e-4)
 
 
-def profile(step: Callable[[], float], device: str) -> dict[str, Any]:
-    """The counts of one step, after some that nobody watches."""
+def random_batches(config: Config, draw: np.random.Generator, document_length: int) -> list[TokenBatch]:
+    """Draws the micro-batches of a step, in the form in which a run's loader hands them on."""
+    import numpy as np
+
+    from data_pipeline.loader import IGNORED_TARGET, TokenBatch
+
+    rows, length = config.training.global_batch_size, config.training.sequence_length
+    tokens = draw.integers(0, config.model.vocab_size, (rows, length + 1))
+    targets, positions = tokens[:, 1:].copy(), None
+    if document_length:
+        begins = draw.random((rows, length)) < 1 / document_length
+        begins[:, 0] = True
+        targets[:, :-1][begins[:, 1:]] = IGNORED_TARGET
+        everywhere = np.broadcast_to(np.arange(length), (rows, length))
+        positions = everywhere - np.maximum.accumulate(np.where(begins, everywhere, 0), axis=1)
+    valid, each = int((targets != IGNORED_TARGET).sum()), config.training.micro_batch_size
+    parts = [slice(first, first + each) for first in range(0, rows, each)]
+    return [
+        TokenBatch(
+            tokens[part, :-1], targets[part], None if positions is None else positions[part], np.arange(each), valid
+        )
+        for part in parts
+    ]
+
+
+def warm_up(step: Callable[[], StepResult], steps: int = WARM_UP_STEPS) -> None:
+    """Trains some steps that nobody watches."""
+    for number in range(steps):
+        print(f"step {number + 1} of {steps} to warm up: loss {step().loss:.3f}", file=sys.stderr, flush=True)
+
+
+def profile(step: Callable[[], StepResult], device: str) -> dict[str, Any]:
+    """Counts what one step does, whose loss is read at its end."""
     import torch
     from torch.profiler import ProfilerActivity, record_function
     from torch.profiler import profile as profiler
 
     on_gpu = device == "cuda"
-    for number in range(WARM_UP_STEPS):
-        print(f"step {number + 1} of {WARM_UP_STEPS} to warm up: loss {step():.3f}", file=sys.stderr, flush=True)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profiler(activities=activities) as profiled, record_function(STEP):
-        step()
+        _ = step().loss
         if on_gpu:  # so that what the step has launched lies inside; one wait more, which is taken off again
             torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
@@ -131,14 +158,23 @@ def profile(step: Callable[[], float], device: str) -> dict[str, Any]:
     return found
 
 
-def main() -> int:
-    """The command."""
-    path, device = Path(sys.argv[1]), sys.argv[2]
+def set_environment(device: str) -> None:
+    """Makes this process the only rank, before torch is imported."""
     if device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+def main() -> int:
+    """The command."""
+    path, device = Path(sys.argv[1]), sys.argv[2]
+    set_environment(device)
+    from megalite.config import Config
+
     values = json.loads(path.read_text())
-    found = profile(step_of(values, device), device)
+    step = step_of(Config.model_validate(values), device)
+    warm_up(step)
+    found = profile(step, device)
     if device == "cuda":
         import torch
 

@@ -57,6 +57,8 @@ def _part_row(part: Part, record: Facts | None, store: ResultStore) -> list[Any]
 def _section(part: str) -> Callable[[dict[str, Facts]], Lines]:
     if part.startswith("train-"):
         return _training
+    if part.startswith("levers-"):
+        return _levers
     kinds = {"environment": _environment, "parity": _parity, "families": _parity, "calibration": _calibration}
     return kinds.get(part, _plain)
 
@@ -130,6 +132,19 @@ def _profile(found: Facts) -> Lines:
         rows = [[one["kernel"], one["calls"], one["ms"], _part(one["part"])] for one in found["longest_kernels"]]
         lines += ["", *_table(("kernel", "calls", "ms", "part of the step"), rows)]
     return lines
+
+
+def _levers(items: dict[str, Facts]) -> Lines:
+    head = ("lever", "tokens/s", "model TFLOP/s", "MFU", "peak GiB", "kernels", "GPU idle", "host syncs")
+    rows: list[list[Any]] = []
+    for name, item in items.items():
+        if "tokens_per_second" not in item:
+            rows.append([name, _one_line(item.get("refused") or item.get("problem", "")), *[""] * (len(head) - 2)])
+            continue
+        measured = [item["tokens_per_second"], item["model_tflops"], _part(item["mfu"]), item["memory_peak_gib"]]
+        syncs = sum(item["host_syncs"].values()) if "host_syncs" in item else None
+        rows.append([name, *measured, item.get("kernels"), _part(item.get("idle")), syncs])
+    return _table(head, rows)
 
 
 def _calibration(items: dict[str, Facts]) -> Lines:

@@ -66,8 +66,17 @@ def canonical(name: str) -> str:
 
 def declared(root: Path = ROOT) -> list[str]:
     """Reads the project's requirements from pyproject.toml; the project need not be installed."""
+    return list(_project(root)["dependencies"])
+
+
+def of_float8(root: Path = ROOT) -> list[str]:
+    """Reads the requirements of the extra `float8`: carried and installed where they can be, but no part needs them."""
+    return list(_project(root)["optional-dependencies"]["float8"])
+
+
+def _project(root: Path) -> dict[str, Any]:
     values = tomllib.loads((root / "pyproject.toml").read_text())
-    return list(values["project"]["dependencies"])
+    return dict(values["project"])
 
 
 def lacking(wheels: Path = WHEELS, look: Metadata | None = None) -> Lack:
@@ -89,6 +98,9 @@ def lacking(wheels: Path = WHEELS, look: Metadata | None = None) -> Lack:
         if found is not None and needed.name not in walked and needed.name != TORCH:
             walked.add(needed.name)
             todo += [one for text in found[1] if (one := parse(text, needed.name)) is not None]
+    for extra in filter(None, map(parse, of_float8())):
+        if extra.name in carried and look(extra.name) is None:
+            lack.wheels[extra.name] = carried[extra.name]
     return lack
 
 
@@ -156,7 +168,8 @@ def wanted(python: str) -> dict[str, str]:
     """
     environment = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
     found: dict[str, str] = {}
-    todo = [needed for text in declared() if (needed := parse(text, environment=environment)) is not None]
+    extras = [text for text in of_float8() if (one := parse(text)) is not None and _installed(one.name) is not None]
+    todo = [one for text in [*declared(), *extras] if (one := parse(text, environment=environment)) is not None]
     while todo:
         needed = todo.pop()
         if needed.name in found or needed.name in (TORCH, *OPTIONAL):

@@ -14,6 +14,7 @@ from typing import Any
 
 from launch.planning.this_machine import Machine
 from megalite.config import Config, ResolvedLayout
+from megalite.config.sections import PrecisionConfig
 from megalite.parallel.mesh import Mesh
 from megalite.planner.cost.memory import TENSORS, Device, StageMemory, memory_of, with_process
 from megalite.planner.cost.step_time import StepTime, step_time
@@ -36,6 +37,7 @@ class Prediction:
     problem: str
     memory: tuple[StageMemory, ...]  # per stage: of the process on a CPU, of its tensors on a GPU
     step: StepTime | None
+    precision: PrecisionConfig  # of the run: `job` has no float8
 
     @classmethod
     def of(
@@ -62,7 +64,7 @@ class Prediction:
         memory = memory_of(job, device)
         if process_bytes:
             memory = tuple(with_process(stage, job, process_bytes) for stage in memory)
-        return cls(job, machine, problem, memory, step)
+        return cls(job, machine, problem, memory, step, config.precision)
 
     @property
     def why_rough(self) -> str | None:
@@ -101,8 +103,8 @@ class Prediction:
         if self.step is None or self.machine is None:
             return None
         tflops = self.step.model_flops / (measured_s or self.step.seconds) / self.job.layout.world_size / 1e12
-        what = "measured" if measured_s else "predicted"
-        return beside_published(self.machine.name, self.machine.whole, self.job.dtype, tflops, what)
+        name, kind, is_measured = self.machine.name, self.machine.whole, bool(measured_s)
+        return beside_published(name, kind, self.precision, tflops, is_measured=is_measured)
 
     def facts(self) -> Facts:
         """The prediction for receipt.json; `megalite plan calibrate` reads it."""

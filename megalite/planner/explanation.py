@@ -73,7 +73,7 @@ def caveats(config: Config, result: SearchResult) -> list[str]:
     if best is not None:
         tflops = best.time.model_flops / best.time.seconds / best.layout.world_size / 1e12
         name = result.cluster.accelerator_name
-        if (beside := beside_published(name, kind, best.job.dtype, tflops, "predicted")) is not None:
+        if (beside := beside_published(name, kind, config.precision, tflops, is_measured=False)) is not None:
             said.append(beside)
     return said
 

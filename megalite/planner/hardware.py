@@ -60,6 +60,9 @@ class PublishedSpeed(Section):
     counted: str
     """Operations that were counted, in words."""
 
+    is_computed_here: bool = False
+    """Whether `model_tflops` is our own arithmetic, on published tokens per second, and not a published figure."""
+
     tokens_per_s: PositiveFloat | None = None
     """Tokens per second of one accelerator."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megalite.config.sections import PrecisionConfig
 from megalite.planner.hardware import Accelerator, PublishedSpeed
 
 
@@ -11,16 +12,22 @@ def best_published(kind: Accelerator, precision: str) -> PublishedSpeed | None:
     return max(alike or kind.published, key=lambda one: one.model_tflops, default=None)
 
 
-def beside_published(name: str, kind: Accelerator, precision: str, model_tflops: float, what: str) -> str | None:
+def beside_published(
+    name: str, kind: Accelerator, precision: PrecisionConfig, model_tflops: float, *, is_measured: bool
+) -> str | None:
     """Returns a sentence with our model TFLOP/s of one accelerator and the best published; None where there is none.
 
-    `what` says which of ours, such as `predicted`.
+    A run in float8 is compared with others in float8, though its own prediction is that of 16 bits, which it says.
     """
-    best = best_published(kind, precision)
+    in_float8 = precision.float8 != "none"
+    ours = "fp8" if in_float8 else precision.dtype
+    best = best_published(kind, ours)
     if best is None:
         return None
+    what = "measured" if is_measured else f"predicted, as in {precision.dtype}," if in_float8 else "predicted"
     where = f"{best.system}, {best.model}, sequences of {best.sequence_length:,}, {best.accelerators:,} of them"
+    counted = "; TFLOP/s computed here from published tokens/s" * best.is_computed_here
     return (
-        f"{what} {model_tflops:.4g} model TFLOP/s of each {name} in {precision}; published best: "
-        f"{best.model_tflops:.4g} in {best.precision} ({where})"
+        f"{what} {model_tflops:.4g} model TFLOP/s of each {name} in {ours}; published best: "
+        f"{best.model_tflops:.4g} in {best.precision} ({where}{counted})"
     )

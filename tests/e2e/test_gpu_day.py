@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_day import __main__ as command
-from benchmarks.gpu_day import machine, parity, process, shapes, training, wheels
+from benchmarks.gpu_day import levers, machine, parity, process, shapes, training, wheels
 from benchmarks.gpu_day.context import CommandFailed, Context, last_json
 from benchmarks.gpu_day.parts import MOST_S, PARTS, Part, find
 from benchmarks.gpu_day.profile_step import STEP, busy_us, counts
@@ -47,8 +47,9 @@ def context_of(store: ResultStore, tmp_path: Path, **changed: Any) -> Context:
     return Context(**values, store=store, record=store.begin(values["part"], again=False), say=said.append)
 
 
-SOME_PARTS = ("environment", "train-1b")
-MORE_PARTS = pytest.param((*SOME_PARTS, "checkpoint", "generate"), marks=pytest.mark.exhaustive)
+SOME_PARTS = ("environment", "train-1b", "levers-1b-documents")
+LEVERS = ("levers-gemma-2-2b", "levers-qwen3-moe-4-layers")
+MORE_PARTS = pytest.param((*SOME_PARTS, *LEVERS, "checkpoint", "generate"), marks=pytest.mark.exhaustive)
 
 
 @pytest.mark.slow
@@ -64,6 +65,10 @@ def test_tiny_models_go_through_the_parts(parts: tuple[str, ...], tmp_path: Path
     found = {part: json.loads((folder / f"{part}.json").read_text()) for part in parts}
     assert all(record["status"] == PASSED for record in found.values())
     _check_training(found["train-1b"]["items"])
+    for part in set(parts) & {*LEVERS, "levers-1b-documents"}:
+        assert list(found[part]["items"]) == list(levers.OF_TINY)
+        for item in found[part]["items"].values():
+            assert item["tokens_per_second"] == pytest.approx(8 * 64 / item["step_s"]) and item["model_tflops"] > 0
     if "checkpoint" in parts:
         saved = found["checkpoint"]["items"]
         assert saved["resume, save in the background"]["started_at_step"] == 3 and saved["save"]["saved_bytes"] > 1e6
@@ -217,6 +222,10 @@ def test_lacking_packages_are_named_and_found_among_wheels(tmp_path: Path, monke
     assert str(lack.missing["transformers"]) == "transformers>=5"
     sentence = command._sentence(lack, tmp_path / "site")
     assert "--install-wheels" in sentence and "--no-index" in sentence and "numpy" not in sentence
+    write_wheel(tmp_path, "torchao", "0.18.0", "")
+    lack = wheels.lacking(tmp_path, there.get)
+    assert "torchao" in lack.wheels and "torchao" not in lack.missing, "for float8 alone: no part needs it"
+    assert "torchao" not in wheels.lacking(tmp_path, (there | {"torchao": ("0.18.0", [])}).get).wheels
 
 
 def write_wheel(folder: Path, name: str, version: str, needs: str) -> None:

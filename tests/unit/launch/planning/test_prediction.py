@@ -65,6 +65,9 @@ def test_the_best_published_speed_stands_beside_ours(config: Config) -> None:
     )
     assert "published" not in prediction.facts()["whole_accelerator"], "a receipt has the sentence alone"
     assert Prediction.of(config, layout, None, "unknown GPU").beside_published(2.0) is None
+    float8 = config.model_copy(update={"precision": config.precision.model_copy(update={"float8": "rowwise"})})
+    said = Prediction.of(float8, layout, machine()).beside_published(2.0)
+    assert said is not None and "in fp8; published best: 744 in fp8 (Megatron-Bridge" in said
 
 
 def test_the_record_of_a_step_gets_it(config: Config) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megalite.config.sections import PrecisionConfig
 from megalite.planner.hardware import Accelerator, PublishedSpeed, catalogue
 from megalite.planner.published import beside_published, best_published
 
@@ -56,9 +57,25 @@ def test_the_best_is_of_the_same_precision_where_there_is_one() -> None:
 
 
 def test_a_sentence_says_both_and_nothing_is_said_without_a_published_speed() -> None:
-    said = beside_published("H100", _kind(bf16=500.0), "bf16", 432.1, "measured")
+    said = beside_published("H100", _kind(bf16=500.0), PrecisionConfig(), 432.1, is_measured=True)
     assert said == (
         "measured 432.1 model TFLOP/s of each H100 in bf16; published best: 500 in bf16 "
         "(system 0, 8B, sequences of 4,096, 8 of them)"
     )
-    assert beside_published("cpu", _kind(), "bf16", 1.0, "measured") is None
+    assert beside_published("cpu", _kind(), PrecisionConfig(), 1.0, is_measured=True) is None
+
+
+def test_a_run_in_float8_stands_beside_others_in_float8_and_its_prediction_says_what_it_is_of() -> None:
+    kind, precision = _kind(bf16=500.0, fp8=700.0), PrecisionConfig(float8="rowwise")
+    measured, predicted = (beside_published("H100", kind, precision, 600.0, is_measured=one) for one in (True, False))
+    assert measured is not None and predicted is not None
+    assert measured.startswith("measured 600 model TFLOP/s of each H100 in fp8; published best: 700 in fp8 (")
+    assert predicted.startswith("predicted, as in bf16, 600 model TFLOP/s of each H100 in fp8; published best: 700 in")
+
+
+def test_what_is_computed_here_is_not_said_to_be_published() -> None:
+    kind = catalogue().accelerators["H200"]
+    said = beside_published("H200", kind, PrecisionConfig(float8="rowwise"), 600.0, is_measured=True)
+    assert said is not None and said.endswith("; TFLOP/s computed here from published tokens/s)")
+    (one,) = kind.published
+    assert one.tokens_per_s is not None and one.model_tflops == pytest.approx(one.tokens_per_s * 51.5e9 / 1e12, abs=0.5)

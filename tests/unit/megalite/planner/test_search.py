@@ -307,6 +307,10 @@ def test_a_faster_pipeline_schedule_is_named() -> None:
     free = CHOOSABLE - {TENSOR, module.PIPELINE, module.SEQUENCE}
     result = search(config, h100(16), free=free)
     (note,) = [line for line in caveats(config, result) if "pipeline_schedule" in line]
+    assert "of each H100 in bf16; published best: 489.1 in bf16 (" in caveats(config, result)[-1]
+    float8 = config.model_copy(update={"precision": config.precision.model_copy(update={"float8": "rowwise"})})
+    assert caveats(float8, result)[-1].startswith("predicted, as in bf16, ")
+    assert "of each H100 in fp8; published best: 744 in fp8 (" in caveats(float8, result)[-1]
     faster = module.with_faster_schedule(config, result.candidates[0], result.cluster)
     assert faster is not None and f"pipeline_schedule {faster.layout.pipeline_schedule} " in note
     stated = config.with_resolved({module.SCHEDULE: faster.layout.pipeline_schedule, **faster.options})
