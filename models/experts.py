@@ -40,7 +40,7 @@ class SparseMLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """`[batch, seq(/tp), hidden]` -> the same."""
         x = enter_parallel_region(hidden, self.tp)
-        choice = self.gate(x)
+        choice = self.gate(x, self.balance.bias)
         routes = Routes.of(choice.experts, self.experts.count)
         weights = self.balance(choice.weights, choice.logits, choice.scores, choice.experts, routes.ends)
         rows = _ToExperts.apply(x.flatten(0, 1), routes.order, routes.inverse, choice.experts.shape[-1])
@@ -69,15 +69,19 @@ class Router(nn.Module):
         self.tp, self.top_k, self.renormalizes = tp, model.num_experts_per_tok, model.norm_topk_prob
         self.weight = sharded_parameter(replicated((model.num_experts, model.hidden_size), tp.size, tp.rank, "normal"))
 
-    def forward(self, x: Tensor) -> ExpertChoice:
-        """Takes `[batch, seq, hidden]`.
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> ExpertChoice:
+        """Takes `[batch, seq, hidden]`, and `[experts]` fp32 to add to scores for the choice alone, not for weights.
 
         Runs inside the parallel region: inputs are bitwise equal on all ranks, so all choose the same experts; each has
         only its part of an expert's output, and so of the router's gradient.
         """
         logits = linear(x, parameter_in_parallel_region(self.weight, self.tp), None)  # [batch, seq, experts]
         scores = logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        weights, chosen = scores.topk(self.top_k, dim=-1)
+        if bias is None:
+            weights, chosen = scores.topk(self.top_k, dim=-1)
+        else:
+            chosen = (scores.detach() + bias).topk(self.top_k, dim=-1).indices
+            weights = scores.gather(-1, chosen)
         if self.renormalizes:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return ExpertChoice(weights, chosen, logits, scores)

@@ -38,6 +38,7 @@ from megalite.checkpoint.huggingface.safetensors_writer import Entry
 from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER, copy_tokenizer
 from megalite.checkpoint.reader import CheckpointReader, open_checkpoint
 from megalite.config import ModelConfig
+from megalite.parallel.expert_balance import BIAS
 from models.families import family, hf_config
 from models.hub.family import TOKEN_IDS
 from models.hub.tensor_layout import HubLayout
@@ -144,6 +145,12 @@ def _prepare(checkpoint: Path, dtype: str | None, tokenizer: str | Path | None) 
     config = reader.manifest.config
     model = model_of(config.get("model"), str(reader.folder))
     shapes = global_shapes(model)
+    biases = [name for name in reader.manifest.tensors if name.endswith(BIAS)]
+    if biases:
+        raise CheckpointError(
+            f"{reader.folder}: holds a bias of the experts' choice ({biases[0]}), with which it was trained, and a "
+            f"Hugging Face {model.model_type} has no place for one: without it tokens would go to other experts"
+        )
     if reader.manifest.tensors != shapes:
         differing = min(shapes.items() ^ reader.manifest.tensors.items())[0]
         raise CheckpointError(f"{reader.folder}: its tensors are not those of its model: {differing}")

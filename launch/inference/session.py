@@ -30,6 +30,7 @@ from megalite.config import LaunchConfig
 from megalite.config.suggestions import tensor_parallel_fits, tensor_parallel_near
 from megalite.engine.errors import RendezvousFailed
 from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.expert_balance import expert_balances
 from megalite.parallel.layers import SerialModel
 from megalite.parallel.mesh import Mesh
 from megalite.resilience.signals import take_signals
@@ -88,6 +89,10 @@ def load(place: ModelPlacement, rank: int = 0, stored: StoredModel | None = None
     device = torch.device("cpu" if place.device == "cpu" else f"cuda:{rank}")
     tp = TensorParallel(place.tensor_parallel_size, rank)
     module = filled_model(stored.model, tp, stored.weights.fill, device, DTYPES[place.dtype])
+    for _, name, balance in expert_balances(module):
+        if name in stored.weights.shapes:
+            balance.bias = torch.zeros(balance.experts, device=device)
+            stored.weights.fill(balance.bias, name, (slice(0, balance.experts),))
     return Loaded(stored, module.requires_grad_(False), tp, device)
 
 

@@ -155,7 +155,8 @@ def make_problem(
     values |= {"parallel": {"gradient_bucket_size": _bucket_size(config, model)}, "recompute": {}}
     for option, coefficient in config.training.router:
         if coefficient:
-            changes.append(f"training.router.{option} {coefficient} -> 0, because transformers has no such loss")
+            what = "bias" if option == "bias_rate" else "loss"
+            changes.append(f"training.router.{option} {coefficient} -> 0, because transformers has no such {what}")
     rows = math.lcm(*(layout.dp * layout.accumulation for layout in layouts))
     if rows > MOST_ROWS:
         raise LaunchError(

@@ -7,10 +7,12 @@ of another format are stored in fp32, so that a run may go on with either.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.checkpoint.errors import CheckpointError
@@ -21,7 +23,10 @@ from megalite.engine.deepspeed_internals import own_range, owned_fp32_values, se
 from megalite.engine.engine import Engine
 from megalite.engine.optimizers import MOMENTS, moments_of
 from megalite.engine.parameter_state import create_moments, moment_names, refresh, write_own_numbers
+from megalite.parallel.expert_balance import BIAS
 from megalite.parallel.shard import RangePiece
+
+log = logging.getLogger(__name__)
 
 
 class OwnState(NamedTuple):
@@ -49,6 +54,9 @@ def own_blocks(engine: Engine) -> OwnState:
             numbers = owned_fp32_values(parameter, kind)
             blocks += [Block(entry(kind, piece.name, piece.source), piece.of(numbers)) for piece in pieces]
         shapes |= {piece.name: piece.shape for piece in pieces}
+    for name, bias in _own_biases(engine):
+        blocks.append(Block(entry(WEIGHT, name, (slice(0, len(bias)),)), bias))
+        shapes[name], others[name] = (len(bias),), ()
     return OwnState(blocks, shapes, others)
 
 
@@ -63,7 +71,7 @@ def own_size(engine: Engine) -> tuple[int, torch.device]:
         kinds = 1 + len(moments_of(parameter, engine.config.optimizer.name))
         count += kinds * sum(piece.of(numbers).numel() for piece in pieces)
         device = numbers.device
-    return count, device
+    return count + sum(len(bias) for _, bias in _own_biases(engine)), device
 
 
 def _own_pieces(engine: Engine) -> Iterator[tuple[nn.Parameter, list[RangePiece]]]:
@@ -73,6 +81,12 @@ def _own_pieces(engine: Engine) -> Iterator[tuple[nn.Parameter, list[RangePiece]
         start, stop = own_range(parameter)
         if start < stop and not (shard.is_replicated and engine.coordinate.tensor_rank):
             yield parameter, list(shard.pieces_of_range(start, stop))
+
+
+def _own_biases(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """Yields the biases of experts that this rank contributes: the first of those that hold a layer."""
+    if engine.expert_bias is not None and engine.coordinate.tensor_rank == engine.coordinate.data_rank == 0:
+        yield from engine.expert_bias.named()
 
 
 def load_engine(engine: Engine, reader: WeightReader, *, weights_only: bool) -> None:
@@ -106,8 +120,25 @@ def load_engine(engine: Engine, reader: WeightReader, *, weights_only: bool) -> 
             write_own_numbers(parameter, kind, fill)
         engine.activity.progress()
     refresh(engine)
+    _load_biases(engine, reader)
     if checkpoint is not None:
         set_loss_scaler_state(engine.deepspeed.optimizer, checkpoint.manifest.loss_scaler)
+
+
+def _load_biases(engine: Engine, reader: WeightReader) -> None:
+    """Loads the biases of experts; zeros from what has none, such as a run without `training.router.bias_rate`."""
+    is_stored = any(name.endswith(BIAS) for name in reader.shapes)
+    if is_stored != bool(engine.config.training.router.bias_rate) and dist.get_rank() == 0:
+        what = "a bias of the experts' choice: it stays, as bias_rate is 0" if is_stored else "no bias: it begins at 0"
+        log.info(f"training.router.bias_rate: {reader.folder} holds {what}")
+    if is_stored:
+        engine.bias_experts()
+    if engine.expert_bias is None:
+        return
+    for name, bias in engine.expert_bias.named():
+        bias.zero_()
+        if is_stored:
+            reader.fill(bias, name, (slice(0, len(bias)),))
 
 
 def _prepare_moments(engine: Engine, reader: CheckpointReader) -> tuple[str, ...]:

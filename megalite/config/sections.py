@@ -164,9 +164,9 @@ class EvaluationConfig(Section):
 
 
 class RouterConfig(Section):
-    """Losses that make the routers of a model with experts use all of them; equal on every layout, 0 = off.
+    """Losses and a bias that make the routers of a model with experts use all of them; equal on every layout, 0 = off.
 
-    Only their gradients are added: the loss that is shown stays the model's own.
+    Only the gradients of losses are added: the loss that is shown stays the model's own.
     """
 
     sequence_loss: NonNegativeFloat = Field(default=0.0, examples=[0.0001])
@@ -174,6 +174,9 @@ class RouterConfig(Section):
 
     z_loss: NonNegativeFloat = Field(default=0.0, examples=[0.001])
     """Coefficient of the mean squared logsumexp of a router's logits, which keeps them small (ST-MoE)."""
+
+    bias_rate: NonNegativeFloat = Field(default=0.0, examples=[0.001])
+    """Step of a bias on scores, for the choice of experts alone, that falls where more tokens than the mean went."""
 
 
 class TrainingConfig(Section):

@@ -55,6 +55,7 @@ class Operation(StrEnum):
     REDUCE_TIED_GRADIENTS = "reduce_tied_gradients"
     REDUCE_GRADIENTS = "reduce_gradients"
     OPTIMIZER = "optimizer"
+    BALANCE_EXPERTS = "balance_experts"  # the bias of their choice
     LOSS = "loss"
     UNITE_TIED_WEIGHTS = "unite_tied_weights"
     FINISH = "finish"  # all work is queued on the device, and its results are read next

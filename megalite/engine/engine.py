@@ -36,6 +36,7 @@ from megalite.engine.deepspeed_internals import (
     stay_at_smallest_loss_scale,
 )
 from megalite.engine.distributed import Grid, group_timeout, tensor_parallel_of
+from megalite.engine.expert_bias import ExpertBias
 from megalite.engine.gradient_reduction import GradientReducer
 from megalite.engine.handover import backward
 from megalite.engine.muon import Muon
@@ -72,6 +73,7 @@ class Engine(ABC):
         self.torch_optimizer: torch.optim.Optimizer
         self.reducer: GradientReducer | None = None  # None: DeepSpeed reduces gradients
         self.partitioned_step: PartitionedStep | None = None  # with the reducer
+        self.expert_bias: ExpertBias | None = None
         self.runs_ahead = False  # the device works while the host goes on: results may be read a step late
 
     def _initialize(self, model: torch.nn.Module) -> None:
@@ -96,7 +98,9 @@ class Engine(ABC):
             first = error.errors()[0]
             option = ".".join(map(str, first["loc"]))
             raise ConfigError(f"section deepspeed: DeepSpeed refuses {option}: {first['msg']}: correct it") from None
-        self._balances = [balance for _, balance in expert_balances(model)]
+        self.balances = list(expert_balances(model))
+        if self.config.training.router.bias_rate:
+            self.bias_experts()
         share_fp32_weights(self.deepspeed.optimizer)
         stay_at_smallest_loss_scale(self.deepspeed.optimizer)
         if isinstance(self.torch_optimizer, Muon):
@@ -109,6 +113,13 @@ class Engine(ABC):
             self.reducer = self.partitioned_step.reducer
         self._transfer = BatchTransfer(self.deepspeed.device, has_dropout=self.config.model.has_dropout)
         self.runs_ahead = self.deepspeed.device.type == "cuda"
+
+    def bias_experts(self) -> None:
+        """Lets this rank's routers choose with a bias, zeros until it is loaded or moved by a step."""
+        if self.balances and self.expert_bias is None:
+            replicas = self.data_parallel_group() if self.mesh.data_parallel_size > 1 else None
+            rate, device = self.config.training.router.bias_rate, self.deepspeed.device
+            self.expert_bias = ExpertBias(self.balances, rate, replicas, device)
 
     def _has_cpu_adam(self) -> bool:
         """Returns whether the optimizer is DeepSpeed's Adam for the CPU; says so, or why it is torch's. Collective."""
@@ -187,7 +198,7 @@ class Engine(ABC):
         for group in self.torch_optimizer.param_groups:
             group["lr"] = learning_rate
         weight = self._token_weight(micro_batches)
-        self._scale_balance_losses()
+        self._begin_balances()
         if self.layout.zero_stage == 3:
             clear_gradient_partitions(self.deepspeed.optimizer)
         if self.reducer is not None:
@@ -206,12 +217,18 @@ class Engine(ABC):
             self.activity.record_op(Operation.OPTIMIZER, peers=self.activity.peers.everyone)
             self.deepspeed.step()
         self.share_tied_weight()
-        self.activity.record_op(Operation.LOSS, peers=self._loss_peers)
-        mean_loss, norm, part_norms = loss(), self.deepspeed.get_global_grad_norm(), None
-        skipped: Tensor | bool = self.deepspeed.skipped_steps > skipped_before and not step.refused
+        is_left_out = self.deepspeed.skipped_steps > skipped_before
+        skipped: Tensor | bool = is_left_out and not step.refused
+        part_norms, is_skipped = None, None
         if decides_late:
             assert self.partitioned_step is not None
-            skipped, part_norms = self.partitioned_step.is_skipped, self.partitioned_step.part_norms
+            skipped = is_skipped = self.partitioned_step.is_skipped
+            part_norms = self.partitioned_step.part_norms
+        if self.expert_bias is not None and self.config.training.router.bias_rate and not is_left_out:
+            self.activity.record_op(Operation.BALANCE_EXPERTS, peers=self.activity.peers.data)
+            self.expert_bias.update(is_skipped)
+        self.activity.record_op(Operation.LOSS, peers=self._loss_peers)
+        mean_loss, norm = loss(), self.deepspeed.get_global_grad_norm()
         readback = Readback(mean_loss, norm, skipped)
         self.activity.record_op(Operation.FINISH, peers=self.activity.peers.everyone)
         return StepResult(readback, step.refused, tuple(micro_losses), weight, part_norms)
@@ -259,12 +276,14 @@ class Engine(ABC):
             dist.all_reduce(total, group=self.data_parallel_group())
         return self.mesh.data_parallel_size / total.clamp(min=1.0)
 
-    def _scale_balance_losses(self) -> None:
-        """Makes routers add the mean over the sequences of the global batch: gradients are averaged over replicas."""
-        sequences = self.config.training.global_batch_size / self.mesh.data_parallel_size  # of this replica
+    def _begin_balances(self) -> None:
+        """Makes routers add the mean over the sequences of the global batch, and count for the bias from zero."""
+        sequences = self.config.training.global_batch_size / self.mesh.data_parallel_size  # gradients are averaged
         loss_scale = float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0))  # BF16_Optimizer has none
-        for balance in self._balances:
+        for _, _, balance in self.balances:
             balance.losses, balance.scale = self.config.training.router, loss_scale / sequences
+        if self.expert_bias is not None:
+            self.expert_bias.begin_step()
 
     def _first_input(self, batch: DeviceBatch) -> BlockInput:
         """Builds the first layer's input: tokens, and positions and sample ids where documents or dropout need them."""

@@ -22,7 +22,7 @@ class ExpertUsage:
         model = engine.config.model
         self._layers = [layer for layer in range(model.num_hidden_layers) if model.has_experts(layer)]
         self._experts, self._top_k, self._group = model.num_experts or 0, model.num_experts_per_tok, group
-        self._balances = dict(expert_balances(engine.deepspeed.module))
+        self._balances = {layer: balance for layer, _, balance in expert_balances(engine.deepspeed.module)}
         self._is_counted = engine.coordinate.tensor_rank == 0  # all tensor-parallel ranks make the same choices
 
     def gather(self) -> Usage:

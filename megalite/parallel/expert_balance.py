@@ -1,4 +1,4 @@
-"""Adds balance losses to routers in training, and counts their choices for metrics.
+"""Adds balance losses to routers in training, holds the bias of their choices, and counts these.
 
 The losses (`training.router`) are sums over sequences, so they are the same however the global batch is cut:
 
@@ -8,19 +8,23 @@ The losses (`training.router`) are sums over sequences, so they are the same how
 
 Their means over the sequences of the global batch are added to the loss, for each layer. Only their gradient exists: it
 is put into backward where the router is, so that pipeline stages pass nothing on, and the loss that is shown is the
-model's own.
+model's own. The bias and its update are in `megalite.engine.expert_bias`.
+
+Choices are counted in backward, which runs once for each micro-batch: a forward may be one that is run again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megalite.config.sections import RouterConfig
 from megalite.parallel.collectives import TensorParallel
+
+BIAS = "balance.bias"  # end of the canonical names of biases in checkpoints
 
 
 class _WithGradientOf(torch.autograd.Function):
@@ -36,15 +40,33 @@ class _WithGradientOf(torch.autograd.Function):
         return grad, torch.full((), ctx.scale, dtype=ctx.dtype, device=ctx.device), None
 
 
+class _CountedInBackward(torch.autograd.Function):
+    """Returns `x`; backward counts the choices."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ends: Tensor, entropy: Tensor, balance: ExpertBalance) -> Tensor:
+        ctx.save_for_backward(ends, entropy)
+        ctx.balance = balance
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.balance.count(*ctx.saved_tensors)
+        return grad, None, None, None
+
+
 class ExpertBalance(nn.Module):
-    """Adds the gradients of balance losses to one router in training, and counts its choices."""
+    """Adds the gradients of balance losses to one router in training, holds its bias, and counts its choices."""
 
     def __init__(self, experts: int, tp: TensorParallel) -> None:
         super().__init__()
-        self._experts, self._tp = experts, tp
+        self.experts, self._tp = experts, tp
         self.losses = RouterConfig()  # of the run, which the engine sets
         self.scale = 0.0  # of the gradient of one sequence's loss, set for each step: fp16's loss scale is in it
-        # since `take`; no buffers, which DeepSpeed would cast. Blocks that are recomputed count twice, in both alike.
+        # no buffers, which DeepSpeed would cast
+        self.bias: Tensor | None = None  # [experts] fp32, added to scores where experts are chosen
+        self.step_counts: Tensor | None = None  # [experts] int64: tokens in this step, for the bias's update
+        # since `take`
         self._chosen: Tensor | None = None  # [experts] int64: tokens
         self._entropy: Tensor | None = None  # fp32: sum over tokens
 
@@ -56,7 +78,11 @@ class ExpertBalance(nn.Module):
         """
         if not (self.training and torch.is_grad_enabled()):
             return weights
-        self._count(scores.detach(), ends)
+        if self._chosen is None:
+            self._chosen = torch.zeros(self.experts, dtype=torch.int64, device=ends.device)
+            self._entropy = torch.zeros((), device=ends.device)
+        entropy = torch.special.entr(scores.detach()).sum()
+        weights = _CountedInBackward.apply(weights, ends, entropy, self)
         losses: list[Tensor] = []
         if self.losses.sequence_loss:
             losses.append(self.losses.sequence_loss * sequence_balance(scores, chosen).sum())
@@ -68,18 +94,20 @@ class ExpertBalance(nn.Module):
             weights = _WithGradientOf.apply(weights, loss, self.scale / self._tp.size)
         return weights
 
-    def _count(self, scores: Tensor, ends: Tensor) -> None:
-        if self._chosen is None or self._entropy is None:
-            self._chosen = torch.zeros(self._experts, dtype=torch.int64, device=ends.device)
-            self._entropy = torch.zeros((), device=ends.device)
-        self._chosen += ends.diff(prepend=ends.new_zeros(1))
-        self._entropy += torch.special.entr(scores).sum()
+    def count(self, ends: Tensor, entropy: Tensor) -> None:
+        """Adds the choices of a micro-batch, and the entropy of its scores."""
+        assert self._chosen is not None and self._entropy is not None, "backward comes after forward"
+        chosen = ends.diff(prepend=ends.new_zeros(1))
+        self._chosen += chosen
+        self._entropy += entropy
+        if self.step_counts is not None:
+            self.step_counts += chosen
 
     def take(self) -> Tensor:
         """Returns since the last call how many tokens chose each expert, and behind these numbers the sum over tokens
         of the entropy of the scores, `[experts + 1]` float64 on the CPU. Waits for the device."""
         if self._chosen is None or self._entropy is None:
-            return torch.zeros(self._experts + 1, dtype=torch.float64)
+            return torch.zeros(self.experts + 1, dtype=torch.float64)
         numbers = torch.cat([self._chosen.double(), self._entropy.double().unsqueeze(0)]).cpu()
         self._chosen.zero_(), self._entropy.zero_()
         return numbers
@@ -97,11 +125,21 @@ def sequence_balance(scores: Tensor, chosen: Tensor) -> Tensor:
     return (counts * (experts / choices.shape[1]) * scores.mean(dim=1)).sum(dim=1)
 
 
-def expert_balances(model: nn.Module) -> Iterator[tuple[int, ExpertBalance]]:
-    """Yields the balance of each block with experts, with the block's number in the model."""
+class PlacedBalance(NamedTuple):
+    """The balance of one block, and where it is in the model."""
+
+    layer: int  # number of the block
+    bias_name: str  # canonical
+    balance: ExpertBalance
+
+
+def expert_balances(model: nn.Module) -> Iterator[PlacedBalance]:
+    """Yields the balance of each block with experts."""
     for layer in model.modules():
         name = getattr(layer, "layer_name", None)  # set by `make_layer`
         if isinstance(name, str):
-            for part in layer.modules():
+            for path, part in layer.named_modules():
                 if isinstance(part, ExpertBalance):
-                    yield int(name.rsplit(".", 1)[1]), part
+                    yield PlacedBalance(
+                        int(name.rsplit(".", 1)[1]), name + "." + path.removesuffix("balance") + BIAS, part
+                    )

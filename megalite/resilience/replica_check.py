@@ -169,6 +169,10 @@ def _copies(engine: Engine, moment: int) -> list[_ReplicaCopy]:
         add(_Key(moment, name, False, tensor_rank, data_rank), resident_weights(parameter), groups)
         if alike and (fragment := fp32_fragment(parameter)) is not None:
             add(_Key(moment, name, True, tensor_rank, at.data_rank), fragment, alike)
+    if engine.expert_bias is not None:
+        alike = (tensor_ranks.group,) if tensor_ranks.size > 1 else ()
+        for name, bias in engine.expert_bias.named():
+            add(_Key(moment, name, False, ALL, ALL), bias, (*replicas, *alike))
     if tied is not None and not isinstance(tied.weight, nn.Parameter):
         add(_Key(moment, tied.name, False, at.tensor_rank, ALL), tied.weight, (*replicas, tied.group))
     return copies

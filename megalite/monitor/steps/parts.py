@@ -59,6 +59,7 @@ OF_OPERATION = {
     Operation.REDUCE_TIED_GRADIENTS: "gradient_sync",
     Operation.REDUCE_GRADIENTS: "gradient_sync",
     Operation.OPTIMIZER: "optimizer",
+    Operation.BALANCE_EXPERTS: "optimizer",
     Operation.LOSS: "loss",
     Operation.UNITE_TIED_WEIGHTS: "weights_sync",
 } | dict.fromkeys([*SENDS, *RECEPTIONS, *AWAITED_SENDS], "pipeline_transfer")

@@ -159,3 +159,12 @@ def test_dropout_is_off_where_the_reference_draws_other_masks() -> None:
     on = make_problem(config, [ParityLayout()], seed=1, steps=3, full=False, keep_dropout=True)
     assert (off.config.model.attention_dropout, on.config.model.attention_dropout) == (0.0, 0.1)
     assert any("attention_dropout 0.1 -> 0" in change for change in off.changes)
+
+
+def test_balance_of_experts_is_left_out_and_said() -> None:
+    experts = {"num_experts": 4, "moe_intermediate_size": 20}
+    config = config_of(model=experts, training={"router": {"z_loss": 0.1, "bias_rate": 0.01}})
+    asked = make_problem(config, [ParityLayout()], seed=1, steps=3, full=False)
+    assert not any(value for _, value in asked.config.training.router)
+    assert "training.router.z_loss 0.1 -> 0, because transformers has no such loss" in asked.changes
+    assert "training.router.bias_rate 0.01 -> 0, because transformers has no such bias" in asked.changes

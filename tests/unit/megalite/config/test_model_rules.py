@@ -174,3 +174,7 @@ def test_balance_losses_are_for_models_with_experts(tmp_path: Path) -> None:
     values["model"] = SIZES | EXPERTS
     path.write_text(json.dumps(values))
     check_rules(load_config(path, []), 1, "cpu")
+    values["training"]["router"], values["checkpoint"] = {"bias_rate": 0.01}, {"export_hf": "last"}
+    path.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"export_hf last cannot write the bias of training\.router\.bias_rate 0\.01"):
+        check_rules(load_config(path, []), 1, "cpu")

@@ -1,0 +1,51 @@
+"""The bias of the experts' choice: balance without a loss (Wang 2024; DeepSeek-V3).
+
+Routers choose by score + bias and weigh by the score alone. After each optimizer step the bias of an expert falls by
+`training.router.bias_rate` if more tokens of the global batch chose it than the mean, and rises by that if fewer did;
+the changes of a layer are centred. Counts are integers and so are the centred signs, so the bias is the same number
+on every layout, micro-batch and recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite.parallel.expert_balance import PlacedBalance
+
+
+class ExpertBias:
+    """The biases of this rank's blocks with experts: no parameters, equal on tensor- and data-parallel ranks."""
+
+    def __init__(
+        self, placed: Sequence[PlacedBalance], rate: float, replicas: dist.ProcessGroup | None, device: torch.device
+    ) -> None:
+        """`replicas` are those whose counts are added up; None for one."""
+        self._rate, self._replicas = rate, replicas
+        self._names = [each.bias_name for each in placed]
+        experts = placed[0].balance.experts
+        self._biases = torch.zeros(len(placed), experts, device=device)  # fp32
+        self._counts = torch.zeros(len(placed), experts, dtype=torch.int64, device=device)
+        for row, (_, _, balance) in enumerate(placed):
+            balance.bias, balance.step_counts = self._biases[row], self._counts[row]
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields each block's bias, `[experts]` in place, by canonical name."""
+        yield from zip(self._names, self._biases, strict=True)
+
+    def begin_step(self) -> None:
+        """Forgets what was counted before."""
+        self._counts.zero_()
+
+    def update(self, is_skipped: Tensor | None) -> None:
+        """Moves the biases after a step, unless the device says by a 1 that it was skipped; collective."""
+        if self._replicas is not None:
+            dist.all_reduce(self._counts, group=self._replicas)
+        experts = self._counts.shape[1]
+        excess = (self._counts * experts - self._counts.sum(dim=1, keepdim=True)).sign()
+        centred = excess * experts - excess.sum(dim=1, keepdim=True)
+        change = centred.float() * (self._rate / experts)
+        self._biases -= change if is_skipped is None else change * (1 - is_skipped)
