@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+Device = Literal["cpu", "cuda"]  # of a run
 
 
 class Section(BaseModel):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from megalite.config.base import Device
 from megalite.config.config import Config
 from megalite.config.pipeline_rules import SPLITS_BACKWARD
-
-if TYPE_CHECKING:
-    from megalite.config.rules import Device
 
 CUTS_SEQUENCE = {("parallel", "tensor_parallel_size"), ("parallel", "sequence_parallel")}
 

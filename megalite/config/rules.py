@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 from urllib.parse import urlsplit
 
+from megalite.config.base import Device
 from megalite.config.config import Config
 from megalite.config.deepspeed import offloads_to_nvme
 from megalite.config.errors import ConfigError
@@ -22,7 +22,6 @@ from megalite.config.performance_rules import problems_with_performance
 from megalite.config.pipeline_rules import problems_with_pipeline
 from megalite.config.suggestions import multiples_near, tensor_parallel_fits, tensor_parallel_near
 
-Device = Literal["cpu", "cuda"]
 OF_DEEPSPEEDS_REDUCTION = ("contiguous_gradients", "overlap_comm", "reduce_scatter", "use_multi_rank_bucket_allreduce")
 
 
