@@ -34,6 +34,9 @@ from unittest.mock import patch
 import numpy as np
 import psutil
 
+from benchmarks.results_page import renew_page
+from launch.planning.this_machine import cpu_name
+
 RESULTS = Path(__file__).parent / "results" / "offload.md"
 WARM_UP, PEAK_STEPS = 1, 2
 MICRO_BATCHES, ROWS, SEQUENCE, VOCABULARY = 2, 2, 256, 8192
@@ -198,12 +201,11 @@ def rows_of(took: dict[str, list[float]], apart: dict[str, tuple[float, float]],
 
 def report(rows: Sequence[str], kept: tuple[float, float], rounds: int, load: tuple[float, float]) -> str:
     """Returns the results file, up to what is written by hand below it."""
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
     head = [
         "# A training step with offloading, on a CPU",
         "",
-        f"`python -m benchmarks.offload`, {date.today()}: {model.partition(': ')[2]}, {os.cpu_count()} cores, "
+        f"`python -m benchmarks.offload`, {date.today()}: {cpu_name()}, {os.cpu_count()} cores, "
         f"{packages}, Python {platform.python_version()}. Load before and after: {load[0]:.1f} and {load[1]:.1f}. "
         f"Median of {rounds} rounds; what is compared and how: the script's docstring.",
         "",
@@ -217,9 +219,6 @@ def report(rows: Sequence[str], kept: tuple[float, float], rounds: int, load: tu
         "",
     ]
     return "\n".join(head)
-
-
-BY_HAND = "\n<!-- below: written by hand, kept when the table is renewed -->\n"
 
 
 def main() -> None:
@@ -239,8 +238,7 @@ def main() -> None:
     text = report(rows_of(took, apart, peaks), kept, rounds, (before, os.getloadavg()[0]))
     print(text)
     if options.rounds is None:
-        notes = RESULTS.read_text().partition(BY_HAND)[2] if RESULTS.exists() else ""
-        RESULTS.write_text(text + BY_HAND + notes)
+        renew_page(RESULTS, text)
 
 
 if __name__ == "__main__":

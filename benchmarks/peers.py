@@ -41,6 +41,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peer_sides import LAYOUTS, SIDES, ranks_of
+from benchmarks.results_page import renew_page
+from launch.planning.this_machine import cpu_name
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results" / "peers.md"
@@ -213,13 +215,12 @@ def report(
     table: Sequence[str], missing: Sequence[str], options: argparse.Namespace, loads: tuple[float, float]
 ) -> str:
     """Returns the page, up to what is written by hand below it."""
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed", "transformers"))
     return "\n".join(
         [
             "# The same Llama, megalite and others",
             "",
-            f"`python -m benchmarks.peers`, {date.today()}: {model.partition(': ')[2]}, "
+            f"`python -m benchmarks.peers`, {date.today()}: {cpu_name()}, "
             f"{len(os.sched_getaffinity(0))} cores, {packages}, {peer_versions(options.sides)}Python "
             f"{platform.python_version()}. Load before and after: {loads[0]:.1f} and {loads[1]:.1f}. Median of "
             f"{options.rounds} rounds of {options.steps} steps a side; what is equal and what is not: the script's "
@@ -249,9 +250,6 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-BY_HAND = "\n<!-- below: written by hand, kept when the table is renewed -->\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, help="these alone; the page stays as it is")
@@ -271,8 +269,7 @@ def main() -> None:
     text = report(table, missing, options, (before, os.getloadavg()[0]))
     print(text)
     if not options.layouts and options.sides == list(SIDES):
-        notes = RESULTS.read_text().partition(BY_HAND)[2] if RESULTS.exists() else ""
-        RESULTS.write_text(text + BY_HAND + notes)
+        renew_page(RESULTS, text)
 
 
 if __name__ == "__main__":

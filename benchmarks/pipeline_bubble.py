@@ -28,7 +28,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results_page import renew_page
 from launch.parity.forked_ranks import run_ranks, warm_up
+from launch.planning.this_machine import cpu_name
 from megalite.config import Config, resolve_layout
 from megalite.engine.activity import Activity, Operation
 from megalite.parallel.mesh import Mesh
@@ -203,12 +205,11 @@ def row(schedule: Schedule, ranks: list[list[RankStep]]) -> str:
 
 def report(table: list[str], steps: int, load: tuple[float, float]) -> str:
     """Returns the results file, up to what is written by hand below it."""
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
     head = [
         "# Idle time of pipeline schedules",
         "",
-        f"`python -m benchmarks.pipeline_bubble`, {date.today()}: {model.partition(': ')[2]}, {os.cpu_count()} cores "
+        f"`python -m benchmarks.pipeline_bubble`, {date.today()}: {cpu_name()}, {os.cpu_count()} cores "
         f"for {STAGES} ranks that mostly sleep, {packages}, Python {platform.python_version()}. Load before and after: "
         f"{load[0]:.1f} and {load[1]:.1f}. Best of {steps} steps; what is measured and how: the script's docstring.",
         "",
@@ -217,9 +218,6 @@ def report(table: list[str], steps: int, load: tuple[float, float]) -> str:
         "|---|---:|---:|---|---:|---:|---:|---|---|",
     ]
     return "\n".join([*head, *table, ""])
-
-
-BY_HAND = "\n<!-- below: written by hand, kept when the table is renewed -->\n"
 
 
 def main() -> None:
@@ -237,8 +235,7 @@ def main() -> None:
     text = report(table, options.steps, (before, os.getloadavg()[0]))
     print(text)
     if not options.schedule:
-        notes = RESULTS.read_text().partition(BY_HAND)[2] if RESULTS.exists() else ""
-        RESULTS.write_text(text + BY_HAND + notes)
+        renew_page(RESULTS, text)
 
 
 if __name__ == "__main__":

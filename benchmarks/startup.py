@@ -30,7 +30,9 @@ from typing import NamedTuple
 
 import yaml
 
+from benchmarks.results_page import renew_page
 from benchmarks.traced_start import MARKS
+from launch.planning.this_machine import cpu_name
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "startup.md"
@@ -134,13 +136,12 @@ def rows(other: list[Start], mine: list[Start], is_quiet: bool) -> list[str]:
 
 def report(table: Sequence[str], options: argparse.Namespace, load: tuple[float, float]) -> str:
     """The results file, up to what is written by hand below it."""
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
     head = [
         "# From the command to the first step",
         "",
         f"`python -m benchmarks.startup {options.revision} --rounds {options.rounds} --write`, {date.today()}: "
-        f"{model.partition(': ')[2]}, {os.cpu_count()} cores, {packages}, Python {platform.python_version()}. Load "
+        f"{cpu_name()}, {os.cpu_count()} cores, {packages}, Python {platform.python_version()}. Load "
         f"before and after: {load[0]:.1f} and {load[1]:.1f}; above the number of cores wall times say nothing and "
         "are left out. What is measured and how: the script's docstring.",
         "",
@@ -148,9 +149,6 @@ def report(table: Sequence[str], options: argparse.Namespace, load: tuple[float,
         "|---|---:|---:|---|---:|---:|---|",
     ]
     return "\n".join([*head, *table, ""])
-
-
-BY_HAND = "\n<!-- below: written by hand, kept when the table is renewed -->\n"
 
 
 def main() -> None:
@@ -172,8 +170,7 @@ def main() -> None:
     text = report(rows(*taken, is_quiet=max(load) <= (os.cpu_count() or 1)), options, load)
     print(text)
     if options.write:
-        notes = RESULTS.read_text().partition(BY_HAND)[2] if RESULTS.exists() else ""
-        RESULTS.write_text(text + BY_HAND + notes)
+        renew_page(RESULTS, text)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results_page import renew_page
 from benchmarks.throttled_link.cases import CASES, LinkCase, LinkStep
+from launch.planning.this_machine import cpu_name
 from tests.helpers.cluster_machine import why_no_hosts
 from tests.helpers.hosts import Cluster, HostCommand
 
@@ -146,12 +148,11 @@ def row(case: LinkCase, rate: float, first: list[LinkStep], second: list[LinkSte
 
 def report(table: list[str], pairs: int, load: tuple[float, float]) -> str:
     """Returns the results file, up to what is written by hand below it."""
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
     head = [
         "# Gradients of replicas over a slow link",
         "",
-        f"`python -m benchmarks.throttled_link`, {date.today()}: {model.partition(': ')[2]}, {os.cpu_count()} cores "
+        f"`python -m benchmarks.throttled_link`, {date.today()}: {cpu_name()}, {os.cpu_count()} cores "
         f"for all ranks, {packages}, Python {platform.python_version()}. Load before and after: {load[0]:.1f} and "
         f"{load[1]:.1f}. Median of {pairs} pairs of steps; what is compared and how: the script's docstring. Times are "
         "seconds.",
@@ -161,9 +162,6 @@ def report(table: list[str], pairs: int, load: tuple[float, float]) -> str:
         "|---|---:|---|---:|---:|---:|---:|---:|---:|---|---:|---:|---|",
     ]
     return "\n".join([*head, *table, ""])
-
-
-BY_HAND = "\n<!-- below: written by hand, kept when the table is renewed -->\n"
 
 
 def main() -> None:
@@ -182,8 +180,7 @@ def main() -> None:
     text = report(table, options.pairs, (before, os.getloadavg()[0]))
     print(text)
     if not options.only:
-        notes = RESULTS.read_text().partition(BY_HAND)[2] if RESULTS.exists() else ""
-        RESULTS.write_text(text + BY_HAND + notes)
+        renew_page(RESULTS, text)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,8 @@ float32 decides the last bit, and in ten products that multiply small singular v
 process is up to 1.6e-2 from float64; a matrix that is cut or joined with another one is wrong by 0.3 and more."""
 BF16_MOMENTS = 2.0**-6  # two units in the last place: an error of float32 may decide a rounding in each step
 FLOAT8_BOUNDS = {"loss": 1e-2, "evaluation loss": 1e-2, "gradient": 1e-2, "gradient norm": 5e-2}
-"""With products in float8, each of whose operands is rounded by up to 6 %. Of a gradient: 1 - its cosine."""
+"""Bounds of a training with products in float8, whose operands are rounded by up to 6 %; a gradient's error is 1 - its
+cosine."""
 ADAMW_WEIGHT = 1e-2  # an entry whose gradient is only rounding moves by a large part of the learning rate
 OF_TRANSFORMERS = 2.0
 MOSTLY_ROUNDING = 0.1  # a half-precision gradient with this error in transformers is only compared in float32

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from megalite.config.sections import OptimizerConfig
+from megalite.engine.stages import TORCH_DTYPES
 
-WIDENED_AT_ONCE = {"cpu": 1 << 16}  # numbers: two moments of them fit half a megabyte of cache
-WIDENED_AT_ONCE_ON_GPU = 1 << 22  # 32 MiB of moments, in an L2 cache of 50 MB
-FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# numbers: two moments of them fit half a megabyte of cache, on a GPU 32 MiB of an L2 cache of 50 MB
+WIDENED_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 22}
 
 
 class CompactAdamW(torch.optim.Optimizer):
@@ -31,7 +31,7 @@ class CompactAdamW(torch.optim.Optimizer):
     found_inf: Tensor | None = None
 
     def __init__(self, groups: Iterable[dict[str, Any]], options: OptimizerConfig) -> None:
-        self.moments_dtype = FORMATS[options.moments_dtype]
+        self.moments_dtype = TORCH_DTYPES[options.moments_dtype]
         super().__init__(groups, {"lr": options.learning_rate, "betas": options.betas, "eps": options.eps})
 
     @torch.no_grad()
@@ -56,7 +56,7 @@ class CompactAdamW(torch.optim.Optimizer):
         state = self.state[weights] or self.create_state(weights)
         size = weights.numel()
         if self.moments_dtype != torch.float32:
-            size = WIDENED_AT_ONCE.get(weights.device.type, WIDENED_AT_ONCE_ON_GPU)
+            size = WIDENED_AT_ONCE[weights.device.type]
         assert weights.grad is not None
         tensors = (weights, weights.grad, state["exp_avg"], state["exp_avg_sq"])
         beta1, beta2 = group["betas"]

@@ -71,8 +71,7 @@ class Engine(ABC):
         self.tied_weight: TiedWeight | None = None  # whose copy another rank holds, or the copy
         self.deepspeed: Any
         self.torch_optimizer: torch.optim.Optimizer
-        self.reducer: GradientReducer | None = None  # None: DeepSpeed reduces gradients
-        self.partitioned_step: PartitionedStep | None = None  # with the reducer
+        self.partitioned_step: PartitionedStep | None = None  # None: DeepSpeed reduces gradients
         self.expert_bias: ExpertBias | None = None
         self.runs_ahead = False  # the device works while the host goes on: results may be read a step late
 
@@ -110,7 +109,6 @@ class Engine(ABC):
             self.partitioned_step = partition_reductions(
                 self.deepspeed, model.parameters(), self.config, self.activity, self._tp
             )
-            self.reducer = self.partitioned_step.reducer
         self._transfer = BatchTransfer(self.deepspeed.device, has_dropout=self.config.model.has_dropout)
         self.runs_ahead = self.deepspeed.device.type == "cuda"
 
@@ -120,6 +118,11 @@ class Engine(ABC):
             replicas = self.data_parallel_group() if self.mesh.data_parallel_size > 1 else None
             rate, device = self.config.training.router.bias_rate, self.deepspeed.device
             self.expert_bias = ExpertBias(self.balances, rate, replicas, device)
+
+    @property
+    def reducer(self) -> GradientReducer | None:
+        """The reducer of gradients; None if DeepSpeed reduces them."""
+        return None if self.partitioned_step is None else self.partitioned_step.reducer
 
     def _has_cpu_adam(self) -> bool:
         """Returns whether the optimizer is DeepSpeed's Adam for the CPU; says so, or why it is torch's. Collective."""
@@ -204,14 +207,12 @@ class Engine(ABC):
         if self.reducer is not None:
             self.reducer.begin(self.layout.gradient_accumulation_steps)
         micro_losses = self._accumulate_gradients(self._transfer(micro_batches), weight)
-        if self.reducer is not None:
-            self.reducer.finish()
         loss = cache(lambda: self._mean_loss(micro_losses))
         decides_late, skipped_before = self.decides_late(gate), self.deepspeed.skipped_steps
-        if self.partitioned_step is not None:
-            self.partitioned_step.waits, self.partitioned_step.holds = not decides_late, gate is not None
         step = GatedStep(None if decides_late else gate, self.deepspeed.optimizer, self._tp)
         if self.partitioned_step is not None:
+            self.partitioned_step.reducer.finish()
+            self.partitioned_step.waits, self.partitioned_step.holds = not decides_late, gate is not None
             self.partitioned_step.read = step.reads(loss) if gate is not None and gate.waits else float
         with step.open(loss):
             self.activity.record_op(Operation.OPTIMIZER, peers=self.activity.peers.everyone)

@@ -24,7 +24,7 @@ from torch import Tensor
 from megalite.config.sections import OptimizerConfig
 from megalite.engine.adamw import CompactAdamW
 from megalite.engine.deepspeed_internals import FlatGroup
-from megalite.parallel.collectives import ALL_GATHER, TensorParallel
+from megalite.parallel.collectives import ALL_GATHER, TensorParallel, all_gather
 from megalite.parallel.linear import lacks_fast_gemm
 from megalite.parallel.shard import RangePiece, Shard, ShardPiece
 
@@ -164,17 +164,11 @@ class Muon(CompactAdamW):
         """Returns all tensor-parallel ranks' numbers of `mine.gathered`, `[tensor_parallel_size, numbers]`."""
         replicas, tp = dist.get_world_size(self._replicas), self._tensor_parallel
         if replicas > 1:
-            update = _all_gather(update, replicas, self._replicas)
+            whole = update.new_empty(replicas * len(update))
+            getattr(dist, ALL_GATHER)(whole, update, group=self._replicas)
+            update = whole
         update = update[mine.gathered]
-        if tp.size > 1 and len(update):
-            update = _all_gather(update, tp.size, tp.group)
-        return update.view(tp.size, -1)
-
-
-def _all_gather(numbers: Tensor, count: int, group: dist.ProcessGroup | None) -> Tensor:
-    whole = numbers.new_empty(count * len(numbers))
-    getattr(dist, ALL_GATHER)(whole, numbers, group=group)
-    return whole
+        return (all_gather(update, tp, dim=0) if len(update) else update).view(tp.size, -1)
 
 
 def orthogonalized(matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ import torch
 from megalite.config.sections import OptimizerConfig
 from megalite.engine import adamw
 from megalite.engine.adamw import CompactAdamW
+from megalite.engine.stages import TORCH_DTYPES
 
 STEPS, NUMBERS = 4, 1000
 
@@ -25,7 +26,7 @@ def test_steps_are_torchs_with_moments_rounded_after_each(moments_dtype: str, mo
     ours, theirs = _partition(start), _partition(start)
     mine = CompactAdamW([{"params": [ours], "weight_decay": 0.1}], options)
     reference = torch.optim.AdamW([theirs], lr=1e-2, betas=options.betas, eps=options.eps, weight_decay=0.1)
-    kept = adamw.FORMATS[moments_dtype]
+    kept = TORCH_DTYPES[moments_dtype]
     for _ in range(STEPS):
         scale = torch.tensor(8.0)
         theirs.grad = torch.randn(NUMBERS)
