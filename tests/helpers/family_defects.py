@@ -45,9 +45,9 @@ def router_counts_each_expert_fully() -> None:
     """Probabilities that do not sum to one."""
     forward = experts.Router.forward
 
-    def unnormalized(self: Any, tokens: Tensor) -> experts.ExpertChoice:
+    def unnormalized(self: Any, x: Tensor, bias: Tensor | None = None) -> experts.ExpertChoice:
         self.renormalizes = False
-        return forward(self, tokens)
+        return forward(self, x, bias)
 
     experts.Router.forward = unnormalized  # type: ignore[method-assign]
 
