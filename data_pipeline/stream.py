@@ -5,7 +5,7 @@ their tokens each block of 1,024 documents holds, and a block that is read is ha
 That takes 8 bytes per 1,024 documents and split, and one pass over the index for both splits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from data_pipeline.errors import DataError
 from data_pipeline.indexed import IndexedTokens
 
 _SALT = np.uint64(0x6D6567616C697465)  # "megalite"
@@ -89,15 +90,17 @@ class TokenStream:
             done += stop - place
         return found
 
-    def place_of_document(self, prefix: Path, number: int) -> tuple[int, int] | None:
-        """Returns the places [first, end) of a document; None if it is empty, of the other split, or not there."""
+    def places_of(self, prefix: Path, document: int) -> Iterator[tuple[int, int]]:
+        """Yields the stretches of the stream that one document takes: first token, end. None if the split lacks it."""
         for which, corpus in enumerate(self._corpora):
-            if corpus.prefix == prefix and 0 <= number < len(corpus):
-                block = self._block(int(self._first_block[which]) + number // _BLOCK)
-                found = int(block.numbers.searchsorted(number))
-                if found < len(block.numbers) and block.numbers[found] == number:
-                    return int(block.offsets[found]), int(block.offsets[found + 1])
-        return None
+            if corpus.prefix != prefix:
+                continue
+            if not 0 <= document < len(corpus):
+                raise DataError(f"{prefix} has no document {document}: it has {len(corpus)}, numbered from 0")
+            block = self._block(int(self._first_block[which]) + document // _BLOCK)
+            place = int(block.numbers.searchsorted(document))
+            if place < len(block.numbers) and block.numbers[place] == document:
+                yield int(block.offsets[place]), int(block.offsets[place + 1])
 
     def _look_up(self, block: int) -> StreamBlock:
         which = int(self._first_block.searchsorted(block, side="right")) - 1
