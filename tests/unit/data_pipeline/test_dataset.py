@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.dataset import PackedSamples, Split, is_held_out
+from data_pipeline.dataset import PackedSamples
 from data_pipeline.errors import DataError
 from data_pipeline.indexed import IndexedTokens, IndexedWriter
 from data_pipeline.meta import CorpusMeta, meta_path
+from data_pipeline.stream import Split, is_held_out
 
 WriteCorpus = Callable[..., Path]
 EOS = 0
