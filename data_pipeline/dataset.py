@@ -84,6 +84,7 @@ class Samples(Protocol):
     token_count: int  # of the split
     vocab_size: int | None  # None if the corpora have no metadata
     eos_token_id: int | None
+    content_digest: str  # of pieces of the tokens that the fingerprint does not know, empty if there are none
 
     def sample(self, k: int) -> Sample:
         """Returns sample number k >= 0 of the run, counted over all epochs."""
@@ -112,6 +113,7 @@ class PackedSamples:
     token_count: int  # of the split
     vocab_size: int | None  # None if the corpora have no metadata
     eos_token_id: int | None
+    content_digest: str
 
     def __init__(
         self,
@@ -131,6 +133,7 @@ class PackedSamples:
         self.vocab_size, self.eos_token_id = common_vocabulary(self._corpora, metas)
         self._id_limit = min(2**63 if size is None else size for size in (self.vocab_size, vocab_limit))
         self._contents = content_digests(self._corpora, metas)
+        self.content_digest = sampled_digest(self._corpora, metas)
         self._streams = split_streams(self._corpora, held_out_fraction)
         self._take(split)
 
@@ -269,6 +272,15 @@ def content_digests(corpora: Sequence[IndexedTokens], metas: Sequence[CorpusMeta
         [meta.sha256, meta.idx_sha256] if meta else [str(corpus.token_count), corpus.index_digest()]
         for corpus, meta in zip(corpora, metas, strict=True)
     ]
+
+
+def sampled_digest(corpora: Sequence[IndexedTokens], metas: Sequence[CorpusMeta | None]) -> str:
+    """Returns a digest of tokens here and there in corpora without metadata, of which `content_digests` knows lengths.
+
+    Empty if all have metadata. It is no part of the fingerprint, so that older runs keep theirs.
+    """
+    found = [corpus.sampled_digest() for corpus, meta in zip(corpora, metas, strict=True) if meta is None]
+    return hashlib.sha256("".join(found).encode()).hexdigest() if found else ""
 
 
 def common_vocabulary(
