@@ -31,6 +31,7 @@ from data_pipeline.loader import (
     global_batch,
 )
 from data_pipeline.sources import Source, open_sources
+from data_pipeline.stream import Split
 from launch.errors import LaunchError
 from launch.inference.session import Loaded, ModelPlacement, rank_main
 from launch.inference.session import run as run_anywhere
@@ -40,8 +41,8 @@ from launch.runtime.printing import print_result
 from launch.runtime.rank_process import run_to_the_end
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config.base import Section
-from megalite.config.errors import describe_validation_error
 from megalite.config.data import DataConfig
+from megalite.config.errors import describe_validation_error
 from megalite.config.sections import TrainingConfig
 from megalite.parallel.loss import head_loss
 from megalite.planner.units import plural
