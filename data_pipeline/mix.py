@@ -224,8 +224,11 @@ class MixRecord:
             edges, other_edges = (mix._edges[mix.stage_of(low)] for mix in (self.mix, other.mix))
             if self.mix.modulus != other.mix.modulus:
                 one, another = _only(edges, ours), _only(other_edges, theirs)
-                if one is None or one != another:
-                    return next(k for k in range(low, high) if ours[self.mix.source_of(k)] != theirs[other.mix.source_of(k)])
+                if one is not None and one == another:
+                    continue
+                pairs = ((k, ours[self.mix.source_of(k)], theirs[other.mix.source_of(k)]) for k in range(low, high))
+                if (found := next((k for k, one, another in pairs if one != another), None)) is not None:
+                    return found
                 continue
             differing = [
                 (begin, end)
@@ -269,7 +272,8 @@ class MixedSamples:
         self.record = MixRecord(
             mix, {name: source.fingerprint for name, source in self.sources.items()}, global_batch_size
         )
-        self.fingerprint = hashlib.sha256(json.dumps(["mix-1", self.record.facts()]).encode()).hexdigest()
+        facts = [self.record.fingerprints, mix.modulus, [*zip(mix._firsts, mix._edges, strict=True)]]
+        self.fingerprint = hashlib.sha256(json.dumps(["mix-1", *facts]).encode()).hexdigest()
         self._places = lru_cache(maxsize=32)(lambda block: mix.places(block * _AT_ONCE, (block + 1) * _AT_ONCE))
 
     def sample(self, k: int) -> Sample:
