@@ -192,13 +192,13 @@ class MixRecord:
     """A mix and the content of its sources, as a checkpoint keeps it: what has been read follows from it."""
 
     mix: Mix
-    fingerprints: Mapping[str, str]  # by source
+    contents: Mapping[str, str]  # by source, as `content_id` returns them
     global_batch_size: int = 0  # with which the stages' first samples were found
 
     @classmethod
-    def of_one(cls, fingerprint: str) -> Self:
+    def of_one(cls, content: str) -> Self:
         """Returns the record of a run that reads one text, which has no name."""
-        return cls(Mix.by_weights([""], [MixStage(0, {"": 1})]), {"": fingerprint})
+        return cls(Mix.by_weights([""], [MixStage(0, {"": 1})]), {"": content})
 
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Self:
@@ -210,7 +210,7 @@ class MixRecord:
     def facts(self) -> dict[str, Any]:
         """Returns the record as JSON holds it."""
         return {
-            "sources": dict(self.fingerprints),
+            "sources": dict(self.contents),
             "by_samples": self.mix.modulus != MODULUS,
             "stages": [asdict(stage) for stage in self.mix.stages],
             "global_batch_size": self.global_batch_size,
@@ -218,7 +218,7 @@ class MixRecord:
 
     def first_difference(self, other: Self, stop: int) -> int | None:
         """Returns the first sample below `stop` that another mix reads elsewhere; None if there is none."""
-        ours, theirs = self._contents(other), other._contents(self)
+        ours, theirs = self._named_contents(other), other._named_contents(self)
         bounds = sorted({0, stop, *(first for mix in (self.mix, other.mix) for first in mix._firsts if first < stop)})
         for low, high in pairwise(bounds):
             edges, other_edges = (mix._edges[mix.stage_of(low)] for mix in (self.mix, other.mix))
@@ -244,17 +244,29 @@ class MixRecord:
                 return bisect_right(range(low + 1, high + 1), before, key=differences) + low
         return None
 
-    def _contents(self, other: Self) -> list[tuple[str, str]]:
+    def _named_contents(self, other: Self) -> list[tuple[str, str]]:
         """Returns name and content of each source; one without a name has that of the same content in `other`."""
-        named = {fingerprint: name for name, fingerprint in other.fingerprints.items()}
-        contents = ((name, self.fingerprints[name]) for name in self.mix.names)
-        return [(name or named.get(fingerprint, ""), fingerprint) for name, fingerprint in contents]
+        fingerprints = {one for record in (self, other) for one in record.contents.values() if "+" not in one}
+
+        def comparable(content: str) -> str:
+            """Leaves out a digest that the other record does not have, as that of an older run."""
+            fingerprint = content.partition("+")[0]
+            return fingerprint if fingerprint in fingerprints else content
+
+        named = {comparable(content): name for name, content in other.contents.items()}
+        contents = [(name, comparable(self.contents[name])) for name in self.mix.names]
+        return [(name or named.get(content, ""), content) for name, content in contents]
 
 
 def _only(edges: Sequence[int], contents: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
     """Returns the source that is read alone; None if there are several."""
     read = [content for content, (low, high) in zip(contents, pairwise(edges), strict=True) if low < high]
     return read[0] if len(read) == 1 else None
+
+
+def content_id(samples: Samples) -> str:
+    """Returns what tells the content of a source from another's: its fingerprint, and the digest of tokens if any."""
+    return f"{samples.fingerprint}+{samples.content_digest}" if samples.content_digest else samples.fingerprint
 
 
 class MixedSamples:
@@ -269,10 +281,10 @@ class MixedSamples:
         self.token_count = sum(source.token_count for source in self._in_turn)
         self.vocab_size = max((size for one in self._in_turn if (size := one.vocab_size) is not None), default=None)
         self.eos_token_id = next((one.eos_token_id for one in self._in_turn if one.eos_token_id is not None), None)
-        self.record = MixRecord(
-            mix, {name: source.fingerprint for name, source in self.sources.items()}, global_batch_size
-        )
-        facts = [self.record.fingerprints, mix.modulus, [*zip(mix._firsts, mix._edges, strict=True)]]
+        contents = {name: content_id(source) for name, source in self.sources.items()}
+        self.record = MixRecord(mix, contents, global_batch_size)
+        self.content_digest = ""  # those of the sources are in the record
+        facts = [{name: source.fingerprint for name, source in self.sources.items()}, mix.modulus, [*zip(mix._firsts, mix._edges, strict=True)]]
         self.fingerprint = hashlib.sha256(json.dumps(["mix-1", *facts]).encode()).hexdigest()
         self._places = lru_cache(maxsize=32)(lambda block: mix.places(block * _AT_ONCE, (block + 1) * _AT_ONCE))
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.dataset import PackedSamples, Samples, Split
+from data_pipeline.dataset import PackedSamples, Samples
 from data_pipeline.errors import DataError
 from data_pipeline.loader import BatchPlan, TokenBatch, count_valid_targets, global_batch, prefetched_batches
 from data_pipeline.meta import read_meta
@@ -58,8 +58,9 @@ def open_data(config: Config) -> RunData:
 
     Raises DataError if something is missing, damaged, or has a larger vocabulary than the model.
     """
-    training = open_training(config)
-    validation = tuple(_validation(config)) if config.training.evaluation.interval else ()
+    texts = _open_texts(config)
+    training = _training(config, texts)
+    validation = tuple(_validation(config, texts)) if config.training.evaluation.interval else ()
     _check_tokenizers(config)
     if training.vocab_size is not None and training.vocab_size > config.model.vocab_size:
         raise DataError(
@@ -79,39 +80,39 @@ def open_data(config: Config) -> RunData:
 
 def open_training(config: Config) -> Samples:
     """Opens the training text alone; of a mix, as a new run follows it."""
+    return _training(config, _open_texts(config))
+
+
+def _open_texts(config: Config) -> dict[str, PackedSamples]:
+    """Opens the training samples of each source; `data.path` is one without a name."""
     data = config.data
-    if data.path is not None:
-        return _samples(config, data.path, "train", data.held_out_fraction)
-    sources = {
-        name: _samples(config, source.path, "train", data.held_out_fraction) for name, source in data.sources.items()
-    }
-    return mixed(config, sources)
+    paths = {"": data.path} if data.path is not None else {name: one.path for name, one in data.sources.items()}
+    return {name: _open(config, path, data.held_out_fraction) for name, path in paths.items()}
 
 
-def _validation(config: Config) -> Iterator[EvaluationSamples]:
+def _training(config: Config, texts: Mapping[str, PackedSamples]) -> Samples:
+    return texts[""] if config.data.path is not None else mixed(config, texts)
+
+
+def _validation(config: Config, texts: Mapping[str, PackedSamples]) -> Iterator[EvaluationSamples]:
     """Yields what the run is evaluated on: `data.validation`, or the held-out documents of each source."""
-    data, usual = config.data, config.training.evaluation.samples
-    if not data.validation:
-        texts = {"": data.path} if data.path is not None else {name: one.path for name, one in data.sources.items()}
-        for name, path in texts.items():
-            yield EvaluationSamples(name, _samples(config, path, "held_out", data.held_out_fraction), usual)
-    for name, chosen in data.validation.items():
+    usual = config.training.evaluation.samples
+    for name, chosen in config.data.validation.items():
         if chosen.source is not None:
-            samples = _samples(config, data.sources[chosen.source].path, "held_out", data.held_out_fraction)
+            samples = texts[chosen.source].of_split("held_out")
         else:
-            samples = _samples(config, chosen.path or [], "train", 0.0)  # all documents
+            samples = _open(config, chosen.path or [], 0.0)  # all documents
         yield EvaluationSamples(name, samples, chosen.samples or usual)
+    for name, text in texts.items() if not config.data.validation else ():
+        yield EvaluationSamples(name, text.of_split("held_out"), usual)
 
 
-def _samples(config: Config, prefixes: Sequence[str], split: Split, held_out_fraction: float) -> Samples:
-    """Opens the samples of one text."""
+def _open(config: Config, prefixes: Sequence[str], held_out_fraction: float) -> PackedSamples:
+    """Opens the training samples of one text."""
+    training, paths = config.training, [Path(prefix) for prefix in prefixes]
+    limit = config.model.vocab_size
     return PackedSamples(
-        [Path(prefix) for prefix in prefixes],
-        config.training.sequence_length,
-        config.training.seed,
-        split,
-        held_out_fraction,
-        vocab_limit=config.model.vocab_size,
+        paths, training.sequence_length, training.seed, "train", held_out_fraction, vocab_limit=limit
     )
 
 

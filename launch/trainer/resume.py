@@ -166,7 +166,11 @@ def load_state(engine: Engine, setup: RunSetup) -> TrainState:
     from megalite.checkpoint.reader import CheckpointReader
 
     start, data = setup.start, setup.data
-    known: dict[str, Any] = {"data_fingerprint": data.training.fingerprint, "data_mix": data.mix_facts}
+    known: dict[str, Any] = {
+        "data_fingerprint": data.training.fingerprint,
+        "data_content": data.training.content_digest,
+        "data_mix": data.mix_facts,
+    }
     if start.hub is not None:
         load_engine(engine, start.hub.reader, weights_only=True)
     elif start.checkpoint is not None and not start.is_resume:
@@ -302,6 +306,11 @@ def _check_data(manifest: Manifest, config: Config, folder: Path, training: Samp
         raise CheckpointError(
             f"{folder} was trained on other data (or another sequence_length or held_out_fraction), so the samples it "
             f"has seen are not known here: {advice}"
+        )
+    content = manifest.state.get("data_content")
+    if not is_mixed and content and training.content_digest not in ("", content):
+        raise CheckpointError(
+            f"{folder} was trained on other tokens than data.path holds now, in documents of the same lengths: {advice}"
         )
     if manifest.state.get("seed") != config.training.seed:
         raise CheckpointError(

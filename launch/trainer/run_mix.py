@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from data_pipeline.dataset import Samples
 from data_pipeline.errors import DataError
-from data_pipeline.mix import Mix, MixedSamples, MixRecord, MixStage
+from data_pipeline.mix import Mix, MixedSamples, MixRecord, MixStage, content_id
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config import Config
 from megalite.config.data import DataStage
@@ -33,7 +33,8 @@ class FollowedMix:
     def of(cls, state: Mapping[str, Any]) -> Self:
         """Returns what the state of a checkpoint says; a run with `data.path` has kept a fingerprint alone."""
         facts = state.get("data_mix")
-        record = MixRecord.read(facts) if facts else MixRecord.of_one(str(state.get("data_fingerprint")))
+        content = "+".join(filter(None, (state.get("data_fingerprint"), state.get("data_content"))))
+        record = MixRecord.read(facts) if facts else MixRecord.of_one(content)
         return cls(int(state.get("step", 0)), int(state.get("consumed_samples", 0)), record)
 
     def samples_at_end(self, config: Config) -> int:
@@ -93,7 +94,7 @@ def _above_zero(weights: Mapping[str, float]) -> dict[str, float]:
 
 def check_past(training: Samples, followed: FollowedMix, checkpoint: Path, advice: str) -> None:
     """Raises CheckpointError, with the first sample that differs, if the run has read something else so far."""
-    ours = training.record if isinstance(training, MixedSamples) else MixRecord.of_one(training.fingerprint)
+    ours = training.record if isinstance(training, MixedSamples) else MixRecord.of_one(content_id(training))
     theirs = followed.record
     if theirs is None or (k := theirs.first_difference(ours, followed.consumed_samples)) is None:
         return
