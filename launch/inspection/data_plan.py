@@ -86,14 +86,6 @@ def planned_sources(data: PositionedData) -> Iterator[PlannedSource]:
         before, after = mix.counts(first), mix.counts(end)
         for place, (name, source) in enumerate(data.samples.sources.items()):
             size = source.samples_per_epoch
-
-            def reached(limit: float | None, place: int = place, begun: int = before[place], done: int = after[place]) -> int | None:
-                """Returns the token at which the source has given so many samples, if that is in this stage."""
-                if limit is None or not begun < limit <= done:
-                    return None
-                k = mix.sample_of(place, floor(limit) - 1)
-                return None if k is None else (k + 1) * length
-
             most = data.config.data.sources[name].max_epochs if name else None
             yield PlannedSource(
                 stage=number,
@@ -106,10 +98,18 @@ def planned_sources(data: PositionedData) -> Iterator[PlannedSource]:
                 samples=after[place] - before[place],
                 tokens=(after[place] - before[place]) * length,
                 epochs=after[place] / size,
-                first_epoch_ends=reached(size),
+                first_epoch_ends=_token_of(data, place, size, before[place], after[place]),
                 max_epochs=most,
-                max_epochs_reached=reached(None if most is None else most * size),
+                max_epochs_reached=_token_of(data, place, floor((most or 0) * size), before[place], after[place]),
             )
+
+
+def _token_of(data: PositionedData, source: int, limit: int, before: int, after: int) -> int | None:
+    """Returns the token at which a source has given `limit` samples; None unless that is between both counts."""
+    if not before < limit <= after:
+        return None
+    k = data.samples.mix.sample_of(source, limit - 1)
+    return None if k is None else (k + 1) * data.samples.sequence_length
 
 
 def plan_table(rows: list[PlannedSource], prefixes: str) -> Table:
