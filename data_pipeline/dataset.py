@@ -21,7 +21,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, first_names
 from data_pipeline.indexed import IndexedTokens
 from data_pipeline.meta import CorpusMeta, read_meta
 from data_pipeline.stream import Split, StreamPiece, split_streams
@@ -152,7 +152,7 @@ class PackedSamples:
         if self.token_count == 0:
             documents = sum(len(corpus) for corpus in self._corpora)
             raise DataError(
-                f"the {split} split of {', '.join(str(corpus.prefix) for corpus in self._corpora)} is empty "
+                f"the {split} split of {first_names([str(corpus.prefix) for corpus in self._corpora])} is empty "
                 f"({documents} documents, held_out_fraction {self.held_out_fraction:g}): give more documents or change "
                 "held_out_fraction"
             )
@@ -225,7 +225,7 @@ def check_ids(
         wrong = 0 if tokens.dtype.kind == "u" else int(np.minimum.reduce(tokens))
         if wrong >= 0:
             return
-    names = ", ".join(str(corpus.prefix) for corpus in corpora)
+    names = first_names([str(corpus.prefix) for corpus in corpora])
     where = f"token id {wrong} in {place} of {names} lies outside the"
     if vocab_size is None and wrong >= 0:
         raise DataError(
