@@ -34,7 +34,7 @@ def _weights(data: DataConfig) -> Iterator[str]:
     for name, source in data.sources.items():
         if source.weight is None and source.epochs is None:
             yield (
-                f"data.sources.{name}.weight is missing, and so are epochs: give it a weight, or 0 until a stage reads it"
+                f"data.sources.{name}.weight is missing, and so are epochs: give a weight, or 0 until a stage reads it"
             )
         if source.epochs is not None and source.max_epochs is not None:
             yield (
