@@ -40,18 +40,14 @@ LAYOUTS = (
     ParityLayout(tp=2, dp=2, zero=2, sequence_parallel=True, accumulation=2),
 )
 OPTIONS = (
-    ("performance.compile=blocks",),
     ("performance.compile=blocks", "precision.dtype=bf16"),
-    ("precision.float8=rowwise", "precision.dtype=bf16"),
-    ("precision.float8=tensorwise", "precision.dtype=bf16"),
-    ("performance.compile=blocks", "precision.float8=rowwise", "precision.dtype=bf16"),
+    ("precision.float8=rowwise",),
+    ("precision.float8=tensorwise",),
+    ("performance.compile=blocks", "precision.float8=rowwise"),
     ("optimizer.name=muon",),
-    ("optimizer.name=muon", "precision.dtype=bf16"),
     ("optimizer.moments_dtype=bf16", "precision.dtype=bf16"),
-    ("optimizer.name=muon", "performance.compile=blocks", "optimizer.moments_dtype=bf16"),
+    ("optimizer.name=muon", "optimizer.moments_dtype=bf16", "performance.compile=blocks"),
 )
-
-
 Row = dict[str, list[LayoutResult]]  # layout -> its results, one a number format
 
 
