@@ -1,4 +1,4 @@
-"""Every option that makes a run faster or smaller, on every layout, against transformers: `megalite verify`, many times.
+"""Every option that makes a run faster or smaller, on every layout, against transformers: `megalite verify` of each.
 
     python -m benchmarks.parity_options                     # writes benchmarks/results/parity_options.md; an hour
     python -m benchmarks.parity_options --only muon         # options with this word, printed and not written
@@ -26,8 +26,8 @@ from launch.parity.layout import AUTO, ParityLayout
 from launch.parity.verify import make_plan, verify
 from launch.planning.this_machine import cpu_name
 from megalite.config import Config, ConfigError
-from megalite.config.load import load_config
 from megalite.config.known_bad import installed_versions
+from megalite.config.load import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results" / "parity_options.md"
