@@ -1,4 +1,4 @@
-"""The stream of a split is, to the token, the one that a list of its documents gives; looking it up takes no such list."""
+"""The stream of a split is, to the token, that of a list of its documents; looking it up takes no such list."""
 
 import os
 import struct
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.dataset import PackedSamples, mix64
 from data_pipeline.files import StoredFile
-from data_pipeline.stream import Split, held_out_documents, is_held_out
+from data_pipeline.stream import Split, is_held_out
 from tests.unit.data_pipeline.test_dataset import give_meta
 
 SALT = 0x6D6567616C697465
@@ -106,7 +106,8 @@ def test_held_out_documents_are_those_of_the_scalar_hash() -> None:
     chance = np.random.default_rng()
     first, fraction = int(chance.integers(0, 2**33)), float(chance.random() / 2)
     expected = [i for i in range(first, first + 9000) if mix64(mix64(i ^ SALT)) < int(fraction * 2**64)]
-    assert held_out_documents(first, first + 9000, fraction).tolist() == expected
+    found = np.flatnonzero(is_held_out(np.arange(first, first + 9000, dtype=np.uint64), fraction)) + first
+    assert found.tolist() == expected
     assert not is_held_out(np.arange(5, dtype=np.uint64), 0.0).any()
 
 
@@ -157,11 +158,11 @@ def test_a_sample_takes_a_read_or_two(many_documents: Path, monkeypatch: pytest.
 def test_more_corpora_than_files_may_be_open(write_corpus: Callable[..., Path]) -> None:
     """A rank may often open 1,024 files; a mapped file would hold one for good."""
     prefixes = [write_corpus([[number, number, 1]] * 5, f"c{number}") for number in range(150)]
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     samples = PackedSamples(prefixes, 7, 0, "train", 0.0)
     seen = {token for k in range(samples.samples_per_epoch) for token in samples.sample(k).tokens.tolist()}
     assert seen == set(range(150))
-    assert len(os.listdir("/proc/self/fd")) <= before + 64
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 64
 
 
 def bytes_from_disk() -> int:
