@@ -26,7 +26,7 @@ from data_pipeline.indexed import IndexedTokens
 from data_pipeline.meta import CorpusMeta, read_meta
 from data_pipeline.stream import Split, StreamPiece, TokenStream, split_streams
 
-_SAMPLES_KEPT = 4096  # whose places are not looked up again: their targets are counted, then they are read
+SAMPLES_KEPT = 4096  # whose places are not looked up again: their targets are counted, then they are read
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class PackedSamples(CorpusSamples):
 
     def _open_split(self, split: Split) -> int:
         self._stream = self._streams[split]
-        self._pieces = lru_cache(maxsize=_SAMPLES_KEPT)(self._find_pieces)
+        self._pieces = lru_cache(maxsize=SAMPLES_KEPT)(self._find_pieces)
         count = self._stream.token_count
         self.samples_per_epoch = max(1, -(-(count - 1) // self.sequence_length))
         return count
