@@ -7,6 +7,8 @@ One file per step:
     prepare/     pieces -> token ids on all cores            -> PREFIX.bin, PREFIX.idx, PREFIX.meta.json
     indexed      Megatron's .bin/.idx pair, bit for bit      -> memory-mapped documents
     dataset      documents -> packed blocks                  -> sample(k), pure in (fingerprint, seed, k)
+    mix          samples of several sources -> one stream    -> k to (source, j), by weights that stages may change
+    audit        samples -> documents, and back              -> what a sample holds, which samples hold a document
     loader       samples -> the micro-batches of one rank    -> numpy arrays, prefetched by a thread;
                  one document -> overlapping windows         -> each token scored once in evaluation
 
