@@ -23,6 +23,11 @@ def problems_with_data(config: Config, data_parallel_size: int | None) -> Iterat
             else "a run needs data: set data.path to a prefix written by `megalite prepare`, or data.sources"
         )
         return
+    if data.packing == "best_fit" and not data.document_mask:
+        yield (
+            "data.packing best_fit puts whole documents side by side, and without data.document_mask they would see "
+            "each other and their padding: use document_mask true, or packing concat"
+        )
     yield from _weights(data)
     yield from _stages(config)
     yield from _validation(config, data_parallel_size)
