@@ -63,8 +63,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(tier)
         if not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(TIMEOUT_S[tier]))
-    if hasattr(config, "workerinput") and any(tier_of(item.nodeid) == "cluster" for item in items):
-        raise pytest.UsageError("tests/cluster shares one set of hosts: run it without -n")
     slowest_first = ["cluster", "e2e", "ranks", "performance", "unit"]
     items.sort(key=lambda item: slowest_first.index(tier_of(item.nodeid)))
 
