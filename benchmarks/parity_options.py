@@ -1,4 +1,4 @@
-"""Every option that makes a run faster or smaller, on every layout, against transformers: `megalite verify`, many times.
+"""Every option that makes a run faster or smaller, on every layout, against transformers: `megalite verify` of each.
 
     python -m benchmarks.parity_options                     # writes benchmarks/results/parity_options.md; an hour
     python -m benchmarks.parity_options --only muon         # options with this word, printed and not written
@@ -26,8 +26,8 @@ from launch.parity.layout import AUTO, ParityLayout
 from launch.parity.verify import make_plan, verify
 from launch.planning.this_machine import cpu_name
 from megalite.config import Config, ConfigError
-from megalite.config.load import load_config
 from megalite.config.known_bad import installed_versions
+from megalite.config.load import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results" / "parity_options.md"
@@ -40,18 +40,14 @@ LAYOUTS = (
     ParityLayout(tp=2, dp=2, zero=2, sequence_parallel=True, accumulation=2),
 )
 OPTIONS = (
-    ("performance.compile=blocks",),
     ("performance.compile=blocks", "precision.dtype=bf16"),
-    ("precision.float8=rowwise", "precision.dtype=bf16"),
-    ("precision.float8=tensorwise", "precision.dtype=bf16"),
-    ("performance.compile=blocks", "precision.float8=rowwise", "precision.dtype=bf16"),
+    ("precision.float8=rowwise",),
+    ("precision.float8=tensorwise",),
+    ("performance.compile=blocks", "precision.float8=rowwise"),
     ("optimizer.name=muon",),
-    ("optimizer.name=muon", "precision.dtype=bf16"),
     ("optimizer.moments_dtype=bf16", "precision.dtype=bf16"),
-    ("optimizer.name=muon", "performance.compile=blocks", "optimizer.moments_dtype=bf16"),
+    ("optimizer.name=muon", "optimizer.moments_dtype=bf16", "performance.compile=blocks"),
 )
-
-
 Row = dict[str, list[LayoutResult]]  # layout -> its results, one a number format
 
 
