@@ -65,7 +65,7 @@ def test_a_rank_that_dies_is_named_while_another_waits(monkeypatch: pytest.Monke
     python.write_text('#!/bin/sh\nif [ "$RANK" = 0 ]; then exec sleep 60; fi\necho "ValueError: gone" >&2; exit 1\n')
     python.chmod(0o700)
     monkeypatch.setattr(peers, "POLL_S", 0.02)
-    with pytest.raises(CannotRun, match="^rank 1 died: ValueError: gone$"):
+    with pytest.raises(CannotRun, match=r"^rank 1 died: ValueError: gone$"):
         PeerRanks("plain", "dp2", str(python))
 
 
