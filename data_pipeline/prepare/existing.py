@@ -59,7 +59,7 @@ def _asked(former: CorpusMeta, job: PreparationPlan) -> str:
     asked = (
         f"{first_names(job.specs)} with the tokenizer {job.tokenizer.given}, vocabulary {job.tokenizer.vocab_size:,}"
     )
-    append_eos = job.end_token is not None
+    append_eos = job.encoder.end_token is not None
     notes = []
     if former.text_field not in (None, job.text_field):
         notes.append(f"--text-field {job.text_field} (not {former.text_field})")

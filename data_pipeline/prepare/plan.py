@@ -11,6 +11,7 @@ from pathlib import Path
 
 from data_pipeline.errors import DataError
 from data_pipeline.meta import WRITER_VERSION
+from data_pipeline.prepare.encoding import TextEncoder
 from data_pipeline.sources import Source, open_sources
 from data_pipeline.sources.text import TextPiece
 from data_pipeline.tokenizer import TokenizerFile, TrainedTokenizer, inspect_tokenizer
@@ -29,7 +30,7 @@ class PreparationPlan:
     source_bytes: int | None
     tokenizer: TokenizerFile
     text_field: str
-    end_token: int | None  # appended to every document; None: no token is
+    encoder: TextEncoder
     chunk_characters: int
     sha256: str
 
@@ -46,6 +47,7 @@ def plan_job(
             f"tokenizer {inspected.given} names no end-of-document token: set eos_token in its tokenizer_config.json, "
             "or prepare without one (--no-append-eos)"
         )
+    encoder = TextEncoder(inspected, begin_token=None, end_token=end_token, special_tokens="keep")
     sizes = [source.size_bytes for source in sources]
     known = [size for size in sizes if size is not None]
     source_bytes = sum(known) if len(known) == len(sizes) else None
@@ -59,7 +61,7 @@ def plan_job(
         "options": [text_field, append_eos, chunk],
     }
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    return PreparationPlan(list(specs), sources, source_bytes, inspected, text_field, end_token, chunk, digest)
+    return PreparationPlan(list(specs), sources, source_bytes, inspected, text_field, encoder, chunk, digest)
 
 
 def chunks(job: PreparationPlan) -> Iterator[list[TextPiece]]:

@@ -173,14 +173,14 @@ def _encoded(job: PreparationPlan, chunks: Iterator[tuple[Path, list[TextPiece]]
     """
     if workers == 1:
         for path, chunk in chunks:
-            yield encode_part(job.tokenizer, chunk, job.end_token, path)
+            yield encode_part(job.encoder, chunk, path)
         return
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=exit_with_parent)
     pending: set[Future[PartSize]] = set()
     try:
         for path, chunk in chunks:
             with holding_back_interrupts():
-                pending.add(pool.submit(encode_part, job.tokenizer, chunk, job.end_token, path))
+                pending.add(pool.submit(encode_part, job.encoder, chunk, path))
             if len(pending) == 2 * workers:
                 done, pending = wait(pending, return_when=FIRST_COMPLETED)
                 yield from (future.result() for future in done)
@@ -214,7 +214,7 @@ def _merge(job: PreparationPlan, store: PartStore, part_count: int, output: Path
         sources=job.specs,
         job_sha256=job.sha256,
         text_field=job.text_field,
-        append_eos=job.end_token is not None,
+        append_eos=job.encoder.end_token is not None,
     )
     meta.write(output)
     return meta

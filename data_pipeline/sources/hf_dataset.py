@@ -62,7 +62,7 @@ class HfDataset:
                         f"{self.typed}, row {number} has {type(text).__name__} in column {self.text_field!r}: it must "
                         "hold a string"
                     )
-                yield from cut_document([text])
+                yield from cut_document([text], f"{self.typed}, row {number}")
                 number += 1
 
     def _text_column(self) -> Any:

@@ -36,7 +36,7 @@ class JsonLinesSource:
                             f"{self.path}, line {number} has more than {_LONGEST_LINE:,} bytes: cut the document"
                         )
                     if line.strip():
-                        yield from cut_document([self._text(number, line)])
+                        yield from cut_document([self._text(number, line)], f"{self.path}, line {number}")
             except (gzip.BadGzipFile, EOFError) as error:
                 raise DataError(
                     f"{self.path} is not a complete gzip file ({error}): fetch or compress it again"

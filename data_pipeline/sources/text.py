@@ -22,21 +22,25 @@ _SPACE = re.compile(r"(?<=\S) (?=\S)")
 
 
 class TextPiece(NamedTuple):
+    """A part of a document that is encoded by itself."""
+
     text: str  # never empty
+    begins_document: bool
     ends_document: bool
+    where: str  # file and line or row of the document, for a sentence
 
 
-def cut_document(blocks: Iterable[str]) -> Iterator[TextPiece]:
+def cut_document(blocks: Iterable[str], where: str) -> Iterator[TextPiece]:
     """Yields the pieces of one document given as consecutive blocks of text; none for an empty document."""
-    pending = ""
+    pending, begins = "", True
     for block in blocks:
         pending += block
         while len(pending) > PIECE_CHARACTERS:
             cut = _cut_position(pending)
-            yield TextPiece(pending[:cut], ends_document=False)
-            pending = pending[cut:]
+            yield TextPiece(pending[:cut], begins, ends_document=False, where=where)
+            pending, begins = pending[cut:], False
     if pending:
-        yield TextPiece(pending, ends_document=True)
+        yield TextPiece(pending, begins, ends_document=True, where=where)
 
 
 def _cut_position(text: str) -> int:
@@ -69,7 +73,7 @@ class TextFile:
         return file_identity(self.path)
 
     def pieces(self) -> Iterator[TextPiece]:
-        return cut_document(self._blocks())
+        return cut_document(self._blocks(), str(self.path))
 
     def _blocks(self) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")()

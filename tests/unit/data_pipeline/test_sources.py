@@ -198,8 +198,8 @@ def test_a_long_document_is_cut_without_changing_text_or_tokens(tokenizer_folder
     tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     paragraph = "def f(x):\n\n    return x  + 1 # some words\n\n\nnext = f(2)\n"
     text = paragraph * (PIECE_CHARACTERS // len(paragraph) + 500)
-    pieces = list(cut_document([text[:7], text[7:]]))
-    assert [piece.ends_document for piece in pieces] == [False, True]
+    pieces = list(cut_document([text[:7], text[7:]], "a.txt"))
+    assert [(piece.begins_document, piece.ends_document) for piece in pieces] == [(True, False), (False, True)]
     assert "".join(piece.text for piece in pieces) == text
     around = len(pieces[0].text)
     near, tail = text[around - 300 : around], text[around : around + 300]
@@ -209,5 +209,5 @@ def test_a_long_document_is_cut_without_changing_text_or_tokens(tokenizer_folder
 @pytest.mark.parametrize("character", ["x", "\n", " "])
 def test_a_long_document_without_a_good_place_is_cut_all_the_same(character: str) -> None:
     text = character * (2 * PIECE_CHARACTERS + 5)
-    pieces = list(cut_document([text]))
+    pieces = list(cut_document([text], "a.txt"))
     assert [len(piece.text) for piece in pieces] == [PIECE_CHARACTERS, PIECE_CHARACTERS, 5]
