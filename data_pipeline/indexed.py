@@ -14,6 +14,7 @@ import hashlib
 import os
 import struct
 from array import array
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -241,7 +242,8 @@ class IndexedWriter:
         publish(self._idx_temporary, idx)
 
     def abort(self) -> None:
-        self._stream.close()
+        with suppress(OSError):  # what is still to be written has no room either
+            self._stream.close()
         self._bin_temporary.unlink(missing_ok=True)
         self._idx_temporary.unlink(missing_ok=True)
 
