@@ -69,6 +69,8 @@ def _asked(former: CorpusMeta, job: PreparationPlan) -> str:
         notes.append("--begin-token" if options.begin_token else "--no-begin-token")
     if former.special_tokens != options.special_tokens:
         notes.append(f"--special-tokens {options.special_tokens} (not {former.special_tokens})")
+    if former.fill_in_the_middle != options.fill_in_the_middle:
+        notes.append(f"--fill-in-the-middle {options.fill_in_the_middle:g} (not {former.fill_in_the_middle:g})")
     if former.tokenizers is None and job.places != CUT_PLACES:
         notes.append("long documents not cut where that changes their tokens (older versions did)")
     if former.tokenizer_sha256 != job.tokenizer.sha256 and _is_alike(former, job.tokenizer):

@@ -7,7 +7,7 @@ done with bad rows is not in it: either way the others give the same bytes, so a
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from data_pipeline.meta import WRITER_VERSION
 from data_pipeline.prepare.bad_rows import BadRows
 from data_pipeline.prepare.cutting import CUT_PLACES, CutPlace, TextPiece, cut_document, safe_places
 from data_pipeline.prepare.encoding import SpecialTokens, TextEncoder, check_as_text, loaded_tokenizer
+from data_pipeline.prepare.fill_in_the_middle import fill_in_the_middle
 from data_pipeline.sources import Source, open_sources
 from data_pipeline.sources.document import OnBadRow
 from data_pipeline.tokenizer import TokenizerFile, TrainedTokenizer, inspect_tokenizer
@@ -35,6 +36,7 @@ class PrepareOptions:
     begin_token: bool = False
     special_tokens: SpecialTokens = "keep"
     skip_bad_rows: bool = False
+    fill_in_the_middle: float = 0.0  # share of the documents
 
 
 USUAL_OPTIONS = PrepareOptions()
@@ -97,6 +99,8 @@ def _encoder(
         inspected, begin if options.begin_token else None, end if options.append_eos else None, options.special_tokens
     )
     if isinstance(tokenizer, TrainedTokenizer):  # not written yet; byte-level BPE, as it is made here
+        if options.fill_in_the_middle:
+            raise DataError("a tokenizer trained here has no tokens for --fill-in-the-middle: leave it out")
         return encoder, CUT_PLACES
     loaded = loaded_tokenizer(inspected.path, inspected.sha256, options.special_tokens == "as-text")
     if getattr(loaded.tokenizer.model, "dropout", None):
@@ -106,6 +110,9 @@ def _encoder(
         )
     if options.special_tokens == "as-text":
         check_as_text(inspected, loaded)
+    if options.fill_in_the_middle:
+        arrangement = fill_in_the_middle(options.fill_in_the_middle, loaded.tokenizer, inspected.given)
+        encoder = replace(encoder, fill_in_the_middle=arrangement)
     return encoder, safe_places(loaded.tokenizer)
 
 
@@ -130,6 +137,8 @@ def _digest(
         identity["begin_token"] = encoder.begin_token
     if options.special_tokens != "keep":
         identity["special_tokens"] = options.special_tokens
+    if options.fill_in_the_middle:
+        identity["fill_in_the_middle"] = options.fill_in_the_middle
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 

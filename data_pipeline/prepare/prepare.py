@@ -230,6 +230,7 @@ def _merge(job: PreparationPlan, store: PartStore, part_count: int, skipped_rows
         append_eos=job.options.append_eos,
         begin_token_id=job.encoder.begin_token,
         special_tokens=job.options.special_tokens,
+        fill_in_the_middle=job.options.fill_in_the_middle,
         skipped_rows=skipped_rows,
         tokenizers=version("tokenizers"),
     )

@@ -45,6 +45,9 @@ def prepare(
         Literal["keep", "as-text", "refuse"],
         typer.Option(help="What the spelling of a special token in a text becomes: that token, text, or an error."),
     ] = "keep",
+    fill_in_the_middle: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the documents whose middle is put last.", metavar="RATE")
+    ] = 0.0,
     on_bad_row: Annotated[
         Literal["refuse", "skip"],
         typer.Option(help="What a row without a document does: end the command, or be left out and counted."),
@@ -69,7 +72,9 @@ def prepare(
     from data_pipeline.tokenizer import TrainedTokenizer, trained_tokenizer
 
     prefix = output_prefix(output)
-    options = PrepareOptions(text_field, append_eos, begin_token, special_tokens, on_bad_row == "skip")
+    options = PrepareOptions(
+        text_field, append_eos, begin_token, special_tokens, on_bad_row == "skip", fill_in_the_middle
+    )
     # kept with the tokens, for runs and exports started elsewhere
     where: Path | TrainedTokenizer = tokenizer.absolute()
     try:
