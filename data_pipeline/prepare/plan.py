@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ class PreparationPlan:
 
 
 def plan_job(specs: list[str], tokenizer: Path | TrainedTokenizer, options: PrepareOptions) -> PreparationPlan:
-    """Opens sources and tokenizer. Raises DataError if one is missing or the tokenizer lacks what the options ask for."""
+    """Opens sources and tokenizer. Raises DataError if one is missing or lacks what the options ask for."""
     sources = open_sources(specs, options.text_field)
     encoder, places = _encoder(tokenizer, options)
     sizes = [source.size_bytes for source in sources]
@@ -79,9 +80,7 @@ def plan_job(specs: list[str], tokenizer: Path | TrainedTokenizer, options: Prep
     return PreparationPlan(list(specs), sources, source_bytes, options, encoder, places, chunk, digest)
 
 
-def _encoder(
-    tokenizer: Path | TrainedTokenizer, options: PrepareOptions
-) -> tuple[TextEncoder, tuple[CutPlace, ...]]:
+def _encoder(tokenizer: Path | TrainedTokenizer, options: PrepareOptions) -> tuple[TextEncoder, tuple[CutPlace, ...]]:
     """Returns the encoder, and the places where it can cut documents."""
     inspected = inspect_tokenizer(tokenizer) if isinstance(tokenizer, Path) else tokenizer.file
     begin, end = inspected.bos_token_id, inspected.eos_token_id
@@ -113,7 +112,13 @@ def _encoder(
     if options.fill_in_the_middle:
         arrangement = fill_in_the_middle(options.fill_in_the_middle, loaded.tokenizer, inspected.given)
         encoder = replace(encoder, fill_in_the_middle=arrangement)
-    return encoder, safe_places(loaded.tokenizer)
+    return encoder, _places(inspected, options.special_tokens == "as-text")
+
+
+@lru_cache(maxsize=4)
+def _places(tokenizer: TokenizerFile, special_as_text: bool) -> tuple[CutPlace, ...]:
+    """Returns the places where documents can be cut, which takes a while to find out."""
+    return safe_places(loaded_tokenizer(tokenizer.path, tokenizer.sha256, special_as_text).tokenizer)
 
 
 def _digest(
