@@ -1,4 +1,4 @@
-"""How a piece of text becomes token ids: frozen values that travel to every worker process of `prepare`.
+"""Encoders make token ids of a piece of text: frozen values that travel to every worker process of `prepare`.
 
 A document may contain the spelling of a special token, `<|endoftext|>` in a page about tokenizers. What becomes of it
 is a choice (`SpecialTokens`); the tokens that begin and end a document are set here, by id, and never by a text.

@@ -30,7 +30,7 @@ _CHUNKING = 2  # raise it when the same plan would cut other chunks: the parts o
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What of the sources becomes text, and which tokens stand around and in it."""
+    """Choices about the text that is read, and the tokens that stand around and in it."""
 
     text_field: str = "text"
     append_eos: bool = True
