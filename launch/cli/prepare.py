@@ -113,10 +113,12 @@ def prepare(
 
 
 def _print_summary(summary: PrepareSummary) -> None:
+    from data_pipeline.errors import first_names
+
     if summary.repeated:
-        name, other, *_ = summary.repeated[0]
-        files = plural(len(summary.repeated), "file")
-        log.warning(f"read more than once, so that the documents count each time: {files}, {name} also as {other}")
+        names, files = summary.repeated[0], plural(len(summary.repeated), "file")
+        which = f"{first_names(list(dict.fromkeys(names)))} ({len(names)} times)"
+        log.warning(f"{files} read more than once, which counts as more documents: {which}")
     if summary.discarded_parts:
         log.info(f"discarded {summary.discarded_parts} parts that an interrupted run had encoded from something else")
     if summary.dry_run and not summary.reused:

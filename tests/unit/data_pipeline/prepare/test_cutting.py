@@ -158,6 +158,7 @@ def test_the_tokens_are_those_of_the_whole_document(name: str, monkeypatch: pyte
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_documents_of_megabytes_keep_their_tokens(name: str) -> None:
     tokenizer, places = built(name), safe_places(built(name))

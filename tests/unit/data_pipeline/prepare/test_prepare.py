@@ -140,6 +140,7 @@ def is_running(pid: str) -> bool:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_fifty_kills_at_random_moments_cost_nothing_but_time(
     workers: int, corpus: list[str], tokenizer_folder: Path, reference: Path, tmp_path: Path

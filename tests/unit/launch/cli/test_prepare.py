@@ -145,7 +145,7 @@ def test_bad_rows_and_repeated_files_are_said(
     code, out, err = run(words, monkeypatch, capfd)
     assert code == 0 and "2 documents" in out
     assert "2 bad rows left out; the first: bad.jsonl, line 2 has no field 'text' (it has 'body')" in err
-    assert "documents count each time: 1 file, bad.jsonl also as bad.jsonl" in err
+    assert "1 file read more than once, which counts as more documents: bad.jsonl (2 times)" in err
     summary = json.loads(run([*words, "--json"], monkeypatch, capfd)[1])
     assert (summary["reused"], summary["skipped_rows"], summary["repeated"]) == (True, 2, [["bad.jsonl", "bad.jsonl"]])
     code, out, err = run(words[:-2], monkeypatch, capfd)
