@@ -140,6 +140,7 @@ def _finished(output: Path, job: PreparationPlan) -> CorpusMeta | None:
         if meta is None or meta.job_sha256 != job.sha256 or (meta.skipped_rows and not job.options.skip_bad_rows):
             return None
         tokens = IndexedTokens(output)
+        tokens.check()
     except DataError:
         return None  # damaged: made again
     return meta if (tokens.token_count, len(tokens)) == (meta.token_count, meta.document_count) else None
