@@ -15,7 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,38 @@ class DocumentRange:
     def __str__(self) -> str:
         which = f"document {self.first}" if self.first == self.last else f"documents {self.first} to {self.last}"
         return f"{which} of {self.prefix}"
+
+
+class Samples(Protocol):
+    """The samples of one split of prepared text, in the order of a run. Sample k is a pure function of
+    (fingerprint, seed, k), so that a loader, an evaluation and an audit need no other state."""
+
+    sequence_length: int
+    seed: int
+    split: Split
+    fingerprint: str  # of the content, the split and the packing; the seed is not in it
+    samples_per_epoch: int
+    token_count: int  # of the split
+    vocab_size: int | None  # None if the corpora have no metadata
+    eos_token_id: int | None
+
+    def sample(self, k: int) -> Sample:
+        """Returns sample number k >= 0 of the run, counted over all epochs."""
+
+    def count_valid_targets(self, k: int) -> int:
+        """Returns how many targets of sample k carry loss; reads no tokens."""
+
+    def documents(self, k: int) -> list[DocumentRange]:
+        """Returns the documents that sample k holds tokens of, its last target included, in the order of the sample."""
+
+    def samples_of(self, prefix: Path, document: int, epoch: int) -> list[int]:
+        """Returns the samples of an epoch that hold tokens of one document of a corpus, in rising order.
+
+        `documents` of these samples, and of no others of the epoch, name it. No sample is read.
+        """
+
+    def notice(self) -> str | None:
+        """Returns a notice for the user about the data, or None."""
 
 
 class PackedSamples:
@@ -121,6 +153,17 @@ class PackedSamples:
             ranges.append(DocumentRange(corpus.prefix, first, last))
         return ranges
 
+    def samples_of(self, prefix: Path, document: int, epoch: int) -> list[int]:
+        """Returns the samples of an epoch that hold tokens of one document of a corpus, in rising order."""
+        key, size = epoch_key(self.seed, epoch, self.fingerprint), self.samples_per_epoch
+        blocks: set[int] = set()
+        for begin, end in self._places_of(prefix, document):
+            while begin <= size * self.sequence_length:  # the last blocks wrap around to the start of the stream
+                first = max(0, -(-begin // self.sequence_length) - 1)  # a block holds one token of the next
+                blocks.update(range(first, min(size, (end - 1) // self.sequence_length + 1)))
+                begin, end = begin + self.token_count, end + self.token_count
+        return sorted(epoch * size + index_of_permuted(block, size, key) for block in blocks)
+
     def notice(self) -> str | None:
         """Returns a notice for the user if the split is smaller than one sample."""
         if self.token_count > self.sequence_length:
@@ -149,6 +192,23 @@ class PackedSamples:
                 f"({documents} documents, held_out_fraction {self.held_out_fraction:g}): give more documents or change "
                 "held_out_fraction"
             )
+
+    def _places_of(self, prefix: Path, document: int) -> Iterator[tuple[int, int]]:
+        """Yields the stretches of the stream that one document takes: first token, end. None if the split lacks it."""
+        for number, corpus in enumerate(self._corpora):
+            if corpus.prefix != prefix:
+                continue
+            if not 0 <= document < len(corpus):
+                raise DataError(f"{prefix} has no document {document}: it has {len(corpus)}, numbered from 0")
+            length = int(corpus.document_lengths[document])
+            begin = int(corpus.document_offsets[document]) // corpus.dtype.itemsize
+            first, stop = self._corpus_of_run.searchsorted((number, number + 1))
+            run = int(first + self._run_start[first:stop].searchsorted(begin, side="right")) - 1
+            if run < first or not length:
+                continue
+            place = begin - int(self._run_start[run]) + int(self._run_offset[run])
+            if place < int(self._run_offset[run + 1]):
+                yield place, place + length
 
     def _block(self, k: int) -> int:
         """Returns the block of the stream that sample k is."""
@@ -314,6 +374,16 @@ def permuted_index(index: int, size: int, key: RoundKeys) -> int:
     return index
 
 
+def index_of_permuted(image: int, size: int, key: RoundKeys) -> int:
+    """Returns the index whose image under the permutation of [0, size) that `key` defines is `image`."""
+    assert 0 <= image < size, f"image {image} outside [0, {size})"
+    bits = (size - 1).bit_length()
+    index = _decrypt(image, bits, key)
+    while index >= size:
+        index = _decrypt(index, bits, key)
+    return index
+
+
 def _encrypt(value: int, bits: int, key: RoundKeys) -> int:
     """Encrypts a number of `bits` bits with an unbalanced Feistel network."""
     left_bits, right_bits = bits // 2, bits - bits // 2
@@ -321,6 +391,16 @@ def _encrypt(value: int, bits: int, key: RoundKeys) -> int:
     for round_key in key:
         left, right = right, left ^ (mix64(right ^ round_key) & ((1 << left_bits) - 1))
         left_bits, right_bits = right_bits, left_bits
+    return (left << right_bits) | right
+
+
+def _decrypt(value: int, bits: int, key: RoundKeys) -> int:
+    """Inverts `_encrypt`; the number of rounds is even, so both halves have their widths again at its end."""
+    left_bits, right_bits = bits // 2, bits - bits // 2
+    left, right = value >> right_bits, value & ((1 << right_bits) - 1)
+    for round_key in reversed(key):
+        left_bits, right_bits = right_bits, left_bits
+        left, right = right ^ (mix64(left ^ round_key) & ((1 << left_bits) - 1)), left
     return (left << right_bits) | right
 
 

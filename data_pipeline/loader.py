@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.dataset import PackedSamples
+from data_pipeline.dataset import Samples
 from data_pipeline.errors import DataError
 
 IGNORED_TARGET = -100  # the value that cross-entropy leaves out
@@ -60,7 +60,7 @@ class BatchPlan:
         assert 0 <= self.data_parallel_rank < size, f"data-parallel rank {self.data_parallel_rank} outside [0, {size})"
 
 
-def global_batch(samples: PackedSamples, plan: BatchPlan, consumed_samples: int) -> list[TokenBatch]:
+def global_batch(samples: Samples, plan: BatchPlan, consumed_samples: int) -> list[TokenBatch]:
     """Returns the micro-batches of this rank in the step after `consumed_samples` samples."""
     share = plan.global_batch_size // plan.data_parallel_size
     first, valid = consumed_samples + plan.data_parallel_rank * share, plan.global_batch_size * samples.sequence_length
@@ -70,7 +70,7 @@ def global_batch(samples: PackedSamples, plan: BatchPlan, consumed_samples: int)
     return [_micro_batch(samples, start, plan, valid) for start in range(first, first + share, plan.micro_batch_size)]
 
 
-def _micro_batch(samples: PackedSamples, first: int, plan: BatchPlan, valid: int) -> TokenBatch:
+def _micro_batch(samples: Samples, first: int, plan: BatchPlan, valid: int) -> TokenBatch:
     numbers = np.arange(first, first + plan.micro_batch_size)
     chosen = [samples.sample(k) for k in numbers.tolist()]
     tokens = np.stack([sample.tokens for sample in chosen])  # [B, S + 1]
@@ -82,7 +82,7 @@ def _micro_batch(samples: PackedSamples, first: int, plan: BatchPlan, valid: int
 
 
 def prefetched_batches(
-    samples: PackedSamples, plan: BatchPlan, *, start_consumed: int, steps: int
+    samples: Samples, plan: BatchPlan, *, start_consumed: int, steps: int
 ) -> Generator[list[TokenBatch], None, None]:
     """Yields the global batches of `steps` steps; a thread prepares the next ones while the current one trains.
 
