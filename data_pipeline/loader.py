@@ -72,13 +72,16 @@ def global_batch(samples: Samples, plan: BatchPlan, consumed_samples: int) -> li
 
 def _micro_batch(samples: Samples, first: int, plan: BatchPlan, valid: int) -> TokenBatch:
     numbers = np.arange(first, first + plan.micro_batch_size)
-    chosen = [samples.sample(k) for k in numbers.tolist()]
-    tokens = np.stack([sample.tokens for sample in chosen])  # [B, S + 1]
-    inputs, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()  # copies: targets are written to below
-    if not plan.document_mask:
-        return TokenBatch(inputs, targets, None, numbers, valid)
-    targets[~np.stack([sample.target_is_valid for sample in chosen])] = IGNORED_TARGET
-    return TokenBatch(inputs, targets, np.stack([sample.positions for sample in chosen]), numbers, valid)
+    shape = plan.micro_batch_size, samples.sequence_length
+    tokens, targets = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
+    positions = np.empty(shape, dtype=np.int64) if plan.document_mask else None
+    for row, k in enumerate(numbers.tolist()):
+        sample = samples.sample(k)
+        tokens[row], targets[row] = sample.tokens[:-1], sample.tokens[1:]
+        if positions is not None:
+            targets[row, sample.starts - 1] = IGNORED_TARGET
+            positions[row] = sample.positions
+    return TokenBatch(tokens, targets, positions, numbers, valid)
 
 
 def prefetched_batches(

@@ -41,7 +41,8 @@ from launch.runtime.rank_process import run_to_the_end
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config.base import Section
 from megalite.config.errors import describe_validation_error
-from megalite.config.sections import DataConfig, TrainingConfig
+from megalite.config.data import DataConfig
+from megalite.config.sections import TrainingConfig
 from megalite.parallel.loss import head_loss
 from megalite.planner.units import plural
 
@@ -154,7 +155,7 @@ def scored_data(request: EvaluateRequest, stored: StoredModel) -> Texts | Prepar
             raise LaunchError(f"--stride {stride} would leave out tokens: use at most the sequence length, {length}")
         return Texts(open_sources(request.text, request.text_field), length, stride)
     data = _section(DataConfig, stored, "data")
-    prefixes = [Path(prefix) for prefix in (request.data or (data.path if data else []))]
+    prefixes = [Path(prefix) for prefix in (request.data or (data.prefixes if data else []))]
     if not prefixes:
         raise LaunchError("nothing to score: give --text FILE, or --data PREFIX of prepared data")
     for prefix in prefixes:

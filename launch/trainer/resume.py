@@ -234,13 +234,13 @@ def _start_from(source: Path, config: Config, data: RunData) -> Start:
 
         hub = open_model_folder(source)
         refuse_other_model(config.model, hub.model, type(hub.model).model_fields, f"{hub.folder}/config.json")
-        hub.check_tokenizer(Path(config.data.path[0]), data.tokenizer, data.tokenizer_sha256)
+        hub.check_tokenizer(Path(config.data.prefixes[0]), data.tokenizer, data.tokenizer_sha256)
         check_tokenizer_links(tokenizer_files(hub.folder))
         return Start(hub=hub)
     weights = checkpoint_at(source)
     manifest = read_manifest(weights)
     _check_model(manifest, config, weights)
-    check_tokenizer(manifest, weights, Path(config.data.path[0]), data.tokenizer, data.tokenizer_sha256)
+    check_tokenizer(manifest, weights, Path(config.data.prefixes[0]), data.tokenizer, data.tokenizer_sha256)
     return Start(weights, manifest)
 
 

@@ -65,7 +65,7 @@ def run_facts(config: Config, layout: ResolvedLayout, data: RunData, start: Star
             "micro_batches": layout.gradient_accumulation_steps,
         },
         "data": {
-            "paths": list(config.data.path),
+            "paths": config.data.prefixes,
             "samples": samples.samples_per_epoch,
             "tokens": samples.token_count,
             "epochs": (start.consumed_samples + left * training.global_batch_size) / samples.samples_per_epoch,
