@@ -36,6 +36,7 @@ class Sample:
 
     tokens: NDArray[np.integer[Any]]  # [S + 1] as the corpus stores them; inputs are [:-1], targets [1:]
     starts: NDArray[np.int64]  # [n] places from 1 to S where documents begin, rising
+    loss: NDArray[np.bool_] | None = None  # [S + 1] whether a token carries loss as a target; None: every token does
 
     @property
     def cu_seqlens(self) -> NDArray[np.int64]:
@@ -53,8 +54,8 @@ class Sample:
 
     @property
     def target_is_valid(self) -> NDArray[np.bool_]:
-        """[S] bools: False where the target is the first token of another document."""
-        valid = np.ones(len(self.tokens) - 1, dtype=np.bool_)
+        """[S] bools: False where the target is the first token of another document, or carries no loss."""
+        valid = np.ones(len(self.tokens) - 1, dtype=np.bool_) if self.loss is None else self.loss[1:].copy()
         valid[self.starts - 1] = False
         return valid
 
@@ -84,6 +85,7 @@ class Samples(Protocol):
     token_count: int  # of the split
     vocab_size: int | None  # None if the corpora have no metadata
     eos_token_id: int | None
+    has_loss_mask: bool  # some tokens carry no loss, even where all documents are one
 
     def sample(self, k: int) -> Sample:
         """Returns sample number k >= 0 of the run, counted over all epochs."""
@@ -112,6 +114,7 @@ class PackedSamples:
     token_count: int  # of the split
     vocab_size: int | None  # None if the corpora have no metadata
     eos_token_id: int | None
+    has_loss_mask: bool
 
     def __init__(
         self,
@@ -131,6 +134,7 @@ class PackedSamples:
         self.vocab_size, self.eos_token_id = common_vocabulary(self._corpora, metas)
         self._id_limit = min(2**63 if size is None else size for size in (self.vocab_size, vocab_limit))
         self._contents = content_digests(self._corpora, metas)
+        self.has_loss_mask = any(corpus.has_loss_mask for corpus in self._corpora)
         self._streams = split_streams(self._corpora, held_out_fraction)
         self._take(split)
 
@@ -162,11 +166,16 @@ class PackedSamples:
         parts = [piece.corpus.read(piece.low, piece.high) for piece in pieces]
         tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
         check_ids(tokens, self._id_limit, self.vocab_size, self._corpora, f"block {block}")
-        return Sample(tokens, _starts(pieces))
+        return Sample(tokens, _starts(pieces), self._loss(pieces))
 
     def count_valid_targets(self, k: int) -> int:
-        """Returns how many targets of sample k are no first token of a document; reads no tokens."""
-        return self.sequence_length - len(_starts(self._pieces(k)))
+        """Returns how many targets of sample k carry loss, and are no first token of a document; reads no tokens."""
+        pieces = self._pieces(k)
+        starts, loss = _starts(pieces), self._loss(pieces)
+        if loss is None:
+            return self.sequence_length - len(starts)
+        loss[starts] = False
+        return int(np.count_nonzero(loss[1:]))
 
     def documents(self, k: int) -> list[DocumentRange]:
         """Returns the documents that sample k holds tokens of, its last target included, in the order of the stream.
@@ -204,6 +213,12 @@ class PackedSamples:
 
     def _pieces(self, k: int) -> list[StreamPiece]:
         return self._stream.pieces(self._block(k) * self.sequence_length, self.sequence_length + 1)
+
+    def _loss(self, pieces: Sequence[StreamPiece]) -> NDArray[np.bool_] | None:
+        """Reads which tokens of a sample carry loss; those of a corpus without a mask all do."""
+        if not self.has_loss_mask:
+            return None
+        return np.concatenate([piece.corpus.read_loss(piece.low, piece.high) for piece in pieces])
 
 
 def _starts(pieces: Sequence[StreamPiece]) -> NDArray[np.int64]:
@@ -249,6 +264,11 @@ def check_arguments(prefixes: Sequence[Path], sequence_length: int, split: str, 
 def matching_meta(corpus: IndexedTokens) -> CorpusMeta | None:
     """Returns the metadata of a corpus, None if it has none; only then is the whole index read, and checked."""
     meta = read_meta(corpus.prefix)
+    if corpus.has_loss_mask != (meta is not None and meta.loss_sha256 is not None):
+        raise DataError(
+            f"{corpus.prefix}.loss.bin is there without metadata that names it, or the other way round, so that it may "
+            "be the mask of other tokens: prepare the corpus again"
+        )
     if meta is None:
         corpus.check()
         return None
@@ -266,9 +286,13 @@ def matching_meta(corpus: IndexedTokens) -> CorpusMeta | None:
 def content_digests(corpora: Sequence[IndexedTokens], metas: Sequence[CorpusMeta | None]) -> list[list[str]]:
     """Returns what tells each corpus's content from another's; the last of each is the SHA-256 of its index."""
     return [
-        [meta.sha256, meta.idx_sha256] if meta else [str(corpus.token_count), corpus.index_digest()]
+        _promised_digests(meta) if meta else [str(corpus.token_count), corpus.index_digest()]
         for corpus, meta in zip(corpora, metas, strict=True)
     ]
+
+
+def _promised_digests(meta: CorpusMeta) -> list[str]:
+    return [meta.sha256, *([meta.loss_sha256] if meta.loss_sha256 else []), meta.idx_sha256]
 
 
 def common_vocabulary(

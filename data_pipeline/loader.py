@@ -31,7 +31,7 @@ class TokenBatch:
     """One micro-batch of a data-parallel rank."""
 
     tokens: NDArray[np.int64]  # [B, S]
-    targets: NDArray[np.int64]  # [B, S]; IGNORED_TARGET at the end of a document, with document_mask
+    targets: NDArray[np.int64]  # [B, S]; IGNORED_TARGET at the end of a document, with document_mask, and by a loss mask
     positions: NDArray[np.int64] | None  # [B, S]; None without document_mask: 0 ... S - 1
     samples: NDArray[np.int64]  # [B] numbers in the run's order; a sample seen again in another epoch has another one
     global_valid_targets: int  # of the global batch, on all replicas: targets that are not IGNORED_TARGET
@@ -64,7 +64,8 @@ def global_batch(samples: Samples, plan: BatchPlan, consumed_samples: int) -> li
     """Returns the micro-batches of this rank in the step after `consumed_samples` samples."""
     share = plan.global_batch_size // plan.data_parallel_size
     first, valid = consumed_samples + plan.data_parallel_rank * share, plan.global_batch_size * samples.sequence_length
-    if plan.document_mask:  # from the index alone, so that no replica has to ask the others
+    masks = plan.document_mask or samples.has_loss_mask
+    if masks:  # from the index alone, and loss masks, so that no replica has to ask the others
         stop = consumed_samples + plan.global_batch_size
         valid = sum(samples.count_valid_targets(k) for k in range(consumed_samples, stop))
     return [_micro_batch(samples, start, plan, valid) for start in range(first, first + share, plan.micro_batch_size)]
@@ -75,11 +76,15 @@ def _micro_batch(samples: Samples, first: int, plan: BatchPlan, valid: int) -> T
     shape = plan.micro_batch_size, samples.sequence_length
     tokens, targets = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
     positions = np.empty(shape, dtype=np.int64) if plan.document_mask else None
+    masks = plan.document_mask or samples.has_loss_mask
     for row, k in enumerate(numbers.tolist()):
         sample = samples.sample(k)
         tokens[row], targets[row] = sample.tokens[:-1], sample.tokens[1:]
-        if positions is not None:
+        if masks:
             targets[row, sample.starts - 1] = IGNORED_TARGET
+        if sample.loss is not None:
+            targets[row, ~sample.loss[1:]] = IGNORED_TARGET
+        if positions is not None:
             positions[row] = sample.positions
     return TokenBatch(tokens, targets, positions, numbers, valid)
 

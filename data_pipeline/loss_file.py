@@ -1,6 +1,6 @@
 """`PREFIX.loss.bin` beside a token file: a byte for each token, 1 where the token carries loss when it is predicted.
 
-The mask belongs to tokens, not to positions that predict them, so that it moves with them through packing; a sample
+The mask belongs to tokens, not to the places that predict them, so that it moves with them through packing; a sample
 takes its targets and their bytes from the same places.
 """
 
@@ -13,9 +13,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.errors import DataError
 from data_pipeline.files import open_anew, publish, with_ending
-from data_pipeline.meta import CorpusMeta, meta_path
 
 
 def loss_path(prefix: Path) -> Path:
@@ -54,22 +52,3 @@ class LossWriter:
             publish(self._temporary, self._path)
         else:
             self._temporary.unlink(missing_ok=True)
-
-
-def map_loss(prefix: Path, meta: CorpusMeta | None, token_count: int) -> NDArray[np.uint8] | None:
-    """Maps the mask of a corpus `[token_count]`; None if it has none. Raises DataError for one that is not its own."""
-    path = loss_path(prefix)
-    if meta is None or meta.loss_sha256 is None:
-        if path.exists():
-            raise DataError(
-                f"{path} is a loss mask that {meta_path(prefix)} does not name, so that it may be of other tokens: "
-                "prepare the corpus again, or move the mask away to train on every token"
-            )
-        return None
-    size = path.stat().st_size if path.is_file() else 0
-    if size != token_count:
-        raise DataError(
-            f"{path}, the loss mask of {prefix}, has {size} bytes, but the corpus has {token_count} tokens: prepare it "
-            "again"
-        )
-    return np.asarray(np.memmap(path, mode="r", dtype=np.uint8))

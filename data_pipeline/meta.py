@@ -29,6 +29,8 @@ class CorpusMeta:
     job_sha256: str  # sources with sizes and times, tokenizer, options: equal means nothing to do
     text_field: str | None = None  # this and the next are None in files of older versions
     append_eos: bool | None = None
+    loss_sha256: str | None = None  # of the .loss.bin; None: every token carries loss
+    train_on: str | None = None  # of conversations; None for text
     format: str = FORMAT
     writer_version: int = WRITER_VERSION
 
