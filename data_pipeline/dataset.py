@@ -264,11 +264,7 @@ def check_arguments(prefixes: Sequence[Path], sequence_length: int, split: str, 
 def matching_meta(corpus: IndexedTokens) -> CorpusMeta | None:
     """Returns the metadata of a corpus, None if it has none; only then is the whole index read, and checked."""
     meta = read_meta(corpus.prefix)
-    if corpus.has_loss_mask != (meta is not None and meta.loss_sha256 is not None):
-        raise DataError(
-            f"{corpus.prefix}.loss.bin is there without metadata that names it, or the other way round, so that it may "
-            "be the mask of other tokens: prepare the corpus again"
-        )
+    _check_loss_mask(corpus, meta)
     if meta is None:
         corpus.check()
         return None
@@ -281,6 +277,17 @@ def matching_meta(corpus: IndexedTokens) -> CorpusMeta | None:
         )
     corpus.trust()
     return meta
+
+
+def _check_loss_mask(corpus: IndexedTokens, meta: CorpusMeta | None) -> None:
+    is_named = meta is not None and meta.loss_sha256 is not None
+    if is_named and not corpus.has_loss_mask:
+        raise DataError(f"{corpus.prefix}.loss.bin, the loss mask of the corpus, is missing: prepare the corpus again")
+    if corpus.has_loss_mask and not is_named:
+        raise DataError(
+            f"{corpus.prefix}.loss.bin is a loss mask that no {corpus.prefix}.meta.json names, so that it may be of other "
+            "tokens: prepare the corpus again, or move the mask away to train on every token"
+        )
 
 
 def content_digests(corpora: Sequence[IndexedTokens], metas: Sequence[CorpusMeta | None]) -> list[list[str]]:

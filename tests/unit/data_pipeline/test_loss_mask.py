@@ -87,9 +87,9 @@ def test_a_mask_of_other_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"chats.loss.bin has 7 bytes, but .*chats.bin has 8 tokens"):
         IndexedTokens(prefix)
     path.unlink()
-    with pytest.raises(DataError, match=r"chats.loss.bin .*or the other way round"):
+    with pytest.raises(DataError, match="chats.loss.bin, the loss mask of the corpus, is missing"):
         PackedSamples([prefix], 3, 0)
     path.write_bytes(b"\1" * 8)
     meta.unlink()
-    with pytest.raises(DataError, match="without metadata that names it"):
+    with pytest.raises(DataError, match=r"a loss mask that no .* names"):
         PackedSamples([prefix], 3, 0)
