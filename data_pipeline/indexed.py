@@ -15,6 +15,7 @@ import os
 import struct
 from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -307,7 +308,8 @@ class IndexedWriter:
         publish(self._idx_temporary, idx)
 
     def abort(self) -> None:
-        self._stream.close()
+        with suppress(OSError):  # what is still to be written has no room either
+            self._stream.close()
         self._bin_temporary.unlink(missing_ok=True)
         self._idx_temporary.unlink(missing_ok=True)
 

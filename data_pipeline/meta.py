@@ -31,6 +31,10 @@ class CorpusMeta:
     append_eos: bool | None = None
     loss_sha256: str | None = None  # of the .loss.bin; None: every token carries loss
     train_on: str | None = None  # of conversations; None for text
+    begin_token_id: int | None = None  # this and the next three are missing in files of older versions
+    special_tokens: str = "keep"
+    skipped_rows: int = 0
+    tokenizers: str | None = None  # version of the library that encoded
     format: str = FORMAT
     writer_version: int = WRITER_VERSION
 

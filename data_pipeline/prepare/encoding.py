@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
-from data_pipeline.sources.text import TextPiece
+from data_pipeline.prepare.cutting import TextPiece
 from data_pipeline.tokenizer import TokenizerFile, load_tokenizer
 
 if TYPE_CHECKING:
@@ -82,3 +82,13 @@ def loaded_tokenizer(path: Path, sha256: str, special_as_text: bool) -> LoadedTo
     loaded.encode_special_tokens = special_as_text
     added = loaded.get_added_tokens_decoder()
     return LoadedTokenizer(loaded, {number: token.content for number, token in added.items() if token.special})
+
+
+def check_as_text(file: TokenizerFile, loaded: LoadedTokenizer) -> None:
+    """Raises DataError if a special token cannot be written as text: its spelling is an entry of the vocabulary too."""
+    for number, content in loaded.special.items():
+        if number in loaded.tokenizer.encode_batch_fast([content], add_special_tokens=False)[0].ids:
+            raise DataError(
+                f"tokenizer {file.given} has no other tokens for the text {content!r} than the special token: choose "
+                "--special-tokens keep or refuse"
+            )

@@ -30,7 +30,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.files import with_ending, write_atomically
 from data_pipeline.indexed import token_dtype
 from data_pipeline.prepare.encoding import PieceEncoder
-from data_pipeline.sources.text import TextPiece
+from data_pipeline.prepare.cutting import TextPiece
 
 
 class PartSize(NamedTuple):
