@@ -30,7 +30,8 @@ class CorpusMeta:
     text_field: str | None = None  # this and the next are None in files of older versions
     append_eos: bool | None = None
     loss_sha256: str | None = None  # of the .loss.bin; None: every token carries loss
-    train_on: str | None = None  # of conversations; None for text
+    train_on: str | None = None  # of conversations, as is the next; None for text
+    chat_template_sha256: str | None = None
     begin_token_id: int | None = None  # this and the next three are missing in files of older versions
     special_tokens: str = "keep"
     skipped_rows: int = 0

@@ -30,7 +30,7 @@ class ChatEncoder:
     template: ChatTemplate
     train_on: TrainOn
     special_tokens: SpecialTokens
-    end_token: None = None
+    begin_token: None = None
 
     def encode(self, piece: TextPiece) -> EncodedPiece:
         """Encodes the conversation that a piece holds as JSON. Raises DataError if it cannot say what carries loss."""

@@ -1,5 +1,7 @@
 """The chat template of a tokenizer: a Jinja program, and the names of special tokens that it may use."""
 
+import hashlib
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,11 @@ class ChatTemplate:
     text: str
     tool_text: str  # for conversations with tools; for most tokenizers the same
     special_tokens: tuple[tuple[str, str], ...]  # such as ("bos_token", "<s>")
+
+    def digest(self) -> str:
+        """Returns the SHA-256 of everything that determines what is rendered."""
+        facts = [self.text, self.tool_text, self.special_tokens]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def program(self, has_tools: bool) -> str:
         """Returns the template for a conversation with or without tools."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.chat.encoder import ChatEncoder, chat_encoder
+from data_pipeline.chat.turns import TrainOn
 from data_pipeline.errors import DataError
 from data_pipeline.meta import WRITER_VERSION
 from data_pipeline.prepare.bad_rows import BadRows
@@ -35,6 +37,7 @@ class PrepareOptions:
     begin_token: bool = False
     special_tokens: SpecialTokens = "keep"
     skip_bad_rows: bool = False
+    train_on: TrainOn | None = None  # rows are conversations, whose template writes all special tokens; None: text
 
 
 USUAL_OPTIONS = PrepareOptions()
@@ -48,7 +51,7 @@ class PreparationPlan:
     sources: list[Source]
     source_bytes: int | None
     options: PrepareOptions
-    encoder: TextEncoder
+    encoder: TextEncoder | ChatEncoder
     places: tuple[CutPlace, ...]  # at which long documents are cut
     chunk_characters: int
     sha256: str
@@ -65,7 +68,7 @@ class PreparationPlan:
 
 def plan_job(specs: list[str], tokenizer: Path | TrainedTokenizer, options: PrepareOptions) -> PreparationPlan:
     """Opens sources and tokenizer. Raises DataError if one is missing or the tokenizer lacks what the options ask for."""
-    sources = open_sources(specs, options.text_field)
+    sources = open_sources(specs, None if options.train_on else options.text_field)
     encoder, places = _encoder(tokenizer, options)
     sizes = [source.size_bytes for source in sources]
     known = [size for size in sizes if size is not None]
@@ -79,9 +82,11 @@ def plan_job(specs: list[str], tokenizer: Path | TrainedTokenizer, options: Prep
 
 def _encoder(
     tokenizer: Path | TrainedTokenizer, options: PrepareOptions
-) -> tuple[TextEncoder, tuple[CutPlace, ...]]:
+) -> tuple[TextEncoder | ChatEncoder, tuple[CutPlace, ...]]:
     """Returns the encoder, and the places where it can cut documents."""
     inspected = inspect_tokenizer(tokenizer) if isinstance(tokenizer, Path) else tokenizer.file
+    if options.train_on is not None:
+        return chat_encoder(inspected, options.train_on, options.special_tokens), ()
     begin, end = inspected.bos_token_id, inspected.eos_token_id
     if options.append_eos and end is None:
         raise DataError(
@@ -111,7 +116,7 @@ def _encoder(
 
 def _digest(
     sources: Sequence[Source],
-    encoder: TextEncoder,
+    encoder: TextEncoder | ChatEncoder,
     places: tuple[CutPlace, ...],
     options: PrepareOptions,
     chunk_characters: int,
@@ -124,6 +129,8 @@ def _digest(
         "tokenizer": [tokenizer.sha256, tokenizer.vocab_size, tokenizer.eos_token_id],
         "options": [options.text_field, options.append_eos, chunk_characters],
     }
+    if isinstance(encoder, ChatEncoder):
+        identity["chat"] = [encoder.train_on, encoder.template.digest()]
     if places != CUT_PLACES:  # an older version cut documents all the same, and gave them other tokens
         identity["cut"] = [place.name for place in places]
     if encoder.begin_token is not None:

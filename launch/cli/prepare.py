@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from launch.cli.options import AsJson
-from launch.errors import INTERRUPTED_CODE
+from launch.errors import INTERRUPTED_CODE, LaunchError
 from launch.output import print_json, spinner
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
@@ -42,13 +42,27 @@ def prepare(
         bool, typer.Option("--begin-token", help="Put the tokenizer's begin token before every document.")
     ] = False,
     special_tokens: Annotated[
-        Literal["keep", "as-text", "refuse"],
-        typer.Option(help="What the spelling of a special token in a text becomes: that token, text, or an error."),
-    ] = "keep",
+        Literal["keep", "as-text", "refuse"] | None,
+        typer.Option(
+            help="What the spelling of a special token in a text becomes: that token, text, or an error; default: keep, "
+            "with --chat refuse."
+        ),
+    ] = None,
     on_bad_row: Annotated[
         Literal["refuse", "skip"],
         typer.Option(help="What a row without a document does: end the command, or be left out and counted."),
     ] = "refuse",
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Rows are conversations (messages, or prompt and completion): apply the chat template."),
+    ] = False,
+    train_on: Annotated[
+        Literal["all-turns", "last-turn"] | None,
+        typer.Option(
+            help="With --chat: which of the assistant's turns carry loss; last-turn: those after the user's last message; "
+            "default: all-turns."
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace prepared data or a trained tokenizer made from something else.")
     ] = False,
@@ -60,6 +74,8 @@ def prepare(
     The same command a second time changes nothing; data or a tokenizer made from something else is replaced only with
     --overwrite.
 
+    With --chat, loss falls on what the assistant writes alone; the mask is kept beside the tokens, in .loss.bin.
+
     Example: `megalite prepare "corpus/**/*.md" notes.jsonl.gz pages.parquet -t my_tokenizer -o data/corpus`
     """
     from data_pipeline.prepare.existing import check_vocabulary
@@ -69,7 +85,15 @@ def prepare(
     from data_pipeline.tokenizer import TrainedTokenizer, trained_tokenizer
 
     prefix = output_prefix(output)
-    options = PrepareOptions(text_field, append_eos, begin_token, special_tokens, on_bad_row == "skip")
+    _check_options(chat, train_on, begin_token, train_vocab_size)
+    options = PrepareOptions(
+        text_field,
+        append_eos and not chat,
+        begin_token,
+        special_tokens or ("refuse" if chat else "keep"),
+        on_bad_row == "skip",
+        (train_on or "all-turns") if chat else None,
+    )
     # kept with the tokens, for runs and exports started elsewhere
     where: Path | TrainedTokenizer = tokenizer.absolute()
     try:
@@ -105,6 +129,19 @@ def prepare(
         print_json(asdict(summary))
     else:
         _print_summary(summary)
+
+
+def _check_options(chat: bool, train_on: str | None, begin_token: bool, train_vocab_size: int | None) -> None:
+    """Raises LaunchError for options that have no meaning together."""
+    if train_on is not None and not chat:
+        raise LaunchError("--train-on says which turns of conversations carry loss: give --chat too, or leave it out")
+    if chat and begin_token:
+        raise LaunchError("with --chat the template writes all special tokens: leave out --begin-token")
+    if chat and train_vocab_size is not None:
+        raise LaunchError(
+            "--train-vocab-size trains a tokenizer without a chat template: train it on text first, write a "
+            "chat_template.jinja into its folder, and leave the option out with --chat"
+        )
 
 
 def _print_summary(summary: PrepareSummary) -> None:
