@@ -85,13 +85,12 @@ class _Child:
     def __init__(self, template: ChatTemplate) -> None:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        self.render = render_jinja_template  # imported before the fork, once for all children
         request_reader, self._requests = os.pipe()
         self._answers, answer_writer = os.pipe()
         self._process = os.fork()
         if self._process == 0:
             try:
-                _serve(template, self.render, request_reader, answer_writer)
+                _serve(template, render_jinja_template, request_reader, answer_writer)
             finally:
                 os._exit(0)
         os.close(request_reader)

@@ -25,7 +25,7 @@ def workplace(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     model = tmp_path / "runs/quickstart/hf"
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "bos_token_id": 0, "eos_token_id": 0}
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "bos_token_id": 0, "eos_token_id": 0, "max_position_embeddings": 256}
     HubModel("", "llama", sizes).save(model, torch.float32)
     texts = [path.read_text() for path in (ROOT / "configs/chat").iterdir()]
     train_tokenizer([*texts, *(path.read_text() for path in (ROOT / "docs").glob("*.md"))], model, VOCABULARY)
