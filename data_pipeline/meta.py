@@ -32,8 +32,9 @@ class CorpusMeta:
     loss_sha256: str | None = None  # of the .loss.bin; None: every token carries loss
     train_on: str | None = None  # of conversations, as is the next; None for text
     chat_template_sha256: str | None = None
-    begin_token_id: int | None = None  # this and the next three are missing in files of older versions
+    begin_token_id: int | None = None  # this and the next four are missing in files of older versions
     special_tokens: str = "keep"
+    fill_in_the_middle: float = 0.0  # share of the documents
     skipped_rows: int = 0
     tokenizers: str | None = None  # version of the library that encoded
     format: str = FORMAT

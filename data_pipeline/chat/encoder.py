@@ -14,9 +14,9 @@ from data_pipeline.chat.conversation import conversation_of_json
 from data_pipeline.chat.template import ChatTemplate, read_chat_template
 from data_pipeline.chat.turns import TrainOn, TurnFinder, Turns
 from data_pipeline.errors import DataError
-from data_pipeline.prepare.encoding import EncodedPiece, SpecialTokens
+from data_pipeline.prepare.encoding import EncodedPiece, SpecialTokens, loaded_tokenizer
 from data_pipeline.prepare.cutting import TextPiece
-from data_pipeline.tokenizer import TokenizerFile, load_tokenizer
+from data_pipeline.tokenizer import TokenizerFile
 
 if TYPE_CHECKING:
     import tokenizers
@@ -103,9 +103,8 @@ class _Tools(NamedTuple):
 
 @lru_cache(maxsize=1)
 def _tools(encoder: ChatEncoder) -> _Tools:
-    tokenizer = load_tokenizer(encoder.tokenizer.path)
+    tokenizer, special = loaded_tokenizer(encoder.tokenizer.path, encoder.tokenizer.sha256, False)
     added = tokenizer.get_added_tokens_decoder()
-    special = {number: token.content for number, token in added.items() if token.special}
     return _Tools(
         ControlTokens(
             {token.content: token.special for token in added.values()}, encoder.template, encoder.special_tokens
@@ -119,7 +118,7 @@ def chat_encoder(tokenizer: TokenizerFile, train_on: TrainOn, special_tokens: Sp
     """Returns the encoder of a tokenizer's folder. Raises DataError if it has no chat template, or not for this."""
     encoder = ChatEncoder(tokenizer, read_chat_template(tokenizer.path.parent), train_on, special_tokens)
     if special_tokens == "as-text":
-        loaded = load_tokenizer(tokenizer.path)
+        loaded = loaded_tokenizer(tokenizer.path, tokenizer.sha256, False).tokenizer
         halves = [loaded.encode(half, add_special_tokens=False).ids for half in ("a<", "|b")]
         if loaded.decode(sum(halves, [])) != "a<|b":
             raise DataError(

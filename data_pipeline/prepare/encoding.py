@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
 from data_pipeline.prepare.cutting import TextPiece
+from data_pipeline.prepare.fill_in_the_middle import FillInTheMiddle
 from data_pipeline.tokenizer import TokenizerFile, load_tokenizer
 
 if TYPE_CHECKING:
@@ -46,26 +47,36 @@ class TextEncoder:
     begin_token: int | None
     end_token: int | None
     special_tokens: SpecialTokens
+    fill_in_the_middle: FillInTheMiddle | None = None
 
     def encode(self, piece: TextPiece) -> EncodedPiece:
         """Returns the tokens of the piece, with those around its document. Raises DataError for refused text."""
+        parts: list[int | str] = [piece.text]
+        if self.fill_in_the_middle is not None and piece.begins_document and piece.ends_document:
+            parts = self.fill_in_the_middle.arranged(piece.text, piece.number)
+        ids: list[int] = []
+        if piece.begins_document and self.begin_token is not None:
+            ids.append(self.begin_token)
+        for part in parts:
+            ids.extend([part] if isinstance(part, int) else self._ids_of(part, piece.where))
+        if piece.ends_document and self.end_token is not None:
+            ids.append(self.end_token)
+        return EncodedPiece(ids, None)
+
+    def _ids_of(self, text: str, where: str) -> list[int]:
         loaded, special = loaded_tokenizer(
             self.tokenizer.path, self.tokenizer.sha256, self.special_tokens == "as-text"
         )
         # One text per call: a batch starts rayon's threads in every process, and is no faster on one core.
-        ids = loaded.encode_batch_fast([piece.text], add_special_tokens=False)[0].ids
+        ids = loaded.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if self.special_tokens == "refuse":
             found = next((special[token] for token in ids if token in special), None)
             if found is not None:
                 raise DataError(
-                    f"{piece.where} contains the special token {found!r}: take it out, or choose --special-tokens "
-                    "as-text or keep"
+                    f"{where} contains the special token {found!r}: take it out, or choose --special-tokens as-text or "
+                    "keep"
                 )
-        if piece.begins_document and self.begin_token is not None:
-            ids.insert(0, self.begin_token)
-        if piece.ends_document and self.end_token is not None:
-            ids.append(self.end_token)
-        return EncodedPiece(ids, None)
+        return ids
 
 
 class LoadedTokenizer(NamedTuple):

@@ -7,7 +7,7 @@ done with bad rows is not in it: either way the others give the same bytes, so a
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from data_pipeline.errors import DataError
 from data_pipeline.meta import WRITER_VERSION
 from data_pipeline.prepare.bad_rows import BadRows
 from data_pipeline.prepare.cutting import CUT_PLACES, CutPlace, TextPiece, cut_document, safe_places
-from data_pipeline.prepare.encoding import SpecialTokens, TextEncoder, check_as_text, loaded_tokenizer
+from data_pipeline.prepare.encoding import LoadedTokenizer, SpecialTokens, TextEncoder, check_as_text, loaded_tokenizer
+from data_pipeline.prepare.fill_in_the_middle import fill_in_the_middle
 from data_pipeline.sources import Source, open_sources
 from data_pipeline.sources.document import OnBadRow
 from data_pipeline.tokenizer import TokenizerFile, TrainedTokenizer, inspect_tokenizer
@@ -37,6 +38,7 @@ class PrepareOptions:
     begin_token: bool = False
     special_tokens: SpecialTokens = "keep"
     skip_bad_rows: bool = False
+    fill_in_the_middle: float = 0.0  # share of the documents
     train_on: TrainOn | None = None  # rows are conversations, whose template writes all special tokens; None: text
 
 
@@ -86,6 +88,7 @@ def _encoder(
     """Returns the encoder, and the places where it can cut documents."""
     inspected = inspect_tokenizer(tokenizer) if isinstance(tokenizer, Path) else tokenizer.file
     if options.train_on is not None:
+        _check_merges(inspected, loaded_tokenizer(inspected.path, inspected.sha256, False))
         return chat_encoder(inspected, options.train_on, options.special_tokens), ()
     begin, end = inspected.bos_token_id, inspected.eos_token_id
     if options.append_eos and end is None:
@@ -102,16 +105,26 @@ def _encoder(
         inspected, begin if options.begin_token else None, end if options.append_eos else None, options.special_tokens
     )
     if isinstance(tokenizer, TrainedTokenizer):  # not written yet; byte-level BPE, as it is made here
+        if options.fill_in_the_middle:
+            raise DataError("a tokenizer trained here has no tokens for --fill-in-the-middle: leave it out")
         return encoder, CUT_PLACES
     loaded = loaded_tokenizer(inspected.path, inspected.sha256, options.special_tokens == "as-text")
-    if getattr(loaded.tokenizer.model, "dropout", None):
-        raise DataError(
-            f"tokenizer {inspected.given} leaves out merges at random, so that no two runs would write the same: set "
-            "dropout in its tokenizer.json to null"
-        )
+    _check_merges(inspected, loaded)
     if options.special_tokens == "as-text":
         check_as_text(inspected, loaded)
+    if options.fill_in_the_middle:
+        arrangement = fill_in_the_middle(options.fill_in_the_middle, loaded.tokenizer, inspected.given)
+        encoder = replace(encoder, fill_in_the_middle=arrangement)
     return encoder, safe_places(loaded.tokenizer)
+
+
+def _check_merges(file: TokenizerFile, loaded: LoadedTokenizer) -> None:
+    """Raises DataError for a tokenizer that gives a text other tokens each time."""
+    if getattr(loaded.tokenizer.model, "dropout", None):
+        raise DataError(
+            f"tokenizer {file.given} leaves out merges at random, so that no two runs would write the same: set dropout in "
+            "its tokenizer.json to null"
+        )
 
 
 def _digest(
@@ -137,6 +150,8 @@ def _digest(
         identity["begin_token"] = encoder.begin_token
     if options.special_tokens != "keep":
         identity["special_tokens"] = options.special_tokens
+    if options.fill_in_the_middle:
+        identity["fill_in_the_middle"] = options.fill_in_the_middle
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 

@@ -249,6 +249,7 @@ def _merge(job: PreparationPlan, store: PartStore, part_count: int, skipped_rows
         chat_template_sha256=chats.template.digest() if chats else None,
         begin_token_id=job.encoder.begin_token,
         special_tokens=job.options.special_tokens,
+        fill_in_the_middle=job.options.fill_in_the_middle,
         skipped_rows=skipped_rows,
         tokenizers=version("tokenizers"),
     )

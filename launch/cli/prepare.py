@@ -48,6 +48,9 @@ def prepare(
             "with --chat refuse."
         ),
     ] = None,
+    fill_in_the_middle: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the documents whose middle is put last.", metavar="RATE")
+    ] = 0.0,
     on_bad_row: Annotated[
         Literal["refuse", "skip"],
         typer.Option(help="What a row without a document does: end the command, or be left out and counted."),
@@ -85,13 +88,14 @@ def prepare(
     from data_pipeline.tokenizer import TrainedTokenizer, trained_tokenizer
 
     prefix = output_prefix(output)
-    _check_options(chat, train_on, begin_token, train_vocab_size)
+    _check_options(chat, train_on, begin_token or fill_in_the_middle > 0, train_vocab_size)
     options = PrepareOptions(
         text_field,
         append_eos and not chat,
         begin_token,
         special_tokens or ("refuse" if chat else "keep"),
         on_bad_row == "skip",
+        fill_in_the_middle,
         (train_on or "all-turns") if chat else None,
     )
     # kept with the tokens, for runs and exports started elsewhere
@@ -131,12 +135,14 @@ def prepare(
         _print_summary(summary)
 
 
-def _check_options(chat: bool, train_on: str | None, begin_token: bool, train_vocab_size: int | None) -> None:
+def _check_options(chat: bool, train_on: str | None, adds_tokens: bool, train_vocab_size: int | None) -> None:
     """Raises LaunchError for options that have no meaning together."""
     if train_on is not None and not chat:
         raise LaunchError("--train-on says which turns of conversations carry loss: give --chat too, or leave it out")
-    if chat and begin_token:
-        raise LaunchError("with --chat the template writes all special tokens: leave out --begin-token")
+    if chat and adds_tokens:
+        raise LaunchError(
+            "with --chat the template writes all special tokens: leave out --begin-token and --fill-in-the-middle"
+        )
     if chat and train_vocab_size is not None:
         raise LaunchError(
             "--train-vocab-size trains a tokenizer without a chat template: train it on text first, write a "

@@ -35,7 +35,7 @@ def encoder_with(tokenizer_folder: Path, tmp_path: Path) -> Encoder:
 
 def encode(encoder: ChatEncoder, row: dict[str, Any]) -> EncodedPiece:
     text = conversation_of_row(row, WHERE).as_json()
-    return encoder.encode(TextPiece(text, begins_document=True, ends_document=True, where=WHERE))
+    return encoder.encode(TextPiece(text, begins_document=True, ends_document=True, number=0, where=WHERE))
 
 
 def trained(encoder: ChatEncoder, row: dict[str, Any]) -> list[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, trainers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 
 from data_pipeline.errors import DataError
 from data_pipeline.indexed import IndexedTokens
@@ -129,3 +129,56 @@ def test_a_run_that_met_a_bad_row_goes_on_without_it(folder: Path) -> None:
     assert "line 9 is not JSON" in summary.first_skipped[0]
     with pytest.raises(DataError, match="line 9 is not JSON"):
         prepare(["a.jsonl"], Path("out"), Path("tok"), workers=1)
+
+
+FIM = ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"]
+
+
+def test_documents_are_rearranged_so_that_their_middle_is_last(folder: Path) -> None:
+    """Parts and order are read off the tokens; joined, they must be the text again."""
+    tokenizer = Tokenizer.from_file("tok/tokenizer.json")
+    tokenizer.add_special_tokens(FIM)
+    tokenizer.save("tok/tokenizer.json")
+    texts = [f"one two {number} three ünïcode" for number in range(400)]
+    Path("a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    prefix, suffix, middle = map(tokenizer.token_to_id, FIM)
+    orders, places = [], set()
+    for text, ids in zip(texts, prepared(["a.jsonl"], fill_in_the_middle=0.5, append_eos=False), strict=True):
+        if prefix not in ids:
+            assert ids == tokenizer.encode(text).ids
+            continue
+        marks = [ids.index(mark) for mark in (prefix, suffix, middle)]
+        assert marks == sorted(marks) and marks[0] == 0
+        first, second, third = (
+            tokenizer.decode(ids[start + 1 : end]) for start, end in zip(marks, [*marks[1:], len(ids)], strict=True)
+        )
+        orders.append(marks[1] > 1)
+        assert first + third + second == text  # without a first part the third is prefix and middle
+        places.add(len(second))
+    assert 160 < len(orders) < 240 and 0.35 < sum(orders) / len(orders) < 0.65 and len(places) > 15
+    meta = read_meta(Path("out"))
+    assert meta is not None and meta.fill_in_the_middle == 0.5
+
+
+def test_the_arrangement_belongs_to_the_number_of_a_document(folder: Path) -> None:
+    """Neither workers nor the length of a chunk may change it."""
+    tokenizer = Tokenizer.from_file("tok/tokenizer.json")
+    tokenizer.add_special_tokens(FIM)
+    tokenizer.save("tok/tokenizer.json")
+    Path("a.jsonl").write_text("".join(json.dumps({"text": "one two " * 3}) + "\n" for _ in range(40)))
+    alone = prepared(["a.jsonl"], fill_in_the_middle=0.7)
+    Path("b.txt").write_text("")
+    Path("c.jsonl").write_text(("{\n" + Path("a.jsonl").read_text()) * 2)
+    twice = prepared(["b.txt", "c.jsonl"], fill_in_the_middle=0.7, skip_bad_rows=True)
+    assert twice[:40] == alone and twice[40:] != alone
+
+
+def test_a_tokenizer_without_tokens_for_the_middle_is_refused(folder: Path) -> None:
+    Path("a.txt").write_text("one")
+    with pytest.raises(DataError, match="tokenizer tok has no tokens such as <fim_prefix>, <fim_suffix>, <fim_middle>:"):
+        prepared(["a.txt"], fill_in_the_middle=0.5)
+    tokenizer = Tokenizer.from_file("tok/tokenizer.json")
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.save("tok/tokenizer.json")
+    with pytest.raises(DataError, match="tokenizer tok puts a space before every text"):
+        prepared(["a.txt"], fill_in_the_middle=0.5)
