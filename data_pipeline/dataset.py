@@ -86,6 +86,7 @@ class Samples(Protocol):
     vocab_size: int | None  # None if the corpora have no metadata
     eos_token_id: int | None
     has_loss_mask: bool  # some tokens carry no loss, even where all documents are one
+    content_digest: str  # of pieces of the tokens that the fingerprint does not know, empty if there are none
 
     def sample(self, k: int) -> Sample:
         """Returns sample number k >= 0 of the run, counted over all epochs."""
@@ -115,6 +116,7 @@ class PackedSamples:
     vocab_size: int | None  # None if the corpora have no metadata
     eos_token_id: int | None
     has_loss_mask: bool
+    content_digest: str
 
     def __init__(
         self,
@@ -135,6 +137,7 @@ class PackedSamples:
         self._id_limit = min(2**63 if size is None else size for size in (self.vocab_size, vocab_limit))
         self._contents = content_digests(self._corpora, metas)
         self.has_loss_mask = any(corpus.has_loss_mask for corpus in self._corpora)
+        self.content_digest = sampled_digest(self._corpora, metas)
         self._streams = split_streams(self._corpora, held_out_fraction)
         self._take(split)
 
@@ -300,6 +303,15 @@ def content_digests(corpora: Sequence[IndexedTokens], metas: Sequence[CorpusMeta
 
 def _promised_digests(meta: CorpusMeta) -> list[str]:
     return [meta.sha256, *([meta.loss_sha256] if meta.loss_sha256 else []), meta.idx_sha256]
+
+
+def sampled_digest(corpora: Sequence[IndexedTokens], metas: Sequence[CorpusMeta | None]) -> str:
+    """Returns a digest of tokens here and there in corpora without metadata, of which `content_digests` knows lengths.
+
+    Empty if all have metadata. It is no part of the fingerprint, so that older runs keep theirs.
+    """
+    found = [corpus.sampled_digest() for corpus, meta in zip(corpora, metas, strict=True) if meta is None]
+    return hashlib.sha256("".join(found).encode()).hexdigest() if found else ""
 
 
 def common_vocabulary(

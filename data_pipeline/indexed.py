@@ -14,7 +14,6 @@ import hashlib
 import os
 import struct
 from array import array
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -41,7 +40,8 @@ _INTEGER_CODES: dict[int, type[np.integer[Any]]] = {
 _FLOAT_CODES = {6: "float64", 7: "float32"}
 _CODES = {np.dtype(kind): code for code, kind in _INTEGER_CODES.items()}
 _LONGEST_DOCUMENT = 2**31 - 1  # lengths are int32
-_BLOCK = 1 << 20  # documents that are written or checked at once
+_BLOCK = 1 << 18  # documents that are written or checked at once
+_SAMPLED_PIECES, _SAMPLED_TOKENS = 8, 1024  # read when a corpus without metadata is opened
 _Number = TypeVar("_Number", np.int32, np.int64)
 
 
@@ -120,11 +120,8 @@ class IndexedTokens:
         """Takes the index for one that `IndexedWriter` has written: each document is one sequence."""
         self._has_equal_documents = self._sequences == len(self)
 
-    def check(self, progress: Callable[[int], None] | None = None) -> None:
-        """Reads the whole index. Raises DataError if its three tables and the size of the tokens contradict each other.
-
-        `progress` is called with numbers of sequences that were read since the call before.
-        """
+    def check(self) -> None:
+        """Reads the whole index. Raises DataError if its three tables and the size of the tokens contradict each other."""
         end = 0
         for first in range(0, self._sequences, _BLOCK):
             count = min(_BLOCK, self._sequences - first)
@@ -134,20 +131,28 @@ class IndexedTokens:
             if lengths.min() < 0 or pointers[0] != end or not np.array_equal(pointers[1:], ends[:-1]):
                 raise self._damaged()
             end = int(ends[-1])
-            if progress is not None:
-                progress(count)
-        before = 0
+        before, are_equal = 0, self._sequences == len(self)
         for first in range(0, self._boundaries, _BLOCK):
             edges = self._read_idx(self._documents_at + 8 * first, min(_BLOCK, self._boundaries - first), np.int64)
             if edges[0] < before or np.any(edges[1:] < edges[:-1]) or (first == 0 and edges[0] != 0):
                 raise self._damaged()
+            are_equal = are_equal and np.array_equal(edges, np.arange(first, first + len(edges)))
             before = int(edges[-1])
         if end != self._bin.size or before != self._sequences:
             raise self._damaged()
+        self._has_equal_documents = are_equal
 
     def index_digest(self) -> str:
         """Returns the SHA-256 of `.idx`, which determines dtype, document boundaries and so the size of `.bin`."""
         return sha256_of_file(self._idx.path)
+
+    def sampled_digest(self) -> str:
+        """Returns the SHA-256 of a few pieces of `.bin`: other tokens in documents of the same lengths show in it."""
+        digest, count = hashlib.sha256(), min(_SAMPLED_TOKENS, self.token_count)
+        for piece in range(_SAMPLED_PIECES):
+            low = piece * (self.token_count - count) // (_SAMPLED_PIECES - 1)
+            digest.update(self.read(low, low + count))
+        return digest.hexdigest()
 
     def _file(self, ending: str) -> StoredFile:
         path = with_ending(self.prefix, ending)

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from data_pipeline.dataset import PackedSamples, Split
+from data_pipeline.dataset import PackedSamples
 from data_pipeline.files import with_ending
 from data_pipeline.loader import (
     IGNORED_TARGET,
