@@ -63,12 +63,17 @@ class BatchPlan:
 def global_batch(samples: Samples, plan: BatchPlan, consumed_samples: int) -> list[TokenBatch]:
     """Returns the micro-batches of this rank in the step after `consumed_samples` samples."""
     share = plan.global_batch_size // plan.data_parallel_size
-    first, valid = consumed_samples + plan.data_parallel_rank * share, plan.global_batch_size * samples.sequence_length
-    masks = plan.document_mask or samples.has_loss_mask
-    if masks:  # from the index alone, and loss masks, so that no replica has to ask the others
-        stop = consumed_samples + plan.global_batch_size
-        valid = sum(samples.count_valid_targets(k) for k in range(consumed_samples, stop))
+    first = consumed_samples + plan.data_parallel_rank * share
+    valid = count_valid_targets(samples, plan, consumed_samples)
     return [_micro_batch(samples, start, plan, valid) for start in range(first, first + share, plan.micro_batch_size)]
+
+
+def count_valid_targets(samples: Samples, plan: BatchPlan, consumed_samples: int) -> int:
+    """Returns how many targets of the global batch after `consumed_samples` samples count, on all replicas."""
+    if not (plan.document_mask or samples.has_loss_mask):
+        return plan.global_batch_size * samples.sequence_length
+    stop = consumed_samples + plan.global_batch_size  # from indexes and loss masks: no replica has to ask the others
+    return sum(samples.count_valid_targets(k) for k in range(consumed_samples, stop))
 
 
 def _micro_batch(samples: Samples, first: int, plan: BatchPlan, valid: int) -> TokenBatch:

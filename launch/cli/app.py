@@ -111,8 +111,8 @@ app = typer.Typer(
 )
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
-app.add_typer(plan_app, name="plan")
 app.add_typer(data_app, name="data")
+app.add_typer(plan_app, name="plan")
 app.command("import")(import_)
 for command in (
     export,

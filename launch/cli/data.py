@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import typer
 
+from launch.cli.data_audit import at, find, plan_data
 from launch.cli.data_check import check
 
 data_app = typer.Typer(
-    help="Check prepared data.",
+    help="Check prepared data, plan what a run reads of it, and say what its steps have read.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
-data_app.command()(check)
+data_app.command("plan")(plan_data)
+for command in (at, find, check):
+    data_app.command()(command)

@@ -80,12 +80,21 @@ def _complete_sections(section: type[Section], schema: Schema, definitions: Sche
             if "$ref" in option and not definition.get("required"):
                 _add_alternative(option, {"type": "null"})
         elif inner := items_of(field.annotation):
-            items, name_of_items = option.get("additionalProperties"), NAME
-            if items is None:
-                items, name_of_items = option["items"], NUMBER
+            is_list = "items" in option
+            items, name_of_items = (option["items"], NUMBER) if is_list else (_of_any_name(option), NAME)
             definition = _definition(items, definitions)
             definition["title"] = dotted((*path, name, name_of_items))
             _complete_sections(inner, definition, definitions, (*path, name, name_of_items))
+            if not definition.get("required"):
+                _add_alternative(items, {"type": "null"})
+
+
+def _of_any_name(option: Schema) -> Schema:
+    """Returns the schema of the values of a dict whose names follow a pattern, and refuses other names."""
+    (values,) = option["patternProperties"].values()
+    option["additionalProperties"] = False
+    found: Schema = values
+    return found
 
 
 def _add_alternative(option: Schema, alternative: Schema) -> None:
