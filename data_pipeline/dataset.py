@@ -288,8 +288,8 @@ def _check_loss_mask(corpus: IndexedTokens, meta: CorpusMeta | None) -> None:
         raise DataError(f"{corpus.prefix}.loss.bin, the loss mask of the corpus, is missing: prepare the corpus again")
     if corpus.has_loss_mask and not is_named:
         raise DataError(
-            f"{corpus.prefix}.loss.bin is a loss mask that no {corpus.prefix}.meta.json names, so that it may be of other "
-            "tokens: prepare the corpus again, or move the mask away to train on every token"
+            f"{corpus.prefix}.loss.bin is a loss mask that no {corpus.prefix}.meta.json names, so that it may be of "
+            "other tokens: prepare the corpus again, or move the mask away to train on every token"
         )
 
 

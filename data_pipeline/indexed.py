@@ -230,9 +230,7 @@ class IndexedTokens:
         return numbers
 
     def _damaged(self) -> DataError:
-        return DataError(
-            f"{self._idx.path} is damaged (its lengths, pointers and documents disagree): write it again"
-        )
+        return DataError(f"{self._idx.path} is damaged (its lengths, pointers and documents disagree): write it again")
 
 
 class IndexedWriter:

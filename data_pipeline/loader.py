@@ -31,7 +31,9 @@ class TokenBatch:
     """One micro-batch of a data-parallel rank."""
 
     tokens: NDArray[np.int64]  # [B, S]
-    targets: NDArray[np.int64]  # [B, S]; IGNORED_TARGET at the end of a document, with document_mask, and by a loss mask
+    targets: NDArray[
+        np.int64
+    ]  # [B, S]; IGNORED_TARGET at the end of a document, with document_mask, and by a loss mask
     positions: NDArray[np.int64] | None  # [B, S]; None without document_mask: 0 ... S - 1
     samples: NDArray[np.int64]  # [B] numbers in the run's order; a sample seen again in another epoch has another one
     global_valid_targets: int  # of the global batch, on all replicas: targets that are not IGNORED_TARGET

@@ -1,7 +1,7 @@
 """Reads conversations from rows of JSON, in the two forms that chat data is published in.
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "tools": [...]}
-    {"prompt": ..., "completion": ...}    each a list of messages, or a text, which is a user's or an assistant's message
+    {"prompt": ..., "completion": ...}    lists of messages, or texts, which are a user's and an assistant's message
 
 Every assistant message may carry loss, but those of a prompt do not. Other fields of a row are left out; those of a
 message go to the template.
@@ -37,7 +37,7 @@ def conversation_of_row(fields: dict[str, Any], where: str) -> Conversation:
     """Reads a row. Raises DataError for what is no conversation in text; `where` names the row."""
     tools = fields.get("tools")
     if isinstance(tools, str) and tools:  # columns of one type hold them so
-        tools = _parsed(tools)
+        tools = _parsed(tools) or tools
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise DataError(f"{where} has no list of JSON objects in 'tools': describe each function by one")
     prompt: list[Message] = []

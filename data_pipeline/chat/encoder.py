@@ -14,8 +14,8 @@ from data_pipeline.chat.conversation import conversation_of_json
 from data_pipeline.chat.template import ChatTemplate, read_chat_template
 from data_pipeline.chat.turns import TrainOn, TurnFinder, Turns
 from data_pipeline.errors import DataError
-from data_pipeline.prepare.encoding import EncodedPiece, SpecialTokens, loaded_tokenizer
 from data_pipeline.prepare.cutting import TextPiece
+from data_pipeline.prepare.encoding import EncodedPiece, SpecialTokens, loaded_tokenizer
 from data_pipeline.tokenizer import TokenizerFile
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ class ChatEncoder:
         if loss.all() or not loss.any():
             carry = "all tokens carry" if loss.any() else "no token carries"
             raise DataError(
-                f"{piece.where}: with the chat template of {self.template.folder} {carry} loss: mark what the assistant "
-                "writes, and nothing else, by {% generation %} in the template, or leave the conversation out"
+                f"{piece.where}: with the chat template of {self.template.folder} {carry} loss: mark what the "
+                "assistant writes, and nothing else, by {% generation %} in the template, or leave the conversation out"
             )
         return EncodedPiece(tokens.ids, loss)
 
@@ -86,10 +86,15 @@ class _ChatText:
         cut = next((number for number in reversed(range(first)) if tokens.ids[number] in self._special), 0)
         place = int(tokens.starts[cut]) if cut else 0
         if self.tokens(turns.text[place:begin]).ids != tokens.ids[cut:first]:
-            merged = turns.text[max(place, begin - 8) : begin + 8]
+            around = turns.text[max(place, begin - 8) : begin + 8]
+            remedy = (
+                "take the white space away from its beginning"
+                if turns.text[begin : begin + 1].isspace()
+                else "let the template write no white space there, or mark answers by {% generation %}"
+            )
             raise DataError(
-                f"{where}: a token bridges the end of a prompt and the beginning of its answer, in {merged!r}, so that a "
-                "model would not learn to continue the prompt: take white space away from the beginning of the answer"
+                f"{where}: the tokens of a prompt are others where its answer follows, in {around!r}, so that a model "
+                f"would not learn to continue the prompt: {remedy}"
             )
 
 
@@ -120,9 +125,9 @@ def chat_encoder(tokenizer: TokenizerFile, train_on: TrainOn, special_tokens: Sp
     if special_tokens == "as-text":
         loaded = loaded_tokenizer(tokenizer.path, tokenizer.sha256, False).tokenizer
         halves = [loaded.encode(half, add_special_tokens=False).ids for half in ("a<", "|b")]
-        if loaded.decode(sum(halves, [])) != "a<|b":
+        if loaded.decode([*halves[0], *halves[1]]) != "a<|b":
             raise DataError(
-                f"the tokenizer {tokenizer.given} begins each text with a space, so that no control token can be cut in "
-                "two to become text: choose --special-tokens refuse or keep"
+                f"the tokenizer {tokenizer.given} begins each text with a space, so that no control token can be cut "
+                "in two to become text: choose --special-tokens refuse or keep"
             )
     return encoder

@@ -60,8 +60,9 @@ class TurnFinder:
             follows = (low, high) == trained[-1] or text[high:].lstrip().startswith(self._end_tokens)
             if not ends and follows:
                 raise DataError(
-                    f"{where}: the chat template of {self.template.folder} leaves the token that ends a turn out of its "
-                    "{% generation %} block, so that a model would not learn to end: move {% endgeneration %} behind it"
+                    f"{where}: the chat template of {self.template.folder} leaves the token that ends a turn out of "
+                    "its {% generation %} block, so that a model would not learn to end: move "
+                    "{% endgeneration %} behind it"
                 )
         return Turns(text, trained, False)
 

@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
 
 def encode_part(encoder: PieceEncoder, pieces: Sequence[TextPiece], bad_rows: BadRows, path: Path) -> PartSize:
-    """Encodes `pieces` and writes them as a part at `path`. A piece that is refused is a bad row, if it is a whole one."""
+    """Encodes `pieces` and writes them as a part at `path`. A whole document that is refused is a bad row."""
     dtype = token_dtype(encoder.tokenizer.vocab_size)
     arrays: list[NDArray[Any]] = [np.empty(0, dtype)]
     masks: list[NDArray[Any]] = [np.empty(0, np.uint8)]

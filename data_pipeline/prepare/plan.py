@@ -122,8 +122,8 @@ def _check_merges(file: TokenizerFile, loaded: LoadedTokenizer) -> None:
     """Raises DataError for a tokenizer that gives a text other tokens each time."""
     if getattr(loaded.tokenizer.model, "dropout", None):
         raise DataError(
-            f"tokenizer {file.given} leaves out merges at random, so that no two runs would write the same: set dropout in "
-            "its tokenizer.json to null"
+            f"tokenizer {file.given} leaves out merges at random, so that no two runs would write the same: set "
+            "dropout in its tokenizer.json to null"
         )
 
 

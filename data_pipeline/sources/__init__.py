@@ -83,7 +83,9 @@ def _open_file(path: Path, text_field: str | None) -> Source:
             raise DataError(f"{path} {reason}")
     if name.endswith((".jsonl", ".ndjson", ".json")):
         may_be_array = name.endswith(".json")
-        return ChatRows(path, may_be_array=may_be_array) if text_field is None else JsonRows(path, text_field, may_be_array)
+        if text_field is None:
+            return ChatRows(path, may_be_array=may_be_array)
+        return JsonRows(path, text_field, may_be_array)
     if text_field is None:
         raise DataError(f"{path} holds no rows of conversations: give .jsonl, .json or .parquet files, or dataset:NAME")
     if name.endswith(".csv"):

@@ -44,8 +44,8 @@ def prepare(
     special_tokens: Annotated[
         Literal["keep", "as-text", "refuse"] | None,
         typer.Option(
-            help="What the spelling of a special token in a text becomes: that token, text, or an error; default: keep, "
-            "with --chat refuse."
+            help="What the spelling of a special token in a text becomes: that token, text, or an error; default: "
+            "keep, with --chat refuse."
         ),
     ] = None,
     fill_in_the_middle: Annotated[
@@ -57,13 +57,13 @@ def prepare(
     ] = "refuse",
     chat: Annotated[
         bool,
-        typer.Option("--chat", help="Rows are conversations (messages, or prompt and completion): apply the chat template."),
+        typer.Option("--chat", help="Rows are conversations: apply the chat template, train on the answers."),
     ] = False,
     train_on: Annotated[
         Literal["all-turns", "last-turn"] | None,
         typer.Option(
-            help="With --chat: which of the assistant's turns carry loss; last-turn: those after the user's last message; "
-            "default: all-turns."
+            help="With --chat: which of the assistant's turns carry loss; last-turn: those after the user's last "
+            "message; default: all-turns."
         ),
     ] = None,
     overwrite: Annotated[

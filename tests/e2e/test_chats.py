@@ -25,7 +25,13 @@ def workplace(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     model = tmp_path / "runs/quickstart/hf"
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "bos_token_id": 0, "eos_token_id": 0, "max_position_embeddings": 256}
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "max_position_embeddings": 256,
+    }
     HubModel("", "llama", sizes).save(model, torch.float32)
     texts = [path.read_text() for path in (ROOT / "configs/chat").iterdir()]
     train_tokenizer([*texts, *(path.read_text() for path in (ROOT / "docs").glob("*.md"))], model, VOCABULARY)
@@ -33,7 +39,7 @@ def workplace(tmp_path: Path) -> Path:
 
 
 def test_from_conversations_to_a_conversation(workplace: Path) -> None:
-    """The answer that the run has seen comes back, and ends by itself: the template, the mask and the end token agree."""
+    """An answer that the run has seen comes back, and ends by itself: template, mask and end token agree."""
     lines = [line for line in commands_of(ROOT / "docs/fine_tuning.md") if "runs/chat" in line]
     assert [words_of(line)[1][1] for line in lines][1:] == ["prepare", "data", "train", "generate"]
     for line in lines:

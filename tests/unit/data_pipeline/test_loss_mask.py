@@ -31,8 +31,8 @@ def write_masked(prefix: Path, lengths: list[int], loss: np.ndarray) -> Path:
     with LossWriter(prefix) as mask:
         mask.append(loss.astype(np.uint8))
     meta = CorpusMeta(
-        "t", "tokenizer", 1 << 20, None, int(ends[-1]), len(lengths), "int32", writer.bin_sha256, writer.idx_sha256, [], "j",
-        loss_sha256=mask.sha256,
+        "t", "tokenizer", 1 << 20, None, int(ends[-1]), len(lengths), "int32", writer.bin_sha256, writer.idx_sha256, [],
+        "job", loss_sha256=mask.sha256,
     )  # fmt: skip
     meta.write(prefix)
     return prefix
@@ -43,8 +43,10 @@ def write_masked(prefix: Path, lengths: list[int], loss: np.ndarray) -> Path:
 def test_every_target_carries_loss_by_its_own_byte(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, document_mask: bool, random: object
 ) -> None:
-    """Brute force: a target is valid where its token has a 1 and is no first of a document. A mask that is shifted by one,
-    either way, or twice, fails; so does a count that the batch does not keep."""
+    """Brute force: a target is valid where its token has a 1 and is no first of a document.
+
+    A mask that is shifted by one, either way, or twice, fails; so does a count that the batch does not keep.
+    """
     total = sum(lengths)
     loss = np.array([random.random() < 0.5 for _ in range(total)])  # type: ignore[attr-defined]
     prefix = write_masked(tmp_path_factory.mktemp("masked") / "chats", lengths, loss)
@@ -73,7 +75,9 @@ def test_two_corpora_of_which_one_has_a_mask(tmp_path: Path, write_corpus: Calla
 def test_a_mask_is_part_of_the_fingerprint(tmp_path: Path) -> None:
     """A run on other answers' loss does not resume."""
     marks = [
-        PackedSamples([write_masked(tmp_path / str(n), [4, 4], np.arange(8) < n)], 3, 0, held_out_fraction=0).fingerprint
+        PackedSamples(
+            [write_masked(tmp_path / str(n), [4, 4], np.arange(8) < n)], 3, 0, held_out_fraction=0
+        ).fingerprint
         for n in (2, 3)
     ]
     assert marks[0] != marks[1]
@@ -87,7 +91,7 @@ def test_a_mask_of_other_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"chats.loss.bin has 7 bytes, but .*chats.bin has 8 tokens"):
         IndexedTokens(prefix)
     path.unlink()
-    with pytest.raises(DataError, match="chats.loss.bin, the loss mask of the corpus, is missing"):
+    with pytest.raises(DataError, match=r"chats\.loss\.bin, the loss mask of the corpus, is missing"):
         PackedSamples([prefix], 3, 0)
     path.write_bytes(b"\1" * 8)
     meta.unlink()

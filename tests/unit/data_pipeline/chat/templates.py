@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from tokenizers import Regex, pre_tokenizers
+
 from data_pipeline.tokenizer import load_tokenizer
 
 _CHATML_TURN = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
@@ -37,7 +39,9 @@ TEMPLATES = {
         {%- else %}{{ m.content }}{% endif %}{% endfor %}
         {%- if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}""",
     "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}{% generation %}"
-    "{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}" + _CHATML_TURN + "{% endif %}{% endfor %}"
+    "{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
+    + _CHATML_TURN
+    + "{% endif %}{% endfor %}"
     + _CHATML_PROMPT,
 }
 ENDS = {
@@ -51,12 +55,19 @@ SPECIAL = (
     "<|im_end|>", "[INST]", "[/INST]", "<start_of_turn>", "<end_of_turn>", "<|system|>", "<|user|>", "<|assistant|>",
     "<|end|>", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>",
 )  # fmt: skip
+_LLAMA_3 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 NOT_SPECIAL = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<｜User｜>", "<｜Assistant｜>")
 
 
-def write_tokenizer(trained: Path, folder: Path, template: str) -> Path:
-    """Writes a tokenizer folder as transformers does: the trained one with all tokens above, and a chat template."""
+def write_tokenizer(trained: Path, folder: Path, template: str, *, splits_lines: bool = True) -> Path:
+    """Writes a tokenizer folder as transformers does: the trained one with all tokens above, and a chat template.
+
+    It splits text as Llama 3 does, with several line breaks as one word, or as GPT-2 does.
+    """
     tokenizer = load_tokenizer(trained / "tokenizer.json")
+    if splits_lines:
+        words = pre_tokenizers.Split(Regex(_LLAMA_3), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.add_tokens(list(NOT_SPECIAL))
     folder.mkdir(parents=True, exist_ok=True)

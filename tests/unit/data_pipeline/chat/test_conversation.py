@@ -1,4 +1,4 @@
-"""Rows that are no conversation in text are one sentence with their place; nothing that a template would garble passes."""
+"""A row that is no conversation in text is one sentence with its place; what a template would garble does not pass."""
 
 from __future__ import annotations
 

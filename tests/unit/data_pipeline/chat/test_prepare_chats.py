@@ -1,4 +1,4 @@
-"""`prepare` of conversations: the same bytes for any number of workers, bad rows named or counted, nothing left behind."""
+"""`prepare` of conversations: the same bytes for any number of workers, bad rows named or counted, no stale files."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_same_bytes_for_any_number_of_workers(
 
 
 def test_a_bad_row_is_named_or_left_out_and_counted(tokenizer: Path, tmp_path: Path) -> None:
-    """Also one that only the template finds: the count is the same after an interruption, for it is kept with the part."""
+    """Also one that only the template finds; its count is kept with the part, for a run that goes on."""
     good = rows(3)
     source = write_rows(tmp_path / "chats.jsonl", [good[0], {"messages": "hi"}, good[1], forged(), good[2]])
     with pytest.raises(DataError, match=r"chats.jsonl, line 2 has str in 'messages'.*--on-bad-row skip"):
@@ -110,7 +110,7 @@ def test_conversations_come_from_tables_and_arrays_too(tokenizer: Path, tmp_path
     ]
     assert len({summary.sha256 for summary in made}) == 1
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(DataError, match="notes.txt holds no rows of conversations"):
+    with pytest.raises(DataError, match=r"notes\.txt holds no rows of conversations"):
         prepare([str(tmp_path / "notes.txt")], tmp_path / "out", tokenizer, CHATS)
     masks = [np.fromfile(loss_path(tmp_path / f"out{number}"), np.uint8) for number in range(3)]
     assert all(np.array_equal(masks[0], mask) for mask in masks)

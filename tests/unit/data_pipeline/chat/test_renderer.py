@@ -105,8 +105,9 @@ def test_a_process_ends_with_the_object_that_owns_it() -> None:
 
 
 PARTS = (
-    *("{{ ", " }}", "{% for m in messages %}", "{% endfor %}", "{% if ", " %}", "messages", "[0]", ".content", " | tojson"),
-    *(" * 9", "'a'", "\x1b]0;", "\ud800", "{%- set x = ", "{#", "#}", "raise_exception(", ")", "(", "None", " + ", "\n"),
+    *("{{ ", " }}", "{% for m in messages %}", "{% endfor %}", "{% if ", " %}", "messages", "[0]", ".content"),
+    *(" | tojson", " * 9", "'a'", "\x1b]0;", "\ud800", "{%- set x = ", "{#", "#}", "raise_exception(", ")"),
+    *("(", "None", " + ", "\n"),
     *("{% generation %}", "{% endgeneration %}"),
 )  # fmt: skip
 
