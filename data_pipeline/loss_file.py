@@ -44,11 +44,11 @@ class LossWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._stream:
-            if kind is None:
+        try:
+            with self._stream:
                 self._stream.flush()
                 os.fsync(self._stream.fileno())
-        if kind is None:
-            publish(self._temporary, self._path)
-        else:
+            if kind is None:
+                publish(self._temporary, self._path)
+        finally:
             self._temporary.unlink(missing_ok=True)

@@ -35,7 +35,7 @@ class TemplateLimit(TemplateRefusal):
     """Raised for a template whose process ran too long, or broke."""
 
 
-class Rendering(NamedTuple):
+class ChatPart(NamedTuple):
     """The first messages of a conversation to render, up to `stop`, with or without the prompt for an answer."""
 
     stop: int
@@ -57,7 +57,7 @@ class TemplateProcess:
         self._child: _Child | None = None
 
     def render(
-        self, messages: Sequence[Any], renderings: Sequence[Rendering], tools: Sequence[Any] | None = None
+        self, messages: Sequence[Any], renderings: Sequence[ChatPart], tools: Sequence[Any] | None = None
     ) -> list[Rendered]:
         """Renders parts of one conversation. Raises TemplateRefusal, whose text is a clause about the template."""
         request = json.dumps([messages, renderings, tools]).encode() + b"\n"

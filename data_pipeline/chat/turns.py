@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from data_pipeline.chat.conversation import ASSISTANT, USER, Conversation
-from data_pipeline.chat.renderer import Rendered, Rendering, TemplateLimit, TemplateProcess, TemplateRefusal
+from data_pipeline.chat.renderer import Rendered, ChatPart, TemplateLimit, TemplateProcess, TemplateRefusal
 from data_pipeline.chat.template import ChatTemplate
 from data_pipeline.errors import DataError
 
@@ -48,8 +48,8 @@ class TurnFinder:
 
     def _marked(self, conversation: Conversation, first: int, where: str) -> Turns:
         """Takes the stretches that the template marks, from the message number `first` on."""
-        whole = Rendering(len(conversation.messages), False)
-        before = [Rendering(first, False)] if first else []
+        whole = ChatPart(len(conversation.messages), False)
+        before = [ChatPart(first, False)] if first else []
         text, marked = (made := self._render(conversation, [whole, *before], where))[0]
         begin = len(made[1].text) if before else 0
         if before and not text.startswith(made[1].text):
@@ -71,9 +71,9 @@ class TurnFinder:
         answers = [
             number for number, message in enumerate(messages) if number >= first and message["role"] == ASSISTANT
         ]
-        renderings = [Rendering(len(messages), False)]
+        renderings = [ChatPart(len(messages), False)]
         for number in answers:
-            renderings += [Rendering(number, True), Rendering(number + 1, False)]
+            renderings += [ChatPart(number, True), ChatPart(number + 1, False)]
         (text, _), *parts = self._render(conversation, renderings, where)
         trained = []
         for number, prompt, answer in zip(answers, parts[0::2], parts[1::2], strict=True):
@@ -101,7 +101,7 @@ class TurnFinder:
             end = len(rest)
         return end
 
-    def _render(self, conversation: Conversation, renderings: list[Rendering], where: str) -> list[Rendered]:
+    def _render(self, conversation: Conversation, renderings: list[ChatPart], where: str) -> list[Rendered]:
         try:
             return self._process.render(conversation.messages, renderings, conversation.tools)
         except TemplateLimit as error:

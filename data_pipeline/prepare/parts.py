@@ -4,7 +4,7 @@ journal.json      the digest of the job the parts belong to; parts of other jobs
 part-000042.npz   chunk 42, encoded; chunks are cut by a fixed rule, so the number identifies the text
 lock              held by the running process; the kernel releases it however the process ends
 
-A part is an uncompressed `.npz` of what `Part` lists; its last tokens may belong to a document that the next part ends.
+A part is an uncompressed `.npz` of what `PartContents` lists; its last tokens may belong to a document that the next part ends.
 A part is renamed to its final name only when it is complete, so a part that exists is done, and a rerun resumes.
 """
 
@@ -41,7 +41,7 @@ class PartSize(NamedTuple):
     first_bad_rows: list[str]  # sentences about some of the rows that could not be encoded
 
 
-class Part(NamedTuple):
+class PartContents(NamedTuple):
     """The contents of a part file."""
 
     tokens: NDArray[Any]  # [n]
@@ -71,7 +71,7 @@ def encode_part(encoder: PieceEncoder, pieces: Sequence[TextPiece], bad_rows: Ba
         token_count += len(ids)
         if piece.ends_document:
             ends.append(token_count)
-    part = Part(np.concatenate(arrays), np.array(ends, dtype=np.int64), np.concatenate(masks), bad_rows.count)
+    part = PartContents(np.concatenate(arrays), np.array(ends, dtype=np.int64), np.concatenate(masks), bad_rows.count)
     content = io.BytesIO()
     np.savez(content, **part._asdict())
     write_atomically(path, content.getvalue())
@@ -152,12 +152,12 @@ class PartStore:
             return set()
         return {int(file.stem.removeprefix("part-")) for file in self.folder.glob("part-*.npz") if file.is_file()}
 
-    def read(self, number: int) -> Part:
+    def read(self, number: int) -> PartContents:
         """Reads the part of a number."""
         path = self.path(number)
         try:
             with np.load(path, allow_pickle=False) as arrays:
-                return Part(arrays["tokens"], arrays["document_ends"], arrays["loss"], int(arrays["bad_rows"]))
+                return PartContents(arrays["tokens"], arrays["document_ends"], arrays["loss"], int(arrays["bad_rows"]))
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(f"part file {path} is damaged ({error}): delete it and run prepare again") from error
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.chat.renderer import Rendering, TemplateLimit, TemplateProcess, TemplateRefusal
+from data_pipeline.chat.renderer import ChatPart, TemplateLimit, TemplateProcess, TemplateRefusal
 from data_pipeline.chat.template import chat_template_of
 from launch.errors import LaunchError
 
@@ -22,7 +22,7 @@ def render_chats(tokenizer: Any, messages: Sequence[str], folder: Path) -> list[
     process = TemplateProcess(chat_template_of(tokenizer, folder))
     chats = ([{"role": "user", "content": message}] for message in messages)
     try:
-        return [process.render(chat, [Rendering(1, add_generation_prompt=True)])[0].text for chat in chats]
+        return [process.render(chat, [ChatPart(1, add_generation_prompt=True)])[0].text for chat in chats]
     except TemplateLimit as error:
         raise LaunchError(f"{folder}: its chat template cannot be used, {error}: leave out --chat") from None
     except TemplateRefusal as error:

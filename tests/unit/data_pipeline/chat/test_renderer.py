@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipeline.chat import renderer
-from data_pipeline.chat.renderer import Rendering, TemplateLimit, TemplateProcess, TemplateRefusal
+from data_pipeline.chat.renderer import ChatPart, TemplateLimit, TemplateProcess, TemplateRefusal
 from data_pipeline.chat.template import ChatTemplate
 
-WHOLE = [Rendering(1, True)]
+WHOLE = [ChatPart(1, True)]
 
 
 def children() -> set[str]:
@@ -45,7 +45,7 @@ def test_one_process_renders_many_conversations_and_parts_of_them() -> None:
     assert once.text == "<s>[user]a\nbgoNone"
     started = children()
     two = [*user("naïve 🙂"), {"role": "assistant", "content": "ja"}]
-    parts = process.render(two, [Rendering(2, False), Rendering(1, True)], tools=[{"name": "f"}])
+    parts = process.render(two, [ChatPart(2, False), ChatPart(1, True)], tools=[{"name": "f"}])
     assert [part.text for part in parts] == [
         "<s>[user]naïve 🙂[assistant]ja[{'name': 'f'}]",
         "<s>[user]naïve 🙂go[{'name': 'f'}]",
@@ -57,7 +57,7 @@ def test_one_process_renders_many_conversations_and_parts_of_them() -> None:
 
 def test_generated_stretches_are_counted_in_characters() -> None:
     process = process_with("🙂{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}.{% endfor %}")
-    (made,) = process.render([*user("né"), *user("b")], [Rendering(2, False)])
+    (made,) = process.render([*user("né"), *user("b")], [ChatPart(2, False)])
     assert (made.text, made.generated) == ("🙂né.b.", [(1, 3), (4, 5)])
     process.close()
 
