@@ -4,8 +4,8 @@ journal.json      the digest of the job the parts belong to; parts of other jobs
 part-000042.npz   chunk 42, encoded; chunks are cut by a fixed rule, so the number identifies the text
 lock              held by the running process; the kernel releases it however the process ends
 
-A part is an uncompressed `.npz` of what `PartContents` lists; its last tokens may belong to a document that the next part ends.
-A part is renamed to its final name only when it is complete, so a part that exists is done, and a rerun resumes.
+A part is an uncompressed `.npz` of what `PartContents` lists; its last tokens may belong to a document that the next
+part ends. A part is renamed to its final name only when it is complete, so a part that exists is done, and a rerun resumes.
 """
 
 import fcntl
