@@ -322,10 +322,14 @@ class IndexedWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.finish()
-        else:
+        if kind is not None:
             self.abort()
+            return
+        try:
+            self.finish()
+        except OSError:
+            self.abort()
+            raise
 
     def _write_index(self) -> None:
         lengths = np.frombuffer(self._lengths, dtype=np.intc) if self._lengths else np.empty(0, dtype=np.intc)

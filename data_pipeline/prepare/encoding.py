@@ -1,4 +1,4 @@
-"""How a piece of text becomes token ids: frozen values that travel to every worker process of `prepare`.
+"""Encoders make token ids of a piece of text: frozen values that travel to every worker process of `prepare`.
 
 A document may contain the spelling of a special token, `<|endoftext|>` in a page about tokenizers. What becomes of it
 is a choice (`SpecialTokens`); the tokens that begin and end a document are set here, by id, and never by a text.
@@ -64,9 +64,7 @@ class TextEncoder:
         return EncodedPiece(ids, None)
 
     def _ids_of(self, text: str, where: str) -> list[int]:
-        loaded, special = loaded_tokenizer(
-            self.tokenizer.path, self.tokenizer.sha256, self.special_tokens == "as-text"
-        )
+        loaded, special = loaded_tokenizer(self.tokenizer.path, self.tokenizer.sha256, self.special_tokens == "as-text")
         # One text per call: a batch starts rayon's threads in every process, and is no faster on one core.
         ids = loaded.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if self.special_tokens == "refuse":

@@ -5,7 +5,8 @@ A chosen document is cut at two characters and written in one of two orders, eac
     PREFIX prefix SUFFIX suffix MIDDLE middle
     PREFIX SUFFIX suffix MIDDLE prefix middle
 
-PREFIX, SUFFIX and MIDDLE are special tokens of the tokenizer. Choice, cuts and order are a function of the document's number.
+PREFIX, SUFFIX and MIDDLE are special tokens of the tokenizer. Choice, cuts and order follow from the
+document's number.
 """
 
 import hashlib
@@ -22,7 +23,11 @@ _KNOWN_TOKENS = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
-    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek: the hole is where the suffix begins
+    (
+        "<\uff5cfim▁begin\uff5c>",
+        "<\uff5cfim▁hole\uff5c>",
+        "<\uff5cfim▁end\uff5c>",
+    ),  # DeepSeek: the suffix is in the hole
 )
 
 
@@ -52,8 +57,8 @@ def fill_in_the_middle(rate: float, tokenizer: "tokenizers.Tokenizer", given: st
     """Returns the rearrangement with the special tokens of the tokenizer. Raises DataError if it has none."""
     if str(tokenizer.encode("b", add_special_tokens=False).tokens[0]).startswith(("▁", "Ġ")):
         raise DataError(
-            f"tokenizer {given} puts a space before every text, so that the parts of a document would not join: prepare "
-            "without --fill-in-the-middle"
+            f"tokenizer {given} puts a space before every text, so that the parts of a document would not join: "
+            "prepare without --fill-in-the-middle"
         )
     for names in _KNOWN_TOKENS:
         prefix, suffix, middle = map(tokenizer.token_to_id, names)

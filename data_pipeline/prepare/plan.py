@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ _CHUNKING = 2  # raise it when the same plan would cut other chunks: the parts o
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What of the sources becomes text, and which tokens stand around and in it."""
+    """Choices about the text that is read, and the tokens that stand around and in it."""
 
     text_field: str = "text"
     append_eos: bool = True
@@ -69,7 +70,7 @@ class PreparationPlan:
 
 
 def plan_job(specs: list[str], tokenizer: Path | TrainedTokenizer, options: PrepareOptions) -> PreparationPlan:
-    """Opens sources and tokenizer. Raises DataError if one is missing or the tokenizer lacks what the options ask for."""
+    """Opens sources and tokenizer. Raises DataError if one is missing or lacks what the options ask for."""
     sources = open_sources(specs, None if options.train_on else options.text_field)
     encoder, places = _encoder(tokenizer, options)
     sizes = [source.size_bytes for source in sources]
@@ -115,7 +116,13 @@ def _encoder(
     if options.fill_in_the_middle:
         arrangement = fill_in_the_middle(options.fill_in_the_middle, loaded.tokenizer, inspected.given)
         encoder = replace(encoder, fill_in_the_middle=arrangement)
-    return encoder, safe_places(loaded.tokenizer)
+    return encoder, _places(inspected, options.special_tokens == "as-text")
+
+
+@lru_cache(maxsize=4)
+def _places(tokenizer: TokenizerFile, special_as_text: bool) -> tuple[CutPlace, ...]:
+    """Returns the places where documents can be cut, which takes a while to find out."""
+    return safe_places(loaded_tokenizer(tokenizer.path, tokenizer.sha256, special_as_text).tokenizer)
 
 
 def _check_merges(file: TokenizerFile, loaded: LoadedTokenizer) -> None:

@@ -16,7 +16,7 @@ _LONGEST_CELL = 1 << 28  # characters
 
 @dataclass(frozen=True)
 class CsvTable:
-    """The rows of a `.csv` file, whose first line names the columns. Cells are text as they stand, `NA` and `007` too."""
+    """The rows of a `.csv` file, whose first line names the columns; cells are text as they stand."""
 
     path: Path
     text_field: str
@@ -53,10 +53,10 @@ class CsvTable:
                         "--text-field"
                     )
                 for row in rows:
-                    yield f"{self.path}, line {rows.line_num}", row
+                    yield f"{self.path}, line {rows.reader.line_num}", row
             except UnicodeDecodeError as error:
                 raise DataError(f"{self.path} is not UTF-8 text: convert it to UTF-8") from error
             except csv.Error as error:
                 raise DataError(
-                    f"{self.path}, line {rows.line_num} is not CSV ({error}): write the table again"
+                    f"{self.path}, line {rows.reader.line_num} is not CSV ({error}): write the table again"
                 ) from error

