@@ -85,7 +85,7 @@ class Mix:
         ]
 
     def sample_of(self, source: int, j: int) -> int | None:
-        """Returns the sample of the run that is number j of a source; None if no stage from there on reads the source."""
+        """Returns the sample of the run that is number j of a source; None if no stage from there on reads it."""
         begun = [
             offsets[source] + self._count(stage, source, self._firsts[stage])
             for stage, offsets in enumerate(self._offsets)
@@ -204,7 +204,11 @@ class MixRecord:
     def read(cls, facts: Mapping[str, Any]) -> Self:
         """Returns the record that `facts` wrote."""
         stages = [MixStage(**stage) for stage in facts["stages"]]
-        mix = Mix.by_samples(stages[0].weights) if facts["by_samples"] else Mix.by_weights([*facts["sources"]], stages)
+        mix = (
+            Mix.by_samples(facts["stages"][0]["weights"])
+            if facts["by_samples"]
+            else Mix.by_weights([*facts["sources"]], stages)
+        )
         return cls(mix, facts["sources"], facts["global_batch_size"])
 
     def facts(self) -> dict[str, Any]:
@@ -285,7 +289,11 @@ class MixedSamples:
         contents = {name: content_id(source) for name, source in self.sources.items()}
         self.record = MixRecord(mix, contents, global_batch_size)
         self.content_digest = ""  # those of the sources are in the record
-        facts = [{name: source.fingerprint for name, source in self.sources.items()}, mix.modulus, [*zip(mix._firsts, mix._edges, strict=True)]]
+        facts = [
+            {name: source.fingerprint for name, source in self.sources.items()},
+            mix.modulus,
+            [*zip(mix._firsts, mix._edges, strict=True)],
+        ]
         self.fingerprint = hashlib.sha256(json.dumps(["mix-1", *facts]).encode()).hexdigest()
         self._places = lru_cache(maxsize=32)(lambda block: mix.places(block * _AT_ONCE, (block + 1) * _AT_ONCE))
 

@@ -86,7 +86,9 @@ def find(
     run_dir: RunFolder,
     document: Annotated[
         str,
-        typer.Option(help="A source or a prefix, and the number of a document in it.", metavar="SOURCE_OR_PREFIX:NUMBER"),
+        typer.Option(
+            help="A source or a prefix, and the number of a document in it.", metavar="SOURCE_OR_PREFIX:NUMBER"
+        ),
     ],
     as_json: AsJson = False,
 ) -> None:
@@ -98,7 +100,12 @@ def find(
 
     readings = AuditedRun.open(run_dir).readings(document)
     if as_json:
-        print_json({"document": document, "samples": [asdict(reading) | {"source": reading.source or None} for reading in readings]})
+        print_json(
+            {
+                "document": document,
+                "samples": [asdict(reading) | {"source": reading.source or None} for reading in readings],
+            }
+        )
         return
     if not readings:
         say(f"no step of the run reads {document}: it is held out, empty, or comes after the end of the run")

@@ -41,8 +41,8 @@ from launch.runtime.printing import print_result
 from launch.runtime.rank_process import run_to_the_end
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config.base import Section
-from megalite.config.errors import describe_validation_error
 from megalite.config.data import DataConfig
+from megalite.config.errors import describe_validation_error
 from megalite.config.sections import TrainingConfig
 from megalite.parallel.loss import head_loss
 from megalite.planner.units import plural

@@ -142,4 +142,5 @@ class AuditedRun:
 def _done(record: dict[str, object]) -> StepSamples:
     step, samples = record["step"], record["samples"]
     assert isinstance(step, int) and isinstance(samples, list)
-    return StepSamples(step, *samples, when="skipped" if record.get("skipped") else "read")
+    first, stop = samples
+    return StepSamples(step, first, stop, "skipped" if record.get("skipped") else "read")

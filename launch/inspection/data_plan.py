@@ -34,7 +34,11 @@ class PositionedData:
 
     def step_of(self, k: int) -> int | None:
         """Returns the steps done before sample k; None of a past in which the batch size may have changed."""
-        batch, step, consumed = self.config.training.global_batch_size, self.followed.step, self.followed.consumed_samples
+        batch, step, consumed = (
+            self.config.training.global_batch_size,
+            self.followed.step,
+            self.followed.consumed_samples,
+        )
         if k < consumed and consumed != step * batch:
             return None
         return step + (k - consumed) // batch
@@ -42,7 +46,7 @@ class PositionedData:
 
 @dataclass(frozen=True)
 class PlannedSource:
-    """What one stage reads of one source."""
+    """The samples of one source that one stage reads."""
 
     stage: int
     place: str  # as the config names it; "" for the start

@@ -73,13 +73,17 @@ def changes_since(manifest: Manifest, config: Config) -> tuple[OptionChange, ...
     """
     named = {name: manifest.config.get(name) for name in Config.model_fields} | {"model": saved_model(manifest)}
     saved = dict(_defaults(Config)) | _former_defaults(manifest) | dict(_flat("", named))
+    if not manifest.config.get("data"):
+        del saved["data.path"]  # its default is that of a mix, and nothing is known of this text
     ours = dict(_flat("", config.model_dump(mode="json")))
     for values in (saved, ours):
         values[REDUCTION] = values.get(REDUCTION) or values.get("precision.gradient_accumulation_dtype")
     open_options = {dotted(path) for path in config.unresolved_options}
     changes = []
     for option in dict.fromkeys((*ours, *saved)):
-        is_unknown = option not in saved and not option.startswith(NAMED_BY_USERS)  # a checkpoint without a whole config
+        is_unknown = option not in saved and not option.startswith(
+            NAMED_BY_USERS
+        )  # a checkpoint without a whole config
         before, after = saved.get(option), ours.get(option)
         is_left_out = is_unknown or option in open_options or _is_without_effect(option, config)
         if before != after and not is_left_out:

@@ -64,8 +64,8 @@ def open_data(config: Config) -> RunData:
     _check_tokenizers(config)
     if training.vocab_size is not None and training.vocab_size > config.model.vocab_size:
         raise DataError(
-            f"{config.data.prefixes[0]} was prepared with a vocabulary of {training.vocab_size}, but model.vocab_size is "
-            f"{config.model.vocab_size}: {_remedy(config, training.vocab_size)}"
+            f"{config.data.prefixes[0]} was prepared with a vocabulary of {training.vocab_size}, but model.vocab_size "
+            f"is {config.model.vocab_size}: {_remedy(config, training.vocab_size)}"
         )
     meta = read_meta(Path(config.data.prefixes[0]))
     notices = [samples.notice() for samples in (training, *(one.samples for one in validation))]
@@ -111,9 +111,7 @@ def _open(config: Config, prefixes: Sequence[str], held_out_fraction: float) -> 
     """Opens the training samples of one text."""
     training, paths = config.training, [Path(prefix) for prefix in prefixes]
     limit = config.model.vocab_size
-    return PackedSamples(
-        paths, training.sequence_length, training.seed, "train", held_out_fraction, vocab_limit=limit
-    )
+    return PackedSamples(paths, training.sequence_length, training.seed, "train", held_out_fraction, vocab_limit=limit)
 
 
 def _check_tokenizers(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""Resolves the mix of a run: at which sample each stage begins, how often each source is read, and what was read before.
+"""Resolves the mix of a run: the sample at which each stage begins, how often a source is read, what was read before.
 
 A stage begins at the first step whose first sample lies at its place or behind it. That sample is kept in checkpoints,
 so that a resume with another batch size changes nothing that has been read.
@@ -104,9 +104,9 @@ def check_past(training: Samples, followed: FollowedMix, checkpoint: Path, advic
     if was == now:
         what = f"{now} holds something else now (other text, or another sequence_length, held_out_fraction or packing)"
     raise CheckpointError(
-        f"{checkpoint} has read {consumed:,} samples of another mix: sample {k:,} (token {k * length:,}) came from {was}, "
-        f"and {what}; only what comes from token {consumed * length:,} on may change, by a stage in data.stages that "
-        f"begins there or later: set the rest back, or {advice}"
+        f"{checkpoint} has read {consumed:,} samples of another mix: sample {k:,} (token {k * length:,}) came from "
+        f"{was}, and {what}; only what comes from token {consumed * length:,} on may change, by a stage in data.stages "
+        f"that begins there or later: set the rest back, or {advice}"
     )
 
 
@@ -170,8 +170,8 @@ def notices_of(config: Config, training: MixedSamples, followed: FollowedMix) ->
             step = followed.step + (first - followed.consumed_samples) // batch
             shares = ", ".join(f"{name} {weight:g}" for name, weight in stage.weights.items())
             yield (
-                f"the stage {stage.place} begins after step {step:,}, at sample {first:,} (token {first * length:,}), with "
-                f"weights {shares}"
+                f"the stage {stage.place} begins after step {step:,}, at sample {first:,} (token {first * length:,}), "
+                f"with weights {shares}"
             )
     same: dict[str, list[str]] = {}
     for name, source in training.sources.items():
@@ -181,9 +181,8 @@ def notices_of(config: Config, training: MixedSamples, followed: FollowedMix) ->
             yield f"{' and '.join(names)} of data.sources hold the same text, which is read for each of them"
     for name, source in training.sources.items():
         if source.samples_per_epoch < batch:
-            yield (
-                f"{name} of data.sources has {plural(source.samples_per_epoch, 'sample')}, less than one batch of {batch}"
-            )
+            samples = plural(source.samples_per_epoch, "sample")
+            yield f"{name} of data.sources has {samples}, less than one batch of {batch}"
     if config.data.is_by_epochs and followed.samples_at_end(config) < training.mix.modulus:
         share = followed.samples_at_end(config) / training.mix.modulus
         yield f"the run ends when {share:.0%} of the epochs of data.sources are read"

@@ -155,7 +155,10 @@ def _data_lines(data: Facts) -> Lines:
     if len(data["sources"]) > MOST_SOURCES:
         epochs = [source["epochs"] for source in data["sources"]]
         return [
-            ("data", f"{len(epochs)} sources: {whole}; the run takes {min(epochs):,.2f} to {max(epochs):,.2f} epochs each")
+            (
+                "data",
+                f"{len(epochs)} sources: {whole}; the run takes {min(epochs):,.2f} to {max(epochs):,.2f} epochs each",
+            )
         ]
     return [
         (

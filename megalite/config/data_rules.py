@@ -33,7 +33,9 @@ def _weights(data: DataConfig) -> Iterator[str]:
     by_weight = [name for name, source in data.sources.items() if source.weight is not None]
     for name, source in data.sources.items():
         if source.weight is None and source.epochs is None:
-            yield f"data.sources.{name} has neither a weight nor epochs: give it a weight, or 0 until a stage reads it"
+            yield (
+                f"data.sources.{name}.weight is missing, and so are epochs: give it a weight, or 0 until a stage reads it"
+            )
         if source.epochs is not None and source.max_epochs is not None:
             yield (
                 f"data.sources.{name} has epochs {source.epochs:g} and max_epochs {source.max_epochs:g}, but epochs "

@@ -45,7 +45,7 @@ def nearest_option(unknown: OptionPath, value: Any, model: type[BaseModel]) -> t
     An unknown section is compared with sections; if none is similar, the first option inside it is looked up:
     `train.learning_rate` gives `optimizer.learning_rate`.
     """
-    paths = _named_as(unknown, option_paths(model))
+    paths = named_as(unknown, option_paths(model))
     sections = [path for path in paths if len(path) == 1 or any(other[:-1] == path for other in paths)]
     while isinstance(value, dict) and value:
         if best := _closest(unknown, sections):
@@ -56,7 +56,7 @@ def nearest_option(unknown: OptionPath, value: Any, model: type[BaseModel]) -> t
     return (unknown, best) if best else None
 
 
-def _named_as(typed: OptionPath, paths: Iterable[OptionPath]) -> list[OptionPath]:
+def named_as(typed: OptionPath, paths: Iterable[OptionPath]) -> list[OptionPath]:
     """Returns the paths with the names that were typed for items: `data.sources.web.path` for someone's `web`."""
     named = []
     for path in paths:

@@ -48,7 +48,9 @@ class TrainState(BaseModel):
         """
         excluded = (*to.excluded_samples, (to.consumed_samples, self.consumed_samples))
         # the mix of this run may have been given another future than that of the checkpoint
-        kept = {name: getattr(self, name) for name in ("consumed_samples", "data_fingerprint", "data_content", "data_mix")}
+        kept = {
+            name: getattr(self, name) for name in ("consumed_samples", "data_fingerprint", "data_content", "data_mix")
+        }
         return to.model_copy(update=kept | {"excluded_samples": excluded})
 
 

@@ -36,7 +36,10 @@ def mixed_run(tiny: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
             writer.append(random.integers(1, VOCAB_SIZE, length).astype(np.uint16), np.array([length]))
     text = tiny["data"].pop("path")
     tiny["data"] |= {
-        "sources": {"text": {"path": text, "weight": 0.6}, "numbers": {"path": str(tmp_path / "numbers"), "weight": 0.4}},
+        "sources": {
+            "text": {"path": text, "weight": 0.6},
+            "numbers": {"path": str(tmp_path / "numbers"), "weight": 0.4},
+        },
         "stages": [{"from_steps": 3, "weights": {"numbers": 6}}],
         "document_mask": True,
     }

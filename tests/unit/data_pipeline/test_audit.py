@@ -63,9 +63,7 @@ def test_the_samples_of_a_document_are_those_that_name_it(
 def test_every_sample_is_found_by_each_of_its_documents(write_corpus: Callable[..., Path]) -> None:
     """Over a change of stages and several epochs of each source (T12)."""
     sizes = {"books": [5, 90, 3, 40], "web": [17] * 30, "code": [1, 2, 60, 0, 8] * 4}
-    prefixes = {
-        name: write_corpus([range(length) for length in lengths], name=name) for name, lengths in sizes.items()
-    }
+    prefixes = {name: write_corpus([range(length) for length in lengths], name=name) for name, lengths in sizes.items()}
     sources = {name: PackedSamples([prefix], 16, 7, "train", 0.0) for name, prefix in prefixes.items()}
     stages = [MixStage(0, {"books": 1, "web": 2}), MixStage(50, {"code": 1, "books": 3})]
     samples = MixedSamples(sources, Mix.by_weights([*sources], stages))

@@ -62,7 +62,9 @@ def test_what_each_step_reads_is_what_training_reads(run_dir: Path) -> None:
     samples = open_training(config_of(run_dir))
     for step, (first, when) in {2: (4, "read"), 4: (20, "skipped"), 5: (24, "to come"), 40: (164, "to come")}.items():
         found = said("at", run_dir, "--step", str(step))
-        assert found["when"] == when and [one["sample"] for one in found["samples"]] == list(range(first, first + BATCH))
+        assert found["when"] == when and [one["sample"] for one in found["samples"]] == list(
+            range(first, first + BATCH)
+        )
         for one in found["samples"]:
             assert [document["first"] for document in one["documents"]] == [
                 document.first for document in samples.documents(one["sample"])

@@ -14,12 +14,12 @@ from data_pipeline.errors import DataError
 from data_pipeline.indexed import IndexedWriter
 from data_pipeline.mix import MixedSamples
 from launch.trainer.data import RunData, open_data
+from launch.trainer.resume import _check_data
 from launch.trainer.run_mix import FollowedMix
 from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.manifest import Manifest
 from megalite.config import Config, ConfigError
 from megalite.config.rules import check_rules
-from launch.trainer.resume import _check_data
-from megalite.checkpoint.manifest import Manifest
 
 BATCH, LENGTH = 4, 32  # of the config `tiny`
 SAMPLES = {"code": 60, "maths": 10, "web": 100}
@@ -100,7 +100,7 @@ def test_a_stage_begins_with_the_first_step_at_its_place(
     assert [one.first_sample for one in stages] == ([0] if first is None else [0, first])
     assert stages[-1].weights == {"web": 0.7, "code": 0.2, "maths": 0.3}, "a source that is not named keeps its weight"
     if first is not None:
-        assert f"begins after step {first // BATCH}, at sample {first} (token {first * LENGTH})" in data.notices[-2]
+        assert f"begins after step {first // BATCH}, at sample {first} (token {first * LENGTH})" in data.notices[0]
 
 
 def test_a_stage_in_the_future_may_be_added_and_taken_back(mixed_config: dict[str, Any]) -> None:
@@ -125,10 +125,14 @@ def test_another_past_is_refused_with_the_first_sample_that_differs(mixed_config
         swapped["data"]["sources"][name]["weight"] = weight
     k = mix_of(first).record.first_difference(mix_of(opened(swapped)).record, 40)
     assert k is not None
-    with pytest.raises(CheckpointError, match=rf"^step_1 has read 40 samples .*: sample {k} \(token {k * LENGTH}\) came"):
+    with pytest.raises(
+        CheckpointError, match=rf"^step_1 has read 40 samples .*: sample {k} \(token {k * LENGTH}\) came"
+    ):
         resume(swapped, state_of(first, 10))
     late = changed(mixed_config, stages=[{"from_steps": 9, "weights": {"web": 0}}])
-    with pytest.raises(CheckpointError, match=r"sample 3\d .* came from web, and this config reads (code|maths) there;"):
+    with pytest.raises(
+        CheckpointError, match=r"sample 3\d .* came from \w+, and this config reads (code|maths) there;"
+    ):
         resume(late, state_of(first, 10))
     other = changed(mixed_config)
     other["data"]["sources"]["web"]["path"] = other["data"]["sources"]["code"]["path"]
@@ -196,7 +200,9 @@ def test_epochs_of_sources_are_the_length_of_the_run(mixed_config: dict[str, Any
     data = opened(changed(mixed_config, steps=35))
     assert mix_of(data).mix.counts(140) == [60, 30, 50]
     assert "the run ends when 86% of the epochs of data.sources are read" in opened(mixed_config).notices
-    with pytest.raises(DataError, match=r"takes 36 steps, .* come to 140 samples, .* 35 steps of 4: set training.steps"):
+    with pytest.raises(
+        DataError, match=r"takes 36 steps, .* come to 140 samples, .* 35 steps of 4: set training.steps"
+    ):
         opened(changed(mixed_config, steps=36))
 
 
@@ -230,7 +236,7 @@ MISTAKES = {
     "no place": ({"stages": [{"weights": {"web": 1}}]}, "stage 0 of data.stages has neither of from_tokens"),
     "two places": ({"stages": [{"from_steps": 1, "from_tokens": 1}]}, "has both of from_tokens and from_steps"),
     "not rising": ({"stages": [{"from_steps": 2}, {"from_tokens": 256}]}, "begins at token 256, not after stage 0"),
-    "no weight": ({"sources": {"web": {"path": "a"}}}, "data.sources.web has neither a weight nor epochs"),
+    "no weight": ({"sources": {"web": {"path": "a"}}}, "data.sources.web.weight is missing, and so are epochs"),
     "two kinds": (
         {"sources": {"web": {"path": "a", "weight": 1}, "code": {"path": "b", "epochs": 1}}},
         "data.sources.code has epochs and data.sources.web has a weight",
