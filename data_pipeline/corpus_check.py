@@ -34,7 +34,7 @@ def bytes_to_check(prefix: Path) -> int:
 
 
 def check_corpus(prefix: Path, advance: Callable[[int], None]) -> CorpusFindings:
-    """Holds the files of a corpus against each other and against its metadata; `advance` is told bytes as they are read.
+    """Holds the files of a corpus against each other and its metadata; `advance` is told of bytes as they are read.
 
     Raises DataError if a file is missing.
     """
@@ -55,7 +55,7 @@ def check_corpus(prefix: Path, advance: Callable[[int], None]) -> CorpusFindings
     for first in range(0, corpus.token_count, _AT_ONCE):
         tokens = corpus.read(first, min(first + _AT_ONCE, corpus.token_count))
         lowest, highest = min(lowest, int(tokens.min())), max(highest, int(tokens.max()))
-        digest.update(tokens)
+        digest.update(tokens.data)
         advance(tokens.nbytes)
     problems += _wrong_ids(corpus, meta, lowest, highest)
     loss_path = with_ending(prefix, ".loss.bin")

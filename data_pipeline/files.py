@@ -77,13 +77,14 @@ class StoredFile:
         """Fills an array from byte `place` on. Raises DataError if the file is another one by now."""
         if not into.size:
             return
-        file = _opened(self)
-        left = memoryview(into).cast("B")
-        while left:
-            count = os.preadv(file.descriptor, [left], place)  # at most 2 GiB
-            if not count:
-                raise DataError(f"{self.path} became shorter while it was in use: write it again")
-            left, place = left[count:], place + count
+        file, missing = _opened(self), into.nbytes
+        left = into.data
+        while count := os.preadv(file.descriptor, [left], place):
+            if count == missing:
+                return
+            missing, place = missing - count, place + count  # at most 2 GiB are read at once
+            left = into.data.cast("B")[-missing:]
+        raise DataError(f"{self.path} became shorter while it was in use: write it again")
 
     def check_same(self, now: os.stat_result) -> None:
         """Raises DataError unless `now` is of the same file; one that was only touched is."""

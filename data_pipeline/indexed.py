@@ -121,7 +121,7 @@ class IndexedTokens:
         self._has_equal_documents = self._sequences == len(self)
 
     def check(self) -> None:
-        """Reads the whole index. Raises DataError if its three tables and the size of the tokens contradict each other."""
+        """Reads the whole index. Raises DataError if its tables and the size of `.bin` contradict each other."""
         end = 0
         for first in range(0, self._sequences, _BLOCK):
             count = min(_BLOCK, self._sequences - first)
@@ -151,7 +151,7 @@ class IndexedTokens:
         digest, count = hashlib.sha256(), min(_SAMPLED_TOKENS, self.token_count)
         for piece in range(_SAMPLED_PIECES):
             low = piece * (self.token_count - count) // (_SAMPLED_PIECES - 1)
-            digest.update(self.read(low, low + count))
+            digest.update(self.read(low, low + count).data)
         return digest.hexdigest()
 
     def _file(self, ending: str) -> StoredFile:
@@ -184,7 +184,7 @@ class IndexedTokens:
         self._idx.read(0, head)
         if len(head) < _HEADER.size:
             raise DataError(f"{idx} is cut off inside its header ({len(head)} of {_HEADER.size} bytes): write it again")
-        magic, version, code, sequences, boundaries = _HEADER.unpack(head)
+        magic, version, code, sequences, boundaries = _HEADER.unpack(head.data)
         if magic != MAGIC:
             raise DataError(
                 f"{idx} is not a Megatron index (it starts with {magic!r}, not {MAGIC!r}): "

@@ -12,7 +12,7 @@ sliding window of transformers' guide to perplexity, whose `max_length` counts t
 """
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -82,18 +82,28 @@ def _micro_batch(samples: Samples, first: int, plan: BatchPlan, valid: int) -> T
     numbers = np.arange(first, first + plan.micro_batch_size)
     shape = plan.micro_batch_size, samples.sequence_length
     tokens, targets = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
-    positions = np.empty(shape, dtype=np.int64) if plan.document_mask else None
-    masks = plan.document_mask or samples.has_loss_mask
+    starts = []
     for row, k in enumerate(numbers.tolist()):
         sample = samples.sample(k)
         tokens[row], targets[row] = sample.tokens[:-1], sample.tokens[1:]
-        if masks:
-            targets[row, sample.starts - 1] = IGNORED_TARGET
-        if sample.loss is not None:
-            targets[row, ~sample.loss[1:]] = IGNORED_TARGET
-        if positions is not None:
-            positions[row] = sample.positions
+        if samples.has_loss_mask:
+            targets[row, ~sample.target_is_valid] = IGNORED_TARGET
+        starts.append(sample.starts)
+    positions = _mask_documents(targets, starts) if plan.document_mask else None
     return TokenBatch(tokens, targets, positions, numbers, valid)
+
+
+def _mask_documents(targets: NDArray[np.int64], starts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Leaves out the targets [B, S] that begin documents, by their places 1 to S; returns the positions [B, S]."""
+    rows, length = targets.shape
+    edges = np.arange(0, rows * length, length)  # of the rows, as numbers in all tokens of the batch
+    places = np.concatenate(starts) + edges.repeat([len(of_one) for of_one in starts])
+    targets.reshape(-1)[places - 1] = IGNORED_TARGET
+    begins = np.zeros(rows * length + 1, dtype=np.int64)  # of each token's document
+    begins[places] = places
+    begins[edges] = edges
+    np.maximum.accumulate(begins, out=begins)
+    return (np.arange(rows * length) - begins[:-1]).reshape(rows, length)
 
 
 def prefetched_batches(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,8 +36,7 @@ class StreamBlock:
     numbers: NDArray[np.int64]  # [documents] numbers in the corpus
 
 
-@dataclass(frozen=True)
-class StreamPiece:
+class StreamPiece(NamedTuple):
     """Tokens [low, high) of a corpus, neighbours in the stream too."""
 
     corpus: IndexedTokens
@@ -75,18 +74,18 @@ class TokenStream:
         done = 0
         while done < count:
             place = (begin + done) % self.token_count
-            block = self._block(int(self._offsets.searchsorted(place, side="right")) - 1)
-            first = int(block.offsets.searchsorted(place, side="right")) - 1
-            stop = min(place + count - done, int(block.offsets[-1]))
-            last = int(block.offsets.searchsorted(stop))  # documents [first, last)
-            shift = block.shifts[first]
-            if block.shifts[last - 1] != shift:  # documents of the other split lie between
-                last = first + int(block.shifts[first:last].searchsorted(shift, side="right"))
-                stop = int(block.offsets[last])
-            starts = block.offsets[first + (done == 0) : last] + (done - place)  # a later piece begins with a document
-            low = place + int(shift)
-            ends = int(block.numbers[first]), int(block.numbers[last - 1])
-            found.append(StreamPiece(block.corpus, low, low + stop - place, starts, *ends))
+            block = self._block(int(self._offsets.searchsorted(place, "right")) - 1)
+            offsets, shifts = block.offsets, block.shifts
+            first = int(offsets.searchsorted(place, "right")) - 1
+            stop = min(place + count - done, offsets.item(-1))
+            last = int(offsets.searchsorted(stop))  # documents [first, last)
+            shift = shifts.item(first)
+            if shifts.item(last - 1) != shift:  # documents of the other split lie between
+                last = first + int(shifts[first:last].searchsorted(shift, "right"))
+                stop = offsets.item(last)
+            starts = offsets[first + (done == 0) : last] + (done - place)  # a later piece begins with a document
+            ends = block.numbers.item(first), block.numbers.item(last - 1)
+            found.append(StreamPiece(block.corpus, place + shift, stop + shift, starts, *ends))
             done += stop - place
         return found
 
@@ -156,17 +155,16 @@ def held_out_documents(first: int, stop: int, fraction: float) -> NDArray[np.int
 def is_held_out(documents: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
     """Returns [documents] bools: True where the document's hash, as a number in [0, 1), is below `fraction`.
 
-    The hash is `mix64` of data_pipeline/dataset.py applied twice, here in place.
+    The hash is `mix64` of data_pipeline/dataset.py, applied twice.
     """
     hashes = documents ^ _SALT
     spare = np.empty_like(hashes)
-    for _ in range(2):
-        for shift, factor in _MIXING:
-            np.right_shift(hashes, shift, out=spare)
-            np.bitwise_xor(hashes, spare, out=hashes)
-            if factor is not None:
-                np.multiply(hashes, factor, out=hashes)
-    below: NDArray[Any] = hashes < np.uint64(int(fraction * 2**64))
+    for shift, factor in (*_MIXING, *_MIXING):
+        np.right_shift(hashes, shift, out=spare)
+        np.bitwise_xor(hashes, spare, out=hashes)
+        if factor is not None:
+            np.multiply(hashes, factor, out=hashes)
+    below: NDArray[np.bool_] = hashes < np.uint64(int(fraction * 2**64))
     return below
 
 

@@ -32,6 +32,7 @@ from data_pipeline.loader import (
 )
 from data_pipeline.sources import Source, open_sources
 from data_pipeline.sources.document import refuse_bad_row
+from data_pipeline.stream import Split
 from launch.errors import LaunchError
 from launch.inference.session import Loaded, ModelPlacement, rank_main
 from launch.inference.session import run as run_anywhere

@@ -60,7 +60,9 @@ def test_a_negative_id_needs_no_vocabulary_to_be_wrong(write_corpus: Callable[..
     prefix = write_corpus([[1, -1]], dtype=np.int32)
     found = check_corpus(prefix, lambda size: None)
     assert not found.has_metadata
-    assert found.problems == (f"{prefix}.bin holds token id -1, outside the vocabulary of any tokenizer: prepare it again",)
+    assert found.problems == (
+        f"{prefix}.bin holds token id -1, outside the vocabulary of any tokenizer: prepare it again",
+    )
 
 
 def test_missing_files_are_a_mistake_of_the_user(tmp_path: Path) -> None:

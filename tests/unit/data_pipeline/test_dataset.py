@@ -187,7 +187,7 @@ def test_meta_data_gives_vocabulary_and_end(write_corpus: WriteCorpus) -> None:
 def test_an_id_above_the_vocabulary_is_one_sentence(write_corpus: WriteCorpus) -> None:
     prefix = write_corpus([[1, 2, 3, EOS]])
     give_meta(prefix, vocab_size=3)
-    with pytest.raises(DataError, match=r"token id 3 in block 0 of .* outside the vocabulary of 3"):
+    with pytest.raises(DataError, match=r"token id 3 in sample 0 of .* outside the vocabulary of 3"):
         PackedSamples([prefix], 3, 0).sample(0)
 
 
@@ -195,7 +195,7 @@ def test_an_id_above_the_models_vocabulary_is_one_sentence(write_corpus: WriteCo
     """A corpus without meta data: under tensor parallelism no rank would own the id, and training would go on."""
     prefix = write_corpus([[1, 2, 3]])
     assert PackedSamples([prefix], 2, 0, held_out_fraction=0, vocab_limit=4).sample(0)
-    with pytest.raises(DataError, match=r"token id 3 in block 0 of .* model's vocabulary of 3: .* at least 4$"):
+    with pytest.raises(DataError, match=r"token id 3 in sample 0 of .* model's vocabulary of 3: .* at least 4$"):
         PackedSamples([prefix], 2, 0, held_out_fraction=0, vocab_limit=3).sample(0)
     give_meta(prefix, vocab_size=3)
     with pytest.raises(DataError, match="vocabulary of 3: the token file is damaged"):

@@ -1,4 +1,4 @@
-"""The stream of a split is, to the token, the one that a list of its documents gives; looking it up takes no such list."""
+"""The stream of a split is, to the token, that of a list of its documents; looking it up takes no such list."""
 
 import os
 import struct
@@ -157,11 +157,11 @@ def test_a_sample_takes_a_read_or_two(many_documents: Path, monkeypatch: pytest.
 def test_more_corpora_than_files_may_be_open(write_corpus: Callable[..., Path]) -> None:
     """A rank may often open 1,024 files; a mapped file would hold one for good."""
     prefixes = [write_corpus([[number, number, 1]] * 5, f"c{number}") for number in range(150)]
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     samples = PackedSamples(prefixes, 7, 0, "train", 0.0)
     seen = {token for k in range(samples.samples_per_epoch) for token in samples.sample(k).tokens.tolist()}
     assert seen == set(range(150))
-    assert len(os.listdir("/proc/self/fd")) <= before + 64
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 64
 
 
 def bytes_from_disk() -> int:
