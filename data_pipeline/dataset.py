@@ -14,9 +14,9 @@ import struct
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,13 @@ from numpy.typing import NDArray
 from data_pipeline.errors import DataError
 from data_pipeline.indexed import IndexedTokens
 from data_pipeline.meta import CorpusMeta, read_meta
-from data_pipeline.stream import Split, StreamPiece, split_streams
+from data_pipeline.stream import Split, StreamPiece, TokenStream, split_streams
 
 _SAMPLES_KEPT = 4096  # whose places are not looked up again: their targets are counted, then they are read
+
+
+TooLong = Literal["refuse", "skip", "cut"]
+"""What happens to conversations, documents with a loss mask, that are longer than a sample; text is always cut."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +110,11 @@ class Samples(Protocol):
         """Returns a notice for the user about the data, or None."""
 
 
-class PackedSamples:
-    """The samples of one split of one or more corpora; several are read one after the other."""
+class CorpusSamples:
+    """One split of one or more opened corpora, and the order of its samples: what all packings have in common.
+
+    A packing makes `samples_per_epoch` blocks of tokens, which each epoch visits in another order.
+    """
 
     fingerprint: str  # of the content, the split and the packing; the seed is not in it
     samples_per_epoch: int
@@ -116,6 +123,7 @@ class PackedSamples:
     eos_token_id: int | None
     has_loss_mask: bool
     content_digest: str
+    packing_rule: ClassVar[str]  # enters the fingerprint: another one for blocks that would be cut otherwise
 
     def __init__(
         self,
@@ -126,10 +134,11 @@ class PackedSamples:
         held_out_fraction: float = 0.01,
         *,
         vocab_limit: int | None = None,  # of the model: larger ids are refused
+        too_long: TooLong = "refuse",
     ) -> None:
         check_arguments(prefixes, sequence_length, split, held_out_fraction)
         self.sequence_length, self.seed, self.split = sequence_length, seed, split
-        self.held_out_fraction = held_out_fraction
+        self.held_out_fraction, self.too_long = held_out_fraction, too_long
         self._corpora = [IndexedTokens(prefix) for prefix in prefixes]
         metas = [matching_meta(corpus) for corpus in self._corpora]
         self.vocab_size, self.eos_token_id = common_vocabulary(self._corpora, metas)
@@ -137,7 +146,6 @@ class PackedSamples:
         self._contents = content_digests(self._corpora, metas)
         self.has_loss_mask = any(corpus.has_loss_mask for corpus in self._corpora)
         self.content_digest = sampled_digest(self._corpora, metas)
-        self._streams = split_streams(self._corpora, held_out_fraction)
         self._take(split)
 
     def of_split(self, split: Split) -> Self:
@@ -147,12 +155,14 @@ class PackedSamples:
         return other
 
     def _take(self, split: Split) -> None:
-        self.split, self._stream = split, self._streams[split]
-        packing = [self.sequence_length, split, self.held_out_fraction]
-        self.fingerprint = hashlib.sha256(json.dumps(["packed-1", self._contents, packing]).encode()).hexdigest()
+        """Sets what depends on the split."""
+        self.split = split
+        rule, packing = self.packing_rule, list[object]((self.sequence_length, split, self.held_out_fraction))
+        if self.has_loss_mask and self.too_long == "skip":
+            packing.append(self.too_long)
+        self.fingerprint = hashlib.sha256(json.dumps([rule, self._contents, packing]).encode()).hexdigest()
         self._round_keys = lru_cache(maxsize=4)(partial(epoch_key, self.seed, fingerprint=self.fingerprint))
-        self._pieces = lru_cache(maxsize=_SAMPLES_KEPT)(self._find_pieces)
-        self.token_count = self._stream.token_count
+        self.token_count = self._open_split(split)
         if self.token_count == 0:
             documents = sum(len(corpus) for corpus in self._corpora)
             raise DataError(
@@ -160,7 +170,43 @@ class PackedSamples:
                 f"({documents} documents, held_out_fraction {self.held_out_fraction:g}): give more documents or change "
                 "held_out_fraction"
             )
-        self.samples_per_epoch = max(1, -(-(self.token_count - 1) // self.sequence_length))
+
+    def _open_split(self, split: Split) -> int:
+        """Sets up the blocks of the split; returns its number of tokens."""
+        raise NotImplementedError
+
+    def _block(self, k: int) -> int:
+        """Returns the block that sample k is."""
+        assert k >= 0, f"sample {k} does not exist"
+        epoch, slot = divmod(k, self.samples_per_epoch)
+        return permuted_index(slot, self.samples_per_epoch, self._round_keys(epoch))
+
+    def _samples_in(self, blocks: set[int], epoch: int) -> list[int]:
+        """Returns the samples of an epoch that are these blocks, in rising order."""
+        key, size = self._round_keys(epoch), self.samples_per_epoch
+        return sorted(epoch * size + index_of_permuted(block, size, key) for block in blocks)
+
+
+class PackedSamples(CorpusSamples):
+    """Samples of the corpora as one stream, cut wherever a sample is full."""
+
+    packing_rule = "packed-1"
+
+    @cached_property
+    def _streams(self) -> dict[Split, TokenStream]:
+        return split_streams(self._corpora, self.held_out_fraction)
+
+    def _open_split(self, split: Split) -> int:
+        if self.has_loss_mask and self.too_long != "cut":
+            raise DataError(
+                f"{self._corpora[0].prefix} holds conversations, nearly all of which data.packing concat cuts: choose "
+                "data.packing best_fit, or data.too_long cut"
+            )
+        self._stream = self._streams[split]
+        self._pieces = lru_cache(maxsize=_SAMPLES_KEPT)(self._find_pieces)
+        count = self._stream.token_count
+        self.samples_per_epoch = max(1, -(-(count - 1) // self.sequence_length))
+        return count
 
     def sample(self, k: int) -> Sample:
         """Returns sample number k >= 0 of the run, counted over all epochs."""
@@ -189,14 +235,13 @@ class PackedSamples:
 
     def samples_of(self, prefix: Path, document: int, epoch: int) -> list[int]:
         """Returns the samples of an epoch that hold tokens of one document of a corpus, in rising order."""
-        key, size = epoch_key(self.seed, epoch, self.fingerprint), self.samples_per_epoch
-        blocks: set[int] = set()
+        size, blocks = self.samples_per_epoch, set[int]()
         for begin, end in self._stream.places_of(prefix, document):
             while begin <= size * self.sequence_length:  # the last blocks wrap around to the start of the stream
                 first = max(0, -(-begin // self.sequence_length) - 1)  # a block holds one token of the next
                 blocks.update(range(first, min(size, (end - 1) // self.sequence_length + 1)))
                 begin, end = begin + self.token_count, end + self.token_count
-        return sorted(epoch * size + index_of_permuted(block, size, key) for block in blocks)
+        return self._samples_in(blocks, epoch)
 
     def notice(self) -> str | None:
         """Returns a notice for the user if the split is smaller than one sample."""
@@ -206,12 +251,6 @@ class PackedSamples:
             f"the {self.split} split has {self.token_count} tokens, less than one sample of {self.sequence_length} + "
             "1: every sample repeats the whole split"
         )
-
-    def _block(self, k: int) -> int:
-        """Returns the block of the stream that sample k is."""
-        assert k >= 0, f"sample {k} does not exist"
-        epoch, slot = divmod(k, self.samples_per_epoch)
-        return permuted_index(slot, self.samples_per_epoch, self._round_keys(epoch))
 
     def _find_pieces(self, k: int) -> list[StreamPiece]:
         return self._stream.pieces(self._block(k) * self.sequence_length, self.sequence_length + 1)

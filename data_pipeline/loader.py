@@ -31,9 +31,7 @@ class TokenBatch:
     """One micro-batch of a data-parallel rank."""
 
     tokens: NDArray[np.int64]  # [B, S]
-    targets: NDArray[
-        np.int64
-    ]  # [B, S]; IGNORED_TARGET at the end of a document, with document_mask, and by a loss mask
+    targets: NDArray[np.int64]  # [B, S]; IGNORED_TARGET at the end of a document, with document_mask, and without loss
     positions: NDArray[np.int64] | None  # [B, S]; None without document_mask: 0 ... S - 1
     samples: NDArray[np.int64]  # [B] numbers in the run's order; a sample seen again in another epoch has another one
     global_valid_targets: int  # of the global batch, on all replicas: targets that are not IGNORED_TARGET
@@ -86,7 +84,7 @@ def _micro_batch(samples: Samples, first: int, plan: BatchPlan, valid: int) -> T
     for row, k in enumerate(numbers.tolist()):
         sample = samples.sample(k)
         tokens[row], targets[row] = sample.tokens[:-1], sample.tokens[1:]
-        if samples.has_loss_mask:
+        if samples.has_loss_mask or sample.loss is not None:
             targets[row, ~sample.target_is_valid] = IGNORED_TARGET
         starts.append(sample.starts)
     positions = _mask_documents(targets, starts) if plan.document_mask else None

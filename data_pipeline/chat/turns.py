@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from data_pipeline.chat.conversation import ASSISTANT, USER, Conversation
-from data_pipeline.chat.renderer import Rendered, ChatPart, TemplateLimit, TemplateProcess, TemplateRefusal
+from data_pipeline.chat.renderer import ChatPart, Rendered, TemplateLimit, TemplateProcess, TemplateRefusal
 from data_pipeline.chat.template import ChatTemplate
 from data_pipeline.errors import DataError
 

@@ -5,7 +5,8 @@ part-000042.npz   chunk 42, encoded; chunks are cut by a fixed rule, so the numb
 lock              held by the running process; the kernel releases it however the process ends
 
 A part is an uncompressed `.npz` of what `PartContents` lists; its last tokens may belong to a document that the next
-part ends. A part is renamed to its final name only when it is complete, so a part that exists is done, and a rerun resumes.
+part ends. A part is renamed to its final name only when it is complete, so a part that exists is done, and a
+rerun resumes.
 """
 
 import fcntl

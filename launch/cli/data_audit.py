@@ -39,7 +39,8 @@ def plan_data(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJ
         print_json({**length, "stages": [asdict(row) for row in rows], "notices": notices})
     else:
         plan_table(rows, ", ".join(config.data.prefixes)).print()
-        say(*notices, sep="\n")
+        for notice in notices:
+            say(notice)
     if config.data.sources:
         check_epochs(data.config, data.samples, data.followed)
 

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from data_pipeline.dataset import PackedSamples
+from data_pipeline.dataset import Samples
 from data_pipeline.files import with_ending
 from data_pipeline.loader import (
     IGNORED_TARGET,
@@ -40,6 +40,7 @@ from launch.inference.stored_model import StoredModel
 from launch.output import spinner
 from launch.runtime.printing import print_result
 from launch.runtime.rank_process import run_to_the_end
+from launch.trainer.data import PACKINGS
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config.base import Section
 from megalite.config.data import DataConfig
@@ -124,7 +125,7 @@ class Texts:
 class Prepared:
     """The first samples of a split."""
 
-    samples: PackedSamples
+    samples: Samples
     count: int
     document_mask: bool
     notice: str | None
@@ -167,13 +168,14 @@ def scored_data(request: EvaluateRequest, stored: StoredModel) -> Texts | Prepar
     fraction = request.held_out_fraction
     if fraction is None:
         fraction = data.held_out_fraction if data else DataConfig.model_fields["held_out_fraction"].default
-    samples = PackedSamples(
+    samples = PACKINGS[data.packing if data else "concat"](
         prefixes,
         length,
         training.seed if training else 0,
         request.split or "held_out",
         fraction,
         vocab_limit=stored.model.vocab_size,
+        too_long=data.too_long if data else "cut",
     )
     if request.samples is not None and request.samples > samples.samples_per_epoch:
         raise LaunchError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.best_fit import BestFitSamples
 from data_pipeline.dataset import PackedSamples, Samples
 from data_pipeline.errors import DataError
 from data_pipeline.loader import BatchPlan, TokenBatch, count_valid_targets, global_batch, prefetched_batches
@@ -15,6 +16,12 @@ from data_pipeline.mix import MixedSamples
 from launch.trainer.run_mix import FollowedMix, check_epochs, mixed, notices_of
 from megalite.checkpoint.manifest import step_folders
 from megalite.config import Config, ResolvedLayout
+
+Text = PackedSamples | BestFitSamples
+PACKINGS: dict[str, type[PackedSamples] | type[BestFitSamples]] = {
+    "concat": PackedSamples,
+    "best_fit": BestFitSamples,
+}
 
 
 @dataclass(frozen=True)
@@ -83,18 +90,18 @@ def open_training(config: Config) -> Samples:
     return _training(config, _open_texts(config))
 
 
-def _open_texts(config: Config) -> dict[str, PackedSamples]:
+def _open_texts(config: Config) -> dict[str, Text]:
     """Opens the training samples of each source; `data.path` is one without a name."""
     data = config.data
     paths = {"": data.path} if data.path is not None else {name: one.path for name, one in data.sources.items()}
     return {name: _open(config, path, data.held_out_fraction) for name, path in paths.items()}
 
 
-def _training(config: Config, texts: Mapping[str, PackedSamples]) -> Samples:
+def _training(config: Config, texts: Mapping[str, Text]) -> Samples:
     return texts[""] if config.data.path is not None else mixed(config, texts)
 
 
-def _validation(config: Config, texts: Mapping[str, PackedSamples]) -> Iterator[EvaluationSamples]:
+def _validation(config: Config, texts: Mapping[str, Text]) -> Iterator[EvaluationSamples]:
     """Yields what the run is evaluated on: `data.validation`, or the held-out documents of each source."""
     usual = config.training.evaluation.samples
     for name, chosen in config.data.validation.items():
@@ -107,11 +114,18 @@ def _validation(config: Config, texts: Mapping[str, PackedSamples]) -> Iterator[
         yield EvaluationSamples(name, text.of_split("held_out"), usual)
 
 
-def _open(config: Config, prefixes: Sequence[str], held_out_fraction: float) -> PackedSamples:
+def _open(config: Config, prefixes: Sequence[str], held_out_fraction: float) -> Text:
     """Opens the training samples of one text."""
     training, paths = config.training, [Path(prefix) for prefix in prefixes]
-    limit = config.model.vocab_size
-    return PackedSamples(paths, training.sequence_length, training.seed, "train", held_out_fraction, vocab_limit=limit)
+    return PACKINGS[config.data.packing](
+        paths,
+        training.sequence_length,
+        training.seed,
+        "train",
+        held_out_fraction,
+        vocab_limit=config.model.vocab_size,
+        too_long=config.data.too_long,
+    )
 
 
 def _check_tokenizers(config: Config) -> None:

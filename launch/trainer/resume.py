@@ -304,8 +304,8 @@ def _check_data(manifest: Manifest, config: Config, folder: Path, training: Samp
     is_mixed = isinstance(training, MixedSamples) or bool(manifest.state.get("data_mix"))
     if not is_mixed and manifest.state.get("data_fingerprint") != training.fingerprint:
         raise CheckpointError(
-            f"{folder} was trained on other data (or another sequence_length or held_out_fraction), so the samples it "
-            f"has seen are not known here: {advice}"
+            f"{folder} was trained on other data (or another sequence_length, held_out_fraction or packing), so the "
+            f"samples it has seen are not known here: {advice}"
         )
     content = manifest.state.get("data_content")
     if not is_mixed and content and training.content_digest not in ("", content):

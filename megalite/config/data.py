@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -88,6 +88,14 @@ class DataConfig(Section):
 
     document_mask: bool = False
     """Attention stops at document boundaries inside a packed sequence, and positions restart there."""
+
+    packing: Literal["concat", "best_fit"] = "concat"
+    """`concat`: documents follow one another and are cut where a sample is full; `best_fit`: documents that fit into a
+    sample stay whole, which needs `document_mask` and `megalite data pack` before the run."""
+
+    too_long: Literal["refuse", "skip", "cut"] = "refuse"
+    """Conversations (`megalite prepare --chat`) of more tokens than a sample: the run is refused, or they are left out,
+    or cut; packing `concat` cuts nearly all. Other text is always cut."""
 
     @property
     def prefixes(self) -> list[str]:

@@ -23,6 +23,11 @@ def problems_with_data(config: Config, data_parallel_size: int | None) -> Iterat
             else "a run needs data: set data.path to a prefix written by `megalite prepare`, or data.sources"
         )
         return
+    if data.packing == "best_fit" and not data.document_mask:
+        yield (
+            "data.packing best_fit puts whole documents side by side, and without data.document_mask they would see "
+            "each other and their padding: use document_mask true, or packing concat"
+        )
     yield from _weights(data)
     yield from _stages(config)
     yield from _validation(config, data_parallel_size)
@@ -34,7 +39,7 @@ def _weights(data: DataConfig) -> Iterator[str]:
     for name, source in data.sources.items():
         if source.weight is None and source.epochs is None:
             yield (
-                f"data.sources.{name}.weight is missing, and so are epochs: give it a weight, or 0 until a stage reads it"
+                f"data.sources.{name}.weight is missing, and so are epochs: give a weight, or 0 until a stage reads it"
             )
         if source.epochs is not None and source.max_epochs is not None:
             yield (

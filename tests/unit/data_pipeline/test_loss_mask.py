@@ -51,7 +51,7 @@ def test_every_target_carries_loss_by_its_own_byte(
     loss = np.array([random.random() < 0.5 for _ in range(total)])  # type: ignore[attr-defined]
     prefix = write_masked(tmp_path_factory.mktemp("masked") / "chats", lengths, loss)
     firsts = {0, *np.cumsum(lengths).tolist()}
-    samples = PackedSamples([prefix], length, seed=3, held_out_fraction=0)
+    samples = PackedSamples([prefix], length, seed=3, held_out_fraction=0, too_long="cut")
     batches = global_batch(samples, replace(PLAN, document_mask=document_mask), 0)
     valid = 0
     for batch in batches:
@@ -67,7 +67,7 @@ def test_every_target_carries_loss_by_its_own_byte(
 def test_two_corpora_of_which_one_has_a_mask(tmp_path: Path, write_corpus: Callable[..., Path]) -> None:
     masked = write_masked(tmp_path / "chats", [5, 5], np.zeros(10))
     text = write_corpus([[11, 12, 13, 14, 15]], dtype=np.int32)
-    samples = PackedSamples([masked, text], 4, seed=0, held_out_fraction=0)
+    samples = PackedSamples([masked, text], 4, seed=0, held_out_fraction=0, too_long="cut")
     found = [batch.targets for start in (0, 4) for batch in global_batch(samples, PLAN, start)]
     assert {target for row in found for target in row.flatten().tolist()} == {IGNORED_TARGET, 12, 13, 14, 15}
 

@@ -141,6 +141,7 @@ MISTAKES: dict[str, tuple[Change, list[str]]] = {
         lambda c, f: own_checkpoint()(c, f) or ["model.vocab_size=100"],
         ["vocabulary of 320", "choose another run_dir"],
     ),
+    "whole documents without masks": (override("data.packing=best_fit"), ["packing best_fit", "document_mask true"]),
     "data named by its file": (lambda c, f: [f"data.path={c['data']['path']}.bin"], ["without an ending", "text, not"]),
     "truncated tokens": (broken_data(".bin", b"ab"), [".bin"]),
     "not an index": (broken_data(".idx", b"not an index at all, but long enough to be one"), [".idx"]),
