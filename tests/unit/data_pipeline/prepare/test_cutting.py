@@ -27,7 +27,7 @@ GPT_4O = (
 CODE = Path(cutting.__file__).read_text(encoding="utf-8")
 WORDS = [
     *("漢字かな", "ไทย", "текст", "한국어", "'ll", "1984", "x\n///", "https://a.b/c", "/usr/lib/usr", "//d", "e\n\n\n"),
-    *("f\tg\r\n", "h", ",", ".", ";", ")", "(", "🙂", ".\n/usr"),
+    *("f\tg\r\n", "h", ",", ".", ";", ")", "(", "🙂", ".\n/usr", "of the", "if\nelse"),
 ]
 
 
@@ -70,6 +70,18 @@ def greedy_token() -> Tokenizer:
     return tokenizer
 
 
+def with_one_entry(entry: str, pattern: str) -> Tokenizer:
+    """Bytes and one word, which is the only thing that a wrong cut can change."""
+    entries = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(entry[:end] for end in range(2, len(entry) + 1))]
+    merges = [(entry[:end], entry[end]) for end in range(1, len(entry))]
+    tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(entries)}, merges))
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    return tokenizer
+
+
 def trained(tokenizer: Tokenizer, **options: Any) -> Tokenizer:
     trainer = trainers.BpeTrainer(vocab_size=700, show_progress=False, **options)
     tokenizer.train_from_iterator([CODE, " ".join(WORDS) * 9], trainer)
@@ -88,6 +100,9 @@ TOKENIZERS: dict[str, tuple[Callable[[], Tokenizer], tuple[cutting.CutPlace, ...
     "llama-2": (lambda: of_normalizer(normalizers.Prepend("▁")), ()),
     "gemma": (of_normalizer, (SPACE,)),
     "unigram": (unigram, ()),
+    "a path after a line break": (lambda: with_one_entry("/usr", GPT_4O), (SPACE,)),
+    "a word over a space": (lambda: with_one_entry("ofĠthe", "^$"), (LINE,)),
+    "a word over a line": (lambda: with_one_entry("ifĊelse", "^$"), (SPACE,)),
     "a token that takes the space beside it": (greedy_token, ()),
 }
 
