@@ -49,7 +49,7 @@ CORPORA = 2419
 
 
 class DataSizes(NamedTuple):
-    """How much is measured."""
+    """The amount that is measured."""
 
     tokens: int  # of the corpus that samples are read from
     documents: int  # of the index that is opened

@@ -7,12 +7,13 @@ permutation, so that sample k is a pure function of (fingerprint, seed, k) here 
 """
 
 from bisect import bisect_right
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.dataset import CorpusSamples, DocumentRange, Sample, check_ids
+from data_pipeline.dataset import SAMPLES_KEPT, CorpusSamples, DocumentRange, Sample, check_ids
 from data_pipeline.errors import DataError
 from data_pipeline.indexed import IndexedTokens
 from data_pipeline.packing_plan import RULE, PackingPlan, PackingRequest
@@ -27,6 +28,7 @@ class BestFitSamples(CorpusSamples):
     packing_rule = RULE
 
     def _open_split(self, split: Split) -> int:
+        self._bin = lru_cache(maxsize=SAMPLES_KEPT)(self._find_bin)
         self._plans = [
             PackingPlan(
                 PackingRequest(
@@ -121,7 +123,7 @@ class BestFitSamples(CorpusSamples):
                     f"its {self.split} split: raise training.sequence_length, or choose data.too_long skip or cut"
                 )
 
-    def _bin(self, k: int) -> tuple[IndexedTokens, NDArray[np.int64], NDArray[np.int64]]:
+    def _find_bin(self, k: int) -> tuple[IndexedTokens, NDArray[np.int64], NDArray[np.int64]]:
         """Returns what sample k is made of: the corpus, and first token and length of each piece."""
         number = self._block(k)
         which = bisect_right(self._first_bin, number) - 1

@@ -21,12 +21,12 @@ from typing import Any, ClassVar, Literal, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, first_names
 from data_pipeline.indexed import IndexedTokens
 from data_pipeline.meta import CorpusMeta, read_meta
 from data_pipeline.stream import Split, StreamPiece, TokenStream, split_streams
 
-_SAMPLES_KEPT = 4096  # whose places are not looked up again: their targets are counted, then they are read
+SAMPLES_KEPT = 4096  # whose places are not looked up again: their targets are counted, then they are read
 
 
 TooLong = Literal["refuse", "skip", "cut"]
@@ -166,7 +166,7 @@ class CorpusSamples:
         if self.token_count == 0:
             documents = sum(len(corpus) for corpus in self._corpora)
             raise DataError(
-                f"the {split} split of {', '.join(str(corpus.prefix) for corpus in self._corpora)} is empty "
+                f"the {split} split of {first_names([str(corpus.prefix) for corpus in self._corpora])} is empty "
                 f"({documents} documents, held_out_fraction {self.held_out_fraction:g}): give more documents or change "
                 "held_out_fraction"
             )
@@ -203,7 +203,7 @@ class PackedSamples(CorpusSamples):
                 "data.packing best_fit, or data.too_long cut"
             )
         self._stream = self._streams[split]
-        self._pieces = lru_cache(maxsize=_SAMPLES_KEPT)(self._find_pieces)
+        self._pieces = lru_cache(maxsize=SAMPLES_KEPT)(self._find_pieces)
         count = self._stream.token_count
         self.samples_per_epoch = max(1, -(-(count - 1) // self.sequence_length))
         return count
@@ -279,7 +279,7 @@ def check_ids(
         wrong = 0 if tokens.dtype.kind == "u" else int(np.minimum.reduce(tokens))
         if wrong >= 0:
             return
-    names = ", ".join(str(corpus.prefix) for corpus in corpora)
+    names = first_names([str(corpus.prefix) for corpus in corpora])
     where = f"token id {wrong} in {place} of {names} lies outside the"
     if vocab_size is None and wrong >= 0:
         raise DataError(

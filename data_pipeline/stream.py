@@ -19,8 +19,7 @@ from data_pipeline.indexed import IndexedTokens
 
 _SALT = np.uint64(0x6D6567616C697465)  # "megalite"
 _BLOCK = 1 << 10  # documents
-_COUNTED_AT_ONCE = 1 << 16  # documents, a multiple of a block
-_HASHED_AT_ONCE = 1 << 12  # documents, whose hashes stay in the fastest cache
+_COUNTED_AT_ONCE = 1 << 14  # documents, a multiple of a block; their hashes stay in the processor's cache
 _BLOCKS_KEPT = 512  # per stream; up to 24 KiB each
 
 Split = Literal["train", "held_out"]
@@ -107,14 +106,14 @@ class TokenStream:
         first = (block - int(self._first_block[which])) * _BLOCK
         stop = min(first + _BLOCK, len(corpus))
         starts = corpus.starts(first, stop)
-        lengths = np.diff(starts)
-        chosen = is_held_out(np.arange(first, stop, dtype=np.uint64), self._fraction) == self._held_out
-        inside = np.flatnonzero(chosen & (lengths > 0))
+        held_out = is_held_out(np.arange(first, stop, dtype=np.uint64), self._fraction)
+        inside = np.flatnonzero((held_out == self._held_out) & (starts[1:] > starts[:-1]))
+        begins = starts[inside]
         offsets = np.empty(len(inside) + 1, dtype=np.int64)
         offsets[0] = 0
-        np.cumsum(lengths[inside], out=offsets[1:])
+        np.cumsum(starts[inside + 1] - begins, out=offsets[1:])
         offsets += self._offsets[block]
-        return StreamBlock(corpus, offsets, starts[inside] - offsets[:-1], inside + first)
+        return StreamBlock(corpus, offsets, begins - offsets[:-1], inside + first)
 
 
 def split_streams(corpora: Sequence[IndexedTokens], fraction: float) -> dict[Split, TokenStream]:
@@ -135,21 +134,12 @@ def _count_tokens(corpus: IndexedTokens, fraction: float) -> tuple[NDArray[np.in
     for first in range(0, len(corpus), _COUNTED_AT_ONCE):
         stop = min(first + _COUNTED_AT_ONCE, len(corpus))
         starts = corpus.starts(first, stop)
-        chosen = held_out_documents(first, stop, fraction) - first
         some = slice(first // _BLOCK, -(-stop // _BLOCK))
         whole[some] = np.diff(starts[:-1:_BLOCK], append=starts[-1])
+        chosen = np.flatnonzero(is_held_out(np.arange(first, stop, dtype=np.uint64), fraction))
         tokens = starts[chosen + 1] - starts[chosen]
         held_out[some] = np.bincount(chosen // _BLOCK, tokens, minlength=some.stop - some.start)  # exact below 2^53
     return whole, held_out
-
-
-def held_out_documents(first: int, stop: int, fraction: float) -> NDArray[np.int64]:
-    """Returns the numbers of the held-out documents among [first, stop)."""
-    numbers = [np.empty(0, dtype=np.int64)]
-    for low in range(first, stop, _HASHED_AT_ONCE) if fraction else ():
-        documents = np.arange(low, min(low + _HASHED_AT_ONCE, stop), dtype=np.uint64)
-        numbers.append(np.flatnonzero(is_held_out(documents, fraction)) + low)
-    return np.concatenate(numbers)
 
 
 def is_held_out(documents: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
@@ -157,6 +147,8 @@ def is_held_out(documents: NDArray[np.uint64], fraction: float) -> NDArray[np.bo
 
     The hash is `mix64` of data_pipeline/dataset.py, applied twice.
     """
+    if not fraction:
+        return np.zeros(len(documents), dtype=np.bool_)
     hashes = documents ^ _SALT
     spare = np.empty_like(hashes)
     for shift, factor in (*_MIXING, *_MIXING):
