@@ -40,7 +40,8 @@ def workplace(tmp_path: Path) -> Path:
 
 def test_from_conversations_to_a_conversation(workplace: Path) -> None:
     """An answer that the run has seen comes back, and ends by itself: template, mask and end token agree."""
-    lines = [line for line in commands_of(ROOT / "docs/fine_tuning.md") if "runs/chat" in line or "configs/chat" in line]
+    page = commands_of(ROOT / "docs/fine_tuning.md")
+    lines = [line for line in page if "runs/chat" in line or "configs/chat" in line]
     assert [words_of(line)[1][1] for line in lines][1:] == ["prepare", "data", "train", "generate"]
     for line in lines:
         done = run(*words_of(line)[1], cwd=workplace)
