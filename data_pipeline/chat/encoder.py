@@ -41,7 +41,7 @@ class ChatEncoder:
         loss = np.zeros(len(tokens.ids), dtype=np.uint8)
         for begin, end in turns.trained:
             first = int(tokens.ends.searchsorted(begin, side="right"))
-            if turns.answers_prompt:
+            if not (first and loss[first - 1]):  # what goes on from a stretch that carries loss answers nothing
                 tools.text.check_prompt(turns, tokens, first, begin, piece.where)
             loss[first : int(tokens.starts.searchsorted(end))] = 1
         if loss.all() or not loss.any():
@@ -90,7 +90,7 @@ class _ChatText:
             remedy = (
                 "take the white space away from its beginning"
                 if turns.text[begin : begin + 1].isspace()
-                else "let the template write no white space there, or mark answers by {% generation %}"
+                else "let the template end its prompt without white space, or with one line break"
             )
             raise DataError(
                 f"{where}: the tokens of a prompt are others where its answer follows, in {around!r}, so that a model "

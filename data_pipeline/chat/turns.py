@@ -25,7 +25,6 @@ class Turns(NamedTuple):
 
     text: str
     trained: list[tuple[int, int]]  # begin and end of each stretch that carries loss, in characters
-    answers_prompt: bool  # a stretch begins where a prompt ends, which tokens must not bridge
 
 
 class TurnFinder:
@@ -64,7 +63,7 @@ class TurnFinder:
                     "its {% generation %} block, so that a model would not learn to end: move "
                     "{% endgeneration %} behind it"
                 )
-        return Turns(text, trained, False)
+        return Turns(text, trained)
 
     def _by_prefixes(self, conversation: Conversation, first: int, where: str) -> Turns:
         messages = conversation.messages
@@ -88,7 +87,7 @@ class TurnFinder:
             if end is None or not text.startswith(prompt.text) or not text.startswith(answer.text[:end]):
                 raise self._rewritten(number + 1, where)
             trained.append((begin, end))
-        return Turns(text, trained, True)
+        return Turns(text, trained)
 
     def _end_of_turn(self, text: str, begin: int) -> int | None:
         """Returns where the turn at the end of `text` ends: behind the first of the special tokens that close it."""

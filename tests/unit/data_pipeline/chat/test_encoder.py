@@ -157,8 +157,11 @@ def test_an_answer_that_merges_with_its_prompt_is_refused(encoder_with: Encoder)
     assert len(double) == 1, "the tokenizer of this test has no such token"
     with pytest.raises(DataError, match=r"line 7: the tokens of a prompt .* white space away from its beginning"):
         encode(encoder, chat("a", "\nb"))
-    with pytest.raises(DataError, match="let the template write no white space there, or mark answers"):
+    with pytest.raises(DataError, match="let the template end its prompt without white space"):
         encode(encoder_with(TEMPLATES["llama-3"], splits_lines=False), chat("a", "b"))
+    with_space = TEMPLATES["generation"].replace("assistant\n", "assistant ")
+    with pytest.raises(DataError, match="let the template end its prompt without white space"):
+        encode(encoder_with(with_space), chat("a", "b"))
 
 
 def test_no_second_begin_token(encoder_with: Encoder) -> None:
