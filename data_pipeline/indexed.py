@@ -174,7 +174,8 @@ class IndexedTokens:
         mask = StoredFile(path)
         if mask.size != self.token_count:
             raise DataError(
-                f"{path} has {mask.size} bytes, but {self._bin.path} has {self.token_count} tokens: prepare both again"
+                f"{path} has {mask.size} bytes, but there are {self.token_count} tokens in {self._bin.path}: write "
+                "both again"
             )
         return mask
 
