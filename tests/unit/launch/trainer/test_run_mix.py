@@ -163,6 +163,28 @@ def test_one_text_may_become_a_source(mixed_config: dict[str, Any]) -> None:
         resume(alone | {"data": {"path": more["data"]["sources"]["code"]["path"]}}, state_of(first, 10))
 
 
+def test_other_tokens_in_documents_of_the_same_lengths_are_refused(mixed_config: dict[str, Any]) -> None:
+    """Without metadata the fingerprint knows lengths alone, and so does a checkpoint of an older version."""
+    alone = changed(mixed_config)
+    web = Path(alone["data"].pop("sources")["web"]["path"])
+    alone["data"]["path"] = str(web)
+    first = opened(alone)
+    tokens = web.with_name(f"{web.name}.bin")
+    tokens.write_bytes(tokens.read_bytes()[::-1])
+    older = state_of(first, 10)
+    resume(alone, older)
+    with pytest.raises(CheckpointError, match="was trained on other tokens than"):
+        resume(alone, older | {"data_content": first.training.content_digest})
+    with pytest.raises(CheckpointError, match="web holds something else now"):
+        mixed = changed(mixed_config)
+        resume(mixed, state_of(opened(mixed), 10) | {"data_mix": renamed(opened(mixed).mix_facts)})
+
+
+def renamed(facts: dict[str, Any]) -> dict[str, Any]:
+    """The record of a mix whose source `web` had another digest of tokens."""
+    return facts | {"sources": facts["sources"] | {"web": facts["sources"]["web"].partition("+")[0] + "+other"}}
+
+
 def test_another_batch_size_moves_no_stage_that_has_begun(mixed_config: dict[str, Any]) -> None:
     """And one in the future begins with a step of the new size, at its place."""
     stages = [{"from_tokens": 5 * LENGTH, "weights": {"web": 0}}, {"from_steps": 20, "weights": {"code": 0}}]
