@@ -30,9 +30,19 @@ class BestFitSamples(CorpusSamples):
     def _open_split(self, split: Split) -> int:
         self._bin = lru_cache(maxsize=SAMPLES_KEPT)(self._find_bin)
         self._plans = [
-            PackingPlan(PackingRequest(corpus, content[-1], self.sequence_length, split, self.held_out_fraction))
+            PackingPlan(
+                PackingRequest(
+                    corpus,
+                    content[-1],
+                    self.sequence_length,
+                    split,
+                    self.held_out_fraction,
+                    corpus.has_loss_mask and self.too_long == "skip",
+                )
+            )
             for corpus, content in zip(self._corpora, self._contents, strict=True)
         ]
+        self._check_lengths()
         self._first_bin = np.cumsum([0, *(plan.bin_count for plan in self._plans)]).tolist()  # [corpora + 1]
         self.samples_per_epoch = self._first_bin[-1]
         return sum(plan.token_count for plan in self._plans)
@@ -45,13 +55,18 @@ class BestFitSamples(CorpusSamples):
         padding = np.full(self.sequence_length + 1 - int(ends[-1]), self.eos_token_id or 0, dtype=corpus.dtype)
         tokens = np.concatenate([*parts, padding])
         check_ids(tokens, self._id_limit, self.vocab_size, [corpus], f"sample {k}")
-        if not len(padding):
-            return Sample(tokens, ends[:-1])
-        return Sample(tokens, ends, np.arange(len(tokens)) < ends[-1])
+        starts = ends if len(padding) else ends[:-1]
+        if not (len(padding) or corpus.has_loss_mask):
+            return Sample(tokens, starts)
+        loss = np.zeros(len(tokens), dtype=np.bool_)
+        loss[: ends[-1]] = _loss(corpus, firsts, sizes)
+        return Sample(tokens, starts, loss)
 
     def count_valid_targets(self, k: int) -> int:
-        """Returns how many targets of sample k carry loss: of each piece, all tokens but the first; reads no tokens."""
-        _, _, sizes = self._bin(k)
+        """Returns how many targets of sample k carry loss; the first token of a piece is none. Reads no tokens."""
+        corpus, firsts, sizes = self._bin(k)
+        if corpus.has_loss_mask:
+            return int(np.count_nonzero(_loss(corpus, firsts + 1, sizes - 1)))
         return int(sizes.sum()) - len(sizes)
 
     def documents(self, k: int) -> list[DocumentRange]:
@@ -77,18 +92,45 @@ class BestFitSamples(CorpusSamples):
         return self._samples_in(bins, epoch)
 
     def notice(self) -> str | None:
-        """Returns a notice for the user if much of the samples is padding."""
+        """Returns a notice for the user if conversations are longer than a sample, or much is padding."""
+        notices = []
+        if longer := sum(self._longer_conversations()):
+            fate = "left out" if self.too_long == "skip" else "cut"
+            notices.append(
+                f"{longer:,} conversations of the {self.split} split, of more than {self.sequence_length + 1:,} "
+                f"tokens, are {fate} (data.too_long)"
+            )
         slots = self.samples_per_epoch * (self.sequence_length + 1)
         padding = 1 - sum(plan.placed_tokens for plan in self._plans) / slots
-        if padding < _MUCH_PADDING:
-            return None
-        return (
-            f"{padding:.1%} of the {self.split} split's samples is padding, because its documents leave gaps that no "
-            "other one fits: another sequence_length, or data.packing concat, wastes less"
-        )
+        if padding >= _MUCH_PADDING:
+            notices.append(
+                f"{padding:.1%} of the {self.split} split's samples is padding, because its documents leave gaps that "
+                "no other one fits: another sequence_length, or data.packing concat, wastes less"
+            )
+        return "; ".join(notices) or None
+
+    def _longer_conversations(self) -> list[int]:
+        """Counts the conversations of each corpus that are longer than a sample; other documents may be cut."""
+        pairs = zip(self._corpora, self._plans, strict=True)
+        return [plan.longer_documents if corpus.has_loss_mask else 0 for corpus, plan in pairs]
+
+    def _check_lengths(self) -> None:
+        """Raises DataError for conversations that are longer than a sample, if they are to be refused."""
+        for corpus, longer in zip(self._corpora, self._longer_conversations(), strict=True):
+            if longer and self.too_long == "refuse":
+                raise DataError(
+                    f"{corpus.prefix} has {longer:,} conversations of more than {self.sequence_length + 1:,} tokens in "
+                    f"its {self.split} split: raise training.sequence_length, or choose data.too_long skip or cut"
+                )
 
     def _find_bin(self, k: int) -> tuple[IndexedTokens, NDArray[np.int64], NDArray[np.int64]]:
         """Returns what sample k is made of: the corpus, and first token and length of each piece."""
         number = self._block(k)
         which = bisect_right(self._first_bin, number) - 1
         return self._corpora[which], *self._plans[which].bin(number - self._first_bin[which])
+
+
+def _loss(corpus: IndexedTokens, firsts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Reads which tokens of pieces carry loss, [sum of sizes]."""
+    pieces = zip(firsts.tolist(), (firsts + sizes).tolist(), strict=True)
+    return np.concatenate([corpus.read_loss(first, end) for first, end in pieces])

@@ -60,7 +60,7 @@ def check_corpus(prefix: Path, advance: Callable[[int], None]) -> CorpusFindings
     problems += _wrong_ids(corpus, meta, lowest, highest)
     loss_path = with_ending(prefix, ".loss.bin")
     if loss_path.is_file():
-        problems += _wrong_marks(loss_path, corpus.token_count, advance)
+        problems += _wrong_marks(loss_path, corpus.token_count, meta, advance)
     if meta is not None:
         promised = (meta.token_count, meta.document_count, meta.dtype)
         if promised != (corpus.token_count, len(corpus), str(corpus.dtype)):
@@ -89,15 +89,20 @@ def _wrong_ids(corpus: IndexedTokens, meta: CorpusMeta | None, lowest: int, high
     return [f"{corpus.prefix}.bin holds token id {wrong}, outside the {of_what}: prepare it again"]
 
 
-def _wrong_marks(path: Path, token_count: int, advance: Callable[[int], None]) -> list[str]:
+def _wrong_marks(path: Path, token_count: int, meta: CorpusMeta | None, advance: Callable[[int], None]) -> list[str]:
     """Returns what is wrong with the marks of loss, one byte per token: 0 or 1."""
     size = path.stat().st_size
     if size != token_count:
         return [f"{path} has {size:,} bytes, but there are {token_count:,} tokens: prepare the corpus again"]
-    largest = 0
+    largest, digest = 0, hashlib.sha256()
     with path.open("rb") as stream:
         while content := stream.read(_AT_ONCE):
             marks: NDArray[Any] = np.frombuffer(content, dtype=np.uint8)
             largest = max(largest, int(marks.max()))
+            digest.update(content)
             advance(len(content))
-    return [f"{path} holds a mark of {largest}, and not only 0 and 1: prepare the corpus again"] if largest > 1 else []
+    if largest > 1:
+        return [f"{path} holds a mark of {largest}, and not only 0 and 1: prepare the corpus again"]
+    if meta is not None and meta.loss_sha256 not in (None, digest.hexdigest()):
+        return [f"{path} is not the file that was written: its SHA-256 differs from the metadata's"]
+    return []

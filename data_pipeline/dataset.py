@@ -16,7 +16,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,10 @@ from data_pipeline.meta import CorpusMeta, read_meta
 from data_pipeline.stream import Split, StreamPiece, TokenStream, split_streams
 
 SAMPLES_KEPT = 4096  # whose places are not looked up again: their targets are counted, then they are read
+
+
+TooLong = Literal["refuse", "skip", "cut"]
+"""What happens to conversations, documents with a loss mask, that are longer than a sample; text is always cut."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ class Samples(Protocol):
     token_count: int  # of the split
     vocab_size: int | None  # None if the corpora have no metadata
     eos_token_id: int | None
+    has_loss_mask: bool  # some tokens carry no loss, even where all documents are one
     content_digest: str  # of pieces of the tokens that the fingerprint does not know, empty if there are none
 
     def sample(self, k: int) -> Sample:
@@ -116,6 +121,7 @@ class CorpusSamples:
     token_count: int  # of the split
     vocab_size: int | None  # None if the corpora have no metadata
     eos_token_id: int | None
+    has_loss_mask: bool
     content_digest: str
     packing_rule: ClassVar[str]  # enters the fingerprint: another one for blocks that would be cut otherwise
 
@@ -128,15 +134,17 @@ class CorpusSamples:
         held_out_fraction: float = 0.01,
         *,
         vocab_limit: int | None = None,  # of the model: larger ids are refused
+        too_long: TooLong = "refuse",
     ) -> None:
         check_arguments(prefixes, sequence_length, split, held_out_fraction)
         self.sequence_length, self.seed, self.split = sequence_length, seed, split
-        self.held_out_fraction = held_out_fraction
+        self.held_out_fraction, self.too_long = held_out_fraction, too_long
         self._corpora = [IndexedTokens(prefix) for prefix in prefixes]
         metas = [matching_meta(corpus) for corpus in self._corpora]
         self.vocab_size, self.eos_token_id = common_vocabulary(self._corpora, metas)
         self._id_limit = min(2**63 if size is None else size for size in (self.vocab_size, vocab_limit))
         self._contents = content_digests(self._corpora, metas)
+        self.has_loss_mask = any(corpus.has_loss_mask for corpus in self._corpora)
         self.content_digest = sampled_digest(self._corpora, metas)
         self._take(split)
 
@@ -149,7 +157,9 @@ class CorpusSamples:
     def _take(self, split: Split) -> None:
         """Sets what depends on the split."""
         self.split = split
-        rule, packing = self.packing_rule, [self.sequence_length, split, self.held_out_fraction]
+        rule, packing = self.packing_rule, list[object]((self.sequence_length, split, self.held_out_fraction))
+        if self.has_loss_mask and self.too_long == "skip":
+            packing.append(self.too_long)
         self.fingerprint = hashlib.sha256(json.dumps([rule, self._contents, packing]).encode()).hexdigest()
         self._round_keys = lru_cache(maxsize=4)(partial(epoch_key, self.seed, fingerprint=self.fingerprint))
         self.token_count = self._open_split(split)
@@ -187,6 +197,11 @@ class PackedSamples(CorpusSamples):
         return split_streams(self._corpora, self.held_out_fraction)
 
     def _open_split(self, split: Split) -> int:
+        if self.has_loss_mask and self.too_long != "cut":
+            raise DataError(
+                f"{self._corpora[0].prefix} holds conversations, nearly all of which data.packing concat cuts: choose "
+                "data.packing best_fit, or data.too_long cut"
+            )
         self._stream = self._streams[split]
         self._pieces = lru_cache(maxsize=SAMPLES_KEPT)(self._find_pieces)
         count = self._stream.token_count
@@ -199,11 +214,16 @@ class PackedSamples(CorpusSamples):
         parts = [piece.corpus.read(piece.low, piece.high) for piece in pieces]
         tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
         check_ids(tokens, self._id_limit, self.vocab_size, self._corpora, f"sample {k}")
-        return Sample(tokens, _starts(pieces))
+        return Sample(tokens, _starts(pieces), self._loss(pieces))
 
     def count_valid_targets(self, k: int) -> int:
-        """Returns how many targets of sample k are no first token of a document; reads no tokens."""
-        return self.sequence_length - len(_starts(self._pieces(k)))
+        """Returns how many targets of sample k carry loss, and are no first token of a document; reads no tokens."""
+        pieces = self._pieces(k)
+        starts, loss = _starts(pieces), self._loss(pieces)
+        if loss is None:
+            return self.sequence_length - len(starts)
+        loss[starts] = False
+        return int(np.count_nonzero(loss[1:]))
 
     def documents(self, k: int) -> list[DocumentRange]:
         """Returns the documents that sample k holds tokens of, its last target included, in the order of the stream.
@@ -234,6 +254,12 @@ class PackedSamples(CorpusSamples):
 
     def _find_pieces(self, k: int) -> list[StreamPiece]:
         return self._stream.pieces(self._block(k) * self.sequence_length, self.sequence_length + 1)
+
+    def _loss(self, pieces: Sequence[StreamPiece]) -> NDArray[np.bool_] | None:
+        """Reads which tokens of a sample carry loss; those of a corpus without a mask all do."""
+        if not self.has_loss_mask:
+            return None
+        return np.concatenate([piece.corpus.read_loss(piece.low, piece.high) for piece in pieces])
 
 
 def _starts(pieces: Sequence[StreamPiece]) -> NDArray[np.int64]:
@@ -280,6 +306,7 @@ def check_arguments(prefixes: Sequence[Path], sequence_length: int, split: str, 
 def matching_meta(corpus: IndexedTokens) -> CorpusMeta | None:
     """Returns the metadata of a corpus, None if it has none; only then is the whole index read, and checked."""
     meta = read_meta(corpus.prefix)
+    _check_loss_mask(corpus, meta)
     if meta is None:
         corpus.check()
         return None
@@ -294,12 +321,27 @@ def matching_meta(corpus: IndexedTokens) -> CorpusMeta | None:
     return meta
 
 
+def _check_loss_mask(corpus: IndexedTokens, meta: CorpusMeta | None) -> None:
+    is_named = meta is not None and meta.loss_sha256 is not None
+    if is_named and not corpus.has_loss_mask:
+        raise DataError(f"{corpus.prefix}.loss.bin, the loss mask of the corpus, is missing: prepare the corpus again")
+    if corpus.has_loss_mask and not is_named:
+        raise DataError(
+            f"{corpus.prefix}.loss.bin is a loss mask that no {corpus.prefix}.meta.json names, so that it may be of "
+            "other tokens: prepare the corpus again, or move the mask away to train on every token"
+        )
+
+
 def content_digests(corpora: Sequence[IndexedTokens], metas: Sequence[CorpusMeta | None]) -> list[list[str]]:
     """Returns what tells each corpus's content from another's; the last of each is the SHA-256 of its index."""
     return [
-        [meta.sha256, meta.idx_sha256] if meta else [str(corpus.token_count), corpus.index_digest()]
+        _promised_digests(meta) if meta else [str(corpus.token_count), corpus.index_digest()]
         for corpus, meta in zip(corpora, metas, strict=True)
     ]
+
+
+def _promised_digests(meta: CorpusMeta) -> list[str]:
+    return [meta.sha256, *([meta.loss_sha256] if meta.loss_sha256 else []), meta.idx_sha256]
 
 
 def sampled_digest(corpora: Sequence[IndexedTokens], metas: Sequence[CorpusMeta | None]) -> str:

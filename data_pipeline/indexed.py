@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
 from data_pipeline.files import StoredFile, open_anew, publish, sha256_of_file, with_ending
+from data_pipeline.loss_file import loss_path
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -68,6 +69,7 @@ class IndexedTokens:
         self._documents_at = self._pointers_at + 8 * self._sequences
         self._check_sizes()
         self.token_count = self._bin.size // self._width
+        self._loss = self._loss_mask()
         self._has_equal_documents = False  # each document is known to be one sequence
 
     def __len__(self) -> int:
@@ -78,6 +80,18 @@ class IndexedTokens:
         tokens = np.empty(high - low, dtype=self.dtype)
         self._bin.read(low * self._width, tokens)
         return tokens
+
+    @property
+    def has_loss_mask(self) -> bool:
+        """True if `PREFIX.loss.bin` says which tokens carry loss."""
+        return self._loss is not None
+
+    def read_loss(self, low: int, high: int) -> NDArray[np.bool_]:
+        """Returns which of the tokens [low, high) carry loss when they are predicted: without a mask all do."""
+        loss = np.ones(high - low, dtype=np.uint8)
+        if self._loss is not None:
+            self._loss.read(low, loss)
+        return loss.astype(np.bool_)
 
     def document(self, i: int) -> NDArray[Any]:
         """Returns the token ids of document i."""
@@ -152,6 +166,18 @@ class IndexedTokens:
             f"token file {path.absolute()} does not exist{start}: give the prefix of a .bin/.idx pair (without "
             "the ending), or write one with `megalite prepare`"
         )
+
+    def _loss_mask(self) -> StoredFile | None:
+        path = loss_path(self.prefix)
+        if not path.is_file():
+            return None
+        mask = StoredFile(path)
+        if mask.size != self.token_count:
+            raise DataError(
+                f"{path} has {mask.size} bytes, but there are {self.token_count} tokens in {self._bin.path}: write "
+                "both again"
+            )
+        return mask
 
     def _read_header(self) -> tuple[np.dtype[Any], int, int]:
         idx = self._idx.path

@@ -70,9 +70,9 @@ def global_batch(samples: Samples, plan: BatchPlan, consumed_samples: int) -> li
 
 def count_valid_targets(samples: Samples, plan: BatchPlan, consumed_samples: int) -> int:
     """Returns how many targets of the global batch after `consumed_samples` samples count, on all replicas."""
-    if not plan.document_mask:
+    if not (plan.document_mask or samples.has_loss_mask):
         return plan.global_batch_size * samples.sequence_length
-    stop = consumed_samples + plan.global_batch_size  # from the index alone, so that no replica has to ask the others
+    stop = consumed_samples + plan.global_batch_size  # from indexes and loss masks: no replica has to ask the others
     return sum(samples.count_valid_targets(k) for k in range(consumed_samples, stop))
 
 
@@ -84,8 +84,8 @@ def _micro_batch(samples: Samples, first: int, plan: BatchPlan, valid: int) -> T
     for row, k in enumerate(numbers.tolist()):
         sample = samples.sample(k)
         tokens[row], targets[row] = sample.tokens[:-1], sample.tokens[1:]
-        if sample.loss is not None:
-            targets[row, ~sample.loss[1:]] = IGNORED_TARGET
+        if samples.has_loss_mask or sample.loss is not None:
+            targets[row, ~sample.target_is_valid] = IGNORED_TARGET
         starts.append(sample.starts)
     positions = _mask_documents(targets, starts) if plan.document_mask else None
     return TokenBatch(tokens, targets, positions, numbers, valid)

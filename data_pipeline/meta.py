@@ -29,6 +29,9 @@ class CorpusMeta:
     job_sha256: str  # sources with sizes and times, tokenizer, options: equal means nothing to do
     text_field: str | None = None  # this and the next are None in files of older versions
     append_eos: bool | None = None
+    loss_sha256: str | None = None  # of the .loss.bin; None: every token carries loss
+    train_on: str | None = None  # of conversations, as is the next; None for text
+    chat_template_sha256: str | None = None
     begin_token_id: int | None = None  # this and the next four are missing in files of older versions
     special_tokens: str = "keep"
     fill_in_the_middle: float = 0.0  # share of the documents

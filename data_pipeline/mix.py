@@ -284,6 +284,7 @@ class MixedSamples:
         self.samples_per_epoch = sum(source.samples_per_epoch for source in self._in_turn)
         self.token_count = sum(source.token_count for source in self._in_turn)
         self.vocab_size = max((size for one in self._in_turn if (size := one.vocab_size) is not None), default=None)
+        self.has_loss_mask = any(source.has_loss_mask for source in self._in_turn)
         self.eos_token_id = next((one.eos_token_id for one in self._in_turn if one.eos_token_id is not None), None)
         contents = {name: content_id(source) for name, source in self.sources.items()}
         self.record = MixRecord(mix, contents, global_batch_size)

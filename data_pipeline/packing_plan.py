@@ -13,6 +13,7 @@ bins take whole groups of equal pieces at once: O(n log n) for the sorting, O(S 
 
     identity[4]                 SHA-256 of the rule's version, the index, S, the split and held_out_fraction
     bins, tokens, placed        numbers of bins, of tokens in the split, and of tokens in all pieces
+    longer                      number of documents in the split that are longer than a bin
     pieces[...]                 first token in the corpus << 23 | number of tokens, bin after bin
     edges[bins + 1]             first piece of each bin, and the number of pieces
 """
@@ -37,7 +38,7 @@ RULE = "best-fit-1"  # another name for every change that would pack the same do
 _REMEDY = "write it with `megalite data pack CONFIG.yaml`"
 _LENGTH_BITS = 23  # beside 40 bits of the first token; together below the sign
 _LONGEST_PIECE, _MOST_TOKENS = 2**_LENGTH_BITS - 1, 2**40
-_HEADER_WORDS = 7
+_HEADER_WORDS = 8
 _AT_ONCE = 1 << 20  # documents or pieces
 
 
@@ -50,15 +51,18 @@ class PackingRequest:
     sequence_length: int
     split: Split
     held_out_fraction: float
+    leaves_out_longer: bool = False  # documents that are longer than a bin are left out, not cut
 
     @property
     def path(self) -> Path:
-        ending = f".pack-{self.sequence_length}-{self.split}-{float(self.held_out_fraction)}.npy"
+        whole = "-whole" if self.leaves_out_longer else ""
+        ending = f".pack-{self.sequence_length}-{self.split}-{float(self.held_out_fraction)}{whole}.npy"
         return with_ending(self.corpus.prefix, ending)
 
     @property
     def identity(self) -> NDArray[np.int64]:
         facts = [RULE, self.index_sha256, self.sequence_length, self.split, float(self.held_out_fraction)]
+        facts.append(self.leaves_out_longer)
         return np.frombuffer(hashlib.sha256(json.dumps(facts).encode()).digest(), dtype="<i8")
 
 
@@ -93,7 +97,7 @@ class PackingPlan:
                 f"{path} was written for another index than {request.corpus.prefix}.idx, or by another version of "
                 f"megalite: {_REMEDY}"
             )
-        self.bin_count, self.token_count, self.placed_tokens = header[4:].tolist()
+        self.bin_count, self.token_count, self.placed_tokens, self.longer_documents = header[4:].tolist()
         self.piece_count = words - _HEADER_WORDS - self.bin_count - 1
         self._edges_at = _HEADER_WORDS + self.piece_count
 
@@ -132,20 +136,20 @@ def write_plan(request: PackingRequest) -> PackingPlan:
             f"large for a plan of packing: prepare it as several corpora of at most {_MOST_TOKENS:,} tokens each, and "
             f"use a sequence_length below {_LONGEST_PIECE:,}"
         )
-    starts, sizes, token_count = _pieces_of_split(request)
+    starts, sizes, token_count, longer = _pieces_of_split(request)
     order, edges = best_fit_bins(sizes, capacity)
-    header = np.array([*request.identity.tolist(), len(edges) - 1, token_count, sizes.sum()], dtype=np.int64)
+    header = np.array([*request.identity.tolist(), len(edges) - 1, token_count, sizes.sum(), longer], dtype=np.int64)
     content = io.BytesIO()
     np.save(content, np.concatenate([header, (starts << _LENGTH_BITS | sizes)[order], edges]))
     write_atomically(request.path, content.getvalue())
     return PackingPlan(request)
 
 
-def _pieces_of_split(request: PackingRequest) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """Returns the pieces of the split in file order, first tokens and lengths [pieces], and its number of tokens."""
+def _pieces_of_split(request: PackingRequest) -> tuple[NDArray[np.int64], NDArray[np.int64], int, int]:
+    """Returns first tokens and lengths [pieces] of the split, in file order, its tokens and its long documents."""
     corpus, stride = request.corpus, request.sequence_length
     empty = np.empty(0, dtype=np.int64)
-    starts, sizes, token_count = [empty], [empty], 0
+    starts, sizes, token_count, longer = [empty], [empty], 0, 0
     for first in range(0, len(corpus), _AT_ONCE):
         stop = min(first + _AT_ONCE, len(corpus))
         begins = corpus.starts(first, stop)
@@ -154,13 +158,16 @@ def _pieces_of_split(request: PackingRequest) -> tuple[NDArray[np.int64], NDArra
             request.split == "held_out"
         )
         chosen = np.flatnonzero(is_chosen & (lengths > 0))
+        longer += int(np.count_nonzero(lengths[chosen] > stride + 1))
+        if request.leaves_out_longer:
+            chosen = chosen[lengths[chosen] <= stride + 1]
         lengths = lengths[chosen]
         counts = np.maximum(1, -(-(lengths - 1) // stride))  # pieces of each document
         offsets = (np.arange(counts.sum()) - (np.cumsum(counts) - counts).repeat(counts)) * stride  # in the document
         starts.append(begins[chosen].repeat(counts) + offsets)
         sizes.append(np.minimum(stride + 1, lengths.repeat(counts) - offsets))
         token_count += int(lengths.sum())
-    return np.concatenate(starts), np.concatenate(sizes), token_count
+    return np.concatenate(starts), np.concatenate(sizes), token_count, longer
 
 
 def best_fit_bins(sizes: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

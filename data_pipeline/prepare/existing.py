@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from data_pipeline.chat.encoder import ChatEncoder
 from data_pipeline.errors import DataError, first_names
 from data_pipeline.files import with_ending
+from data_pipeline.loss_file import loss_path
 from data_pipeline.meta import CorpusMeta, meta_path, read_meta
 from data_pipeline.prepare.cutting import CUT_PLACES
 from data_pipeline.prepare.parts import PartStore
@@ -21,7 +23,7 @@ def check_replaceable(output: Path, job: PreparationPlan, overwrite: bool) -> No
     did not write never. Its own output has metadata, or a journal if a run was stopped between its renames.
     """
     ours = meta_path(output).exists() or PartStore(output, job.parts_sha256).has_journal
-    for path in (with_ending(output, ".bin"), with_ending(output, ".idx")):
+    for path in (with_ending(output, ".bin"), with_ending(output, ".idx"), loss_path(output)):
         if path.exists() and not ours:
             raise DataError(f"{path} exists and was not written by prepare: choose another output, or move it away")
     former = None if overwrite else _former(output)
@@ -69,9 +71,13 @@ def _asked(former: CorpusMeta, job: PreparationPlan) -> str:
         notes.append("--begin-token" if options.begin_token else "--no-begin-token")
     if former.special_tokens != options.special_tokens:
         notes.append(f"--special-tokens {options.special_tokens} (not {former.special_tokens})")
+    if former.train_on != options.train_on:
+        notes.append(f"--chat --train-on {options.train_on}" if options.train_on else "no --chat")
+    elif isinstance(job.encoder, ChatEncoder) and former.chat_template_sha256 != job.encoder.template.digest():
+        notes.append("whose chat template is another one since")
     if former.fill_in_the_middle != options.fill_in_the_middle:
         notes.append(f"--fill-in-the-middle {options.fill_in_the_middle:g} (not {former.fill_in_the_middle:g})")
-    if former.tokenizers is None and job.places != CUT_PLACES:
+    if former.tokenizers is None and not options.train_on and job.places != CUT_PLACES:
         notes.append("long documents not cut where that changes their tokens (older versions did)")
     if former.tokenizer_sha256 != job.tokenizer.sha256 and _is_alike(former, job.tokenizer):
         notes.append("whose tokenizer.json is another one since")

@@ -4,9 +4,9 @@ journal.json      the digest of the job the parts belong to; parts of other jobs
 part-000042.npz   chunk 42, encoded; chunks are cut by a fixed rule, so the number identifies the text
 lock              held by the running process; the kernel releases it however the process ends
 
-A part is an uncompressed `.npz` with `tokens` [n] and `document_ends` [documents] (exclusive positions in
-`tokens`); its last tokens may belong to a document that the next part ends. A part is renamed to its final name
-only when it is complete, so a part that exists is done, and a rerun resumes.
+A part is an uncompressed `.npz` of what `PartContents` lists; its last tokens may belong to a document that the next
+part ends. A part is renamed to its final name only when it is complete, so a part that exists is done, and a
+rerun resumes.
 """
 
 import fcntl
@@ -29,31 +29,54 @@ from numpy.typing import NDArray
 from data_pipeline.errors import DataError
 from data_pipeline.files import with_ending, write_atomically
 from data_pipeline.indexed import token_dtype
+from data_pipeline.prepare.bad_rows import BadRows
 from data_pipeline.prepare.cutting import TextPiece
 from data_pipeline.prepare.encoding import PieceEncoder
 
 
 class PartSize(NamedTuple):
+    """The size of a part that has just been encoded."""
+
     tokens: int
     documents: int
+    first_bad_rows: list[str]  # sentences about some of the rows that could not be encoded
 
 
-def encode_part(encoder: PieceEncoder, pieces: Sequence[TextPiece], path: Path) -> PartSize:
-    """Encodes `pieces` and writes them as a part at `path`."""
+class PartContents(NamedTuple):
+    """The contents of a part file."""
+
+    tokens: NDArray[Any]  # [n]
+    document_ends: NDArray[np.int64]  # [documents] exclusive positions in `tokens`
+    loss: NDArray[np.uint8]  # [n]; empty for text, all of which carries loss
+    bad_rows: int  # that could not be encoded
+
+
+def encode_part(encoder: PieceEncoder, pieces: Sequence[TextPiece], bad_rows: BadRows, path: Path) -> PartSize:
+    """Encodes `pieces` and writes them as a part at `path`. A whole document that is refused is a bad row."""
     dtype = token_dtype(encoder.tokenizer.vocab_size)
-    arrays: list[NDArray[Any]] = []
+    arrays: list[NDArray[Any]] = [np.empty(0, dtype)]
+    masks: list[NDArray[Any]] = [np.empty(0, np.uint8)]
     ends: list[int] = []
     token_count = 0
     for piece in pieces:
-        ids = encoder.encode(piece).ids
+        try:
+            ids, loss = encoder.encode(piece)
+        except DataError as error:
+            if not (piece.begins_document and piece.ends_document):
+                raise
+            bad_rows(error)
+            continue
         arrays.append(np.array(ids, dtype=dtype))
+        if loss is not None:
+            masks.append(loss)
         token_count += len(ids)
         if piece.ends_document:
             ends.append(token_count)
+    part = PartContents(np.concatenate(arrays), np.array(ends, dtype=np.int64), np.concatenate(masks), bad_rows.count)
     content = io.BytesIO()
-    np.savez(content, tokens=np.concatenate(arrays), document_ends=np.array(ends, dtype=np.int64))
+    np.savez(content, **part._asdict())
     write_atomically(path, content.getvalue())
-    return PartSize(token_count, len(ends))
+    return PartSize(token_count, len(ends), bad_rows.first)
 
 
 @contextmanager
@@ -130,12 +153,12 @@ class PartStore:
             return set()
         return {int(file.stem.removeprefix("part-")) for file in self.folder.glob("part-*.npz") if file.is_file()}
 
-    def read(self, number: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Returns the tokens and the document ends of a part."""
+    def read(self, number: int) -> PartContents:
+        """Reads the part of a number."""
         path = self.path(number)
         try:
             with np.load(path, allow_pickle=False) as arrays:
-                return arrays["tokens"], arrays["document_ends"]
+                return PartContents(arrays["tokens"], arrays["document_ends"], arrays["loss"], int(arrays["bad_rows"]))
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(f"part file {path} is damaged ({error}): delete it and run prepare again") from error
 

@@ -12,11 +12,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.chat.encoder import ChatEncoder, chat_encoder
+from data_pipeline.chat.turns import TrainOn
 from data_pipeline.errors import DataError
 from data_pipeline.meta import WRITER_VERSION
 from data_pipeline.prepare.bad_rows import BadRows
 from data_pipeline.prepare.cutting import CUT_PLACES, CutPlace, TextPiece, cut_document, safe_places
-from data_pipeline.prepare.encoding import SpecialTokens, TextEncoder, check_as_text, loaded_tokenizer
+from data_pipeline.prepare.encoding import LoadedTokenizer, SpecialTokens, TextEncoder, check_as_text, loaded_tokenizer
 from data_pipeline.prepare.fill_in_the_middle import fill_in_the_middle
 from data_pipeline.sources import Source, open_sources
 from data_pipeline.sources.document import OnBadRow
@@ -38,6 +40,7 @@ class PrepareOptions:
     special_tokens: SpecialTokens = "keep"
     skip_bad_rows: bool = False
     fill_in_the_middle: float = 0.0  # share of the documents
+    train_on: TrainOn | None = None  # rows are conversations, whose template writes all special tokens; None: text
 
 
 USUAL_OPTIONS = PrepareOptions()
@@ -51,7 +54,7 @@ class PreparationPlan:
     sources: list[Source]
     source_bytes: int | None
     options: PrepareOptions
-    encoder: TextEncoder
+    encoder: TextEncoder | ChatEncoder
     places: tuple[CutPlace, ...]  # at which long documents are cut
     chunk_characters: int
     sha256: str
@@ -68,7 +71,7 @@ class PreparationPlan:
 
 def plan_job(specs: list[str], tokenizer: Path | TrainedTokenizer, options: PrepareOptions) -> PreparationPlan:
     """Opens sources and tokenizer. Raises DataError if one is missing or lacks what the options ask for."""
-    sources = open_sources(specs, options.text_field)
+    sources = open_sources(specs, None if options.train_on else options.text_field)
     encoder, places = _encoder(tokenizer, options)
     sizes = [source.size_bytes for source in sources]
     known = [size for size in sizes if size is not None]
@@ -80,9 +83,14 @@ def plan_job(specs: list[str], tokenizer: Path | TrainedTokenizer, options: Prep
     return PreparationPlan(list(specs), sources, source_bytes, options, encoder, places, chunk, digest)
 
 
-def _encoder(tokenizer: Path | TrainedTokenizer, options: PrepareOptions) -> tuple[TextEncoder, tuple[CutPlace, ...]]:
+def _encoder(
+    tokenizer: Path | TrainedTokenizer, options: PrepareOptions
+) -> tuple[TextEncoder | ChatEncoder, tuple[CutPlace, ...]]:
     """Returns the encoder, and the places where it can cut documents."""
     inspected = inspect_tokenizer(tokenizer) if isinstance(tokenizer, Path) else tokenizer.file
+    if options.train_on is not None:
+        _check_merges(inspected, loaded_tokenizer(inspected.path, inspected.sha256, False))
+        return chat_encoder(inspected, options.train_on, options.special_tokens), ()
     begin, end = inspected.bos_token_id, inspected.eos_token_id
     if options.append_eos and end is None:
         raise DataError(
@@ -102,11 +110,7 @@ def _encoder(tokenizer: Path | TrainedTokenizer, options: PrepareOptions) -> tup
             raise DataError("a tokenizer trained here has no tokens for --fill-in-the-middle: leave it out")
         return encoder, CUT_PLACES
     loaded = loaded_tokenizer(inspected.path, inspected.sha256, options.special_tokens == "as-text")
-    if getattr(loaded.tokenizer.model, "dropout", None):
-        raise DataError(
-            f"tokenizer {inspected.given} leaves out merges at random, so that no two runs would write the same: set "
-            "dropout in its tokenizer.json to null"
-        )
+    _check_merges(inspected, loaded)
     if options.special_tokens == "as-text":
         check_as_text(inspected, loaded)
     if options.fill_in_the_middle:
@@ -121,9 +125,18 @@ def _places(tokenizer: TokenizerFile, special_as_text: bool) -> tuple[CutPlace, 
     return safe_places(loaded_tokenizer(tokenizer.path, tokenizer.sha256, special_as_text).tokenizer)
 
 
+def _check_merges(file: TokenizerFile, loaded: LoadedTokenizer) -> None:
+    """Raises DataError for a tokenizer that gives a text other tokens each time."""
+    if getattr(loaded.tokenizer.model, "dropout", None):
+        raise DataError(
+            f"tokenizer {file.given} leaves out merges at random, so that no two runs would write the same: set "
+            "dropout in its tokenizer.json to null"
+        )
+
+
 def _digest(
     sources: Sequence[Source],
-    encoder: TextEncoder,
+    encoder: TextEncoder | ChatEncoder,
     places: tuple[CutPlace, ...],
     options: PrepareOptions,
     chunk_characters: int,
@@ -136,6 +149,8 @@ def _digest(
         "tokenizer": [tokenizer.sha256, tokenizer.vocab_size, tokenizer.eos_token_id],
         "options": [options.text_field, options.append_eos, chunk_characters],
     }
+    if isinstance(encoder, ChatEncoder):
+        identity["chat"] = [encoder.train_on, encoder.template.digest()]
     if places != CUT_PLACES:  # an older version cut documents all the same, and gave them other tokens
         identity["cut"] = [place.name for place in places]
     if encoder.begin_token is not None:

@@ -12,13 +12,16 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 
+from data_pipeline.chat.encoder import ChatEncoder
 from data_pipeline.errors import DataError, first_names
 from data_pipeline.indexed import IndexedTokens, IndexedWriter, token_dtype
+from data_pipeline.loss_file import LossWriter, loss_path
 from data_pipeline.meta import CorpusMeta, meta_path, read_meta
 from data_pipeline.prepare.bad_rows import BadRows
 from data_pipeline.prepare.cutting import TextPiece
@@ -143,7 +146,8 @@ def _finished(output: Path, job: PreparationPlan) -> CorpusMeta | None:
         tokens.check()
     except DataError:
         return None  # damaged: made again
-    return meta if (tokens.token_count, len(tokens)) == (meta.token_count, meta.document_count) else None
+    promised = (meta.token_count, meta.document_count, meta.loss_sha256 is not None)
+    return meta if (tokens.token_count, len(tokens), tokens.has_loss_mask) == promised else None
 
 
 def _encode_missing(
@@ -167,6 +171,7 @@ def _encode_missing(
 
     for parts_done, size in enumerate(_encoded(job, missing(), workers), start=len(finished) + 1):
         documents, tokens = documents + size.documents, tokens + size.tokens
+        bad_rows.first += size.first_bad_rows
         if progress is not None:
             progress(PrepareProgress(parts_done, documents, tokens, time.monotonic() - started))
     if part_count == 0:
@@ -181,16 +186,17 @@ def _encoded(job: PreparationPlan, chunks: Iterator[tuple[Path, list[TextPiece]]
     At most two chunks per worker process are on their way, so memory does not grow with the corpus; one worker is this
     process.
     """
+    skip = job.options.skip_bad_rows
     if workers == 1:
         for path, chunk in chunks:
-            yield encode_part(job.encoder, chunk, path)
+            yield encode_part(job.encoder, chunk, BadRows(skip), path)
         return
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=exit_with_parent)
     pending: set[Future[PartSize]] = set()
     try:
         for path, chunk in chunks:
             with holding_back_interrupts():
-                pending.add(pool.submit(encode_part, job.encoder, chunk, path))
+                pending.add(pool.submit(encode_part, job.encoder, chunk, BadRows(skip), path))
             if len(pending) == 2 * workers:
                 done, pending = wait(pending, return_when=FIRST_COMPLETED)
                 yield from (future.result() for future in done)
@@ -207,11 +213,20 @@ def _encoded(job: PreparationPlan, chunks: Iterator[tuple[Path, list[TextPiece]]
 def _merge(job: PreparationPlan, store: PartStore, part_count: int, skipped_rows: int, output: Path) -> CorpusMeta:
     """Concatenates the parts. The old metadata is removed first and the new written last, so that it is never wrong."""
     writer = IndexedWriter(output, token_dtype(job.tokenizer.vocab_size))
+    chats = job.encoder if isinstance(job.encoder, ChatEncoder) else None
+    mask = LossWriter(output) if chats else None
     try:
-        with writer:
+        with writer, mask or nullcontext():
             for number in range(part_count):
-                writer.append(*store.read(number))
+                part = store.read(number)
+                writer.append(part.tokens, part.document_ends)
+                skipped_rows += part.bad_rows
+                if mask is not None:
+                    mask.append(part.loss)
+            if not writer.document_count:
+                raise DataError(f"{first_names(job.specs)}: none of the {skipped_rows:,} rows can be used")
             meta_path(output).unlink(missing_ok=True)
+            loss_path(output).unlink(missing_ok=True)
     except OSError as error:
         error.filename = error.filename or f"{output}.bin"  # a full disk is reported without a name
         raise
@@ -229,6 +244,9 @@ def _merge(job: PreparationPlan, store: PartStore, part_count: int, skipped_rows
         job_sha256=job.sha256,
         text_field=job.options.text_field,
         append_eos=job.options.append_eos,
+        loss_sha256=mask.sha256 if mask else None,
+        train_on=chats.train_on if chats else None,
+        chat_template_sha256=chats.template.digest() if chats else None,
         begin_token_id=job.encoder.begin_token,
         special_tokens=job.options.special_tokens,
         fill_in_the_middle=job.options.fill_in_the_middle,

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from data_pipeline.errors import DataError
 from data_pipeline.files import is_url
+from data_pipeline.sources.chats import ChatDataset, ChatRows
 from data_pipeline.sources.compressed import name_inside
 from data_pipeline.sources.csv_table import CsvTable
 from data_pipeline.sources.document import Document, OnBadRow
@@ -54,30 +55,39 @@ class Source(Protocol):
         """Yields the documents in a fixed order, empty ones too; `on_bad_row` decides about a row that holds none."""
 
 
-def open_sources(specs: Sequence[str], text_field: str) -> list[Source]:
-    """Opens one source per file or data set in `specs`, in the order given; files of a folder or glob are sorted."""
+def open_sources(specs: Sequence[str], text_field: str | None) -> list[Source]:
+    """Opens one source per file or data set in `specs`, in the order given; files of a folder or glob are sorted.
+
+    Their documents are the texts in `text_field`; where that is None, they are conversations.
+    """
     if not specs:
         raise DataError("no source is given: name at least one text file, folder, glob, .jsonl file or dataset:NAME")
     sources: list[Source] = []
     for spec in specs:
         if spec.startswith(DATASET_PREFIX):
-            sources.append(HfDataset(spec, text_field))
-        elif spec == PYTHON_STDLIB:
+            sources.append(ChatDataset(spec) if text_field is None else HfDataset(spec, text_field))
+        elif spec == PYTHON_STDLIB and text_field is not None:
             sources.extend(map(TextFile, python_stdlib_sources()))
         else:
             sources.extend(_open_file(path, text_field) for path in _expand(spec))
     return sources
 
 
-def _open_file(path: Path, text_field: str) -> Source:
+def _open_file(path: Path, text_field: str | None) -> Source:
     if path.suffix in (".parquet", ".arrow"):
-        return HfDataset(f"{DATASET_PREFIX}{path}", text_field, typed=str(path))
+        spec = f"{DATASET_PREFIX}{path}"
+        return ChatDataset(spec, str(path)) if text_field is None else HfDataset(spec, text_field, str(path))
     name = name_inside(path)
     for endings, reason in _NO_TEXT.items():
         if name.endswith(endings):
             raise DataError(f"{path} {reason}")
     if name.endswith((".jsonl", ".ndjson", ".json")):
-        return JsonRows(path, text_field, may_be_array=name.endswith(".json"))
+        may_be_array = name.endswith(".json")
+        if text_field is None:
+            return ChatRows(path, may_be_array=may_be_array)
+        return JsonRows(path, text_field, may_be_array)
+    if text_field is None:
+        raise DataError(f"{path} holds no rows of conversations: give .jsonl, .json or .parquet files, or dataset:NAME")
     if name.endswith(".csv"):
         return CsvTable(path, text_field)
     return TextFile(path)

@@ -35,7 +35,7 @@ class JsonRows:
         return file_identity(self.path)
 
     def documents(self, on_bad_row: OnBadRow) -> Iterator[Document]:
-        for where, row in self._rows(on_bad_row):
+        for where, row in self.rows(on_bad_row):
             try:
                 if not isinstance(row, dict):
                     raise DataError(f'{where} is not a JSON object: write {{"{self.text_field}": "..."}} on each line')
@@ -43,7 +43,7 @@ class JsonRows:
             except DataError as error:
                 on_bad_row(error)
 
-    def _rows(self, on_bad_row: OnBadRow) -> Iterator[tuple[str, Any]]:
+    def rows(self, on_bad_row: OnBadRow) -> Iterator[tuple[str, Any]]:
         """Yields the values in the file, each with its place."""
         with open_text(self.path) as stream:
             if self.may_be_array:

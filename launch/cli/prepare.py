@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from launch.cli.options import AsJson
-from launch.errors import INTERRUPTED_CODE
+from launch.errors import INTERRUPTED_CODE, LaunchError
 from launch.output import print_json, spinner
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
@@ -42,9 +42,12 @@ def prepare(
         bool, typer.Option("--begin-token", help="Put the tokenizer's begin token before every document.")
     ] = False,
     special_tokens: Annotated[
-        Literal["keep", "as-text", "refuse"],
-        typer.Option(help="What the spelling of a special token in a text becomes: that token, text, or an error."),
-    ] = "keep",
+        Literal["keep", "as-text", "refuse"] | None,
+        typer.Option(
+            help="What the spelling of a special token in a text becomes: that token, text, or an error; default: "
+            "keep, with --chat refuse."
+        ),
+    ] = None,
     fill_in_the_middle: Annotated[
         float, typer.Option(min=0, max=1, help="Share of the documents whose middle is put last.", metavar="RATE")
     ] = 0.0,
@@ -52,6 +55,17 @@ def prepare(
         Literal["refuse", "skip"],
         typer.Option(help="What a row without a document does: end the command, or be left out and counted."),
     ] = "refuse",
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Rows are conversations: apply the chat template, train on the answers."),
+    ] = False,
+    train_on: Annotated[
+        Literal["all-turns", "last-turn"] | None,
+        typer.Option(
+            help="With --chat: which of the assistant's turns carry loss; last-turn: those after the user's last "
+            "message; default: all-turns."
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace prepared data or a trained tokenizer made from something else.")
     ] = False,
@@ -63,6 +77,8 @@ def prepare(
     The same command a second time changes nothing; data or a tokenizer made from something else is replaced only with
     --overwrite.
 
+    With --chat, loss falls on what the assistant writes alone; the mask is kept beside the tokens, in .loss.bin.
+
     Example: `megalite prepare "corpus/**/*.md" notes.jsonl.gz pages.parquet -t my_tokenizer -o data/corpus`
     """
     from data_pipeline.prepare.existing import check_vocabulary
@@ -72,8 +88,15 @@ def prepare(
     from data_pipeline.tokenizer import TrainedTokenizer, trained_tokenizer
 
     prefix = output_prefix(output)
+    _check_options(chat, train_on, begin_token or fill_in_the_middle > 0, train_vocab_size)
     options = PrepareOptions(
-        text_field, append_eos, begin_token, special_tokens, on_bad_row == "skip", fill_in_the_middle
+        text_field,
+        append_eos and not chat,
+        begin_token,
+        special_tokens or ("refuse" if chat else "keep"),
+        on_bad_row == "skip",
+        fill_in_the_middle,
+        (train_on or "all-turns") if chat else None,
     )
     # kept with the tokens, for runs and exports started elsewhere
     where: Path | TrainedTokenizer = tokenizer.absolute()
@@ -110,6 +133,21 @@ def prepare(
         print_json(asdict(summary))
     else:
         _print_summary(summary)
+
+
+def _check_options(chat: bool, train_on: str | None, adds_tokens: bool, train_vocab_size: int | None) -> None:
+    """Raises LaunchError for options that have no meaning together."""
+    if train_on is not None and not chat:
+        raise LaunchError("--train-on says which turns of conversations carry loss: give --chat too, or leave it out")
+    if chat and adds_tokens:
+        raise LaunchError(
+            "with --chat the template writes all special tokens: leave out --begin-token and --fill-in-the-middle"
+        )
+    if chat and train_vocab_size is not None:
+        raise LaunchError(
+            "--train-vocab-size trains a tokenizer without a chat template: train it on text first, write a "
+            "chat_template.jinja into its folder, and leave the option out with --chat"
+        )
 
 
 def _print_summary(summary: PrepareSummary) -> None:

@@ -175,6 +175,7 @@ def scored_data(request: EvaluateRequest, stored: StoredModel) -> Texts | Prepar
         request.split or "held_out",
         fraction,
         vocab_limit=stored.model.vocab_size,
+        too_long=data.too_long if data else "cut",
     )
     if request.samples is not None and request.samples > samples.samples_per_epoch:
         raise LaunchError(

@@ -117,9 +117,15 @@ def _validation(config: Config, texts: Mapping[str, Text]) -> Iterator[Evaluatio
 def _open(config: Config, prefixes: Sequence[str], held_out_fraction: float) -> Text:
     """Opens the training samples of one text."""
     training, paths = config.training, [Path(prefix) for prefix in prefixes]
-    limit = config.model.vocab_size
-    packed = PACKINGS[config.data.packing]
-    return packed(paths, training.sequence_length, training.seed, "train", held_out_fraction, vocab_limit=limit)
+    return PACKINGS[config.data.packing](
+        paths,
+        training.sequence_length,
+        training.seed,
+        "train",
+        held_out_fraction,
+        vocab_limit=config.model.vocab_size,
+        too_long=config.data.too_long,
+    )
 
 
 def _check_tokenizers(config: Config) -> None:

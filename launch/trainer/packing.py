@@ -41,11 +41,13 @@ def pack_data(config: Config, describe: Callable[[str], None]) -> list[PackedSpl
         describe(f"reading the index of {prefix}")
         corpus = IndexedTokens(prefix)
         index_sha256 = content_digests([corpus], [matching_meta(corpus)])[0][-1]
+        leaves_out_longer = corpus.has_loss_mask and config.data.too_long == "skip"
         for split, fraction in _splits_of(prefix, config.data):
             describe(f"packing the {split} split of {prefix}, {len(corpus):,} documents")
-            packed.append(
-                _packed_split(PackingRequest(corpus, index_sha256, config.training.sequence_length, split, fraction))
+            request = PackingRequest(
+                corpus, index_sha256, config.training.sequence_length, split, fraction, leaves_out_longer
             )
+            packed.append(_packed_split(request))
     return packed
 
 

@@ -90,8 +90,10 @@ class DataConfig(Section):
     """Attention stops at document boundaries inside a packed sequence, and positions restart there."""
 
     packing: Literal["concat", "best_fit"] = "concat"
-    """`concat`: documents follow one another and are cut where a sample is full; `best_fit`: documents that fit into a
-    sample stay whole, which needs `document_mask` and `megalite data pack` before the run."""
+    """Documents in a row, cut where a sample is full, or whole by `megalite data pack`, which needs `document_mask`."""
+
+    too_long: Literal["refuse", "skip", "cut"] = "refuse"
+    """Conversations longer than a sample: an error, left out, or cut, as packing `concat` needs; other text is cut."""
 
     @property
     def prefixes(self) -> list[str]:

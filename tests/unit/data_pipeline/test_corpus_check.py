@@ -21,7 +21,8 @@ def prefix(write_corpus: Callable[..., Path]) -> Path:
         name: hashlib.sha256(Path(f"{prefix}{ending}").read_bytes()).hexdigest()
         for name, ending in {"sha256": ".bin", "idx_sha256": ".idx"}.items()
     }
-    give_meta(prefix, vocab_size=10, **digests)
+    marks = hashlib.sha256(bytes([0, 1, 1, 0, 1, 1])).hexdigest()
+    give_meta(prefix, vocab_size=10, loss_sha256=marks, **digests)
     return prefix
 
 
@@ -41,6 +42,7 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
     "an index of other documents": (".idx", lambda b: b[:-16] + b[-24:-16] + b[-8:], r"\.idx is not the file"),
     "no metadata": (".meta.json", lambda b: b"{", "not readable as metadata"),
     "a mark missing": (".loss.bin", lambda b: b[:-1], r"\.loss\.bin has 5 bytes, but there are 6 tokens"),
+    "another mark": (".loss.bin", lambda b: b"\x01" + b[1:], r"\.loss\.bin is not the file that was written"),
     "a mark of 2": (".loss.bin", lambda b: b[:-1] + b"\x02", "a mark of 2"),
 }
 
@@ -48,7 +50,7 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
 @pytest.mark.parametrize("case", DAMAGE)
 def test_damage_is_one_sentence(case: str, prefix: Path) -> None:
     ending, change, sentence = DAMAGE[case]
-    Path(f"{prefix}.loss.bin").write_bytes(bytes(6))
+    Path(f"{prefix}.loss.bin").write_bytes(bytes([0, 1, 1, 0, 1, 1]))
     path = Path(f"{prefix}{ending}")
     path.write_bytes(change(path.read_bytes()))
     problems = check_corpus(prefix, lambda size: None).problems

@@ -1,0 +1,110 @@
+"""Reads conversations from rows of JSON, in the two forms that chat data is published in.
+
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "tools": [...]}
+    {"prompt": ..., "completion": ...}    lists of messages, or texts, which are a user's and an assistant's message
+
+Every assistant message may carry loss, but those of a prompt do not. Other fields of a row are left out; those of a
+message go to the template.
+"""
+
+import json
+from typing import Any, NamedTuple
+
+from data_pipeline.errors import DataError, first_names
+
+ASSISTANT, USER = "assistant", "user"
+CHAT_FIELDS = ("messages", "prompt", "completion", "tools")
+Message = dict[str, Any]
+
+
+class Conversation(NamedTuple):
+    """The messages of one row."""
+
+    messages: list[Message]
+    tools: list[Any] | None  # descriptions of functions, as JSON
+    prompt_messages: int  # how many of the first messages carry no loss
+
+    def as_json(self) -> str:
+        """Returns the conversation as a text, from which `conversation_of_json` makes it again."""
+        return json.dumps(self, ensure_ascii=False)
+
+
+def conversation_of_json(text: str) -> Conversation:
+    return Conversation(*json.loads(text))
+
+
+def conversation_of_row(fields: dict[str, Any], where: str) -> Conversation:
+    """Reads a row. Raises DataError for what is no conversation in text; `where` names the row."""
+    tools = fields.get("tools")
+    if isinstance(tools, str) and tools:  # columns of one type hold them so
+        tools = _parsed(tools) or tools
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise DataError(f"{where} has no list of JSON objects in 'tools': describe each function by one")
+    prompt: list[Message] = []
+    if fields.get("messages") is not None:
+        messages = _messages(fields["messages"], "messages", where)
+    elif fields.get("prompt") is not None and fields.get("completion") is not None:
+        prompt = _side(fields["prompt"], "prompt", USER, where)
+        messages = prompt + _side(fields["completion"], "completion", ASSISTANT, where)
+    else:
+        raise DataError(
+            f"{where} holds no conversation (it has {first_names([repr(name) for name in fields]) or 'no fields'}): "
+            'write {"messages": [{"role": "user", "content": "..."}, ...]} or {"prompt": "...", "completion": "..."}'
+        )
+    if not any(message["role"] == ASSISTANT for message in messages[len(prompt) :]):
+        raise DataError(f"{where} has no message of an assistant to learn from: leave the conversation out")
+    return Conversation(messages, tools or None, len(prompt))
+
+
+def _side(value: Any, field: str, role: str, where: str) -> list[Message]:
+    return [{"role": role, "content": value}] if isinstance(value, str) else _messages(value, field, where)
+
+
+def _messages(value: Any, field: str, where: str) -> list[Message]:
+    if not isinstance(value, list):
+        raise DataError(f"{where} has {type(value).__name__} in {field!r}: it must hold a list of messages")
+    return [_message(message, f"{where}, message {number}") for number, message in enumerate(value, start=1)]
+
+
+def _message(value: Any, where: str) -> Message:
+    """Returns a message without its empty fields, its content as one text and arguments of its tool calls as objects.
+
+    A template would write a list of texts, or a text of JSON, as if they were Python or text of their own.
+    """
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        raise DataError(f'{where} is not of the form {{"role": "...", "content": "..."}}: rename its fields')
+    message = {name: content for name, content in value.items() if content is not None}
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise DataError(f"{where} has content that is not text: leave out its conversation")
+        message["content"] = "".join(part["text"] for part in content)
+    elif content is not None and not isinstance(content, str):
+        raise DataError(f"{where} has {type(content).__name__} as content: it must be a text")
+    elif content is None and not message.get("tool_calls"):
+        raise DataError(f"{where} has neither content nor tool calls: give it one")
+    if "tool_calls" in message:
+        message["tool_calls"] = [_tool_call(call, where) for call in message["tool_calls"]]
+    return message
+
+
+def _tool_call(call: Any, where: str) -> Any:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(f'{where} has a tool call without a function: write {{"function": {{"name": "..."}}}}')
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    parsed = _parsed(arguments)
+    if not isinstance(parsed, dict):
+        raise DataError(f"{where} has a tool call whose arguments are no JSON object: write one")
+    with_object = function | {"arguments": parsed}
+    return call | {"function": with_object} if "function" in call else with_object
+
+
+def _parsed(text: str) -> Any:
+    """Returns what a text holds as JSON, or None."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

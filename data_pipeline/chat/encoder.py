@@ -1,0 +1,133 @@
+"""Encodes conversations: the tokens of their rendered text, and which of them carry loss."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_pipeline.chat.control_tokens import BREAK, ControlTokens
+from data_pipeline.chat.conversation import conversation_of_json
+from data_pipeline.chat.template import ChatTemplate, read_chat_template
+from data_pipeline.chat.turns import TrainOn, TurnFinder, Turns
+from data_pipeline.errors import DataError
+from data_pipeline.prepare.cutting import TextPiece
+from data_pipeline.prepare.encoding import EncodedPiece, SpecialTokens, loaded_tokenizer
+from data_pipeline.tokenizer import TokenizerFile
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+@dataclass(frozen=True)
+class ChatEncoder:
+    """Encodes conversations with a template, which writes all special tokens itself: none is added around it."""
+
+    tokenizer: TokenizerFile
+    template: ChatTemplate
+    train_on: TrainOn
+    special_tokens: SpecialTokens
+    begin_token: None = None
+
+    def encode(self, piece: TextPiece) -> EncodedPiece:
+        """Encodes the conversation that a piece holds as JSON. Raises DataError if it cannot say what carries loss."""
+        tools = _tools(self)
+        conversation = tools.control_tokens.apart(conversation_of_json(piece.text), piece.where)
+        turns = tools.turns.find(conversation, piece.where)
+        tokens = tools.text.tokens(turns.text)
+        loss = np.zeros(len(tokens.ids), dtype=np.uint8)
+        for begin, end in turns.trained:
+            first = int(tokens.ends.searchsorted(begin, side="right"))
+            if not (first and loss[first - 1]):  # what goes on from a stretch that carries loss answers nothing
+                tools.text.check_prompt(turns, tokens, first, begin, piece.where)
+            loss[first : int(tokens.starts.searchsorted(end))] = 1
+        if loss.all() or not loss.any():
+            carry = "all tokens carry" if loss.any() else "no token carries"
+            raise DataError(
+                f"{piece.where}: with the chat template of {self.template.folder} {carry} loss: mark what the "
+                "assistant writes, and nothing else, by {% generation %} in the template, or leave the conversation out"
+            )
+        return EncodedPiece(tokens.ids, loss)
+
+
+class _Tokens(NamedTuple):
+    ids: list[int]
+    starts: NDArray[np.int64]  # [ids] first character of each token
+    ends: NDArray[np.int64]  # [ids] and the one after its last
+
+
+class _ChatText:
+    """Tokenises rendered text, with control tokens that are text cut in two."""
+
+    def __init__(self, tokenizer: "tokenizers.Tokenizer", special: Sequence[int]) -> None:
+        self._tokenizer, self._special = tokenizer, frozenset(special)
+
+    def tokens(self, text: str) -> _Tokens:
+        """Encodes rendered text without adding special tokens: a template writes its own."""
+        ids: list[int] = []
+        places: list[NDArray[np.int64]] = []
+        begin = 0
+        for part in text.split(BREAK):
+            encoding = self._tokenizer.encode(part, add_special_tokens=False)
+            ids += encoding.ids
+            places.append(np.fromiter(chain.from_iterable(encoding.offsets), np.int64) + begin)
+            begin += len(part) + len(BREAK)
+        starts, ends = np.concatenate(places).reshape(-1, 2).T
+        return _Tokens(ids, starts, ends)
+
+    def check_prompt(self, turns: Turns, tokens: _Tokens, first: int, begin: int, where: str) -> None:
+        """Raises DataError unless the tokens up to number `first` are those of the text up to character `begin`.
+
+        Special tokens cut a text in any tokenizer, so only the text from the last of them on is encoded again.
+        """
+        cut = next((number for number in reversed(range(first)) if tokens.ids[number] in self._special), 0)
+        place = int(tokens.starts[cut]) if cut else 0
+        if self.tokens(turns.text[place:begin]).ids != tokens.ids[cut:first]:
+            around = turns.text[max(place, begin - 8) : begin + 8]
+            remedy = (
+                "take the white space away from its beginning"
+                if turns.text[begin : begin + 1].isspace()
+                else "let the template end its prompt without white space, or with one line break"
+            )
+            raise DataError(
+                f"{where}: the tokens of a prompt are others where its answer follows, in {around!r}, so that a model "
+                f"would not learn to continue the prompt: {remedy}"
+            )
+
+
+class _Tools(NamedTuple):
+    """The parts of an encoder that a process makes once."""
+
+    control_tokens: ControlTokens
+    turns: TurnFinder
+    text: _ChatText
+
+
+@lru_cache(maxsize=1)
+def _tools(encoder: ChatEncoder) -> _Tools:
+    tokenizer, special = loaded_tokenizer(encoder.tokenizer.path, encoder.tokenizer.sha256, False)
+    added = tokenizer.get_added_tokens_decoder()
+    return _Tools(
+        ControlTokens(
+            {token.content: token.special for token in added.values()}, encoder.template, encoder.special_tokens
+        ),
+        TurnFinder(encoder.template, list(special.values()), encoder.train_on),
+        _ChatText(tokenizer, list(special)),
+    )
+
+
+def chat_encoder(tokenizer: TokenizerFile, train_on: TrainOn, special_tokens: SpecialTokens) -> ChatEncoder:
+    """Returns the encoder of a tokenizer's folder. Raises DataError if it has no chat template, or not for this."""
+    encoder = ChatEncoder(tokenizer, read_chat_template(tokenizer.path.parent), train_on, special_tokens)
+    if special_tokens == "as-text":
+        loaded = loaded_tokenizer(tokenizer.path, tokenizer.sha256, False).tokenizer
+        halves = [loaded.encode(half, add_special_tokens=False).ids for half in ("a<", "|b")]
+        if loaded.decode([*halves[0], *halves[1]]) != "a<|b":
+            raise DataError(
+                f"the tokenizer {tokenizer.given} begins each text with a space, so that no control token can be cut "
+                "in two to become text: choose --special-tokens refuse or keep"
+            )
+    return encoder

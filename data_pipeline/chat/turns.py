@@ -1,0 +1,118 @@
+"""Renders a conversation, and finds the stretches of its text that a model must produce: the assistant's turns.
+
+A template with {% generation %} says so itself. With any other, the text before an answer must be what the template
+makes of the messages before it, with the prompt for an answer, and the text after it what it makes of the messages up
+to it, as far as the token that ends the turn. A template that writes earlier turns differently once others follow,
+such as one that takes away old reasoning, is refused: a model would be trained on prompts that it never sees.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from data_pipeline.chat.conversation import ASSISTANT, USER, Conversation
+from data_pipeline.chat.renderer import ChatPart, Rendered, TemplateLimit, TemplateProcess, TemplateRefusal
+from data_pipeline.chat.template import ChatTemplate
+from data_pipeline.errors import DataError
+
+TrainOn = Literal["all-turns", "last-turn"]
+"""all-turns: every message of the assistant carries loss; last-turn: those after the last message of the user."""
+
+_MARK = "put {% generation %} and {% endgeneration %} around what the assistant writes, its end token included"
+
+
+class Turns(NamedTuple):
+    """A conversation as text."""
+
+    text: str
+    trained: list[tuple[int, int]]  # begin and end of each stretch that carries loss, in characters
+
+
+class TurnFinder:
+    """Finds turns with one template. `end_tokens` are the spellings of its tokenizer's special tokens."""
+
+    def __init__(self, template: ChatTemplate, end_tokens: Sequence[str], train_on: TrainOn) -> None:
+        self.template, self.train_on = template, train_on
+        self._end_tokens = tuple(sorted(end_tokens, key=len, reverse=True))
+        self._process = TemplateProcess(template)
+
+    def find(self, conversation: Conversation, where: str) -> Turns:
+        """Renders a conversation. Raises DataError if its template refuses it, or leaves open what carries loss."""
+        first = conversation.prompt_messages
+        if self.train_on == "last-turn":
+            roles = [message["role"] for message in conversation.messages]
+            first = max([first, *(number for number, role in enumerate(roles, start=1) if role == USER)])
+        if self.template.marks_generation(conversation.tools is not None):
+            return self._marked(conversation, first, where)
+        return self._by_prefixes(conversation, first, where)
+
+    def _marked(self, conversation: Conversation, first: int, where: str) -> Turns:
+        """Takes the stretches that the template marks, from the message number `first` on."""
+        whole = ChatPart(len(conversation.messages), False)
+        before = [ChatPart(first, False)] if first else []
+        text, marked = (made := self._render(conversation, [whole, *before], where))[0]
+        begin = len(made[1].text) if before else 0
+        if before and not text.startswith(made[1].text):
+            raise self._rewritten(first, where)
+        trained = [(low, high) for low, high in marked if low >= begin and high > low]
+        for low, high in trained:
+            ends = text[low:high].rstrip().endswith(self._end_tokens)
+            follows = (low, high) == trained[-1] or text[high:].lstrip().startswith(self._end_tokens)
+            if not ends and follows:
+                raise DataError(
+                    f"{where}: the chat template of {self.template.folder} leaves the token that ends a turn out of "
+                    "its {% generation %} block, so that a model would not learn to end: move "
+                    "{% endgeneration %} behind it"
+                )
+        return Turns(text, trained)
+
+    def _by_prefixes(self, conversation: Conversation, first: int, where: str) -> Turns:
+        messages = conversation.messages
+        answers = [
+            number for number, message in enumerate(messages) if number >= first and message["role"] == ASSISTANT
+        ]
+        renderings = [ChatPart(len(messages), False)]
+        for number in answers:
+            renderings += [ChatPart(number, True), ChatPart(number + 1, False)]
+        (text, _), *parts = self._render(conversation, renderings, where)
+        trained = []
+        for number, prompt, answer in zip(answers, parts[0::2], parts[1::2], strict=True):
+            begin = len(prompt.text)
+            end = self._end_of_turn(answer.text, begin)
+            if end is None and answer.text.startswith(prompt.text):
+                raise DataError(
+                    f"{where}, message {number + 1}: the chat template of {self.template.folder} writes no special "
+                    "token at the end of an assistant's turn, so that a model would not learn to end: add "
+                    "{{ eos_token }} there"
+                )
+            if end is None or not text.startswith(prompt.text) or not text.startswith(answer.text[:end]):
+                raise self._rewritten(number + 1, where)
+            trained.append((begin, end))
+        return Turns(text, trained)
+
+    def _end_of_turn(self, text: str, begin: int) -> int | None:
+        """Returns where the turn at the end of `text` ends: behind the first of the special tokens that close it."""
+        end = None
+        while (rest := text.rstrip()).endswith(self._end_tokens):
+            token = next(token for token in self._end_tokens if rest.endswith(token))
+            text = rest[: -len(token)]
+            if len(text) < begin:
+                break
+            end = len(rest)
+        return end
+
+    def _render(self, conversation: Conversation, renderings: list[ChatPart], where: str) -> list[Rendered]:
+        try:
+            return self._process.render(conversation.messages, renderings, conversation.tools)
+        except TemplateLimit as error:
+            why = f"cannot be used for it, {error}"
+        except TemplateRefusal as error:
+            why = f"does not take it: {error}"
+        raise DataError(f"{where}: the chat template of {self.template.folder} {why}")
+
+    def _rewritten(self, message: int, where: str) -> DataError:
+        fewer = "" if self.train_on == "last-turn" else ", or train on last turns alone (--train-on last-turn)"
+        return DataError(
+            f"{where}, message {message}: the chat template of {self.template.folder} writes the conversation up to it "
+            f"differently alone and with what follows, so that it is not known what the assistant must produce: {_MARK}"
+            f"{fewer}"
+        )

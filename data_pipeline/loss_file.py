@@ -1,0 +1,54 @@
+"""`PREFIX.loss.bin` beside a token file: a byte for each token, 1 where the token carries loss when it is predicted.
+
+The mask belongs to tokens, not to the places that predict them, so that it moves with them through packing; a sample
+takes its targets and their bytes from the same places.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_pipeline.files import open_anew, publish, with_ending
+
+
+def loss_path(prefix: Path) -> Path:
+    return with_ending(prefix, ".loss.bin")
+
+
+class LossWriter:
+    """Streams a mask into a temporary file, which gets its name at the end of the `with`, unless an error ends it."""
+
+    def __init__(self, prefix: Path) -> None:
+        self._path, self._temporary = loss_path(prefix), with_ending(prefix, ".loss.bin.tmp")
+        self._digest = hashlib.sha256()
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        self._stream = open_anew(self._temporary)
+
+    @property
+    def sha256(self) -> str:
+        return self._digest.hexdigest()
+
+    def append(self, loss: NDArray[np.uint8]) -> None:
+        content = loss.tobytes()
+        self._stream.write(content)
+        self._digest.update(content)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            with self._stream:
+                self._stream.flush()
+                os.fsync(self._stream.fileno())
+            if kind is None:
+                publish(self._temporary, self._path)
+        finally:
+            self._temporary.unlink(missing_ok=True)

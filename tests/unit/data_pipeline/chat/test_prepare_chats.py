@@ -1,0 +1,116 @@
+"""`prepare` of conversations: the same bytes for any number of workers, bad rows named or counted, no stale files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_pipeline.errors import DataError
+from data_pipeline.files import sha256_of_file
+from data_pipeline.indexed import IndexedTokens
+from data_pipeline.loss_file import loss_path
+from data_pipeline.meta import read_meta
+from data_pipeline.prepare import plan
+from data_pipeline.prepare.plan import PrepareOptions
+from data_pipeline.prepare.prepare import prepare
+from data_pipeline.tokenizer import load_tokenizer
+from tests.unit.data_pipeline.chat.templates import TEMPLATES, write_tokenizer
+
+CHATS = PrepareOptions(append_eos=False, special_tokens="refuse", train_on="all-turns")
+
+
+def rows(count: int) -> list[dict[str, object]]:
+    return [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "import " * (n % 7)}]}
+        for n in range(count)
+    ]
+
+
+def write_rows(path: Path, values: list[object]) -> str:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return str(path)
+
+
+@pytest.fixture
+def tokenizer(tokenizer_folder: Path, tmp_path: Path) -> Path:
+    return write_tokenizer(tokenizer_folder, tmp_path / "tok", TEMPLATES["chatml"])
+
+
+def test_the_same_bytes_for_any_number_of_workers(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "_SMALLEST_CHUNK", 400)
+    source = write_rows(tmp_path / "chats.jsonl", rows(60))
+    made = [prepare([source], tmp_path / f"out{workers}", tokenizer, CHATS, workers=workers) for workers in (1, 2)]
+    assert [summary.document_count for summary in made] == [60, 60] and made[1].workers == 2
+    for ending in (".bin", ".idx", ".loss.bin"):
+        first, second = (tmp_path / f"out{workers}{ending}" for workers in (1, 2))
+        assert first.read_bytes() == second.read_bytes()
+    meta, tokens = read_meta(tmp_path / "out1"), IndexedTokens(tmp_path / "out1")
+    assert meta is not None and meta.loss_sha256 == sha256_of_file(loss_path(tmp_path / "out1"))
+    loss = tokens.read_loss(0, tokens.token_count)
+    answers = load_tokenizer(tokenizer / "tokenizer.json").decode(
+        tokens.read(0, tokens.token_count)[loss].tolist(), skip_special_tokens=False
+    )
+    assert answers == "".join("import " * (n % 7) + "<|im_end|>" for n in range(60))
+    assert prepare([source], tmp_path / "out1", tokenizer, CHATS).reused
+
+
+def test_a_bad_row_is_named_or_left_out_and_counted(tokenizer: Path, tmp_path: Path) -> None:
+    """Also one that only the template finds; its count is kept with the part, for a run that goes on."""
+    good = rows(3)
+    source = write_rows(tmp_path / "chats.jsonl", [good[0], {"messages": "hi"}, good[1], forged(), good[2]])
+    with pytest.raises(DataError, match=r"chats.jsonl, line 2 has str in 'messages'.*--on-bad-row skip"):
+        prepare([source], tmp_path / "out", tokenizer, CHATS)
+    only_forged = write_rows(tmp_path / "forged.jsonl", [good[0], forged()])
+    with pytest.raises(DataError, match=r"forged.jsonl, line 2, message 1 contains '<\|im_end\|>'.*--on-bad-row skip"):
+        prepare([only_forged], tmp_path / "out", tokenizer, CHATS)
+    skipping = PrepareOptions(append_eos=False, special_tokens="refuse", train_on="all-turns", skip_bad_rows=True)
+    summary = prepare([source], tmp_path / "out", tokenizer, skipping)
+    assert (summary.document_count, summary.skipped_rows, len(summary.first_skipped)) == (3, 2, 2)
+    with pytest.raises(DataError, match="none of the 1 rows can be used"):
+        prepare([write_rows(tmp_path / "none.jsonl", [forged()])], tmp_path / "none", tokenizer, skipping)
+    assert not list(tmp_path.glob("none.[bil]*")) and not list(tmp_path.glob("*.tmp"))
+
+
+def forged() -> dict[str, object]:
+    return {"prompt": "a<|im_end|>", "completion": "b"}
+
+
+def test_data_of_another_choice_is_replaced_only_if_asked(tokenizer: Path, tmp_path: Path) -> None:
+    """And a mask does not outlive its tokens."""
+    source = write_rows(tmp_path / "chats.jsonl", [{"text": "x", **row} for row in rows(3)])
+    prepare([source], tmp_path / "out", tokenizer, CHATS)
+    last = PrepareOptions(append_eos=False, special_tokens="refuse", train_on="last-turn")
+    with pytest.raises(DataError, match="--chat --train-on last-turn"):
+        prepare([source], tmp_path / "out", tokenizer, last)
+    template = tokenizer / "chat_template.jinja"
+    template.write_text(template.read_text() + " ")
+    with pytest.raises(DataError, match="whose chat template is another one since"):
+        prepare([source], tmp_path / "out", tokenizer, CHATS)
+    with pytest.raises(DataError, match="no --chat"):
+        prepare([source], tmp_path / "out", tokenizer)
+    prepare([source], tmp_path / "out", tokenizer, overwrite=True)
+    assert not loss_path(tmp_path / "out").exists() and not IndexedTokens(tmp_path / "out").has_loss_mask
+
+
+def test_conversations_come_from_tables_and_arrays_too(tokenizer: Path, tmp_path: Path) -> None:
+    import datasets
+
+    values = rows(5)
+    source = write_rows(tmp_path / "chats.jsonl", values)
+    (tmp_path / "chats.json").write_text(json.dumps(values))
+    datasets.Dataset.from_list([row | {"id": 1} for row in values]).to_parquet(tmp_path / "chats.parquet")
+    made = [
+        prepare([str(spec)], tmp_path / f"out{number}", tokenizer, CHATS)
+        for number, spec in enumerate((source, tmp_path / "chats.json", tmp_path / "chats.parquet"))
+    ]
+    assert len({summary.sha256 for summary in made}) == 1
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(DataError, match=r"notes\.txt holds no rows of conversations"):
+        prepare([str(tmp_path / "notes.txt")], tmp_path / "out", tokenizer, CHATS)
+    masks = [np.fromfile(loss_path(tmp_path / f"out{number}"), np.uint8) for number in range(3)]
+    assert all(np.array_equal(masks[0], mask) for mask in masks)
