@@ -102,7 +102,7 @@ class Case:
                     "seed": self.seed,
                     "gradient_clipping": self.clipping,
                     "router": self.router,
-                    "initialize_from": "unused" if self.adapter else None,
+                    "initialize_from": "some/model" if self.adapter else None,
                 },
                 "adapter": self.adapter,
                 "recompute": {"mode": self.recompute},
