@@ -89,7 +89,7 @@ def used_in_part(tp: TensorParallel) -> TensorParallel:
 
 @dataclasses.dataclass(frozen=True)
 class LowRankAdapter:
-    """What one layer's factors add to its product."""
+    """Adds what one layer's factors make of its input to its product."""
 
     scale: float
     tp: TensorParallel

@@ -90,7 +90,7 @@ class TakesProducts(Protocol):
 
 
 class Adapter(Protocol):
-    """What an adapter adds to a layer's product: `adapters.LowRankAdapter`."""
+    """Adds an adapter's part to a layer's product: `adapters.LowRankAdapter`."""
 
     def __call__(self, x: Tensor | Recomputable, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Returns y with what the factors a and b make of x; y is local and not summed over the ranks yet."""
