@@ -54,9 +54,9 @@ def _started_from(rank: int, case: Case, folder: Path) -> dict[str, Any]:
 def test_a_run_with_adapters_resumes_on_another_layout_and_merges(tmp_path: Path) -> None:
     """Weights of another seed, moments that begin at zero, or a half that one replica does not write would show at
     once; bf16 rounds sums in another order, 1e-2 of a loss."""
-    before = replace(CASE, tp=2, sequence_parallel=True, sequence=34)
+    before = replace(CASE, dp=2, sequence=34)
     first = run_ranks(_uninterrupted, before.world_size, before, tmp_path)
-    folder, after = tmp_path / f"step_{SAVED_AT:08d}", replace(CASE, dp=2, zero=2, sequence=34)
+    folder, after = tmp_path / f"step_{SAVED_AT:08d}", replace(CASE, tp=2, sequence_parallel=True, sequence=34)
     again = run_ranks(_resumed, before.world_size, before, folder)
     assert again[0]["losses"] == first[0]["losses"], "not equal to the bit"
     moved = run_ranks(_resumed, after.world_size, after, folder)
@@ -75,7 +75,7 @@ def test_a_run_with_adapters_resumes_on_another_layout_and_merges(tmp_path: Path
         merged = saved[name] if a is None or b is None else saved[name] + 7.0 / 3 * b.astype(np.float64) @ a
         assert np.allclose(reader.read(name).numpy(), merged, atol=1e-6), name
         assert a is None or np.abs(merged - saved[name]).max() > 1e-4, f"{name} is not adapted"
-    wide = replace(CASE, dtype="fp32", dp=2)
+    wide = replace(CASE, dtype="fp32", dp=2, zero=2)
     for case in (wide, replace(wide, adapter={})):
         started = assemble(run_ranks(_started_from, case.world_size, case, folder))
         for name, value in started.items():
