@@ -3,7 +3,7 @@
 In: parameters in buckets, and how many gradients each gets in a step. Out: the mean over the replicas of this rank's
 partition of every bucket, fp32. A hook on each parameter adds its gradient to the bucket's flat sum and frees it; a
 bucket whose parameters have all had their last one is reduced. Who calls backward, and in what order, is not known
-here. No DeepSpeed.
+here. No DeepSpeed. Linear layers have their GEMM add to the flat sum instead (`add_product`).
 
 Each bucket is reduce-scattered in place: rank r keeps elements [r * P, (r + 1) * P) of its R * P ones. So every bucket
 belongs to all replicas in equal parts, as in Megatron-LM's distributed optimizer. Were the whole model one flat tensor,
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from megalite.engine.activity import Activity, Operation
 from megalite.parallel.collectives import REDUCE_SCATTER
+from megalite.parallel.weight_products import add_product
 
 
 @dataclass
@@ -110,6 +111,7 @@ class GradientReducer:
         self._started = len(buckets)  # buckets of this step; all of them: no step has begun
         for parameter in positions:
             parameter.register_post_accumulate_grad_hook(self._take)
+            parameter.gradient_sums = self  # type: ignore[attr-defined]
 
     def expect_more(self, parameter: nn.Parameter, count: int) -> None:
         """Says that in every step a weight gets `count` gradients more than there are micro-batches, as a tied one."""
@@ -124,12 +126,28 @@ class GradientReducer:
                 one.expected, one.received = micro_batches + one.from_elsewhere, 0
             bucket.missing = sum(one.expected for one in bucket.slices)
 
+    def add_product(self, parameter: nn.Parameter, grad: Tensor, x: Tensor) -> None:
+        """Adds `grad^T x`, a new gradient of a weight, to its bucket; layers call it in backward."""
+        bucket, one = self._expected(parameter)
+        add_product(one.of(bucket.open(grad.device)), grad, x, is_first=not one.received)
+        self._count(bucket, one)
+
     def _take(self, parameter: nn.Parameter) -> None:
         """Adds a parameter's new gradient to its bucket; runs behind each accumulation into `grad`."""
         gradient = parameter.grad
-        if gradient is None:  # a layer has put it off, and hands it over later
+        if gradient is None:  # a layer has put it off, and hands it over later, or has added it by `add_product`
             return
         parameter.grad = None
+        bucket, one = self._expected(parameter)
+        own = one.of(bucket.open(gradient.device))
+        if one.received:
+            own.add_(gradient)
+        else:
+            own.copy_(gradient)  # over the last step's
+        self._count(bucket, one)
+
+    def _expected(self, parameter: nn.Parameter) -> tuple[Bucket, Slice]:
+        """Returns the place of a gradient that has come. Raises RuntimeError if none is expected."""
         bucket, one = self._place[parameter]
         # one too many may come while its bucket waits, and would stand for one of another parameter that never comes
         if one.received == one.expected or self._started == len(self._buckets):
@@ -138,11 +156,9 @@ class GradientReducer:
                 f"it is the parameter's number {one.received + 1} of this step, for which `begin` and `expect_more` "
                 f"have announced {one.expected}"
             )
-        own = one.of(bucket.open(gradient.device))
-        if one.received:
-            own.add_(gradient)
-        else:
-            own.copy_(gradient)  # over the last step's
+        return bucket, one
+
+    def _count(self, bucket: Bucket, one: Slice) -> None:
         one.received += 1
         bucket.missing -= 1
         if bucket.missing == 0:

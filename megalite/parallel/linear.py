@@ -29,6 +29,7 @@ from megalite.parallel.collectives import (
     sum_of_stacked,
 )
 from megalite.parallel.shard import Initializer, Shard, replicated
+from megalite.parallel.weight_products import SumsGradients
 
 ONE_RANK = TensorParallel()
 
@@ -104,6 +105,13 @@ class _PutOff(NamedTuple):
     queue: TakesProducts
 
 
+class _Summed(NamedTuple):
+    """The parameter that a product's weight is, and who sums its gradients: recomputation saves another tensor."""
+
+    weight: nn.Parameter
+    sums: SumsGradients
+
+
 class _Product(torch.autograd.Function):
     """`x W^T + b` with backward in our order: the input's gradient, its sum over the ranks, the weight's gradient.
 
@@ -119,12 +127,13 @@ class _Product(torch.autograd.Function):
         bias: Tensor | None,
         put_off: _PutOff | None,
         tp: TensorParallel,
+        summed: _Summed | None,
         function: Callable[..., Tensor] | None,
         *kept: Tensor,
     ) -> Tensor:
         keeps_input = put_off is not None or (weight is not None and weight.requires_grad)
         ctx.save_for_backward(weight, *((x,) if keeps_input and function is None else kept))
-        ctx.put_off, ctx.tp, ctx.function, ctx.keeps_input = put_off, tp, function, keeps_input
+        ctx.put_off, ctx.tp, ctx.summed, ctx.function, ctx.keeps_input = put_off, tp, summed, function, keeps_input
         if put_off is not None:
             weight = put_off.weight
         assert weight is not None
@@ -154,11 +163,13 @@ class _Product(torch.autograd.Function):
             if put_off is not None:
                 # detached: x, and so a view of it, would keep the graph that it comes from
                 put_off.queue.put(put_off.weight, rows.detach(), x.detach().flatten(0, -2))
+            elif ctx.summed is not None:
+                ctx.summed.sums.add_product(ctx.summed.weight, wide, multipliable(x.flatten(0, -2)))
             else:
                 weight_grad = (wide.t() @ multipliable(x.flatten(0, -2))).to(weight.dtype)
         bias_grad = wide.sum(0).to(grad.dtype) if ctx.needs_input_grad[2] else None
         x_grad = x_grad if summing is None else summing.wait()
-        return x_grad, weight_grad, bias_grad, None, None, None, *(None for _ in kept if ctx.function is not None)
+        return x_grad, weight_grad, bias_grad, None, None, None, None, *(None for _ in kept if ctx.function is not None)
 
 
 def _input_again(function: Callable[..., Tensor] | None, kept: list[Tensor]) -> Tensor:
@@ -184,9 +195,13 @@ def linear(
     if queue is not None and torch.is_grad_enabled() and value.requires_grad and weight.requires_grad:
         assert isinstance(weight, nn.Parameter)
         put_off = _PutOff(weight, queue)
-    if put_off is None and function is None and tp.size == 1 and not lacks_fast_gemm(value):
+    # a compiled graph cannot call the receiver of gradients, and hooks see what autograd hands over
+    by_autograd = torch.compiler.is_compiling() or weight._backward_hooks
+    sums = None if by_autograd else getattr(weight, "gradient_sums", None)
+    summed = _Summed(weight, sums) if sums is not None and isinstance(weight, nn.Parameter) else None
+    if put_off is None and summed is None and function is None and tp.size == 1 and not lacks_fast_gemm(value):
         return F.linear(value, weight, bias)
-    return _Product.apply(value, weight if put_off is None else None, bias, put_off, tp, function, *kept)
+    return _Product.apply(value, weight if put_off is None else None, bias, put_off, tp, summed, function, *kept)
 
 
 class LinearLayer(nn.Module):

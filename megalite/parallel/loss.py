@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megalite.parallel.collectives import TensorParallel, all_gather, enter_parallel_region
 from megalite.parallel.linear import multipliable
+from megalite.parallel.weight_products import add_product, weight_product, wide_product
 
 IGNORED = -100  # the target of a token that carries no loss, as in torch and transformers
 # of logits alive at once. Small chunks stay in a CPU's caches; on a GPU each chunk is one more pass over the fp32
@@ -103,7 +104,7 @@ class _HeadLoss(torch.autograd.Function):
             total += loss
             if delta is not None and x_grad is not None:
                 if is_fp16:
-                    x_grad.copy_(_wide_product(delta, head))
+                    x_grad.copy_(wide_product(delta, head))
                 else:
                     torch.mm(delta, head, out=x_grad)
                 if ctx.needs_input_grad[1]:
@@ -223,36 +224,10 @@ def _split(x: Tensor | None, length: int, chunk: int) -> tuple[Tensor | None, ..
 
 def _accumulate(total: Tensor | None, delta: Tensor, x: Tensor) -> Tensor:
     """Returns `total + delta^T x`, summed over chunks in fp32 whatever the GEMM's dtype."""
-    if total is not None:
-        if total.dtype == delta.dtype:
-            return total.addmm_(delta.t(), x)
-        if _adds_to_fp32(delta.device, delta.dtype):
-            return torch.addmm(total, delta.t(), x, out_dtype=torch.float32, out=total)
-    is_rounded = delta.dtype == torch.bfloat16 and delta.device.type == "cpu"  # no faster wide GEMM there
-    product = torch.mm(delta.t(), x) if is_rounded else _wide_product(delta.t(), x)
-    return product.float() if total is None else total.add_(product)
-
-
-@lru_cache(maxsize=4)
-def _adds_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """True if a GEMM of 16-bit operands can add its result to an fp32 matrix, which takes CUDA and a recent torch:
-    older ones want all three in one format. Elsewhere the product is a matrix of its own."""
-    total = torch.zeros(16, 16, device=device)
-    operand = total.to(dtype)
-    try:
-        torch.addmm(total, operand, operand, out_dtype=torch.float32, out=total)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Returns the product of two matrices in fp32, in which the GEMM sums it."""
-    if a.dtype == torch.float32:
-        return torch.mm(a, b)
-    if a.device.type == "cpu":  # torch 2.13 has such a GEMM on CUDA only
-        return a.float() @ b.float()
-    return torch.mm(a, b, out_dtype=torch.float32)
+    if total is None:
+        return weight_product(delta, x).float()
+    add_product(total, delta, x)
+    return total
 
 
 def _over_vocabulary(log_sum: Tensor, picked: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ from tests.helpers.cuda_kernels import cuda_kernels
 
 ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 NO_KERNELS = ALLOCATIONS | {"_unsafe_view", "_reshape_alias", "is_same_size", "_fused_sdp_choice", "lift_fresh"}
-GEMMS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm"}
+GEMMS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm"}
 # The host reads values or a size from the device, which on a GPU waits for all work before it. Some of them are methods
 # that a CPU answers without any operation.
 SYNCS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "tolist", "numpy"}

@@ -19,7 +19,9 @@ from megalite.engine.activity import Activity, Operation, Phase
 from megalite.engine.engine import Engine
 from megalite.engine.gradient_reduction import Bucket, GradientReducer, Slice
 from megalite.engine.parameter_state import read_parameter
+from megalite.parallel.linear import LinearLayer
 from megalite.parallel.mesh import Mesh
+from megalite.parallel.weight_products import SumsGradients
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
 from tests.helpers.rank_pool import RankFailure, run_fresh_ranks, run_ranks
 
@@ -30,12 +32,23 @@ CLIPPING = 0.05  # all gradients are larger
 SGD = {"optimizer": "sgd", "learning_rate": 0.5}
 
 
+class _WatchedSums:
+    """The reducer as a linear layer's weight knows it, and somebody who sees the products too."""
+
+    def __init__(self, sums: SumsGradients, see: Callable[[Tensor, Tensor], None]) -> None:
+        self._sums, self._see = sums, see
+
+    def add_product(self, parameter: nn.Parameter, grad: Tensor, x: Tensor) -> None:
+        self._see(parameter, grad.t() @ x)
+        self._sums.add_product(parameter, grad, x)
+
+
 class _Reference:
-    """The optimizer of one replica's parameters in float64, on gradients that hooks have summed over micro-batches."""
+    """The optimizer of one replica's parameters in float64, on the gradients of micro-batches, summed here."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, options = engine, engine.config.optimizer
-        self.sums: dict[nn.Parameter, Tensor] = {}
+        self.sums: dict[Tensor, Tensor] = {}
         self.weights = {p: read_parameter(p, ())["weight"].double() for _, p in engine.parameters()}
         groups = [
             {"params": [w for p, w in self.weights.items() if (p.ndim > 1) == is_matrix], "weight_decay": decay}
@@ -46,10 +59,16 @@ class _Reference:
             if options.name == "sgd"
             else torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, eps=options.eps)
         )
+        layers = [module for module in engine.deepspeed.module.modules() if isinstance(module, LinearLayer)]
+        by_product = {layer.weight for layer in layers}
+        assert by_product, "no layer adds its products itself"
         for _, parameter in engine.parameters():
-            parameter.register_hook(lambda gradient, at=parameter: self._add(at, gradient))
+            if parameter in by_product:
+                parameter.gradient_sums = _WatchedSums(parameter.gradient_sums, self._add)  # type: ignore[attr-defined]
+            else:
+                parameter.register_hook(lambda gradient, at=parameter: self._add(at, gradient))
 
-    def _add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def _add(self, parameter: Tensor, gradient: Tensor) -> None:
         self.sums[parameter] = self.sums.get(parameter, 0.0) + gradient.detach().double()
 
     def step(self, learning_rate: float) -> float:

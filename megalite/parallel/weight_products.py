@@ -1,0 +1,71 @@
+"""Sums of weight gradients `grad^T x`, each added by the GEMM that computes it: no gradient of its own is written, read
+and added, which costs three passes through memory of the size of the weight."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class SumsGradients(Protocol):
+    """The receiver of a weight's gradients that lets products be added where it sums: `GradientReducer`.
+
+    A weight names its own as `gradient_sums`. Hooks of the weight would not see these gradients: one that has some gets
+    its gradients from autograd.
+    """
+
+    def add_product(self, parameter: nn.Parameter, grad: Tensor, x: Tensor) -> None: ...
+
+
+def add_product(total: Tensor, grad: Tensor, x: Tensor, *, is_first: bool = False) -> None:
+    """Adds `grad^T x` to `total` `[out, in]`, or writes the first one over it; `[tokens, out]`, `[tokens, in]`.
+
+    An fp32 sum of 16-bit operands takes one kernel on CUDA with a recent torch; elsewhere the product is a matrix of
+    its own.
+    """
+    if total.dtype == grad.dtype:
+        if is_first:
+            torch.mm(grad.t(), x, out=total)
+        else:
+            total.addmm_(grad.t(), x)
+    elif _adds_to_fp32(grad.device, grad.dtype):
+        if is_first:
+            torch.mm(grad.t(), x, out_dtype=torch.float32, out=total)
+        else:
+            torch.addmm(total, grad.t(), x, out_dtype=torch.float32, out=total)
+    elif is_first:
+        total.copy_(weight_product(grad, x))
+    else:
+        total.add_(weight_product(grad, x))
+
+
+def weight_product(grad: Tensor, x: Tensor) -> Tensor:
+    """Returns `grad^T x`, in fp32 unless that takes a slower GEMM."""
+    is_rounded = grad.dtype == torch.bfloat16 and grad.device.type == "cpu"
+    return torch.mm(grad.t(), x) if is_rounded else wide_product(grad.t(), x)
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """Returns the product of two matrices in fp32, in which the GEMM sums it."""
+    if a.dtype == torch.float32:
+        return torch.mm(a, b)
+    if a.device.type == "cpu":  # torch 2.13 has such a GEMM on CUDA only
+        return a.float() @ b.float()
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+@lru_cache(maxsize=4)
+def _adds_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if a GEMM of 16-bit operands can add its result to an fp32 matrix, which takes CUDA and a recent torch:
+    older ones want all three in one format."""
+    total = torch.zeros(16, 16, device=device)
+    operand = total.to(dtype)
+    try:
+        torch.addmm(total, operand, operand, out_dtype=torch.float32, out=total)
+        torch.mm(operand, operand, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return True
