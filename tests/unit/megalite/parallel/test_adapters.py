@@ -117,3 +117,16 @@ def test_gradients_are_those_of_the_merged_weight(recompute: str) -> None:
             gradient, a, b = whole[f"{path}.weight"], factors[f"{path}.lora_A"], factors[f"{path}.lora_B"]
             wanted = 1.5 * (b.t() @ gradient if factor == "lora_A" else gradient @ a.t())
             assert torch.allclose(parameter.grad[piece.target], wanted, rtol=1e-5, atol=1e-6), piece.name
+
+
+def test_routers_and_experts_stay_frozen_beside_adapters_of_attention() -> None:
+    """They get gradients of inputs alone, through which the layers before them learn."""
+    sparse = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 21, "num_hidden_layers": 2}
+    sizes = ModelConfig.model_validate(MODEL | sparse)
+    lora = AdapterConfig(name="lora", rank=3, targets=("q_proj", "o_proj"))
+    made = SerialModel(with_adapters(decoder_layers(sizes), lora), TensorParallel(), MAKE)
+    tokens = torch.randint(SIZES.vocab_size, (2, 17), generator=torch.Generator().manual_seed(2))
+    head_loss(*made(tokens), tokens, SIZES.vocab_size, TensorParallel()).backward()
+    assert all((p.grad is not None) == p.requires_grad for p in made.parameters())
+    first = next(p for p in made.parameters() if p.requires_grad and p.shard.name.endswith("0.self_attn.o_proj.lora_B"))  # type: ignore[attr-defined]
+    assert first.grad is not None and first.grad.any()
