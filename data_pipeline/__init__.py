@@ -7,6 +7,10 @@ One file per step:
     prepare/     pieces -> token ids on all cores            -> PREFIX.bin, PREFIX.idx, PREFIX.meta.json
     indexed      Megatron's .bin/.idx pair, bit for bit      -> memory-mapped documents
     dataset      documents -> packed blocks                  -> sample(k), pure in (fingerprint, seed, k)
+    packing_plan documents -> which of them share a sample   -> PREFIX.pack-*.npy, by `megalite data pack`
+    best_fit     documents, plan -> whole documents          -> sample(k) of `data.packing: best_fit`
+    mix          samples of several sources -> one stream    -> k to (source, j), by weights that stages may change
+    audit        samples -> documents, and back              -> what a sample holds, which samples hold a document
     loader       samples -> the micro-batches of one rank    -> numpy arrays, prefetched by a thread;
                  one document -> overlapping windows         -> each token scored once in evaluation
 

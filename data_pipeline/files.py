@@ -1,10 +1,15 @@
-"""Durable small file operations: a file appears under its final name whole, or not at all."""
+"""Files that appear under their final names whole or not at all, and files that are read at random places."""
 
 import hashlib
 import os
 import re
+from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from numpy.typing import NDArray
+
+from data_pipeline.errors import DataError
 
 
 def with_ending(prefix: Path, ending: str) -> Path:
@@ -51,3 +56,58 @@ def write_atomically(path: Path, content: bytes) -> None:
 def sha256_of_file(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+_MOST_OPEN = 64  # files of a process; a rank's limit is often 1,024 in all
+
+
+class StoredFile:
+    """A file that is read at places all over it, as it was when it was looked at first.
+
+    It is read with `pread`, not mapped: a random place of a mapped file brings in a whole read-ahead window from a cold
+    disk, a mapping holds a descriptor for good, and an error of the disk ends the process. Of all files of a process
+    only those used last are open.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._status = path, path.stat()
+        self.size = self._status.st_size
+
+    def read(self, place: int, into: NDArray[Any]) -> None:
+        """Fills an array from byte `place` on. Raises DataError if the file is another one by now."""
+        if not into.size:
+            return
+        file, missing = _opened(self), into.nbytes
+        left = into.data
+        while count := os.preadv(file.descriptor, [left], place):
+            if count == missing:
+                return
+            missing, place = missing - count, place + count  # at most 2 GiB are read at once
+            left = into.data.cast("B")[-missing:]
+        raise DataError(f"{self.path} became shorter while it was in use: write it again")
+
+    def check_same(self, now: os.stat_result) -> None:
+        """Raises DataError unless `now` is of the same file; one that was only touched is."""
+        then = self._status
+        if now.st_size != then.st_size or (now.st_ino != then.st_ino and now.st_mtime_ns != then.st_mtime_ns):
+            raise DataError(f"{self.path} was replaced while it was in use: start again, with the data as it is now")
+
+
+class _Descriptor:
+    """An open file, closed when the last reader has let go of it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+@lru_cache(maxsize=_MOST_OPEN)
+def _opened(file: StoredFile) -> _Descriptor:
+    try:
+        opened = _Descriptor(os.open(file.path, os.O_RDONLY | os.O_CLOEXEC))
+    except FileNotFoundError:
+        raise DataError(f"{file.path} was removed while it was in use: put it back, and start again") from None
+    file.check_same(os.fstat(opened.descriptor))
+    return opened

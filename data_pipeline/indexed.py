@@ -16,13 +16,13 @@ import struct
 from array import array
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
-from data_pipeline.files import open_anew, publish, with_ending
+from data_pipeline.files import StoredFile, open_anew, publish, sha256_of_file, with_ending
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -38,7 +38,9 @@ _INTEGER_CODES: dict[int, type[np.integer[Any]]] = {
 _FLOAT_CODES = {6: "float64", 7: "float32"}
 _CODES = {np.dtype(kind): code for code, kind in _INTEGER_CODES.items()}
 _LONGEST_DOCUMENT = 2**31 - 1  # lengths are int32
-_BLOCK = 1 << 20  # documents per block while the pointers are written
+_BLOCK = 1 << 18  # documents that are written or checked at once
+_SAMPLED_PIECES, _SAMPLED_TOKENS = 8, 1024  # read when a corpus without metadata is opened
+_Number = TypeVar("_Number", np.int32, np.int64)
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -47,120 +49,162 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class IndexedTokens:
-    """The documents of one `.bin/.idx` pair, memory-mapped. Opening it reads and checks the index once."""
+    """The documents of one `.bin/.idx` pair. Opening it reads the header and the ends; all else is read when asked for.
+
+    A document may be made of several sequences. Opening finds a pair whose sizes disagree; `check` finds the rest.
+    """
 
     prefix: Path
     dtype: np.dtype[Any]
-    document_lengths: NDArray[np.int32]  # [documents] tokens
-    document_offsets: NDArray[np.int64]  # [documents] bytes into .bin, non-decreasing
-    tokens: NDArray[Any]  # [token_count] every document, back to back
+    token_count: int
 
     def __init__(self, prefix: Path | str) -> None:
         self.prefix = Path(prefix)
-        self._bin, self._idx = with_ending(self.prefix, ".bin"), with_ending(self.prefix, ".idx")
-        for path in (self._bin, self._idx):
-            if not path.is_file() and self.prefix.suffix in (".bin", ".idx"):
-                named = self.prefix.with_suffix("")
-                raise DataError(f"prepared data is named without an ending: give {named}, not {self.prefix}")
-            if not path.is_file():
-                start = "" if path.is_absolute() else " (relative paths start from the working directory)"
-                raise DataError(
-                    f"token file {path.absolute()} does not exist{start}: give the prefix of a .bin/.idx pair (without "
-                    "the ending), or write one with `megalite prepare`"
-                )
-        self.dtype, sequences, boundaries = self._read_header()
-        lengths, pointers, document_indices = self._map_index(sequences, boundaries)
-        self.token_count = self._check_against_bin(lengths, pointers, document_indices)
-        self.tokens = (
-            np.asarray(np.memmap(self._bin, mode="r", dtype=self.dtype))
-            if self.token_count
-            else np.empty(0, dtype=self.dtype)
-        )
-        if len(lengths) == boundaries - 1 and bool(np.all(np.diff(document_indices) == 1)):
-            self.document_lengths, self.document_offsets = lengths, pointers
-        else:  # several sequences per document: join them
-            edges = np.append(pointers, self.token_count * self.dtype.itemsize)[document_indices]
-            self.document_offsets = edges[:-1]
-            self.document_lengths = (np.diff(edges) // self.dtype.itemsize).astype(np.int32)
+        self._bin, self._idx = (self._file(ending) for ending in (".bin", ".idx"))
+        self.dtype, self._sequences, self._boundaries = self._read_header()
+        self._width = self.dtype.itemsize
+        self._pointers_at = _HEADER.size + 4 * self._sequences
+        self._documents_at = self._pointers_at + 8 * self._sequences
+        self._check_sizes()
+        self.token_count = self._bin.size // self._width
+        self._has_equal_documents = False  # each document is known to be one sequence
 
     def __len__(self) -> int:
-        return len(self.document_lengths)
+        return self._boundaries - 1
+
+    def read(self, low: int, high: int) -> NDArray[Any]:
+        """Returns tokens [low, high)."""
+        tokens = np.empty(high - low, dtype=self.dtype)
+        self._bin.read(low * self._width, tokens)
+        return tokens
 
     def document(self, i: int) -> NDArray[Any]:
-        """Returns the token ids of document i, a view into the file."""
-        start = int(self.document_offsets[i]) // self.dtype.itemsize
-        return self.tokens[start : start + int(self.document_lengths[i])]
+        """Returns the token ids of document i."""
+        low, high = self.starts(i, i + 1).tolist()
+        return self.read(low, high)
+
+    def starts(self, first: int, stop: int) -> NDArray[np.int64]:
+        """Returns the first token of each document [first, stop), and the end of the last one: [stop - first + 1].
+
+        Raises DataError if they fall or lie outside the tokens, as in a damaged index.
+        """
+        if self._has_equal_documents:
+            starts = self._pointers(first, stop + 1)
+        else:
+            edges = self._read_idx(self._documents_at + 8 * first, stop - first + 1, np.int64)
+            low, high = int(edges.min()), int(edges.max())
+            if low < 0 or high > self._sequences:
+                raise self._damaged()
+            starts = self._pointers(low, high + 1)[edges - low]
+        starts >>= self._width.bit_length() - 1  # bytes to tokens
+        if starts[0] < 0 or starts[-1] > self.token_count or np.any(starts[1:] < starts[:-1]):
+            raise self._damaged()
+        return starts
+
+    def trust(self) -> None:
+        """Takes the index for one that `IndexedWriter` has written: each document is one sequence."""
+        self._has_equal_documents = self._sequences == len(self)
+
+    def check(self) -> None:
+        """Reads the whole index. Raises DataError if its tables and the size of `.bin` contradict each other."""
+        end = 0
+        for first in range(0, self._sequences, _BLOCK):
+            count = min(_BLOCK, self._sequences - first)
+            lengths = self._read_idx(_HEADER.size + 4 * first, count, np.int32)
+            ends = np.cumsum(lengths, dtype=np.int64) * self._width + end
+            pointers = self._pointers(first, first + count)
+            if lengths.min() < 0 or pointers[0] != end or not np.array_equal(pointers[1:], ends[:-1]):
+                raise self._damaged()
+            end = int(ends[-1])
+        before, are_equal = 0, self._sequences == len(self)
+        for first in range(0, self._boundaries, _BLOCK):
+            edges = self._read_idx(self._documents_at + 8 * first, min(_BLOCK, self._boundaries - first), np.int64)
+            if edges[0] < before or np.any(edges[1:] < edges[:-1]) or (first == 0 and edges[0] != 0):
+                raise self._damaged()
+            are_equal = are_equal and np.array_equal(edges, np.arange(first, first + len(edges)))
+            before = int(edges[-1])
+        if end != self._bin.size or before != self._sequences:
+            raise self._damaged()
+        self._has_equal_documents = are_equal
 
     def index_digest(self) -> str:
         """Returns the SHA-256 of `.idx`, which determines dtype, document boundaries and so the size of `.bin`."""
-        with self._idx.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+        return sha256_of_file(self._idx.path)
+
+    def sampled_digest(self) -> str:
+        """Returns the SHA-256 of a few pieces of `.bin`: other tokens in documents of the same lengths show in it."""
+        digest, count = hashlib.sha256(), min(_SAMPLED_TOKENS, self.token_count)
+        for piece in range(_SAMPLED_PIECES):
+            low = piece * (self.token_count - count) // (_SAMPLED_PIECES - 1)
+            digest.update(self.read(low, low + count).data)
+        return digest.hexdigest()
+
+    def _file(self, ending: str) -> StoredFile:
+        path = with_ending(self.prefix, ending)
+        if path.is_file():
+            return StoredFile(path)
+        if self.prefix.suffix in (".bin", ".idx"):
+            named = self.prefix.with_suffix("")
+            raise DataError(f"prepared data is named without an ending: give {named}, not {self.prefix}")
+        start = "" if path.is_absolute() else " (relative paths start from the working directory)"
+        raise DataError(
+            f"token file {path.absolute()} does not exist{start}: give the prefix of a .bin/.idx pair (without "
+            "the ending), or write one with `megalite prepare`"
+        )
 
     def _read_header(self) -> tuple[np.dtype[Any], int, int]:
-        with self._idx.open("rb") as stream:
-            head = stream.read(_HEADER.size)
+        idx = self._idx.path
+        head = np.empty(min(_HEADER.size, self._idx.size), dtype=np.uint8)
+        self._idx.read(0, head)
         if len(head) < _HEADER.size:
-            raise DataError(
-                f"{self._idx} is cut off inside its header ({len(head)} of {_HEADER.size} bytes): write it again"
-            )
-        magic, version, code, sequences, boundaries = _HEADER.unpack(head)
+            raise DataError(f"{idx} is cut off inside its header ({len(head)} of {_HEADER.size} bytes): write it again")
+        magic, version, code, sequences, boundaries = _HEADER.unpack(head.data)
         if magic != MAGIC:
             raise DataError(
-                f"{self._idx} is not a Megatron index (it starts with {magic!r}, not {MAGIC!r}): "
+                f"{idx} is not a Megatron index (it starts with {magic!r}, not {MAGIC!r}): "
                 "give the prefix of a .bin/.idx pair"
             )
         if version != VERSION:
-            raise DataError(
-                f"{self._idx} has index version {version}, but only version {VERSION} is known: write it again"
-            )
+            raise DataError(f"{idx} has index version {version}, but only version {VERSION} is known: write it again")
         if code not in _INTEGER_CODES:
             found = _FLOAT_CODES.get(code, "unknown")
             raise DataError(
-                f"{self._idx} has dtype code {code} ({found}), which holds no token ids: write it again as integers"
+                f"{idx} has dtype code {code} ({found}), which holds no token ids: write it again as integers"
+            )
+        expected, size = _HEADER.size + 12 * sequences + 8 * boundaries, self._idx.size
+        if size != expected:
+            raise DataError(
+                f"{idx} has {size} bytes, but {sequences} sequences and {boundaries} document boundaries take "
+                f"{expected}: it is truncated or damaged, write it again"
             )
         return np.dtype(_INTEGER_CODES[code]), sequences, boundaries
 
-    def _map_index(
-        self, sequences: int, boundaries: int
-    ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-        expected, found = _HEADER.size + 12 * sequences + 8 * boundaries, self._idx.stat().st_size
-        if found != expected:
+    def _check_sizes(self) -> None:
+        """Raises DataError unless the last sequence ends where `.bin` does and the documents end with it."""
+        if not self._boundaries or self._read_idx(self._idx.size - 8, 1, np.int64)[0] != self._sequences:
+            raise self._damaged()
+        end = 0
+        if self._sequences:
+            last = self._read_idx(self._pointers_at - 4, 1, np.int32)
+            end = int(self._pointers(self._sequences - 1, self._sequences)[0]) + int(last[0]) * self._width
+        if end != self._bin.size:
             raise DataError(
-                f"{self._idx} has {found} bytes, but {sequences} sequences and {boundaries} document boundaries take "
-                f"{expected}: it is truncated or damaged, write it again"
+                f"{self._bin.path} has {self._bin.size} bytes, but its index counts {end // self._width} tokens of "
+                f"{self._width} bytes: one of the two files is truncated or from another corpus, write them again"
             )
-        raw = np.asarray(np.memmap(self._idx, mode="r", dtype=np.uint8))[_HEADER.size :]
-        lengths, rest = raw[: 4 * sequences], raw[4 * sequences :]
-        return (
-            lengths.view(np.int32),
-            rest[: 8 * sequences].view(np.int64),
-            rest[8 * sequences :].view(np.int64),
-        )
 
-    def _check_against_bin(
-        self, lengths: NDArray[np.int32], pointers: NDArray[np.int64], document_indices: NDArray[np.int64]
-    ) -> int:
-        """Returns the number of tokens. Raises DataError if the two files contradict each other."""
-        total, found = int(lengths.sum(dtype=np.int64)), self._bin.stat().st_size
-        if found != total * self.dtype.itemsize:
-            raise DataError(
-                f"{self._bin} has {found} bytes, but its index counts {total} tokens of {self.dtype.itemsize} bytes: "
-                "one of the two files is truncated or from another corpus, write them again"
-            )
-        ordered = len(lengths) == 0 or (
-            int(lengths.min()) >= 0
-            and int(pointers[0]) == 0
-            and int(pointers[-1]) + int(lengths[-1]) * self.dtype.itemsize == found
-        )
-        covered = (
-            len(document_indices) > 0
-            and int(document_indices[0]) == 0
-            and int(document_indices[-1]) == len(lengths)
-            and bool(np.all(np.diff(document_indices) >= 0))
-        )
-        if not (ordered and covered):
-            raise DataError(f"{self._idx} is damaged (its lengths, pointers and documents disagree): write it again")
-        return total
+    def _pointers(self, first: int, stop: int) -> NDArray[np.int64]:
+        """Returns the first byte of each sequence [first, stop); the one after the last begins at the end of `.bin`."""
+        pointers = self._read_idx(self._pointers_at + 8 * first, min(stop, self._sequences) - first, np.int64)
+        return pointers if stop <= self._sequences else np.append(pointers, self._bin.size)
+
+    def _read_idx(self, place: int, count: int, kind: type[_Number]) -> NDArray[_Number]:
+        numbers = np.empty(count, dtype=kind)
+        self._idx.read(place, numbers)
+        return numbers
+
+    def _damaged(self) -> DataError:
+        return DataError(f"{self._idx.path} is damaged (its lengths, pointers and documents disagree): write it again")
 
 
 class IndexedWriter:

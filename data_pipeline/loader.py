@@ -12,14 +12,14 @@ sliding window of transformers' guide to perplexity, whose `max_length` counts t
 """
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.dataset import PackedSamples
+from data_pipeline.dataset import Samples
 from data_pipeline.errors import DataError
 
 IGNORED_TARGET = -100  # the value that cross-entropy leaves out
@@ -31,7 +31,7 @@ class TokenBatch:
     """One micro-batch of a data-parallel rank."""
 
     tokens: NDArray[np.int64]  # [B, S]
-    targets: NDArray[np.int64]  # [B, S]; IGNORED_TARGET at the end of a document, with document_mask
+    targets: NDArray[np.int64]  # [B, S]; IGNORED_TARGET at the end of a document, with document_mask, and without loss
     positions: NDArray[np.int64] | None  # [B, S]; None without document_mask: 0 ... S - 1
     samples: NDArray[np.int64]  # [B] numbers in the run's order; a sample seen again in another epoch has another one
     global_valid_targets: int  # of the global batch, on all replicas: targets that are not IGNORED_TARGET
@@ -60,29 +60,52 @@ class BatchPlan:
         assert 0 <= self.data_parallel_rank < size, f"data-parallel rank {self.data_parallel_rank} outside [0, {size})"
 
 
-def global_batch(samples: PackedSamples, plan: BatchPlan, consumed_samples: int) -> list[TokenBatch]:
+def global_batch(samples: Samples, plan: BatchPlan, consumed_samples: int) -> list[TokenBatch]:
     """Returns the micro-batches of this rank in the step after `consumed_samples` samples."""
     share = plan.global_batch_size // plan.data_parallel_size
-    first, valid = consumed_samples + plan.data_parallel_rank * share, plan.global_batch_size * samples.sequence_length
-    if plan.document_mask:  # from the index alone, so that no replica has to ask the others
-        stop = consumed_samples + plan.global_batch_size
-        valid = sum(samples.count_valid_targets(k) for k in range(consumed_samples, stop))
+    first = consumed_samples + plan.data_parallel_rank * share
+    valid = count_valid_targets(samples, plan, consumed_samples)
     return [_micro_batch(samples, start, plan, valid) for start in range(first, first + share, plan.micro_batch_size)]
 
 
-def _micro_batch(samples: PackedSamples, first: int, plan: BatchPlan, valid: int) -> TokenBatch:
-    numbers = np.arange(first, first + plan.micro_batch_size)
-    chosen = [samples.sample(k) for k in numbers.tolist()]
-    tokens = np.stack([sample.tokens for sample in chosen])  # [B, S + 1]
-    inputs, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()  # copies: targets are written to below
+def count_valid_targets(samples: Samples, plan: BatchPlan, consumed_samples: int) -> int:
+    """Returns how many targets of the global batch after `consumed_samples` samples count, on all replicas."""
     if not plan.document_mask:
-        return TokenBatch(inputs, targets, None, numbers, valid)
-    targets[~np.stack([sample.target_is_valid for sample in chosen])] = IGNORED_TARGET
-    return TokenBatch(inputs, targets, np.stack([sample.positions for sample in chosen]), numbers, valid)
+        return plan.global_batch_size * samples.sequence_length
+    stop = consumed_samples + plan.global_batch_size  # from the index alone, so that no replica has to ask the others
+    return sum(samples.count_valid_targets(k) for k in range(consumed_samples, stop))
+
+
+def _micro_batch(samples: Samples, first: int, plan: BatchPlan, valid: int) -> TokenBatch:
+    numbers = np.arange(first, first + plan.micro_batch_size)
+    shape = plan.micro_batch_size, samples.sequence_length
+    tokens, targets = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
+    starts = []
+    for row, k in enumerate(numbers.tolist()):
+        sample = samples.sample(k)
+        tokens[row], targets[row] = sample.tokens[:-1], sample.tokens[1:]
+        if sample.loss is not None:
+            targets[row, ~sample.loss[1:]] = IGNORED_TARGET
+        starts.append(sample.starts)
+    positions = _mask_documents(targets, starts) if plan.document_mask else None
+    return TokenBatch(tokens, targets, positions, numbers, valid)
+
+
+def _mask_documents(targets: NDArray[np.int64], starts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Leaves out the targets [B, S] that begin documents, by their places 1 to S; returns the positions [B, S]."""
+    rows, length = targets.shape
+    edges = np.arange(0, rows * length, length)  # of the rows, as numbers in all tokens of the batch
+    places = np.concatenate(starts) + edges.repeat([len(of_one) for of_one in starts])
+    targets.reshape(-1)[places - 1] = IGNORED_TARGET
+    begins = np.zeros(rows * length + 1, dtype=np.int64)  # of each token's document
+    begins[places] = places
+    begins[edges] = edges
+    np.maximum.accumulate(begins, out=begins)
+    return (np.arange(rows * length) - begins[:-1]).reshape(rows, length)
 
 
 def prefetched_batches(
-    samples: PackedSamples, plan: BatchPlan, *, start_consumed: int, steps: int
+    samples: Samples, plan: BatchPlan, *, start_consumed: int, steps: int
 ) -> Generator[list[TokenBatch], None, None]:
     """Yields the global batches of `steps` steps; a thread prepares the next ones while the current one trains.
 

@@ -56,7 +56,7 @@ from launch.runtime.rank_process import be_deterministic, choose_interface, is_u
 from launch.runtime.startup_progress import StartupProgress
 from launch.trainer.attention_words import attention_in_words
 from launch.trainer.checkpoint_hooks import CheckpointHooks, manifest_maker
-from launch.trainer.data import evaluation_batches, open_data, training_batches
+from launch.trainer.data import evaluation_batches, evaluation_targets, open_data, training_batches
 from launch.trainer.prediction_tracker import PredictionTracker, look_up_machine, memory_of_ranks
 from launch.trainer.rank_devices import check_memory_of_ranks, devices_in_words, devices_of_ranks
 from launch.trainer.resume import RunSetup, agree_on_start, checkpoints_of, load_state
@@ -219,6 +219,7 @@ def run(
         progress.begin("looking for a checkpoint and checking its files")
         start = agree_on_start(config, rank, data, activity, flags)
         config = start.counted(config)
+        data = data.from_position(config, start.followed)
         setup = RunSetup(config, layout, rank, data, start)
         if rank.rank == 0:
             tell_start(setup, devices_in_words(devices), memory_warning)
@@ -277,10 +278,10 @@ def _train(
     from megalite.resilience.guards import Guard
     from megalite.resilience.stop_requests import StopRequests
     from megalite.training.checkpoints import Checkpoints
-    from megalite.training.loop import TrainerContext, train
+    from megalite.training.loop import EvaluationSet, TrainerContext, train
 
     config, layout, data = setup.config, setup.layout, setup.data
-    replica, evaluation = engine.coordinate.data_rank, config.training.evaluation
+    replica = engine.coordinate.data_rank
 
     def batches(state: TrainState) -> Iterator[Any]:
         if not engine.needs_data:
@@ -303,10 +304,15 @@ def _train(
     with StopRequests(config.training.max_minutes, PROCESS_START_TIME) as requests:
         context = TrainerContext(
             batches=batches,
-            evaluation=evaluation_batches(data, config, layout, replica) if engine.needs_data else [],
-            evaluation_count=evaluation.samples // (config.training.micro_batch_size * layout.data_parallel_size)
-            if evaluation.interval
-            else 0,
+            evaluation=[
+                EvaluationSet(
+                    one.name,
+                    evaluation_batches(one, config, layout, replica) if engine.needs_data else [],
+                    one.count // (config.training.micro_batch_size * layout.data_parallel_size),
+                    evaluation_targets(one, config, layout),
+                )
+                for one in data.validation
+            ],
             guard=guard,
             checkpoints=checkpoints,
             requests=requests,

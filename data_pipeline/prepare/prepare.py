@@ -132,6 +132,7 @@ def _finished(output: Path, job: PreparationPlan) -> CorpusMeta | None:
         if meta is None or meta.job_sha256 != job.sha256:
             return None
         tokens = IndexedTokens(output)
+        tokens.check()
     except DataError:
         return None  # damaged: made again
     return meta if (tokens.token_count, len(tokens)) == (meta.token_count, meta.document_count) else None

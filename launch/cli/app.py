@@ -22,6 +22,7 @@ from launch.cli.checkpoint import checkpoint_app
 from launch.cli.compare import compare
 from launch.cli.config import config_app
 from launch.cli.convert import export, import_
+from launch.cli.data import data_app
 from launch.cli.doctor import doctor
 from launch.cli.inference import evaluate, generate
 from launch.cli.kubernetes import k8s
@@ -110,6 +111,7 @@ app = typer.Typer(
 )
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(data_app, name="data")
 app.add_typer(plan_app, name="plan")
 app.command("import")(import_)
 for command in (

@@ -15,7 +15,7 @@ from launch.runtime.printing import print_result, say
 from launch.trainer.run_config import load_run_config
 from megalite.config import Config
 from megalite.config.deepspeed import check_pass_through
-from megalite.config.suggestions import OptionPath, dotted, option_paths
+from megalite.config.suggestions import NAME, NUMBER, OptionPath, dotted, option_paths
 
 if TYPE_CHECKING:
     from megalite.config.option_docs import OptionFacts
@@ -109,7 +109,8 @@ def explain(
         raise LaunchError(unknown_option(path, None, Config)[0])
     if path:
         _print_facts(facts_of(path))
-    if inner := options_in(path):
+    inner = [one for at in (path, (*path, NAME), (*path, NUMBER)) for one in options_in(at)]
+    if inner:
         rows = [(one.path[-1], one.values.replace("`", ""), one.default, one.description) for one in inner]
         columns = ("option" if path else "section", "values", "default", "meaning")
         Table(columns, rows, text_columns=range(len(columns))).print()

@@ -194,7 +194,7 @@ def _check_start(config: Config, flags: StartFlags, *, may_download: bool) -> li
     from data_pipeline.files import with_ending
     from launch.trainer.start_checks import position_without_lock
 
-    files = (with_ending(Path(path).absolute(), ".bin") for path in config.data.path)
+    files = (with_ending(Path(path).absolute(), ".bin") for path in config.data.all_prefixes)
     if missing := [file for file in files if not file.is_file()]:
         return [
             f"this host has no {missing[0]}, so data and checkpoint are checked only when the job starts, and it ends "

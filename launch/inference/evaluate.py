@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from data_pipeline.dataset import PackedSamples, Split
+from data_pipeline.dataset import Samples
 from data_pipeline.files import with_ending
 from data_pipeline.loader import (
     IGNORED_TARGET,
@@ -31,6 +31,7 @@ from data_pipeline.loader import (
     global_batch,
 )
 from data_pipeline.sources import Source, open_sources
+from data_pipeline.stream import Split
 from launch.errors import LaunchError
 from launch.inference.session import Loaded, ModelPlacement, rank_main
 from launch.inference.session import run as run_anywhere
@@ -38,10 +39,12 @@ from launch.inference.stored_model import StoredModel
 from launch.output import spinner
 from launch.runtime.printing import print_result
 from launch.runtime.rank_process import run_to_the_end
+from launch.trainer.data import PACKINGS
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config.base import Section
+from megalite.config.data import DataConfig
 from megalite.config.errors import describe_validation_error
-from megalite.config.sections import DataConfig, TrainingConfig
+from megalite.config.sections import TrainingConfig
 from megalite.parallel.loss import head_loss
 from megalite.planner.units import plural
 
@@ -121,7 +124,7 @@ class Texts:
 class Prepared:
     """The first samples of a split."""
 
-    samples: PackedSamples
+    samples: Samples
     count: int
     document_mask: bool
     notice: str | None
@@ -154,7 +157,7 @@ def scored_data(request: EvaluateRequest, stored: StoredModel) -> Texts | Prepar
             raise LaunchError(f"--stride {stride} would leave out tokens: use at most the sequence length, {length}")
         return Texts(open_sources(request.text, request.text_field), length, stride)
     data = _section(DataConfig, stored, "data")
-    prefixes = [Path(prefix) for prefix in (request.data or (data.path if data else []))]
+    prefixes = [Path(prefix) for prefix in (request.data or (data.prefixes if data else []))]
     if not prefixes:
         raise LaunchError("nothing to score: give --text FILE, or --data PREFIX of prepared data")
     for prefix in prefixes:
@@ -164,7 +167,7 @@ def scored_data(request: EvaluateRequest, stored: StoredModel) -> Texts | Prepar
     fraction = request.held_out_fraction
     if fraction is None:
         fraction = data.held_out_fraction if data else DataConfig.model_fields["held_out_fraction"].default
-    samples = PackedSamples(
+    samples = PACKINGS[data.packing if data else "concat"](
         prefixes,
         length,
         training.seed if training else 0,

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -39,6 +39,9 @@ IGNORED_BY: Mapping[str, tuple[OptionName, ...]] = {  # optimizer.name -> option
     "muon": (),
     "sgd": tuple(f"optimizer.{name}" for name in ("betas", "eps", "momentum", "adjust_lr", "moments_dtype")),
 }
+NAMED_BY_USERS = ("deepspeed.", "data.sources.", "data.validation.")
+"""Beginnings of options that a checkpoint lacks where the run did not have them."""
+
 WITHOUT_EFFECT = (
     "run_dir",
     "launch",
@@ -70,13 +73,17 @@ def changes_since(manifest: Manifest, config: Config) -> tuple[OptionChange, ...
     """
     named = {name: manifest.config.get(name) for name in Config.model_fields} | {"model": saved_model(manifest)}
     saved = dict(_defaults(Config)) | _former_defaults(manifest) | dict(_flat("", named))
+    if not manifest.config.get("data"):
+        del saved["data.path"]  # its default is that of a mix, and nothing is known of this text
     ours = dict(_flat("", config.model_dump(mode="json")))
     for values in (saved, ours):
         values[REDUCTION] = values.get(REDUCTION) or values.get("precision.gradient_accumulation_dtype")
     open_options = {dotted(path) for path in config.unresolved_options}
     changes = []
     for option in dict.fromkeys((*ours, *saved)):
-        is_unknown = option not in saved and not option.startswith("deepspeed.")  # a checkpoint without a whole config
+        is_unknown = option not in saved and not option.startswith(
+            NAMED_BY_USERS
+        )  # a checkpoint without a whole config
         before, after = saved.get(option), ours.get(option)
         is_left_out = is_unknown or option in open_options or _is_without_effect(option, config)
         if before != after and not is_left_out:
@@ -136,5 +143,5 @@ def _defaults(section: type[BaseModel], prefix: OptionName = "") -> Iterator[tup
             continue
         if (inner := section_of(field.annotation)) is not None:
             yield from _defaults(inner, name)
-        elif not field.is_required() and name != "deepspeed":
+        elif not field.is_required() and get_origin(field.annotation) is not dict:  # which has no options of its own
             yield name, json.loads(json.dumps(field.get_default(call_default_factory=True), default=str))

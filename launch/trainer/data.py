@@ -2,55 +2,137 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from data_pipeline.dataset import PackedSamples
+from data_pipeline.best_fit import BestFitSamples
+from data_pipeline.dataset import PackedSamples, Samples
 from data_pipeline.errors import DataError
-from data_pipeline.loader import BatchPlan, TokenBatch, global_batch, prefetched_batches
+from data_pipeline.loader import BatchPlan, TokenBatch, count_valid_targets, global_batch, prefetched_batches
 from data_pipeline.meta import read_meta
+from data_pipeline.mix import MixedSamples
+from launch.trainer.run_mix import FollowedMix, check_epochs, mixed, notices_of
 from megalite.checkpoint.manifest import step_folders
 from megalite.config import Config, ResolvedLayout
+
+Text = PackedSamples | BestFitSamples
+PACKINGS: dict[str, type[PackedSamples] | type[BestFitSamples]] = {
+    "concat": PackedSamples,
+    "best_fit": BestFitSamples,
+}
+
+
+@dataclass(frozen=True)
+class EvaluationSamples:
+    """The samples of one validation set, of which an evaluation reads the first ones."""
+
+    name: str  # "" where there is one set without a name
+    samples: Samples
+    count: int
 
 
 @dataclass(frozen=True)
 class RunData:
     """The samples of a run, with notices about them."""
 
-    training: PackedSamples
-    held_out: PackedSamples | None  # None if the run does not evaluate
+    training: Samples
+    validation: tuple[EvaluationSamples, ...]  # none if the run does not evaluate
     tokenizer: str | None  # folder of the tokenizer that prepared them
     tokenizer_sha256: str | None  # of its tokenizer.json
     notices: tuple[str, ...]
 
+    def from_position(self, config: Config, followed: FollowedMix) -> RunData:
+        """Returns the data of a run that goes on from a position, from which `config` counts its length.
+
+        Raises DataError if a source would be read more often than it may be.
+        """
+        if not isinstance(self.training, MixedSamples):
+            return self
+        training = mixed(config, self.training.sources, followed)
+        check_epochs(config, training, followed)
+        return replace(self, training=training, notices=(*self.notices, *notices_of(config, training, followed)))
+
+    @property
+    def mix_facts(self) -> dict[str, Any]:
+        """The mix as checkpoints keep it; empty for a run that reads one text."""
+        return self.training.record.facts() if isinstance(self.training, MixedSamples) else {}
+
 
 def open_data(config: Config) -> RunData:
-    """Opens `data.path`. Raises DataError if it is missing, damaged, or has a larger vocabulary than the model."""
-    prefixes = [Path(path) for path in config.data.path]
-    length, seed = config.training.sequence_length, config.training.seed
-    fraction = config.data.held_out_fraction
-    limit = config.model.vocab_size
-    training = PackedSamples(prefixes, length, seed, "train", fraction, vocab_limit=limit)
-    held_out = (
-        PackedSamples(prefixes, length, seed, "held_out", fraction, vocab_limit=limit)
-        if config.training.evaluation.interval
-        else None
-    )
+    """Opens `data.path` or `data.sources`, and what is evaluated on.
+
+    Raises DataError if something is missing, damaged, or has a larger vocabulary than the model.
+    """
+    texts = _open_texts(config)
+    training = _training(config, texts)
+    validation = tuple(_validation(config, texts)) if config.training.evaluation.interval else ()
+    _check_tokenizers(config)
     if training.vocab_size is not None and training.vocab_size > config.model.vocab_size:
         raise DataError(
-            f"{prefixes[0]} was prepared with a vocabulary of {training.vocab_size}, but model.vocab_size is "
-            f"{config.model.vocab_size}: {_remedy(config, training.vocab_size)}"
+            f"{config.data.prefixes[0]} was prepared with a vocabulary of {training.vocab_size}, but model.vocab_size "
+            f"is {config.model.vocab_size}: {_remedy(config, training.vocab_size)}"
         )
-    meta = read_meta(prefixes[0])
-    notices = [samples.notice() for samples in (training, held_out) if samples is not None]
+    meta = read_meta(Path(config.data.prefixes[0]))
+    notices = [samples.notice() for samples in (training, *(one.samples for one in validation))]
     return RunData(
         training,
-        held_out,
+        validation,
         meta.tokenizer if meta else None,
         meta.tokenizer_sha256 if meta else None,
         tuple(notice for notice in notices if notice),
     )
+
+
+def open_training(config: Config) -> Samples:
+    """Opens the training text alone; of a mix, as a new run follows it."""
+    return _training(config, _open_texts(config))
+
+
+def _open_texts(config: Config) -> dict[str, Text]:
+    """Opens the training samples of each source; `data.path` is one without a name."""
+    data = config.data
+    paths = {"": data.path} if data.path is not None else {name: one.path for name, one in data.sources.items()}
+    return {name: _open(config, path, data.held_out_fraction) for name, path in paths.items()}
+
+
+def _training(config: Config, texts: Mapping[str, Text]) -> Samples:
+    return texts[""] if config.data.path is not None else mixed(config, texts)
+
+
+def _validation(config: Config, texts: Mapping[str, Text]) -> Iterator[EvaluationSamples]:
+    """Yields what the run is evaluated on: `data.validation`, or the held-out documents of each source."""
+    usual = config.training.evaluation.samples
+    for name, chosen in config.data.validation.items():
+        if chosen.source is not None:
+            samples = texts[chosen.source].of_split("held_out")
+        else:
+            samples = _open(config, chosen.path or [], 0.0)  # all documents
+        yield EvaluationSamples(name, samples, chosen.samples or usual)
+    for name, text in texts.items() if not config.data.validation else ():
+        yield EvaluationSamples(name, text.of_split("held_out"), usual)
+
+
+def _open(config: Config, prefixes: Sequence[str], held_out_fraction: float) -> Text:
+    """Opens the training samples of one text."""
+    training, paths = config.training, [Path(prefix) for prefix in prefixes]
+    limit = config.model.vocab_size
+    packed = PACKINGS[config.data.packing]
+    return packed(paths, training.sequence_length, training.seed, "train", held_out_fraction, vocab_limit=limit)
+
+
+def _check_tokenizers(config: Config) -> None:
+    """Raises DataError if sources or validation sets were prepared with different tokenizers."""
+    found = ((prefix, read_meta(Path(prefix))) for prefix in config.data.all_prefixes)
+    metas = {prefix: meta for prefix, meta in found if meta is not None}
+    for prefix, meta in metas.items():
+        known, first = next(iter(metas.items()))
+        if meta.tokenizer_sha256 != first.tokenizer_sha256:
+            raise DataError(
+                f"{known} and {prefix} were made with different tokenizers ({first.tokenizer} and "
+                f"{meta.tokenizer}), so the same id means other text in them: prepare them with the same one"
+            )
 
 
 def _remedy(config: Config, vocab_size: int) -> str:
@@ -71,12 +153,18 @@ def training_batches(
     return prefetched_batches(data.training, plan, start_consumed=consumed, steps=steps)
 
 
-def evaluation_batches(data: RunData, config: Config, layout: ResolvedLayout, replica: int) -> Sequence[TokenBatch]:
-    """Returns this replica's held-out micro-batches; over all replicas the same samples on every layout."""
-    if data.held_out is None:
-        return []
-    plan = replace(_batch_plan(config, layout, replica), global_batch_size=config.training.evaluation.samples)
-    return global_batch(data.held_out, plan, consumed_samples=0)
+def evaluation_batches(
+    one: EvaluationSamples, config: Config, layout: ResolvedLayout, replica: int
+) -> Sequence[TokenBatch]:
+    """Returns this replica's micro-batches of a validation set; over all replicas the same samples on every layout."""
+    plan = replace(_batch_plan(config, layout, replica), global_batch_size=one.count)
+    return global_batch(one.samples, plan, consumed_samples=0)
+
+
+def evaluation_targets(one: EvaluationSamples, config: Config, layout: ResolvedLayout) -> int:
+    """Returns the targets that count in an evaluation on a validation set, over all replicas."""
+    plan = replace(_batch_plan(config, layout, 0), global_batch_size=one.count)
+    return count_valid_targets(one.samples, plan, consumed_samples=0)
 
 
 def _batch_plan(config: Config, layout: ResolvedLayout, replica: int) -> BatchPlan:

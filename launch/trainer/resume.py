@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data_pipeline.dataset import Samples
+from data_pipeline.mix import MixedSamples
 from launch.errors import LaunchError
 from launch.huggingface.checkpoint_tokenizer import KEPT, find_tokenizer, is_same_tokenizer
 from launch.huggingface.hub_folder import is_hub_model
@@ -18,6 +20,7 @@ from launch.runtime.rank_environment import Rank
 from launch.trainer.config_changes import OptionChange, changes_since, check_changes, saved_model
 from launch.trainer.data import RunData
 from launch.trainer.run_config import checkpoint_at, reads_the_length, refuse_other_model
+from launch.trainer.run_mix import NEW_RUN, FollowedMix, check_past, mixed
 from launch.trainer.run_tokenizer import check_kept, check_room_for, choose_tokenizer
 from launch.trainer.start_flags import NO_FLAGS, StartFlags
 from megalite.checkpoint.durable_files import remove
@@ -62,6 +65,11 @@ class Start:
     def consumed_samples(self) -> int:
         """Samples that those steps took from the data."""
         return int(self.manifest.state.get("consumed_samples", 0)) if self.is_resume and self.manifest else 0
+
+    @property
+    def followed(self) -> FollowedMix:
+        """Position of the run, and the mix of data that it has followed."""
+        return FollowedMix.of(self.manifest.state) if self.is_resume and self.manifest else NEW_RUN
 
     @property
     def loading(self) -> str:
@@ -138,7 +146,7 @@ def agree_on_start(config: Config, rank: Rank, data: RunData, activity: Activity
         notices += [f"removed {path}, left over from an interrupted save" for path in left_over]
         clear_exports(config)
     if not is_same_on_all_ranks(data.training.fingerprint):  # others wait here for rank 0's preparation
-        raise LaunchError("the ranks do not see the same data: data.path must be on storage that all hosts share")
+        raise LaunchError("the ranks do not see the same data: it must be on storage that all hosts share")
     own, skipped = newest_intact(root, progress=activity.progress)
     if own is None:
         if rank.rank == 0:
@@ -159,15 +167,20 @@ def load_state(engine: Engine, setup: RunSetup) -> TrainState:
     from megalite.checkpoint.merged_reader import MergedReader
     from megalite.checkpoint.reader import CheckpointReader
 
-    start = setup.start
+    start, data = setup.start, setup.data
+    known: dict[str, Any] = {
+        "data_fingerprint": data.training.fingerprint,
+        "data_content": data.training.content_digest,
+        "data_mix": data.mix_facts,
+    }
     if start.hub is not None:
         load_engine(engine, start.hub.reader, weights_only=True)
     elif start.checkpoint is not None and not start.is_resume:
         load_engine(engine, MergedReader(start.checkpoint), weights_only=True)
     elif start.checkpoint is not None and start.manifest is not None:
         load_engine(engine, CheckpointReader(start.checkpoint), weights_only=False)
-        return TrainState.model_validate(start.manifest.state)
-    return TrainState(data_fingerprint=setup.data.training.fingerprint, seed=setup.config.training.seed)
+        return TrainState.model_validate(start.manifest.state).model_copy(update=known)
+    return TrainState(**known, seed=setup.config.training.seed)
 
 
 def fetch_from_mirror(config: Config, progress: Callable[[], None]) -> None:
@@ -218,7 +231,7 @@ def find_start(
             )
         manifest = read_manifest(own)
         _check_model(manifest, config, own)
-        _check_data(manifest, config, own, data.training.fingerprint)
+        _check_data(manifest, config, own, data.training)
         _check_optimizer(manifest, config, own)
         _check_adapter(manifest, config, own)
         check_kept(manifest, own, config)
@@ -237,13 +250,13 @@ def _start_from(source: Path, config: Config, data: RunData) -> Start:
 
         hub = open_model_folder(source)
         refuse_other_model(config.model, hub.model, type(hub.model).model_fields, f"{hub.folder}/config.json")
-        hub.check_tokenizer(Path(config.data.path[0]), data.tokenizer, data.tokenizer_sha256)
+        hub.check_tokenizer(Path(config.data.prefixes[0]), data.tokenizer, data.tokenizer_sha256)
         check_tokenizer_links(tokenizer_files(hub.folder))
         return Start(hub=hub)
     weights = checkpoint_at(source)
     manifest = read_manifest(weights)
     _check_model(manifest, config, weights)
-    check_tokenizer(manifest, weights, Path(config.data.path[0]), data.tokenizer, data.tokenizer_sha256)
+    check_tokenizer(manifest, weights, Path(config.data.prefixes[0]), data.tokenizer, data.tokenizer_sha256)
     return Start(weights, manifest)
 
 
@@ -289,18 +302,29 @@ def check_tokenizer(
     )
 
 
-def _check_data(manifest: Manifest, config: Config, folder: Path, fingerprint: str) -> None:
+def _check_data(manifest: Manifest, config: Config, folder: Path, training: Samples) -> None:
     advice = "start another run_dir with training.initialize_from to go on with its weights"
-    if manifest.state.get("data_fingerprint") != fingerprint:
+    is_mixed = isinstance(training, MixedSamples) or bool(manifest.state.get("data_mix"))
+    if not is_mixed and manifest.state.get("data_fingerprint") != training.fingerprint:
         raise CheckpointError(
-            f"{folder} was trained on other data (or another sequence_length or held_out_fraction), so the samples it "
-            f"has seen are not known here: {advice}"
+            f"{folder} was trained on other data (or another sequence_length, held_out_fraction or packing), so the "
+            f"samples it has seen are not known here: {advice}"
+        )
+    content = manifest.state.get("data_content")
+    if not is_mixed and content and training.content_digest not in ("", content):
+        raise CheckpointError(
+            f"{folder} was trained on other tokens than data.path holds now, in documents of the same lengths: {advice}"
         )
     if manifest.state.get("seed") != config.training.seed:
         raise CheckpointError(
             f"{folder} was trained with training.seed {manifest.state.get('seed')}, this config has "
             f"{config.training.seed}, which orders the data differently: {advice}"
         )
+    if is_mixed:
+        followed = FollowedMix.of(manifest.state)
+        if isinstance(training, MixedSamples):
+            training = mixed(config, training.sources, followed)
+        check_past(training, followed, folder, advice)
 
 
 def _check_optimizer(manifest: Manifest, config: Config, folder: Path) -> None:

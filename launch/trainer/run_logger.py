@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
+from data_pipeline.mix import MixedSamples
 from launch.runtime.logs import get_logger
 from launch.trainer.prediction_tracker import PredictionTracker, RankMemory, ranks_of_a_host
 from launch.trainer.resume import RunSetup
@@ -15,6 +16,7 @@ from launch.trainer.run_folder import write_receipt, write_settings
 from launch.trainer.run_page_process import RunPageProcess
 from launch.trainer.run_summary import total_in_words, warning_of_long_step
 from launch.trainer.run_tokenizer import keep_tokenizer
+from launch.trainer.source_progress import SourceProgress
 from megalite.monitor.events import EVENTS, EventLog, read_events
 from megalite.monitor.observer import Nonfatal, Observer
 from megalite.planner.units import plural
@@ -65,8 +67,9 @@ class RunLogger(Observer):
         exporters = self._exporters()
         sinks = open_sinks(config, first_step, self._nonfatal)
         page = [RunPageProcess(config.run_dir)] if config.monitor.report else []
-        # the first ones add to the records
-        self._observers = [*self._others, self._goodput, self.prediction, *exporters, *sinks, *page]
+        training = setup.data.training  # observers that add to the records come first
+        of_sources = [SourceProgress(training, config.total_steps)] if isinstance(training, MixedSamples) else []
+        self._observers = [*self._others, *of_sources, self._goodput, self.prediction, *exporters, *sinks, *page]
         for notice in (*setup.layout.notices, *setup.data.notices, *setup.start.notices):
             self.log_notice(notice)
         if setup.start.changes:

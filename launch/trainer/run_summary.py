@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from data_pipeline.mix import MixedSamples
 from launch.planning.memory_check import MemoryForecast
 from launch.planning.prediction import Prediction
 from launch.runtime.logs import get_logger
@@ -29,12 +30,13 @@ Facts = dict[str, Any]
 Lines = list[tuple[str, str]]
 LONG_STEP_S = 3600.0  # a step from here on is worth a warning
 MOST_STAGES = 4  # that are told one by one
+MOST_SOURCES = 12
 
 
 def run_facts(config: Config, layout: ResolvedLayout, data: RunData, start: Start, devices: str) -> Facts:
     """Returns the facts of a run; `config` counts its length from `start`, `devices` are in words."""
     training, samples, left = config.training, data.training, max(0, config.total_steps - start.step)
-    tokens = training.global_batch_size * training.sequence_length
+    tokens, end = training.global_batch_size * training.sequence_length, start.followed.samples_at_end(config)
     modes = config.recompute.by_stage(layout.pipeline_parallel_size)
     return {
         "run_dir": str(config.run_dir),
@@ -67,10 +69,11 @@ def run_facts(config: Config, layout: ResolvedLayout, data: RunData, start: Star
             "micro_batches": layout.gradient_accumulation_steps,
         },
         "data": {
-            "paths": list(config.data.path),
+            "paths": config.data.prefixes,
             "samples": samples.samples_per_epoch,
             "tokens": samples.token_count,
-            "epochs": (start.consumed_samples + left * training.global_batch_size) / samples.samples_per_epoch,
+            "epochs": end / samples.samples_per_epoch,
+            "sources": _source_facts(samples, end) if isinstance(samples, MixedSamples) else [],
         },
         "length": {"steps": config.total_steps, "steps_left": left, "tokens_left": left * tokens},
     }
@@ -108,7 +111,6 @@ def summary_lines(facts: Facts) -> Lines:
             schedule = f" ({layout['pipeline_schedule']}, {plural(layout['pipeline_chunks'], 'chunk')} a stage)"
     parallel = ", ".join([zero, *["sequence parallel"] * layout["sequence_parallel"]])
     number, size = batch["micro_batches"], batch["micro_batch_size"]
-    again = ", each time in another order" if data["epochs"] > 1 else ""
     done = f", {length['steps_left']:,} of them left" if facts["start"]["step"] else ""
     in_adapters = facts["adapter_parameters"]
     on_host = [what for what, where in facts["offload"].items() if where == "cpu"]
@@ -130,12 +132,45 @@ def summary_lines(facts: Facts) -> Lines:
             f"{batch['samples']:,} samples x {batch['sequence_length']:,} tokens = {batch['tokens']:,} tokens a step; "
             f"on each replica {number:,} micro-batch{'es' * (number > 1)} of {size:,}",
         ),
+        *_data_lines(data),
+        ("length", f"{plural(length['steps'], 'step')}{done}, {count(length['tokens_left'])} tokens"),
+    ]
+
+
+def _source_facts(samples: MixedSamples, end: int) -> list[Facts]:
+    """Returns the facts of each source of a mix, at the end of the run."""
+    taken = dict(zip(samples.mix.names, samples.mix.counts(end), strict=True))
+    return [
+        {
+            "name": name,
+            "samples": source.samples_per_epoch,
+            "tokens": source.token_count,
+            "epochs": taken[name] / source.samples_per_epoch,
+        }
+        for name, source in samples.sources.items()
+    ]
+
+
+def _data_lines(data: Facts) -> Lines:
+    whole = f"{data['samples']:,} samples, {count(data['tokens'])} tokens"
+    if not data["sources"]:
+        again = ", each time in another order" if data["epochs"] > 1 else ""
+        return [("data", f"{', '.join(data['paths'])}: {whole}; the run takes {data['epochs']:,.2f} epochs{again}")]
+    if len(data["sources"]) > MOST_SOURCES:
+        epochs = [source["epochs"] for source in data["sources"]]
+        return [
+            (
+                "data",
+                f"{len(epochs)} sources: {whole}; the run takes {min(epochs):,.2f} to {max(epochs):,.2f} epochs each",
+            )
+        ]
+    return [
         (
             "data",
-            f"{', '.join(data['paths'])}: {data['samples']:,} samples, {count(data['tokens'])} tokens; the run takes "
-            f"{data['epochs']:,.2f} epochs{again}",
-        ),
-        ("length", f"{plural(length['steps'], 'step')}{done}, {count(length['tokens_left'])} tokens"),
+            f"{source['name']}: {source['samples']:,} samples, {count(source['tokens'])} tokens; the run takes "
+            f"{source['epochs']:,.2f} epochs",
+        )
+        for source in data["sources"]
     ]
 
 

@@ -40,7 +40,7 @@ def choose_tokenizer(config: Config, data: RunData, first: Path | None, wanted: 
     """
     prepared_with = [Path(data.tokenizer)] if data.tokenizer else []
     known = [place for place in (*prepared_with, config.run_dir / KEPT) if wanted and _sha256(place) == wanted]
-    problem = f"the tokenizer of {config.data.path[0]} is no longer in {data.tokenizer}"
+    problem = f"the tokenizer of {config.data.prefixes[0]} is no longer in {data.tokenizer}"
     for place in (*([first] if first else []), *known):
         if files := tokenizer_files(place):
             try:

@@ -37,6 +37,14 @@ def section_of(annotation: Any) -> type[Section] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
+def items_of(annotation: Any) -> type[Section] | None:
+    """Returns the section class of the items of a field that holds sections, by name or in a list, else None."""
+    kind, parts = get_origin(annotation), get_args(annotation)
+    if kind in (dict, tuple, list):
+        return section_of(parts[1] if kind is dict else parts[0])
+    return None
+
+
 def _not_a_bool(value: Any) -> Any:
     """Makes pydantic refuse `vocab_size: true`, which it would read as the number 1."""
     return str(value).lower() if isinstance(value, bool) else value

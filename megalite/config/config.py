@@ -19,13 +19,13 @@ from pydantic import (
 
 from megalite.config import auto
 from megalite.config.base import Section
+from megalite.config.data import DataConfig
 from megalite.config.deepspeed import check_pass_through, offloads_to_nvme
 from megalite.config.model import ModelConfig
 from megalite.config.places import local_run_dir
 from megalite.config.sections import (
     AdapterConfig,
     CheckpointConfig,
-    DataConfig,
     GuardsConfig,
     LaunchConfig,
     MonitorConfig,

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megalite.config.auto import AUTO, CHOOSABLE
-from megalite.config.base import section_of
+from megalite.config.base import items_of, section_of
 from megalite.config.suggestions import OptionPath, dotted, nearest_option
 
 
@@ -46,6 +46,7 @@ EXPECTATIONS = {
     "path_type": "a path",
     "string_type": "text",
     "string_too_short": "text that is not empty",
+    "string_pattern_mismatch": "text that matches {pattern}",
     "none_required": "null",
     "list_type": "a list",
     "tuple_type": "a list",
@@ -111,12 +112,19 @@ def option_path(loc: Sequence[int | str], model: type[BaseModel]) -> OptionPath:
     """Returns the option an error concerns: `loc` without list positions and pydantic's union branches."""
     path: list[str] = []
     section: type[BaseModel] | None = model
+    is_name = False  # of an item, such as a source of `data.sources`
     for part in loc:
         if section is None:
             break
+        if part == "[key]":  # the name itself is wrong, which stands before it
+            break
         path.append(str(part))
+        if is_name:
+            is_name = False
+            continue
         field = section.model_fields.get(str(part))
-        section = section_of(field.annotation) if field else None
+        items = items_of(field.annotation) if field else None
+        section, is_name = items or (section_of(field.annotation) if field else None), items is not None
     return tuple(path)
 
 
@@ -132,9 +140,13 @@ def unknown_option(path: OptionPath, value: Any, model: type[BaseModel]) -> tupl
 
 
 def section_at(path: OptionPath, model: type[BaseModel]) -> type[BaseModel]:
-    """Returns the section class at a path of the config."""
-    for name in path:
-        section = section_of(model.model_fields[name].annotation)
+    """Returns the section class at a path of the config; of an item, whatever its name is."""
+    names = iter(path)
+    for name in names:
+        annotation = model.model_fields[name].annotation
+        if items := items_of(annotation):
+            next(names, None)
+        section = items or section_of(annotation)
         assert section is not None, f"{dotted(path)} is not a section"
         model = section
     return model
@@ -146,7 +158,7 @@ def _missing(path: OptionPath, model: type[BaseModel]) -> str:
     section = section_of(field.annotation)
     if section is not None:
         required = [name for name, inner in section.model_fields.items() if inner.is_required()]
-        return f"section {dotted(path)} is required, with {', '.join(required)}"
+        return f"section {dotted(path)} is required" + (f", with {', '.join(required)}" if required else "")
     meaning = (field.description or "").split(". ")[0].rstrip(".")
     return f"{dotted(path)} is required ({meaning[:1].lower()}{meaning[1:]})"
 

@@ -20,7 +20,7 @@ from megalite.config.errors import ConfigError, ConfigProblem, problems_of
 from megalite.config.hidden_secrets import without_secrets
 from megalite.config.rules import broken_rules
 from megalite.config.secret_options import secret_in_override, secrets_among
-from megalite.config.suggestions import OptionPath, dotted, option_paths
+from megalite.config.suggestions import OptionPath, dotted, named_as, option_paths
 from megalite.config.yaml_text import MOST_CHARACTERS, LinePath, parse_yaml
 
 Values = dict[str, Any]
@@ -105,7 +105,7 @@ def stated_values(path: Path, overrides: Sequence[str] = ()) -> tuple[Values, fr
 def options_named(sentence: str) -> list[OptionPath]:
     """Returns the options of a config that a sentence names as `section.option`, in order."""
     found = [tuple(name.split(".")) for name in OPTION_NAME.findall(sentence)]
-    return [option for option in found if option in option_paths(Config) or option[0] == "deepspeed"]
+    return [option for option in found if option in named_as(option, option_paths(Config)) or option[0] == "deepspeed"]
 
 
 def _rules_broken_by(config: Config) -> list[str]:

@@ -17,7 +17,7 @@ from megalite.config.base import section_of
 from megalite.config.config import Config
 from megalite.config.errors import section_at
 from megalite.config.schema import Schema, json_schema
-from megalite.config.suggestions import OptionPath, dotted, option_paths
+from megalite.config.suggestions import NAME, NUMBER, OptionPath, dotted, option_paths
 from megalite.config.yaml_text import to_yaml
 
 WRITTEN_BY = "megalite config schema --markdown"
@@ -72,7 +72,7 @@ class OptionFacts:
         """The example as in a config."""
         nested = self.example
         for name in reversed(self.path):
-            nested = {name: nested}
+            nested = [nested] if name == NUMBER else {name: nested}
         return to_yaml(nested)
 
 
@@ -111,8 +111,13 @@ def _chapter(about: OptionFacts) -> Iterator[str]:
     if not about.is_section:
         yield f"\n{about.values}; {_in_cell(about.default)}; example: `{about.override}`"
         return
+    yield from _table(about.path)
+
+
+def _table(section: OptionPath) -> Iterator[str]:
+    """Yields the lines about the options of a section, and those about the sections in it and the items of options."""
     yield from ("", "| option | values | default | meaning |", "|---|---|---|---|")
-    inner = options_in(about.path)
+    inner = options_in(section)
     for one in inner:
         values = _cell(one.values)
         if one.is_section:
@@ -121,6 +126,12 @@ def _chapter(about: OptionFacts) -> Iterator[str]:
     for one in inner:
         if one.is_section:
             yield from _chapter(one)
+            continue
+        for item in ((*one.path, NAME), (*one.path, NUMBER)):
+            if options_in(item):
+                yield f"\n{'#' * (len(item) + 1)} `{dotted(item)}`\n"
+                yield inspect.cleandoc(section_at(item, Config).__doc__ or "")
+                yield from _table(item)
 
 
 def _anchor(path: OptionPath) -> str:

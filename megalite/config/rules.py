@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from megalite.config.adapter_rules import problems_with_adapter
 from megalite.config.base import Device
 from megalite.config.config import Config
+from megalite.config.data_rules import problems_with_data
 from megalite.config.deepspeed import offloads_to_nvme
 from megalite.config.errors import ConfigError
 from megalite.config.float8_rules import problems_with_float8
@@ -53,6 +54,7 @@ def broken_rules(config: Config, data_parallel_size: int | None, device: Device 
         *problems_with_float8(config),
         *problems_with_adapter(config),
         *_batch(config, data_parallel_size),
+        *problems_with_data(config, data_parallel_size),
         *_schedule(config),
         *_checkpoints(config),
         *_guards(config),
@@ -232,11 +234,6 @@ def _batch(config: Config, replicas: int | None) -> Iterator[str]:
         yield (
             f"training.evaluation.samples {evaluation.samples} is not a multiple of {micro_batch}: use "
             f"{multiples_near(evaluation.samples, divisor)} samples"
-        )
-    if evaluation.interval and not config.data.held_out_fraction:
-        yield (
-            f"training.evaluation.interval {evaluation.interval} has nothing to evaluate on, "
-            "because data.held_out_fraction is 0: use a held_out_fraction of 0.01, or interval 0"
         )
     if config.parallel.sequence_parallel and length % tp:
         yield (

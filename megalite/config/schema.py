@@ -10,10 +10,10 @@ from importlib.metadata import version
 from typing import Any
 
 from megalite.config.auto import ALONG, AUTO, PLACEHOLDERS, SECTIONS
-from megalite.config.base import Section, section_of
+from megalite.config.base import Section, items_of, section_of
 from megalite.config.config import Config
 from megalite.config.deepspeed import NESTED, OWNED, PASSED_ON, REMOVED, REORDERING
-from megalite.config.suggestions import OptionPath, dotted
+from megalite.config.suggestions import NAME, NUMBER, OptionPath, dotted
 
 Schema = dict[str, Any]
 
@@ -79,6 +79,22 @@ def _complete_sections(section: type[Section], schema: Schema, definitions: Sche
             _complete_sections(inner, definition, definitions, (*path, name))
             if "$ref" in option and not definition.get("required"):
                 _add_alternative(option, {"type": "null"})
+        elif inner := items_of(field.annotation):
+            is_list = "items" in option
+            items, name_of_items = (option["items"], NUMBER) if is_list else (_of_any_name(option), NAME)
+            definition = _definition(items, definitions)
+            definition["title"] = dotted((*path, name, name_of_items))
+            _complete_sections(inner, definition, definitions, (*path, name, name_of_items))
+            if not definition.get("required"):
+                _add_alternative(items, {"type": "null"})
+
+
+def _of_any_name(option: Schema) -> Schema:
+    """Returns the schema of the values of a dict whose names follow a pattern, and refuses other names."""
+    (values,) = option["patternProperties"].values()
+    option["additionalProperties"] = False
+    found: Schema = values
+    return found
 
 
 def _add_alternative(option: Schema, alternative: Schema) -> None:

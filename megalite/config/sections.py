@@ -1,4 +1,4 @@
-"""All options of a run but those of `model`: one class per section, in the order in which `Config` has them.
+"""All options of a run but those of `model` and `data`: one class per section, in the order in which `Config` has them.
 
 To add an option, add an annotated field with a docstring to its section: the JSON schema, the help and the
 documentation derive from it. Rules about several options belong in rules.py.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -16,36 +16,11 @@ from megalite.config.base import (
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
-    NotBool,
     PositiveFloat,
     PositiveInt,
     Probability,
     Section,
 )
-
-
-def _one_path_is_a_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-PathPrefix = Annotated[str, Field(min_length=1)]
-PathPrefixes = Annotated[list[PathPrefix], Field(min_length=1)]
-
-
-class DataConfig(Section):
-    """Training text, tokenised by `megalite prepare`."""
-
-    path: Annotated[
-        PathPrefixes, BeforeValidator(_one_path_is_a_list, json_schema_input_type=PathPrefix | PathPrefixes)
-    ] = Field(examples=["data/mine"])
-    """Prefixes of prepared token shards (the path without `.bin`/`.idx`); one, or a list of them."""
-
-    held_out_fraction: Annotated[float, Field(ge=0, le=0.5), NotBool] = 0.01
-    """Fraction of the documents, 0 to 0.5, kept out of training for evaluation."""
-
-    document_mask: bool = False
-    """Attention stops at document boundaries inside a packed sequence, and positions restart there."""
-
 
 PipelineSchedule = Literal["1f1b", "interleaved", "zero-bubble", "zb-v", "dualpipev"]
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from difflib import SequenceMatcher
 from functools import cache
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import BaseModel
 
-from megalite.config.base import section_of
+from megalite.config.base import items_of, section_of
 from megalite.config.model import ModelConfig
 
 OptionPath = tuple[str, ...]
 
+NAME, NUMBER = "NAME", "N"  # stand for what names an item of a dict or a list of sections
 OTHER_SECTION = 1.5
 """Distance in letters of options in different sections: a typo in a section wins over a namesake in another one."""
 
@@ -25,13 +26,15 @@ def dotted(path: OptionPath) -> str:
 
 @cache
 def option_paths(model: type[BaseModel]) -> tuple[OptionPath, ...]:
-    """Lists every section and option of the config, in the order of definition."""
+    """Lists every section and option of the config, in the order of definition; `data.sources.NAME.path` of items."""
 
     def walk(section: type[BaseModel], prefix: OptionPath) -> Iterator[OptionPath]:
         for name, field in section.model_fields.items():
             yield (*prefix, name)
             if inner := section_of(field.annotation):
                 yield from walk(inner, (*prefix, name))
+            elif inner := items_of(field.annotation):
+                yield from walk(inner, (*prefix, name, NAME if get_origin(field.annotation) is dict else NUMBER))
 
     return tuple(walk(model, ()))
 
@@ -42,7 +45,7 @@ def nearest_option(unknown: OptionPath, value: Any, model: type[BaseModel]) -> t
     An unknown section is compared with sections; if none is similar, the first option inside it is looked up:
     `train.learning_rate` gives `optimizer.learning_rate`.
     """
-    paths = option_paths(model)
+    paths = named_as(unknown, option_paths(model))
     sections = [path for path in paths if len(path) == 1 or any(other[:-1] == path for other in paths)]
     while isinstance(value, dict) and value:
         if best := _closest(unknown, sections):
@@ -51,6 +54,16 @@ def nearest_option(unknown: OptionPath, value: Any, model: type[BaseModel]) -> t
         unknown = (*unknown, str(name))
     best = _closest(unknown, paths)
     return (unknown, best) if best else None
+
+
+def named_as(typed: OptionPath, paths: Iterable[OptionPath]) -> list[OptionPath]:
+    """Returns the paths with the names that were typed for items: `data.sources.web.path` for someone's `web`."""
+    named = []
+    for path in paths:
+        place = next((place for place, part in enumerate(path) if part in (NAME, NUMBER)), None)
+        is_alike = place is not None and len(typed) > place and typed[:place] == path[:place]
+        named.append((*path[:place], typed[place], *path[place + 1 :]) if place is not None and is_alike else path)
+    return named
 
 
 def nearest_name(typed: str, names: Iterable[str]) -> str | None:

@@ -34,12 +34,21 @@ Batches = Iterator[Sequence[MicroBatch]]
 
 
 @dataclass(frozen=True)
+class EvaluationSet:
+    """One set of held-out samples with a loss of its own."""
+
+    name: str  # "" where there is one set without a name
+    micro_batches: Sequence[MicroBatch]  # this replica's; empty where a rank needs no data
+    count: int  # micro-batches per replica
+    targets: int  # that count, over all replicas: the weight of the loss in that of all sets
+
+
+@dataclass(frozen=True)
 class TrainerContext:
     """The dependencies of the training loop."""
 
     batches: Callable[[TrainState], Batches]  # one item per step after a state; endless empty ones without need of data
-    evaluation: Sequence[MicroBatch]  # this replica's held-out micro-batches; empty where a rank needs no data
-    evaluation_count: int  # held-out micro-batches per replica; 0: no evaluation
+    evaluation: Sequence[EvaluationSet]  # none: no evaluation
     guard: Guard
     checkpoints: Checkpoints
     requests: StopRequests
@@ -158,7 +167,7 @@ class _TrainingRun:
         record, state = self._read(begun)
         intervention = self._context.guard.after(state.step, begun.result, begun.micro_batches)
         if is_evaluated:
-            record |= _evaluate(self._engine, self._context)
+            record |= _evaluate(self._engine, self._context.evaluation)
         differing: list[Disagreement] = []
         if is_checked:
             differing, record["self_check_s"] = self._self_check.run()
@@ -233,7 +242,7 @@ class _TrainingRun:
 
     def _is_evaluated(self, step: int) -> bool:
         is_due = step == self._total_steps or _is_multiple(step, self._config.training.evaluation.interval)
-        return self._context.evaluation_count > 0 and is_due
+        return bool(self._context.evaluation) and is_due
 
 
 def _with_guard(state: TrainState, guard: Guard) -> TrainState:
@@ -241,10 +250,16 @@ def _with_guard(state: TrainState, guard: Guard) -> TrainState:
     return state.model_copy(update={"guard": guard.state()})
 
 
-def _evaluate(engine: Engine, context: TrainerContext) -> dict[str, float]:
+def _evaluate(engine: Engine, sets: Sequence[EvaluationSet]) -> dict[str, Any]:
+    """Returns the loss of each set, and that of all: the mean over all targets."""
     started = time.perf_counter()
-    loss = float(engine.evaluate(context.evaluation, context.evaluation_count))
-    return {"evaluation_loss": loss, "evaluation_s": time.perf_counter() - started}
+    losses = {one.name: float(engine.evaluate(one.micro_batches, one.count)) for one in sets}
+    targets = sum(one.targets for one in sets)
+    loss = losses[sets[0].name]
+    if len(sets) > 1:
+        loss = sum(losses[one.name] * one.targets for one in sets) / max(1, targets)
+    named = {"evaluation_losses": losses} if all(losses) else {}
+    return {"evaluation_loss": loss, **named, "evaluation_s": time.perf_counter() - started}
 
 
 def _intervene(

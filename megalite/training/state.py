@@ -25,6 +25,8 @@ class TrainState(BaseModel):
     excluded_samples: tuple[tuple[int, int], ...] = ()  # [first, stop) ranges that rollbacks have excluded
     guard: dict[str, Any] = {}  # state of megalite.resilience.guards.Guard
     data_fingerprint: str = ""
+    data_content: str = ""  # digest of some tokens of a text without metadata, of which the fingerprint knows lengths
+    data_mix: dict[str, Any] = {}  # sources and stages followed so far, of data_pipeline.mix.MixRecord; empty: one text
     seed: int = 0
 
     def after(self, *, samples: int, tokens: int, skipped: bool) -> TrainState:
@@ -45,7 +47,11 @@ class TrainState(BaseModel):
         did not bring them back.
         """
         excluded = (*to.excluded_samples, (to.consumed_samples, self.consumed_samples))
-        return to.model_copy(update={"consumed_samples": self.consumed_samples, "excluded_samples": excluded})
+        # the mix of this run may have been given another future than that of the checkpoint
+        kept = {
+            name: getattr(self, name) for name in ("consumed_samples", "data_fingerprint", "data_content", "data_mix")
+        }
+        return to.model_copy(update=kept | {"excluded_samples": excluded})
 
 
 def learning_rate_factor(schedule: ScheduleConfig, step: int, total_steps: int) -> float:

@@ -199,19 +199,27 @@ def test_a_host_without_power_is_replaced(config: dict[str, Any], references: Re
     audit_against(references.of(config).run_dir, run.run_dir, BATCH)
 
 
+@pytest.fixture(scope="module")
+def two_switches() -> Iterator[SlurmCluster]:
+    """Three nodes, the first one alone on its switch, and no job on them."""
+    topology = "SwitchName=a Nodes=node[2-3]\nSwitchName=b Nodes=node1\nSwitchName=top Switches=a,b\n"
+    with SlurmCluster(3, topology=topology) as cluster:
+        yield cluster
+
+
 @pytest.mark.parametrize("spawner", ["srun", "torchrun"])
-def test_ranks_go_where_the_topology_has_them_near(config: dict[str, Any], spawner: str, tmp_path: Path) -> None:
+def test_ranks_go_where_the_topology_has_them_near(
+    two_switches: SlurmCluster, config: dict[str, Any], spawner: str, tmp_path: Path
+) -> None:
     """The first and the last of three stages share weights: they are to be on one switch."""
     config["parallel"] = {"pipeline_parallel_size": 3}
     config["model"] |= {"tie_word_embeddings": True}
-    topology = "SwitchName=a Nodes=node[2-3]\nSwitchName=b Nodes=node1\nSwitchName=top Switches=a,b\n"
-    with SlurmCluster(3, topology=topology) as slurm:
-        run = Submitted(slurm, tmp_path, config, "--spawner", spawner, nodes=3)
-        run.trains(session=1)
-        beats = [json.loads(path.read_text()) for path in sorted((run.run_dir / ".ranks").glob("beat_*.json"))]
-        assert [(beat["rank"], beat["host"]) for beat in beats] == [(0, "node2"), (1, "node1"), (2, "node3")]
-        slurm.run("scancel", run.number)
-        assert run.end() == "CANCELLED"
+    run = Submitted(two_switches, tmp_path, config, "--spawner", spawner, nodes=3)
+    run.trains(session=1)
+    beats = [json.loads(path.read_text()) for path in sorted((run.run_dir / ".ranks").glob("beat_*.json"))]
+    assert [(beat["rank"], beat["host"]) for beat in beats] == [(0, "node2"), (1, "node1"), (2, "node3")]
+    two_switches.run("scancel", run.number)
+    assert run.end() == "CANCELLED"
     assert "in this order of hosts: node2 node1 node3\n" in run.said()
 
 

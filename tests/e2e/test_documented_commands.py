@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -140,6 +141,37 @@ def test_own_text_is_prepared_as_documented(workplace: Path, monkeypatch: pytest
         ["dry", "run:"], ["runs/own_text/data/text.bin:", f"{len(list(Path('docs').glob('*.md'))) + 1}"],
         ["runs/own_text/data/pages.bin:", "4"],
     ]  # fmt: skip
+
+
+def test_a_mix_with_a_change_of_its_weights(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command of docs/data.md, in order: two runs of the same folder, the second with a stage that is new."""
+    from typer.testing import CliRunner
+
+    from launch.cli.app import app
+
+    monkeypatch.chdir(workplace)
+    said = {}
+    for line in commands_of(ROOT / "docs/data.md"):
+        words = words_of(line)[1]
+        if words[1] == "train":
+            trained = run(*words, cwd=workplace)
+            assert trained.returncode == 0 and "Traceback" not in trained.stderr, f"{line}\n{trained.stderr}"
+            continue
+        done = CliRunner().invoke(app, words[1:])
+        assert done.exit_code == 0, f"{line}\n{done.output}\n{done.exception!r}"
+        said[" ".join(words[1:])] = done.stdout
+    records = metrics(workplace / "runs/mix")
+    assert len(records) == 20 and all(set(one["source_epochs"]) == {"guides", "code", "pages"} for one in records)
+    evaluated = [one for one in records if "evaluation_loss" in one]
+    assert len(evaluated) >= 3 and all(set(one["evaluation_losses"]) == {"guides", "readme"} for one in evaluated)
+    taken = [one["source_tokens"] for one in records]
+    before = {name: taken[13][name] for name in taken[13]}
+    after = {name: taken[19][name] - taken[13][name] for name in taken[13]}
+    assert before["guides"] > before["code"] > before["pages"] and after["pages"] > after["code"] > after["guides"]
+    assert "begins after step 14, at sample 112" in trained.stdout
+    found = json.loads(said["data find runs/mix --document runs/mix/data/code:0 --json"])
+    assert found["samples"] and {one["when"] for one in found["samples"]} == {"read"}
+    assert "def " in said["data at runs/mix --step 9 --text"] or "# " in said["data at runs/mix --step 9 --text"]
 
 
 @pytest.mark.exhaustive

@@ -156,6 +156,14 @@ def cluster(folder: Path, mode: str, token: str) -> Iterator[psutil.Process]:
         yield psutil.Process(process.pid)
 
 
+def check_that_a_mistake_is_told_once(output: str) -> None:
+    """A mistake that only ranks see is one sentence, and is not repeated."""
+    said = [line for line in output.splitlines() if line.startswith("megalite: ")]
+    (told,) = (line for line in said if "error" in line)
+    assert told.startswith("megalite: error: MEGALITE_PRIVATE_ENVIRONMENT names /nowhere, which cannot be read")
+    assert said[-1] == "megalite: warning: not started again: exit code 2 (a mistake)"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @needs_ray
@@ -176,6 +184,15 @@ def test_a_cluster_without_tokens_is_refused_and_one_with_a_token_sees_no_secret
         with running(config, tmp_path, *address, network=inside(head), **{TOKEN: "b" * 64}) as process:
             assert process.wait(LONGEST_S) == 2
         assert "wants a token, and this user has another or none" in (tmp_path / "output").read_text()
+        mistake = {
+            TOKEN: "a" * 64,
+            "MEGALITE_PRIVATE_ENVIRONMENT": "/nowhere",
+        }  # it travels to the ranks, which read it
+        with running(
+            config, tmp_path, *address, f"run_dir={tmp_path / 'mistaken'}", network=inside(head), **mistake
+        ) as process:
+            assert process.wait(LONGEST_S) == 2
+        check_that_a_mistake_is_told_once((tmp_path / "output").read_text())
         secrets = {TOKEN: "a" * 64, "WANDB_API_KEY": "canary-of-wandb"}
         with running(config, tmp_path, *address, network=inside(head), **secrets) as process:
             wait_until(lambda: steps_done(run_dir) >= 1, process, tmp_path)
@@ -206,21 +223,6 @@ def test_asked_to_end_it_saves_and_leaves_nothing_behind(config: dict[str, Any],
     assert len(events(run_dir, "preempted")) == 1
     newest, _ = find_latest(run_dir)
     assert newest is not None and newest.name == f"step_{steps_done(run_dir):08d}"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@needs_ray
-def test_a_mistake_that_only_ranks_see_is_one_sentence_and_is_not_repeated(
-    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MEGALITE_PRIVATE_ENVIRONMENT", "/nowhere")  # it travels to the ranks, which read it
-    with running(config, tmp_path) as process:
-        assert process.wait(LONGEST_S) == 2
-    said = [line for line in (tmp_path / "output").read_text().splitlines() if line.startswith("megalite: ")]
-    (told,) = (line for line in said if "error" in line)
-    assert told.startswith("megalite: error: MEGALITE_PRIVATE_ENVIRONMENT names /nowhere, which cannot be read")
-    assert said[-1] == "megalite: warning: not started again: exit code 2 (a mistake)"
 
 
 def test_the_rank_that_failed_first_decides_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -32,3 +36,31 @@ def run(
 def metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """The records of a run."""
     return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def command_line(
+    *words: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A `megalite` command that starts no ranks, to its end in this process, where nothing has to be imported again.
+
+    Only tests of what belongs to a process of its own, such as its signals and its start without torch, need `run`.
+    """
+    from launch.cli.app import main
+
+    said, complained, code = io.StringIO(), io.StringIO(), 0
+    umask = os.umask(0o022)
+    os.umask(umask)
+    with (
+        chdir(cwd),
+        redirect_stdout(said),
+        redirect_stderr(complained),
+        patch.dict(os.environ, env or {}),
+        patch.multiple(sys, argv=["megalite", *words], excepthook=sys.excepthook),
+    ):
+        try:
+            main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        finally:
+            os.umask(umask)
+    return subprocess.CompletedProcess(["megalite", *words], code, said.getvalue(), complained.getvalue())

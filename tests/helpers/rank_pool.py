@@ -22,20 +22,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from launch.parity.forked_ranks import RankFailure, RankProcesses, answer, become_rank, join_world, warm_up
+from launch.parity.forked_ranks import RankFailure, RankProcesses, answer, become_rank, join_world
 from launch.parity.forked_ranks import run_ranks as run_fresh_ranks
+from tests.helpers import fork_server  # noqa: F401 - it is started
 
 __all__ = ["RankFailure", "close_pools", "renewals", "run_fresh_ranks", "run_ranks"]
 
 MOST_RANKS = 16  # that live at once in one pytest process, 60 MB each: pools not used for longest make room
 MEETING_S = 60.0  # what ranks have to put back what a task has changed
 PUT_BACK = b""  # a message that is no task
-
-# pytest and what test modules import: no rank imports it again
-warm_up(
-    {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-    imports=["pytest", "hypothesis", "psutil", "yaml", "safetensors.torch", "launch.cli.app", "launch.huggingface"],
-)
 
 
 class _Pool:

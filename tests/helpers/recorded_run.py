@@ -16,7 +16,7 @@ from megalite.monitor.steps.slow_ranks import SlowRank
 from megalite.resilience.guards import Guard
 from megalite.resilience.stop_requests import StopRequests
 from megalite.training.checkpoints import Checkpoints
-from megalite.training.loop import TrainerContext, train
+from megalite.training.loop import EvaluationSet, TrainerContext, train
 from megalite.training.state import TrainState
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
 
@@ -75,8 +75,7 @@ def train_case(
     batches = [micro_batches_of(engine, case, batch) for batch in global_batches(case)]
     context = TrainerContext(
         batches=lambda state: iter(batches_of(engine, batches)),
-        evaluation=batches[0],
-        evaluation_count=case.accumulation,
+        evaluation=[EvaluationSet("", batches[0], case.accumulation, 1)],
         guard=Guard(engine, config.guards),
         checkpoints=Checkpoints(
             engine,

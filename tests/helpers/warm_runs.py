@@ -19,10 +19,9 @@ from typing import Any
 
 import yaml
 
-from launch.parity.forked_ranks import warm_up
 from launch.runtime.local_ranks import free_port
+from tests.helpers import fork_server  # noqa: F401 - it is started
 
-warm_up({"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"})
 CONTEXT = multiprocessing.get_context("forkserver")
 LONGEST_S = 120.0  # a session of a tiny model takes a second
 Fault = tuple[

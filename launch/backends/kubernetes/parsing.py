@@ -274,8 +274,8 @@ def variables(plain: Sequence[str], secret: Sequence[str]) -> dict[str, Source]:
 def config_in_pods(config: Config, output: Claim, data: Claim | None) -> tuple[Config, list[str]]:
     """Returns the config with run_dir on the output claim, and notices.
 
-    Relative paths start at the root of a claim: `data.path` at the data claim if there is one, all others at the output
-    claim. Raises LaunchError if the run folder would be lost with its pod.
+    Relative paths start at the root of a claim: prepared data at the data claim if there is one, all others at the
+    output claim. Raises LaunchError if the run folder would be lost with its pod.
     """
     if data is not None and data.path == output.path:
         raise LaunchError(
@@ -298,7 +298,12 @@ def config_in_pods(config: Config, output: Claim, data: Claim | None) -> tuple[C
         )
     values = config.model_dump(mode="json")
     values["run_dir"] = str(run_dir)
-    values["data"]["path"] = [placed(path, "data.path", data or output) for path in config.data.path]
+    sections = [("data", values["data"])]
+    for group in ("sources", "validation"):
+        sections += [(f"data.{group}.{name}", one) for name, one in values["data"][group].items()]
+    for option, section in sections:
+        if section["path"] is not None:
+            section["path"] = [placed(path, f"{option}.path", data or output) for path in section["path"]]
     source = config.training.initialize_from
     if source is not None and not is_hub_id(source):
         values["training"]["initialize_from"] = placed(str(source), "training.initialize_from", output)

@@ -57,7 +57,8 @@ class ConsoleSink(Observer):
         if record["skipped"]:
             self._print(f"step {step} skipped: its gradients are not finite ({record['skipped_steps']} so far)")
         if "evaluation_loss" in record:
-            self._print(f"step {step} evaluation loss {record['evaluation_loss']:.4f}")
+            sets = ", ".join(f"{name} {loss:.4f}" for name, loss in record.get("evaluation_losses", {}).items())
+            self._print(f"step {step} evaluation loss {record['evaluation_loss']:.4f}{sets and f' ({sets})'}")
         left = f"left {clock(seconds_left(self._total - step, self._recent_s) or 0.0)}"
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step, description=f"{left} {step_numbers(record)}")

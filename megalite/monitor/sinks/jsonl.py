@@ -46,6 +46,11 @@ def read_records(path: Path, last_bytes: int | None = None) -> list[dict[str, An
 
 
 def _line(record: dict[str, Any]) -> str:
-    # JSON has no NaN or infinity: a skipped step's norm is null
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-    return json.dumps(finite) + "\n"
+    return json.dumps(_finite(record)) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """Returns a value that JSON can hold, which has no NaN or infinity: a skipped step's norm is null."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

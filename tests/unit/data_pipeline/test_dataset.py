@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.dataset import PackedSamples, Split, is_held_out
+from data_pipeline.dataset import PackedSamples
 from data_pipeline.errors import DataError
 from data_pipeline.indexed import IndexedTokens, IndexedWriter
 from data_pipeline.meta import CorpusMeta, meta_path
+from data_pipeline.stream import Split, is_held_out
 
 WriteCorpus = Callable[..., Path]
 EOS = 0
@@ -186,7 +187,7 @@ def test_meta_data_gives_vocabulary_and_end(write_corpus: WriteCorpus) -> None:
 def test_an_id_above_the_vocabulary_is_one_sentence(write_corpus: WriteCorpus) -> None:
     prefix = write_corpus([[1, 2, 3, EOS]])
     give_meta(prefix, vocab_size=3)
-    with pytest.raises(DataError, match=r"token id 3 in block 0 of .* outside the vocabulary of 3"):
+    with pytest.raises(DataError, match=r"token id 3 in sample 0 of .* outside the vocabulary of 3"):
         PackedSamples([prefix], 3, 0).sample(0)
 
 
@@ -194,7 +195,7 @@ def test_an_id_above_the_models_vocabulary_is_one_sentence(write_corpus: WriteCo
     """A corpus without meta data: under tensor parallelism no rank would own the id, and training would go on."""
     prefix = write_corpus([[1, 2, 3]])
     assert PackedSamples([prefix], 2, 0, held_out_fraction=0, vocab_limit=4).sample(0)
-    with pytest.raises(DataError, match=r"token id 3 in block 0 of .* model's vocabulary of 3: .* at least 4$"):
+    with pytest.raises(DataError, match=r"token id 3 in sample 0 of .* model's vocabulary of 3: .* at least 4$"):
         PackedSamples([prefix], 2, 0, held_out_fraction=0, vocab_limit=3).sample(0)
     give_meta(prefix, vocab_size=3)
     with pytest.raises(DataError, match="vocabulary of 3: the token file is damaged"):
@@ -244,3 +245,15 @@ def test_a_sample_names_the_documents_it_is_packed_from(write_corpus: WriteCorpu
             assert set(held) == {document for document in named if lengths[document[1]]}
             ends = [(one.prefix, number) for one in ranges for number in (one.first, one.last)]
             assert (ends[0], ends[-1]) == (held[0], held[-1])
+
+
+def test_other_tokens_in_documents_of_the_same_lengths_have_another_digest(write_corpus: WriteCorpus) -> None:
+    """Without metadata the fingerprint knows lengths only: a run went on with other text in silence."""
+    first, other = [[1, 2, 3], [4] * 5000, [5]], [[1, 2, 3], [4] * 4990 + [6] * 10, [5]]
+    opened = [PackedSamples([write_corpus(documents, name)], 8, 0) for documents, name in ((first, "a"), (other, "b"))]
+    assert len({samples.fingerprint for samples in opened}) == 1, "fingerprints of older runs stay"
+    assert len({samples.content_digest for samples in opened}) == 2
+    assert opened[0].content_digest == PackedSamples([write_corpus(first, "c")], 8, 0).content_digest
+    prefix = write_corpus(first, "d")
+    give_meta(prefix, vocab_size=9)
+    assert PackedSamples([prefix], 8, 0).content_digest == "", "then the digest of all is known"

@@ -20,7 +20,7 @@ TIED = {"tie_word_embeddings": True}
 DEFECTS: list[tuple[Callable[[], None], ParityLayout, tuple[str, ...], str, dict[str, Any]]] = [
     (
         defects.row_parallel_without_all_reduce,
-        ParityLayout(tp=2, dp=2, zero=2),
+        ParityLayout(tp=2, recompute="full"),
         ("tp",),
         "first layer whose output differs is model.layers.0",
         {},
@@ -41,7 +41,7 @@ DEFECTS: list[tuple[Callable[[], None], ParityLayout, tuple[str, ...], str, dict
     ),
     (
         defects.tied_gradient_is_forgotten,
-        ParityLayout(tp=2, pp=2, accumulation=3),
+        ParityLayout(pp=2, recompute="selective", accumulation=3),
         ("pp",),
         "that of model.embed_tokens.weight is off by 1",
         TIED,
@@ -62,28 +62,28 @@ DEFECTS: list[tuple[Callable[[], None], ParityLayout, tuple[str, ...], str, dict
     ),
     (
         defects.gradient_is_handed_over_twice,
-        ParityLayout(pp=2, dp=2, accumulation=3, schedule="zero-bubble"),
+        ParityLayout(pp=2, recompute="full", accumulation=3, schedule="zero-bubble"),
         ("schedule",),
         "backward: the forward pass agrees",
         {},
     ),
     (
         defects.messages_are_taken_in_the_wrong_order,
-        ParityLayout(pp=2, dp=2, accumulation=3),
+        ParityLayout(pp=2, recompute="full", accumulation=3),
         ("pp", "accumulation"),
         "forward: ",
         {},
     ),
     (
         defects.rotation_restarts_on_each_slice,
-        ParityLayout(tp=2, dp=2, sequence_parallel=True),
+        ParityLayout(tp=2, sequence_parallel=True, recompute="full"),
         ("sequence_parallel",),
         "first layer whose output differs is model.layers.0",
         {},
     ),
     (
         defects.last_micro_batch_is_not_reduced,
-        ParityLayout(tp=2, dp=2, accumulation=3),
+        ParityLayout(dp=2, recompute="selective", accumulation=3),
         ("dp",),
         "backward: the forward pass agrees",
         {},
@@ -97,7 +97,7 @@ DEFECTS: list[tuple[Callable[[], None], ParityLayout, tuple[str, ...], str, dict
     ),
     (
         defects.weight_decay_on_norms_under_zero_2,
-        ParityLayout(tp=2, dp=2, zero=2),
+        ParityLayout(dp=2, zero=2, recompute="full"),
         ("zero",),
         "weight does not, most of all that of model.layers.",
         {},

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,26 +49,43 @@ CASES = [
 ]
 LESS_DISTINCT = [*CASES[:5], *CASES[-3:]]  # from others by one term of the sum each
 RETURNS_MEMORY = "glibc.malloc.mmap_threshold=1048576"
+SERVER = """
+import json, sys
+answers, sys.stdout = sys.stdout, sys.stderr  # libraries print as well
+import tests.ranks.megalite.planner.test_memory as here
+from launch.parity.forked_ranks import run_ranks, warm_up
+warm_up({"DS_ACCELERATOR": "cpu"}, imports=[here.__name__])
+for line in sys.stdin:
+    case = here.CASES[int(line)]
+    print(json.dumps(run_ranks(here.train, case.world_size, case, timeout_s=300)), file=answers, flush=True)
+"""
+Measure = Callable[[Case], list[tuple[float, float]]]
 
 
-def _measure(case: Case, folder: Path) -> list[tuple[float, float]]:
-    """(resident before the model, resident at most) of each rank, from a process of its own: malloc reads its settings
-    as a process starts, and other tests share a server of ranks."""
-    script = (
-        "import json, sys, tests.ranks.megalite.planner.test_memory as here\n"
-        "from tests.helpers.rank_pool import run_fresh_ranks\n"
-        "case = here.CASES[int(sys.argv[1])]\n"
-        "open(sys.argv[2], 'w').write(json.dumps(run_fresh_ranks(here.train, case.world_size, case)))\n"
-    )
-    answer = folder / "peaks.json"
-    environment = os.environ | {"GLIBC_TUNABLES": RETURNS_MEMORY}
-    command = [sys.executable, "-c", script, str(CASES.index(case)), str(answer)]
-    subprocess.run(command, env=environment, cwd=Path(__file__).parents[4], check=True, timeout=300)
-    return [(before, peak) for before, peak in json.loads(answer.read_text())]
+@pytest.fixture(scope="module")
+def measure() -> Iterator[Measure]:
+    """(resident before the model, resident at most) of each rank, forked by a process of its own: malloc reads its
+    settings as a process starts, and other tests share a server of ranks."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"GLIBC_TUNABLES": RETURNS_MEMORY},
+        cwd=Path(__file__).parents[4],
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        requests, answers = process.stdin, process.stdout
+
+        def ask(case: Case) -> list[tuple[float, float]]:
+            print(CASES.index(case), file=requests, flush=True)
+            return [(before, peak) for before, peak in json.loads(answers.readline())]
+
+        yield ask
 
 
 def train(rank: int, case: Case) -> tuple[float, float]:
-    """Trains the case; what `_measure` returns of this rank."""
+    """Trains the case; what `measure` returns of this rank."""
     import psutil
 
     from megalite.monitor.memory import peak_memory_mib
@@ -88,14 +106,14 @@ def train(rank: int, case: Case) -> tuple[float, float]:
     [pytest.param(case, marks=pytest.mark.exhaustive if case in LESS_DISTINCT else ()) for case in CASES],
     ids=str,
 )
-def test_peak_of_each_rank(case: Case, tmp_path: Path) -> None:
+def test_peak_of_each_rank(case: Case, measure: Measure) -> None:
     """What the ranks take beside their baseline: not hidden behind what python and torch take anyway. A small model is
     trained before, so that the baseline has the pages of libraries: a kernel takes those away that nobody uses for a
     while, and they would come back beside the tensors."""
     config, mesh = case.config(), Mesh(case.tp, case.pp, case.dp)
     job = TrainingWorkload.of(config, resolve_layout(config, case.world_size, "cpu"))
     stages = memory_of(job, replace(CPU, keeps_freed=False))
-    for rank, (before, peak) in enumerate(_measure(case, tmp_path)):
+    for rank, (before, peak) in enumerate(measure(case)):
         predicted = stages[mesh.coordinate(rank).pipeline_rank]
         tensors = predicted.total - predicted.parts["context"]
         mib = f"{tensors / 2**20:.0f} MiB predicted, {(peak - before) / 2**20:.0f} measured"

@@ -252,7 +252,6 @@ def _train_with_damage(rank: int, case: Case, parameter: str, damaged_step: int,
     job = TrainerContext(
         batches=lambda state: batches(),
         evaluation=[],
-        evaluation_count=0,
         guard=Guard(engine, config.guards),
         checkpoints=Checkpoints(engine, config.checkpoint, root, heard, _manifest),
         requests=StopRequests(None, 0.0),

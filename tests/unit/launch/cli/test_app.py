@@ -22,6 +22,7 @@ from launch.runtime.logs import LEVEL, configure_logging
 from launch.trainer.layout_table import layout_rows
 from megalite.config import load_config, resolve_layout
 from tests.conftest import write_config
+from tests.helpers.commands import command_line
 from tests.unit.test_docs import problems_of
 
 MEGALITE = Path(sys.executable).parent / "megalite"
@@ -112,7 +113,7 @@ def test_the_four_packages_are_this_repository() -> None:
 def test_dry_run_tells_who_holds_what_and_starts_nothing(tiny: dict[str, Any], tmp_path: Path) -> None:
     path = write_config(tmp_path / "c.yaml", tiny)
     words = ["parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2", "parallel.data_parallel_size=2"]
-    done = megalite("train", str(path), *words, "--dry-run", "--json", env={"DS_ACCELERATOR": "cpu"})
+    done = command_line("train", str(path), *words, "--dry-run", "--json", env={"DS_ACCELERATOR": "cpu"})
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert plan["layout"]["world_size"] == 8 and len(plan["ranks"]) == 8
@@ -120,11 +121,12 @@ def test_dry_run_tells_who_holds_what_and_starts_nothing(tiny: dict[str, Any], t
     held = [name for rank in (0, 4) for name in plan["ranks"][rank]["layers"]]
     assert held == ["model.embed_tokens", *(f"model.layers.{i}" for i in range(3)), "model.norm", "lm_head"]
     assert not Path(tiny["run_dir"]).exists()
-    shown = megalite("train", str(path), *words, "--dry-run", env={"DS_ACCELERATOR": "cpu", "COLUMNS": "200"})
+    shown = command_line("train", str(path), *words, "--dry-run", env={"DS_ACCELERATOR": "cpu", "COLUMNS": "200"})
     assert "tensor 2 x pipeline 2 x data 2" in shown.stdout and "layers 0-1" in shown.stdout
     assert plan["summary"]["layout"]["ranks"] == 8 and plan["predicted"]["memory"]["available_bytes"] > 0
     assert "optimizer:" not in shown.stdout and "weight_decay" not in shown.stdout
-    whole = megalite("train", str(path), *words, "--dry-run", "--full", env={"DS_ACCELERATOR": "cpu", "COLUMNS": "200"})
+    wide = {"DS_ACCELERATOR": "cpu", "COLUMNS": "200"}
+    whole = command_line("train", str(path), *words, "--dry-run", "--full", env=wide)
     assert "weight_decay: 0.1" in whole.stdout and "layers 0-1" in whole.stdout and "│    7 │" in whole.stdout
 
 
@@ -141,10 +143,10 @@ def test_parameters_per_rank_add_up_to_the_model(tiny: dict[str, Any], tmp_path:
 
 def test_config_show_is_a_config_and_schema_a_schema(tiny: dict[str, Any], tmp_path: Path) -> None:
     path = write_config(tmp_path / "c.yaml", tiny)
-    shown = megalite("config", "show", str(path), "training.steps=7")
+    shown = command_line("config", "show", str(path), "training.steps=7")
     again = write_config(tmp_path / "again.yaml", yaml.safe_load(shown.stdout))
     assert load_config(again) == load_config(path, ["training.steps=7"])
-    schema = json.loads(megalite("config", "schema").stdout)
+    schema = json.loads(command_line("config", "schema").stdout)
     assert "tensor_parallel_size" in json.dumps(schema)
 
 

@@ -79,6 +79,16 @@ def resumed_with(*words: str) -> Change:
     return lambda config, folder: own_checkpoint()(config, folder) or list(words)
 
 
+def mixed_with(**options: Any) -> Change:
+    """The corpus as the only source of a mix, with options of it."""
+
+    def change(config: dict[str, Any], folder: Path) -> list[str]:
+        config["data"]["sources"] = {"alone": {"path": config["data"].pop("path"), "weight": 1, **options}}
+        return []
+
+    return change
+
+
 def file_as_run_dir(config: dict[str, Any], folder: Path) -> list[str]:
     (folder / "taken").write_text("")
     config["run_dir"] = str(folder / "taken")
@@ -131,6 +141,7 @@ MISTAKES: dict[str, tuple[Change, list[str]]] = {
         lambda c, f: own_checkpoint()(c, f) or ["model.vocab_size=100"],
         ["vocabulary of 320", "choose another run_dir"],
     ),
+    "whole documents without masks": (override("data.packing=best_fit"), ["packing best_fit", "document_mask true"]),
     "data named by its file": (lambda c, f: [f"data.path={c['data']['path']}.bin"], ["without an ending", "text, not"]),
     "truncated tokens": (broken_data(".bin", b"ab"), [".bin"]),
     "not an index": (broken_data(".idx", b"not an index at all, but long enough to be one"), [".idx"]),
@@ -139,6 +150,12 @@ MISTAKES: dict[str, tuple[Change, list[str]]] = {
     "no such checkpoint": (override("training.initialize_from=nowhere"), ["nowhere"]),
     "resume of another model": (own_checkpoint(model={"hidden_size": 64}), ["hidden_size", "64", "32"]),
     "resume on other data": (own_checkpoint(data_fingerprint="other"), ["other data", "initialize_from"]),
+    "a source that is read too often": (mixed_with(max_epochs=0.001), ["read", "max_epochs is 0.001"]),
+    "resume of another mix": (
+        lambda c, f: own_checkpoint()(c, f) or [*mixed_with()(c, f), "data.held_out_fraction=0.2"],
+        ["sample 0 (token 0) came from data.path, and this config reads alone", "data.stages"],
+    ),
+    "unknown option of a source": (mixed_with(wieght=1), ['did you mean "data.sources.alone.weight"']),
     "resume with another seed": (own_checkpoint(seed=5), ["training.seed 5"]),
     "resume with another optimizer": (own_checkpoint(optimizer={"name": "sgd"}), ["sgd", "adamw"]),
     "resume with documents masked": (resumed_with("data.document_mask=true"), ["document_mask", "--allow-change"]),

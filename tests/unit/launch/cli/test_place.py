@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import write_config
-from tests.unit.launch.cli.test_app import megalite
+from tests.helpers.commands import command_line
 
 TOPOLOGY = "SwitchName=a Nodes=node[1-2]\nSwitchName=b Nodes=node[3-4]\nSwitchName=top Switches=a,b\n"
 
@@ -25,7 +25,9 @@ def config(tiny: dict[str, Any], tmp_path: Path) -> Path:
 def test_json_says_who_sits_where_and_what_it_costs(config: Path, tmp_path: Path) -> None:
     (tmp_path / "topology.conf").write_text(TOPOLOGY)
     (tmp_path / "hosts").write_text("".join(f"node{number} slots=2\n" for number in (1, 3, 2, 4)))
-    done = megalite("place", str(config), "--hostfile", "hosts", "--topology", "topology.conf", "--json", cwd=tmp_path)
+    done = command_line(
+        "place", str(config), "--hostfile", "hosts", "--topology", "topology.conf", "--json", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     ranks = [rank for row in answer["ranks"] for rank in range(row["first_rank"], row["last_rank"] + 1)]
@@ -47,7 +49,9 @@ def test_names_are_a_hostfile_of_ranks(config: Path, tmp_path: Path) -> None:
     (tmp_path / "topology.conf").write_text(
         "SwitchName=a Nodes=n[1,3]\nSwitchName=b Nodes=n2\nSwitchName=t Switches=a,b"
     )
-    done = megalite("place", str(config), "--nodes", "n[1-4]:2", "--topology", "topology.conf", "--names", cwd=tmp_path)
+    done = command_line(
+        "place", str(config), "--nodes", "n[1-4]:2", "--topology", "topology.conf", "--names", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     names = done.stdout.splitlines()
     assert sorted(names) == sorted(["n1", "n2", "n3", "n4"] * 2) and names[::2] == names[1::2]
@@ -58,7 +62,7 @@ def test_names_are_a_hostfile_of_ranks(config: Path, tmp_path: Path) -> None:
 
 
 def test_people_get_a_table_and_what_the_hosts_do_not_allow(config: Path) -> None:
-    done = megalite("place", str(config), "--nodes", "a[1-3]:1;b[1-3]:2", env={"COLUMNS": "100"})
+    done = command_line("place", str(config), "--nodes", "a[1-3]:1;b[1-3]:2", env={"COLUMNS": "100"})
     assert done.returncode == 0, done.stderr
     assert "8 ranks (tensor 2 x pipeline 2 x data 2) on 5 hosts" in done.stdout
     assert "between nodes" in done.stdout and "this placement" in done.stdout
@@ -67,7 +71,7 @@ def test_people_get_a_table_and_what_the_hosts_do_not_allow(config: Path) -> Non
 
 def test_replicas_fill_the_hosts_where_they_are_auto(config: Path) -> None:
     words = ["parallel.data_parallel_size=auto", "training.global_batch_size=6", "--nodes", "n[1-6]:2", "--json"]
-    answer = json.loads(megalite("place", str(config), *words).stdout)
+    answer = json.loads(command_line("place", str(config), *words).stdout)
     assert answer["layout"]["data_parallel_size"] == 3
 
 
@@ -87,6 +91,6 @@ def test_replicas_fill_the_hosts_where_they_are_auto(config: Path) -> None:
     ],
 )
 def test_a_mistake_is_one_sentence(config: Path, words: list[str], sentence: str) -> None:
-    done = megalite("place", str(config), *words)
+    done = command_line("place", str(config), *words)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("megalite: error: ") and sentence in done.stderr and done.stderr.count("\n") == 1

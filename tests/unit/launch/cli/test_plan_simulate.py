@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from tests.unit.launch.cli.test_app import megalite
+from tests.helpers.commands import command_line
 
 SIMULATE = ("plan", "simulate", "--gpus", "1024", "--days", "30", "--seeds", "3")
 SCHEDULE = ("plan", "schedule", "--stages", "4", "--micro-batches", "8")
@@ -17,13 +17,13 @@ SCHEDULE = ("plan", "schedule", "--stages", "4", "--micro-batches", "8")
 
 @pytest.mark.parametrize("command", ["simulate", "schedule"])
 def test_help_has_an_example(command: str) -> None:
-    done = megalite("plan", command, "--help")
+    done = command_line("plan", command, "--help")
     assert done.returncode == 0
     assert f"megalite plan {command}" in " ".join(done.stdout.split("Example:")[1].split())
 
 
 def test_without_a_rate_the_published_band_is_simulated_too() -> None:
-    done = megalite(*SIMULATE, "--json")
+    done = command_line(*SIMULATE, "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert [each["rate_per_1000_node_days"] for each in answer["rates"]] == [4.0, 2.0, 14.0]
@@ -39,7 +39,7 @@ def test_no_failures_are_fewer_than_the_config_has() -> None:
     answers = []
     for rate in ("0", "0.0001"):
         asked = ("--accelerator", "H100", "--gpus", "8", "--rate-per-1000-node-days", rate, "--json", "--seeds", "1")
-        done = megalite("plan", "simulate", "configs/quickstart.yaml", *words, *asked)
+        done = command_line("plan", "simulate", "configs/quickstart.yaml", *words, *asked)
         assert done.returncode == 0, done.stderr
         answers.append(json.loads(done.stdout)["assumptions"])
     assert answers[0]["duration_s"] == pytest.approx(answers[1]["duration_s"], rel=1e-3)
@@ -48,7 +48,7 @@ def test_no_failures_are_fewer_than_the_config_has() -> None:
 
 def test_the_same_seed_is_the_same_run() -> None:
     words = (*SIMULATE, "--rate-per-1000-node-days", "14", "--csv")
-    first, again, other = megalite(*words), megalite(*words), megalite(*words, "--seed", "100")
+    first, again, other = command_line(*words), command_line(*words), command_line(*words, "--seed", "100")
     assert first.stdout == again.stdout != other.stdout
     rows = list(csv.DictReader(io.StringIO(first.stdout)))
     assert [row["seed"] for row in rows] == ["0", "1", "2"]
@@ -57,7 +57,7 @@ def test_the_same_seed_is_the_same_run() -> None:
 
 
 def test_the_table_says_where_the_hours_go() -> None:
-    done = megalite(
+    done = command_line(
         *SIMULATE, "--gpus", "16384", "--spare-nodes", "4", "--hang-share", "0.1", "--slow-node-share", "0.001",
         "--step-jitter", "0.01", "--rate-per-1000-node-days", "14", "--interval", "20", "--save-seconds", "300",
         "--blocked-seconds", "20",
@@ -73,12 +73,12 @@ def test_the_table_says_where_the_hours_go() -> None:
 
 
 def test_auto_is_dalys_interval() -> None:
-    done = megalite(*SIMULATE, "--json", "--rate-per-1000-node-days", "4", "--save-seconds", "60")
+    done = command_line(*SIMULATE, "--json", "--rate-per-1000-node-days", "4", "--save-seconds", "60")
     assert json.loads(done.stdout)["assumptions"]["interval_s"] == pytest.approx(4459, rel=0.01)
 
 
 def test_hours_have_no_exponent() -> None:
-    done = megalite("plan", "simulate", "--gpus", "32", "--days", "3", "--seeds", "1")
+    done = command_line("plan", "simulate", "--gpus", "32", "--days", "3", "--seeds", "1")
     assert "one every 1,500 h" in done.stdout and "e+" not in done.stdout, done.stderr
     assert "a save of 60 s, for which training waits, is assumed" in done.stdout
 
@@ -105,13 +105,13 @@ def test_hours_have_no_exponent() -> None:
     ],
 )
 def test_a_mistake_is_one_sentence(words: tuple[str, ...], sentence: str) -> None:
-    done = megalite(*SIMULATE, *words)
+    done = command_line(*SIMULATE, *words)
     assert done.returncode == 2 and done.stdout == ""
     assert sentence in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_a_schedule_is_drawn() -> None:
-    done = megalite(*SCHEDULE, "--schedule", "1f1b")
+    done = command_line(*SCHEDULE, "--schedule", "1f1b")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     drawn = [line for line in lines if line.startswith("stage ")]
@@ -120,7 +120,7 @@ def test_a_schedule_is_drawn() -> None:
 
 
 def test_all_schedules_are_compared() -> None:
-    answer = json.loads(megalite(*SCHEDULE, "--schedule", "all", "--chunks", "4", "--json").stdout)
+    answer = json.loads(command_line(*SCHEDULE, "--schedule", "all", "--chunks", "4", "--json").stdout)
     by_name = {each["schedule"]: each for each in answer}
     assert by_name["1f1b"]["makespan_s"] == pytest.approx(0.033)
     assert by_name["1f1b"]["bubble_fraction"] == pytest.approx(3 / 8)
@@ -135,18 +135,18 @@ def test_all_schedules_are_compared() -> None:
 
 def test_schedules_that_do_not_go_are_left_out_with_the_reason() -> None:
     few = ("plan", "schedule", "--schedule", "all", "--stages", "3", "--micro-batches", "5")
-    done = megalite(*few)
+    done = command_line(*few)
     assert done.returncode == 0, done.stderr
     interleaved, dualpipev = [line for line in done.stdout.splitlines() if line.startswith("left out: ")]
     assert "interleaved takes micro-batches in groups of 3" in interleaved and "5 is no multiple" in interleaved
     assert "dualpipev needs at least two micro-batches per stage, 6 for 3 stages" in dualpipev
-    done = megalite(*few, "--json")
+    done = command_line(*few, "--json")
     assert [each["schedule"] for each in json.loads(done.stdout)] == ["1f1b", "zero-bubble", "zb-v"]
     assert len(done.stderr.splitlines()) == 2 and done.stderr.startswith("left out: interleaved takes")
 
 
 def test_each_stage_has_its_time() -> None:
-    done = megalite(*SCHEDULE, "--forward-ms", "1,1,1,1.5", "--backward-ms", "2,2,2,3", "--csv")
+    done = command_line(*SCHEDULE, "--forward-ms", "1,1,1,1.5", "--backward-ms", "2,2,2,3", "--csv")
     rows = list(csv.DictReader(io.StringIO(done.stdout)))
     assert len(rows) == 64
     last = next(row for row in rows if row["stage"] == "3")
@@ -179,13 +179,13 @@ def test_each_stage_has_its_time() -> None:
     ],
 )
 def test_a_schedule_that_cannot_be_is_one_sentence(words: tuple[str, ...], sentence: str) -> None:
-    done = megalite(*SCHEDULE, *words)
+    done = command_line(*SCHEDULE, *words)
     assert done.returncode == 2 and done.stdout == ""
     assert sentence in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_units_of_the_command_line_are_those_of_the_simulation() -> None:
-    done = megalite(
+    done = command_line(
         *SIMULATE, "--hang-timeout-minutes", "30", "--detection-minutes", "2", "--restart-minutes", "3", "--days", "4",
         "--spare-nodes", "2", "--repair-hours", "6", "--interval", "7", "--seeds", "1", "--json",
     )  # fmt: skip

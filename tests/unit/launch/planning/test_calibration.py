@@ -22,7 +22,7 @@ from launch.planning.this_machine import Machine
 from megalite.checkpoint.durable_files import write_durably
 from megalite.config import Config, ConfigError, resolve_layout
 from megalite.planner.hardware import ClusterFile, catalogue, cluster_of, find_link, read_cluster
-from tests.unit.launch.cli.test_app import megalite
+from tests.helpers.commands import command_line
 
 MODEL = {
     "vocab_size": 32000,
@@ -192,10 +192,10 @@ def test_the_command_writes_what_later_predictions_read(tmp_path: Path, monkeypa
     own.parent.mkdir(parents=True)
     own.write_text("# ours\n# since 2024\nlinks:\n  our ring: {gb_per_s: 12}\n")
     run = finished(tmp_path / "run", None, tensor_parallel_size=2)
-    dry = megalite("plan", "calibrate", str(run), "--dry-run")
+    dry = command_line("plan", "calibrate", str(run), "--dry-run")
     assert dry.returncode == 0 and "nothing was written" in dry.stdout and "H100: efficiency" in dry.stdout
     assert "H100" not in own.read_text()
-    done = megalite("plan", "calibrate", str(run), str(tmp_path), "--json")
+    done = command_line("plan", "calibrate", str(run), str(tmp_path), "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     (told,) = answer["fits"]
@@ -216,7 +216,7 @@ def test_steps_of_other_things_than_products_are_no_calibration(tmp_path: Path) 
     tiny = MODEL | {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 200}
     own = tmp_path / "own.yaml"
     run = finished(tmp_path / "run", None, model=tiny, tensor_parallel_size=4)
-    done = megalite("plan", "calibrate", str(run), "--output", str(own))
+    done = command_line("plan", "calibrate", str(run), "--output", str(own))
     assert done.returncode == 2 and "calibrate on a larger model" in done.stderr and not own.exists()
 
 
@@ -226,7 +226,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
         ([str(tmp_path), str(tmp_path / "b")], r"(and 1 more)"),
         ([str(tmp_path), "--json", "--csv"], "two ways to print"),
     ):
-        done = megalite("plan", "calibrate", *words)
+        done = command_line("plan", "calibrate", *words)
         assert done.returncode == 2 and sentence in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
@@ -239,7 +239,7 @@ def test_an_accelerator_that_nobody_knows_is_written_whole(tmp_path: Path) -> No
     receipt["prediction"]["whole_accelerator"]["intra_node"] = link
     write(run, receipt)
     own = tmp_path / "own.yaml"
-    done = megalite("plan", "calibrate", str(run), "--output", str(own))
+    done = command_line("plan", "calibrate", str(run), "--output", str(own))
     assert done.returncode == 0, done.stderr
     known = known_hardware(own)
     assert known.accelerators[name].efficiency == pytest.approx(0.5, rel=1e-3)
@@ -256,7 +256,7 @@ def test_links_of_ones_own_go_along_into_another_catalogue(tmp_path: Path) -> No
     write(run, receipt)
     own = tmp_path / "own.yaml"
     own.write_text("links:\n  our ring: {gb_per_s: 11}\n")
-    assert megalite("plan", "calibrate", str(run), "--output", str(own)).returncode == 0
+    assert command_line("plan", "calibrate", str(run), "--output", str(own)).returncode == 0
     cluster = cluster_of(ClusterFile(accelerator="Ours", nodes=2), "x", known_hardware(own))
     assert (cluster.intra_node.gb_per_s, cluster.inter_node.gb_per_s) == (11, 3), "what is there stays"
 
@@ -290,7 +290,7 @@ def test_numbers_that_no_machine_has_are_one_sentence(tmp_path: Path) -> None:
 def test_the_table_is_shown_before_anything_is_written(tmp_path: Path) -> None:
     run = finished(tmp_path / "run", None, tensor_parallel_size=2)
     (tmp_path / "file").write_text("")
-    done = megalite("plan", "calibrate", str(run), "--output", str(tmp_path / "file" / "own.yaml"))
+    done = command_line("plan", "calibrate", str(run), "--output", str(tmp_path / "file" / "own.yaml"))
     assert done.returncode == 2 and "H100: efficiency" in done.stdout and "wrote" not in done.stdout
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,11 +19,14 @@ from megalite.config import Config
 from megalite.config.deepspeed import OWNED, PASSED_ON, REMOVED, REORDERING
 from megalite.config.option_docs import facts_of
 from megalite.config.schema import json_schema
-from megalite.config.suggestions import OptionPath, option_paths
+from megalite.config.suggestions import NAME, NUMBER, OptionPath, option_paths
 from tests.unit.megalite.config.conftest import MINIMAL
 
 OPTIONS = [path for path in option_paths(Config) if path != ("deepspeed",)]
-ROPE = {"rope_type": "linear", "factor": 2.0}  # required around options of model.rope_scaling
+AROUND: dict[OptionPath, dict[str, Any]] = {  # required around options of a section
+    ("model", "rope_scaling"): {"rope_type": "linear", "factor": 2.0},
+    ("sources", NAME): {"path": "a"},
+}
 
 NUMBERS = [-1, 0, 1, 2, 3, 4, 7, 10**12, -0.5, 0.0, 0.25, 0.5, 0.51, 0.999, 1.0, 1.5, 6.0, 1e-8]
 OTHERS = [None, True, False, "", "auto", "text", "off", "adamw", "fp32", "1e-3", "12", "no", {}, {"zebra": 1}]
@@ -38,9 +42,13 @@ def validator() -> Draft202012Validator:
 def config_with(path: OptionPath, value: Any) -> dict[str, Any]:
     """The minimal config with one option set."""
     config: dict[str, Any] = yaml.safe_load(MINIMAL)
-    here = config
-    for name in path[:-1]:
-        here = here.setdefault(name, dict(ROPE) if name == "rope_scaling" else {})
+    here: Any = config
+    for name, following in pairwise(path):
+        if name == NUMBER:
+            here.append({})
+            here = here[0]
+        else:
+            here = here.setdefault(name, [] if following == NUMBER else dict(AROUND.get((*path[:-2], name)[-2:], {})))
     here[path[-1]] = value
     return config
 
@@ -66,7 +74,7 @@ def check_agreement(path: OptionPath, value: Any) -> None:
     if loaded is not None:
         loaded_as = loaded.model_dump(mode="json")
         for part in path:
-            loaded_as = loaded_as[part]
+            loaded_as = loaded_as[0 if part == NUMBER else part]
         assert validator().is_valid(config_with(path, loaded_as)), f"the schema refuses {loaded_as}, loaded from {name}"
         assert is_valid or is_spelling(value), f"the schema refuses {name}, which loads"
 

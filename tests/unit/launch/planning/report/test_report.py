@@ -16,7 +16,8 @@ from launch.planning.report.page import assumptions_of, write_report
 from launch.planning.report.timeline_figure import box_id, sample_of, timeline_figure, timeline_of
 from launch.planning.report.waterfall_figure import REMEDIES, USEFUL, waterfall_caption
 from megalite.config import Config, ModelConfig
-from megalite.config.sections import DataConfig, TrainingConfig
+from megalite.config.data import DataConfig
+from megalite.config.sections import TrainingConfig
 from megalite.planner.cost.memory import CUDA, StageMemory, memory_of
 from megalite.planner.cost.step_time import step_time
 from megalite.planner.hardware import Cluster, ClusterFile, cluster_of

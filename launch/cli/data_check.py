@@ -1,0 +1,50 @@
+"""The command `megalite data check`: a progress bar and sentences around `data_pipeline.corpus_check`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launch.cli.options import AsJson
+from launch.errors import VERIFY_FAILED_CODE
+from launch.output import print_json, progress_bar
+from launch.runtime.printing import say
+from megalite.planner.units import plural
+
+
+def check(
+    prefixes: Annotated[
+        list[Path], typer.Argument(help="Prefixes of prepared data, without .bin or .idx.", metavar="PREFIX...")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Read every byte of prepared data and hold it against its index and metadata: digests, ids, documents.
+
+    A run reads its data where samples lie and trusts the rest. Exit code 0 only if nothing is wrong, 1 with a sentence
+    per problem.
+
+    Example: `megalite data check runs/quickstart/data/python_stdlib`
+    """
+    from data_pipeline.corpus_check import bytes_to_check, check_corpus
+
+    total, done = sum(map(bytes_to_check, prefixes)), 0
+    with progress_bar(is_bytes=True) as report_progress:
+
+        def advance(size: int) -> None:
+            nonlocal done
+            done += size
+            report_progress("reading", done, total)
+
+        found = [check_corpus(prefix, advance) for prefix in prefixes]
+    passed = not any(each.problems for each in found)
+    if as_json:
+        print_json({"passed": passed, "corpora": [asdict(each) | {"prefix": str(each.prefix)} for each in found]})
+    for each in found if not as_json else ():
+        counts = f"{plural(each.document_count, 'document')}, {each.token_count:,} tokens"
+        against = "" if each.has_metadata else "; it has no metadata, so its bytes were held against nothing"
+        say(*(each.problems or [f"{each.prefix}: {counts}, nothing wrong{against}"]), sep="\n")
+    if not passed:
+        raise typer.Exit(VERIFY_FAILED_CODE)

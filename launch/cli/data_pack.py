@@ -1,0 +1,41 @@
+"""The command `megalite data pack`: a table around `launch.trainer.packing`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from launch.cli.options import AsJson, ConfigPath, Overrides
+from launch.output import Table, print_json, spinner
+from launch.trainer.run_config import load_run_config
+
+
+def pack(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Compute which documents share a sample, for a run with `data.packing: best_fit`.
+
+    The plan of each split is written beside the token files, and computed again only where they, the sequence length or
+    the held-out fraction have changed. Ranks map it into memory.
+
+    Example: `megalite data pack configs/quickstart.yaml data.packing=best_fit data.document_mask=true`
+    """
+    from launch.trainer.packing import pack_data
+
+    config = load_run_config(config_path, overrides or [])
+    with spinner("packing", is_shown=not as_json) as describe:
+        packed = pack_data(config, describe)
+    if as_json:
+        print_json([asdict(each) for each in packed])
+        return
+    rows = [
+        (
+            str(each.prefix),
+            each.split,
+            f"{each.tokens:,}",
+            f"{each.pieces:,}",
+            f"{each.samples:,}",
+            "-" if each.filled is None else f"{each.filled:.3%}",
+            "already packed" if each.is_reused else "packed",
+        )
+        for each in packed
+    ]
+    columns = ("data", "split", "tokens", "pieces", "samples", "filled", "plan")
+    Table(columns, rows, text_columns=(0, 1, 6)).print()

@@ -1,0 +1,146 @@
+"""Answers what a step of a run has read or is going to read, and which of its steps read a document.
+
+In: the run's config, its newest checkpoint and metrics.jsonl. Nothing was recorded for it but the samples of each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from data_pipeline.audit import SampleContent, content_of, readings_of
+from data_pipeline.tokenizer import load_tokenizer
+from launch.errors import LaunchError
+from launch.huggingface.checkpoint_tokenizer import KEPT
+from launch.inspection.data_plan import PositionedData, data_of
+from launch.inspection.files import CONFIG, METRICS, check_is_run
+from launch.trainer.run_config import load_run_config
+from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER
+from megalite.monitor.sinks.jsonl import read_records
+
+When = Literal["read", "skipped", "left out", "to come"]
+MEANINGS: dict[When, str] = {
+    "read": "trained on",
+    "skipped": "read in a step that was skipped, so that it changed no weight",
+    "left out": "consumed before a rollback, whose steps are undone",
+    "to come": "not read yet",
+}
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """The samples [first, stop) of a step."""
+
+    step: int
+    first: int
+    stop: int
+    when: When
+
+
+@dataclass(frozen=True)
+class StepReading:
+    """One sample that reads a document, and the step that takes it."""
+
+    k: int
+    step: int | None  # None for a sample of no step: a rollback has left it out, or metrics.jsonl does not tell
+    source: str
+    epoch: int
+    when: When
+
+
+@dataclass(frozen=True)
+class AuditedRun:
+    """A run's data, and the samples of the steps that it has done."""
+
+    run_dir: Path
+    data: PositionedData
+    done: Sequence[StepSamples]  # in order
+
+    @classmethod
+    def open(cls, run_dir: Path) -> AuditedRun:
+        """Opens a run by its folder. Raises LaunchError, ConfigError, DataError or CheckpointError."""
+        check_is_run(run_dir)
+        data = data_of(load_run_config(run_dir / CONFIG))
+        done = {record["step"]: record for record in read_records(run_dir / METRICS) if "samples" in record}
+        return cls(run_dir, data, [_done(done[step]) for step in sorted(done)])
+
+    def samples_of(self, step: int) -> StepSamples:
+        """Returns the samples of a step, done or to come. Raises LaunchError if the run has no such step."""
+        config = self.data.config
+        if found := next((one for one in self.done if one.step == step), None):
+            return found
+        last = self._last
+        if not last.step < step <= config.total_steps:
+            known = f"the run has steps 1 to {config.total_steps:,}"
+            if 1 <= step <= last.step:
+                known = f"{self.run_dir / METRICS} has no record of it"
+            raise LaunchError(f"--step {step}: {known}")
+        batch = config.training.global_batch_size
+        first = last.stop + (step - last.step - 1) * batch
+        return StepSamples(step, first, first + batch, "to come")
+
+    def contents(self, samples: StepSamples) -> Iterator[SampleContent]:
+        """Yields what each sample of a step holds."""
+        for k in range(samples.first, samples.stop):
+            yield content_of(self.data.samples, k)
+
+    def text_of(self, k: int) -> str:
+        """Returns the text of the inputs of sample k."""
+        place = self.run_dir / KEPT / TOKENIZER
+        if not place.is_file():
+            raise LaunchError(f"{place} is not there, so that ids cannot be turned into text: leave out --text")
+        ids = self.data.samples.sample(k).tokens[:-1].tolist()
+        return str(load_tokenizer(place).decode(ids, skip_special_tokens=False))
+
+    def readings(self, named: str) -> list[StepReading]:
+        """Returns the samples of the run, from its start to its end, that read a document `SOURCE_OR_PREFIX:NUMBER`."""
+        prefix, document = self._document(named)
+        last, batch = self._last, self.data.config.training.global_batch_size
+        left = max(0, self.data.config.total_steps - last.step)
+        steps = iter([*self.done, StepSamples(-1, last.stop, last.stop + left * batch, "to come")])
+        current, found = next(steps), []
+        for reading in readings_of(self.data.samples, prefix, document, last.stop + left * batch):
+            while reading.k >= current.stop:
+                current = next(steps)
+            step: int | None = current.step
+            when = current.when
+            if reading.k < current.first:
+                step, when = None, "left out"
+            elif step == -1:
+                step = last.step + 1 + (reading.k - last.stop) // batch
+            found.append(StepReading(reading.k, step, reading.source, reading.epoch, when))
+        return found
+
+    @property
+    def _last(self) -> StepSamples:
+        """The last step that was done; of a run without records, that of its newest checkpoint."""
+        followed = self.data.followed
+        saved = StepSamples(followed.step, followed.consumed_samples, followed.consumed_samples, "read")
+        return max([saved, *self.done[-1:]], key=lambda one: one.step)
+
+    def _document(self, named: str) -> tuple[Path, int]:
+        name, colon, number = named.rpartition(":")
+        if not colon or not number.isdecimal():
+            raise LaunchError(f"--document {named}: give SOURCE:NUMBER or PREFIX:NUMBER, such as data/web:88211")
+        data = self.data.config.data
+        if name in data.sources and (prefixes := data.sources[name].path):
+            if len(prefixes) > 1:
+                raise LaunchError(
+                    f"--document {named}: {name} has several prefixes, each with documents from 0 on: give one of "
+                    f"{', '.join(prefixes)} in its place"
+                )
+            return Path(prefixes[0]), int(number)
+        if Path(name) not in map(Path, data.prefixes):
+            raise LaunchError(
+                f"--document {named}: the run reads no {name}, but {', '.join([*data.sources, *data.prefixes])}"
+            )
+        return Path(name), int(number)
+
+
+def _done(record: dict[str, object]) -> StepSamples:
+    step, samples = record["step"], record["samples"]
+    assert isinstance(step, int) and isinstance(samples, list)
+    first, stop = samples
+    return StepSamples(step, first, stop, "skipped" if record.get("skipped") else "read")

@@ -1,0 +1,188 @@
+"""Resolves the mix of a run: the sample at which each stage begins, how often a source is read, what was read before.
+
+A stage begins at the first step whose first sample lies at its place or behind it. That sample is kept in checkpoints,
+so that a resume with another batch size changes nothing that has been read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import floor, log10
+from pathlib import Path
+from typing import Any, Self
+
+from data_pipeline.dataset import Samples
+from data_pipeline.errors import DataError
+from data_pipeline.mix import Mix, MixedSamples, MixRecord, MixStage, content_id
+from megalite.checkpoint.errors import CheckpointError
+from megalite.config import Config
+from megalite.config.data import DataStage
+from megalite.planner.units import count, plural
+
+
+@dataclass(frozen=True)
+class FollowedMix:
+    """The position of a run, and the mix that it has followed up to there; by default that of a new run."""
+
+    step: int = 0
+    consumed_samples: int = 0
+    record: MixRecord | None = None
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Self:
+        """Returns what the state of a checkpoint says; a run with `data.path` has kept a fingerprint alone."""
+        facts = state.get("data_mix")
+        content = "+".join(filter(None, (state.get("data_fingerprint"), state.get("data_content"))))
+        record = MixRecord.read(facts) if facts else MixRecord.of_one(content)
+        return cls(int(state.get("step", 0)), int(state.get("consumed_samples", 0)), record)
+
+    def samples_at_end(self, config: Config) -> int:
+        """Returns the samples that the run has consumed at its end; `config` counts its length from this position."""
+        return self.consumed_samples + max(0, config.total_steps - self.step) * config.training.global_batch_size
+
+
+NEW_RUN = FollowedMix()
+
+
+def mixed(config: Config, sources: Mapping[str, Samples], followed: FollowedMix = NEW_RUN) -> MixedSamples:
+    """Returns the samples of `data.sources`, mixed as the config says from the position of the run on."""
+    data = config.data
+    if data.is_by_epochs:
+        wanted = {name: source.epochs or 0.0 for name, source in data.sources.items()}
+        mix = Mix.by_samples(
+            {name: max(1, round(epochs * sources[name].samples_per_epoch)) for name, epochs in wanted.items()}
+        )
+    else:
+        mix = Mix.by_weights([*sources], _stages(config, followed))
+    return MixedSamples(sources, mix, config.training.global_batch_size)
+
+
+def _stages(config: Config, followed: FollowedMix) -> list[MixStage]:
+    stages = [MixStage(0, _above_zero(config.data.weights_of(DataStage())))]
+    record, batch = followed.record, config.training.global_batch_size
+    known = {stage.place: stage.first_sample for stage in record.mix.stages} if record is not None else {}
+    for stage in config.data.stages:
+        place = f"from_tokens {stage.from_tokens}" if stage.from_steps is None else f"from_steps {stage.from_steps}"
+        first = known.get(place)
+        is_past = first is not None and first <= followed.consumed_samples
+        if first is None or not (is_past or (record is not None and record.global_batch_size == batch)):
+            first = _first_sample(config, stage, followed)
+        while stages and stages[-1].first_sample >= first:
+            stages.pop()  # of two places in one step the later one counts
+        stages.append(MixStage(first, _above_zero(config.data.weights_of(stage)), place))
+    return stages
+
+
+def _first_sample(config: Config, stage: DataStage, followed: FollowedMix) -> int:
+    """Returns the first sample of the first step at the place of a stage or behind it."""
+    batch = config.training.global_batch_size
+    if stage.from_steps is not None:
+        steps = stage.from_steps - followed.step
+    else:
+        samples = -(-(stage.from_tokens or 0) // config.training.sequence_length)
+        steps = -(-(samples - followed.consumed_samples) // batch)
+    return max(0, followed.consumed_samples + steps * batch)
+
+
+def _above_zero(weights: Mapping[str, float]) -> dict[str, float]:
+    return {name: weight for name, weight in weights.items() if weight}
+
+
+# What a run has read.
+
+
+def check_past(training: Samples, followed: FollowedMix, checkpoint: Path, advice: str) -> None:
+    """Raises CheckpointError, with the first sample that differs, if the run has read something else so far."""
+    ours = training.record if isinstance(training, MixedSamples) else MixRecord.of_one(content_id(training))
+    theirs = followed.record
+    if theirs is None or (k := theirs.first_difference(ours, followed.consumed_samples)) is None:
+        return
+    was, now = (record.mix.names[record.mix.source_of(k)] or "data.path" for record in (theirs, ours))
+    length, consumed = training.sequence_length, followed.consumed_samples
+    what = f"this config reads {now} there"
+    if was == now:
+        what = f"{now} holds something else now (other text, or another sequence_length, held_out_fraction or packing)"
+    raise CheckpointError(
+        f"{checkpoint} has read {consumed:,} samples of another mix: sample {k:,} (token {k * length:,}) came from "
+        f"{was}, and {what}; only what comes from token {consumed * length:,} on may change, by a stage in data.stages "
+        f"that begins there or later: set the rest back, or {advice}"
+    )
+
+
+# What a run is going to read.
+
+
+def check_epochs(config: Config, training: MixedSamples, followed: FollowedMix) -> None:
+    """Raises DataError if a source is read more often than its `max_epochs`, or the run is longer than its epochs.
+
+    `config` counts its length from the position of the run.
+    """
+    stop, batch, data = followed.samples_at_end(config), config.training.global_batch_size, config.data
+    if data.is_by_epochs:
+        steps = followed.step + max(0, -(-(training.mix.modulus - followed.consumed_samples) // batch))
+        if config.total_steps > steps:
+            raise DataError(
+                f"the run takes {config.total_steps:,} steps, and the epochs of data.sources come to "
+                f"{training.mix.modulus:,} samples, which are {plural(steps, 'step')} of {batch:,}: set training.steps "
+                f"to {steps}, or raise epochs"
+            )
+        return
+    for number, (name, taken) in enumerate(zip(training.mix.names, training.mix.counts(stop), strict=True)):
+        size, most = training.sources[name].samples_per_epoch, data.sources[name].max_epochs
+        if most is not None and taken > most * size:
+            reached = training.mix.sample_of(number, floor(most * size)) or 0
+            length = training.sequence_length
+            raise DataError(
+                f"{name} is read {taken / size:,.3g} times by token {count(stop * length)}, the end of the run, and "
+                f"data.sources.{name}.max_epochs is {most:g}, which it reaches at token {count(reached * length)}: "
+                f"{_remedy(training.mix, number, floor(most * size), stop)}"
+            )
+
+
+def _remedy(mix: Mix, number: int, most: int, stop: int) -> str:
+    """Returns what keeps a source below `most` samples: a lower weight in the last stage in which it is read."""
+    name = mix.names[number]
+    read = [stage for stage in mix.stages if stage.first_sample < stop and stage.weights.get(name)]
+    first = read[-1].first_sample
+    ends = [stage.first_sample for stage in mix.stages if first < stage.first_sample < stop]
+    end = ends[0] if ends else stop
+    share = (most - mix.counts(first)[number]) / (end - first)
+    others = sum(weight for other, weight in read[-1].weights.items() if other != name)
+    if share <= 0 or not others:
+        return "give it less weight before, a shorter run, or a higher max_epochs"
+    weight = share * others / (1 - share)
+    digits = 2 - floor(log10(weight))
+    lower = floor(weight * 10**digits) / 10**digits  # three digits, rounded down
+    return f"lower its weight to {lower:g} in the stage {_place(read[-1])}, or raise max_epochs"
+
+
+def _place(stage: MixStage) -> str:
+    return stage.place or "at the start"
+
+
+def notices_of(config: Config, training: MixedSamples, followed: FollowedMix) -> Iterator[str]:
+    """Yields notices about a mix: where stages begin, what is read twice, and what is small."""
+    batch, length = config.training.global_batch_size, training.sequence_length
+    for stage in training.mix.stages[1:]:
+        first = stage.first_sample
+        if followed.consumed_samples <= first < followed.samples_at_end(config):
+            step = followed.step + (first - followed.consumed_samples) // batch
+            shares = ", ".join(f"{name} {weight:g}" for name, weight in stage.weights.items())
+            yield (
+                f"the stage {stage.place} begins after step {step:,}, at sample {first:,} (token {first * length:,}), "
+                f"with weights {shares}"
+            )
+    same: dict[str, list[str]] = {}
+    for name, source in training.sources.items():
+        same.setdefault(source.fingerprint, []).append(name)
+    for names in same.values():
+        if len(names) > 1:
+            yield f"{' and '.join(names)} of data.sources hold the same text, which is read for each of them"
+    for name, source in training.sources.items():
+        if source.samples_per_epoch < batch:
+            samples = plural(source.samples_per_epoch, "sample")
+            yield f"{name} of data.sources has {samples}, less than one batch of {batch}"
+    if config.data.is_by_epochs and followed.samples_at_end(config) < training.mix.modulus:
+        share = followed.samples_at_end(config) / training.mix.modulus
+        yield f"the run ends when {share:.0%} of the epochs of data.sources are read"

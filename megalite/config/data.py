@@ -1,0 +1,115 @@
+"""Section `data`: the prepared text of a run, from one source or as a mix of several, and what it is evaluated on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from megalite.config.base import NonNegativeFloat, NonNegativeInt, NotBool, PositiveFloat, PositiveInt, Section
+
+
+def _one_path_is_a_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+PathPrefix = Annotated[str, Field(min_length=1)]
+PathPrefixes = Annotated[list[PathPrefix], Field(min_length=1)]
+OnePathOrMore = Annotated[
+    PathPrefixes, BeforeValidator(_one_path_is_a_list, json_schema_input_type=PathPrefix | PathPrefixes)
+]
+SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]  # no dot: it stands in names of options
+
+
+class DataSource(Section):
+    """One source of a mix: prepared text with an order and epochs of its own."""
+
+    path: OnePathOrMore = Field(examples=["data/web"])
+    """Prefixes of prepared token shards; one, or a list of them, read as one text."""
+
+    weight: NonNegativeFloat | None = Field(default=None, examples=[0.7])
+    """Share of the samples, in proportion to the weights of all sources; 0: only stages give it one."""
+
+    epochs: PositiveFloat | None = Field(default=None, examples=[2.0])
+    """Times that the run reads the source, in place of a weight: all sources of a mix say the same of the two."""
+
+    max_epochs: PositiveFloat | None = Field(default=None, examples=[4.0])
+    """Times that the source may be read at most; a run that would read it more often is refused before it starts."""
+
+
+class DataStage(Section):
+    """Weights of the sources from a place of the run on, at the first step that begins there or later."""
+
+    from_tokens: NonNegativeInt | None = Field(default=None, examples=[800_000_000_000])
+    """Place at which the stage begins, in training tokens."""
+
+    from_steps: NonNegativeInt | None = Field(default=None, examples=[10_000])
+    """Place at which the stage begins, in optimizer steps; give this or `from_tokens`."""
+
+    weights: dict[SourceName, NonNegativeFloat] = Field(default_factory=dict, examples=[{"web": 0.4, "maths": 0.6}])
+    """Weights of sources by name; a source that is not named has its own `weight`."""
+
+
+class ValidationSet(Section):
+    """Text that gives an evaluation loss of its own."""
+
+    source: SourceName | None = Field(default=None, examples=["web"])
+    """Source whose held-out documents are evaluated on; give this or `path`."""
+
+    path: OnePathOrMore | None = Field(default=None, examples=["data/wiki_validation"])
+    """Prefixes of prepared text, all of whose documents are evaluated on."""
+
+    samples: PositiveInt | None = Field(default=None, examples=[128])
+    """Sequences per evaluation. Left out: `training.evaluation.samples`."""
+
+
+class DataConfig(Section):
+    """Training text, tokenised by `megalite prepare`: one text (`path`), or a mix of sources (`sources`)."""
+
+    path: OnePathOrMore | None = Field(default=None, examples=["data/mine"])
+    """Prefixes of prepared token shards (the path without `.bin`/`.idx`); one, or a list of them."""
+
+    sources: dict[SourceName, DataSource] = Field(
+        default_factory=dict, examples=[{"web": {"path": "data/web", "weight": 0.9}}]
+    )
+    """Sources of a mix by name, in place of `path`."""
+
+    stages: tuple[DataStage, ...] = Field(
+        default=(), examples=[[{"from_tokens": 800_000_000_000, "weights": {"web": 0.4}}]]
+    )
+    """Changes of the weights in the course of the run, in the order in which they come; before them, the sources'."""
+
+    validation: dict[SourceName, ValidationSet] = Field(default_factory=dict, examples=[{"web": {"source": "web"}}])
+    """Sets to evaluate on, by name. Left out: the held-out documents of `path`, or those of each source."""
+
+    held_out_fraction: Annotated[float, Field(ge=0, le=0.5), NotBool] = 0.01
+    """Fraction of the documents, 0 to 0.5, kept out of training for evaluation."""
+
+    document_mask: bool = False
+    """Attention stops at document boundaries inside a packed sequence, and positions restart there."""
+
+    packing: Literal["concat", "best_fit"] = "concat"
+    """`concat`: documents follow one another and are cut where a sample is full; `best_fit`: documents that fit into a
+    sample stay whole, which needs `document_mask` and `megalite data pack` before the run."""
+
+    @property
+    def prefixes(self) -> list[str]:
+        """Prefixes of all training text, source by source."""
+        return [*(self.path or []), *(prefix for source in self.sources.values() for prefix in source.path)]
+
+    @property
+    def all_prefixes(self) -> list[str]:
+        """Prefixes of all text that the run reads, that of validation sets included."""
+        of_validation = (prefix for one in self.validation.values() for prefix in one.path or [])
+        return list(dict.fromkeys([*self.prefixes, *of_validation]))
+
+    @property
+    def is_by_epochs(self) -> bool:
+        """True if the sources say how often they are read, instead of weights."""
+        return any(source.epochs is not None for source in self.sources.values())
+
+    def weights_of(self, stage: DataStage) -> Mapping[str, float]:
+        """Returns the weight of every source in a stage."""
+        own = {name: source.weight or 0.0 for name, source in self.sources.items()}
+        return own | stage.weights

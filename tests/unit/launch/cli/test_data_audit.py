@@ -1,0 +1,105 @@
+"""`megalite data plan`, `at` and `find`, on the folder of a run that was rolled back once and skipped a step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from launch.cli.app import app
+from launch.errors import LaunchError
+from launch.trainer.data import open_training
+from megalite.config import Config
+from tests.conftest import write_config
+
+DONE = {1: (0, 4), 2: (4, 8), 3: (16, 20), 4: (20, 24)}  # samples 8 to 15 were left out by a rollback
+SKIPPED, STEPS, BATCH = 4, 40, 4
+
+
+@pytest.fixture
+def run_dir(tiny: dict[str, Any], tmp_path: Path) -> Path:
+    corpus = tiny["data"].pop("path")
+    tiny["data"]["sources"] = {"most": {"path": corpus, "weight": 3}, "rest": {"path": [corpus], "weight": 1}}
+    tiny["data"]["stages"] = [{"from_steps": 30, "weights": {"rest": 9}}]
+    tiny["training"]["steps"] = STEPS
+    folder = Path(tiny["run_dir"])
+    folder.mkdir()
+    write_config(folder / "config.yaml", tiny)
+    (folder / "receipt.json").write_text("{}")
+    records = [{"step": step, "samples": samples, "skipped": step == SKIPPED} for step, samples in DONE.items()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def said(*words: str | Path) -> Any:
+    done = CliRunner().invoke(app, ["data", *map(str, words), "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def config_of(run_dir: Path) -> Config:
+    import yaml
+
+    return Config.model_validate(yaml.safe_load((run_dir / "config.yaml").read_text()))
+
+
+def test_the_plan_adds_up_to_the_run(run_dir: Path) -> None:
+    plan = said("plan", run_dir / "config.yaml")
+    assert plan["samples"] == STEPS * BATCH == sum(row["samples"] for row in plan["stages"])
+    assert [(row["stage"], row["source"], row["first_step"]) for row in plan["stages"]] == [
+        (0, "most", 0), (0, "rest", 0), (1, "most", 30), (1, "rest", 30),
+    ]  # fmt: skip
+    assert [round(row["share"], 2) for row in plan["stages"]] == [0.75, 0.25, 0.25, 0.75]
+    assert any("begins after step 30, at sample 120" in notice for notice in plan["notices"])
+    shown = CliRunner().invoke(app, ["data", "plan", str(run_dir / "config.yaml")])
+    assert shown.exit_code == 0 and "most" in shown.stdout and "epochs at its end" in shown.stdout
+
+
+def test_what_each_step_reads_is_what_training_reads(run_dir: Path) -> None:
+    samples = open_training(config_of(run_dir))
+    for step, (first, when) in {2: (4, "read"), 4: (20, "skipped"), 5: (24, "to come"), 40: (164, "to come")}.items():
+        found = said("at", run_dir, "--step", str(step))
+        assert found["when"] == when and [one["sample"] for one in found["samples"]] == list(
+            range(first, first + BATCH)
+        )
+        for one in found["samples"]:
+            assert [document["first"] for document in one["documents"]] == [
+                document.first for document in samples.documents(one["sample"])
+            ]
+
+
+def test_every_reading_of_a_document_has_its_step(run_dir: Path) -> None:
+    samples = open_training(config_of(run_dir))
+    document = samples.documents(9)[0]  # of a sample that no step has kept
+    found = said("find", run_dir, "--document", f"{document.prefix}:{document.first}")["samples"]
+    stop = 24 + (STEPS - 4) * BATCH
+    expected = [
+        k for k in range(stop)
+        if any(one.first <= document.first <= one.last for one in samples.documents(k))
+    ]  # fmt: skip
+    assert [one["k"] for one in found] == expected and 9 in expected
+    for one in found:
+        step = next((step for step, (first, end) in DONE.items() if first <= one["k"] < end), None)
+        if one["k"] >= 24:
+            assert (one["step"], one["when"]) == (5 + (one["k"] - 24) // BATCH, "to come")
+        elif step is None:
+            assert (one["step"], one["when"]) == (None, "left out")
+        else:
+            assert (one["step"], one["when"]) == (step, "skipped" if step == SKIPPED else "read")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["at", "--step", "41"], "--step 41: the run has steps 1 to 40"),
+        (["at", "--step", "1", "--text"], "so that ids cannot be turned into text"),
+        (["find", "--document", "most"], "give SOURCE:NUMBER or PREFIX:NUMBER"),
+        (["find", "--document", "least:3"], "the run reads no least, but most, rest"),
+    ],
+)
+def test_what_a_run_does_not_have_is_one_sentence(run_dir: Path, words: list[str], sentence: str) -> None:
+    with pytest.raises(LaunchError, match=sentence):
+        CliRunner().invoke(app, ["data", words[0], str(run_dir), *words[1:]], catch_exceptions=False)
