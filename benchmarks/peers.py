@@ -25,6 +25,7 @@ import argparse
 import json
 import os
 import platform
+import select
 import signal
 import socket
 import statistics
@@ -34,6 +35,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
@@ -50,6 +52,7 @@ ENVIRONMENTS = ROOT / "build" / "peers"
 PACKAGES = {"accelerate": ["accelerate"]}  # sides that are no dependency of ours
 SERVED = {"plain": LAYOUTS, "megalite": LAYOUTS, "accelerate": ("one", "dp2")}
 OURS = "megalite"
+POLL_S = 0.5
 SAME_LOSS = 1e-3  # nats: fp32 sums in other orders; another model, other data or another optimizer is far beyond
 
 
@@ -113,7 +116,8 @@ class PeerRanks:
         self._signal(signal.SIGCONT)
         for rank in self._ranks:
             assert rank.stdin is not None
-            print(steps, file=rank.stdin, flush=True)
+            with suppress(BrokenPipeError):  # it has died, which is told with its reason below
+                print(steps, file=rank.stdin, flush=True)
         answers = self._answers()
         self._signal(signal.SIGSTOP)
         return PeerTurn.of(answers)
@@ -129,11 +133,23 @@ class PeerRanks:
             rank.send_signal(number)
 
     def _answers(self) -> list[Any]:
-        lines = [rank.stdout.readline() for rank in self._ranks if rank.stdout is not None]
-        if not all(lines):
-            self._errors.seek(0)
-            raise CannotRun(reason_in(self._errors.read()))
-        return [json.loads(line) for line in lines]
+        """Returns a line of each rank. Raises CannotRun as soon as one has died, for which the others may wait."""
+        answers = []
+        for number, rank in enumerate(self._ranks):
+            assert rank.stdout is not None
+            while not select.select([rank.stdout], [], [], POLL_S)[0]:
+                dead = next((other for other, one in enumerate(self._ranks) if one.poll() is not None), None)
+                if dead is not None:
+                    raise CannotRun(self._reason(dead))
+            line = rank.stdout.readline()
+            if not line:
+                raise CannotRun(self._reason(number))
+            answers.append(json.loads(line))
+        return answers
+
+    def _reason(self, rank: int) -> str:
+        self._errors.seek(0)
+        return f"rank {rank} died: {reason_in(self._errors.read())}"
 
 
 def _launcher_environment(ranks: int) -> dict[str, str]:
@@ -182,8 +198,14 @@ def compare(layout: str, sides: Sequence[str], rounds: int, steps: int) -> tuple
                 say(missing[-1])
         taken: dict[str, list[PeerTurn]] = {side: [] for side in running}
         for number in range(rounds):
-            for side, ranks in running.items():
-                taken[side].append(ranks.turn(steps))
+            for side, ranks in list(running.items()):
+                try:
+                    taken[side].append(ranks.turn(steps))
+                except CannotRun as error:
+                    missing.append(f"{side}, {layout}, in round {number + 1}: {error}")
+                    say(missing[-1])
+                    running.pop(side).close()
+                    del taken[side]
             say(f"{layout}: round {number + 1} of {rounds}")
     finally:
         for ranks in running.values():

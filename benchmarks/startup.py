@@ -37,6 +37,7 @@ from launch.planning.this_machine import cpu_name
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "startup.md"
 TRACE = ROOT / "benchmarks" / "traced_start.py"
+LEAST_PAIRS = 4  # of which quartiles are told
 EVERYTHING, FIRST_RUN = "everything", "everything, first run"
 MODEL = {
     "vocab_size": 512,
@@ -127,8 +128,9 @@ def rows(other: list[Start], mine: list[Start], is_quiet: bool) -> list[str]:
             pair = [[getattr(found[part], kind) for found in side if part in found] for side in (other, mine)]
             cells += [f"{statistics.median(side):.2f}" if side else "-" for side in pair]
             ratios = [now / then for then, now in zip(*pair, strict=False)]
-            is_told = part in (EVERYTHING, FIRST_RUN) and len(ratios) > 1
-            low, middle, high = statistics.quantiles(ratios, n=4) if is_told else (0.0, 0.0, 0.0)
+            is_told = part in (EVERYTHING, FIRST_RUN) and len(ratios) >= LEAST_PAIRS
+            # inclusive: no quartile is beyond what was measured
+            low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if is_told else (0.0, 0.0, 0.0)
             cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})" if is_told else "")
         lines.append(f"| {' | '.join(cells)} |")
     return lines

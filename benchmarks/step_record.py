@@ -109,12 +109,13 @@ def measure(rank: int, parallel: dict[str, int], micro_batch: int, turns: int) -
         for _ in range(STEPS):
             number += 1
             activity.begin_phase(Phase.DATA, number)
-            float(engine.train_step(batches if engine.needs_data else [], 1e-4).loss)
+            result = engine.train_step(batches if engine.needs_data else [], 1e-4)
+            float(result.loss)
             activity.begin_phase(Phase.LOGGING)
             if recorder is not None:
                 sizes.append((len(recorder._tape._entries), len(recorder._tape._collectives)))
                 ending = time.thread_time()
-                recorder.end_step(number, is_last=False)
+                recorder.end_step(number, result, is_last=False)
                 ends.append(time.thread_time() - ending)
             activity.record_op(Operation.MEET, peers=activity.peers.everyone)
             requests.agree(save_next=False)

@@ -14,6 +14,7 @@ import hashlib
 import os
 import struct
 from array import array
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -285,7 +286,8 @@ class IndexedWriter:
         publish(self._idx_temporary, idx)
 
     def abort(self) -> None:
-        self._stream.close()
+        with suppress(OSError):  # what is still to be written has no room either
+            self._stream.close()
         self._bin_temporary.unlink(missing_ok=True)
         self._idx_temporary.unlink(missing_ok=True)
 
@@ -295,10 +297,14 @@ class IndexedWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.finish()
-        else:
+        if kind is not None:
             self.abort()
+            return
+        try:
+            self.finish()
+        except OSError:
+            self.abort()
+            raise
 
     def _write_index(self) -> None:
         lengths = np.frombuffer(self._lengths, dtype=np.intc) if self._lengths else np.empty(0, dtype=np.intc)

@@ -29,6 +29,11 @@ class CorpusMeta:
     job_sha256: str  # sources with sizes and times, tokenizer, options: equal means nothing to do
     text_field: str | None = None  # this and the next are None in files of older versions
     append_eos: bool | None = None
+    begin_token_id: int | None = None  # this and the next four are missing in files of older versions
+    special_tokens: str = "keep"
+    fill_in_the_middle: float = 0.0  # share of the documents
+    skipped_rows: int = 0
+    tokenizers: str | None = None  # version of the library that encoded
     format: str = FORMAT
     writer_version: int = WRITER_VERSION
 

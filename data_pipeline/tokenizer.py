@@ -25,6 +25,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 TRAINED_FROM = "trained_from.json"
 END_OF_TEXT = "<|endoftext|>"
 _KNOWN_END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+_KNOWN_BEGIN_TOKENS = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]")
 _INSTEAD = "name another folder, leave out --train-vocab-size to take it as it is, or replace it with --overwrite"
 _SMALLEST_VOCABULARY = 257  # 256 bytes and END_OF_TEXT
 _NOT_TRAINING_TEXT = {
@@ -49,6 +50,7 @@ class TokenizerFile:
     sha256: str
     vocab_size: int  # largest id + 1
     eos_token_id: int | None
+    bos_token_id: int | None
 
 
 def inspect_tokenizer(tokenizer: Path) -> TokenizerFile:
@@ -64,16 +66,21 @@ def inspect_tokenizer(tokenizer: Path) -> TokenizerFile:
     vocabulary = load_tokenizer(path).get_vocab(with_added_tokens=True)
     if not vocabulary:
         raise DataError(f"{path} has an empty vocabulary: give a trained tokenizer")
-    end = _configured_end_token(path.parent / TOKENIZER_CONFIG)
-    candidates = (end,) if end is not None else _KNOWN_END_TOKENS
-    ids = [vocabulary[token] for token in candidates if token in vocabulary]
     return TokenizerFile(
         given=str(tokenizer),
         path=path,
         sha256=sha256_of_file(path),
         vocab_size=max(vocabulary.values()) + 1,
-        eos_token_id=ids[0] if ids else None,
+        eos_token_id=_id_of("eos_token", _KNOWN_END_TOKENS, path, vocabulary),
+        bos_token_id=_id_of("bos_token", _KNOWN_BEGIN_TOKENS, path, vocabulary),
     )
+
+
+def _id_of(name: str, known: Sequence[str], path: Path, vocabulary: dict[str, int]) -> int | None:
+    """Returns the id of the special token that the configuration calls `name`; without one, of a `known` token."""
+    configured = _configured_token(name, path.parent / TOKENIZER_CONFIG)
+    candidates = (configured,) if configured is not None else known
+    return next((vocabulary[token] for token in candidates if token in vocabulary), None)
 
 
 def load_tokenizer(path: Path) -> "tokenizers.Tokenizer":
@@ -177,7 +184,8 @@ def trained_tokenizer(
         )
     content = trained.to_str(pretty=True).encode()
     sha256 = hashlib.sha256(content).hexdigest()
-    file = TokenizerFile(str(output), output / TOKENIZER, sha256, vocab_size, trained.token_to_id(END_OF_TEXT))
+    end = trained.token_to_id(END_OF_TEXT)
+    file = TokenizerFile(str(output), output / TOKENIZER, sha256, vocab_size, end, end)
     return TrainedTokenizer(file, replace(asked, sha256=sha256), content)
 
 
@@ -253,11 +261,11 @@ def _text_facts(texts: Sequence[str]) -> dict[str, Any]:
     return {"text_sha256": digest.hexdigest(), "text_bytes": size}
 
 
-def _configured_end_token(path: Path) -> str | None:
+def _configured_token(name: str, path: Path) -> str | None:
     if not path.is_file():
         return None
     try:
-        token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+        token = json.loads(path.read_text(encoding="utf-8")).get(name)
     except (ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} is not readable as JSON ({error}): save the tokenizer again") from error
     content = token.get("content") if isinstance(token, dict) else token

@@ -25,6 +25,7 @@ from models.attention_inputs import (
     AttentionKind,
     Kernel,
     attention_inputs,
+    fused_kernel,
     why_not_flash,
     why_not_flex,
 )
@@ -253,15 +254,7 @@ class Attention(nn.Module):
             assert self.softcap is not None
             context = attend_capped(q, k, v, inputs.block_mask, self.softcap, self.scale, is_grouped=is_grouped)
         else:
-            context = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=inputs.mask,
-                is_causal=inputs.mask is None and q.shape[2] > 1,
-                scale=self.scale,
-                enable_gqa=is_grouped,
-            )
+            context = self._attend_fused(q, k, v, inputs.mask)
         return context.transpose(1, 2).flatten(2).to(qkv.dtype)  # [batch, seq, heads * head_dim / tp]
 
     def _heads(self, qkv: Tensor, inputs: AttentionInputs) -> Heads:
@@ -279,12 +272,27 @@ class Attention(nn.Module):
             return heads.split(sizes, dim=2)
         return rotated_heads(heads, cos, sin, *sizes[:2])
 
+    def _attend_fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Attends by torch's fused attention: `[batch, heads/tp, seq, head_dim]` -> the same."""
+        is_grouped = self.local_heads != self.local_kv_heads
+        kernel = fused_kernel(q.device, q.dtype, self.head_dim, is_masked=mask is not None)
+        if is_grouped and kernel == "memory-efficient":
+            k, v, is_grouped = self._for_each_head(k), self._for_each_head(v), False
+        is_causal = mask is None and q.shape[2] > 1
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=is_causal, scale=self.scale, enable_gqa=is_grouped
+        )
+
+    def _for_each_head(self, x: Tensor) -> Tensor:
+        """Copies keys or values for each query head: `[batch, kv_heads/tp, ...]` -> `[batch, heads/tp, ...]`."""
+        return x.repeat_interleave(self.local_heads // self.local_kv_heads, dim=1)
+
     def _attend_explicitly(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sample_ids: Tensor | None
     ) -> Tensor:
         """Attends with our dropout or softcap, which SDPA does not take: holds `[batch, heads/tp, seq, seq]` scores
         several times."""
-        k, v = (x.repeat_interleave(self.local_heads // self.local_kv_heads, dim=1) for x in (k, v))
+        k, v = self._for_each_head(k), self._for_each_head(v)
         if self.softcap is None:
             scores = q * self.scale @ k.transpose(2, 3)
         else:

@@ -206,6 +206,17 @@ def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
     return why_no_varlen()
 
 
+def fused_kernel(
+    device: torch.device, dtype: torch.dtype, head_dim: int, *, is_masked: bool
+) -> Literal["fused", "flash", "memory-efficient"]:
+    """Returns the name of the kernel behind torch's fused attention: `fused` is a CPU's. Of a GPU's two only flash
+    attention takes grouped heads; torch would answer the others with all scores in memory."""
+    if device.type == "cpu":
+        return "fused"
+    is_flash = not is_masked and dtype in FLASH_DTYPES and head_dim <= MOST_FLASH_HEAD_DIM
+    return "flash" if is_flash else "memory-efficient"
+
+
 def why_not_flex(device: torch.device, head_dim: int) -> str | None:
     """Returns why capped scores exist in memory; None if FlexAttention caps them in its kernel."""
     if device.type != "cuda":  # on a CPU it has no gradient

@@ -110,7 +110,7 @@ ROWS: dict[str, LeverRow] = {  # by the name of their part
     "levers-1b-documents": LeverRow(shapes.LLAMA_1B.model(), 8192, 2, document_length=1024, levers=OF_MASKS),
     "levers-3b": LeverRow(shapes.LLAMA_3B.model(), 8192),
     "levers-8b-8-layers": LeverRow(shapes.LLAMA_8B_8_LAYERS.model(), 8192),
-    "levers-gemma-2-2b": LeverRow(GEMMA_2_2B, 4096, levers=OF_MASKS),
+    "levers-gemma-2-2b": LeverRow(GEMMA_2_2B, 8192, levers=OF_MASKS),  # twice the window
     "levers-qwen3-moe-4-layers": LeverRow(QWEN3_30B_A3B_4_LAYERS, 4096, 2),
 }
 

@@ -37,7 +37,7 @@ PARTS: tuple[Part, ...] = (
     Part("levers-1b-documents", "the same on packed documents of about 1k tokens in sequences of 8k", "levers:run"),
     Part("levers-3b", "the same of a Llama 3B, sequences of 8k", "levers:run"),
     Part("levers-8b-8-layers", "the same of eight layers of an 8B, sequences of 8k", "levers:run"),
-    Part("levers-gemma-2-2b", "the same of Gemma 2 2B, sequences of 4k", "levers:run"),
+    Part("levers-gemma-2-2b", "the same of Gemma 2 2B, sequences of 8k", "levers:run"),
     Part("levers-qwen3-moe-4-layers", "the same of four layers of Qwen3-30B-A3B, 128 experts each", "levers:run"),
     Part("checkpoint", "save, resume, save in the background, read through", "stored:checkpoints"),
     Part("generate", "text from the checkpoint: tokens/s", "stored:generation"),

@@ -6,6 +6,7 @@ from pathlib import Path
 from data_pipeline.errors import DataError, first_names
 from data_pipeline.files import with_ending
 from data_pipeline.meta import CorpusMeta, meta_path, read_meta
+from data_pipeline.prepare.cutting import CUT_PLACES
 from data_pipeline.prepare.parts import PartStore
 from data_pipeline.prepare.plan import PreparationPlan
 from data_pipeline.tokenizer import TokenizerFile
@@ -19,7 +20,7 @@ def check_replaceable(output: Path, job: PreparationPlan, overwrite: bool) -> No
     Unfinished or damaged output of the same job is; that of another job only with `overwrite`; files that `prepare`
     did not write never. Its own output has metadata, or a journal if a run was stopped between its renames.
     """
-    ours = meta_path(output).exists() or PartStore(output, job.sha256).has_journal
+    ours = meta_path(output).exists() or PartStore(output, job.parts_sha256).has_journal
     for path in (with_ending(output, ".bin"), with_ending(output, ".idx")):
         if path.exists() and not ours:
             raise DataError(f"{path} exists and was not written by prepare: choose another output, or move it away")
@@ -59,12 +60,19 @@ def _asked(former: CorpusMeta, job: PreparationPlan) -> str:
     asked = (
         f"{first_names(job.specs)} with the tokenizer {job.tokenizer.given}, vocabulary {job.tokenizer.vocab_size:,}"
     )
-    append_eos = job.end_token is not None
-    notes = []
-    if former.text_field not in (None, job.text_field):
-        notes.append(f"--text-field {job.text_field} (not {former.text_field})")
-    if former.append_eos not in (None, append_eos):
-        notes.append("--append-eos" if append_eos else "--no-append-eos")
+    options, notes = job.options, []
+    if former.text_field not in (None, options.text_field):
+        notes.append(f"--text-field {options.text_field} (not {former.text_field})")
+    if former.append_eos not in (None, options.append_eos):
+        notes.append("--append-eos" if options.append_eos else "--no-append-eos")
+    if former.begin_token_id != job.encoder.begin_token:
+        notes.append("--begin-token" if options.begin_token else "--no-begin-token")
+    if former.special_tokens != options.special_tokens:
+        notes.append(f"--special-tokens {options.special_tokens} (not {former.special_tokens})")
+    if former.fill_in_the_middle != options.fill_in_the_middle:
+        notes.append(f"--fill-in-the-middle {options.fill_in_the_middle:g} (not {former.fill_in_the_middle:g})")
+    if former.tokenizers is None and job.places != CUT_PLACES:
+        notes.append("long documents not cut where that changes their tokens (older versions did)")
     if former.tokenizer_sha256 != job.tokenizer.sha256 and _is_alike(former, job.tokenizer):
         notes.append("whose tokenizer.json is another one since")
     if not notes and former.sources == job.specs and former.tokenizer_sha256 == job.tokenizer.sha256:

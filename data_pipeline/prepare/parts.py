@@ -20,9 +20,8 @@ import threading
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +29,8 @@ from numpy.typing import NDArray
 from data_pipeline.errors import DataError
 from data_pipeline.files import with_ending, write_atomically
 from data_pipeline.indexed import token_dtype
-from data_pipeline.sources.text import TextPiece
-from data_pipeline.tokenizer import TokenizerFile, load_tokenizer
-
-if TYPE_CHECKING:
-    import tokenizers
+from data_pipeline.prepare.cutting import TextPiece
+from data_pipeline.prepare.encoding import PieceEncoder
 
 
 class PartSize(NamedTuple):
@@ -42,18 +38,14 @@ class PartSize(NamedTuple):
     documents: int
 
 
-def encode_part(tokenizer: TokenizerFile, pieces: Sequence[TextPiece], end: int | None, path: Path) -> PartSize:
-    """Encodes `pieces`, each document followed by the token `end`, and writes them as a part at `path`."""
-    encoder = _loaded(tokenizer.path, tokenizer.sha256)
-    dtype = token_dtype(tokenizer.vocab_size)
+def encode_part(encoder: PieceEncoder, pieces: Sequence[TextPiece], path: Path) -> PartSize:
+    """Encodes `pieces` and writes them as a part at `path`."""
+    dtype = token_dtype(encoder.tokenizer.vocab_size)
     arrays: list[NDArray[Any]] = []
     ends: list[int] = []
     token_count = 0
     for piece in pieces:
-        # One text per call: a batch starts rayon's threads in every process, and is no faster on one core.
-        ids = encoder.encode_batch_fast([piece.text], add_special_tokens=False)[0].ids
-        if piece.ends_document and end is not None:
-            ids.append(end)
+        ids = encoder.encode(piece).ids
         arrays.append(np.array(ids, dtype=dtype))
         token_count += len(ids)
         if piece.ends_document:
@@ -91,12 +83,6 @@ def exit_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-@lru_cache(maxsize=1)
-def _loaded(path: Path, sha256: str) -> "tokenizers.Tokenizer":
-    """Loads a tokenizer once per process; `sha256` is in the cache key because the file at `path` may be replaced."""
-    return load_tokenizer(path)
 
 
 class PartStore:

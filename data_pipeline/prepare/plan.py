@@ -1,77 +1,176 @@
-"""The plan of a `prepare`, fixed before it starts: sources, tokenizer, how the text is cut into chunks.
+"""The plan of a `prepare`, fixed before it starts: sources, options, tokenizer, how the text is cut into chunks.
 
-The digest of a plan covers everything that determines the bytes of its output; equal digests mean equal output.
+The digest of a plan covers everything that determines the bytes of its output; equal digests mean equal output. What is
+done with bad rows is not in it: either way the others give the same bytes, so a run that met one goes on without it.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from data_pipeline.errors import DataError
 from data_pipeline.meta import WRITER_VERSION
+from data_pipeline.prepare.bad_rows import BadRows
+from data_pipeline.prepare.cutting import CUT_PLACES, CutPlace, TextPiece, cut_document, safe_places
+from data_pipeline.prepare.encoding import SpecialTokens, TextEncoder, check_as_text, loaded_tokenizer
+from data_pipeline.prepare.fill_in_the_middle import fill_in_the_middle
 from data_pipeline.sources import Source, open_sources
-from data_pipeline.sources.text import TextPiece
+from data_pipeline.sources.document import OnBadRow
 from data_pipeline.tokenizer import TokenizerFile, TrainedTokenizer, inspect_tokenizer
 
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 1 << 18, 1 << 24  # characters
 _CHUNKS_PER_JOB = 1024  # aimed at, between the two limits
 _CHUNK_OF_UNKNOWN_SIZE = 1 << 22
+_CHUNKING = 2  # raise it when the same plan would cut other chunks: the parts of an unfinished run no longer fit
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """Choices about the text that is read, and the tokens that stand around and in it."""
+
+    text_field: str = "text"
+    append_eos: bool = True
+    begin_token: bool = False
+    special_tokens: SpecialTokens = "keep"
+    skip_bad_rows: bool = False
+    fill_in_the_middle: float = 0.0  # share of the documents
+
+
+USUAL_OPTIONS = PrepareOptions()
 
 
 @dataclass(frozen=True)
 class PreparationPlan:
-    """Sources, tokenizer and chunk size of one `prepare`."""
+    """Sources, encoder and chunk size of one `prepare`."""
 
     specs: list[str]
     sources: list[Source]
     source_bytes: int | None
-    tokenizer: TokenizerFile
-    text_field: str
-    end_token: int | None  # appended to every document; None: no token is
+    options: PrepareOptions
+    encoder: TextEncoder
+    places: tuple[CutPlace, ...]  # at which long documents are cut
     chunk_characters: int
     sha256: str
 
+    @property
+    def tokenizer(self) -> TokenizerFile:
+        return self.encoder.tokenizer
 
-def plan_job(
-    specs: list[str], tokenizer: Path | TrainedTokenizer, text_field: str, append_eos: bool
-) -> PreparationPlan:
-    """Opens sources and tokenizer. Raises DataError if one is missing or the tokenizer has no end-of-document token."""
-    sources = open_sources(specs, text_field)
-    inspected = inspect_tokenizer(tokenizer) if isinstance(tokenizer, Path) else tokenizer.file
-    end_token = inspected.eos_token_id if append_eos else None
-    if append_eos and end_token is None:
-        raise DataError(
-            f"tokenizer {inspected.given} names no end-of-document token: set eos_token in its tokenizer_config.json, "
-            "or prepare without one (--no-append-eos)"
-        )
+    @property
+    def parts_sha256(self) -> str:
+        """Digest of the job and of how its text is grouped into parts."""
+        return hashlib.sha256(f"{self.sha256} {_CHUNKING}".encode()).hexdigest()
+
+
+def plan_job(specs: list[str], tokenizer: Path | TrainedTokenizer, options: PrepareOptions) -> PreparationPlan:
+    """Opens sources and tokenizer. Raises DataError if one is missing or lacks what the options ask for."""
+    sources = open_sources(specs, options.text_field)
+    encoder, places = _encoder(tokenizer, options)
     sizes = [source.size_bytes for source in sources]
     known = [size for size in sizes if size is not None]
     source_bytes = sum(known) if len(known) == len(sizes) else None
     chunk = _CHUNK_OF_UNKNOWN_SIZE
     if source_bytes is not None:
         chunk = min(max(source_bytes // _CHUNKS_PER_JOB, _SMALLEST_CHUNK), _LARGEST_CHUNK)
-    identity = {
+    digest = _digest(sources, encoder, places, options, chunk)
+    return PreparationPlan(list(specs), sources, source_bytes, options, encoder, places, chunk, digest)
+
+
+def _encoder(tokenizer: Path | TrainedTokenizer, options: PrepareOptions) -> tuple[TextEncoder, tuple[CutPlace, ...]]:
+    """Returns the encoder, and the places where it can cut documents."""
+    inspected = inspect_tokenizer(tokenizer) if isinstance(tokenizer, Path) else tokenizer.file
+    begin, end = inspected.bos_token_id, inspected.eos_token_id
+    if options.append_eos and end is None:
+        raise DataError(
+            f"tokenizer {inspected.given} names no end-of-document token: set eos_token in its tokenizer_config.json, "
+            "or prepare without one (--no-append-eos)"
+        )
+    if options.begin_token and begin is None:
+        raise DataError(
+            f"tokenizer {inspected.given} names no token that begins a text: set bos_token in its "
+            "tokenizer_config.json, or prepare without one"
+        )
+    encoder = TextEncoder(
+        inspected, begin if options.begin_token else None, end if options.append_eos else None, options.special_tokens
+    )
+    if isinstance(tokenizer, TrainedTokenizer):  # not written yet; byte-level BPE, as it is made here
+        if options.fill_in_the_middle:
+            raise DataError("a tokenizer trained here has no tokens for --fill-in-the-middle: leave it out")
+        return encoder, CUT_PLACES
+    loaded = loaded_tokenizer(inspected.path, inspected.sha256, options.special_tokens == "as-text")
+    if getattr(loaded.tokenizer.model, "dropout", None):
+        raise DataError(
+            f"tokenizer {inspected.given} leaves out merges at random, so that no two runs would write the same: set "
+            "dropout in its tokenizer.json to null"
+        )
+    if options.special_tokens == "as-text":
+        check_as_text(inspected, loaded)
+    if options.fill_in_the_middle:
+        arrangement = fill_in_the_middle(options.fill_in_the_middle, loaded.tokenizer, inspected.given)
+        encoder = replace(encoder, fill_in_the_middle=arrangement)
+    return encoder, _places(inspected, options.special_tokens == "as-text")
+
+
+@lru_cache(maxsize=4)
+def _places(tokenizer: TokenizerFile, special_as_text: bool) -> tuple[CutPlace, ...]:
+    """Returns the places where documents can be cut, which takes a while to find out."""
+    return safe_places(loaded_tokenizer(tokenizer.path, tokenizer.sha256, special_as_text).tokenizer)
+
+
+def _digest(
+    sources: Sequence[Source],
+    encoder: TextEncoder,
+    places: tuple[CutPlace, ...],
+    options: PrepareOptions,
+    chunk_characters: int,
+) -> str:
+    """Returns the digest of a job. What is as it was before there was a choice leaves no trace in it."""
+    tokenizer = encoder.tokenizer
+    identity: dict[str, Any] = {
         "writer": WRITER_VERSION,
         "sources": [source.identity() for source in sources],
-        "tokenizer": [inspected.sha256, inspected.vocab_size, inspected.eos_token_id],
-        "options": [text_field, append_eos, chunk],
+        "tokenizer": [tokenizer.sha256, tokenizer.vocab_size, tokenizer.eos_token_id],
+        "options": [options.text_field, options.append_eos, chunk_characters],
     }
-    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    return PreparationPlan(list(specs), sources, source_bytes, inspected, text_field, end_token, chunk, digest)
+    if places != CUT_PLACES:  # an older version cut documents all the same, and gave them other tokens
+        identity["cut"] = [place.name for place in places]
+    if encoder.begin_token is not None:
+        identity["begin_token"] = encoder.begin_token
+    if options.special_tokens != "keep":
+        identity["special_tokens"] = options.special_tokens
+    if options.fill_in_the_middle:
+        identity["fill_in_the_middle"] = options.fill_in_the_middle
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
-def chunks(job: PreparationPlan) -> Iterator[list[TextPiece]]:
+def chunks(job: PreparationPlan, on_bad_row: OnBadRow) -> Iterator[list[TextPiece]]:
     """Yields all pieces in order, grouped into chunks of `chunk_characters`; depends on nothing but the plan."""
     chunk: list[TextPiece] = []
     characters = 0
-    for source in job.sources:
-        for piece in source.pieces():
-            chunk.append(piece)
-            characters += len(piece.text)
-            if characters >= job.chunk_characters:
-                yield chunk
-                chunk, characters = [], 0
+    for piece in _pieces(job.sources, job.places, on_bad_row):
+        chunk.append(piece)
+        characters += len(piece.text)
+        if characters >= job.chunk_characters:
+            yield chunk
+            chunk, characters = [], 0
     if chunk:
         yield chunk
+
+
+def training_text(specs: list[str], options: PrepareOptions) -> Iterator[str]:
+    """Opens the sources, and returns their text, for the training of a tokenizer."""
+    sources = open_sources(specs, options.text_field)
+    return (piece.text for piece in _pieces(sources, CUT_PLACES, BadRows(options.skip_bad_rows)))
+
+
+def _pieces(sources: Sequence[Source], places: Sequence[CutPlace], on_bad_row: OnBadRow) -> Iterator[TextPiece]:
+    number = 0
+    for source in sources:
+        for document in source.documents(on_bad_row):
+            for piece in cut_document(document, number, places, on_bad_row):
+                yield piece
+                number += piece.ends_document

@@ -13,16 +13,19 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 
 from data_pipeline.errors import DataError, first_names
 from data_pipeline.indexed import IndexedTokens, IndexedWriter, token_dtype
 from data_pipeline.meta import CorpusMeta, meta_path, read_meta
+from data_pipeline.prepare.bad_rows import BadRows
+from data_pipeline.prepare.cutting import TextPiece
 from data_pipeline.prepare.existing import check_replaceable
 from data_pipeline.prepare.parts import PartSize, PartStore, encode_part, exit_with_parent, holding_back_interrupts
-from data_pipeline.prepare.plan import PreparationPlan, chunks, plan_job
-from data_pipeline.sources.text import TextPiece
+from data_pipeline.prepare.plan import USUAL_OPTIONS, PreparationPlan, PrepareOptions, chunks, plan_job
+from data_pipeline.sources.folders import repeated_files
 from data_pipeline.tokenizer import TrainedTokenizer
 
 
@@ -55,16 +58,18 @@ class PrepareSummary:
     discarded_parts: int  # those of an unfinished run of another job
     workers: int
     seconds: float
+    skipped_rows: int  # that held no document
+    first_skipped: list[str]  # sentences about some of them
+    repeated: list[list[str]]  # names of each file that is read more than once
 
 
 def prepare(
     sources: list[str],
     output: Path,
     tokenizer: Path | TrainedTokenizer,
+    options: PrepareOptions = USUAL_OPTIONS,
     *,
-    text_field: str = "text",
     workers: int | None = None,
-    append_eos: bool = True,
     overwrite: bool = False,
     progress: Callable[[PrepareProgress], None] | None = None,
     dry_run: bool = False,
@@ -78,9 +83,9 @@ def prepare(
     if workers is not None and workers < 1:
         raise DataError(f"{workers} workers cannot encode anything: ask for at least 1, or leave it out for all cores")
     trained = tokenizer if isinstance(tokenizer, TrainedTokenizer) else None
-    job = plan_job(sources, tokenizer, text_field, append_eos)
+    job = plan_job(sources, tokenizer, options)
     workers = _useful_workers(workers, job)
-    store = PartStore(output, job.sha256)
+    store, bad_rows = PartStore(output, job.parts_sha256), BadRows(options.skip_bad_rows)
     meta = _finished(output, job)
     reused, resumed, discarded = meta is not None, store.finished(), 0
     if dry_run:
@@ -95,8 +100,8 @@ def prepare(
             if trained is not None:
                 trained.write()
             discarded, resumed = store.begin(), store.finished()
-            part_count = _encode_missing(job, store, resumed, workers, progress, started)
-            meta = _merge(job, store, part_count, output)
+            part_count = _encode_missing(job, store, resumed, workers, bad_rows, progress, started)
+            meta = _merge(job, store, part_count, bad_rows.count, output)
             store.remove()
     return PrepareSummary(
         output=output,
@@ -114,6 +119,9 @@ def prepare(
         discarded_parts=discarded,
         workers=workers,
         seconds=time.monotonic() - started,
+        skipped_rows=meta.skipped_rows if meta else 0,
+        first_skipped=bad_rows.first,
+        repeated=repeated_files(source.path for source in job.sources if source.path is not None),
     )
 
 
@@ -126,10 +134,10 @@ def _useful_workers(asked: int | None, job: PreparationPlan) -> int:
 
 
 def _finished(output: Path, job: PreparationPlan) -> CorpusMeta | None:
-    """Returns the metadata of a complete output of this job, or None."""
+    """Returns the metadata of a complete output of this job, or None; one without bad rows is that of any choice."""
     try:
         meta = read_meta(output)
-        if meta is None or meta.job_sha256 != job.sha256:
+        if meta is None or meta.job_sha256 != job.sha256 or (meta.skipped_rows and not job.options.skip_bad_rows):
             return None
         tokens = IndexedTokens(output)
         tokens.check()
@@ -143,6 +151,7 @@ def _encode_missing(
     store: PartStore,
     finished: set[int],
     workers: int,
+    bad_rows: BadRows,
     progress: Callable[[PrepareProgress], None] | None,
     started: float,
 ) -> int:
@@ -151,7 +160,7 @@ def _encode_missing(
 
     def missing() -> Iterator[tuple[Path, list[TextPiece]]]:
         nonlocal part_count
-        for number, chunk in enumerate(chunks(job)):
+        for number, chunk in enumerate(chunks(job, bad_rows)):
             part_count = number + 1
             if number not in finished:
                 yield store.path(number), chunk
@@ -174,14 +183,14 @@ def _encoded(job: PreparationPlan, chunks: Iterator[tuple[Path, list[TextPiece]]
     """
     if workers == 1:
         for path, chunk in chunks:
-            yield encode_part(job.tokenizer, chunk, job.end_token, path)
+            yield encode_part(job.encoder, chunk, path)
         return
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=exit_with_parent)
     pending: set[Future[PartSize]] = set()
     try:
         for path, chunk in chunks:
             with holding_back_interrupts():
-                pending.add(pool.submit(encode_part, job.tokenizer, chunk, job.end_token, path))
+                pending.add(pool.submit(encode_part, job.encoder, chunk, path))
             if len(pending) == 2 * workers:
                 done, pending = wait(pending, return_when=FIRST_COMPLETED)
                 yield from (future.result() for future in done)
@@ -195,13 +204,17 @@ def _encoded(job: PreparationPlan, chunks: Iterator[tuple[Path, list[TextPiece]]
         pool.shutdown(cancel_futures=True)
 
 
-def _merge(job: PreparationPlan, store: PartStore, part_count: int, output: Path) -> CorpusMeta:
+def _merge(job: PreparationPlan, store: PartStore, part_count: int, skipped_rows: int, output: Path) -> CorpusMeta:
     """Concatenates the parts. The old metadata is removed first and the new written last, so that it is never wrong."""
     writer = IndexedWriter(output, token_dtype(job.tokenizer.vocab_size))
-    with writer:
-        for number in range(part_count):
-            writer.append(*store.read(number))
-        meta_path(output).unlink(missing_ok=True)
+    try:
+        with writer:
+            for number in range(part_count):
+                writer.append(*store.read(number))
+            meta_path(output).unlink(missing_ok=True)
+    except OSError as error:
+        error.filename = error.filename or f"{output}.bin"  # a full disk is reported without a name
+        raise
     meta = CorpusMeta(
         tokenizer_sha256=job.tokenizer.sha256,
         tokenizer=job.tokenizer.given,
@@ -214,8 +227,13 @@ def _merge(job: PreparationPlan, store: PartStore, part_count: int, output: Path
         idx_sha256=writer.idx_sha256,
         sources=job.specs,
         job_sha256=job.sha256,
-        text_field=job.text_field,
-        append_eos=job.end_token is not None,
+        text_field=job.options.text_field,
+        append_eos=job.options.append_eos,
+        begin_token_id=job.encoder.begin_token,
+        special_tokens=job.options.special_tokens,
+        fill_in_the_middle=job.options.fill_in_the_middle,
+        skipped_rows=skipped_rows,
+        tokenizers=version("tokenizers"),
     )
     meta.write(output)
     return meta

@@ -1,12 +1,14 @@
-"""Sources of text. A source yields its documents as a stream of pieces, so that a large file is never in memory whole.
+"""Sources of text. A source yields its documents as blocks of text, so that a large file is never in memory whole.
 
-    "notes.txt", "corpus/", "**/*.md"       text: one file is one document           (text.py)
-    "dump.jsonl", "dump.jsonl.gz"           JSON lines: one line is one document     (jsonl.py)
+    "notes.txt", "corpus/", "**/*.md.zst"   text: one file is one document           (text.py)
+    "dump.jsonl", "dump.json.gz"            JSON: one object is one document         (json_rows.py)
+    "table.csv"                             a table: one row is one document         (csv_table.py)
     "dataset:NAME_OR_PATH[:split]"          a `datasets` dataset, local or from the hub (hf_dataset.py)
-    "rows.parquet"                          the same as dataset:rows.parquet
+    "rows.parquet", "rows.arrow"            the same as dataset:rows.parquet
     "python-stdlib"                         the sources of Python's standard library, which every machine has
 
-To add one: a file here with a class that satisfies `Source`, and a line in `open_sources` or `_open_file`.
+All but the last three may be compressed (compressed.py). To add one: a file here with a class that satisfies `Source`,
+and a line in `open_sources` or `_open_file`.
 """
 
 import glob
@@ -16,17 +18,30 @@ from typing import Protocol
 
 from data_pipeline.errors import DataError
 from data_pipeline.files import is_url
-from data_pipeline.sources.containment import check_inside
+from data_pipeline.sources.compressed import name_inside
+from data_pipeline.sources.csv_table import CsvTable
+from data_pipeline.sources.document import Document, OnBadRow
+from data_pipeline.sources.folders import files_in
 from data_pipeline.sources.hf_dataset import DATASET_PREFIX, HfDataset
-from data_pipeline.sources.jsonl import JsonLinesSource
-from data_pipeline.sources.text import TextFile, TextPiece
+from data_pipeline.sources.json_rows import JsonRows
+from data_pipeline.sources.text import TextFile
 from data_pipeline.tokenizer import python_stdlib_sources
 
 PYTHON_STDLIB = "python-stdlib"
+_NO_TEXT = {
+    (".xz", ".lzma", ".br", ".Z"): "is compressed in a way that is not read: compress it anew, as .zst or .gz",
+    (".zip", ".7z", ".tar", ".tgz"): "is an archive, which is not read: unpack it and give its files",
+    (".tsv", ".xls", ".xlsx", ".ods"): "is a table in a format that is not read: save it as .csv, .jsonl or .parquet",
+}
+"""Endings of files that would be nonsense, or an error at their first byte, if they were read as text."""
 
 
 class Source(Protocol):
-    """A text file, a file of JSON lines or a data set."""
+    """A text file, a file of rows or a data set."""
+
+    @property
+    def path(self) -> Path | None:
+        """File or folder that is read; None for a data set on the hub."""
 
     @property
     def size_bytes(self) -> int | None:
@@ -35,8 +50,8 @@ class Source(Protocol):
     def identity(self) -> list[str]:
         """Returns strings that change when the content may have changed."""
 
-    def pieces(self) -> Iterator[TextPiece]:
-        """Yields the documents in a fixed order, each cut into one or more pieces; empty documents are left out."""
+    def documents(self, on_bad_row: OnBadRow) -> Iterator[Document]:
+        """Yields the documents in a fixed order, empty ones too; `on_bad_row` decides about a row that holds none."""
 
 
 def open_sources(specs: Sequence[str], text_field: str) -> list[Source]:
@@ -55,10 +70,16 @@ def open_sources(specs: Sequence[str], text_field: str) -> list[Source]:
 
 
 def _open_file(path: Path, text_field: str) -> Source:
-    if path.name.endswith((".jsonl", ".jsonl.gz")):
-        return JsonLinesSource(path, text_field)
-    if path.suffix == ".parquet":
+    if path.suffix in (".parquet", ".arrow"):
         return HfDataset(f"{DATASET_PREFIX}{path}", text_field, typed=str(path))
+    name = name_inside(path)
+    for endings, reason in _NO_TEXT.items():
+        if name.endswith(endings):
+            raise DataError(f"{path} {reason}")
+    if name.endswith((".jsonl", ".ndjson", ".json")):
+        return JsonRows(path, text_field, may_be_array=name.endswith(".json"))
+    if name.endswith(".csv"):
+        return CsvTable(path, text_field)
     return TextFile(path)
 
 
@@ -67,15 +88,10 @@ def _expand(spec: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        files = [
-            file
-            for file in path.rglob("*")
-            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        ]
+        files = files_in(path)
         if not files:
             raise DataError(f"source folder {spec} holds no files: give a folder with text or .jsonl files")
-        check_inside(path, files)
-        return sorted(files)
+        return files
     if is_url(spec):  # before the pattern: it may have a question mark
         raise DataError(f"source {spec} is a URL, which is not read: download it and give the file")
     if spec == "-":

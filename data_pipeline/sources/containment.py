@@ -34,8 +34,8 @@ def check_inside(folder: Path, files: Iterable[Path]) -> None:
         real = file.resolve() if file.is_symlink() or file.name == ".." else parent / file.name
         if not real.is_relative_to(root):
             raise DataError(
-                f"{file} leads outside its folder, to {real}: copy the file into {folder}, or, if it is meant, name it "
-                "as a source itself or by a pattern"
+                f"{file} leads outside its folder, to {real}: copy it into {folder}, or, if it is meant, name it as "
+                "a source itself or by a pattern"
             )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from data_pipeline.errors import DataError
 from data_pipeline.sources.containment import CARDS, check_card, check_inside, check_saved
-from data_pipeline.sources.text import TextPiece, cut_document, file_identity
+from data_pipeline.sources.document import Document, OnBadRow, checked_text, file_identity
 
 DATASET_PREFIX = "dataset:"
 _SPEC = re.compile(r"dataset:(?P<name>[^:]+)(?::(?P<split>.+))?")
@@ -44,26 +44,30 @@ class HfDataset:
 
     size_bytes: int | None = None  # of the text: not known before reading
 
-    def identity(self) -> list[str]:
+    @property
+    def path(self) -> Path | None:
         path = Path(self.name).expanduser()
-        if path.exists():
+        return path if path.exists() else None
+
+    def identity(self) -> list[str]:
+        path = self.path
+        if path is not None:
             files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
             return [self.spec, *(part for file in files for part in file_identity(file))]
         info = self._rows.info
         rows = info.splits[self.split].num_examples if info.splits and self.split in info.splits else None
         return [self.spec, str(info.version), str(info.download_size), str(rows)]
 
-    def pieces(self) -> Iterator[TextPiece]:
+    def documents(self, on_bad_row: OnBadRow) -> Iterator[Document]:
         number = 0
         for batch in self._batches(self._text_column()):
             for text in batch[self.text_field]:
-                if not isinstance(text, str):
-                    raise DataError(
-                        f"{self.typed}, row {number} has {type(text).__name__} in column {self.text_field!r}: it must "
-                        "hold a string"
-                    )
-                yield from cut_document([text])
+                where = f"{self.typed}, row {number}"
                 number += 1
+                try:
+                    yield Document(where, [checked_text(text, self.text_field, where)])
+                except DataError as error:
+                    on_bad_row(error)
 
     def _text_column(self) -> Any:
         """Returns the rows without their other columns: images and the like are opened wherever they are."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -25,8 +25,8 @@ def prepare(
     sources: Annotated[
         list[str],
         typer.Argument(
-            help="Text files (.txt, .md, source code), .jsonl, .jsonl.gz and .parquet files, folders and globs of "
-            "them, dataset:NAME_OR_PATH[:SPLIT], or python-stdlib."
+            help="Text files (.txt, .md, source code), .jsonl, .json, .csv and .parquet files, compressed (.gz, .zst, "
+            ".bz2, .lz4) or not, folders and globs of them, dataset:NAME_OR_PATH[:SPLIT], or python-stdlib."
         ),
     ],
     output: Annotated[str, typer.Option("--output", "-o", help="Prefix of the output files.", metavar="PREFIX")],
@@ -35,9 +35,23 @@ def prepare(
         int | None,
         typer.Option("--train-vocab-size", help="First train a byte-level BPE of this size into --tokenizer."),
     ] = None,
-    text_field: Annotated[str, typer.Option(help="Field that holds the text in .jsonl, .parquet, datasets.")] = "text",
+    text_field: Annotated[str, typer.Option(help="Field or column that holds the text of a row.")] = "text",
     workers: Annotated[int | None, typer.Option(min=1, help="Number of processes; default: all cores.")] = None,
     append_eos: Annotated[bool, typer.Option(help="Append the tokenizer's end token to every document.")] = True,
+    begin_token: Annotated[
+        bool, typer.Option("--begin-token", help="Put the tokenizer's begin token before every document.")
+    ] = False,
+    special_tokens: Annotated[
+        Literal["keep", "as-text", "refuse"],
+        typer.Option(help="What the spelling of a special token in a text becomes: that token, text, or an error."),
+    ] = "keep",
+    fill_in_the_middle: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the documents whose middle is put last.", metavar="RATE")
+    ] = 0.0,
+    on_bad_row: Annotated[
+        Literal["refuse", "skip"],
+        typer.Option(help="What a row without a document does: end the command, or be left out and counted."),
+    ] = "refuse",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace prepared data or a trained tokenizer made from something else.")
     ] = False,
@@ -53,21 +67,23 @@ def prepare(
     """
     from data_pipeline.prepare.existing import check_vocabulary
     from data_pipeline.prepare.output import output_prefix
+    from data_pipeline.prepare.plan import PrepareOptions, training_text
     from data_pipeline.prepare.prepare import prepare as prepare_data
-    from data_pipeline.sources import open_sources
     from data_pipeline.tokenizer import TrainedTokenizer, trained_tokenizer
 
     prefix = output_prefix(output)
+    options = PrepareOptions(
+        text_field, append_eos, begin_token, special_tokens, on_bad_row == "skip", fill_in_the_middle
+    )
     # kept with the tokens, for runs and exports started elsewhere
     where: Path | TrainedTokenizer = tokenizer.absolute()
     try:
         with spinner("reading the sources", is_shown=not as_json) as describe:
             if train_vocab_size is not None:
-                opened = open_sources(sources, text_field)
+                texts = training_text(sources, options)
                 if not overwrite:
                     check_vocabulary(prefix, sources, tokenizer, train_vocab_size)
                 describe(f"training a tokenizer of {train_vocab_size:,} entries")
-                texts = (piece.text for source in opened for piece in source.pieces())
                 where = trained_tokenizer(
                     texts, tokenizer.absolute(), train_vocab_size, sources=sources, overwrite=overwrite
                 )
@@ -81,9 +97,8 @@ def prepare(
                 sources,
                 prefix,
                 where,
-                text_field=text_field,
+                options,
                 workers=workers,
-                append_eos=append_eos,
                 overwrite=overwrite,
                 progress=show,
                 dry_run=dry_run,
@@ -98,6 +113,12 @@ def prepare(
 
 
 def _print_summary(summary: PrepareSummary) -> None:
+    from data_pipeline.errors import first_names
+
+    if summary.repeated:
+        names, files = summary.repeated[0], plural(len(summary.repeated), "file")
+        which = f"{first_names(list(dict.fromkeys(names)))} ({len(names)} times)"
+        log.warning(f"{files} read more than once, which counts as more documents: {which}")
     if summary.discarded_parts:
         log.info(f"discarded {summary.discarded_parts} parts that an interrupted run had encoded from something else")
     if summary.dry_run and not summary.reused:
@@ -107,4 +128,7 @@ def _print_summary(summary: PrepareSummary) -> None:
         return
     done = "already prepared" if summary.reused else f"prepared in {summary.seconds:.1f} s"
     counts = f"{summary.document_count:,} documents, {summary.token_count:,} tokens"
+    if summary.skipped_rows:
+        first = f"; the first: {summary.first_skipped[0]}" if summary.first_skipped else ""
+        log.warning(f"{plural(summary.skipped_rows, 'bad row')} left out{first}")
     say(f"{summary.output}.bin: {counts}, vocabulary {summary.vocab_size:,}, {done}")

@@ -31,6 +31,7 @@ from data_pipeline.loader import (
     global_batch,
 )
 from data_pipeline.sources import Source, open_sources
+from data_pipeline.sources.document import refuse_bad_row
 from data_pipeline.stream import Split
 from launch.errors import LaunchError
 from launch.inference.session import Loaded, ModelPlacement, rank_main
@@ -248,14 +249,11 @@ def evaluate(request: EvaluateRequest, loaded: Loaded, progress: Callable[[Score
 
 
 def documents(sources: list[Source]) -> Iterator[str]:
-    """Yields whole documents: a piece of one would lack its context."""
-    pieces: list[str] = []
+    """Yields whole documents, those without text left out."""
     for source in sources:
-        for piece in source.pieces():
-            pieces.append(piece.text)
-            if piece.ends_document:
-                yield "".join(pieces)
-                pieces.clear()
+        for document in source.documents(refuse_bad_row):
+            if text := "".join(document.blocks):
+                yield text
 
 
 def run(request: EvaluateRequest) -> int:

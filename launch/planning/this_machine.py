@@ -1,8 +1,9 @@
 """Describes this machine for the planner: its GPUs by their names in the catalogue, or its CPU, measured once.
 
 The measurement is cached in `$XDG_CACHE_HOME/megalite/this_cpu.json` by CPU, cores and version of torch, with its date
-and the load. One made under a load above the number of cores is repeated once the load is lower, and one that a run has
-contradicted by a factor of 4 is repeated once. Delete the file to measure again. No torch here.
+and the load, which counts as above the number of cores while ranks start beside it. One made under such a load is
+repeated once the load is lower, and one that a run has contradicted by a factor of 4 is repeated once. Delete the file
+to measure again. No torch here.
 """
 
 from __future__ import annotations
@@ -215,7 +216,9 @@ def measured_cpu(name: str, limits: MeasurementLimits) -> tuple[Measured, str]:
     cached = _read_cache(path)
     found = cached.get(key)
     found = found if _is_measured(found) and found.get("measurement") == MEASUREMENT else None
-    load, cores = max(os.getloadavg()[0], limits.busy_ranks), _computing_cores()
+    load, cores = os.getloadavg()[0], _computing_cores()
+    if limits.busy_ranks:  # the average does not know them yet
+        load = max(load, cores + limits.busy_ranks)
     is_contradicted = found is not None and found.get("contradicted") is True
     if found is not None and not is_contradicted and not load <= cores < found.get("load", 0):
         return found, ""

@@ -19,6 +19,7 @@ def attention_in_words(config: Config, device: torch.device) -> str:
     from megalite.engine.stages import TORCH_DTYPES
     from megalite.parallel.collectives import TensorParallel
     from models.attention import Attention
+    from models.attention_inputs import fused_kernel
 
     model, seq, dtype = config.model, config.training.sequence_length, TORCH_DTYPES[config.precision.dtype]
     kinds = Counter[str]()
@@ -28,11 +29,12 @@ def attention_in_words(config: Config, device: torch.device) -> str:
         window = attention.window if attention.window is not None and attention.window < seq else None
         is_masked = window is not None or config.data.document_mask
         kernel, reason = attention.kernel(device, dtype, is_masked=is_masked)
+        fused = fused_kernel(device, dtype, attention.head_dim, is_masked=is_masked)
         words = {
-            "varlen": "flash attention by the boundaries of documents",
+            "varlen": f"flash attention by {'boundaries of documents' if config.data.document_mask else 'windows'}",
             "flex": "FlexAttention, which caps scores in its kernel",
             "explicit": "all scores in memory",
-            "fused": f"torch's fused attention{' with a mask over all scores' if is_masked else ''}",
+            "fused": f"torch's {fused} attention{' with a mask over all scores' if is_masked else ''}",
         }[kernel]
         seen = "" if window is None else f" with a window of {window} tokens"
         kinds[f"{seen}: {words}{'' if reason is None else f', because {reason}'}"] += 1

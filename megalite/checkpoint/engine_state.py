@@ -168,13 +168,13 @@ def _prepare_moments(engine: Engine, reader: CheckpointReader) -> tuple[str, ...
     """Allocates the moments of a checkpoint and returns their names."""
     manifest = reader.manifest
     moments, known = manifest.moments, MOMENTS[engine.config.optimizer.name]
-    if moments not in ((), known) or (moments and not manifest.optimizer_steps):
+    if moments not in ((), known):
         raise CheckpointError(
             f"{reader.folder}: holds {', '.join(moments)} after {manifest.optimizer_steps} optimizer steps, but "
             f"{engine.config.optimizer.name} keeps {', '.join(known) or 'none'}"
         )
     if moments:
-        create_moments(engine, manifest.optimizer_steps)
+        create_moments(engine, manifest.optimizer_steps)  # of no steps, if all so far were skipped on the device
     else:
         # saved before the first step: a live engine that goes back to it has none either
         engine.torch_optimizer.state.clear()

@@ -37,6 +37,7 @@ from megalite.engine.deepspeed_internals import (
 )
 from megalite.engine.distributed import Grid, group_timeout, tensor_parallel_of
 from megalite.engine.expert_bias import ExpertBias
+from megalite.engine.expert_counts import ExpertCounts
 from megalite.engine.gradient_reduction import GradientReducer
 from megalite.engine.handover import backward
 from megalite.engine.muon import Muon
@@ -72,6 +73,7 @@ class Engine(ABC):
         self.deepspeed: Any
         self.torch_optimizer: torch.optim.Optimizer
         self.partitioned_step: PartitionedStep | None = None  # None: DeepSpeed reduces gradients
+        self.expert_counts: ExpertCounts | None = None  # None: this rank's blocks have no experts
         self.expert_bias: ExpertBias | None = None
         self.runs_ahead = False  # the device works while the host goes on: results may be read a step late
 
@@ -99,6 +101,8 @@ class Engine(ABC):
             option = ".".join(map(str, first["loc"]))
             raise ConfigError(f"section deepspeed: DeepSpeed refuses {option}: {first['msg']}: correct it") from None
         self.balances = list(expert_balances(model))
+        if self.balances:
+            self.expert_counts = ExpertCounts(self.balances, self.deepspeed.device)
         if self.config.training.router.bias_rate:
             self.bias_experts()
         share_fp32_weights(self.deepspeed.optimizer)
@@ -113,10 +117,10 @@ class Engine(ABC):
 
     def bias_experts(self) -> None:
         """Lets this rank's routers choose with a bias, zeros until it is loaded or moved by a step."""
-        if self.balances and self.expert_bias is None:
+        if self.expert_counts is not None and self.expert_bias is None:
             replicas = self.data_parallel_group() if self.mesh.data_parallel_size > 1 else None
-            rate, device = self.config.training.router.bias_rate, self.deepspeed.device
-            self.expert_bias = ExpertBias(self.balances, rate, replicas, device)
+            rate, counts = self.config.training.router.bias_rate, self.expert_counts.chosen
+            self.expert_bias = ExpertBias(self.balances, rate, replicas, counts)
 
     @property
     def reducer(self) -> GradientReducer | None:
@@ -225,12 +229,13 @@ class Engine(ABC):
             assert self.partitioned_step is not None
             skipped = is_skipped = self.partitioned_step.is_skipped
             part_norms = self.partitioned_step.part_norms
+        usage = None if self.expert_counts is None else self.expert_counts.usage()  # before replicas add theirs up
         if self.expert_bias is not None and self.config.training.router.bias_rate and not is_left_out:
             self.activity.record_op(Operation.BALANCE_EXPERTS, peers=self.activity.peers.data)
             self.expert_bias.update(is_skipped)
         self.activity.record_op(Operation.LOSS, peers=self._loss_peers)
         mean_loss, norm = loss(), self.deepspeed.get_global_grad_norm()
-        readback = Readback(mean_loss, norm, skipped)
+        readback = Readback(mean_loss, norm, skipped, usage)
         self.activity.record_op(Operation.FINISH, peers=self.activity.peers.everyone)
         return StepResult(readback, step.refused, tuple(micro_losses), weight, part_norms)
 
@@ -284,13 +289,13 @@ class Engine(ABC):
         return self.mesh.data_parallel_size / total.clamp(min=1.0)
 
     def _begin_balances(self) -> None:
-        """Makes routers add the mean over the sequences of the global batch, and count for the bias from zero."""
+        """Makes routers add the mean over the sequences of the global batch, and count their choices from zero."""
         sequences = self.config.training.global_batch_size / self.mesh.data_parallel_size  # gradients are averaged
         loss_scale = float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0))  # BF16_Optimizer has none
         for _, _, balance in self.balances:
             balance.losses, balance.scale = self.config.training.router, loss_scale / sequences
-        if self.expert_bias is not None:
-            self.expert_bias.begin_step()
+        if self.expert_counts is not None:
+            self.expert_counts.begin_step()
 
     def _first_input(self, batch: DeviceBatch) -> BlockInput:
         """Builds the first layer's input: tokens, and positions and sample ids where documents or dropout need them."""

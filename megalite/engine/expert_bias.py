@@ -2,8 +2,8 @@
 
 Routers choose by score + bias and weigh by the score alone. After each optimizer step the bias of an expert falls by
 `training.router.bias_rate` if more tokens of the global batch chose it than the mean, and rises by that if fewer did;
-the changes of a layer are centred. Counts are integers and so are the centred signs, so the bias is the same number
-on every layout, micro-batch and recomputation.
+the changes of a layer are centred. Counts are integers and so are the centred signs, so for the same choices the bias
+is the same number on every layout, micro-batch and recomputation.
 """
 
 from __future__ import annotations
@@ -21,24 +21,18 @@ class ExpertBias:
     """The biases of this rank's blocks with experts: no parameters, equal on tensor- and data-parallel ranks."""
 
     def __init__(
-        self, placed: Sequence[PlacedBalance], rate: float, replicas: dist.ProcessGroup | None, device: torch.device
+        self, placed: Sequence[PlacedBalance], rate: float, replicas: dist.ProcessGroup | None, counts: Tensor
     ) -> None:
-        """`replicas` are those whose counts are added up; None for one."""
+        """`replicas` are those whose `counts` of a step, `[blocks, experts]`, are added up in place; None for one."""
         self._rate, self._replicas = rate, replicas
         self._names = [each.bias_name for each in placed]
-        experts = placed[0].balance.experts
-        self._biases = torch.zeros(len(placed), experts, device=device)  # fp32
-        self._counts = torch.zeros(len(placed), experts, dtype=torch.int64, device=device)
+        self._counts, self._biases = counts, torch.zeros(counts.shape, device=counts.device)  # fp32
         for row, (_, _, balance) in enumerate(placed):
-            balance.bias, balance.step_counts = self._biases[row], self._counts[row]
+            balance.bias = self._biases[row]
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Yields each block's bias, `[experts]` in place, by canonical name."""
         yield from zip(self._names, self._biases, strict=True)
-
-    def begin_step(self) -> None:
-        """Forgets what was counted before."""
-        self._counts.zero_()
 
     def update(self, is_skipped: Tensor | None) -> None:
         """Moves the biases after a step, unless the device says by a 1 that it was skipped; collective."""

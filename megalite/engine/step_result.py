@@ -25,10 +25,17 @@ class StepNumbers(NamedTuple):
 class Readback:
     """The numbers of a step on their way from the device to the host."""
 
-    def __init__(self, loss: Tensor, grad_norm: Tensor | float, skipped: Tensor | bool) -> None:
-        """`loss` is on the device of the step; makes no one wait."""
+    def __init__(
+        self, loss: Tensor, grad_norm: Tensor | float, skipped: Tensor | bool, expert_usage: Tensor | None = None
+    ) -> None:
+        """`loss` is on the device of the step, `expert_usage` is that of `ExpertCounts`; makes no one wait."""
         parts = [part if isinstance(part, Tensor) else loss.new_full((), float(part)) for part in (grad_norm, skipped)]
-        numbers = torch.stack([part.detach().double() for part in (loss, *parts)])
+        # the norm is on the host where the optimizer is
+        parts = [part.detach().to(loss.device, torch.float64, non_blocking=True) for part in (loss, *parts)]
+        numbers = torch.stack(parts)
+        self._usage_shape = None if expert_usage is None else expert_usage.shape
+        if expert_usage is not None:
+            numbers = torch.cat([numbers, expert_usage.flatten()])
         self._host, self._is_copied = numbers, None
         if numbers.is_cuda:
             self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
@@ -39,10 +46,22 @@ class Readback:
     @cached_property
     def numbers(self) -> StepNumbers:
         """The numbers; the first use waits for the step."""
+        self._wait()
+        loss, grad_norm, skipped = self._host[:3].tolist()
+        return StepNumbers(loss, grad_norm, bool(skipped))
+
+    @property
+    def expert_usage(self) -> Tensor | None:
+        """The use of experts by this rank's micro-batches on the host, as in `ExpertCounts.usage`; waits for the
+        step."""
+        if self._usage_shape is None:
+            return None
+        self._wait()
+        return self._host[3:].view(self._usage_shape)
+
+    def _wait(self) -> None:
         if self._is_copied is not None:
             self._is_copied.synchronize()
-        loss, grad_norm, skipped = self._host.tolist()
-        return StepNumbers(loss, grad_norm, bool(skipped))
 
 
 @dataclass(frozen=True)

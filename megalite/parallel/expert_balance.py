@@ -3,7 +3,7 @@
 The losses (`training.router`) are sums over sequences, so they are the same however the global batch is cut:
 
 - sequence-wise balance (DeepSeek-V3, equations 17 to 20): the sum over experts of `f P`, where of one sequence `f` is
-  the share of choices that went to the expert, times the number of experts, and `P` its mean score;
+  the share of choices without the bias that went to the expert, times the number of experts, and `P` its mean score;
 - z-loss (Zoph 2022): the mean over the tokens of a sequence of the squared logsumexp of the router's logits.
 
 Their means over the sequences of the global batch are added to the loss, for each layer. Only their gradient exists: it
@@ -65,10 +65,9 @@ class ExpertBalance(nn.Module):
         self.scale = 0.0  # of the gradient of one sequence's loss, set for each step: fp16's loss scale is in it
         # no buffers, which DeepSpeed would cast
         self.bias: Tensor | None = None  # [experts] fp32, added to scores where experts are chosen
-        self.step_counts: Tensor | None = None  # [experts] int64: tokens in this step, for the bias's update
-        # since `take`
-        self._chosen: Tensor | None = None  # [experts] int64: tokens
-        self._entropy: Tensor | None = None  # fp32: sum over tokens
+        # of this step, the engine's; None: nobody counts
+        self.chosen: Tensor | None = None  # [experts] int64: tokens
+        self.entropy: Tensor | None = None  # fp32: sum over tokens
 
     def forward(self, weights: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor, ends: Tensor) -> Tensor:
         """Returns `weights`, `[batch, seq, k]`, with the gradients of the losses attached.
@@ -78,14 +77,13 @@ class ExpertBalance(nn.Module):
         """
         if not (self.training and torch.is_grad_enabled()):
             return weights
-        if self._chosen is None:
-            self._chosen = torch.zeros(self.experts, dtype=torch.int64, device=ends.device)
-            self._entropy = torch.zeros((), device=ends.device)
-        entropy = torch.special.entr(scores.detach()).sum()
-        weights = _CountedInBackward.apply(weights, ends, entropy, self)
+        if self.chosen is not None:
+            weights = _CountedInBackward.apply(weights, ends, torch.special.entr(scores.detach()).sum(), self)
         losses: list[Tensor] = []
         if self.losses.sequence_loss:
-            losses.append(self.losses.sequence_loss * sequence_balance(scores, chosen).sum())
+            # equation 18 counts the best scores, whatever the bias makes of the choice
+            best = chosen if self.bias is None else scores.topk(chosen.shape[-1], dim=-1).indices
+            losses.append(self.losses.sequence_loss * sequence_balance(scores, best).sum())
         if self.losses.z_loss:
             wide = logits.to(scores.dtype)
             losses.append(self.losses.z_loss * wide.logsumexp(dim=-1).square().mean(dim=1).sum())
@@ -96,27 +94,15 @@ class ExpertBalance(nn.Module):
 
     def count(self, ends: Tensor, entropy: Tensor) -> None:
         """Adds the choices of a micro-batch, and the entropy of its scores."""
-        assert self._chosen is not None and self._entropy is not None, "backward comes after forward"
-        chosen = ends.diff(prepend=ends.new_zeros(1))
-        self._chosen += chosen
-        self._entropy += entropy
-        if self.step_counts is not None:
-            self.step_counts += chosen
-
-    def take(self) -> Tensor:
-        """Returns since the last call how many tokens chose each expert, and behind these numbers the sum over tokens
-        of the entropy of the scores, `[experts + 1]` float64 on the CPU. Waits for the device."""
-        if self._chosen is None or self._entropy is None:
-            return torch.zeros(self.experts + 1, dtype=torch.float64)
-        numbers = torch.cat([self._chosen.double(), self._entropy.double().unsqueeze(0)]).cpu()
-        self._chosen.zero_(), self._entropy.zero_()
-        return numbers
+        assert self.chosen is not None and self.entropy is not None
+        self.chosen += ends.diff(prepend=ends.new_zeros(1))
+        self.entropy += entropy
 
 
 def sequence_balance(scores: Tensor, chosen: Tensor) -> Tensor:
     """Returns the sequence-wise balance of each sequence, `[batch]`: 1 where experts are used equally.
 
-    In: scores `[batch, seq, experts]` that sum to one, chosen experts `[batch, seq, k]`.
+    In: scores `[batch, seq, experts]` that sum to one, the experts with the best of them `[batch, seq, k]`.
     """
     experts, choices = scores.shape[-1], chosen.flatten(1)  # [batch, seq * k]
     numbers = torch.arange(experts, device=chosen.device).repeat(len(choices), 1)

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -57,7 +58,9 @@ def why_no_grouped_kernel(x: Tensor, shapes: list[tuple[int, ...]]) -> str | Non
 
 @lru_cache(maxsize=8)
 def say_why_experts_loop(reason: str) -> None:
-    """Logs once why a GPU computes experts one after the other."""
+    """Logs once why a GPU computes experts one after the other, on rank 0 alone."""
+    if dist.is_initialized() and dist.get_rank():
+        return
     log.warning(f"experts are computed one after the other, for which the host waits in each layer: {reason}")
 
 

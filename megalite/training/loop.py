@@ -171,7 +171,7 @@ class _TrainingRun:
         differing: list[Disagreement] = []
         if is_checked:
             differing, record["self_check_s"] = self._self_check.run()
-        self._log(record)
+        self._log(record, begun.result)
         if differing:
             raise TrainingStopped(explain(state.step, differing))
         self._evaluation_loss = record.get("evaluation_loss")
@@ -214,11 +214,11 @@ class _TrainingRun:
         samples = self._config.training.global_batch_size
         return before.after(samples=samples, tokens=samples * self._config.training.sequence_length, skipped=skipped)
 
-    def _log(self, record: dict[str, Any]) -> None:
+    def _log(self, record: dict[str, Any], result: StepResult) -> None:
         observer, step = self._context.observer, record["step"]
         self._engine.activity.begin_phase(Phase.LOGGING)
         record["save_blocked_s"] = self._context.checkpoints.collect()
-        if (gathered := self._recorder.end_step(step, is_last=step == self._total_steps)) is not None:
+        if (gathered := self._recorder.end_step(step, result, is_last=step == self._total_steps)) is not None:
             record |= gathered.record()
             observer.on_breakdown(gathered.breakdown)
             for change in gathered.changes:

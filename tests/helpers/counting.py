@@ -27,7 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megalite.config import ModelConfig
+from megalite.engine.expert_counts import ExpertCounts
 from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.expert_balance import ExpertBalance, PlacedBalance
 from megalite.parallel.layers import BlockInput, Recompute
 from models.decoder import DecoderBlock
 from tests.helpers.cuda_kernels import cuda_kernels
@@ -230,6 +232,8 @@ def block_of(case: BlockCase) -> Iterator[tuple[DecoderBlock, BlockInput]]:
                 rows = case.seq // (case.tp if case.sequence_parallel else 1)
                 hidden = torch.zeros(1, rows, model.hidden_size, requires_grad=True)
                 positions = torch.arange(case.seq).unsqueeze(0) % 1000 if case.documents else None
+            for balance in (part for part in block.modules() if isinstance(part, ExpertBalance)):
+                ExpertCounts([PlacedBalance(0, "", balance)], hidden.device)
             # shared with the blocks before it, as in a model; the host knows the number of documents
             yield block, BlockInput(hidden, positions, documents=-(-case.seq // 1000), shared={})
         finally:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -54,37 +55,35 @@ class _Clock:
 
 @contextmanager
 def planted(engine: Engine, case: Case, rank: int, plant: Plant) -> Iterator[None]:
-    """Something is wrong while it is open."""
+    """Something is wrong while it is open. A hook that stays would change how a weight's gradient is computed."""
+    with ExitStack() as undo:
+        _plant(undo, engine, case, rank, plant)
+        yield
+
+
+def _plant(undo: ExitStack, engine: Engine, case: Case, rank: int, plant: Plant) -> None:
     clock, model = _Clock(plant, case.accumulation), engine.deepspeed.module
     parameters: dict[str, Tensor] = dict(engine.parameters())
     if engine.tied_weight is not None:
         parameters[engine.tied_weight.name] = engine.tied_weight.weight
     if plant.kind == "sum":
-        hook = parameters[plant.where].register_hook(lambda gradient: torch.full_like(gradient, 3e38))
-        yield
-        hook.remove()
+        undo.callback(parameters[plant.where].register_hook(lambda gradient: torch.full_like(gradient, 3e38)).remove)
     elif rank != plant.rank:
-        yield
+        return
     elif plant.kind in ("output", "backward"):
         layer, _, path = plant.where.partition(" ")
         (module,) = [part for part in model.modules() if getattr(part, "layer_name", "") == layer]
         chunks = [part for part in model.modules() if isinstance(part, stages.Chunk)]
         (chunk,) = [part for part in chunks if any(module is each for each in part.modules())]
-        hooks = [
-            chunk.register_forward_pre_hook(clock.tick),
-            # recomputation in backward finds the same micro-batch
-            module.get_submodule(path).register_forward_hook(
-                lambda *call: clock.spoiled(call[-1]) if plant.kind == "output" else clock.spoil_return(call[-1])
-            ),
-        ]
-        yield
-        for hook in hooks:
-            hook.remove()
+        undo.callback(chunk.register_forward_pre_hook(clock.tick).remove)
+        # recomputation in backward finds the same micro-batch
+        hook = module.get_submodule(path).register_forward_hook(
+            lambda *call: clock.spoiled(call[-1]) if plant.kind == "output" else clock.spoil_return(call[-1])
+        )
+        undo.callback(hook.remove)
     elif plant.kind == "gradient":
-        hooks = [parameters[plant.where].register_hook(hook) for hook in (clock.tick, clock.spoiled)]
-        yield
-        for hook in hooks:
-            hook.remove()
+        for spoil in (clock.tick, clock.spoiled):
+            undo.callback(parameters[plant.where].register_hook(spoil).remove)
     elif plant.kind == "loss":
         original = stages.head_loss
 
@@ -92,15 +91,11 @@ def planted(engine: Engine, case: Case, rank: int, plant: Plant) -> Iterator[Non
             clock.tick()
             return clock.spoiled(original(*arguments), math.inf)
 
-        stages.head_loss = head_loss
-        yield
-        stages.head_loss = original
+        undo.enter_context(patch.object(stages, "head_loss", head_loss))
     else:
         numbers = parameters[plant.where].data.view(-1)
-        kept = numbers[1].clone()
+        undo.callback(numbers[1].copy_, numbers[1].clone())
         numbers[1] = NAN
-        yield
-        numbers[1] = kept
 
 
 @contextmanager

@@ -10,7 +10,9 @@ import torch
 
 from megalite.config import ModelConfig
 from megalite.config.sections import RouterConfig
+from megalite.engine.expert_counts import ExpertCounts
 from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.expert_balance import PlacedBalance
 from megalite.parallel.weight_gradients import put_off_weight_gradients, root_of_weight_gradients
 from models.experts import SparseMLP
 from tests.helpers.counting import CallLog
@@ -26,7 +28,7 @@ def kernels_of_layer(experts: int, losses: RouterConfig, *, is_split: bool = Fal
         x = torch.empty(2, 33, 64, dtype=torch.bfloat16, requires_grad=True)
     layer.balance.losses = losses
     queue = put_off_weight_gradients(layer) if is_split else None
-    layer(x)  # makes the counts for the log
+    ExpertCounts([PlacedBalance(0, "", layer.balance)], x.device)
     with CallLog() as forward:
         y = layer(x)
     with CallLog() as backward:

@@ -19,6 +19,7 @@ from megalite.engine.activity import Note, Operation, Phase
 from megalite.engine.communication_meter import CommunicationMeter
 from megalite.engine.engine import Engine
 from megalite.engine.hosts import this_host
+from megalite.engine.step_result import StepResult
 from megalite.engine.tape import Collective, DeviceClock, Recorded, Tape
 from megalite.monitor.expert_usage import ExpertUsage, Usage
 from megalite.monitor.memory import peak_memory_mib
@@ -123,13 +124,14 @@ class StepRecorder:
         if len(self._meetings) > MEETINGS:
             del self._meetings[next(iter(self._meetings))]
 
-    def end_step(self, step: int, *, is_last: bool) -> Gathered | None:
+    def end_step(self, step: int, result: StepResult, *, is_last: bool) -> Gathered | None:
         """Takes the window that `cut` has ended, or else that the last record of activity ends.
 
         Every `monitor.log_interval` steps and in the last one gathers what has happened since, and returns it on rank
         0. The host must have waited for the step.
         """
         self._messages, self._in_messages_s = Messages(), 0.0
+        self._expert_usage.add(result)
         with self._nonfatal("the record of a step"):
             self._take(step, self._tape.take(), is_last=is_last)
         self.profiler.end()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
+from megalite.config.sections import RouterConfig
 from megalite.monitor.expert_usage import ExpertUsage
 from megalite.parallel import linear
 from megalite.parallel.collectives import TensorParallel
@@ -247,6 +248,7 @@ def _trained(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
         for batch in global_batches(case):
             result = engine.train_step(micro_batches_of(engine, case, batch), case.learning_rate)
             assert result.taken
+            usage.add(result)
         results.append({"weights": local_weights(engine), "usage": usage.gather()})
     return results
 
@@ -265,6 +267,22 @@ def balance_losses(logits: Tensor, top_k: int) -> Tensor:
         z = sequence.exp().sum(-1).log().square().mean()
         of_sequences.append(LOSSES["sequence_loss"] * balance + LOSSES["z_loss"] * z)
     return torch.stack(of_sequences).mean()
+
+
+def test_a_bias_of_the_choice_leaves_the_balance_losses_as_they_are() -> None:
+    """Of DeepSeek-V3 equation 18 counts the best scores, and equation 16 chooses with the bias."""
+    block, (x, _) = sparse_mlp(model_of()).double(), hidden_states(torch.float64)
+    gate, bias = block.gate.weight, torch.linspace(-0.3, 0.3, 5)
+    gradients = []
+    for losses in (RouterConfig(), RouterConfig.model_validate(LOSSES)):
+        block.balance.bias, block.balance.losses, block.balance.scale = bias, losses, 1 / len(x)
+        block.zero_grad()
+        block(x).sum().backward()
+        gradients.append(gate.grad.clone())
+    logits = nn.functional.linear(x, gate)
+    assert not logits.topk(2).indices.sort().values.equal((logits.softmax(-1) + bias).topk(2).indices.sort().values)
+    (expected,) = torch.autograd.grad(balance_losses(logits, 2), gate)
+    torch.testing.assert_close(gradients[1] - gradients[0], expected, atol=NEAR, rtol=0)
 
 
 def solved(case: Case) -> tuple[dict[str, Tensor], dict[str, dict[str, float]]]:

@@ -43,6 +43,8 @@ def test_a_config_takes_every_lever_of_its_row(row: str, tmp_path: Path) -> None
             continue
         model = load_config(path, LEVERS[lever]).model
         assert parameters(model) == PARAMETERS.get(row, parameters(model))
+    window = model.sliding_window
+    assert window is None or window < ROWS[row].sequence, "no token would be outside of it"
     load_tiny = Config.model_validate(ROWS[row].tiny().config(tmp_path / "run"))
     assert parameters(load_tiny.model) < 1e6 and load_tiny.model.model_type == model.model_type
 

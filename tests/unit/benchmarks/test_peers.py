@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,6 +36,37 @@ def test_the_reason_is_the_last_error_of_a_process() -> None:
     assert reason_in("") == "it died without a word"
     with pytest.raises(CannotRun, match="KeyError: 'nobody'"):
         PeerRanks("nobody", "one", sys.executable)
+
+
+def test_a_side_that_dies_in_its_turn_is_dropped_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    class Stand:
+        def __init__(self, side: str, layout: str, python: str) -> None:
+            self.side, self.turns = side, 0
+
+        def turn(self, steps: int) -> PeerTurn:
+            self.turns += 1
+            if (self.side, self.turns) == ("plain", 2):
+                raise CannotRun("rank 1 died: MemoryError")
+            return PeerTurn(1.0, 1.0, 1.0, 9.0)
+
+        def close(self) -> None:
+            closed.append(self.side)
+
+    monkeypatch.setattr(peers, "PeerRanks", Stand)
+    taken, missing = peers.compare("dp2", ["plain", "megalite"], 3, 2)
+    assert {side: len(turns) for side, turns in taken.items()} == {"megalite": 3}
+    assert missing == ["plain, dp2, in round 2: rank 1 died: MemoryError"] and closed == ["plain", "megalite"]
+
+
+def test_a_rank_that_dies_is_named_while_another_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nif [ "$RANK" = 0 ]; then exec sleep 60; fi\necho "ValueError: gone" >&2; exit 1\n')
+    python.chmod(0o700)
+    monkeypatch.setattr(peers, "POLL_S", 0.02)
+    with pytest.raises(CannotRun, match=r"^rank 1 died: ValueError: gone$"):
+        PeerRanks("plain", "dp2", str(python))
 
 
 def test_the_page_names_what_was_not_measured() -> None:

@@ -12,11 +12,13 @@ import pytest
 from data_pipeline.errors import DataError
 from data_pipeline.sources import open_sources
 from data_pipeline.sources.containment import check_card
+from data_pipeline.sources.document import refuse_bad_row
 from data_pipeline.sources.hf_dataset import HfDataset
 
 
 def documents(spec: str) -> list[str]:
-    return [piece.text for source in open_sources([spec], "text") for piece in source.pieces()]
+    sources = open_sources([spec], "text")
+    return ["".join(document.blocks) for source in sources for document in source.documents(refuse_bad_row)]
 
 
 @pytest.fixture
@@ -96,7 +98,7 @@ def test_a_folder_of_text_does_not_follow_links_out_of_it_but_a_pattern_does(fol
     assert documents(str(folder)) == ["own", "own"]
     (folder / "more.jsonl").unlink()
     (folder / "more.jsonl").symlink_to("../secret.jsonl")
-    with pytest.raises(DataError, match=r"more\.jsonl leads outside its folder, to .*/secret\.jsonl: copy the file"):
+    with pytest.raises(DataError, match=r"more\.jsonl leads outside its folder, to .*/secret\.jsonl: copy it into"):
         documents(str(folder))
     assert documents(f"{folder}/*.jsonl") == ["secret", "own"]
 

@@ -10,21 +10,18 @@ from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
 from data_pipeline.sources import open_sources
-from data_pipeline.sources.text import PIECE_CHARACTERS, cut_document
+from data_pipeline.sources.document import refuse_bad_row
 
 ROWS = [{"text": "first"}, {"text": ""}, {"text": "thïrd\nline"}]
 
 
 def documents(specs: list[str], text_field: str = "text") -> list[str]:
-    found, pending = [], ""
-    for source in open_sources(specs, text_field):
-        for piece in source.pieces():
-            pending += piece.text
-            if piece.ends_document:
-                found.append(pending)
-                pending = ""
-    assert pending == "", "a source ended inside a document"
-    return found
+    texts = [
+        "".join(document.blocks)
+        for source in open_sources(specs, text_field)
+        for document in source.documents(refuse_bad_row)
+    ]
+    return [text for text in texts if text]
 
 
 @pytest.fixture
@@ -68,7 +65,7 @@ def test_datasets_on_disk_and_parquet(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"rows.parquet:test cannot be loaded"):
         documents([f"dataset:{tmp_path}/rows.parquet:test"])
     Dataset.from_dict({"text": [1]}).save_to_disk(tmp_path / "numbers")
-    with pytest.raises(DataError, match="row 0 has int in column 'text'"):
+    with pytest.raises(DataError, match="row 0 has int in field 'text'"):
         documents([f"dataset:{tmp_path}/numbers"])
 
 
@@ -97,7 +94,7 @@ def test_bad_json_lines_name_the_line(case: str, tmp_path: Path) -> None:
 
 
 def test_a_line_of_gigabytes_in_a_small_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_pipeline.sources.jsonl._LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr("data_pipeline.sources.json_rows._LONGEST", 1 << 20)
     (tmp_path / "bomb.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' + b" " * (8 << 20)))
     with pytest.raises(DataError, match="line 2 has more than 1,048,576 bytes: cut the document"):
         documents([str(tmp_path / "bomb.jsonl.gz")])
@@ -190,24 +187,3 @@ def test_text_that_is_not_utf8_names_the_byte(bad_byte: int, tmp_path: Path) -> 
     first_bad = bad_byte - bad_byte % 2  # an odd byte ends a character that then began in vain
     with pytest.raises(DataError, match=rf"latin.txt is not UTF-8 text \(byte {first_bad}\)"):
         documents([str(tmp_path / "latin.txt")])
-
-
-def test_a_long_document_is_cut_without_changing_text_or_tokens(tokenizer_folder: Path) -> None:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
-    paragraph = "def f(x):\n\n    return x  + 1 # some words\n\n\nnext = f(2)\n"
-    text = paragraph * (PIECE_CHARACTERS // len(paragraph) + 500)
-    pieces = list(cut_document([text[:7], text[7:]]))
-    assert [piece.ends_document for piece in pieces] == [False, True]
-    assert "".join(piece.text for piece in pieces) == text
-    around = len(pieces[0].text)
-    near, tail = text[around - 300 : around], text[around : around + 300]
-    assert tokenizer.encode(near).ids + tokenizer.encode(tail).ids == tokenizer.encode(near + tail).ids
-
-
-@pytest.mark.parametrize("character", ["x", "\n", " "])
-def test_a_long_document_without_a_good_place_is_cut_all_the_same(character: str) -> None:
-    text = character * (2 * PIECE_CHARACTERS + 5)
-    pieces = list(cut_document([text]))
-    assert [len(piece.text) for piece in pieces] == [PIECE_CHARACTERS, PIECE_CHARACTERS, 5]

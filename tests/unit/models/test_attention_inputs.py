@@ -184,6 +184,37 @@ def test_capped_scores_of_flex_attention_are_ours() -> None:
             torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("is_masked", "dtype", "is_grouped"),
+    [(False, torch.bfloat16, True), (True, torch.bfloat16, False), (False, torch.float32, False)],
+)
+def test_heads_stay_grouped_on_a_gpu_where_flash_attention_takes_them(
+    is_masked: bool, dtype: torch.dtype, is_grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The meta device goes the way of a GPU. With grouped heads torch's memory-efficient kernel is not taken, and all
+    scores are in memory."""
+    seen: list[tuple[bool, bool]] = []
+
+    def fused(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, **_: Any) -> Tensor:
+        seen.append((enable_gqa, q.shape != k.shape or k.shape != v.shape))
+        return torch.empty_like(q)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fused)
+    model = built("sdpa").to("meta", dtype)
+    tokens = torch.zeros(3, SEQ, dtype=torch.int64, device="meta")
+    model(tokens, tokens if is_masked else None, documents=3)
+    assert seen == [(is_grouped, is_grouped)] * 3
+
+
+@pytest.mark.parametrize("positions", [PACKED, None], ids=["documents", "rows"])
+def test_keys_and_values_copied_for_each_query_head_are_the_grouped_ones(
+    positions: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = results(built("sdpa"), positions)
+    monkeypatch.setattr(attention, "fused_kernel", lambda *_, **__: "memory-efficient")
+    assert apart(results(built("sdpa"), positions), expected) <= 2e-5  # sums in another order
+
+
 def test_each_reason_against_a_kernel_is_said() -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert attention_inputs.why_not_flash(cuda, torch.bfloat16, 128) is None  # this torch has varlen_attn

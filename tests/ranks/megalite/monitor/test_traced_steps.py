@@ -45,12 +45,12 @@ def _train(engine: Engine, case: Case, run_dir: Path, *, is_evaluated: bool) -> 
         for step, batch in enumerate(global_batches(case), 1):
             engine.activity.begin_phase(Phase.DATA, step)
             micro_batches = micro_batches_of(engine, case, batch)
-            engine.train_step(micro_batches, case.learning_rate)
+            result = engine.train_step(micro_batches, case.learning_rate)
             if is_evaluated:
                 engine.evaluate(micro_batches, case.accumulation)
                 engine.evaluate(micro_batches, case.accumulation)
             engine.activity.begin_phase(Phase.LOGGING)
-            recorder.end_step(step, is_last=step == case.steps)
+            recorder.end_step(step, result, is_last=step == case.steps)
             dist.barrier()
             recorder.left_meeting(step, profile_next=False)
 

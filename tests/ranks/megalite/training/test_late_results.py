@@ -10,8 +10,12 @@ from time import perf_counter
 from typing import Any
 from unittest.mock import patch
 
+import torch
+
+from megalite.checkpoint.engine_state import own_blocks
 from megalite.config import Config
 from megalite.engine.engine import Engine
+from megalite.engine.parameter_state import optimizer_step_count
 from megalite.engine.step_result import Readback
 from megalite.resilience.stop_requests import StopRequests
 from megalite.training.state import TrainingPreempted, TrainingStopped
@@ -24,6 +28,7 @@ from tests.helpers.recorded_run import KeptLog, train_case
 STEPS, SAVED_EVERY, BAD = 9, 4, 6  # the sixth step is bad, and the seventh is on its way when that is known
 SPOILED = Plant("gradient", "model.layers.4.self_attn.qkv_proj.weight", 1, 1, lasts=False)
 NUMBERS = ("step", "loss", "grad_norm", "learning_rate", "samples", "tokens_seen", "skipped", "skipped_steps")
+MOE = {"num_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 29}
 
 
 class _Log(KeptLog):
@@ -38,7 +43,7 @@ class _Log(KeptLog):
 
 def _config(case: Case, run_dir: Path, policy: str) -> Config:
     values = case.config().model_dump(mode="json") | {"run_dir": str(run_dir), "guards": {"not_finite": policy}}
-    values["checkpoint"]["interval"] = SAVED_EVERY
+    values["checkpoint"]["interval"], values["monitor"]["log_interval"] = SAVED_EVERY, 1
     return Config.model_validate(values)
 
 
@@ -70,10 +75,17 @@ def _train(
     except (TrainingStopped, TrainingPreempted) as error:
         ending = str(error)
     assert sum(record["step_time_s"] for record in log.records) <= perf_counter() - began, "no second counts twice"
-    weights = [parameter.detach().double().sum().item() for _, parameter in engines[-1].parameters()]
+    state = _state_of(engines[-1])
     engines[-1].deepspeed.destroy()
-    told = [{name: record[name] for name in NUMBERS} for record in log.records]
-    return {"told": told, "sentences": log.sentences, "weights": weights, "ending": ending}, log.drawn
+    told = [{name: record[name] for name in NUMBERS} | {"experts": record.get("experts")} for record in log.records]
+    return {"told": told, "sentences": log.sentences, "state": state, "ending": ending}, log.drawn
+
+
+def _state_of(engine: Engine) -> dict[str, bytes]:
+    """The bits of weights, moments and biases of experts."""
+    blocks = own_blocks(engine).blocks
+    bits = {block.key: block.numbers.detach().contiguous().view(torch.uint8).numpy().tobytes() for block in blocks}
+    return bits | {"steps": str(optimizer_step_count(engine)).encode()}
 
 
 def _both(rank: int, cases: list[Case], run_dir: Path, policies: list[str]) -> list[Any]:
@@ -90,17 +102,25 @@ CASES = [
     Case(dp=2, accumulation=2, steps=STEPS, optimizer="muon"),
     Case(tp=2, dtype="bf16", steps=STEPS, optimizer="sgd"),
     Case(pp=2, accumulation=2, dtype="bf16", steps=STEPS, document_mask=True),
+    Case(dp=2, dtype="bf16", steps=STEPS, model=MOE, router={"bias_rate": 0.02}),
 ]
 
 
 def test_a_late_result_is_that_of_its_own_step(tmp_path: Path) -> None:
     """Whatever the guard makes of a bad step: skip it, go back to step 4, or stop."""
-    for ranks in run_ranks(_both, 2, CASES, tmp_path, ["skip", "rollback", "stop"]):
+    found = run_ranks(_both, 2, CASES, tmp_path, ["skip", "rollback", "stop", "rollback"])
+    for ranks in found:
         for case, ((now, drawn_now), (late, drawn_late)) in zip(CASES, ranks, strict=True):
-            assert late == now, f"{case}: late results are others"
+            assert late.keys() == now.keys()
+            for name, value in now.items():
+                assert late[name] == value, f"{case}: late results are others in {name}"
             assert len(now["sentences"]) == 1 and "qkv_proj" in now["sentences"][0], case
             assert drawn_now[:6] == [1, 2, 3, 4, 5, 6], case
             assert drawn_late[:6] == [2, 3, 3, 4, 6, 7], f"{case}: read at once is only what is saved, here step 4"
+        (of_experts, _), _ = ranks[-1]
+        if ranks is found[0]:  # who gathers
+            skipped = [record["skipped"] for record in of_experts["told"]]
+            assert [record["experts"] is None for record in of_experts["told"]] == skipped and any(skipped)
 
 
 def _newest_is_read(rank: int, run_dir: Path) -> list[list[float]]:

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -18,6 +20,7 @@ import pytest
 from data_pipeline.dataset import PackedSamples
 from data_pipeline.errors import DataError
 from data_pipeline.indexed import IndexedTokens
+from data_pipeline.prepare.plan import USUAL_OPTIONS, PrepareOptions
 from data_pipeline.prepare.prepare import PrepareProgress, prepare
 from data_pipeline.tokenizer import inspect_tokenizer, train_tokenizer, trained_tokenizer
 
@@ -136,6 +139,51 @@ def is_running(pid: str) -> bool:
         return False
 
 
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_fifty_kills_at_random_moments_cost_nothing_but_time(
+    workers: int, corpus: list[str], tokenizer_folder: Path, reference: Path, tmp_path: Path
+) -> None:
+    output, draw = tmp_path / "corpus", random.Random(workers)
+    (tmp_path / "run.py").write_text(KILLED)
+    command = [sys.executable, "run.py", str(output), str(tokenizer_folder), str(workers), *corpus]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    for _ in range(50):
+        with subprocess.Popen(command, cwd=tmp_path, env=environment) as process:
+            try:
+                process.wait(draw.uniform(0, 4))
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+        if process.returncode == 0:
+            assert written(output) == written(reference)
+            for path in tmp_path.glob("corpus.*"):
+                path.unlink()
+    prepare(corpus, output, tokenizer_folder, workers=1)
+    assert written(output) == written(reference) and not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_run_without_room_names_the_file_and_goes_on_when_there_is_some(
+    corpus: list[str], tokenizer_folder: Path, reference: Path, tmp_path: Path
+) -> None:
+    """The limit of a file's size fails as a full disk does: in the journal, in a part, and in what joins the parts."""
+    output, before = tmp_path / "corpus", resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = Path(f"{reference}.bin").stat().st_size
+    names = []
+    for limit in (50, 9_000, size // 2, size - 1):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            with pytest.raises(OSError) as failed:
+                prepare(corpus, output, tokenizer_folder, workers=1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        names.append(Path(failed.value.filename).name)
+        assert written(output) == {} and not list(tmp_path.glob("*.tmp"))
+    assert names == ["journal.json", "part-000000.npz", "corpus.bin", "corpus.bin"]
+    summary = prepare(corpus, output, tokenizer_folder, workers=1)
+    assert summary.resumed_parts > 1 and written(output) == written(reference)
+
+
 def test_a_finished_job_is_reused_and_a_changed_one_is_not(tokenizer_folder: Path, tmp_path: Path) -> None:
     source, output = tmp_path / "a.txt", tmp_path / "out" / "c.v1"
     source.write_text("one two three")
@@ -143,7 +191,7 @@ def test_a_finished_job_is_reused_and_a_changed_one_is_not(tokenizer_folder: Pat
     again = prepare([str(source)], output, tokenizer_folder, workers=1)
     assert (first.reused, again.reused) == (False, True)
     assert (again.sha256, again.token_count, again.document_count) == (first.sha256, first.token_count, 1)
-    without_end = prepare([str(source)], output, tokenizer_folder, append_eos=False, overwrite=True)
+    without_end = prepare([str(source)], output, tokenizer_folder, PrepareOptions(append_eos=False), overwrite=True)
     assert not without_end.reused and without_end.token_count == first.token_count - 1
     source.write_text("one two four!")
     changed = prepare([str(source)], output, tokenizer_folder, overwrite=True)
@@ -187,7 +235,7 @@ def test_large_vocabularies_are_int32(tmp_path: Path) -> None:
     tokenizer.enable_truncation(2)  # as many a tokenizer.json from elsewhere does: it must not cut documents
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_text("w69999 w1 w5 w7")
-    prepare([str(tmp_path / "a.txt")], tmp_path / "c", tmp_path / "tokenizer.json", append_eos=False)
+    prepare([str(tmp_path / "a.txt")], tmp_path / "c", tmp_path / "tokenizer.json", PrepareOptions(append_eos=False))
     tokens = IndexedTokens(tmp_path / "c")
     assert (tokens.dtype, tokens.document(0).tolist()) == (np.dtype(np.int32), [69999, 1, 5, 7])
     with pytest.raises(DataError, match="names no end-of-document token"):
@@ -237,6 +285,8 @@ OTHER_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "a tokenizer made again": ({"tokenizer": "copy"}, "600, whose tokenizer.json is another one since: "),
     "another option": ({"append_eos": False}, "600, --no-append-eos: choose another output"),
     "another field": ({"text_field": "content"}, r"600, --text-field content \(not text\): "),
+    "a begin token": ({"begin_token": True}, "600, --begin-token: choose another output"),
+    "special tokens": ({"special_tokens": "as-text"}, r"600, --special-tokens as-text \(not keep\): "),
     "a file that has changed": ({"change": True}, "600, whose files are others or have changed since: "),
 }
 
@@ -259,15 +309,15 @@ def test_prepared_data_is_replaced_by_another_job_only_if_asked(
     if options.get("change"):
         Path("a.txt").write_text("another text")
     sources, tokenizer = options.get("sources", ["a.txt"]), Path(options.get("tokenizer", used))
-    others = {key: value for key, value in options.items() if key in ("append_eos", "text_field")}
+    choice = PrepareOptions(**{key: value for key, value in options.items() if hasattr(USUAL_OPTIONS, key)})
     before = everything(tmp_path)
     for dry_run in (True, False):
         with pytest.raises(DataError, match=f"c holds 1 document prepared .*{says}") as caught:
-            prepare(sources, Path("c"), tokenizer, dry_run=dry_run, **others)
+            prepare(sources, Path("c"), tokenizer, choice, dry_run=dry_run)
         assert "\n" not in str(caught.value) and "--overwrite" in str(caught.value)
     assert everything(tmp_path) == before and not Path("c.parts").exists()
-    assert not prepare(sources, Path("c"), tokenizer, overwrite=True, **others).reused
-    assert prepare(sources, Path("c"), tokenizer, **others).reused
+    assert not prepare(sources, Path("c"), tokenizer, choice, overwrite=True).reused
+    assert prepare(sources, Path("c"), tokenizer, choice).reused
 
 
 def test_an_overwriting_run_that_is_killed_leaves_the_old_data_and_goes_on(

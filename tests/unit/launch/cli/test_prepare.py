@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -105,3 +107,62 @@ def run(
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
     code, out, err = command(words, monkeypatch, capfd)
     return code or 0, out, err
+
+
+ATTACKS: dict[str, tuple[bytes, list[str], str]] = {
+    "a.jsonl": (b'{"text": "a"}\n{"text": "\\ud800"}\n', [], "a.jsonl, line 2 has half of a surrogate pair in field"),
+    "b.jsonl": (b'{"text": "a"}\n{"text": 1}\n', [], "b.jsonl, line 2 has int in field 'text': it must hold a string"),
+    "c.jsonl.gz": (b"\x1f\x8b\x08\0\0\0\0\0\0\xffgarbage", [], "c.jsonl.gz is not a complete gzip file ("),
+    "d.jsonl.zst": (b'{"text": "a"}\n', [], "d.jsonl.zst is not a complete zstd file ("),
+    "e.csv": (b"body,label\na,1\n", [], "e.csv has no column 'text' (it has 'body', 'label'): name the column"),
+    "f.json": (b'[{"text": "a"}, {"text": null}]', [], "f.json, row 1 has NoneType in field 'text'"),
+    "g.tar": (b"text", [], "g.tar is an archive, which is not read: unpack it and give its files"),
+    "h.txt.gz": (b"text", [], "h.txt.gz is not a complete gzip file ("),
+    "i.txt": (b"a <|endoftext|> b", ["--special-tokens", "refuse"], "i.txt contains the special token '<|endoftext|>'"),
+    "j.csv": (b'text\n"a\n', [], "j.csv, line 2 is not CSV (unexpected end of data): write the table again"),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_file_that_cannot_be_read_is_one_sentence_that_names_the_place(
+    name: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    content, options, sentence = ATTACKS[name]
+    Path("bad").mkdir()
+    (Path("bad") / name).write_bytes(content)
+    assert run(USUAL, monkeypatch, capfd)[0] == 0
+    code, out, err = run(["prepare", f"bad/{name}", "-t", "tok", "-o", "data/bad", *options], monkeypatch, capfd)
+    assert (code, out) == (2, "") and err.startswith(f"megalite: error: bad/{sentence}") and err.count("\n") == 1, err
+    assert not list(Path("data").glob("bad.*"))
+
+
+def test_bad_rows_and_repeated_files_are_said(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(USUAL, monkeypatch, capfd)[0] == 0
+    Path("bad.jsonl").write_text('{"text": "a"}\n{"body": "b"}\n')
+    words = ["prepare", "bad.jsonl", "./bad.jsonl", "-t", "tok", "-o", "data/bad", "--on-bad-row", "skip"]
+    code, out, err = run(words, monkeypatch, capfd)
+    assert code == 0 and "2 documents" in out
+    assert "2 bad rows left out; the first: bad.jsonl, line 2 has no field 'text' (it has 'body')" in err
+    assert "1 file read more than once, which counts as more documents: bad.jsonl (2 times)" in err
+    summary = json.loads(run([*words, "--json"], monkeypatch, capfd)[1])
+    assert (summary["reused"], summary["skipped_rows"], summary["repeated"]) == (True, 2, [["bad.jsonl", "bad.jsonl"]])
+    code, out, err = run(words[:-2], monkeypatch, capfd)
+    assert (code, out) == (2, "") and "line 2 has no field" in err and "with --on-bad-row skip" in err
+
+
+def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The error of a stream that is written has no name of a file."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("data_pipeline.indexed.IndexedWriter._write_index", full)
+        code, out, err = run(USUAL, monkeypatch, capfd)
+    assert (code, out) == (2, "") and err == "megalite: error: data/mine.bin: the disk is full: free some space\n"
+    code, out, _ = run([*USUAL, "--json"], monkeypatch, capfd)
+    assert code == 0 and json.loads(out)["resumed_parts"] == 1

@@ -260,6 +260,19 @@ def test_what_a_busy_machine_did_is_measured_again_when_it_is_idle(
     assert entry["load"] == 3.0 and datetime.fromisoformat(entry["date"]).tzinfo is not None
 
 
+def test_what_was_measured_beside_a_start_is_measured_again_by_one_who_starts_nothing(
+    four_cores: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank on four cores is no high load, but its imports disturb the measurement of them all."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 0.0, 0.0))
+    for _ in range(2):
+        describe_machine(1, limits=MeasurementLimits(busy_ranks=1))
+    assert len(four_cores) == 1, "another start disturbs as much"
+    for _ in range(2):
+        describe_machine(1)
+    assert len(four_cores) == 2
+
+
 def test_measuring_again_may_fail(four_cores: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(timeout_s: float) -> Any:
         raise LaunchError(f"not in {timeout_s:g} s")

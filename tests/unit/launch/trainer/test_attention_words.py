@@ -18,19 +18,22 @@ WINDOWS = {
     "model.layer_types": "[sliding_attention,full_attention,sliding_attention]",
 }
 DOCUMENTS = {"data.document_mask": True}
-FLASH = "flash attention by the boundaries of documents"
-WITH_A_MASK = "torch's fused attention with a mask over all scores, because"
+FLASH = "flash attention by boundaries of documents"
+WITH_A_MASK = "torch's memory-efficient attention with a mask over all scores, because"
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, "attention of 3 layers: torch's fused attention"),
+        ({}, "attention of 3 layers: torch's flash attention"),
+        ({"precision.dtype": "fp32"}, "attention of 3 layers: torch's memory-efficient attention"),
         (DOCUMENTS, f"attention of 3 layers: {FLASH}"),
         (
             WINDOWS,
-            f"attention of 2 layers with a window of 16 tokens: {FLASH}; 1 layer: torch's fused attention",
+            "attention of 2 layers with a window of 16 tokens: flash attention by windows; 1 layer: torch's flash "
+            "attention",
         ),
+        (WINDOWS | DOCUMENTS, f"2 layers with a window of 16 tokens: {FLASH}; 1 layer: {FLASH}"),
         (DOCUMENTS | {"performance.attention": "sdpa"}, f"3 layers: {WITH_A_MASK} performance.attention is sdpa"),
         (DOCUMENTS | {"precision.dtype": "fp32"}, f"3 layers: {WITH_A_MASK} flash attention takes bf16 and fp16, not"),
         (GEMMA, "3 layers: FlexAttention, which caps scores in its kernel"),

@@ -1,0 +1,103 @@
+"""Encoders make token ids of a piece of text: frozen values that travel to every worker process of `prepare`.
+
+A document may contain the spelling of a special token, `<|endoftext|>` in a page about tokenizers. What becomes of it
+is a choice (`SpecialTokens`); the tokens that begin and end a document are set here, by id, and never by a text.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+from numpy.typing import NDArray
+
+from data_pipeline.errors import DataError
+from data_pipeline.prepare.cutting import TextPiece
+from data_pipeline.prepare.fill_in_the_middle import FillInTheMiddle
+from data_pipeline.tokenizer import TokenizerFile, load_tokenizer
+
+if TYPE_CHECKING:
+    import tokenizers
+
+SpecialTokens = Literal["keep", "as-text", "refuse"]
+"""keep: the special token, as the tokenizer reads it; as-text: the tokens of its letters; refuse: DataError."""
+
+
+class EncodedPiece(NamedTuple):
+    """The tokens of one piece."""
+
+    ids: list[int]
+    loss: NDArray[Any] | None  # [ids] uint8, 1 where a token carries loss; None: every token does
+
+
+class PieceEncoder(Protocol):
+    """A value that can be pickled, and encodes the same piece to the same tokens in every process."""
+
+    @property
+    def tokenizer(self) -> TokenizerFile: ...
+
+    def encode(self, piece: TextPiece) -> EncodedPiece: ...
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """Encodes plain text; a token of None is not written."""
+
+    tokenizer: TokenizerFile
+    begin_token: int | None
+    end_token: int | None
+    special_tokens: SpecialTokens
+    fill_in_the_middle: FillInTheMiddle | None = None
+
+    def encode(self, piece: TextPiece) -> EncodedPiece:
+        """Returns the tokens of the piece, with those around its document. Raises DataError for refused text."""
+        parts: list[int | str] = [piece.text]
+        if self.fill_in_the_middle is not None and piece.begins_document and piece.ends_document:
+            parts = self.fill_in_the_middle.arranged(piece.text, piece.number)
+        ids: list[int] = []
+        if piece.begins_document and self.begin_token is not None:
+            ids.append(self.begin_token)
+        for part in parts:
+            ids.extend([part] if isinstance(part, int) else self._ids_of(part, piece.where))
+        if piece.ends_document and self.end_token is not None:
+            ids.append(self.end_token)
+        return EncodedPiece(ids, None)
+
+    def _ids_of(self, text: str, where: str) -> list[int]:
+        loaded, special = loaded_tokenizer(self.tokenizer.path, self.tokenizer.sha256, self.special_tokens == "as-text")
+        # One text per call: a batch starts rayon's threads in every process, and is no faster on one core.
+        ids = loaded.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        if self.special_tokens == "refuse":
+            found = next((special[token] for token in ids if token in special), None)
+            if found is not None:
+                raise DataError(
+                    f"{where} contains the special token {found!r}: take it out, or choose --special-tokens as-text or "
+                    "keep"
+                )
+        return ids
+
+
+class LoadedTokenizer(NamedTuple):
+    """A tokenizer in memory, and the spelling of each of its special tokens by id."""
+
+    tokenizer: "tokenizers.Tokenizer"
+    special: dict[int, str]
+
+
+@lru_cache(maxsize=1)
+def loaded_tokenizer(path: Path, sha256: str, special_as_text: bool) -> LoadedTokenizer:
+    """Loads a tokenizer once per process; `sha256` is in the cache key because the file at `path` may be replaced."""
+    loaded = load_tokenizer(path)
+    loaded.encode_special_tokens = special_as_text
+    added = loaded.get_added_tokens_decoder()
+    return LoadedTokenizer(loaded, {number: token.content for number, token in added.items() if token.special})
+
+
+def check_as_text(file: TokenizerFile, loaded: LoadedTokenizer) -> None:
+    """Raises DataError if a special token cannot be written as text: its spelling is an entry of the vocabulary too."""
+    for number, content in loaded.special.items():
+        if number in loaded.tokenizer.encode_batch_fast([content], add_special_tokens=False)[0].ids:
+            raise DataError(
+                f"tokenizer {file.given} has no other tokens for the text {content!r} than the special token: choose "
+                "--special-tokens keep or refuse"
+            )

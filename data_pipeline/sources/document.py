@@ -1,0 +1,50 @@
+"""One document of a source, and the rows that hold none."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data_pipeline.errors import DataError
+
+OnBadRow = Callable[[DataError], None]
+"""Takes the sentence about a row that holds no document; the row is left out if it returns."""
+
+
+class Document(NamedTuple):
+    """The text of one document, in blocks that are read one after the other."""
+
+    where: str  # file and line, or row, for a sentence
+    blocks: Iterable[str]
+
+
+def refuse_bad_row(error: DataError) -> None:
+    raise error
+
+
+def text_of_row(row: dict[str, Any], field: str, where: str) -> str:
+    """Returns the text in `field` of a row. Raises DataError if there is none."""
+    if field not in row:
+        raise DataError(
+            f"{where} has no field {field!r} (it has {', '.join(map(repr, row)) or 'none'}): name the field that holds "
+            "the text with --text-field"
+        )
+    return checked_text(row[field], field, where)
+
+
+def checked_text(text: Any, field: str, where: str) -> str:
+    """Returns the value of a field. Raises DataError if it is no text."""
+    if not isinstance(text, str):
+        raise DataError(f"{where} has {type(text).__name__} in field {field!r}: it must hold a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise DataError(
+            f"{where} has half of a surrogate pair in field {field!r}, which is no text: write it anew"
+        ) from None
+    return text
+
+
+def file_identity(path: Path) -> list[str]:
+    """Returns path, size and modification time of a file."""
+    status = path.stat()
+    return [str(path.absolute()), str(status.st_size), str(status.st_mtime_ns)]

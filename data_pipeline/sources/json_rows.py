@@ -1,0 +1,88 @@
+"""Files of JSON, plain or compressed: a document is the text in one field of an object.
+
+`.jsonl` and `.ndjson` hold an object on each line; blank lines are skipped. `.json` holds the same, as many data sets
+name it, or one array of objects, which is read whole.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.errors import DataError
+from data_pipeline.sources.compressed import open_text, size_of_text
+from data_pipeline.sources.document import Document, OnBadRow, file_identity, text_of_row
+
+_LONGEST = 1 << 28  # bytes of a line, and of an array
+_LINES, _ARRAY = "one JSON object on each line", "one array of JSON objects"
+
+
+@dataclass(frozen=True)
+class JsonRows:
+    """The rows of a file of JSON lines or, where `may_be_array`, of one array."""
+
+    path: Path
+    text_field: str
+    may_be_array: bool = False
+
+    @property
+    def size_bytes(self) -> int | None:
+        return size_of_text(self.path)
+
+    def identity(self) -> list[str]:
+        return file_identity(self.path)
+
+    def documents(self, on_bad_row: OnBadRow) -> Iterator[Document]:
+        for where, row in self._rows(on_bad_row):
+            try:
+                if not isinstance(row, dict):
+                    raise DataError(f'{where} is not a JSON object: write {{"{self.text_field}": "..."}} on each line')
+                yield Document(where, [text_of_row(row, self.text_field, where)])
+            except DataError as error:
+                on_bad_row(error)
+
+    def _rows(self, on_bad_row: OnBadRow) -> Iterator[tuple[str, Any]]:
+        """Yields the values in the file, each with its place."""
+        with open_text(self.path) as stream:
+            if self.may_be_array:
+                start = stream.peek(1 << 12).lstrip()
+                if start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+                    yield from self._array(stream)
+                    return
+            number = 0
+            while line := stream.readline(_LONGEST + 1):
+                number += 1
+                where = f"{self.path}, line {number}"
+                if len(line) > _LONGEST:  # 10 MB of gzip may hold 10 GB
+                    on_bad_row(DataError(f"{where} has more than {_LONGEST:,} bytes: cut the document"))
+                    while line and not line.endswith(b"\n"):
+                        line = stream.readline(_LONGEST)
+                elif line.strip():
+                    try:
+                        value = parsed(line, where, _LINES)
+                    except DataError as error:
+                        on_bad_row(error)
+                    else:
+                        yield where, value
+
+    def _array(self, stream: BufferedReader) -> Iterator[tuple[str, Any]]:
+        content = stream.read(_LONGEST + 1)
+        if len(content) > _LONGEST:
+            raise DataError(
+                f"{self.path} is one array of more than {_LONGEST:,} bytes: write {_LINES}, as `jq -c '.[]'` does"
+            )
+        rows = parsed(content, str(self.path), _ARRAY)
+        yield from ((f"{self.path}, row {number}", row) for number, row in enumerate(rows))
+
+
+def parsed(content: bytes, where: str, wanted: str) -> Any:
+    """Returns the value in `content`. Raises DataError, which asks for what is `wanted`, if it is not JSON."""
+    try:
+        return json.loads(content)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where} is not UTF-8 text: convert the file to UTF-8") from error
+    except (ValueError, RecursionError) as error:  # also a number of too many digits, and what is nested too deeply
+        why = error.msg if isinstance(error, json.JSONDecodeError) else str(error).partition(":")[0]
+        raise DataError(f"{where} is not JSON ({why}): put {wanted}") from error

@@ -1,0 +1,161 @@
+"""A file is read by its ending, compressed or not, and never taken for text where it is none."""
+
+import bz2
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow
+import pytest
+
+from data_pipeline.errors import DataError
+from data_pipeline.sources import open_sources
+from data_pipeline.sources.document import refuse_bad_row
+from data_pipeline.sources.folders import repeated_files
+from tests.unit.data_pipeline.test_sources import documents
+
+TEXTS = ["first", "NA", 'thïrd\n"line", 漢字', "007", ""]
+LINES = "\n".join(json.dumps({"id": number, "text": text}) for number, text in enumerate(TEXTS)).encode()
+TABLE = b'id,text\r\n0,first\r\n1,NA\r\n2,"th\xc3\xafrd\n""line"", \xe6\xbc\xa2\xe5\xad\x97"\r\n3,007\r\n4,\r\n'
+FILES: dict[str, bytes] = {
+    "rows.jsonl": LINES,
+    "rows.ndjson": LINES,
+    "lines.json": b"\n" + LINES,  # as many data sets call JSON lines
+    "array.json": b'\xef\xbb\xbf [{"text": "first"},\n' + LINES.partition(b"\n")[2].replace(b"\n", b",") + b"]",
+    "table.csv": TABLE,
+    "marked.csv": b'\xef\xbb\xbftext\nfirst\nNA\n"th\xc3\xafrd\n""line"", \xe6\xbc\xa2\xe5\xad\x97"\n007\n',
+}
+
+
+def compressed(content: bytes, codec: str) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, codec) as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+COMPRESSED = {
+    ".gz": lambda content: gzip.compress(content[:9]) + gzip.compress(content[9:]),  # in two members, as pigz writes
+    ".zst": lambda content: compressed(content[:9], "zstd") + compressed(content[9:], "zstd"),
+    ".bz2": lambda content: bz2.compress(content[:9]) + bz2.compress(content[9:]),
+    ".lz4": lambda content: compressed(content, "lz4"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_rows_of_json_and_of_tables_are_documents(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(FILES[name])
+    assert documents([str(tmp_path / name)]) == TEXTS[:-1]
+
+
+@pytest.mark.parametrize("ending", COMPRESSED)
+def test_compressed_files_are_read_by_their_ending(ending: str, tmp_path: Path) -> None:
+    for name, content in {**FILES, "notes.txt": b"\xef\xbb\xbf" + LINES}.items():
+        (tmp_path / f"{name}{ending}").write_bytes(COMPRESSED[ending](content))
+        expected = [LINES.decode()] if name == "notes.txt" else TEXTS[:-1]
+        assert documents([str(tmp_path / f"{name}{ending}")]) == expected, name
+    assert [source.size_bytes for source in open_sources([str(tmp_path)], "text")] == [None] * 7
+
+
+DAMAGE = [(ending, damage) for ending in COMPRESSED for damage in ("cut short", "changed inside", "something else")]
+DAMAGE.remove((".lz4", "changed inside"))  # pyarrow writes no checksum, so that it is not seen
+
+
+@pytest.mark.parametrize(("ending", "damage"), DAMAGE)
+def test_damaged_compression_is_one_sentence(ending: str, damage: str, tmp_path: Path) -> None:
+    content = bytearray(
+        COMPRESSED[ending](b"".join(json.dumps({"text": f"{n * 7919}"}).encode() + b"\n" for n in range(9999)))
+    )
+    if damage == "cut short":
+        del content[-9:]
+    elif damage == "changed inside":
+        middle = len(content) // 2
+        content[middle : middle + 40] = bytes(40)
+    else:
+        content = bytearray(b"<html>Not Found</html>")
+    for name in ("rows.jsonl", "notes.txt"):
+        (tmp_path / f"{name}{ending}").write_bytes(content)
+        with pytest.raises(DataError, match=rf"{name}{ending} is not a complete \w+ file \(.+\): fetch or") as caught:
+            documents([str(tmp_path / f"{name}{ending}")])
+        assert "\n" not in str(caught.value)
+
+
+NO_TEXT = {
+    "dump.jsonl.xz": "is compressed in a way that is not read: compress it anew, as .zst or .gz",
+    "pages.zip": "is an archive, which is not read: unpack it",
+    "pages.tar.gz": "is an archive",
+    "pages.tgz": "is an archive",
+    "table.tsv": "is a table in a format that is not read: save it as .csv",
+    "table.tsv.gz": "is a table in a format",
+}
+
+
+@pytest.mark.parametrize("name", NO_TEXT)
+def test_what_is_no_text_is_not_taken_for_it(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"text\tlabel\nsome words\t1\n")
+    for spec in (name, "", "*"):
+        with pytest.raises(DataError, match=rf"{name} {NO_TEXT[name]}"):
+            documents([str(tmp_path / spec)])
+
+
+BAD_FILES: dict[str, tuple[bytes, str]] = {
+    "other.csv": (b"label,body\n1,a\n", r"other.csv has no column 'text' \(it has 'label', 'body'\): name the column"),
+    "ragged.csv": (b"text,label\na,1\nsome, words,2\n", "line 3 has more cells than the first line names: put cells"),
+    "short.csv": (b"label,text\n1,a\n2\n", "line 3 has fewer cells than"),
+    "quote.csv": (b'text\n"a"b\n', r"line 2 is not CSV \(.*\): write the table again"),
+    "latin.csv": (b"text\n\xe4\n", "latin.csv is not UTF-8 text: convert"),
+    "other.json": (b'[{"text": "a"}, {"body": "b"}]', r"row 1 has no field 'text' \(it has 'body'\)"),
+    "strings.json": (b'["a", "b"]', "row 0 is not a JSON object"),
+    "object.json": (b'{\n  "text": "a"\n}', "line 1 is not JSON"),
+    "cut.json": (b'[{"text": "a"},', r"cut.json is not JSON \(.*\): put one array of JSON objects"),
+    "number.json": (b"7", "line 1 is not a JSON object"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_tables_and_arrays_name_the_place(name: str, tmp_path: Path) -> None:
+    content, sentence = BAD_FILES[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=sentence) as caught:
+        documents([str(tmp_path / name)])
+    assert str(tmp_path / name) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_array_that_is_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_pipeline.sources.json_rows._LONGEST", 1000)
+    (tmp_path / "array.json").write_text(json.dumps([{"text": "abc"}] * 100))
+    with pytest.raises(DataError, match=r"array.json is one array of more than 1,000 bytes: write one JSON object on"):
+        documents([str(tmp_path / "array.json")])
+
+
+def test_every_folder_that_a_link_leads_to_is_read_once(tmp_path: Path) -> None:
+    """A folder of links must not be taken for an empty one, nor a loop of links for one without end."""
+    corpus = tmp_path / "corpus"
+    for name in ("a", "z", ".store/b"):
+        (corpus / name).mkdir(parents=True)
+        (corpus / name / "text.txt").write_text(name)
+    (corpus / "again").symlink_to("z")
+    (corpus / "b").symlink_to(".store/b")
+    (corpus / "z" / "loop").symlink_to("..")
+    (corpus / "gone").symlink_to("nowhere")
+    (corpus / "itself").symlink_to("itself")
+    files = [source.path for source in open_sources([str(corpus)], "text")]
+    assert files == [corpus / "a" / "text.txt", corpus / "b" / "text.txt", corpus / "z" / "text.txt"]
+    links = tmp_path / "links"
+    links.mkdir()
+    (links / "away").symlink_to(corpus / "a")
+    with pytest.raises(DataError, match=rf"{links}/away leads outside its folder, to {corpus}/a: copy it into"):
+        documents([str(links)])
+    assert documents([f"{links}/**/*.txt"]) == ["a"], "a pattern follows links"
+
+
+def test_a_file_that_is_named_more_than_once_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("a")
+    Path("b.txt").write_text("a")
+    Path("link.txt").symlink_to("a.txt")
+    Path("sub").mkdir()
+    sources = open_sources(["a.txt", "b.txt", "./a.txt", "sub/../a.txt", "link.txt"], "text")
+    paths = [source.path for source in sources if source.path is not None]
+    assert repeated_files(paths) == [["a.txt", "a.txt", "sub/../a.txt", "link.txt"]]
+    assert [document.where for source in sources for document in source.documents(refuse_bad_row)][1] == "b.txt"
