@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megalite.config import Config, ModelConfig
 from megalite.parallel.activation_offload import ActivationOffload
+from megalite.parallel.adapters import with_adapters
 from megalite.parallel.collectives import TensorParallel, replicated_parameter
 from megalite.parallel.dropout import Dropout
 from megalite.parallel.layers import BlockInput, CompilableBlock, LayerSpec, Recompute, recomputed
@@ -69,13 +70,15 @@ def decoder_layers(
 
 
 def layers_of(config: Config, recompute: Sequence[Recompute]) -> list[LayerSpec]:
-    """Returns the layers of a run's model with its offloading and attention; `recompute` is that of each block."""
-    return decoder_layers(
+    """Returns the layers of a run's model with its offloading, attention and adapters; `recompute` is that of each
+    block."""
+    layers = decoder_layers(
         config.model,
         recompute,
         offload_activations=config.offload.activations == "cpu",
         attention=config.performance.attention,
     )
+    return with_adapters(layers, config.adapter)
 
 
 def _norm(model: ModelConfig, tp: TensorParallel) -> nn.Module:

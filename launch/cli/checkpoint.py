@@ -134,9 +134,9 @@ def diff(
     from launch.checkpoints import report
     from launch.checkpoints.difference import difference, numbers_in_common
     from launch.checkpoints.listing import local_path
-    from megalite.checkpoint.reader import open_checkpoint
+    from megalite.checkpoint.reader import CheckpointReader, open_checkpoint
 
-    left, right = (open_checkpoint(local_path(place)) for place in (first, second))
+    left, right = (open_checkpoint(local_path(place), CheckpointReader) for place in (first, second))
     with _advancing("comparing", 4 * numbers_in_common(left.manifest, right.manifest)) as advance:
         found = difference(left, right, advance=lambda numbers: advance(4 * numbers))
     equal = found.is_equal(tolerance)

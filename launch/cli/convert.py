@@ -81,12 +81,15 @@ def export(
     ] = None,
     tokenizer: ModelTokenizer = None,
     max_shard_size: Annotated[str, typer.Option(help='Largest size of a weight file, such as "500MB".')] = "2GB",
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of a run with adapters the whole model, with them merged into its weights.")
+    ] = False,
     overwrite: Overwrite = False,
     validate: Validate = True,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Turn a checkpoint of any layout into a Hugging Face folder that `transformers` loads.
+    """Turn a checkpoint of any layout into a Hugging Face folder for `transformers`; adapters into one for `peft`.
 
     The run that wrote it may still be training. Weights are streamed and logits compared as in `megalite import`.
 
@@ -98,7 +101,13 @@ def export(
     size, stored = parse_size(max_shard_size), None if dtype is None else dtype.value
     if dry_run:
         plan = plan_export(
-            checkpoint, hf_dir, dtype=stored, tokenizer=tokenizer, max_shard_bytes=size, overwrite=overwrite
+            checkpoint,
+            hf_dir,
+            dtype=stored,
+            tokenizer=tokenizer,
+            max_shard_bytes=size,
+            overwrite=overwrite,
+            merge=merge,
         )
         _print_plan(plan, "export", as_json)
         return
@@ -111,6 +120,7 @@ def export(
             max_shard_bytes=size,
             overwrite=overwrite,
             validate=validate,
+            merge=merge,
             report=report_progress,
         )
     _print_summary(summary, as_json)

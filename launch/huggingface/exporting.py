@@ -17,6 +17,7 @@ from torch import Tensor
 
 from data_pipeline.tokenizer import inspect_tokenizer
 from launch.errors import LaunchError
+from launch.huggingface.adapter_exporting import AdapterExport, export_adapters, plan_adapters
 from launch.huggingface.checkpoint_tokenizer import REMEDY, find_tokenizer
 from launch.huggingface.hub_folder import model_of
 from launch.huggingface.model_folder import DTYPES
@@ -33,10 +34,11 @@ from megalite.checkpoint.huggingface.folder import (
     write_configs,
     write_weights,
 )
-from megalite.checkpoint.huggingface.json_files import CONFIG
+from megalite.checkpoint.huggingface.json_files import ADAPTER, CONFIG
 from megalite.checkpoint.huggingface.safetensors_writer import Entry
 from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER, copy_tokenizer
-from megalite.checkpoint.reader import CheckpointReader, open_checkpoint
+from megalite.checkpoint.merged_reader import MergedReader
+from megalite.checkpoint.reader import open_checkpoint
 from megalite.config import ModelConfig
 from megalite.parallel.expert_balance import BIAS
 from models.families import family, hf_config
@@ -48,7 +50,7 @@ from models.hub.tensor_layout import HubLayout
 class _Export:
     """A checked checkpoint, and the tensors to write from it."""
 
-    reader: CheckpointReader
+    reader: MergedReader
     model: ModelConfig
     layout: HubLayout
     dtype: str  # in config.json
@@ -73,14 +75,19 @@ def plan_export(
     tokenizer: str | Path | None = None,
     max_shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
+    merge: bool = False,
 ) -> ConversionPlan:
     """Describes what `export_hugging_face` would do. Raises what it would raise before it writes."""
+    reader = _open(checkpoint, merge=merge)
+    if reader.has_adapters and not merge:
+        check_replaceable(hf_dir.resolve(), overwrite, ADAPTER)
+        return plan_adapters(_adapters(reader, dtype, tokenizer), hf_dir)
     check_replaceable(hf_dir.resolve(), overwrite, CONFIG)
-    return _plan(_prepare(checkpoint, dtype, tokenizer), hf_dir, max_shard_bytes)
+    return _plan(_prepare(reader, dtype, tokenizer), hf_dir, max_shard_bytes)
 
 
 def _plan(export: _Export, hf_dir: Path, max_shard_bytes: int) -> ConversionPlan:
-    parameters = sum(map(prod, export.reader.manifest.tensors.values()))
+    parameters = sum(map(prod, export.reader.shapes.values()))
     return ConversionPlan(
         source=str(export.reader.folder),
         target=str(hf_dir),
@@ -105,17 +112,23 @@ def export_hugging_face(
     max_shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
     validate: bool = True,
+    merge: bool = False,
     report: ReportProgress = no_progress,
 ) -> ConvertSummary:
-    """Writes the Hugging Face folder `hf_dir` from a checkpoint, or the newest of a run.
+    """Writes the Hugging Face folder `hf_dir` from a checkpoint, or the newest of a run; of one with adapters a PEFT
+    folder of these alone, unless they are to be merged.
 
     dtype: fp32, bf16 or fp16; by default that of each tensor of the imported folder, or of the run. tokenizer: its
     folder; by default what the checkpoint knows. Raises CheckpointError, FamilyError or LaunchError. With `validate`
     transformers is loaded, which changes settings of the whole process while it loads: do not call it in a thread
     beside training.
     """
+    reader = _open(checkpoint, merge=merge)
+    if reader.has_adapters and not merge:
+        adapters = _adapters(reader, dtype, tokenizer)
+        return export_adapters(adapters, hf_dir, overwrite=overwrite, validate=validate, report=report)
     check_replaceable(hf_dir.resolve(), overwrite, CONFIG)
-    export = _prepare(checkpoint, dtype, tokenizer)
+    export = _prepare(reader, dtype, tokenizer)
     plan = _plan(export, hf_dir, max_shard_bytes)
     check_room(hf_dir.resolve(), plan.bytes_written)
     kept = export.reader.manifest.config.get("hugging_face") or {}
@@ -140,8 +153,20 @@ def export_hugging_face(
         return convert(plan, write, compare if validate else None, what, report)
 
 
-def _prepare(checkpoint: Path, dtype: str | None, tokenizer: str | Path | None) -> _Export:
-    reader = open_checkpoint(checkpoint)
+def _open(checkpoint: Path, *, merge: bool) -> MergedReader:
+    reader = open_checkpoint(checkpoint, MergedReader)
+    if merge and not reader.has_adapters:
+        raise LaunchError(f"{reader.folder}: holds no adapters to merge, but the model itself: leave --merge out")
+    return reader
+
+
+def _adapters(reader: MergedReader, dtype: str | None, tokenizer: str | Path | None) -> AdapterExport:
+    export = _prepare(reader, dtype or "fp32", tokenizer)
+    model_type = export.model.model_type
+    return AdapterExport(reader, model_type, export.layout, export.dtype, export.tokenizer, export.notices)
+
+
+def _prepare(reader: MergedReader, dtype: str | None, tokenizer: str | Path | None) -> _Export:
     config = reader.manifest.config
     model = model_of(config.get("model"), str(reader.folder))
     shapes = global_shapes(model)
@@ -151,8 +176,8 @@ def _prepare(checkpoint: Path, dtype: str | None, tokenizer: str | Path | None) 
             f"{reader.folder}: holds a bias of the experts' choice ({biases[0]}), with which it was trained, and a "
             f"Hugging Face {model.model_type} has no place for one: without it tokens would go to other experts"
         )
-    if reader.manifest.tensors != shapes:
-        differing = min(shapes.items() ^ reader.manifest.tensors.items())[0]
+    if reader.shapes != shapes:
+        differing = min(shapes.items() ^ reader.shapes.items())[0]
         raise CheckpointError(f"{reader.folder}: its tensors are not those of its model: {differing}")
     described = family(model.model_type)
     described.check(model)

@@ -20,6 +20,7 @@ from launch.trainer.resume import IMPORTED, check_tokenizer
 from megalite.checkpoint.huggingface.json_files import CONFIG
 from megalite.checkpoint.huggingface.tokenizer_folder import tokenizer_files
 from megalite.checkpoint.manifest import Manifest
+from megalite.checkpoint.merged_reader import MergedReader
 from megalite.checkpoint.reader import WeightReader, open_checkpoint
 from megalite.config import ModelConfig
 
@@ -90,7 +91,7 @@ def open_stored(path: str | Path, tokenizer: str | Path | None = None) -> Stored
         own = hub.folder if tokenizer_files(hub.folder) else None
         place = own if tokenizer is None else given_tokenizer(Path(tokenizer), hub.tokenizer_sha256, hub.folder)
         return StoredModel(hub.folder, hub.model, hub.reader, hub.carried(), {}, place, "the folder has none", hub=hub)
-    reader = open_checkpoint(folder)
+    reader = open_checkpoint(folder, MergedReader)
     config = reader.manifest.config
     found = find_tokenizer(reader.manifest, reader.folder, tokenizer)
     return StoredModel(

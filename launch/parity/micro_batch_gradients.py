@@ -38,7 +38,7 @@ class MicroBatchGradients:
     def watching(self) -> Iterator[None]:
         """Adds up what backward computes within the `with`."""
         assert not self._calls, "one step is watched"
-        weights: set[Tensor] = {each for _, each in self._engine.parameters()}
+        weights: set[Tensor] = {each for _, each in self._engine.trained_parameters()}
         weights |= set() if self._tied is None else {self._tied.weight}
         handles = [each.register_hook(partial(self._add, each)) for each in weights]
         try:

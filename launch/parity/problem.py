@@ -152,6 +152,9 @@ def make_problem(
     values = config.model_dump(mode="json")
     values["model"] = model.model_dump(mode="json")
     # the other options of these sections are those of a layout, not of the problem
+    if config.adapter.name != "none":
+        changes.append("adapter.name lora -> none: the model itself is trained, as transformers trains it")
+        values["adapter"] = {}
     values |= {"parallel": {"gradient_bucket_size": _bucket_size(config, model)}, "recompute": {}}
     for option, coefficient in config.training.router:
         if coefficient:

@@ -13,7 +13,7 @@ from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import LayerSpec
 from megalite.parallel.mesh import Mesh, stage_boundaries
 from megalite.planner.schedules.tables import Schedule, placement
-from models.decoder import decoder_layers
+from models.decoder import layers_of
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RankRow:
 def layout_rows(config: Config, layout: ResolvedLayout) -> list[RankRow]:
     """Builds one row per rank. Layers are built on the meta device, so sizes are exact and take no memory."""
     mesh = Mesh(layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size)
-    specs = decoder_layers(config.model)
+    specs = layers_of(config, ["none"] * config.model.num_hidden_layers)
     where = placement(Schedule(layout.pipeline_schedule), layout.pipeline_parallel_size, layout.pipeline_chunks)
     boundaries = stage_boundaries([spec.cost for spec in specs], [spec.is_block for spec in specs], len(where))
     by_stage: list[list[LayerSpec]] = [[] for _ in range(layout.pipeline_parallel_size)]

@@ -26,9 +26,10 @@ from launch.trainer.start_flags import NO_FLAGS, StartFlags
 from megalite.checkpoint.durable_files import remove
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER, check_tokenizer_links, tokenizer_files
-from megalite.checkpoint.manifest import Manifest, read_manifest
+from megalite.checkpoint.manifest import Manifest, adapter_of, read_manifest
 from megalite.checkpoint.retention import clean_up
 from megalite.config import Config, ResolvedLayout
+from megalite.config.errors import shown
 from megalite.config.model import DROPOUTS
 from megalite.config.rules import check_counted_length
 from megalite.training.state import TrainState
@@ -163,6 +164,7 @@ def agree_on_start(config: Config, rank: Rank, data: RunData, activity: Activity
 def load_state(engine: Engine, setup: RunSetup) -> TrainState:
     """Loads weights, and on a resume the optimizer, into the engine; returns the state of the run."""
     from megalite.checkpoint.engine_state import load_engine
+    from megalite.checkpoint.merged_reader import MergedReader
     from megalite.checkpoint.reader import CheckpointReader
 
     start, data = setup.start, setup.data
@@ -174,7 +176,7 @@ def load_state(engine: Engine, setup: RunSetup) -> TrainState:
     if start.hub is not None:
         load_engine(engine, start.hub.reader, weights_only=True)
     elif start.checkpoint is not None and not start.is_resume:
-        load_engine(engine, CheckpointReader(start.checkpoint), weights_only=True)
+        load_engine(engine, MergedReader(start.checkpoint), weights_only=True)
     elif start.checkpoint is not None and start.manifest is not None:
         load_engine(engine, CheckpointReader(start.checkpoint), weights_only=False)
         return TrainState.model_validate(start.manifest.state).model_copy(update=known)
@@ -231,6 +233,7 @@ def find_start(
         _check_model(manifest, config, own)
         _check_data(manifest, config, own, data.training)
         _check_optimizer(manifest, config, own)
+        _check_adapter(manifest, config, own)
         check_kept(manifest, own, config)
         changes = changes_since(manifest, config)
         check_changes(changes, own, allow_change=flags.allow_change)
@@ -331,3 +334,13 @@ def _check_optimizer(manifest: Manifest, config: Config, folder: Path) -> None:
             f"{folder} was trained with optimizer.name {optimizer}, whose state {config.optimizer.name} cannot use: "
             "keep it, or start another run_dir with training.initialize_from"
         )
+
+
+def _check_adapter(manifest: Manifest, config: Config, folder: Path) -> None:
+    for option, before in adapter_of(manifest, folder):
+        if (now := getattr(config.adapter, option)) != before:
+            raise CheckpointError(
+                f"{folder} was trained with adapter.{option} {shown(before)}, this config has {shown(now)}, with which "
+                "its trained matrices mean something else or do not fit: set it back, or start another run_dir with "
+                "training.initialize_from, which begins with them merged into the model"
+            )

@@ -20,7 +20,8 @@ from launch.trainer.resume import RunSetup, Start
 from launch.trainer.run_folder import layout_facts
 from megalite.checkpoint.durable_files import room_at
 from megalite.config import Config, ResolvedLayout
-from megalite.planner.cost.shapes import StageShape, parameters, stages_of
+from megalite.planner.cost.adapters import adapter_numbers
+from megalite.planner.cost.shapes import StageShape, parameters, stage_shapes, stages_of
 from megalite.planner.reliability.checkpoints import megalite_bytes_per_parameter
 from megalite.planner.units import about, count, duration, gib, of_stages, plural, seconds
 
@@ -46,6 +47,7 @@ def run_facts(config: Config, layout: ResolvedLayout, data: RunData, start: Star
         },
         "changes": [asdict(change) for change in start.changes],
         "model": {"family": config.model.model_type, "parameters": parameters(config.model)},
+        "adapter_parameters": _in_adapters(config),
         "layout": layout_facts(layout)
         | {
             "pipeline_schedule": layout.pipeline_schedule,
@@ -110,11 +112,13 @@ def summary_lines(facts: Facts) -> Lines:
     parallel = ", ".join([zero, *["sequence parallel"] * layout["sequence_parallel"]])
     number, size = batch["micro_batches"], batch["micro_batch_size"]
     done = f", {length['steps_left']:,} of them left" if facts["start"]["step"] else ""
+    in_adapters = facts["adapter_parameters"]
     on_host = [what for what, where in facts["offload"].items() if where == "cpu"]
     return [
         ("run", f"{facts['run_dir']}, {_start_in_words(facts['start'], length)}"),
         *(("changed", str(OptionChange(**change))) for change in facts["changes"]),
         ("model", f"{model['family']}, {count(model['parameters'])} parameters"),
+        *[("adapters", f"LoRA, {count(in_adapters)} parameters, which alone are trained")] * bool(in_adapters),
         (
             "layout",
             f"tensor {layout['tensor_parallel_size']} x pipeline {layout['pipeline_parallel_size']}{schedule} x "
@@ -213,7 +217,9 @@ def warning_of_long_step(step_s: float, global_batch_size: int) -> str | None:
 
 def warning_of_room(config: Config) -> str | None:
     """Returns a warning where the disk of `run_dir` has no room for the next checkpoint."""
-    size = parameters(config.model) * megalite_bytes_per_parameter(config.optimizer.name, config.model)
+    in_adapters, whole = _in_adapters(config), parameters(config.model)
+    size = (in_adapters or whole) * megalite_bytes_per_parameter(config.optimizer.name, config.model)
+    size += 4 * whole if in_adapters else 0  # bytes of weights that stay as they are
     free = room_at(config.run_dir.absolute())
     if free >= size:
         return None
@@ -221,6 +227,11 @@ def warning_of_room(config: Config) -> str | None:
         f"a checkpoint takes {gib(size)} and the disk of {config.run_dir} has {gib(free)} free: "
         "free some space, or choose another run_dir"
     )
+
+
+def _in_adapters(config: Config) -> int:
+    """Returns the numbers of all adapters; 0 without any."""
+    return adapter_numbers(config.model, config.adapter, stage_shapes(config.model, 1, 1)[0], 1)
 
 
 def _start_in_words(start: Facts, length: Facts) -> str:

@@ -22,7 +22,8 @@ from megalite.checkpoint.writer import Block
 from megalite.engine.deepspeed_internals import own_range, owned_fp32_values, set_loss_scaler_state
 from megalite.engine.engine import Engine
 from megalite.engine.optimizers import MOMENTS, moments_of
-from megalite.engine.parameter_state import create_moments, moment_names, refresh, write_own_numbers
+from megalite.engine.parameter_state import create_moments, moment_names, refresh, write_own_numbers, written_range
+from megalite.parallel.adapters import is_factor
 from megalite.parallel.expert_balance import BIAS
 from megalite.parallel.shard import RangePiece
 
@@ -51,7 +52,7 @@ def own_blocks(engine: Engine) -> OwnState:
         if own != moments:
             others |= {piece.name: own for piece in pieces}
         for kind in (WEIGHT, *own):
-            numbers = owned_fp32_values(parameter, kind)
+            numbers = _own_numbers(engine, parameter, kind)
             blocks += [Block(entry(kind, piece.name, piece.source), piece.of(numbers)) for piece in pieces]
         shapes |= {piece.name: piece.shape for piece in pieces}
     for name, bias in _own_biases(engine):
@@ -67,7 +68,7 @@ def own_size(engine: Engine) -> tuple[int, torch.device]:
     """
     count, device = 0, torch.device("cpu")
     for parameter, pieces in _own_pieces(engine):
-        numbers = owned_fp32_values(parameter, WEIGHT)
+        numbers = _own_numbers(engine, parameter, WEIGHT)
         kinds = 1 + len(moments_of(parameter, engine.config.optimizer.name))
         count += kinds * sum(piece.of(numbers).numel() for piece in pieces)
         device = numbers.device
@@ -78,9 +79,28 @@ def _own_pieces(engine: Engine) -> Iterator[tuple[nn.Parameter, list[RangePiece]
     """Yields the parameters that this rank contributes, each with the blocks of its part."""
     for _, parameter in engine.parameters():
         shard = parameter.shard  # type: ignore[attr-defined]
-        start, stop = own_range(parameter)
+        start, stop = _own_range(engine, parameter)
         if start < stop and not (shard.is_replicated and engine.coordinate.tensor_rank):
             yield parameter, list(shard.pieces_of_range(start, stop))
+
+
+def _own_range(engine: Engine, parameter: nn.Parameter) -> tuple[int, int]:
+    """Returns the range of the flattened local parameter that this rank contributes: what its optimizer updates, and
+    an equal part of a frozen parameter, which every replica holds whole."""
+    if parameter.requires_grad:
+        return own_range(parameter)
+    size = parameter.numel()
+    length = -(-size // engine.mesh.data_parallel_size)
+    start = min(size, length * engine.coordinate.data_rank)
+    return start, min(size, start + length)
+
+
+def _own_numbers(engine: Engine, parameter: nn.Parameter, kind: str) -> Tensor:
+    """Returns the values of that range, flat: the optimizer's fp32 ones, or a frozen weight's, as it computes."""
+    if parameter.requires_grad:
+        return owned_fp32_values(parameter, kind)
+    start, stop = _own_range(engine, parameter)
+    return parameter.detach().flatten()[start:stop]
 
 
 def _own_biases(engine: Engine) -> Iterator[tuple[str, Tensor]]:
@@ -94,6 +114,7 @@ def load_engine(engine: Engine, reader: WeightReader, *, weights_only: bool) -> 
     what `reader` reads.
 
     Collective. Raises CheckpointError where that is of another model. Only a CheckpointReader reads more than weights.
+    With `weights_only` adapters keep their initial values: they begin beside what the reader holds.
     """
     checkpoint = None
     if not weights_only:
@@ -102,6 +123,8 @@ def load_engine(engine: Engine, reader: WeightReader, *, weights_only: bool) -> 
     moments = _prepare_moments(engine, checkpoint) if checkpoint is not None else ()
     for _, parameter in engine.parameters():
         shard = parameter.shard  # type: ignore[attr-defined]
+        if weights_only and is_factor(shard.name):
+            continue
         for piece in shard.pieces():
             stored = reader.shapes.get(piece.name, piece.shape)
             if stored != piece.shape:
@@ -109,7 +132,7 @@ def load_engine(engine: Engine, reader: WeightReader, *, weights_only: bool) -> 
                     f"{reader.folder}: {piece.name} has shape {list(stored)}, but the model of this config needs "
                     f"{list(piece.shape)}"
                 )
-        pieces = list(shard.pieces_of_range(*own_range(parameter)))
+        pieces = list(shard.pieces_of_range(*written_range(parameter)))
         own = moments_of(parameter, engine.config.optimizer.name) if moments else ()
         for kind in (WEIGHT, *own):
 

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megalite.checkpoint.errors import CheckpointError
+from megalite.config.sections import AdapterConfig
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -172,6 +173,16 @@ def parse_manifest(data: bytes, path: Path | str) -> Manifest:
     if claimed > held:  # a number takes a byte at least: no reader allocates more than the files could fill
         raise CheckpointError(f"{path}: names more numbers than the {held} bytes of its files can hold")
     return manifest
+
+
+def adapter_of(manifest: Manifest, folder: Path) -> AdapterConfig:
+    """Returns the adapters of the run that saved a checkpoint; `folder` is for messages. Raises CheckpointError."""
+    try:
+        return AdapterConfig.model_validate(manifest.config.get("adapter"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = printable(f"adapter.{'.'.join(map(str, first['loc']))}: {first['msg']}")
+        raise CheckpointError(f"{folder}: its manifest describes no adapters of this version: {what}") from None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

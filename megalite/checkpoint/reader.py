@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -135,6 +136,7 @@ class CheckpointReader:
         return self.manifest.tensors[name]
 
 
+Reader = TypeVar("Reader", bound=CheckpointReader)
 WeightReader = CheckpointReader | HubReader  # a source of weights, as `load_engine` takes it
 
 
@@ -161,7 +163,7 @@ def _overlap_on_a_grid(blocks: list[Stored]) -> tuple[str, str] | None:
     return None
 
 
-def open_checkpoint(path: Path) -> CheckpointReader:
+def open_checkpoint(path: Path, kind: Callable[[Path], Reader] = CheckpointReader) -> Reader:  # type: ignore[assignment]
     """Opens the checkpoint at `path`, or the newest complete one under it, even while a run removes old ones.
 
     Warns of newer checkpoints that it passes over. The files of an open checkpoint are mapped, so it stays readable
@@ -173,7 +175,7 @@ def open_checkpoint(path: Path) -> CheckpointReader:
         if folder is None:
             raise CheckpointError(skipped[0] if skipped else no_checkpoint(path))
         try:
-            reader = CheckpointReader(folder)
+            reader = kind(folder)
         except CheckpointError:
             if folder.is_dir():
                 raise

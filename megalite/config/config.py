@@ -24,6 +24,7 @@ from megalite.config.deepspeed import check_pass_through, offloads_to_nvme
 from megalite.config.model import ModelConfig
 from megalite.config.places import local_run_dir
 from megalite.config.sections import (
+    AdapterConfig,
     CheckpointConfig,
     GuardsConfig,
     LaunchConfig,
@@ -68,6 +69,9 @@ class Config(Section):
 
     training: TrainingConfig
     """Batch, length and guards of the run."""
+
+    adapter: AdapterConfig = Field(default_factory=AdapterConfig)
+    """Trained matrices beside the model's weights, which then stay as they are."""
 
     recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)
     """Activations recomputed instead of kept; `auto`: chosen with the layout."""

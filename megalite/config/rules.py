@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from megalite.config.adapter_rules import problems_with_adapter
 from megalite.config.base import Device
 from megalite.config.config import Config
 from megalite.config.data_rules import problems_with_data
@@ -51,6 +52,7 @@ def broken_rules(config: Config, data_parallel_size: int | None, device: Device 
         *problems_with_optimizer(config),
         *_precision(config, device),
         *problems_with_float8(config),
+        *problems_with_adapter(config),
         *_batch(config, data_parallel_size),
         *problems_with_data(config, data_parallel_size),
         *_schedule(config),

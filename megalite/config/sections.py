@@ -197,6 +197,29 @@ class TrainingConfig(Section):
     """Weights to start from: a Hugging Face folder or hub id (`model` may then be left out), or our own checkpoint."""
 
 
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class AdapterConfig(Section):
+    """Small trained matrices beside weights that stay as they are (LoRA, Hu 2021): fine-tuning with little memory."""
+
+    name: Literal["none", "lora"] = Field(default="none", examples=["lora"])
+    """`lora` keeps the model as it is and adds `alpha / rank * B A` to each target; `none` trains the model itself."""
+
+    rank: PositiveInt = 16
+    """Rows of each A and columns of each B."""
+
+    alpha: PositiveFloat = 32.0
+    """Factor on what the adapters add, over `rank`."""
+
+    targets: Literal["all-linear"] | Annotated[tuple[Projection, ...], Field(min_length=1)] = "all-linear"
+    """Projections with an adapter, by the names that Llama has for them; `all-linear`: all of them."""
+
+    def adapts(self, projection: str) -> bool:
+        """Returns whether the projection of this name has an adapter."""
+        return self.name == "lora" and (self.targets == "all-linear" or projection in self.targets)
+
+
 RecomputeMode = Literal["none", "selective", "full"]
 
 

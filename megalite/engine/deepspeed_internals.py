@@ -135,10 +135,13 @@ def owned_fp32_values(parameter: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def fp32_fragment(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Returns the weight's `owned_fp32_values` while an optimizer is stepping; None if this rank updates none of them.
+    """Returns the weight's `owned_fp32_values` while an optimizer is stepping; None if this rank updates none of them,
+    or nobody does.
 
     None too if they are on NVMe: runtime/zero/stage3.py would swap them in and out among those that it is updating.
     """
+    if not parameter.requires_grad:
+        return None
     if is_partitioned(parameter):
         return None if is_swapped(parameter) else owned_fp32_values(parameter, "weight")
     start, stop = own_range(parameter)

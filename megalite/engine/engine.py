@@ -83,8 +83,9 @@ class Engine(ABC):
             # DeepSpeed's norm counts an unmarked parameter on tensor-parallel rank 0 only, a marked one on every rank
             parameter.tensor_model_parallel = not parameter.shard.is_replicated  # type: ignore[attr-defined]
         is_ours = reduces_beside_backward(self.config)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.torch_optimizer = build_optimizer(
-            model.parameters(),
+            trained,
             self.config.optimizer,
             bucket_size=self.config.parallel.gradient_bucket_size if is_ours else None,
             has_cpu_adam=self._has_cpu_adam(),
@@ -110,9 +111,7 @@ class Engine(ABC):
             groups = flat_groups(self.deepspeed.optimizer)
             self.torch_optimizer.connect(groups, self.data_parallel_group(), self._tp)
         if is_ours:
-            self.partitioned_step = partition_reductions(
-                self.deepspeed, model.parameters(), self.config, self.activity, self._tp
-            )
+            self.partitioned_step = partition_reductions(self.deepspeed, trained, self.config, self.activity, self._tp)
         self._transfer = BatchTransfer(self.deepspeed.device, has_dropout=self.config.model.has_dropout)
         self.runs_ahead = self.deepspeed.device.type == "cuda"
 
@@ -221,7 +220,8 @@ class Engine(ABC):
         with step.open(loss):
             self.activity.record_op(Operation.OPTIMIZER, peers=self.activity.peers.everyone)
             self.deepspeed.step()
-        self.share_tied_weight()
+        if self.tied_weight is not None and self.tied_weight.weight.requires_grad:
+            self.share_tied_weight()
         is_left_out = self.deepspeed.skipped_steps > skipped_before
         skipped: Tensor | bool = is_left_out and not step.refused
         part_norms, is_skipped = None, None
@@ -271,6 +271,12 @@ class Engine(ABC):
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """This rank's parameters by canonical path, in the same order on ranks with the same layers."""
         yield from named_shards(self.deepspeed.module)
+
+    def trained_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yields those of `parameters` that get gradients; without adapters all of them."""
+        for name, parameter in self.parameters():
+            if parameter.requires_grad:
+                yield name, parameter
 
     def _token_weight(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Returns the factor on each micro-batch's summed loss with which the mean over replicas is the token mean."""

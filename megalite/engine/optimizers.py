@@ -22,7 +22,9 @@ OF_MATRICES = {**MOMENTS, "muon": ("momentum_buffer",)}  # of those that Muon or
 
 
 def moments_of(parameter: nn.Parameter, optimizer: str) -> tuple[str, ...]:
-    """Returns the names of the state tensors that `optimizer.name` keeps of a parameter."""
+    """Returns the names of the state tensors that `optimizer.name` keeps of a parameter; none of one that is frozen."""
+    if not parameter.requires_grad:
+        return ()
     return (OF_MATRICES if is_orthogonalized(parameter.shard) else MOMENTS)[optimizer]  # type: ignore[attr-defined]
 
 

@@ -57,14 +57,23 @@ def optimizer_step_count(engine: Engine) -> int:
     return 0
 
 
+def written_range(parameter: nn.Parameter) -> tuple[int, int]:
+    """Returns the range of the flattened local parameter that a load writes on this rank: what its optimizer updates,
+    and all of a frozen one, which is in no optimizer."""
+    return own_range(parameter) if parameter.requires_grad else (0, parameter.numel())
+
+
 @torch.no_grad()
 def write_own_numbers(parameter: nn.Parameter, kind: str, fill: Callable[[Tensor], object]) -> None:
     """Lets `fill` overwrite this rank's fp32 values of a parameter; `refresh` must follow once all are written.
 
-    `fill` gets a flat tensor of the length of `own_range`. Not collective.
+    `fill` gets a flat tensor of the length of `written_range`, of a frozen parameter in its own format. Not collective.
     """
-    start, stop = own_range(parameter)
+    start, stop = written_range(parameter)
     if start == stop:
+        return
+    if not parameter.requires_grad:
+        fill(parameter.detach().view(-1))
         return
     if not is_swapped(parameter):
         fill(owned_fp32_values(parameter, kind))
@@ -79,6 +88,8 @@ def write_own_numbers(parameter: nn.Parameter, kind: str, fill: Callable[[Tensor
 
 def read_parameter(parameter: nn.Parameter, moments: tuple[str, ...]) -> dict[str, Tensor]:
     """Returns `weight` and the given moments of one parameter, fp32, in its local shape."""
+    if not parameter.requires_grad:
+        return {"weight": parameter.detach().float()}
     tensors = {"weight": safe_get_full_fp32_param(parameter)}
     tensors |= {name: safe_get_full_optimizer_state(parameter, name) for name in moments}
     return {name: tensor.detach().view(parameter.shard.local_shape) for name, tensor in tensors.items()}  # type: ignore[attr-defined]
@@ -112,7 +123,7 @@ def read_gradients(engine: Engine) -> Iterator[tuple[nn.Parameter, Tensor]]:
         for parameter, gradient in engine.reducer.whole_gradients():
             yield parameter, gradient / scale
         return
-    for _, parameter in engine.parameters():
+    for _, parameter in engine.trained_parameters():
         # the accessor would return an existing `grad`, of which ZeRO-1 has reduced only this rank's partition
         own, parameter.grad = parameter.grad, None
         gradient = safe_get_full_grad(parameter)
@@ -145,7 +156,7 @@ def create_moments(engine: Engine, step_count: int) -> None:
 
 def write_weight(parameter: nn.Parameter, value: Tensor) -> None:
     """Overwrites this rank's part of the fp32 weight from a whole local value; `refresh` must follow."""
-    start, stop = own_range(parameter)
+    start, stop = written_range(parameter)
     write_own_numbers(parameter, "weight", lambda own: own.copy_(value.flatten()[start:stop]))
 
 

@@ -110,6 +110,8 @@ class PipelinedEngine(Engine):
             return
         weight = chunks[0].serial.layers[module_key].weight
         assert isinstance(weight, nn.Parameter)
+        if not weight.requires_grad:
+            return
         micro_batches = self.layout.gradient_accumulation_steps
         reducer.expect_more(weight, micro_batches if first == last else self._tied_parts(weight))
 
@@ -158,7 +160,7 @@ class PipelinedEngine(Engine):
 
     def _hand_over_tied_gradient(self) -> None:
         """Sends the gradient of the head's copy to the embedding and adds it there."""
-        if self.tied_weight is None:
+        if self.tied_weight is None or not self.tied_weight.weight.requires_grad:
             return
         _, weight, group = self.tied_weight
         ranks = tuple(dist.get_process_group_ranks(group))

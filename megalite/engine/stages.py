@@ -83,9 +83,11 @@ class TiedHead:
         assert isinstance(parameter, nn.Parameter)
         self.name: str = parameter.shard.name  # type: ignore[attr-defined]
         del module.weight
-        self.weight = module.weight = parameter.detach().to(device, dtype).requires_grad_()
+        is_trained = parameter.requires_grad
+        self.weight = module.weight = parameter.detach().to(device, dtype).requires_grad_(is_trained)
         self._gradient: Tensor | None = None
-        self.weight.register_post_accumulate_grad_hook(self._add)
+        if is_trained:
+            self.weight.register_post_accumulate_grad_hook(self._add)
 
     def _add(self, weight: Tensor) -> None:
         assert weight.grad is not None

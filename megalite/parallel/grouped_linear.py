@@ -95,10 +95,11 @@ class _GroupedLinear(torch.autograd.Function):
         return grouped_product(x, weight.transpose(1, 2), groups)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
-        return grouped_product(grad, weight, ctx.groups), grouped_weight_gradient(grad, x, ctx.groups), None
+        weight_grad = grouped_weight_gradient(grad, x, ctx.groups) if ctx.needs_input_grad[1] else None
+        return grouped_product(grad, weight, ctx.groups), weight_grad, None
 
 
 def grouped_linear(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:

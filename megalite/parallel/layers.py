@@ -96,13 +96,18 @@ def initialize_(parameter: Tensor, shard: Shard, seed: int, std: float) -> None:
         parameter.fill_(1.0)
         return
     parameter.zero_()
-    if shard.initializer == "normal":
-        for piece in shard.pieces():
-            parameter[piece.target].copy_(torch.from_numpy(_normal(piece, seed) * np.float32(std)))
+    if shard.initializer == "zeros":
+        return
+    for piece in shard.pieces():
+        if shard.initializer == "normal":
+            drawn = _drawn(piece, seed, np.random.Generator.standard_normal) * np.float32(std)
+        else:  # torch's kaiming_uniform_ with a = sqrt(5), as peft has it for A: up to 1 / sqrt(columns)
+            drawn = (2 * _drawn(piece, seed, np.random.Generator.random) - 1) * np.float32(piece.shape[1] ** -0.5)
+        parameter[piece.target].copy_(torch.from_numpy(drawn))
 
 
-def _normal(piece: ShardPiece, seed: int) -> np.ndarray:
-    """Draws the piece's block of its global standard-normal tensor, float32."""
+def _drawn(piece: ShardPiece, seed: int, draw: Callable[..., np.ndarray]) -> np.ndarray:
+    """Draws the piece's block of its global tensor of random numbers, float32, by a method of numpy's generators."""
     rows, rest = piece.source[0], piece.source[1:]
     row_shape = piece.shape[1:]
     blocks = []
@@ -111,7 +116,7 @@ def _normal(piece: ShardPiece, seed: int) -> np.ndarray:
         count = min(BLOCK_ROWS, piece.shape[0] - first)
         key = hashlib.blake2b(f"{seed}/{piece.name}/{block}".encode(), digest_size=16).digest()
         stream = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
-        drawn = stream.standard_normal((count, *row_shape), dtype=np.float32)
+        drawn = draw(stream, (count, *row_shape), dtype=np.float32)
         inside = slice(max(rows.start - first, 0), min(rows.stop - first, count))
         blocks.append(drawn[(inside, *rest)])
     return np.concatenate(blocks)

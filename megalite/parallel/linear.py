@@ -6,7 +6,7 @@ carries its `Shard`. At size one each layer is the plain torch layer.
 
 In backward the gradient of the input comes first, and its sum over the ranks travels beside the weight's gradient. Of a
 cut sequence a rank keeps its slice, and gathers the whole once more beside the input's gradient (Korthikanti 2022,
-section 4.2.2).
+section 4.2.2). For a weight that is not trained no input is kept or gathered again, and no product made.
 """
 
 from __future__ import annotations
@@ -41,10 +41,15 @@ def sharded_parameter(shard: Shard) -> nn.Parameter:
     return parameter
 
 
-def replicated_weight(shape: tuple[int, ...], tp: TensorParallel, initializer: Initializer) -> nn.Parameter:
+def replicated_weight(
+    shape: tuple[int, ...],
+    tp: TensorParallel,
+    initializer: Initializer,
+    sections: tuple[tuple[str, int], ...] | None = None,
+) -> nn.Parameter:
     """Returns a parameter that every tensor-parallel rank holds whole and uses on its slice of the sequence, if that is
-    cut, by way of `replicated_parameter`."""
-    parameter = sharded_parameter(replicated(shape, tp.size, tp.rank, initializer))
+    cut, by way of `replicated_parameter`; `sections` as in `Shard`."""
+    parameter = sharded_parameter(replicated(shape, tp.size, tp.rank, initializer, sections))
     is_late = tp.sequence_is_cut and tp.sums_parameters_at_step
     parameter.is_summed_at_step = is_late  # type: ignore[attr-defined]
     return parameter
@@ -85,6 +90,13 @@ class TakesProducts(Protocol):
     def put(self, weight: nn.Parameter, grad: Tensor, x: Tensor) -> None: ...
 
 
+class Adapter(Protocol):
+    """Adds an adapter's part to a layer's product: `adapters.LowRankAdapter`."""
+
+    def __call__(self, x: Tensor | Recomputable, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Returns y with what the factors a and b make of x; y is local and not summed over the ranks yet."""
+
+
 class _PutOff(NamedTuple):
     """The weight of a product whose gradient goes to a queue. Autograd does not look into tuples: the hooks of an input
     run even where a Function returns None for it, and those of ZeRO-2 fail without a gradient."""
@@ -119,8 +131,9 @@ class _Product(torch.autograd.Function):
         function: Callable[..., Tensor] | None,
         *kept: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(weight, *((x,) if function is None else kept))
-        ctx.has_bias, ctx.put_off, ctx.tp, ctx.summed, ctx.function = bias is not None, put_off, tp, summed, function
+        keeps_input = put_off is not None or (weight is not None and weight.requires_grad)
+        ctx.save_for_backward(weight, *((x,) if keeps_input and function is None else kept))
+        ctx.put_off, ctx.tp, ctx.summed, ctx.function, ctx.keeps_input = put_off, tp, summed, function, keeps_input
         if put_off is not None:
             weight = put_off.weight
         assert weight is not None
@@ -134,24 +147,27 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
         tp, put_off = ctx.tp, ctx.put_off
-        gathering = begin_all_gather(_input_again(ctx.function, kept), tp) if tp.sequence_is_cut else None
+        gathering = None
+        if ctx.keeps_input and tp.sequence_is_cut:
+            gathering = begin_all_gather(_input_again(ctx.function, kept), tp)
         rows = grad.flatten(0, -2)  # [tokens, out]
         wide = multipliable(rows)
-        x_grad = wide @ multipliable(weight if put_off is None else put_off.weight)
-        x_grad = x_grad.to(grad.dtype).view(*grad.shape[:-1], x_grad.shape[-1])
-        summing = begin_sum(x_grad, tp) if tp.size > 1 else None
-        x = _input_again(ctx.function, kept) if gathering is None else gathering.wait()
+        x_grad, summing = None, None
+        if ctx.needs_input_grad[0]:
+            x_grad = wide @ multipliable(weight if put_off is None else put_off.weight)
+            x_grad = x_grad.to(grad.dtype).view(*grad.shape[:-1], x_grad.shape[-1])
+            summing = begin_sum(x_grad, tp) if tp.size > 1 else None
         weight_grad = None
-        if put_off is not None:
-            # detached: x, and so a view of it, would keep the graph that it comes from
-            put_off.queue.put(put_off.weight, rows.detach(), x.detach().flatten(0, -2))
-        elif ctx.needs_input_grad[1]:
-            wide_x = multipliable(x.flatten(0, -2))
-            if ctx.summed is not None:
-                ctx.summed.sums.add_product(ctx.summed.weight, wide, wide_x)
+        if ctx.keeps_input:
+            x = _input_again(ctx.function, kept) if gathering is None else gathering.wait()
+            if put_off is not None:
+                # detached: x, and so a view of it, would keep the graph that it comes from
+                put_off.queue.put(put_off.weight, rows.detach(), x.detach().flatten(0, -2))
+            elif ctx.summed is not None:
+                ctx.summed.sums.add_product(ctx.summed.weight, wide, multipliable(x.flatten(0, -2)))
             else:
-                weight_grad = (wide.t() @ wide_x).to(weight.dtype)
-        bias_grad = wide.sum(0).to(grad.dtype) if ctx.has_bias else None
+                weight_grad = (wide.t() @ multipliable(x.flatten(0, -2))).to(weight.dtype)
+        bias_grad = wide.sum(0).to(grad.dtype) if ctx.needs_input_grad[2] else None
         x_grad = x_grad if summing is None else summing.wait()
         return x_grad, weight_grad, bias_grad, None, None, None, None, *(None for _ in kept if ctx.function is not None)
 
@@ -173,6 +189,8 @@ def linear(
     which does not see the weight, would not run backward at all.
     """
     value, function, kept = x if isinstance(x, Recomputable) else (x, None, ())
+    if not weight.requires_grad:  # backward does not need the input again
+        function, kept = None, ()
     put_off = None
     if queue is not None and torch.is_grad_enabled() and value.requires_grad and weight.requires_grad:
         assert isinstance(weight, nn.Parameter)
@@ -191,6 +209,13 @@ class LinearLayer(nn.Module):
 
     weight: nn.Parameter
     product: Callable[..., Tensor] = staticmethod(linear)  # with linear's arguments up to `tp`
+    adapter: Adapter | None = None  # with the two factors as parameters of the layer
+    lora_A: nn.Parameter  # peft's names, which end those in checkpoints
+    lora_B: nn.Parameter
+
+    def adapted(self, x: Tensor | Recomputable, y: Tensor) -> Tensor:
+        """Adds what the adapter makes of x, if there is one, to the product y."""
+        return y if self.adapter is None else self.adapter(x, y, self.lora_A, self.lora_B)
 
 
 class ColumnParallelLinear(LinearLayer):
@@ -205,7 +230,8 @@ class ColumnParallelLinear(LinearLayer):
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
         """`[batch, seq(/tp), in]` -> `[batch, seq, out/tp]`."""
-        return joined_slices(self.product(x, self.weight, self.bias, self.tp), self.tp)
+        y = self.product(x, self.weight, self.bias, self.tp)
+        return joined_slices(self.adapted(x, y), self.tp)
 
 
 class RowParallelLinear(LinearLayer):
@@ -221,8 +247,9 @@ class RowParallelLinear(LinearLayer):
     def forward(self, x: Tensor | Recomputable) -> Tensor:
         """`[batch, seq, in/tp]` -> `[batch, seq(/tp), out]`."""
         if self.tp.size == 1:
-            return self.product(x, self.weight, self.bias)
-        y = sum_of_stacked(self.product(_with_stacked_slices(x, self.tp), self.weight, None), self.tp)
+            return self.adapted(x, self.product(x, self.weight, self.bias))
+        x = _with_stacked_slices(x, self.tp)
+        y = sum_of_stacked(self.adapted(x, self.product(x, self.weight, None)), self.tp)
         return y if self.bias is None else y + replicated_parameter(self.bias, self.tp)
 
 

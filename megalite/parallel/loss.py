@@ -107,7 +107,8 @@ class _HeadLoss(torch.autograd.Function):
                     x_grad.copy_(wide_product(delta, head))
                 else:
                     torch.mm(delta, head, out=x_grad)
-                weight_grad = _accumulate(weight_grad, delta, x)
+                if ctx.needs_input_grad[1]:
+                    weight_grad = _accumulate(weight_grad, delta, x)
             del logits, delta  # before the next chunk's
         if needs_grad:
             ctx.save_for_backward(hidden_grad, weight_grad)
@@ -118,7 +119,9 @@ class _HeadLoss(torch.autograd.Function):
         hidden_grad, weight_grad = ctx.saved_tensors
         grad = grad / ctx.scale
         # `grad` holds 1/tokens and the loss scale; in place, so backward can run only once
-        return hidden_grad.mul_(grad).to(ctx.dtype), weight_grad.mul_(grad).to(ctx.dtype), None, None, None
+        if weight_grad is not None:
+            weight_grad = weight_grad.mul_(grad).to(ctx.dtype)
+        return hidden_grad.mul_(grad).to(ctx.dtype), weight_grad, None, None, None
 
 
 def _chunk_tokens(rows: int, device: str, number_bytes: int) -> int:

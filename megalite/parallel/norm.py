@@ -108,11 +108,13 @@ class _RMSNorm(torch.autograd.Function):
         wide_x, wide_grad = (_widened(tensor).reshape(-1, x.shape[-1]) for tensor in (x, grad))
         factor, inverse_rms = _factor(weight, ctx.center), inverse_rms.reshape(-1, 1)
         product = wide_grad * wide_x
-        weight_grad = (inverse_rms.t() @ product).view_as(weight)
+        weight_grad = None
+        if ctx.needs_input_grad[1]:
+            weight_grad = (inverse_rms.t() @ product).view_as(weight).to(weight.dtype)
         # d/dx of x r(x) w, with r = 1 / rms(x):  r (g w - x r^2 <g w, x> / size)
         along_x = all_reduce((product @ factor).unsqueeze(1), ctx.cut).mul_(inverse_rms.square()).div_(-ctx.size)
         x_grad = torch.mul(wide_grad, factor, out=product).addcmul_(wide_x, along_x).mul_(inverse_rms)
-        return x_grad.view_as(x).to(x.dtype), weight_grad.to(weight.dtype), None, None, None, None
+        return x_grad.view_as(x).to(x.dtype), weight_grad, None, None, None, None
 
 
 def _factor(weight: Tensor, center: float) -> Tensor:

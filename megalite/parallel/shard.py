@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
-Initializer = Literal["normal", "zeros", "ones"]
+Initializer = Literal["normal", "zeros", "ones", "kaiming_uniform"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Shard:
     `sections` are the global sizes along `dim` of the tensors fused in this parameter (q|k|v, gate|up), each cut
     evenly over the tensor-parallel ranks, each with the name that replaces the module's own in canonical names; an
     unfused parameter has a single section without a name. A section that does not divide is padded at its end: the
-    padding is zero, gets no gradient, and is never saved. `dim` None: every tensor-parallel rank holds the whole.
+    padding is zero, gets no gradient, and is never saved. `dim` None: every tensor-parallel rank holds the whole, whose
+    sections are along the first dim.
 
     A stack is one parameter `[stacked, *shape]` of tensors that are all cut alike, such as the weights of experts. Each
     has a canonical name of its own, so initial weights, folders and checkpoints know no stacks.
@@ -79,7 +80,7 @@ class Shard:
         return (*self.shape[: self.dim], local, *self.shape[self.dim + 1 :])
 
     def _local_size(self, size: int) -> int:
-        return -(-size // self.tensor_parallel_size)
+        return size if self.dim is None else -(-size // self.tensor_parallel_size)
 
     def canonical_name(self, section: str) -> str:
         """`a.qkv.weight` with section `q_proj` -> `a.q_proj.weight`."""
@@ -107,21 +108,19 @@ class Shard:
 
     def _pieces(self) -> Iterator[ShardPiece]:
         whole = tuple(slice(0, n) for n in self.shape)
-        if self.dim is None:
-            yield ShardPiece(self.name, self.shape, whole, whole)
-            return
+        dim, rank = (0, 0) if self.dim is None else (self.dim, self.tensor_parallel_rank)
         offset = 0
         for section, size in self.sections:
             local = self._local_size(size)
-            start = min(size, self.tensor_parallel_rank * local)
+            start = min(size, rank * local)
             stop = min(size, start + local)
-            shape = (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
+            shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
             if stop > start:
                 yield ShardPiece(
                     self.canonical_name(section),
                     shape,
-                    _replace(whole, self.dim, slice(start, stop)),
-                    _replace(whole, self.dim, slice(offset, offset + stop - start)),
+                    _replace(whole, dim, slice(start, stop)),
+                    _replace(whole, dim, slice(offset, offset + stop - start)),
                 )
             offset += local
 
@@ -194,7 +193,12 @@ def _replace(slices: tuple[slice, ...], dim: int, new: slice) -> tuple[slice, ..
 
 
 def replicated(
-    shape: tuple[int, ...], tensor_parallel_size: int, tensor_parallel_rank: int, initializer: Initializer
+    shape: tuple[int, ...],
+    tensor_parallel_size: int,
+    tensor_parallel_rank: int,
+    initializer: Initializer,
+    sections: tuple[tuple[str, int], ...] | None = None,
 ) -> Shard:
-    """Describes a parameter that every tensor-parallel rank holds whole."""
-    return Shard(shape, None, (("", shape[0]),), tensor_parallel_size, tensor_parallel_rank, initializer)
+    """Describes a parameter that every tensor-parallel rank holds whole; without `sections` it is one tensor."""
+    named = sections or (("", shape[0]),)
+    return Shard(shape, None, named, tensor_parallel_size, tensor_parallel_rank, initializer)

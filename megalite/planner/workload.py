@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Self, TypeVar
 
 from megalite.config import Config, ModelConfig, ResolvedLayout
-from megalite.config.sections import Dtype, PipelineSchedule, RecomputeConfig, RecomputeMode
+from megalite.config.sections import AdapterConfig, Dtype, PipelineSchedule, RecomputeConfig, RecomputeMode
 from megalite.planner.schedules.tables import Schedule
 from megalite.planner.units import of_stages
 
@@ -112,6 +112,7 @@ class TrainingWorkload:
     document_mask: bool = False
     offloads_optimizer: bool = False  # to the memory of the host
     offloads_activations: bool = False
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     background_saves: bool = False  # each rank keeps a copy of its weights and moments in the memory of the host
     stack: Stack = field(default=MEGALITE)
 
@@ -119,6 +120,11 @@ class TrainingWorkload:
     def reduction_dtype(self) -> Dtype:
         """Format in which gradients are summed over replicas."""
         return self.gradient_reduction_dtype or self.gradient_accumulation_dtype
+
+    @property
+    def trains_adapters(self) -> bool:
+        """True if the model's weights stay as they are, without gradients and optimizer state."""
+        return self.adapter.name != "none"
 
     @property
     def reduces_beside_backward(self) -> bool:
@@ -184,5 +190,6 @@ class TrainingWorkload:
             document_mask=config.data.document_mask,
             offloads_optimizer=config.offload.optimizer == "cpu",
             offloads_activations=config.offload.activations == "cpu",
+            adapter=config.adapter,
             background_saves=config.checkpoint.background,
         )

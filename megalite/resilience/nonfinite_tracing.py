@@ -317,7 +317,8 @@ def _nonfinite_hooks(engine: Engine) -> Iterator[list[FirstNonfinite]]:
     if (tied := engine.tied_weight) is not None and not isinstance(tied.weight, nn.Parameter):
         weights.append((tied.name, tied.weight))  # the head's copy, whose gradients leave its rank only as a sum
     for name, weight in weights:
-        handles.append(weight.register_hook(partial(hooks.check_gradient, name)))
+        if weight.requires_grad:
+            handles.append(weight.register_hook(partial(hooks.check_gradient, name)))
     try:
         yield hooks.sightings
     finally:

@@ -57,6 +57,7 @@ class Case:
     bucket: int | None = None  # gradients per reduction; None: more than these models have
     clipping: float = 1.0
     router: dict[str, float] = field(default_factory=dict)  # the section training.router
+    adapter: dict[str, Any] = field(default_factory=dict)  # the section
     zero_options: dict[str, Any] | None = None  # of deepspeed.zero_optimization; None: as below
 
     @property
@@ -101,7 +102,9 @@ class Case:
                     "seed": self.seed,
                     "gradient_clipping": self.clipping,
                     "router": self.router,
+                    "initialize_from": "some/model" if self.adapter else None,
                 },
+                "adapter": self.adapter,
                 "recompute": {"mode": self.recompute},
                 "offload": self.offload,
                 "performance": {"compile": self.compile},

@@ -78,13 +78,14 @@ class Speed:
 
 
 def block_work(job: TrainingWorkload, layer: int, speed: Speed) -> Passes:
-    """Returns the work of one block. Backward has two products for each one of forward and twice the bytes;
+    """Returns the work of one block. Backward has two products for each one of forward and twice the bytes, and
+    one beside adapters, whose own products are not counted;
     `TrainingWorkload.layout.recompute` decides what is recomputed."""
     dense, core, moved = _products(job, layer, speed), _attention(job, layer, speed), _elementwise(job, layer, speed)
     is_fused = job.stack.attention != "materialized" and not _scores_exist(job.model)
     core_backward = (FLASH_BACKWARD if is_fused else 2.0) * core
     forward = sum(dense, core + moved)
-    backward = sum((2.0 * product for product in dense), core_backward + 2.0 * moved)
+    backward = sum((products_of_backward(job) * product for product in dense), core_backward + 2.0 * moved)
     again = LayerTime()
     assert isinstance(job.layout.recompute, str), "figures of stages that recompute differently are asked for by_stage"
     if job.layout.recompute == "full":
@@ -95,6 +96,11 @@ def block_work(job: TrainingWorkload, layer: int, speed: Speed) -> Passes:
         has_own = job.stack.has_own_linear_layers
         again = (LayerTime() if is_fused and has_own else core) + has_own * _computed_again(job, layer, speed)
     return Passes(forward, backward, again)
+
+
+def products_of_backward(job: TrainingWorkload) -> float:
+    """Returns the products of backward for each one of forward: a weight that stays as it is needs no gradient."""
+    return 1.0 if job.trains_adapters else 2.0
 
 
 def _computed_again(job: TrainingWorkload, layer: int, speed: Speed) -> LayerTime:
@@ -114,7 +120,7 @@ def head_work(job: TrainingWorkload, speed: Speed) -> Passes:
     tokens, columns = job.micro_batch_tokens, cut(model.vocab_size, job.layout.tensor_parallel_size)
     product = speed.product(tokens, columns, model.hidden_size, size)
     softmax = speed.moving(12.0 * tokens * columns)
-    return Passes(product + softmax, 2.0 * product + softmax, LayerTime())
+    return Passes(product + softmax, products_of_backward(job) * product + softmax, LayerTime())
 
 
 def dense_flops(job: TrainingWorkload, layer: int) -> float:

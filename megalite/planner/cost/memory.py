@@ -14,7 +14,8 @@ from itertools import pairwise
 from typing import Literal
 
 from megalite.planner.cost.activations import chunk_bytes, embedding_bytes, with_same_blocks
-from megalite.planner.cost.model_states import BUCKET, MOMENTS, States, deepspeed_states
+from megalite.planner.cost.adapters import trained_numbers
+from megalite.planner.cost.model_states import BUCKET, MOMENTS, States, deepspeed_states, with_frozen_weights
 from megalite.planner.cost.muon import orthogonalized_numbers
 from megalite.planner.cost.offloading import activations_on_device, optimizer_on_host, without_optimizer
 from megalite.planner.cost.shapes import StageShape, cut, embedding_parameters, stages_of_job, widest_parameter
@@ -84,7 +85,9 @@ def with_process(one: StageMemory, job: TrainingWorkload, process_bytes: float) 
     """Adds the memory of the process, which counts on a CPU, and the buffer that megalite/checkpoint/saver.py keeps for
     background saves: this rank's share of fp32 weights and moments."""
     shape = stages_of_job(job)[one.stage]
-    numbers = (1 + MOMENTS[job.optimizer]) * shape.parameters / job.layout.data_parallel_size
+    numbers = (1 + MOMENTS[job.optimizer]) * trained_numbers(job, shape) / job.layout.data_parallel_size
+    if job.trains_adapters:
+        numbers += shape.parameters / job.layout.data_parallel_size
     if job.optimizer == "muon":
         orthogonalized = orthogonalized_numbers(job.model, shape, job.layout.tensor_parallel_size)
         numbers -= orthogonalized / job.layout.data_parallel_size
@@ -133,11 +136,15 @@ class _Stage:
         layout, model, tp = job.layout, job.model, job.layout.tensor_parallel_size
         self.size = BYTES[job.dtype]
         has_rows = shape.has_embedding or (shape.has_head and not shape.tied_copy)
-        self.embedding = embedding_parameters(model, tp) if has_rows else 0
-        in_blocks = max(widest_parameter(model, layer, tp) for layer in shape.layers)
-        largest = max(self.embedding, in_blocks)  # parameter
+        self.trained = trained_numbers(job, shape)
+        # trained rows of embedding and head, which adapters leave as they are
+        self.embedding = embedding_parameters(model, tp) if has_rows and not job.trains_adapters else 0
+        in_blocks = min(self.trained, max(widest_parameter(model, layer, tp) for layer in shape.layers))
+        largest = max(self.embedding, in_blocks)  # trained parameter
         self.largest_of_blocks = in_blocks / largest
-        self.states = deepspeed_states(job, shape.parameters, largest, orthogonalized_numbers(model, shape, tp))
+        self.states = deepspeed_states(job, self.trained, largest, orthogonalized_numbers(model, shape, tp))
+        if job.trains_adapters:
+            self.states = with_frozen_weights(self.states, self.size, shape.parameters)
         if job.offloads_optimizer:
             self.states = self._with_offloaded_optimizer(largest)
         self.chunks = [chunk_bytes(blocks, each.first, each.count, device.widens_bf16) for each in shape.chunks]
@@ -173,12 +180,12 @@ class _Stage:
         states = without_optimizer(self.job, self.states, largest)
         if self.device.kind == "cuda":
             return states
-        return replace(states, optimizer=optimizer_on_host(self.job, self.shape.parameters))
+        return replace(states, optimizer=optimizer_on_host(self.job, self.trained))
 
     def _on_host(self) -> float:
         if self.device.kind == "cpu":
             return 0.0
-        optimizer = optimizer_on_host(self.job, self.shape.parameters) if self.job.offloads_optimizer else 0.0
+        optimizer = optimizer_on_host(self.job, self.trained) if self.job.offloads_optimizer else 0.0
         return optimizer + (max(map(self._kept, self.in_flight)) if self.job.offloads_activations else 0.0)
 
     def _always(self) -> Moment:
@@ -187,9 +194,13 @@ class _Stage:
         return {
             "weights": states.weights + self.size * self.shape.tied_copy,
             "optimizer": states.optimizer,
-            "gradients": (states.gradients if states.stay else 0.0) + 4.0 * self.shape.tied_copy,  # its sum is fp32
+            "gradients": (states.gradients if states.stay else 0.0) + self._tied_sum(),
             "communication buffers": self._bucket() if is_kept else 0.0,
         }
+
+    def _tied_sum(self) -> float:
+        """Returns the bytes of the fp32 sum of a tied head's gradients, where its copy has any."""
+        return 0.0 if self.job.trains_adapters else 4.0 * self.shape.tied_copy
 
     def _bucket(self, numbers: float | None = None) -> float:
         """Returns the bucket's bytes after so many gradients (None: all). It is allocated whole (`torch.empty` in
@@ -197,9 +208,9 @@ class _Stage:
         or, where malloc keeps what is freed, before by the first weights, half of whose space is reused."""
         if not self.device.maps_lazily:
             return self.states.bucket
-        written = self.size * (self.shape.parameters if numbers is None else numbers)
+        written = self.size * (self.trained if numbers is None else numbers)
         if self.device.keeps_freed:
-            written = self.size * self.shape.parameters + self.states.building / 2
+            written = self.size * self.trained + self.states.building / 2
         return min(self.states.bucket, written)
 
     def _during(self, activations: float, **more: float) -> Moment:
@@ -248,7 +259,9 @@ class _Stage:
         weight = rows * model.hidden_size
         of_products = 4 if is_wide or job.dtype == "fp16" else self.size
         is_added = is_wide or is_compiled  # in the GEMM; else its product is a matrix of its own
-        gradients = 4.0 * weight + (0 if is_added else of_products * weight * (tokens > chunk))
+        gradients = 0.0
+        if not self.job.trains_adapters:
+            gradients = 4.0 * weight + (0 if is_added else of_products * weight * (tokens > chunk))
         gradients += 4.0 * weight if is_wide and self.size < 4 else 0.0  # the head, widened
         gradients += of_products * tokens * model.hidden_size
         # the last block's output and its norm's, which products read whole
@@ -285,7 +298,7 @@ class _Stage:
         """Returns the moment at which the embedding's stage adds what the last stage has summed in fp32: with 16 bits
         as three numbers each."""
         model, tied = self.job.model, self.shape.has_embedding and not self.shape.has_head
-        if not (tied and model.tie_word_embeddings):
+        if not (tied and model.tie_word_embeddings) or self.job.trains_adapters:
             return {}
         return self._during(0.0, working=(4 + (3 * self.size if self.size < 4 else 4)) * self.embedding)
 
@@ -294,8 +307,8 @@ class _Stage:
         (glibc's HEAP_MAX_SIZE), and tensors that fit are kept: measured, about three of them."""
         layout, moment = self.job.layout, self._always()
         if self.device.kind == "cpu" and layout.data_parallel_size > 1:
-            most = BUCKET if layout.zero_stage == 3 else self.shape.parameters  # at once
-            copy = self.size * min(self.shape.parameters, most)
+            most = BUCKET if layout.zero_stage == 3 else self.trained  # at once
+            copy = self.size * min(self.trained, most)
             is_kept = self.device.keeps_freed and copy < 64 * MIB and layout.zero_stage < 3
             moment["gloo"] = 3 * copy if is_kept else copy
         return moment

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from megalite.config import Config, ResolvedLayout
 from megalite.config.deepspeed import has
+from megalite.planner.cost.adapters import adapter_numbers
 from megalite.planner.cost.muon import orthogonalized_numbers, working_bytes
 from megalite.planner.cost.shapes import StageShape
 from megalite.planner.workload import BYTES, TrainingWorkload
@@ -61,6 +62,11 @@ def deepspeed_states(job: TrainingWorkload, numbers: float, largest: float, orth
         optimizer=states.optimizer - BYTES[job.moments_dtype] * orthogonalized / d,
         updating=states.updating + working_bytes(job, bucket, bucket / d),
     )
+
+
+def with_frozen_weights(states: States, size: int, numbers: int) -> States:
+    """Returns the states of adapters beside a model of so many numbers of `size` bytes that stay as they are."""
+    return replace(states, weights=states.weights + size * numbers, building=states.building + 4 * numbers)
 
 
 def _reduced_beside_backward(job: TrainingWorkload, numbers: float, largest: float) -> States:
@@ -169,9 +175,12 @@ def state_bytes(config: Config, layout: ResolvedLayout, stage: StageShape) -> in
     """Returns the bytes on a rank of `stage` between two steps, without activations, buffers and gradients, which
     may or may not exist then. State offloaded to the host counts on no device."""
     size, replicas = BYTES[config.precision.dtype], layout.data_parallel_size
-    weights = size * stage.parameters // (replicas if layout.zero_stage == 3 else 1)
+    weights, trained = size * stage.parameters // (replicas if layout.zero_stage == 3 else 1), stage.parameters
+    if config.adapter.name != "none":
+        trained = adapter_numbers(config.model, config.adapter, stage, layout.tensor_parallel_size)
+        weights += size * trained
     options, moment = config.optimizer, BYTES[config.optimizer.moments_dtype]
-    optimizer = (moment * MOMENTS[options.name] + 4 * (size < 4)) * stage.parameters
+    optimizer = (moment * MOMENTS[options.name] + 4 * (size < 4)) * trained
     if options.name == "muon":
         optimizer -= moment * orthogonalized_numbers(config.model, stage, layout.tensor_parallel_size)
     optimizer //= replicas

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from megalite.planner.cost.adapters import trained_numbers
 from megalite.planner.cost.communication_time import Ring
 from megalite.planner.cost.shapes import StageShape, cut, embedding_parameters
 from megalite.planner.cost.volumes import Moved
@@ -32,11 +33,11 @@ def reduction_ends_s(
     def seconds(numbers: float) -> float:
         return ring.seconds(Moved(reduce_scatter=round(numbers * BYTES[job.reduction_dtype])))
 
-    embedding = embedding_parameters(job.model, tp) if shape.has_embedding else 0
+    embedding = embedding_parameters(job.model, tp) if shape.has_embedding and not job.trains_adapters else 0
     matrix = cut(job.model.intermediate_size, tp) * job.model.hidden_size * (1 + job.model.gated_mlp)
     end_s = -math.inf
     for blocks, (begin_s, gradients_end_s) in zip(reversed(shape.chunks), reversed(last), strict=True):
-        numbers = (shape.parameters - embedding) * blocks.count / shape.blocks
+        numbers = (trained_numbers(job, shape) - embedding) * blocks.count / shape.blocks
         buckets = math.ceil(numbers / max(job.gradient_bucket_size, matrix))  # a larger parameter has one of its own
         each_s = seconds(numbers / buckets)
         first_s = begin_s + (gradients_end_s - begin_s) / buckets

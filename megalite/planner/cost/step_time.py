@@ -13,6 +13,7 @@ from functools import partial
 
 from megalite.config import ModelConfig
 from megalite.planner.cost.activations import chunk_bytes, with_same_blocks
+from megalite.planner.cost.adapters import trained_numbers
 from megalite.planner.cost.communication_time import (
     boundary_leaves_node,
     boundary_s,
@@ -28,6 +29,7 @@ from megalite.planner.cost.layer_time import (
     dense_flops,
     head_flops,
     head_work,
+    products_of_backward,
     score_flops,
 )
 from megalite.planner.cost.muon import gathered_over_tensor_ranks, orthogonalizing_flops
@@ -103,7 +105,7 @@ def step_time(job: TrainingWorkload, cluster: Cluster) -> StepTime:
     count, between = job.micro_batches, _between_s(job, cluster)
     bubble_s, messages_s = _pipeline_s(job, mean, between)
     largest = max(shapes, key=lambda shape: shape.parameters)
-    owned = largest.parameters / (1 if job.stack.replicas == "all_reduce" else layout.data_parallel_size)
+    owned = trained_numbers(job, largest) / (1 if job.stack.replicas == "all_reduce" else layout.data_parallel_size)
     if job.reduces_beside_backward and cluster.accelerator.device != "cpu":  # whose cores compute and communicate
         exposed = _beside_backward_s(job, cluster, shapes, mean, between)
     else:
@@ -128,8 +130,8 @@ def step_time(job: TrainingWorkload, cluster: Cluster) -> StepTime:
         parts=parts,
         stages=stages,
         between_stages_s=between,
-        # forward, and twice as many of backward, of all micro-batches and replicas
-        model_flops=3.0 * (_forward_flops(job) * count * layout.data_parallel_size),
+        # forward and what backward has for it, of all micro-batches and replicas
+        model_flops=(1.0 + products_of_backward(job)) * (_forward_flops(job) * count * layout.data_parallel_size),
         peak_flops=None if cluster.accelerator.device == "cpu" else cluster.peak_flops(job.dtype) * layout.world_size,
         hidden_s=max(0.0, data_ring(layout, cluster).seconds(data_moved(job, largest)) - exposed),
     )
@@ -230,7 +232,7 @@ def _stage(
         tensor_s=there + back + again,
         tensor_links_s=links_s,
         launch_s=sum(launch_s),
-        weight_gradient_s=of_blocks.backward.matrix_s / 2,
+        weight_gradient_s=of_blocks.backward.matrix_s * (1.0 - 1.0 / products_of_backward(job)),
     )
 
 

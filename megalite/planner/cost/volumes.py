@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from megalite.planner.cost.adapters import trained_numbers
 from megalite.planner.cost.muon import gathered_over_replicas, gathered_over_tensor_ranks
 from megalite.planner.cost.shapes import StageShape, embedding_parameters
 from megalite.planner.schedules.tables import placement
@@ -146,7 +147,7 @@ def tensor_moved(job: TrainingWorkload, stage: StageShape) -> TensorMoved:
     into, out_of = (2 * blocks + stage.has_head) * size, (2 * blocks + stage.has_embedding) * size
     kept_again = is_again * kept
     linear = sum(1 if model.has_experts(layer) else 2 for layer in stage.layers)  # layers that enter by themselves
-    linear *= job.stack.has_own_linear_layers * size
+    linear *= job.stack.has_own_linear_layers * (not job.trains_adapters) * size  # which have no product to go beside
     if layout.sequence_parallel:  # the nothings are all-gathers, and each sum leaves its result cut
         return TensorMoved(
             forward=Moved(reduce_scatter=out_of, all_gather=into + kept + loss),
@@ -179,8 +180,9 @@ def data_moved(job: TrainingWorkload, stage: StageShape) -> Moved:
     layout, stack = job.layout, job.stack
     if layout.data_parallel_size == 1:
         return Moved()
-    weights, count = stage.parameters * BYTES[job.dtype] + gathered_over_replicas(job, stage), job.micro_batches
-    gradients = stage.parameters * BYTES[job.reduction_dtype]
+    trained, count = trained_numbers(job, stage), job.micro_batches
+    weights = trained * BYTES[job.dtype] + gathered_over_replicas(job, stage)
+    gradients = trained * BYTES[job.reduction_dtype]
     if stack.replicas == "all_reduce":
         return Moved(all_reduce=gradients)
     if job.reduces_beside_backward or stack.replicas == "sharded_optimizer":
@@ -204,6 +206,8 @@ def _from_tied_head(job: TrainingWorkload, stage: StageShape) -> int:
     """
     count = job.micro_batches
     if not (job.model.tie_word_embeddings and stage.has_embedding) or job.layout.pipeline_parallel_size == 1:
+        return 0
+    if job.trains_adapters:
         return 0
     times = count if stage.has_head else {"fp32": 1, "bf16": 3, "fp16": count + 1}[job.dtype]
     return times * embedding_parameters(job.model, job.layout.tensor_parallel_size) * BYTES[job.reduction_dtype]
@@ -235,7 +239,7 @@ def tied_moved(job: TrainingWorkload) -> Moved:
     unless it holds both."""
     layout = job.layout
     where = placement(layout.schedule, layout.pipeline_parallel_size, layout.pipeline_chunks)
-    if where[0] == where[-1] or not job.model.tie_word_embeddings:
+    if where[0] == where[-1] or not job.model.tie_word_embeddings or job.trains_adapters:
         return Moved()
     numbers = embedding_parameters(job.model, layout.tensor_parallel_size)
     return Moved(broadcast=numbers * BYTES[job.dtype], send=numbers * 4)

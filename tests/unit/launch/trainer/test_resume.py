@@ -45,3 +45,23 @@ def test_an_older_checkpoint_without_an_option_is_of_a_model_without_it(
     own, skipped = find_latest(checkpoints_of(config))
     with pytest.raises(CheckpointError, match=f"of another model: its model.({next(iter(option))}|layer_types) is"):
         find_start(config, open_data(config), own, skipped)
+
+
+@pytest.mark.parametrize(
+    ("saved", "option"),
+    [(None, "name"), ({"rank": 8}, "rank"), ({"alpha": 3}, "alpha"), ({"targets": ["q_proj"]}, "targets")],
+)
+def test_a_run_does_not_go_on_with_other_adapters(
+    saved: dict[str, Any] | None, option: str, tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    """Another alpha fits in shape, and would make another model of what is trained."""
+    made = {} if saved is None else {"adapter": {"name": "lora"} | saved}
+    own_checkpoint(**made)(copy.deepcopy(tiny), tmp_path)
+    tiny["training"]["initialize_from"] = "unused"
+    config = Config.model_validate(tiny | {"adapter": {"name": "lora"}})
+    own, skipped = find_latest(checkpoints_of(config))
+    with pytest.raises(CheckpointError, match=f"was trained with adapter.{option} "):
+        find_start(config, open_data(config), own, skipped)
+    if saved is not None:
+        config = Config.model_validate(tiny | made)
+        assert find_start(config, open_data(config), own, skipped).is_resume
