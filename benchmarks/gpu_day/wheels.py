@@ -29,8 +29,8 @@ HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 SITE = WORK / f"site-{HERE}"  # where they are installed: beside .wheels/, which is to stay small
 MOST_BYTES = 60 * 2**20
 TORCH = "torch"
-# imported only by what asks for them: a data set of the hub, a dashboard, a drawing of the loss
-OPTIONAL = ("datasets", "wandb", "matplotlib")
+# imported only by what asks for them: a data set of the hub, compressed text, a dashboard, a drawing of the loss
+OPTIONAL = ("datasets", "pyarrow", "wandb", "matplotlib")
 SOURCE_ONLY = ("deepspeed",)  # the index has no wheel; without operators built ahead, its own is pure Python
 OLDEST_GLIBC, NEWEST_GLIBC = 5, 28  # minor versions: 2.28 is in every distribution since 2019
 Metadata = Callable[[str], "tuple[str, list[str]] | None"]  # version and requirements of a package, if it is there

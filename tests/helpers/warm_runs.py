@@ -140,10 +140,11 @@ def _rank_main(folder: Path, rank: int, world_size: int, port: int, words: list[
     }
     import torch
 
-    from launch.train import main
+    import launch.train as job
 
+    job.PROCESS_START_TIME = time.monotonic()  # not that of the fork server
     torch.set_num_threads(1)
     if fault is not None:
         function, arguments = fault
         function(folder, rank, *arguments)
-    sys.exit(main(words))
+    sys.exit(job.main(words))
