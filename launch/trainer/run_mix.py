@@ -28,6 +28,7 @@ class FollowedMix:
     step: int = 0
     consumed_samples: int = 0
     record: MixRecord | None = None
+    left_out: tuple[tuple[int, int], ...] = ()  # [first, stop) ranges of samples whose steps rollbacks have undone
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Self:
@@ -35,7 +36,13 @@ class FollowedMix:
         facts = state.get("data_mix")
         content = "+".join(filter(None, (state.get("data_fingerprint"), state.get("data_content"))))
         record = MixRecord.read(facts) if facts else MixRecord.of_one(content)
-        return cls(int(state.get("step", 0)), int(state.get("consumed_samples", 0)), record)
+        left_out = tuple((int(first), int(stop)) for first, stop in state.get("excluded_samples", ()))
+        return cls(int(state.get("step", 0)), int(state.get("consumed_samples", 0)), record, left_out)
+
+    @property
+    def left_out_samples(self) -> int:
+        """Number of samples that rollbacks have left out."""
+        return sum(stop - first for first, stop in self.left_out)
 
     def samples_at_end(self, config: Config) -> int:
         """Returns the samples that the run has consumed at its end; `config` counts its length from this position."""
@@ -116,11 +123,13 @@ def check_past(training: Samples, followed: FollowedMix, checkpoint: Path, advic
 def check_epochs(config: Config, training: MixedSamples, followed: FollowedMix) -> None:
     """Raises DataError if a source is read more often than its `max_epochs`, or the run is longer than its epochs.
 
-    `config` counts its length from the position of the run.
+    `config` counts its length from the position of the run. Samples that rollbacks have left out do not count: a run
+    that was allowed to start is allowed to go on.
     """
-    stop, batch, data = followed.samples_at_end(config), config.training.global_batch_size, config.data
+    batch, data, left_out = config.training.global_batch_size, config.data, followed.left_out_samples
+    stop = followed.samples_at_end(config) - left_out
     if data.is_by_epochs:
-        steps = followed.step + max(0, -(-(training.mix.modulus - followed.consumed_samples) // batch))
+        steps = followed.step + max(0, -(-(training.mix.modulus - followed.consumed_samples + left_out) // batch))
         if config.total_steps > steps:
             raise DataError(
                 f"the run takes {config.total_steps:,} steps, and the epochs of data.sources come to "
@@ -183,6 +192,25 @@ def notices_of(config: Config, training: MixedSamples, followed: FollowedMix) ->
         if source.samples_per_epoch < batch:
             samples = plural(source.samples_per_epoch, "sample")
             yield f"{name} of data.sources has {samples}, less than one batch of {batch}"
-    if config.data.is_by_epochs and followed.samples_at_end(config) < training.mix.modulus:
-        share = followed.samples_at_end(config) / training.mix.modulus
-        yield f"the run ends when {share:.0%} of the epochs of data.sources are read"
+    yield from _notices_of_epochs(config, training, followed)
+
+
+def _notices_of_epochs(config: Config, training: MixedSamples, followed: FollowedMix) -> Iterator[str]:
+    """Yields notices about a run that ends before the epochs of its sources, or reads more, by whole steps."""
+    stop, left_out = followed.samples_at_end(config), followed.left_out_samples
+    reason = f"rollbacks have left out {plural(left_out, 'sample')}, in whose place later ones are read"
+    if config.data.is_by_epochs:
+        size = training.mix.modulus
+        if stop < size:
+            yield f"the run ends when {stop / size:.0%} of the epochs of data.sources are read"
+        if stop > size:
+            why = reason if left_out else f"{size:,} is no multiple of a batch of {config.training.global_batch_size:,}"
+            yield f"the run reads {plural(stop - size, 'sample')} more than the epochs of data.sources: {why}"
+        return
+    ends = [(-1, training.mix.counts(first)) for first, _ in followed.left_out]
+    ends += [(1, training.mix.counts(end)) for _, end in followed.left_out]
+    for number, (name, taken) in enumerate(zip(training.mix.names, training.mix.counts(stop), strict=True)):
+        most = config.data.sources[name].max_epochs
+        read = taken - sum(sign * counts[number] for sign, counts in ends)
+        if most is not None and left_out and read > (limit := most * training.sources[name].samples_per_epoch):
+            yield f"{name} gives {read - floor(limit):,} samples more than its max_epochs allow: {reason}"

@@ -228,6 +228,46 @@ def test_epochs_of_sources_are_the_length_of_the_run(mixed_config: dict[str, Any
         opened(changed(mixed_config, steps=36))
 
 
+@pytest.mark.parametrize("kind", ["epochs", "max_epochs"])
+def test_a_rollback_does_not_keep_a_run_of_epochs_from_going_on(mixed_config: dict[str, Any], kind: str) -> None:
+    """What was allowed to start may be restarted; that it reads some samples more is a notice."""
+    sources, steps = mixed_config["data"]["sources"], 35
+    if kind == "epochs":
+        for name, epochs in (("web", 0.5), ("code", 1), ("maths", 3)):
+            del sources[name]["weight"]
+            sources[name]["epochs"] = epochs
+    else:  # as many steps as these weights allow; the samples left out are none of maths
+        sources["maths"] |= {"weight": 0, "max_epochs": 3}
+        mixed_config["data"]["stages"] = [{"from_steps": 12, "weights": {"maths": 1}}]
+        steps = next(n for n in range(35, 0, -1) if not refusal(changed(mixed_config, steps=n)))
+    config = changed(mixed_config, steps=steps)
+    first = opened(config)
+    state = state_of(first, 6, consumed=40) | {"excluded_samples": [[16, 24], [28, 36]]}
+    second = resume(config, state)
+    assert any("rollbacks have left out 16 samples, in whose place later ones" in one for one in second.notices)
+    with pytest.raises(DataError):
+        resume(changed(config, steps=steps + 1), state)
+
+
+def refusal(config: dict[str, Any]) -> str:
+    """The sentence that refuses a new run, or ""."""
+    try:
+        opened(config)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_a_last_step_beyond_the_epochs_is_noticed(mixed_config: dict[str, Any]) -> None:
+    for name, epochs in (("web", 0.5), ("code", 1), ("maths", 3)):
+        del mixed_config["data"]["sources"][name]["weight"]
+        mixed_config["data"]["sources"][name]["epochs"] = epochs
+    mixed_config["data"]["sources"]["web"]["epochs"] = 0.51
+    said = "the run reads 3 samples more than the epochs of data.sources: 141 is no multiple of a batch of 4"
+    assert said in opened(changed(mixed_config, steps=36)).notices
+    assert not any("more than the epochs" in one for one in opened(changed(mixed_config, steps=35)).notices)
+
+
 def test_validation_sets_have_names_and_sizes(mixed_config: dict[str, Any], tmp_path: Path) -> None:
     mixed_config["data"]["held_out_fraction"] = 0.5
     mixed_config["training"]["evaluation"] = {"interval": 2, "samples": 8}
