@@ -68,16 +68,19 @@ def mixed(config: Config, sources: Mapping[str, Samples], followed: FollowedMix 
 def _stages(config: Config, followed: FollowedMix) -> list[MixStage]:
     stages = [MixStage(0, _above_zero(config.data.weights_of(DataStage())))]
     record, batch = followed.record, config.training.global_batch_size
-    known = {stage.place: stage.first_sample for stage in record.mix.stages} if record is not None else {}
+    known_stages = record.mix.stages if record is not None else ()
+    known = {place: stage.first_sample for stage in known_stages for place in (stage.place, *stage.replaced)}
     for stage in config.data.stages:
         place = f"from_tokens {stage.from_tokens}" if stage.from_steps is None else f"from_steps {stage.from_steps}"
         first = known.get(place)
         is_past = first is not None and first <= followed.consumed_samples
         if first is None or not (is_past or (record is not None and record.global_batch_size == batch)):
             first = _first_sample(config, stage, followed)
-        while stages and stages[-1].first_sample >= first:
-            stages.pop()  # of two places in one step the later one counts
-        stages.append(MixStage(first, _above_zero(config.data.weights_of(stage)), place))
+        replaced: tuple[str, ...] = ()
+        while stages and stages[-1].first_sample >= first:  # of two places in one step the later one counts
+            earlier = stages.pop()
+            replaced = (*earlier.replaced, *filter(None, [earlier.place]), *replaced)
+        stages.append(MixStage(first, _above_zero(config.data.weights_of(stage)), place, replaced))
     return stages
 
 

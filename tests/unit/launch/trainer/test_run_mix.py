@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,20 @@ def test_one_text_may_become_a_source(mixed_config: dict[str, Any]) -> None:
         resume(alone | {"data": {"path": more["data"]["sources"]["code"]["path"]}}, state_of(first, 10))
 
 
+def test_one_text_may_become_one_of_two_sources_that_hold_it(mixed_config: dict[str, Any]) -> None:
+    """Whichever of the two is read goes on; what the other one reads later is another sample."""
+    alone = changed(mixed_config)
+    web = alone["data"].pop("sources")["web"]
+    alone["data"]["path"] = web["path"]
+    first = opened(alone)
+    for name in ("again", "zebra"):  # one before and one behind it
+        config = changed(mixed_config, stages=[{"from_steps": 10, "weights": {"web": 0, name: 1}}])
+        config["data"]["sources"] = {"web": web | {"weight": 1}, name: web | {"weight": 0}}
+        second = resume(config, state_of(first, 10))
+        with pytest.raises(CheckpointError, match="sample 40 "):
+            resume(alone, state_of(second, 12))
+
+
 def test_other_tokens_in_documents_of_the_same_lengths_are_refused(mixed_config: dict[str, Any]) -> None:
     """Without metadata the fingerprint knows lengths alone, and so does a checkpoint of an older version."""
     alone = changed(mixed_config)
@@ -197,6 +212,18 @@ def test_another_batch_size_moves_no_stage_that_has_begun(mixed_config: dict[str
     # a rollback has left out samples since: the same batch size moves nothing at all
     third = resume(config, state_of(first, 10, consumed=48))
     assert [stage.first_sample for stage in mix_of(third).mix.stages] == [0, 8, 80]
+
+
+def test_another_batch_size_moves_no_stage_that_another_one_has_replaced(mixed_config: dict[str, Any]) -> None:
+    """Three stages of which two fall into one step: with smaller steps none of them begins anew in the past."""
+    places = [{"from_tokens": tokens * LENGTH, "weights": {name: 0}} for tokens, name in ((0, "code"), (5, "web"))]
+    config = changed(mixed_config, stages=[*places, {"from_tokens": 7 * LENGTH, "weights": {"maths": 0}}])
+    first = opened(config)
+    assert [(stage.first_sample, len(stage.replaced)) for stage in mix_of(first).mix.stages] == [(0, 0), (8, 1)]
+    smaller = changed(config, global_batch_size=2, micro_batch_size=2)
+    second = resume(smaller, json.loads(json.dumps(state_of(first, 10))))
+    assert mix_of(second).mix == mix_of(first).mix
+    assert mix_of(resume(smaller, state_of(second, 12, consumed=44))).mix == mix_of(first).mix
 
 
 def test_a_source_is_not_read_more_often_than_it_may(mixed_config: dict[str, Any]) -> None:
