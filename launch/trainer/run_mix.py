@@ -7,14 +7,14 @@ so that a resume with another batch size changes nothing that has been read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor, log10
 from pathlib import Path
 from typing import Any, Self
 
 from data_pipeline.dataset import Samples
 from data_pipeline.errors import DataError
-from data_pipeline.mix import Mix, MixedSamples, MixRecord, MixStage, content_id
+from data_pipeline.mix import MODULUS, Mix, MixedSamples, MixRecord, MixStage, content_id
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config import Config
 from megalite.config.data import DataStage
@@ -113,6 +113,11 @@ def check_past(training: Samples, followed: FollowedMix, checkpoint: Path, advic
     what = f"this config reads {now} there"
     if was == now:
         what = f"{now} holds something else now (other text, or another sequence_length, held_out_fraction or packing)"
+    if theirs.mix.modulus != MODULUS != ours.mix.modulus and theirs.contents == ours.contents:
+        raise CheckpointError(
+            f"{checkpoint} has read {consumed:,} samples of these sources with other epochs, and epochs of several "
+            f"sources are final once a run has begun, because they order all its samples: set them back, or {advice}"
+        )
     raise CheckpointError(
         f"{checkpoint} has read {consumed:,} samples of another mix: sample {k:,} (token {k * length:,}) came from "
         f"{was}, and {what}; only what comes from token {consumed * length:,} on may change, by a stage in data.stages "
@@ -134,10 +139,12 @@ def check_epochs(config: Config, training: MixedSamples, followed: FollowedMix) 
     if data.is_by_epochs:
         steps = followed.step + max(0, -(-(training.mix.modulus - followed.consumed_samples + left_out) // batch))
         if config.total_steps > steps:
+            is_final = followed.consumed_samples and len(training.sources) > 1
+            why_not = "; epochs of several sources are final once a run has begun, because they order all its samples"
             raise DataError(
                 f"the run takes {config.total_steps:,} steps, and the epochs of data.sources come to "
                 f"{training.mix.modulus:,} samples, which are {plural(steps, 'step')} of {batch:,}: set training.steps "
-                f"to {steps}, or raise epochs"
+                f"to {steps}{why_not if is_final else ', or raise epochs'}"
             )
         return
     for number, (name, taken) in enumerate(zip(training.mix.names, training.mix.counts(stop), strict=True)):
@@ -145,32 +152,44 @@ def check_epochs(config: Config, training: MixedSamples, followed: FollowedMix) 
         if most is not None and taken > most * size:
             reached = training.mix.sample_of(number, floor(most * size)) or 0
             length = training.sequence_length
+            aside = ", samples that rollbacks have left out aside" if left_out else ""
             raise DataError(
-                f"{name} is read {taken / size:,.3g} times by token {count(stop * length)}, the end of the run, and "
-                f"data.sources.{name}.max_epochs is {most:g}, which it reaches at token {count(reached * length)}: "
-                f"{_remedy(training.mix, number, floor(most * size), stop)}"
+                f"{name} is read {taken / size:,.3g} times by token {count(stop * length)}, the end of the run{aside}, "
+                f"and data.sources.{name}.max_epochs is {most:g}, which it reaches at token {count(reached * length)}: "
+                f"{_remedy(training, number, floor(most * size), stop, followed.consumed_samples)}"
             )
 
 
-def _remedy(mix: Mix, number: int, most: int, stop: int) -> str:
-    """Returns what keeps a source below `most` samples: a lower weight in the last stage in which it is read."""
-    name = mix.names[number]
-    read = [stage for stage in mix.stages if stage.first_sample < stop and stage.weights.get(name)]
-    first = read[-1].first_sample
-    ends = [stage.first_sample for stage in mix.stages if first < stage.first_sample < stop]
-    end = ends[0] if ends else stop
-    share = (most - mix.counts(first)[number]) / (end - first)
-    others = sum(weight for other, weight in read[-1].weights.items() if other != name)
+def _remedy(training: MixedSamples, number: int, most: int, stop: int, consumed: int) -> str:
+    """Returns what keeps a source at `most` samples: a lower weight in the last stage in which it is read.
+
+    Of a stage that has begun, what is still to come becomes a stage of its own.
+    """
+    mix, name = training.mix, training.mix.names[number]
+    stage = [one for one in mix.stages if one.first_sample < stop and one.weights.get(name)][-1]
+    earlier = [one for one in mix.stages if one.first_sample <= stage.first_sample]
+    later = mix.stages[len(earlier) :]
+    first, end = max(stage.first_sample, consumed), min([stop, *(one.first_sample for one in later)])
+    share = (most - mix.counts(first)[number]) / (end - first) if first < end else 0.0
+    others = sum(weight for other, weight in stage.weights.items() if other != name)
     if share <= 0 or not others:
         return "give it less weight before, a shorter run, or a higher max_epochs"
+    kept = earlier if stage.first_sample < consumed else earlier[:-1]
+
+    def is_enough(weight: float) -> bool:
+        changed = replace(stage, first_sample=first, weights={**stage.weights, name: weight})
+        return replace(mix, stages=(*kept, changed, *later)).counts(stop)[number] <= most
+
     weight = share * others / (1 - share)
     digits = 2 - floor(log10(weight))
-    lower = floor(weight * 10**digits) / 10**digits  # three digits, rounded down
-    return f"lower its weight to {lower:g} in the stage {_place(read[-1])}, or raise max_epochs"
-
-
-def _place(stage: MixStage) -> str:
-    return stage.place or "at the start"
+    # three digits, rounded down; lower ones, because the counts of a mix are a few samples off their shares
+    lower = (float(f"{units * 10.0**-digits:.3g}") for units in range(floor(weight * 10.0**digits), -1, -1))
+    weight = next(filter(is_enough, lower))
+    if kept is earlier:
+        weights = ", ".join(f"{one}: {stage.weights.get(one, 0) if one != name else weight:g}" for one in mix.names)
+        place = f"from_tokens: {first * training.sequence_length}"
+        return f"add the stage {{{place}, weights: {{{weights}}}}} to data.stages, or raise max_epochs"
+    return f"lower its weight to {weight:g} in the stage {stage.place or 'at the start'}, or raise max_epochs"
 
 
 def notices_of(config: Config, training: MixedSamples, followed: FollowedMix) -> Iterator[str]:
@@ -187,7 +206,7 @@ def notices_of(config: Config, training: MixedSamples, followed: FollowedMix) ->
             )
     same: dict[str, list[str]] = {}
     for name, source in training.sources.items():
-        same.setdefault(source.fingerprint, []).append(name)
+        same.setdefault(content_id(source), []).append(name)
     for names in same.values():
         if len(names) > 1:
             yield f"{' and '.join(names)} of data.sources hold the same text, which is read for each of them"

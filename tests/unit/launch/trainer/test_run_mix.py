@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from data_pipeline.errors import DataError
 from data_pipeline.indexed import IndexedWriter
@@ -237,8 +238,52 @@ def test_a_source_is_not_read_more_often_than_it_may(mixed_config: dict[str, Any
     assert "maths is read 4.8 times by token 15,360, the end of the run" in text and "max_epochs is 2" in text
     weight = re.search(r"lower its weight to ([0-9.]+) in the stage at the start, or raise max_epochs$", text)
     assert weight is not None, text
-    mixed_config["data"]["sources"]["maths"]["weight"] = float(weight[1]) - 0.001
+    mixed_config["data"]["sources"]["maths"]["weight"] = float(weight[1])
     opened(mixed_config)
+
+
+@pytest.mark.parametrize("steps", [9, 14, 23, 40])
+@pytest.mark.parametrize("weight", [0.1, 0.5, 3])
+def test_a_weight_that_is_advised_is_accepted(mixed_config: dict[str, Any], steps: int, weight: float) -> None:
+    """The counts of a mix are a few samples off their shares, which are many of a small source."""
+    config = changed(mixed_config, steps=steps)
+    config["data"]["sources"]["maths"] |= {"weight": weight, "max_epochs": 0.3}
+    advised = re.search(r"lower its weight to ([0-9.e-]+) in the stage at the start", refusal(config))
+    if advised is None:
+        return  # few steps and a low weight
+    config["data"]["sources"]["maths"]["weight"] = float(advised[1])
+    opened(config)
+
+
+@pytest.mark.parametrize("left_out", [[], [[8, 16]]])
+def test_the_advice_to_a_run_under_way_leaves_its_past_as_it_is(
+    mixed_config: dict[str, Any], left_out: list[list[int]]
+) -> None:
+    """A stage that has begun keeps its weights; the advised one begins where the run stands, and is accepted."""
+    mixed_config["data"]["sources"]["maths"]["max_epochs"] = 1
+    first = opened(changed(mixed_config, steps=20))
+    state = state_of(first, 10, consumed=40 + sum(stop - first for first, stop in left_out))
+    state["excluded_samples"] = left_out
+    longer = changed(mixed_config, steps=40)
+    with pytest.raises(DataError) as refused:
+        resume(longer, state)
+    advised = re.search(r"add the stage ({.*}) to data.stages, or raise max_epochs$", str(refused.value))
+    assert advised is not None, refused.value
+    resume(changed(longer, stages=[yaml.safe_load(advised[1])]), state)
+
+
+def test_other_epochs_of_a_run_under_way_are_final(mixed_config: dict[str, Any]) -> None:
+    """The sentence about a run that is too long must not advise what the next one refuses."""
+    for source in mixed_config["data"]["sources"].values():
+        del source["weight"]
+        source["epochs"] = 1
+    first = opened(changed(mixed_config, steps=42))
+    assert "or raise epochs" in refusal(changed(mixed_config, steps=50))
+    with pytest.raises(DataError, match=r"set training.steps to 43; epochs of several sources are final once"):
+        resume(changed(mixed_config, steps=50), state_of(first, 10))
+    mixed_config["data"]["sources"]["maths"]["epochs"] = 2
+    with pytest.raises(CheckpointError, match=r"with other epochs, and .* final .*: set them back, or start another"):
+        resume(changed(mixed_config, steps=42), state_of(first, 10))
 
 
 def test_epochs_of_sources_are_the_length_of_the_run(mixed_config: dict[str, Any]) -> None:
@@ -308,13 +353,19 @@ def test_validation_sets_have_names_and_sizes(mixed_config: dict[str, Any], tmp_
     assert (held.count, held.samples.split) == (8, "held_out")
 
 
-def test_the_same_text_and_small_sources_are_noticed(mixed_config: dict[str, Any]) -> None:
-    mixed_config["data"]["sources"]["again"] = mixed_config["data"]["sources"]["web"]
+def test_the_same_text_and_small_sources_are_noticed(mixed_config: dict[str, Any], tmp_path: Path) -> None:
+    """Documents of the same lengths are not the same text."""
+    with IndexedWriter(tmp_path / "other", np.uint16) as writer:
+        for _ in range(SAMPLES["web"]):
+            writer.append(np.full(LENGTH, 7, dtype=np.uint16), np.array([LENGTH]))
+    mixed_config["data"]["sources"] |= {
+        "again": mixed_config["data"]["sources"]["web"],
+        "other": {"path": str(tmp_path / "other"), "weight": 1},
+    }
     mixed_config["training"]["global_batch_size"] = 16
     notices = opened(mixed_config).notices
-    assert "web and again of data.sources hold the same text, which is read for each of them" in notices or (
-        "again and web of data.sources hold the same text, which is read for each of them" in notices
-    )
+    (same,) = [notice for notice in notices if "hold the same text" in notice]
+    assert same == "again and web of data.sources hold the same text, which is read for each of them"
     assert "maths of data.sources has 10 samples, less than one batch of 16" in notices
 
 
