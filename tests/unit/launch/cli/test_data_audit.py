@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from data_pipeline.mix import MixedSamples
 from launch.cli.app import app
 from launch.errors import LaunchError
 from launch.trainer.data import open_training
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.manifest import MANIFEST, Manifest
 from megalite.config import Config
 from tests.conftest import write_config
 
@@ -89,6 +92,53 @@ def test_every_reading_of_a_document_has_its_step(run_dir: Path) -> None:
             assert (one["step"], one["when"]) == (None, "left out")
         else:
             assert (one["step"], one["when"]) == (step, "skipped" if step == SKIPPED else "read")
+
+
+def save(run_dir: Path, **state: Any) -> Path:
+    """Leaves a checkpoint of a run at its step; returns its manifest."""
+    folder = run_dir / "checkpoints" / f"step_{state['step']:08d}"
+    folder.mkdir(parents=True)
+    training = open_training(config_of(run_dir))
+    assert isinstance(training, MixedSamples)
+    known = {"data_fingerprint": training.fingerprint, "data_mix": training.record.facts()}
+    manifest = Manifest(step=state["step"], config={}, tokenizer=None, state=known | state, tensors={}, files={})
+    (folder / MANIFEST).write_text(manifest.model_dump_json())
+    return folder / MANIFEST
+
+
+def test_samples_of_steps_without_records_are_not_called_undone(run_dir: Path) -> None:
+    """A rollback is what the checkpoint says, or two steps in a row without samples in between."""
+    document = open_training(config_of(run_dir)).documents(9)[0]
+    words = ("find", run_dir, "--document", f"{document.prefix}:{document.first}")
+
+    def when() -> dict[int, str]:
+        return {one["k"]: one["when"] for one in said(*words)["samples"] if one["k"] < 24}
+
+    save(run_dir, step=4, consumed_samples=24, excluded_samples=[[8, 16]])
+    assert when()[9] == "left out"
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "metrics.jsonl").write_text(lines[3])
+    assert {k: meaning for k, meaning in when().items() if k < 20} == {
+        k: "left out" if 8 <= k < 16 else "unknown" for k in when() if k < 20
+    }
+    (run_dir / "metrics.jsonl").unlink()
+    assert set(when().values()) <= {"left out", "unknown"} and when()[9] == "left out"
+
+
+def test_a_run_that_was_moved_is_audited_where_it_lies(run_dir: Path, tmp_path: Path) -> None:
+    """Its config still names the old folder; what it has read is in its own checkpoints."""
+    assert "holds no checkpoint to compare with" in said("at", run_dir, "--step", "1")["notice"]
+    moved = run_dir.rename(tmp_path / "moved")
+    manifest = save(moved, step=4, consumed_samples=24)
+    assert said("at", moved, "--step", "1")["notice"] is None
+    settings = config_of(moved).model_dump(mode="json")
+    settings["data"]["sources"]["rest"]["weight"] = 9
+    write_config(moved / "config.yaml", settings)
+    with pytest.raises(CheckpointError, match="has read 24 samples of another mix"):
+        said("at", moved, "--step", "1")
+    manifest.write_text("{")
+    with pytest.raises(CheckpointError, match="holds no checkpoint that can be used, the newest because of this"):
+        said("at", moved, "--step", "1")
 
 
 @pytest.mark.parametrize(
