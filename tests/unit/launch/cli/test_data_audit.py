@@ -106,23 +106,34 @@ def save(run_dir: Path, **state: Any) -> Path:
     return folder / MANIFEST
 
 
+def test_the_reasons_why_no_step_reads_a_document_are_those_of_the_config(run_dir: Path) -> None:
+    settings = config_of(run_dir).model_dump(mode="json")
+    settings["data"] |= {"too_long": "skip", "packing": "best_fit", "document_mask": True, "held_out_fraction": 0.5}
+    write_config(run_dir / "config.yaml", settings)
+    CliRunner().invoke(app, ["data", "pack", str(run_dir / "config.yaml")], catch_exceptions=False)
+    corpus = config_of(run_dir).data.prefixes[0]
+    held_out = next(n for n in range(99) if not said("find", run_dir, "--document", f"{corpus}:{n}")["samples"])
+    shown = CliRunner().invoke(app, ["data", "find", str(run_dir), "--document", f"{corpus}:{held_out}"])
+    assert "it is held out, empty, left out by data.too_long skip, or comes after the end of the run" in shown.output
+
+
 def test_samples_of_steps_without_records_are_not_called_undone(run_dir: Path) -> None:
     """A rollback is what the checkpoint says, or two steps in a row without samples in between."""
-    document = open_training(config_of(run_dir)).documents(9)[0]
-    words = ("find", run_dir, "--document", f"{document.prefix}:{document.first}")
+    samples = open_training(config_of(run_dir))
+    documents = [samples.documents(k)[0] for k in (1, 9, 17)]
 
     def when() -> dict[int, str]:
-        return {one["k"]: one["when"] for one in said(*words)["samples"] if one["k"] < 24}
+        words = [("find", run_dir, "--document", f"{one.prefix}:{one.first}") for one in documents]
+        return {one["k"]: one["when"] for each in words for one in said(*each)["samples"] if one["k"] < 20}
 
     save(run_dir, step=4, consumed_samples=24, excluded_samples=[[8, 16]])
-    assert when()[9] == "left out"
+    all_told = {k: "left out" if 8 <= k < 16 else "read" for k in when()}
+    assert when() == all_told and {1, 9, 17} <= all_told.keys()
     lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run_dir / "metrics.jsonl").write_text(lines[3])
-    assert {k: meaning for k, meaning in when().items() if k < 20} == {
-        k: "left out" if 8 <= k < 16 else "unknown" for k in when() if k < 20
-    }
+    assert when() == {k: "unknown" if meaning == "read" else meaning for k, meaning in all_told.items()}
     (run_dir / "metrics.jsonl").unlink()
-    assert set(when().values()) <= {"left out", "unknown"} and when()[9] == "left out"
+    assert when() == {k: "unknown" if meaning == "read" else meaning for k, meaning in all_told.items()}
 
 
 def test_a_run_that_was_moved_is_audited_where_it_lies(run_dir: Path, tmp_path: Path) -> None:
