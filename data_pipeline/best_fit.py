@@ -29,6 +29,7 @@ class BestFitSamples(CorpusSamples):
 
     def _open_split(self, split: Split) -> int:
         self._bin = lru_cache(maxsize=SAMPLES_KEPT)(self._find_bin)
+        self._bins_of = lru_cache(maxsize=1)(self._find_bins_of)  # one document is looked for in every epoch
         self._plans = [
             PackingPlan(
                 PackingRequest(
@@ -81,6 +82,10 @@ class BestFitSamples(CorpusSamples):
 
     def samples_of(self, prefix: Path, document: int, epoch: int) -> list[int]:
         """Returns the samples of an epoch that hold tokens of one document of a corpus, in rising order."""
+        return self._samples_in(self._bins_of(prefix, document), epoch)
+
+    def _find_bins_of(self, prefix: Path, document: int) -> set[int]:
+        """Returns the bins of all corpora that hold tokens of a document; reads the whole plan of its corpus."""
         bins = set[int]()
         for corpus, plan, first_bin in zip(self._corpora, self._plans, self._first_bin, strict=False):
             if corpus.prefix != prefix:
@@ -89,7 +94,7 @@ class BestFitSamples(CorpusSamples):
                 raise DataError(f"{prefix} has no document {document}: it has {len(corpus)}, numbered from 0")
             begin, end = corpus.starts(document, document + 1).tolist()
             bins.update(first_bin + number for number in plan.bins_between(begin, end))
-        return self._samples_in(bins, epoch)
+        return bins
 
     def notice(self) -> str | None:
         """Returns a notice for the user if conversations are longer than a sample, or much is padding."""

@@ -37,6 +37,7 @@ class MixStage:
     first_sample: int
     weights: Mapping[str, float]  # by source; a source without one is not read
     place: str = ""  # at which the config begins it, by which a resumed run knows it again
+    replaced: tuple[str, ...] = ()  # places of stages that would have begun in the same step, and count no more
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ class MixRecord:
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Self:
         """Returns the record that `facts` wrote."""
-        stages = [MixStage(**stage) for stage in facts["stages"]]
+        stages = [MixStage(**stage | {"replaced": tuple(stage.get("replaced", ()))}) for stage in facts["stages"]]
         mix = (
             Mix.by_samples(facts["stages"][0]["weights"])
             if facts["by_samples"]
@@ -258,6 +259,8 @@ class MixRecord:
             return fingerprint if fingerprint in fingerprints else content
 
         named = {comparable(content): name for name, content in other.contents.items()}
+        first = other.mix.names[other.mix.source_of(0)]  # of several sources of one content, the one that was read
+        named[comparable(other.contents[first])] = first
         contents = [(name, comparable(self.contents[name])) for name in self.mix.names]
         return [(name or named.get(content, ""), content) for name, content in contents]
 

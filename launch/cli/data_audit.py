@@ -27,11 +27,12 @@ def plan_data(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJ
     Example: `megalite data plan configs/quickstart.yaml training.steps=1000`
     """
     from launch.inspection.data_plan import data_of, plan_table, planned_sources
+    from launch.trainer.resume import checkpoints_of
     from launch.trainer.run_config import load_run_config
     from launch.trainer.run_mix import check_epochs, notices_of
 
     config = load_run_config(config_path, overrides or [])
-    data = data_of(config)
+    data = data_of(config, checkpoints_of(config))
     rows = list(planned_sources(data))
     notices = list(notices_of(data.config, data.samples, data.followed)) if config.data.sources else []
     if as_json:
@@ -71,7 +72,7 @@ def at(
             }
             for content, written in contents
         ]
-        print_json({"step": step, "when": samples.when, "samples": rows})
+        print_json({"step": step, "when": samples.when, "samples": rows, "notice": run.notice})
         return
     say(f"step {step:,}: samples {samples.first:,} to {samples.stop - 1:,}, {MEANINGS[samples.when]}")
     lines = [
@@ -81,6 +82,8 @@ def at(
     Table(["documents", "source", "sample", "epoch"], lines, text_columns=(0, 1)).print()
     for content, written in contents if text else ():
         say(f"--- sample {content.k:,}", written or "", sep="\n")
+    if run.notice:
+        say(run.notice)
 
 
 def find(
@@ -99,18 +102,20 @@ def find(
     """
     from launch.inspection.data_audit import MEANINGS, AuditedRun
 
-    readings = AuditedRun.open(run_dir).readings(document)
+    run = AuditedRun.open(run_dir)
+    readings = run.readings(document)
     if as_json:
         print_json(
             {
                 "document": document,
                 "samples": [asdict(reading) | {"source": reading.source or None} for reading in readings],
+                "notice": run.notice,
             }
         )
         return
     if not readings:
-        say(f"no step of the run reads {document}: it is held out, empty, or comes after the end of the run")
-        return
+        skipped = ", left out by data.too_long skip" if run.data.config.data.too_long == "skip" else ""
+        say(f"no step of the run reads {document}: it is held out, empty{skipped}, or comes after the end of the run")
     lines = [
         [
             MEANINGS[reading.when],
@@ -121,4 +126,7 @@ def find(
         ]
         for reading in readings
     ]
-    Table(["when", "source", "step", "sample", "epoch"], lines, text_columns=(0, 1)).print()
+    if lines:
+        Table(["when", "source", "step", "sample", "epoch"], lines, text_columns=(0, 1)).print()
+    if run.notice:
+        say(run.notice)

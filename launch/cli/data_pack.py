@@ -13,7 +13,7 @@ def pack(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJson =
     """Compute which documents share a sample, for a run with `data.packing: best_fit`.
 
     The plan of each split is written beside the token files, and computed again only where they, the sequence length or
-    the held-out fraction have changed. Ranks map it into memory.
+    the held-out fraction have changed. Ranks read of it what their samples need.
 
     Example: `megalite data pack configs/quickstart.yaml data.packing=best_fit data.document_mask=true`
     """

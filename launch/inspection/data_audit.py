@@ -12,6 +12,7 @@ from typing import Literal
 
 from data_pipeline.audit import SampleContent, content_of, readings_of
 from data_pipeline.tokenizer import load_tokenizer
+from launch.checkpoints.listing import CHECKPOINTS
 from launch.errors import LaunchError
 from launch.huggingface.checkpoint_tokenizer import KEPT
 from launch.inspection.data_plan import PositionedData, data_of
@@ -20,11 +21,12 @@ from launch.trainer.run_config import load_run_config
 from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER
 from megalite.monitor.sinks.jsonl import read_records
 
-When = Literal["read", "skipped", "left out", "to come"]
+When = Literal["read", "skipped", "left out", "unknown", "to come"]
 MEANINGS: dict[When, str] = {
     "read": "trained on",
     "skipped": "read in a step that was skipped, so that it changed no weight",
     "left out": "consumed before a rollback, whose steps are undone",
+    "unknown": "consumed in a step that metrics.jsonl does not name",
     "to come": "not read yet",
 }
 
@@ -44,7 +46,7 @@ class StepReading:
     """One sample that reads a document, and the step that takes it."""
 
     k: int
-    step: int | None  # None for a sample of no step: a rollback has left it out, or metrics.jsonl does not tell
+    step: int | None  # None for a sample that a rollback has left out, or whose step metrics.jsonl does not name
     source: str
     epoch: int
     when: When
@@ -62,9 +64,19 @@ class AuditedRun:
     def open(cls, run_dir: Path) -> AuditedRun:
         """Opens a run by its folder. Raises LaunchError, ConfigError, DataError or CheckpointError."""
         check_is_run(run_dir)
-        data = data_of(load_run_config(run_dir / CONFIG))
+        data = data_of(load_run_config(run_dir / CONFIG), run_dir / CHECKPOINTS)
         done = {record["step"]: record for record in read_records(run_dir / METRICS) if "samples" in record}
         return cls(run_dir, data, [_done(done[step]) for step in sorted(done)])
+
+    @property
+    def notice(self) -> str | None:
+        """A notice for the user if no checkpoint says what the run has read."""
+        if self.data.manifest is not None:
+            return None
+        return (
+            f"{self.run_dir / CHECKPOINTS} holds no checkpoint to compare with: this is what the run has read if its "
+            "config and data are still those that it started with"
+        )
 
     def samples_of(self, step: int) -> StepSamples:
         """Returns the samples of a step, done or to come. Raises LaunchError if the run has no such step."""
@@ -101,17 +113,22 @@ class AuditedRun:
         left = max(0, self.data.config.total_steps - last.step)
         steps = iter([*self.done, StepSamples(-1, last.stop, last.stop + left * batch, "to come")])
         current, found = next(steps), []
+        before = StepSamples(0, 0, 0, "read")
         for reading in readings_of(self.data.samples, prefix, document, last.stop + left * batch):
             while reading.k >= current.stop:
-                current = next(steps)
+                before, current = current, next(steps)
             step: int | None = current.step
             when = current.when
             if reading.k < current.first:
-                step, when = None, "left out"
+                is_between = current.step == before.step + 1  # two steps in a row, with samples of none between
+                step, when = None, "left out" if is_between or self._is_left_out(reading.k) else "unknown"
             elif step == -1:
                 step = last.step + 1 + (reading.k - last.stop) // batch
             found.append(StepReading(reading.k, step, reading.source, reading.epoch, when))
         return found
+
+    def _is_left_out(self, k: int) -> bool:
+        return any(first <= k < stop for first, stop in self.data.followed.left_out)
 
     @property
     def _last(self) -> StepSamples:

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import floor
+from pathlib import Path
 
 from data_pipeline.audit import as_mix
 from data_pipeline.mix import MixedSamples
 from launch.output import Table
 from launch.trainer.data import open_training
-from launch.trainer.resume import checkpoints_of
 from launch.trainer.run_mix import NEW_RUN, FollowedMix, check_past, mixed
+from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import Manifest, find_latest, read_manifest, step_folders
 from megalite.config import Config
 from megalite.planner.units import count
@@ -63,13 +64,18 @@ class PlannedSource:
     max_epochs_reached: int | None  # token of the run; None if it is not reached in this stage
 
 
-def data_of(config: Config) -> PositionedData:
+def data_of(config: Config, checkpoints: Path) -> PositionedData:
     """Opens the training text of a run where its newest checkpoint has left it; of a new run, at its start.
 
-    Raises DataError, or CheckpointError if the run has read something else so far.
+    Raises DataError, or CheckpointError if the run has read something else so far, or if no checkpoint can be used.
     """
-    training, root = open_training(config), checkpoints_of(config)
-    own = find_latest(root)[0] if step_folders(root) else None
+    training = open_training(config)
+    own, skipped = find_latest(checkpoints) if step_folders(checkpoints) else (None, [])
+    if own is None and skipped:
+        raise CheckpointError(
+            f"{checkpoints} holds no checkpoint that can be used, the newest because of this: {skipped[0]}; what the "
+            "run has read is not known without one"
+        )
     if own is None:
         return PositionedData(config, as_mix(training), NEW_RUN, None)
     manifest = read_manifest(own)

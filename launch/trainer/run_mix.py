@@ -7,14 +7,14 @@ so that a resume with another batch size changes nothing that has been read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor, log10
 from pathlib import Path
 from typing import Any, Self
 
 from data_pipeline.dataset import Samples
 from data_pipeline.errors import DataError
-from data_pipeline.mix import Mix, MixedSamples, MixRecord, MixStage, content_id
+from data_pipeline.mix import MODULUS, Mix, MixedSamples, MixRecord, MixStage, content_id
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config import Config
 from megalite.config.data import DataStage
@@ -28,6 +28,7 @@ class FollowedMix:
     step: int = 0
     consumed_samples: int = 0
     record: MixRecord | None = None
+    left_out: tuple[tuple[int, int], ...] = ()  # [first, stop) ranges of samples whose steps rollbacks have undone
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Self:
@@ -35,7 +36,13 @@ class FollowedMix:
         facts = state.get("data_mix")
         content = "+".join(filter(None, (state.get("data_fingerprint"), state.get("data_content"))))
         record = MixRecord.read(facts) if facts else MixRecord.of_one(content)
-        return cls(int(state.get("step", 0)), int(state.get("consumed_samples", 0)), record)
+        left_out = tuple((int(first), int(stop)) for first, stop in state.get("excluded_samples", ()))
+        return cls(int(state.get("step", 0)), int(state.get("consumed_samples", 0)), record, left_out)
+
+    @property
+    def left_out_samples(self) -> int:
+        """Number of samples that rollbacks have left out."""
+        return sum(stop - first for first, stop in self.left_out)
 
     def samples_at_end(self, config: Config) -> int:
         """Returns the samples that the run has consumed at its end; `config` counts its length from this position."""
@@ -61,16 +68,19 @@ def mixed(config: Config, sources: Mapping[str, Samples], followed: FollowedMix 
 def _stages(config: Config, followed: FollowedMix) -> list[MixStage]:
     stages = [MixStage(0, _above_zero(config.data.weights_of(DataStage())))]
     record, batch = followed.record, config.training.global_batch_size
-    known = {stage.place: stage.first_sample for stage in record.mix.stages} if record is not None else {}
+    known_stages = record.mix.stages if record is not None else ()
+    known = {place: stage.first_sample for stage in known_stages for place in (stage.place, *stage.replaced)}
     for stage in config.data.stages:
         place = f"from_tokens {stage.from_tokens}" if stage.from_steps is None else f"from_steps {stage.from_steps}"
         first = known.get(place)
         is_past = first is not None and first <= followed.consumed_samples
         if first is None or not (is_past or (record is not None and record.global_batch_size == batch)):
             first = _first_sample(config, stage, followed)
-        while stages and stages[-1].first_sample >= first:
-            stages.pop()  # of two places in one step the later one counts
-        stages.append(MixStage(first, _above_zero(config.data.weights_of(stage)), place))
+        replaced: tuple[str, ...] = ()
+        while stages and stages[-1].first_sample >= first:  # of two places in one step the later one counts
+            earlier = stages.pop()
+            replaced = (*earlier.replaced, *filter(None, [earlier.place]), *replaced)
+        stages.append(MixStage(first, _above_zero(config.data.weights_of(stage)), place, replaced))
     return stages
 
 
@@ -103,6 +113,11 @@ def check_past(training: Samples, followed: FollowedMix, checkpoint: Path, advic
     what = f"this config reads {now} there"
     if was == now:
         what = f"{now} holds something else now (other text, or another sequence_length, held_out_fraction or packing)"
+    if theirs.mix.modulus != MODULUS != ours.mix.modulus and theirs.contents == ours.contents:
+        raise CheckpointError(
+            f"{checkpoint} has read {consumed:,} samples of these sources with other epochs, and epochs of several "
+            f"sources are final once a run has begun, because they order all its samples: set them back, or {advice}"
+        )
     raise CheckpointError(
         f"{checkpoint} has read {consumed:,} samples of another mix: sample {k:,} (token {k * length:,}) came from "
         f"{was}, and {what}; only what comes from token {consumed * length:,} on may change, by a stage in data.stages "
@@ -116,16 +131,20 @@ def check_past(training: Samples, followed: FollowedMix, checkpoint: Path, advic
 def check_epochs(config: Config, training: MixedSamples, followed: FollowedMix) -> None:
     """Raises DataError if a source is read more often than its `max_epochs`, or the run is longer than its epochs.
 
-    `config` counts its length from the position of the run.
+    `config` counts its length from the position of the run. Samples that rollbacks have left out do not count: a run
+    that was allowed to start is allowed to go on.
     """
-    stop, batch, data = followed.samples_at_end(config), config.training.global_batch_size, config.data
+    batch, data, left_out = config.training.global_batch_size, config.data, followed.left_out_samples
+    stop = followed.samples_at_end(config) - left_out
     if data.is_by_epochs:
-        steps = followed.step + max(0, -(-(training.mix.modulus - followed.consumed_samples) // batch))
+        steps = followed.step + max(0, -(-(training.mix.modulus - followed.consumed_samples + left_out) // batch))
         if config.total_steps > steps:
+            is_final = followed.consumed_samples and len(training.sources) > 1
+            why_not = "; epochs of several sources are final once a run has begun, because they order all its samples"
             raise DataError(
                 f"the run takes {config.total_steps:,} steps, and the epochs of data.sources come to "
                 f"{training.mix.modulus:,} samples, which are {plural(steps, 'step')} of {batch:,}: set training.steps "
-                f"to {steps}, or raise epochs"
+                f"to {steps}{why_not if is_final else ', or raise epochs'}"
             )
         return
     for number, (name, taken) in enumerate(zip(training.mix.names, training.mix.counts(stop), strict=True)):
@@ -133,32 +152,44 @@ def check_epochs(config: Config, training: MixedSamples, followed: FollowedMix) 
         if most is not None and taken > most * size:
             reached = training.mix.sample_of(number, floor(most * size)) or 0
             length = training.sequence_length
+            aside = ", samples that rollbacks have left out aside" if left_out else ""
             raise DataError(
-                f"{name} is read {taken / size:,.3g} times by token {count(stop * length)}, the end of the run, and "
-                f"data.sources.{name}.max_epochs is {most:g}, which it reaches at token {count(reached * length)}: "
-                f"{_remedy(training.mix, number, floor(most * size), stop)}"
+                f"{name} is read {taken / size:,.3g} times by token {count(stop * length)}, the end of the run{aside}, "
+                f"and data.sources.{name}.max_epochs is {most:g}, which it reaches at token {count(reached * length)}: "
+                f"{_remedy(training, number, floor(most * size), stop, followed.consumed_samples)}"
             )
 
 
-def _remedy(mix: Mix, number: int, most: int, stop: int) -> str:
-    """Returns what keeps a source below `most` samples: a lower weight in the last stage in which it is read."""
-    name = mix.names[number]
-    read = [stage for stage in mix.stages if stage.first_sample < stop and stage.weights.get(name)]
-    first = read[-1].first_sample
-    ends = [stage.first_sample for stage in mix.stages if first < stage.first_sample < stop]
-    end = ends[0] if ends else stop
-    share = (most - mix.counts(first)[number]) / (end - first)
-    others = sum(weight for other, weight in read[-1].weights.items() if other != name)
+def _remedy(training: MixedSamples, number: int, most: int, stop: int, consumed: int) -> str:
+    """Returns what keeps a source at `most` samples: a lower weight in the last stage in which it is read.
+
+    Of a stage that has begun, what is still to come becomes a stage of its own.
+    """
+    mix, name = training.mix, training.mix.names[number]
+    stage = [one for one in mix.stages if one.first_sample < stop and one.weights.get(name)][-1]
+    earlier = [one for one in mix.stages if one.first_sample <= stage.first_sample]
+    later = mix.stages[len(earlier) :]
+    first, end = max(stage.first_sample, consumed), min([stop, *(one.first_sample for one in later)])
+    share = (most - mix.counts(first)[number]) / (end - first) if first < end else 0.0
+    others = sum(weight for other, weight in stage.weights.items() if other != name)
     if share <= 0 or not others:
         return "give it less weight before, a shorter run, or a higher max_epochs"
+    kept = earlier if stage.first_sample < consumed else earlier[:-1]
+
+    def is_enough(weight: float) -> bool:
+        changed = replace(stage, first_sample=first, weights={**stage.weights, name: weight})
+        return replace(mix, stages=(*kept, changed, *later)).counts(stop)[number] <= most
+
     weight = share * others / (1 - share)
     digits = 2 - floor(log10(weight))
-    lower = floor(weight * 10**digits) / 10**digits  # three digits, rounded down
-    return f"lower its weight to {lower:g} in the stage {_place(read[-1])}, or raise max_epochs"
-
-
-def _place(stage: MixStage) -> str:
-    return stage.place or "at the start"
+    # three digits, rounded down; lower ones, because the counts of a mix are a few samples off their shares
+    lower = (float(f"{units * 10.0**-digits:.3g}") for units in range(floor(weight * 10.0**digits), -1, -1))
+    weight = next(filter(is_enough, lower))
+    if kept is earlier:
+        weights = ", ".join(f"{one}: {stage.weights.get(one, 0) if one != name else weight:g}" for one in mix.names)
+        place = f"from_tokens: {first * training.sequence_length}"
+        return f"add the stage {{{place}, weights: {{{weights}}}}} to data.stages, or raise max_epochs"
+    return f"lower its weight to {weight:g} in the stage {stage.place or 'at the start'}, or raise max_epochs"
 
 
 def notices_of(config: Config, training: MixedSamples, followed: FollowedMix) -> Iterator[str]:
@@ -175,7 +206,7 @@ def notices_of(config: Config, training: MixedSamples, followed: FollowedMix) ->
             )
     same: dict[str, list[str]] = {}
     for name, source in training.sources.items():
-        same.setdefault(source.fingerprint, []).append(name)
+        same.setdefault(content_id(source), []).append(name)
     for names in same.values():
         if len(names) > 1:
             yield f"{' and '.join(names)} of data.sources hold the same text, which is read for each of them"
@@ -183,6 +214,25 @@ def notices_of(config: Config, training: MixedSamples, followed: FollowedMix) ->
         if source.samples_per_epoch < batch:
             samples = plural(source.samples_per_epoch, "sample")
             yield f"{name} of data.sources has {samples}, less than one batch of {batch}"
-    if config.data.is_by_epochs and followed.samples_at_end(config) < training.mix.modulus:
-        share = followed.samples_at_end(config) / training.mix.modulus
-        yield f"the run ends when {share:.0%} of the epochs of data.sources are read"
+    yield from _notices_of_epochs(config, training, followed)
+
+
+def _notices_of_epochs(config: Config, training: MixedSamples, followed: FollowedMix) -> Iterator[str]:
+    """Yields notices about a run that ends before the epochs of its sources, or reads more, by whole steps."""
+    stop, left_out = followed.samples_at_end(config), followed.left_out_samples
+    reason = f"rollbacks have left out {plural(left_out, 'sample')}, in whose place later ones are read"
+    if config.data.is_by_epochs:
+        size = training.mix.modulus
+        if stop < size:
+            yield f"the run ends when {stop / size:.0%} of the epochs of data.sources are read"
+        if stop > size:
+            why = reason if left_out else f"{size:,} is no multiple of a batch of {config.training.global_batch_size:,}"
+            yield f"the run reads {plural(stop - size, 'sample')} more than the epochs of data.sources: {why}"
+        return
+    ends = [(-1, training.mix.counts(first)) for first, _ in followed.left_out]
+    ends += [(1, training.mix.counts(end)) for _, end in followed.left_out]
+    for number, (name, taken) in enumerate(zip(training.mix.names, training.mix.counts(stop), strict=True)):
+        most = config.data.sources[name].max_epochs
+        read = taken - sum(sign * counts[number] for sign, counts in ends)
+        if most is not None and left_out and read > (limit := most * training.sources[name].samples_per_epoch):
+            yield f"{name} gives {read - floor(limit):,} samples more than its max_epochs allow: {reason}"

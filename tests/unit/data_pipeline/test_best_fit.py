@@ -15,7 +15,7 @@ from data_pipeline.dataset import PackedSamples, Sample
 from data_pipeline.errors import DataError
 from data_pipeline.indexed import IndexedTokens, IndexedWriter
 from data_pipeline.loader import IGNORED_TARGET, BatchPlan, global_batch
-from data_pipeline.packing_plan import PackingRequest, write_plan
+from data_pipeline.packing_plan import PackingPlan, PackingRequest, write_plan
 from data_pipeline.stream import Split, is_held_out
 from tests.unit.data_pipeline.test_dataset import give_meta
 
@@ -105,6 +105,24 @@ def test_an_epoch_holds_every_token_once_and_whole_documents(
     for document, tokens in documents.items():
         assert tuple(tokens) in held or len(tokens) > sequence_length + 1
         assert samples.samples_of(*document, epoch=1) == sorted(set(named[document]))
+
+
+def test_a_document_is_looked_for_once_for_all_epochs(
+    write_corpus: WriteCorpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan of a large corpus takes seconds to read."""
+    looked_for = []
+    bins_between = PackingPlan.bins_between
+
+    def counted(plan: PackingPlan, first: int, end: int) -> list[int]:
+        looked_for.append((first, end))
+        return bins_between(plan, first, end)
+
+    monkeypatch.setattr(PackingPlan, "bins_between", counted)
+    prefix = write_corpus([[7] * 9] * 20)
+    samples = samples_of([prefix], 16)
+    found = {document: [samples.samples_of(prefix, document, epoch) for epoch in range(50)] for document in (3, 4)}
+    assert looked_for == [(27, 36), (36, 45)] and all(all(each) for each in found.values())
 
 
 def test_samples_depend_on_seed_epoch_and_packing_alone(write_corpus: WriteCorpus) -> None:

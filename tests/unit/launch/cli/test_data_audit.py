@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from data_pipeline.mix import MixedSamples
 from launch.cli.app import app
 from launch.errors import LaunchError
 from launch.trainer.data import open_training
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.manifest import MANIFEST, Manifest
 from megalite.config import Config
 from tests.conftest import write_config
 
@@ -89,6 +92,64 @@ def test_every_reading_of_a_document_has_its_step(run_dir: Path) -> None:
             assert (one["step"], one["when"]) == (None, "left out")
         else:
             assert (one["step"], one["when"]) == (step, "skipped" if step == SKIPPED else "read")
+
+
+def save(run_dir: Path, **state: Any) -> Path:
+    """Leaves a checkpoint of a run at its step; returns its manifest."""
+    folder = run_dir / "checkpoints" / f"step_{state['step']:08d}"
+    folder.mkdir(parents=True)
+    training = open_training(config_of(run_dir))
+    assert isinstance(training, MixedSamples)
+    known = {"data_fingerprint": training.fingerprint, "data_mix": training.record.facts()}
+    manifest = Manifest(step=state["step"], config={}, tokenizer=None, state=known | state, tensors={}, files={})
+    (folder / MANIFEST).write_text(manifest.model_dump_json())
+    return folder / MANIFEST
+
+
+def test_the_reasons_why_no_step_reads_a_document_are_those_of_the_config(run_dir: Path) -> None:
+    settings = config_of(run_dir).model_dump(mode="json")
+    settings["data"] |= {"too_long": "skip", "packing": "best_fit", "document_mask": True, "held_out_fraction": 0.5}
+    write_config(run_dir / "config.yaml", settings)
+    CliRunner().invoke(app, ["data", "pack", str(run_dir / "config.yaml")], catch_exceptions=False)
+    corpus = config_of(run_dir).data.prefixes[0]
+    held_out = next(n for n in range(99) if not said("find", run_dir, "--document", f"{corpus}:{n}")["samples"])
+    shown = CliRunner().invoke(app, ["data", "find", str(run_dir), "--document", f"{corpus}:{held_out}"])
+    assert "it is held out, empty, left out by data.too_long skip, or comes after the end of the run" in shown.output
+
+
+def test_samples_of_steps_without_records_are_not_called_undone(run_dir: Path) -> None:
+    """A rollback is what the checkpoint says, or two steps in a row without samples in between."""
+    samples = open_training(config_of(run_dir))
+    documents = [samples.documents(k)[0] for k in (1, 9, 17)]
+
+    def when() -> dict[int, str]:
+        words = [("find", run_dir, "--document", f"{one.prefix}:{one.first}") for one in documents]
+        return {one["k"]: one["when"] for each in words for one in said(*each)["samples"] if one["k"] < 20}
+
+    save(run_dir, step=4, consumed_samples=24, excluded_samples=[[8, 16]])
+    all_told = {k: "left out" if 8 <= k < 16 else "read" for k in when()}
+    assert when() == all_told and {1, 9, 17} <= all_told.keys()
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "metrics.jsonl").write_text(lines[3])
+    assert when() == {k: "unknown" if meaning == "read" else meaning for k, meaning in all_told.items()}
+    (run_dir / "metrics.jsonl").unlink()
+    assert when() == {k: "unknown" if meaning == "read" else meaning for k, meaning in all_told.items()}
+
+
+def test_a_run_that_was_moved_is_audited_where_it_lies(run_dir: Path, tmp_path: Path) -> None:
+    """Its config still names the old folder; what it has read is in its own checkpoints."""
+    assert "holds no checkpoint to compare with" in said("at", run_dir, "--step", "1")["notice"]
+    moved = run_dir.rename(tmp_path / "moved")
+    manifest = save(moved, step=4, consumed_samples=24)
+    assert said("at", moved, "--step", "1")["notice"] is None
+    settings = config_of(moved).model_dump(mode="json")
+    settings["data"]["sources"]["rest"]["weight"] = 9
+    write_config(moved / "config.yaml", settings)
+    with pytest.raises(CheckpointError, match="has read 24 samples of another mix"):
+        said("at", moved, "--step", "1")
+    manifest.write_text("{")
+    with pytest.raises(CheckpointError, match="holds no checkpoint that can be used, the newest because of this"):
+        said("at", moved, "--step", "1")
 
 
 @pytest.mark.parametrize(
