@@ -147,18 +147,33 @@ class PartStore:
     def path(self, number: int) -> Path:
         return self.folder / f"part-{number:06d}.npz"
 
-    def finished(self) -> set[int]:
-        """Returns the numbers of the complete parts of this job; changes nothing on disk."""
+    def finished(self, *, lacking_rows: bool) -> set[int]:
+        """Returns the numbers of the complete parts of this job, those that lack bad rows only if `lacking_rows`.
+
+        Changes nothing on disk.
+        """
         if not self._belongs():
             return set()
-        return {int(file.stem.removeprefix("part-")) for file in self.folder.glob("part-*.npz") if file.is_file()}
+        files = [file for file in self.folder.glob("part-*.npz") if file.is_file()]
+        numbers = {int(file.stem.removeprefix("part-")) for file in files}
+        return numbers if lacking_rows else {number for number in numbers if not self._bad_rows(number)}
 
     def read(self, number: int) -> PartContents:
         """Reads the part of a number."""
+        with self._opened(number) as arrays:
+            return PartContents(arrays["tokens"], arrays["document_ends"], arrays["loss"], int(arrays["bad_rows"]))
+
+    def _bad_rows(self, number: int) -> int:
+        with self._opened(number) as arrays:
+            return int(arrays["bad_rows"])
+
+    @contextmanager
+    def _opened(self, number: int) -> Iterator[Any]:
+        """Opens the arrays of a part, which are read one by one. Raises DataError, there too, if it is damaged."""
         path = self.path(number)
         try:
             with np.load(path, allow_pickle=False) as arrays:
-                return PartContents(arrays["tokens"], arrays["document_ends"], arrays["loss"], int(arrays["bad_rows"]))
+                yield arrays
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(f"part file {path} is damaged ({error}): delete it and run prepare again") from error
 

@@ -1,6 +1,7 @@
 """What stands around and in the text of documents, and what a row without one does."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,26 @@ def test_a_run_that_met_a_bad_row_goes_on_without_it(folder: Path) -> None:
     assert "line 9 is not JSON" in summary.first_skipped[0]
     with pytest.raises(DataError, match="line 9 is not JSON"):
         prepare(["a.jsonl"], Path("out"), Path("tok"), workers=1)
+
+
+def test_parts_that_lack_bad_rows_are_encoded_again_where_none_may_be_left_out(folder: Path) -> None:
+    texts = [f"one two {number} " * 9000 for number in range(8)]
+    texts[5] = INJECTED
+    Path("a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    refuse = PrepareOptions(special_tokens="refuse")
+    skip = replace(refuse, skip_bad_rows=True)
+
+    def stop_after_two(done: PrepareProgress) -> None:
+        if done.parts_done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(["a.jsonl"], Path("out"), Path("tok"), skip, workers=1, progress=stop_after_two)
+    assert prepare(["a.jsonl"], Path("out"), Path("tok"), refuse, dry_run=True).resumed_parts == 1
+    with pytest.raises(DataError, match=r"line 6 contains the special token '<\|endoftext\|>'"):
+        prepare(["a.jsonl"], Path("out"), Path("tok"), refuse, workers=1)
+    summary = prepare(["a.jsonl"], Path("out"), Path("tok"), skip, workers=1)
+    assert (summary.resumed_parts, summary.skipped_rows, summary.document_count) == (2, 1, 7)
 
 
 FIM = ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"]
