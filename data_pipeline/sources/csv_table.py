@@ -52,6 +52,11 @@ class CsvTable:
                         f"{', '.join(map(repr, rows.fieldnames))}): name the column that holds the text with "
                         "--text-field"
                     )
+                if (rows.fieldnames or []).count(self.text_field) > 1:
+                    raise DataError(
+                        f"{self.path} has more than one column {self.text_field!r}: give them names of their own, or "
+                        "name another one with --text-field"
+                    )
                 for row in rows:
                     yield f"{self.path}, line {rows.reader.line_num}", row
             except UnicodeDecodeError as error:
