@@ -211,3 +211,18 @@ def test_a_tokenizer_without_tokens_for_the_middle_is_refused(folder: Path) -> N
     tokenizer.save("tok/tokenizer.json")
     with pytest.raises(DataError, match="tokenizer tok puts a space before every text"):
         prepared(["a.txt"], fill_in_the_middle=0.5)
+
+
+@pytest.mark.parametrize("scheme", ["never", "always"])
+def test_a_vocabulary_of_other_letters_can_have_its_middle_last_too(folder: Path, scheme: str) -> None:
+    tokenizer = Tokenizer(models.BPE({"ß": 0, "▁": 1}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.add_special_tokens(FIM)
+    tokenizer.save("tok/tokenizer.json")
+    Path("tok/tokenizer_config.json").unlink()
+    Path("a.txt").write_text("ßß ß")
+    if scheme == "always":
+        with pytest.raises(DataError, match="tokenizer tok puts a space before every text"):
+            prepared(["a.txt"], fill_in_the_middle=1.0, append_eos=False)
+    else:
+        assert sorted(prepared(["a.txt"], fill_in_the_middle=1.0, append_eos=False)[0]) == [0, 0, 0, 1, 2, 3, 4]
