@@ -30,7 +30,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.files import with_ending, write_atomically
 from data_pipeline.indexed import token_dtype
 from data_pipeline.prepare.bad_rows import BadRows
-from data_pipeline.prepare.cutting import TextPiece
+from data_pipeline.prepare.cutting import PIECE_CHARACTERS, TextPiece
 from data_pipeline.prepare.encoding import PieceEncoder
 
 
@@ -63,7 +63,10 @@ def encode_part(encoder: PieceEncoder, pieces: Sequence[TextPiece], bad_rows: Ba
             ids, loss = encoder.encode(piece)
         except DataError as error:
             if not (piece.begins_document and piece.ends_document):
-                raise
+                raise DataError(
+                    f"{error}; --on-bad-row skip cannot leave it out, because a document of more than "
+                    f"{PIECE_CHARACTERS:,} characters is encoded in pieces"
+                ) from error
             bad_rows(error)
             continue
         arrays.append(np.array(ids, dtype=dtype))

@@ -91,6 +91,19 @@ def test_a_tokenizer_that_leaves_out_merges_at_random_is_refused(folder: Path) -
         prepared(["a.txt"])
 
 
+@pytest.mark.parametrize("skip_bad_rows", [False, True])
+def test_a_refused_document_that_is_encoded_in_pieces_is_said_to_be_too_long_to_leave_out(
+    folder: Path, skip_bad_rows: bool
+) -> None:
+    Path("a.jsonl").write_text(json.dumps({"text": "one two " * 140_000 + INJECTED}))
+    with pytest.raises(
+        DataError,
+        match=r"line 1 contains the special token '<\|endoftext\|>': take it out, .* or keep; --on-bad-row skip cannot "
+        "leave it out, because a document of more than 1,048,576 characters is encoded in pieces$",
+    ):
+        prepared(["a.jsonl"], special_tokens="refuse", skip_bad_rows=skip_bad_rows)
+
+
 BAD_ROWS = [
     '{"text": ', "[1]", '{"body": "b"}', '{"text": null}', '{"text": "\\ud800"}', '{"text": "' + "x" * 200 + '"}',
 ]  # fmt: skip
