@@ -213,6 +213,8 @@ def _encoded(job: PreparationPlan, chunks: Iterator[tuple[Path, list[TextPiece]]
 
 def _merge(job: PreparationPlan, store: PartStore, part_count: int, skipped_rows: int, output: Path) -> CorpusMeta:
     """Concatenates the parts. The old metadata is removed first and the new written last, so that it is never wrong."""
+    refused, first = store.refused_documents(part_count), 0
+    skipped_rows += len(refused)
     writer = IndexedWriter(output, token_dtype(job.tokenizer.vocab_size))
     chats = job.encoder if isinstance(job.encoder, ChatEncoder) else None
     mask = LossWriter(output) if chats else None
@@ -220,6 +222,9 @@ def _merge(job: PreparationPlan, store: PartStore, part_count: int, skipped_rows
         with writer, mask or nullcontext():
             for number in range(part_count):
                 part = store.read(number)
+                documents = len(part.document_ends)
+                part = part.without({document - first for document in refused})
+                first += documents
                 writer.append(part.tokens, part.document_ends)
                 skipped_rows += part.bad_rows
                 if mask is not None:

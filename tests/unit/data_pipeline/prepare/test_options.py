@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 
@@ -91,17 +92,28 @@ def test_a_tokenizer_that_leaves_out_merges_at_random_is_refused(folder: Path) -
         prepared(["a.txt"])
 
 
-@pytest.mark.parametrize("skip_bad_rows", [False, True])
-def test_a_refused_document_that_is_encoded_in_pieces_is_said_to_be_too_long_to_leave_out(
-    folder: Path, skip_bad_rows: bool
+@pytest.mark.parametrize("place", [0, 3, 9])
+def test_a_refused_document_of_many_pieces_is_left_out_of_all_parts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
-    Path("a.jsonl").write_text(json.dumps({"text": "one two " * 140_000 + INJECTED}))
-    with pytest.raises(
-        DataError,
-        match=r"line 1 contains the special token '<\|endoftext\|>': take it out, .* or keep; --on-bad-row skip cannot "
-        "leave it out, because a document of more than 1,048,576 characters is encoded in pieces$",
-    ):
-        prepared(["a.jsonl"], special_tokens="refuse", skip_bad_rows=skip_bad_rows)
+    """The token is in the first piece, in one in the middle, or in the last, with other documents around."""
+    monkeypatch.setattr("data_pipeline.prepare.cutting.PIECE_CHARACTERS", 500)
+    monkeypatch.setattr("data_pipeline.prepare.cutting._CUT_WINDOW", 100)
+    monkeypatch.setattr("data_pipeline.prepare.plan._SMALLEST_CHUNK", 1200)
+    words = [f"one two {number} " * 50 for number in range(10)]
+    words[place] += INJECTED
+    texts = ["one", "three " * 300, "".join(words), "two", INJECTED, "".join(words), "three " * 200]
+    Path("a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    Path("clean.jsonl").write_text("".join(json.dumps({"text": texts[kept]}) + "\n" for kept in (0, 1, 3, 6)))
+    with pytest.raises(DataError, match=r"line 3 contains the special token '<\|endoftext\|>': take it out"):
+        prepared(["a.jsonl"], special_tokens="refuse")
+    refuse = PrepareOptions(special_tokens="refuse")
+    skip = replace(refuse, skip_bad_rows=True)
+    summary = prepare(["a.jsonl"], Path("out"), Path("tok"), skip, workers=1, overwrite=True)
+    assert (summary.skipped_rows, summary.document_count) == (3, 4)
+    alone = prepare(["clean.jsonl"], Path("clean"), Path("tok"), refuse, workers=1)
+    assert summary.sha256 == alone.sha256
+    assert Path("out.idx").read_bytes() == Path("clean.idx").read_bytes()
 
 
 BAD_ROWS = [
@@ -144,6 +156,10 @@ def test_a_run_that_met_a_bad_row_goes_on_without_it(folder: Path) -> None:
     reports: list[PrepareProgress] = []
     with pytest.raises(DataError, match="line 9 is not JSON"):
         prepare(["a.jsonl"], Path("out"), Path("tok"), workers=1, progress=reports.append)
+    for part in Path("out.parts").glob("part-*.npz"):  # as older versions write them
+        arrays = dict(np.load(part))
+        del arrays["refused"]
+        np.savez(part, **arrays)
     summary = prepare(["a.jsonl"], Path("out"), Path("tok"), PrepareOptions(skip_bad_rows=True), workers=1)
     assert (summary.resumed_parts, summary.skipped_rows) == (reports[-1].parts_done, 1) and summary.resumed_parts > 0
     assert "line 9 is not JSON" in summary.first_skipped[0]
