@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from data_pipeline.dataset import check_loss_mask
 from data_pipeline.errors import DataError
 from data_pipeline.files import with_ending
 from data_pipeline.indexed import IndexedTokens
@@ -50,6 +51,11 @@ def check_corpus(prefix: Path, advance: Callable[[int], None]) -> CorpusFindings
         corpus.check()
     except DataError as error:  # its tokens have no known type or end
         return CorpusFindings(prefix, 0, 0, meta is not None, (*problems, str(error)))
+    if not problems:  # metadata that is not readable names no mask
+        try:
+            check_loss_mask(corpus, meta)
+        except DataError as error:
+            problems.append(str(error))
     digest = hashlib.sha256()
     lowest, highest = 0, 0
     for first in range(0, corpus.token_count, _AT_ONCE):

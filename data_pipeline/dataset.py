@@ -306,7 +306,7 @@ def check_arguments(prefixes: Sequence[Path], sequence_length: int, split: str, 
 def matching_meta(corpus: IndexedTokens) -> CorpusMeta | None:
     """Returns the metadata of a corpus, None if it has none; only then is the whole index read, and checked."""
     meta = read_meta(corpus.prefix)
-    _check_loss_mask(corpus, meta)
+    check_loss_mask(corpus, meta)
     if meta is None:
         corpus.check()
         return None
@@ -321,7 +321,8 @@ def matching_meta(corpus: IndexedTokens) -> CorpusMeta | None:
     return meta
 
 
-def _check_loss_mask(corpus: IndexedTokens, meta: CorpusMeta | None) -> None:
+def check_loss_mask(corpus: IndexedTokens, meta: CorpusMeta | None) -> None:
+    """Raises DataError if the mask that the metadata names is missing, or one is there that it does not name."""
     is_named = meta is not None and meta.loss_sha256 is not None
     if is_named and not corpus.has_loss_mask:
         raise DataError(f"{corpus.prefix}.loss.bin, the loss mask of the corpus, is missing: prepare the corpus again")

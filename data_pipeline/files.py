@@ -87,7 +87,11 @@ class StoredFile:
         raise DataError(f"{self.path} became shorter while it was in use: write it again")
 
     def check_same(self, now: os.stat_result) -> None:
-        """Raises DataError unless `now` is of the same file; one that was only touched is."""
+        """Raises DataError unless `now` is of the same file; one that was only touched is.
+
+        Other bytes of the same number, written into the same file, look like a touch and are not noticed. Writers here
+        always rename a new file into its place.
+        """
         then = self._status
         if now.st_size != then.st_size or (now.st_ino != then.st_ino and now.st_mtime_ns != then.st_mtime_ns):
             raise DataError(f"{self.path} was replaced while it was in use: start again, with the data as it is now")

@@ -82,7 +82,8 @@ def _asked(former: CorpusMeta, job: PreparationPlan) -> str:
     if former.tokenizer_sha256 != job.tokenizer.sha256 and _is_alike(former, job.tokenizer):
         notes.append("whose tokenizer.json is another one since")
     if not notes and former.sources == job.specs and former.tokenizer_sha256 == job.tokenizer.sha256:
-        notes.append("whose files are others or have changed since")
+        rows = ", or hold rows, which older versions read as one text" if former.tokenizers is None else ""
+        notes.append(f"whose files are others or have changed since{rows}")
     return ", ".join([asked, *notes])
 
 

@@ -55,7 +55,7 @@ class FillInTheMiddle:
 
 def fill_in_the_middle(rate: float, tokenizer: "tokenizers.Tokenizer", given: str) -> FillInTheMiddle:
     """Returns the rearrangement with the special tokens of the tokenizer. Raises DataError if it has none."""
-    if str(tokenizer.encode("b", add_special_tokens=False).tokens[0]).startswith(("▁", "Ġ")):
+    if _is_after_a_space("b", tokenizer):
         raise DataError(
             f"tokenizer {given} puts a space before every text, so that the parts of a document would not join: "
             "prepare without --fill-in-the-middle"
@@ -68,3 +68,12 @@ def fill_in_the_middle(rate: float, tokenizer: "tokenizers.Tokenizer", given: st
         f"tokenizer {given} has no tokens such as {', '.join(_KNOWN_TOKENS[0])}: prepare without --fill-in-the-middle, "
         "or take a tokenizer of a code model"
     )
+
+
+def _is_after_a_space(text: str, tokenizer: "tokenizers.Tokenizer") -> bool:
+    """True if the tokenizer puts a space before a text; whether it has tokens for the text does not matter."""
+    if tokenizer.normalizer is not None:
+        text = tokenizer.normalizer.normalize_str(text)
+    if tokenizer.pre_tokenizer is not None:
+        text = "".join(word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text))
+    return text.startswith((" ", "▁", "Ġ"))

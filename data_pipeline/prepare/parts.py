@@ -18,10 +18,10 @@ import shutil
 import signal
 import threading
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,31 +48,50 @@ class PartContents(NamedTuple):
     tokens: NDArray[Any]  # [n]
     document_ends: NDArray[np.int64]  # [documents] exclusive positions in `tokens`
     loss: NDArray[np.uint8]  # [n]; empty for text, all of which carries loss
-    bad_rows: int  # that could not be encoded
+    bad_rows: int  # that could not be encoded, and are not in `tokens`
+    refused: NDArray[np.int64]  # documents, by place in this part, of which a piece could not be encoded
+
+    def without(self, documents: set[int]) -> Self:
+        """Returns the part without some of its documents; the last one may be that which a later part ends."""
+        lengths = np.diff(self.document_ends, prepend=0, append=len(self.tokens))
+        stays = np.array([number not in documents for number in range(len(lengths))])
+        if stays.all():
+            return self
+        ends = np.cumsum(lengths * stays)[:-1][stays[:-1]]
+        of_tokens = stays.repeat(lengths)
+        loss = self.loss[of_tokens] if len(self.loss) else self.loss
+        return self._replace(tokens=self.tokens[of_tokens], document_ends=ends, loss=loss)
 
 
 def encode_part(encoder: PieceEncoder, pieces: Sequence[TextPiece], bad_rows: BadRows, path: Path) -> PartSize:
-    """Encodes `pieces` and writes them as a part at `path`. A whole document that is refused is a bad row."""
+    """Encodes `pieces` and writes them as a part at `path`. A document that is refused is a bad row.
+
+    If it has several pieces, others of them may be in other parts: it is marked, and left out when the parts are read.
+    """
     dtype = token_dtype(encoder.tokenizer.vocab_size)
     arrays: list[NDArray[Any]] = [np.empty(0, dtype)]
     masks: list[NDArray[Any]] = [np.empty(0, np.uint8)]
     ends: list[int] = []
-    token_count = 0
+    refused: list[int] = []
+    token_count = whole = 0
     for piece in pieces:
         try:
             ids, loss = encoder.encode(piece)
         except DataError as error:
-            if not (piece.begins_document and piece.ends_document):
-                raise
             bad_rows(error)
-            continue
+            if piece.begins_document and piece.ends_document:
+                whole += 1
+                continue
+            refused.append(len(ends))
+            ids, loss = [], None
         arrays.append(np.array(ids, dtype=dtype))
         if loss is not None:
             masks.append(loss)
         token_count += len(ids)
         if piece.ends_document:
             ends.append(token_count)
-    part = PartContents(np.concatenate(arrays), np.array(ends, dtype=np.int64), np.concatenate(masks), bad_rows.count)
+    places, marked = (np.array(each, dtype=np.int64) for each in (ends, refused))
+    part = PartContents(np.concatenate(arrays), places, np.concatenate(masks), whole, marked)
     content = io.BytesIO()
     np.savez(content, **part._asdict())
     write_atomically(path, content.getvalue())
@@ -147,18 +166,43 @@ class PartStore:
     def path(self, number: int) -> Path:
         return self.folder / f"part-{number:06d}.npz"
 
-    def finished(self) -> set[int]:
-        """Returns the numbers of the complete parts of this job; changes nothing on disk."""
+    def finished(self, *, lacking_rows: bool) -> set[int]:
+        """Returns the numbers of the complete parts of this job, those that lack bad rows only if `lacking_rows`.
+
+        Changes nothing on disk.
+        """
         if not self._belongs():
             return set()
-        return {int(file.stem.removeprefix("part-")) for file in self.folder.glob("part-*.npz") if file.is_file()}
+        files = [file for file in self.folder.glob("part-*.npz") if file.is_file()]
+        numbers = {int(file.stem.removeprefix("part-")) for file in files}
+        return numbers if lacking_rows else {number for number in numbers if not self._lacks_rows(number)}
 
     def read(self, number: int) -> PartContents:
         """Reads the part of a number."""
+        with self._opened(number) as arrays:
+            tokens, ends, loss = (arrays[name] for name in ("tokens", "document_ends", "loss"))
+            return PartContents(tokens, ends, loss, int(arrays["bad_rows"]), _refused(arrays))
+
+    def refused_documents(self, part_count: int) -> set[int]:
+        """Returns the documents, numbered over all parts, of which a piece could not be encoded."""
+        refused, first = set[int](), 0
+        for number in range(part_count):
+            with self._opened(number) as arrays:
+                refused.update((_refused(arrays) + first).tolist())
+                first += len(arrays["document_ends"])
+        return refused
+
+    def _lacks_rows(self, number: int) -> bool:
+        with self._opened(number) as arrays:
+            return bool(arrays["bad_rows"]) or len(_refused(arrays)) > 0
+
+    @contextmanager
+    def _opened(self, number: int) -> Iterator[Any]:
+        """Opens the arrays of a part, which are read one by one. Raises DataError, there too, if it is damaged."""
         path = self.path(number)
         try:
             with np.load(path, allow_pickle=False) as arrays:
-                return PartContents(arrays["tokens"], arrays["document_ends"], arrays["loss"], int(arrays["bad_rows"]))
+                yield arrays
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(f"part file {path} is damaged ({error}): delete it and run prepare again") from error
 
@@ -186,3 +230,8 @@ class PartStore:
             return bool(json.loads(self._journal.read_bytes())["job_sha256"] == self.job_sha256)
         except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
             return False
+
+
+def _refused(arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.int64]:
+    """Returns the marked documents of a part; older versions marked none."""
+    return arrays["refused"] if "refused" in arrays else np.empty(0, np.int64)

@@ -2,6 +2,7 @@
 
 The digest of a plan covers everything that determines the bytes of its output; equal digests mean equal output. What is
 done with bad rows is not in it: either way the others give the same bytes, so a run that met one goes on without it.
+The other way round, parts that lack rows are encoded again.
 """
 
 import hashlib

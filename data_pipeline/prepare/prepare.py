@@ -90,7 +90,8 @@ def prepare(
     workers = _useful_workers(workers, job)
     store, bad_rows = PartStore(output, job.parts_sha256), BadRows(options.skip_bad_rows)
     meta = _finished(output, job)
-    reused, resumed, discarded = meta is not None, store.finished(), 0
+    reused, discarded = meta is not None, 0
+    resumed = set() if reused else store.finished(lacking_rows=options.skip_bad_rows)
     if dry_run:
         check_replaceable(output, job, overwrite)
     elif meta is not None:
@@ -102,7 +103,7 @@ def prepare(
             check_replaceable(output, job, overwrite)
             if trained is not None:
                 trained.write()
-            discarded, resumed = store.begin(), store.finished()
+            discarded, resumed = store.begin(), store.finished(lacking_rows=options.skip_bad_rows)
             part_count = _encode_missing(job, store, resumed, workers, bad_rows, progress, started)
             meta = _merge(job, store, part_count, bad_rows.count, output)
             store.remove()
@@ -118,7 +119,7 @@ def prepare(
         token_count=meta.token_count if meta else 0,
         document_count=meta.document_count if meta else 0,
         sha256=meta.sha256 if meta else "",
-        resumed_parts=0 if reused else len(resumed),
+        resumed_parts=len(resumed),
         discarded_parts=discarded,
         workers=workers,
         seconds=time.monotonic() - started,
@@ -212,6 +213,8 @@ def _encoded(job: PreparationPlan, chunks: Iterator[tuple[Path, list[TextPiece]]
 
 def _merge(job: PreparationPlan, store: PartStore, part_count: int, skipped_rows: int, output: Path) -> CorpusMeta:
     """Concatenates the parts. The old metadata is removed first and the new written last, so that it is never wrong."""
+    refused, first = store.refused_documents(part_count), 0
+    skipped_rows += len(refused)
     writer = IndexedWriter(output, token_dtype(job.tokenizer.vocab_size))
     chats = job.encoder if isinstance(job.encoder, ChatEncoder) else None
     mask = LossWriter(output) if chats else None
@@ -219,6 +222,9 @@ def _merge(job: PreparationPlan, store: PartStore, part_count: int, skipped_rows
         with writer, mask or nullcontext():
             for number in range(part_count):
                 part = store.read(number)
+                documents = len(part.document_ends)
+                part = part.without({document - first for document in refused})
+                first += documents
                 writer.append(part.tokens, part.document_ends)
                 skipped_rows += part.bad_rows
                 if mask is not None:

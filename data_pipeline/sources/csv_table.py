@@ -26,7 +26,7 @@ class CsvTable:
         return size_of_text(self.path)
 
     def identity(self) -> list[str]:
-        return file_identity(self.path)
+        return [*file_identity(self.path), "rows of CSV"]  # older versions read it as one text
 
     def documents(self, on_bad_row: OnBadRow) -> Iterator[Document]:
         for where, row in self._rows():
@@ -51,6 +51,11 @@ class CsvTable:
                         f"{self.path} has no column {self.text_field!r} (it has "
                         f"{', '.join(map(repr, rows.fieldnames))}): name the column that holds the text with "
                         "--text-field"
+                    )
+                if (rows.fieldnames or []).count(self.text_field) > 1:
+                    raise DataError(
+                        f"{self.path} has more than one column {self.text_field!r}: give them names of their own, or "
+                        "name another one with --text-field"
                     )
                 for row in rows:
                     yield f"{self.path}, line {rows.reader.line_num}", row

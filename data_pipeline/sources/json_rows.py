@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError
-from data_pipeline.sources.compressed import open_text, size_of_text
+from data_pipeline.sources.compressed import name_inside, open_text, size_of_text
 from data_pipeline.sources.document import Document, OnBadRow, file_identity, text_of_row
 
 _LONGEST = 1 << 28  # bytes of a line, and of an array
@@ -32,7 +32,9 @@ class JsonRows:
         return size_of_text(self.path)
 
     def identity(self) -> list[str]:
-        return file_identity(self.path)
+        if name_inside(self.path).endswith(".jsonl"):
+            return file_identity(self.path)
+        return [*file_identity(self.path), "rows of JSON"]  # older versions read it as one text
 
     def documents(self, on_bad_row: OnBadRow) -> Iterator[Document]:
         for where, row in self.rows(on_bad_row):

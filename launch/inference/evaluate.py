@@ -38,9 +38,10 @@ from launch.inference.session import Loaded, ModelPlacement, rank_main
 from launch.inference.session import run as run_anywhere
 from launch.inference.stored_model import StoredModel
 from launch.output import spinner
-from launch.runtime.printing import print_result
+from launch.runtime.printing import print_result, say
 from launch.runtime.rank_process import run_to_the_end
 from launch.trainer.data import PACKINGS
+from launch.trainer.packing import packed_splits
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config.base import Section
 from megalite.config.data import DataConfig
@@ -168,14 +169,18 @@ def scored_data(request: EvaluateRequest, stored: StoredModel) -> Texts | Prepar
     fraction = request.held_out_fraction
     if fraction is None:
         fraction = data.held_out_fraction if data else DataConfig.model_fields["held_out_fraction"].default
-    samples = PACKINGS[data.packing if data else "concat"](
+    split: Split = request.split or "held_out"
+    # `megalite data pack` writes plans of a run's own data alone
+    is_own = length == own and all((split, fraction) in packed_splits(str(prefix), data) for prefix in prefixes if data)
+    packing = data.packing if data and is_own else "concat"
+    samples = PACKINGS[packing](
         prefixes,
         length,
         training.seed if training else 0,
-        request.split or "held_out",
+        split,
         fraction,
         vocab_limit=stored.model.vocab_size,
-        too_long=data.too_long if data else "cut",
+        too_long=data.too_long if data and is_own else "cut",
     )
     if request.samples is not None and request.samples > samples.samples_per_epoch:
         raise LaunchError(
@@ -183,7 +188,14 @@ def scored_data(request: EvaluateRequest, stored: StoredModel) -> Texts | Prepar
             f"{samples.samples_per_epoch} of {length} tokens: give at most that, or leave it out"
         )
     count = request.samples or (training.evaluation.samples if training else samples.samples_per_epoch)
-    return Prepared(samples, count, data.document_mask if data else True, samples.notice())
+    notices = [samples.notice()]
+    if data and data.packing != packing:
+        notices.append(
+            f"the run packs {data.packing}, for its own data, sequence length and held-out fraction; these samples are "
+            f"packed {packing}, which cuts documents wherever a sample is full"
+        )
+    notice = "; ".join(filter(None, notices)) or None
+    return Prepared(samples, count, data.document_mask if data else True, notice)
 
 
 def _section(kind: type[ANY], stored: StoredModel, name: str) -> ANY | None:
@@ -213,6 +225,7 @@ class Evaluation:
     stride: int | None = None  # of windows over text
     samples: int | None = None  # of prepared data
     samples_per_epoch: int | None = None  # available in the split
+    notice: str | None = None  # about the samples
 
 
 @torch.no_grad()
@@ -232,10 +245,12 @@ def evaluate(request: EvaluateRequest, loaded: Loaded, progress: Callable[[Score
     if score.tokens == 0:
         raise LaunchError("nothing to score: no document has two tokens, and the first one has nothing to be told from")
     seconds = time.perf_counter() - started
+    extent: dict[str, Any]
     if isinstance(data, Texts):
         extent = {"documents": score.documents, "stride": data.stride}
     else:
-        extent = {"samples": data.count, "samples_per_epoch": data.samples.samples_per_epoch}
+        samples_per_epoch = data.samples.samples_per_epoch
+        extent = {"samples": data.count, "samples_per_epoch": samples_per_epoch, "notice": data.notice}
     return Evaluation(
         model=str(loaded.stored.folder),
         loss=score.mean,
@@ -269,6 +284,8 @@ def show(request: EvaluateRequest, loaded: Loaded) -> None:
             request, loaded, lambda score: describe(f"{score.tokens:,} tokens, loss {score.mean:.4f}")
         )
     if loaded.is_rank_zero:
+        if evaluation.notice is not None:
+            say(f"megalite: {evaluation.notice}", file=sys.stderr)
         print_result(json.dumps(asdict(evaluation), indent=2) if request.as_json else _sentence(evaluation))
 
 

@@ -42,7 +42,7 @@ def pack_data(config: Config, describe: Callable[[str], None]) -> list[PackedSpl
         corpus = IndexedTokens(prefix)
         index_sha256 = content_digests([corpus], [matching_meta(corpus)])[0][-1]
         leaves_out_longer = corpus.has_loss_mask and config.data.too_long == "skip"
-        for split, fraction in _splits_of(prefix, config.data):
+        for split, fraction in packed_splits(prefix, config.data):
             describe(f"packing the {split} split of {prefix}, {len(corpus):,} documents")
             request = PackingRequest(
                 corpus, index_sha256, config.training.sequence_length, split, fraction, leaves_out_longer
@@ -51,8 +51,8 @@ def pack_data(config: Config, describe: Callable[[str], None]) -> list[PackedSpl
     return packed
 
 
-def _splits_of(prefix: str, data: DataConfig) -> list[tuple[Split, float]]:
-    """Returns the splits of a prefix that a run may read, with their held-out fractions."""
+def packed_splits(prefix: str, data: DataConfig) -> list[tuple[Split, float]]:
+    """Returns the splits of a prefix that a run may read and has plans of, with their held-out fractions."""
     splits = list[tuple[Split, float]]()
     if prefix in data.prefixes:
         splits.append(("train", data.held_out_fraction))

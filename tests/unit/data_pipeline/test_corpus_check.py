@@ -1,6 +1,7 @@
 """Damage that a run would not notice, because it reads its data only where samples lie, is found by the check."""
 
 import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,6 +57,20 @@ def test_damage_is_one_sentence(case: str, prefix: Path) -> None:
     problems = check_corpus(prefix, lambda size: None).problems
     assert any(sentence.replace("\\", "") in problem for problem in problems), problems
     assert all("\n" not in problem for problem in problems)
+
+
+def test_a_mask_that_is_missing_or_that_no_metadata_names_is_a_problem(prefix: Path) -> None:
+    """A run refuses both."""
+    mask, meta = Path(f"{prefix}.loss.bin"), Path(f"{prefix}.meta.json")
+    missing = check_corpus(prefix, lambda size: None).problems
+    mask.write_bytes(bytes([0, 1, 1, 0, 1, 1]))
+    meta.write_text(json.dumps({**json.loads(meta.read_text()), "loss_sha256": None}))
+    unnamed = check_corpus(prefix, lambda size: None).problems
+    meta.unlink()
+    alone = check_corpus(prefix, lambda size: None).problems
+    assert [len(problems) for problems in (missing, unnamed, alone)] == [1, 1, 1]
+    assert f"{mask}, the loss mask of the corpus, is missing" in missing[0]
+    assert f"{mask} is a loss mask that no {meta} names" in unnamed[0] and alone == unnamed
 
 
 def test_a_negative_id_needs_no_vocabulary_to_be_wrong(write_corpus: Callable[..., Path]) -> None:

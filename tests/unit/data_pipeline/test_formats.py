@@ -100,6 +100,7 @@ def test_what_is_no_text_is_not_taken_for_it(name: str, tmp_path: Path) -> None:
 
 BAD_FILES: dict[str, tuple[bytes, str]] = {
     "other.csv": (b"label,body\n1,a\n", r"other.csv has no column 'text' \(it has 'label', 'body'\): name the column"),
+    "twice.csv": (b"text,id,text\na,1,b\n", r"twice.csv has more than one column 'text': give them names of their own"),
     "ragged.csv": (b"text,label\na,1\nsome, words,2\n", "line 3 has more cells than the first line names: put cells"),
     "short.csv": (b"label,text\n1,a\n2\n", "line 3 has fewer cells than"),
     "quote.csv": (b'text\n"a"b\n', r"line 2 is not CSV \(.*\): write the table again"),

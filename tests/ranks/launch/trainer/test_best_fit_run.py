@@ -43,3 +43,5 @@ def test_a_resume_on_another_layout_reads_the_same_samples(tiny: dict[str, Any],
     assert found[-1][3] == pytest.approx(expected[-1][3], rel=1e-5)
     own = evaluated(EvaluateRequest(ModelPlacement(whole["run_dir"]), [], []))
     assert own.loss == pytest.approx(expected[-1][3], rel=1e-6)
+    shorter = evaluated(EvaluateRequest(ModelPlacement(whole["run_dir"]), [], [], sequence_length=24))
+    assert shorter.notice is not None and "packed concat" in shorter.notice

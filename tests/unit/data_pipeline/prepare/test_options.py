@@ -1,9 +1,11 @@
 """What stands around and in the text of documents, and what a row without one does."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 
@@ -90,6 +92,30 @@ def test_a_tokenizer_that_leaves_out_merges_at_random_is_refused(folder: Path) -
         prepared(["a.txt"])
 
 
+@pytest.mark.parametrize("place", [0, 3, 9])
+def test_a_refused_document_of_many_pieces_is_left_out_of_all_parts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    """The token is in the first piece, in one in the middle, or in the last, with other documents around."""
+    monkeypatch.setattr("data_pipeline.prepare.cutting.PIECE_CHARACTERS", 500)
+    monkeypatch.setattr("data_pipeline.prepare.cutting._CUT_WINDOW", 100)
+    monkeypatch.setattr("data_pipeline.prepare.plan._SMALLEST_CHUNK", 1200)
+    words = [f"one two {number} " * 50 for number in range(10)]
+    words[place] += INJECTED
+    texts = ["one", "three " * 300, "".join(words), "two", INJECTED, "".join(words), "three " * 200]
+    Path("a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    Path("clean.jsonl").write_text("".join(json.dumps({"text": texts[kept]}) + "\n" for kept in (0, 1, 3, 6)))
+    with pytest.raises(DataError, match=r"line 3 contains the special token '<\|endoftext\|>': take it out"):
+        prepared(["a.jsonl"], special_tokens="refuse")
+    refuse = PrepareOptions(special_tokens="refuse")
+    skip = replace(refuse, skip_bad_rows=True)
+    summary = prepare(["a.jsonl"], Path("out"), Path("tok"), skip, workers=1, overwrite=True)
+    assert (summary.skipped_rows, summary.document_count) == (3, 4)
+    alone = prepare(["clean.jsonl"], Path("clean"), Path("tok"), refuse, workers=1)
+    assert summary.sha256 == alone.sha256
+    assert Path("out.idx").read_bytes() == Path("clean.idx").read_bytes()
+
+
 BAD_ROWS = [
     '{"text": ', "[1]", '{"body": "b"}', '{"text": null}', '{"text": "\\ud800"}', '{"text": "' + "x" * 200 + '"}',
 ]  # fmt: skip
@@ -130,11 +156,35 @@ def test_a_run_that_met_a_bad_row_goes_on_without_it(folder: Path) -> None:
     reports: list[PrepareProgress] = []
     with pytest.raises(DataError, match="line 9 is not JSON"):
         prepare(["a.jsonl"], Path("out"), Path("tok"), workers=1, progress=reports.append)
+    for part in Path("out.parts").glob("part-*.npz"):  # as older versions write them
+        arrays = dict(np.load(part))
+        del arrays["refused"]
+        np.savez(part, **arrays)
     summary = prepare(["a.jsonl"], Path("out"), Path("tok"), PrepareOptions(skip_bad_rows=True), workers=1)
     assert (summary.resumed_parts, summary.skipped_rows) == (reports[-1].parts_done, 1) and summary.resumed_parts > 0
     assert "line 9 is not JSON" in summary.first_skipped[0]
     with pytest.raises(DataError, match="line 9 is not JSON"):
         prepare(["a.jsonl"], Path("out"), Path("tok"), workers=1)
+
+
+def test_parts_that_lack_bad_rows_are_encoded_again_where_none_may_be_left_out(folder: Path) -> None:
+    texts = [f"one two {number} " * 9000 for number in range(8)]
+    texts[5] = INJECTED
+    Path("a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    refuse = PrepareOptions(special_tokens="refuse")
+    skip = replace(refuse, skip_bad_rows=True)
+
+    def stop_after_two(done: PrepareProgress) -> None:
+        if done.parts_done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(["a.jsonl"], Path("out"), Path("tok"), skip, workers=1, progress=stop_after_two)
+    assert prepare(["a.jsonl"], Path("out"), Path("tok"), refuse, dry_run=True).resumed_parts == 1
+    with pytest.raises(DataError, match=r"line 6 contains the special token '<\|endoftext\|>'"):
+        prepare(["a.jsonl"], Path("out"), Path("tok"), refuse, workers=1)
+    summary = prepare(["a.jsonl"], Path("out"), Path("tok"), skip, workers=1)
+    assert (summary.resumed_parts, summary.skipped_rows, summary.document_count) == (2, 1, 7)
 
 
 FIM = ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"]
@@ -190,3 +240,18 @@ def test_a_tokenizer_without_tokens_for_the_middle_is_refused(folder: Path) -> N
     tokenizer.save("tok/tokenizer.json")
     with pytest.raises(DataError, match="tokenizer tok puts a space before every text"):
         prepared(["a.txt"], fill_in_the_middle=0.5)
+
+
+@pytest.mark.parametrize("scheme", ["never", "always"])
+def test_a_vocabulary_of_other_letters_can_have_its_middle_last_too(folder: Path, scheme: str) -> None:
+    tokenizer = Tokenizer(models.BPE({"ß": 0, "▁": 1}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.add_special_tokens(FIM)
+    tokenizer.save("tok/tokenizer.json")
+    Path("tok/tokenizer_config.json").unlink()
+    Path("a.txt").write_text("ßß ß")
+    if scheme == "always":
+        with pytest.raises(DataError, match="tokenizer tok puts a space before every text"):
+            prepared(["a.txt"], fill_in_the_middle=1.0, append_eos=False)
+    else:
+        assert sorted(prepared(["a.txt"], fill_in_the_middle=1.0, append_eos=False)[0]) == [0, 0, 0, 1, 2, 3, 4]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ import pytest
 from data_pipeline.dataset import PackedSamples
 from data_pipeline.errors import DataError
 from data_pipeline.indexed import IndexedTokens
+from data_pipeline.meta import read_meta
 from data_pipeline.prepare.plan import USUAL_OPTIONS, PrepareOptions
 from data_pipeline.prepare.prepare import PrepareProgress, prepare
+from data_pipeline.sources import open_sources
+from data_pipeline.sources.text import TextFile
 from data_pipeline.tokenizer import inspect_tokenizer, train_tokenizer, trained_tokenizer
 
 REPOSITORY = Path(__file__).parents[4]
@@ -199,6 +203,36 @@ def test_a_finished_job_is_reused_and_a_changed_one_is_not(tokenizer_folder: Pat
     assert changed.sha256 != first.sha256
     Path(f"{output}.bin").write_bytes(b"")
     assert prepare([str(source)], output, tokenizer_folder).sha256 == changed.sha256
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.json", "a.ndjson"])
+def test_rows_that_an_older_version_read_as_one_text_are_another_job(
+    name: str, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = tmp_path / name, tmp_path / "c"
+    source.write_text({"a.csv": "text\none\ntwo\n"}.get(name, '{"text": "one"}\n{"text": "two"}\n'))
+    with monkeypatch.context() as older:
+        for reader in ("CsvTable", "JsonRows"):
+            older.setattr(f"data_pipeline.sources.{reader}", lambda path, *_: TextFile(path))
+        assert prepare([str(source)], output, tokenizer_folder).document_count == 1
+    meta = read_meta(output)
+    assert meta is not None
+    replace(meta, tokenizers=None).write(output)
+    with pytest.raises(DataError, match="changed since, or hold rows, which older versions read as one text: choose"):
+        prepare([str(source)], output, tokenizer_folder)
+    made = prepare([str(source)], output, tokenizer_folder, overwrite=True)
+    assert (made.reused, made.document_count) == (False, 2)
+    assert prepare([str(source)], output, tokenizer_folder).reused
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_sources_that_older_versions_read_the_same_way_keep_their_identity(name: str, tmp_path: Path) -> None:
+    """A finished output of an older version is not made again."""
+    path = tmp_path / name
+    path.write_bytes(b"1")
+    os.utime(path, ns=(5, 7))
+    (source,) = open_sources([str(path)], "text")
+    assert source.identity() == [*([f"dataset:{path}"] if name == "a.parquet" else []), str(path), "1", "7"]
 
 
 def test_parts_of_another_job_are_thrown_away(tokenizer_folder: Path, tmp_path: Path) -> None:

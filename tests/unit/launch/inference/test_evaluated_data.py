@@ -1,0 +1,57 @@
+"""The samples that `megalite evaluate` scores: packed as the run packs its own data, and said where they are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from launch.errors import USER_ERRORS
+from launch.inference.evaluate import EvaluateRequest, Prepared, scored_data
+from launch.inference.session import ModelPlacement
+from launch.inference.stored_model import StoredModel
+from launch.trainer.packing import pack_data
+from megalite.config import Config
+
+
+@pytest.fixture
+def stored(tiny: dict[str, Any], corpus: Path, tmp_path: Path) -> StoredModel:
+    """The model of a run on a copy of the corpus, so that nobody else's plans lie beside it."""
+    for ending in (".bin", ".idx"):
+        for name in ("own", "other"):
+            (tmp_path / f"{name}{ending}").write_bytes(Path(f"{corpus}{ending}").read_bytes())
+    tiny["data"] |= {"path": str(tmp_path / "own"), "document_mask": True, "packing": "best_fit"}
+    config = Config.model_validate(tiny)
+    assert config.model is not None
+    return StoredModel(tmp_path, config.model, cast(Any, None), {}, config.model_dump(mode="json"), None)
+
+
+def prepared(stored: StoredModel, data: list[str], **options: Any) -> Prepared:
+    found = scored_data(EvaluateRequest(ModelPlacement("model"), [], data, **options), stored)
+    assert isinstance(found, Prepared)
+    return found
+
+
+def test_a_best_fit_run_is_evaluated_on_other_data_and_lengths_without_a_plan(
+    stored: StoredModel, tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    own = [str(tmp_path / "own")]
+    for data in ([], own):
+        with pytest.raises(USER_ERRORS, match="write it with `megalite data pack"):
+            prepared(stored, data)
+    pack_data(Config.model_validate(tiny), lambda sentence: None)
+    for split in (None, "train"):
+        packed = prepared(stored, own, split=split)
+        assert packed.samples.packing_rule.startswith("best-fit") and "packed concat" not in (packed.notice or "")
+    others: list[tuple[list[str], dict[str, Any]]] = [
+        ([str(tmp_path / "other")], {}),
+        ([*own, str(tmp_path / "other")], {}),
+        (own, {"sequence_length": 24}),
+        (own, {"held_out_fraction": 0.2}),
+    ]
+    for data, options in others:
+        other = prepared(stored, data, **options)
+        assert other.samples.sample(0).tokens.shape == (options.get("sequence_length", 32) + 1,)
+        assert other.notice is not None and other.notice.startswith("the run packs best_fit, for its own data, ")
+        assert "these samples are packed concat, which cuts documents" in other.notice
