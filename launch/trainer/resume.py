@@ -339,7 +339,10 @@ def _check_optimizer(manifest: Manifest, config: Config, folder: Path) -> None:
 
 
 def _check_adapter(manifest: Manifest, config: Config, folder: Path) -> None:
-    for option, before in adapter_of(manifest, folder):
+    saved = adapter_of(manifest, folder)
+    if saved.projections == config.adapter.projections:  # whatever their order
+        saved = saved.model_copy(update={"targets": config.adapter.targets})
+    for option, before in saved:
         if (now := getattr(config.adapter, option)) != before:
             raise CheckpointError(
                 f"{folder} was trained with adapter.{option} {shown(before)}, this config has {shown(now)}, with which "

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
 
 from launch.errors import LaunchError
 from launch.huggingface.hub_folder import is_hub_id
@@ -26,7 +25,6 @@ from megalite.checkpoint.manifest import find_latest, step_folders
 from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout, wanted_world_size
 from megalite.config.float8_rules import check_float8_package
 from megalite.config.known_bad import check_known_bad, installed_versions
-from megalite.config.sections import Projection
 from megalite.monitor.requirements import check_monitoring, check_textfile
 from megalite.planner.cost.memory import CUDA
 from models.families import family
@@ -149,10 +147,7 @@ def check_run(config: Config) -> None:
 def _check_adapter_exports(config: Config) -> None:
     """Raises ConfigError if the run is to export adapters for which a PEFT folder of this family has no place."""
     described, export = family(config.model.model_type), config.checkpoint.export_hf
-    has_gate = config.model.gated_mlp
-    adapted = [
-        name for name in get_args(Projection) if config.adapter.adapts(name) and (has_gate or name != "gate_proj")
-    ]
+    adapted = [name for name in config.adapter.projections if config.model.gated_mlp or name != "gate_proj"]
     refused = [name for name in adapted if not described.has_own_tensor(name)]
     if refused and export != "off":
         left = ", ".join(name for name in adapted if name not in refused)
