@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from launch.huggingface.hub_folder import is_hub_model
+from launch.huggingface.hub_folder import BASE_MODEL
 from launch.huggingface.model_folder import DTYPES
 from launch.huggingface.progress import ConversionPlan, ConvertSummary, ReportProgress
 from launch.huggingface.streaming import Stream, convert
@@ -61,12 +61,10 @@ class AdapterExport:
 
     @property
     def base(self) -> str | None:
-        """The model that the adapters belong to, as peft finds it: a hub id or a folder; None if it is neither."""
-        training = self.reader.manifest.config.get("training") or {}
-        source = Path(str(training.get("initialize_from") or "."))
-        if not is_hub_model(source):
-            return None
-        return str(source.resolve()) if source.is_dir() else str(source)
+        """The model that the adapters belong to, as the run noted it at its start: a hub id or a folder; None if it
+        began with a checkpoint. Where `training.initialize_from` leads from here does not count."""
+        noted = self.reader.manifest.config.get(BASE_MODEL)
+        return noted if isinstance(noted, str) else None
 
     def config(self) -> dict[str, Any]:
         """Returns the adapter_config.json."""

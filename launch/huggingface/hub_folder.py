@@ -26,6 +26,7 @@ HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 WEIGHTS, PICKLES = ["model*.safetensors"], ["pytorch_model*.bin"]
 IGNORED = ["*/*.json", "*/*.model", "consolidated*"]  # in original/, onnx/ and the like
+BASE_MODEL = "base_model"  # the key in the config of a run's manifests that names the model it began with
 
 
 def is_hub_id(place: str | Path) -> bool:
@@ -36,6 +37,11 @@ def is_hub_id(place: str | Path) -> bool:
 def is_hub_model(place: Path) -> bool:
     """True if `place` is a Hugging Face folder, or does not exist and has the form of a hub id."""
     return (place / CONFIG).is_file() or is_hub_id(place)
+
+
+def lasting_place(place: Path) -> str:
+    """Returns the absolute path of a folder, or a hub id, so that it means the same in any working directory."""
+    return str(place) if is_hub_id(place) else str(place.resolve())
 
 
 def local_folder(place: str | Path, *, weights: bool = True) -> Path:

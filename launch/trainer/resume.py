@@ -14,7 +14,7 @@ from data_pipeline.dataset import Samples
 from data_pipeline.mix import MixedSamples
 from launch.errors import LaunchError
 from launch.huggingface.checkpoint_tokenizer import KEPT, find_tokenizer, is_same_tokenizer
-from launch.huggingface.hub_folder import is_hub_model
+from launch.huggingface.hub_folder import BASE_MODEL, is_hub_model, lasting_place
 from launch.runtime.logs import get_logger
 from launch.runtime.rank_environment import Rank
 from launch.trainer.config_changes import OptionChange, changes_since, check_changes, saved_model
@@ -53,6 +53,7 @@ class Start:
     is_resume: bool = False  # the run's own checkpoint, state included; otherwise only weights are loaded
     notices: tuple[str, ...] = ()
     hub: ModelFolder | None = None  # instead of a checkpoint; with neither, weights are initialized
+    base_model: str | None = None  # the Hugging Face model that the run began with, however often it was resumed
     tokenizer: Path | None = None  # folder of the model's tokenizer, of which the run keeps a copy; None: there is none
     changes: tuple[OptionChange, ...] = ()  # of the config since the checkpoint of a resume
 
@@ -93,11 +94,10 @@ class Start:
     @property
     def inherited(self) -> dict[str, Any]:
         """Special tokens and generation config of the Hugging Face model that this run, or the run that wrote its
-        checkpoint, was initialized from."""
-        if self.hub is not None:
-            return {IMPORTED: self.hub.carried()}
+        checkpoint, was initialized from; and the place of that of this run."""
         kept = self.manifest.config.get(IMPORTED) if self.manifest else None
-        return {IMPORTED: kept} if kept else {}
+        found = {IMPORTED: self.hub.carried() if self.hub is not None else kept, BASE_MODEL: self.base_model}
+        return {key: value for key, value in found.items() if value}
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,9 @@ def find_start(
         check_kept(manifest, own, config)
         changes = changes_since(manifest, config)
         check_changes(changes, own, allow_change=flags.allow_change)
-        start = Start(own, manifest, True, tuple(f"passed over: {why}" for why in skipped), changes=changes)
+        passed_over = tuple(f"passed over: {why}" for why in skipped)
+        base = manifest.config.get(BASE_MODEL)
+        start = Start(own, manifest, True, passed_over, base_model=base, changes=changes)
     else:
         source = config.training.initialize_from
         start = Start() if source is None else _start_from(source, config, data)
@@ -252,7 +254,7 @@ def _start_from(source: Path, config: Config, data: RunData) -> Start:
         refuse_other_model(config.model, hub.model, type(hub.model).model_fields, f"{hub.folder}/config.json")
         hub.check_tokenizer(Path(config.data.prefixes[0]), data.tokenizer, data.tokenizer_sha256)
         check_tokenizer_links(tokenizer_files(hub.folder))
-        return Start(hub=hub)
+        return Start(hub=hub, base_model=lasting_place(source))
     weights = checkpoint_at(source)
     manifest = read_manifest(weights)
     _check_model(manifest, config, weights)
@@ -337,7 +339,10 @@ def _check_optimizer(manifest: Manifest, config: Config, folder: Path) -> None:
 
 
 def _check_adapter(manifest: Manifest, config: Config, folder: Path) -> None:
-    for option, before in adapter_of(manifest, folder):
+    saved = adapter_of(manifest, folder)
+    if saved.projections == config.adapter.projections:  # whatever their order
+        saved = saved.model_copy(update={"targets": config.adapter.targets})
+    for option, before in saved:
         if (now := getattr(config.adapter, option)) != before:
             raise CheckpointError(
                 f"{folder} was trained with adapter.{option} {shown(before)}, this config has {shown(now)}, with which "

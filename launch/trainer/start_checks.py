@@ -22,7 +22,7 @@ from launch.trainer.resume import Start, checkpoints_of, find_start
 from launch.trainer.run_folder import check_run_folder
 from launch.trainer.start_flags import StartFlags
 from megalite.checkpoint.manifest import find_latest, step_folders
-from megalite.config import Config, ResolvedLayout, resolve_layout, wanted_world_size
+from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout, wanted_world_size
 from megalite.config.float8_rules import check_float8_package
 from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.monitor.requirements import check_monitoring, check_textfile
@@ -137,10 +137,26 @@ def check_run(config: Config) -> None:
     family(config.model.model_type).check(config.model)
     check_monitoring(config.monitor)
     check_float8_package(config)
+    _check_adapter_exports(config)
     if config.checkpoint.mirror is not None:
         from megalite.checkpoint.remote.storage import check_url  # pulls in fsspec
 
         check_url(config.checkpoint.mirror)
+
+
+def _check_adapter_exports(config: Config) -> None:
+    """Raises ConfigError if the run is to export adapters for which a PEFT folder of this family has no place."""
+    described, export = family(config.model.model_type), config.checkpoint.export_hf
+    adapted = [name for name in config.adapter.projections if config.model.gated_mlp or name != "gate_proj"]
+    refused = [name for name in adapted if not described.has_own_tensor(name)]
+    if refused and export != "off":
+        left = ", ".join(name for name in adapted if name not in refused)
+        raise ConfigError(
+            f"checkpoint.export_hf {export} writes adapters for peft, and a {described.model_type} model holds "
+            f"{', '.join(refused)} fused with others or transposed, so that they have no place there: set export_hf "
+            "off and use `megalite export --merge` after training"
+            + (f", or set adapter.targets [{left}]" if left else "")
+        )
 
 
 def choose_layout(config: Config) -> tuple[Config, list[str], list[str]]:

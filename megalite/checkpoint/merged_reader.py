@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.manifest import WEIGHT, Slices, adapter_of
+from megalite.checkpoint.manifest import WEIGHT, Slices, adapter_of, printable
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.parallel.adapters import FACTORS, is_factor
 
@@ -27,6 +27,10 @@ class MergedReader(CheckpointReader):
         self.adapter = adapter_of(self.manifest, folder)
         if self.adapter.name == "none" and any(map(is_factor, self.manifest.tensors)):
             raise CheckpointError(f"{folder}: holds adapters, of which its manifest says neither rank nor alpha")
+        wanted = {factor for pair in self.factors.values() for factor in pair}
+        if differing := sorted(wanted.symmetric_difference(filter(is_factor, self.manifest.tensors))):
+            what = "lacks" if differing[0] in wanted else "holds, beside the adapters that its manifest describes,"
+            raise CheckpointError(f"{folder}: {what} {printable(differing[0])}")
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -41,8 +45,10 @@ class MergedReader(CheckpointReader):
     @cached_property
     def factors(self) -> Mapping[str, tuple[str, str]]:
         """The names of both factors of each weight that has an adapter, by its canonical name."""
-        pairs = {name: tuple(f"{name.rpartition('.')[0]}.{factor}" for factor in FACTORS) for name in self.shapes}
-        return {name: (a, b) for name, (a, b) in pairs.items() if {a, b} <= self.manifest.tensors.keys()}
+        weights = tuple(f".{projection}.weight" for projection in self.adapter.projections)
+        layers = [name.removesuffix(".weight") for name in self.shapes if name.endswith(weights)]
+        a, b = FACTORS
+        return {f"{layer}.weight": (f"{layer}.{a}", f"{layer}.{b}") for layer in layers}
 
     def fill(self, target: Tensor, name: str, source: Slices, kind: str = WEIGHT) -> None:
         """Reads a slice into a tensor of its shape, on any device; of a weight with its adapter's part."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
@@ -218,6 +218,12 @@ class AdapterConfig(Section):
     def adapts(self, projection: str) -> bool:
         """Returns whether the projection of this name has an adapter."""
         return self.name == "lora" and (self.targets == "all-linear" or projection in self.targets)
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """The projections with an adapter, in the same order however `targets` names them."""
+        names: tuple[Projection, ...] = get_args(Projection)
+        return tuple(name for name in names if self.adapts(name))
 
 
 RecomputeMode = Literal["none", "selective", "full"]

@@ -151,10 +151,13 @@ class GradientReducer:
         bucket, one = self._place[parameter]
         # one too many may come while its bucket waits, and would stand for one of another parameter that never comes
         if one.received == one.expected or self._started == len(self._buckets):
+            shard = getattr(parameter, "shard", None)  # none outside of a model of ours
+            name = "a parameter" if shard is None else shard.name
             raise RuntimeError(
-                f"a gradient of shape {tuple(parameter.shape)} came after its bucket was reduced, or is one too many: "
-                f"it is the parameter's number {one.received + 1} of this step, for which `begin` and `expect_more` "
-                f"have announced {one.expected}"
+                f"a gradient of {name} of shape {tuple(parameter.shape)} came after its bucket was reduced, or is one "
+                f"too many: it is the parameter's number {one.received + 1} of this step, for which `begin` and "
+                f"`expect_more` have announced {one.expected}; a layer that is applied several times in a forward pass "
+                "needs `expect_more`"
             )
         return bucket, one
 

@@ -77,14 +77,10 @@ def _adapt_rows(layer: RowParallelLinear, adapter: AdapterConfig) -> None:
     shard: Shard = layer.weight.shard  # type: ignore[attr-defined]
     out_features, in_features = shard.shape
     layer.lora_A = sharded_parameter(Shard((rank, in_features), 1, shard.sections, tp.size, tp.rank, "kaiming_uniform"))
-    layer.lora_B = replicated_weight((out_features, rank), used_in_part(tp), "zeros")
+    in_part = dataclasses.replace(tp, sequence_parallel=True)  # a rank has a part of B's gradient, as of a cut sequence
+    layer.lora_B = replicated_weight((out_features, rank), in_part, "zeros")
     outputs = ((out_features, True),)
-    layer.adapter = LowRankAdapter(adapter.alpha / rank, tp, outputs, is_row_parallel=True)
-
-
-def used_in_part(tp: TensorParallel) -> TensorParallel:
-    """Returns a group for a whole parameter of whose gradient each rank has a part, as it has of a cut sequence."""
-    return dataclasses.replace(tp, sequence_parallel=True)
+    layer.adapter = LowRankAdapter(adapter.alpha / rank, in_part, outputs, is_row_parallel=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +88,7 @@ class LowRankAdapter:
     """Adds what one layer's factors make of its input to its product."""
 
     scale: float
-    tp: TensorParallel
+    tp: TensorParallel  # with which the factor is replicated that every rank holds whole: A, or B if row-parallel
     outputs: tuple[tuple[int, bool], ...]  # local features of each projection, and whether it has factors
     is_row_parallel: bool
 
@@ -103,7 +99,7 @@ class LowRankAdapter:
         """
         if self.is_row_parallel:
             inner = linear(x, a, None)
-            b = replicated_parameter(b, used_in_part(self.tp))
+            b = replicated_parameter(b, self.tp)
         else:
             inner = gathered_slices(linear(x, replicated_parameter(a, self.tp), None), self.tp)
         return y.add_(linear(inner, self._by_projection(b), None), alpha=self.scale)

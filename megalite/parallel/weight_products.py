@@ -13,8 +13,12 @@ from torch import Tensor, nn
 class SumsGradients(Protocol):
     """The receiver of a weight's gradients that lets products be added where it sums: `GradientReducer`.
 
-    A weight names its own as `gradient_sums`. Hooks of the weight would not see these gradients: one that has some gets
-    its gradients from autograd.
+    A weight names its own as `gradient_sums`. Hooks of `register_hook` would not see these gradients: a weight that has
+    some gets its gradients from autograd. Post-accumulate hooks run all the same, with `grad` None.
+
+    Each product is one gradient. A layer that a forward pass applies twice brings two per micro-batch, of which
+    `GradientReducer.expect_more` wants to know. So does every backward pass through the layer, also a
+    `torch.autograd.grad` of its input alone: torch tells a Function only which inputs could have gradients.
     """
 
     def add_product(self, parameter: nn.Parameter, grad: Tensor, x: Tensor) -> None: ...

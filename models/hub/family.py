@@ -277,3 +277,9 @@ class Family:
         """Returns the tensors on disk of `model`, whose weights have `shapes` by canonical name."""
         heads = model.num_attention_heads if self.fused_by_head else None
         return hub_layout(shapes, self.renamed, self.fused, self.transposed, heads)
+
+    def has_own_tensor(self, projection: str) -> bool:
+        """Returns whether the matrix of a projection, such as `q_proj`, is a tensor on disk as it is."""
+        fused = [part for parts in self.fused.values() for part in parts]
+        transposed = [ours for ours, theirs in self.renamed.items() if theirs in self.transposed]
+        return not any(part.endswith(f".{projection}") for part in (*fused, *transposed))

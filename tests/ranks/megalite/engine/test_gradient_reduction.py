@@ -21,6 +21,7 @@ from megalite.engine.gradient_reduction import Bucket, GradientReducer, Slice
 from megalite.engine.parameter_state import read_parameter
 from megalite.parallel.linear import LinearLayer
 from megalite.parallel.mesh import Mesh
+from megalite.parallel.shard import Shard
 from megalite.parallel.weight_products import SumsGradients
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
 from tests.helpers.rank_pool import RankFailure, run_fresh_ranks, run_ranks
@@ -241,6 +242,7 @@ def test_what_never_comes_is_zero_and_what_comes_from_elsewhere_is_waited_for() 
 def _too_many(rank: int, last: float) -> str:
     """Two micro-batches, and a third gradient of the first parameter; `last` is the factor of the last one."""
     alone = _Alone(rank, 2)
+    alone.parameters[0].shard = Shard((5,), None, (), 1, 0, name="layers.0.weight")  # type: ignore[attr-defined]
     alone.begin(2)
     alone.backward(1.0, 1.0, last)
     alone.backward(1.0, 1.0, last)
@@ -255,6 +257,7 @@ def _too_many(rank: int, last: float) -> str:
 def test_a_gradient_too_many_is_refused(last: float) -> None:
     """Also while its bucket waits for one that lacks a gradient: the sum would hold it, and be wrong."""
     for said in run_ranks(_too_many, 2, last):
+        assert "a gradient of layers.0.weight of shape (5,) came" in said
         assert "parameter's number 3 of this step, for which `begin` and `expect_more` have announced 2" in said
 
 

@@ -65,3 +65,11 @@ def test_a_run_does_not_go_on_with_other_adapters(
     if saved is not None:
         config = Config.model_validate(tiny | made)
         assert find_start(config, open_data(config), own, skipped).is_resume
+
+
+def test_the_order_of_targets_is_no_change(tiny: dict[str, Any], tmp_path: Path) -> None:
+    own_checkpoint(adapter={"name": "lora", "targets": ["v_proj", "q_proj"]})(copy.deepcopy(tiny), tmp_path)
+    tiny["training"]["initialize_from"] = "unused"
+    config = Config.model_validate(tiny | {"adapter": {"name": "lora", "targets": ["q_proj", "v_proj"]}})
+    own, skipped = find_latest(checkpoints_of(config))
+    assert find_start(config, open_data(config), own, skipped).is_resume

@@ -12,11 +12,13 @@ from launch.errors import LaunchError
 from launch.trainer.local_run import finish_if_complete, print_dry_run
 from launch.trainer.run_config import load_run_config
 from launch.trainer.run_folder import check_run_folder, lock_run_folder
-from launch.trainer.start_checks import check_start, find_position
+from launch.trainer.start_checks import check_run, check_start, find_position
 from launch.trainer.start_flags import NO_FLAGS, StartFlags, split_flags
 from megalite.config import Config, ConfigError
 from megalite.monitor.events import EVENTS, read_events
+from models.families import model_config
 from tests.conftest import write_config
+from tests.helpers.hub_models import HubModel
 from tests.helpers.mirrors import complete
 from tests.unit.launch.cli.test_mistakes import own_checkpoint
 
@@ -165,6 +167,34 @@ def test_a_schedule_of_tokens_must_fit_into_the_length_that_the_start_counts(
     own_checkpoint(tokens_seen=360)(tiny, tmp_path / "grown")
     with pytest.raises(ConfigError, match="the run of 7 steps: they may add up to at most 7"):
         find_position(config, NO_FLAGS, is_dry=True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "lacking", "left"),
+    [
+        ("gpt2", "q_proj, k_proj, v_proj, o_proj, up_proj, down_proj", None),
+        ("gpt_neox", "q_proj, k_proj, v_proj", "o_proj, up_proj, down_proj"),
+        ("phi3", "q_proj, k_proj, v_proj, gate_proj, up_proj", "o_proj, down_proj"),
+        ("llama", None, None),
+    ],
+)
+def test_adapters_that_no_export_can_hold_are_refused_before_training(
+    model_type: str, lacking: str | None, left: str | None, tiny: dict[str, Any]
+) -> None:
+    """Else days of training end with the only notice of it."""
+    model = HubModel("", model_type).config().to_diff_dict()
+    tiny |= {"model": model_config(model), "adapter": {"name": "lora"}, "checkpoint": {"export_hf": "last"}}
+    tiny["training"]["initialize_from"] = "some/model"
+    if lacking is None:
+        check_run(Config.model_validate(tiny))
+        return
+    with pytest.raises(ConfigError, match=f"a {model_type} model holds {lacking} fused") as refused:
+        check_run(Config.model_validate(tiny))
+    assert ("or set adapter.targets" in str(refused.value)) == (left is not None)
+    if left is not None:
+        assert f"[{left}]" in str(refused.value)
+        check_run(Config.model_validate(tiny | {"adapter": {"name": "lora", "targets": left.split(", ")}}))
+    check_run(Config.model_validate(tiny | {"checkpoint": {"export_hf": "off"}}))
 
 
 @pytest.mark.parametrize("is_resume", [True, False])

@@ -15,9 +15,19 @@ from tests.helpers.single_rank import write_single
 LORA = {"name": "lora", "rank": 2, "alpha": 3.0, "targets": ["q_proj"]}
 
 
-def written(folder: Path, adapter: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+SHAPES = {
+    "a.q_proj.weight": (7, 5),
+    "a.q_proj.lora_A": (2, 5),
+    "a.q_proj.lora_B": (7, 2),
+    "a.q_proj.bias": (7,),
+    "a.norm.weight": (5,),
+}
+
+
+def written(
+    folder: Path, adapter: dict[str, Any] | None, shapes: dict[str, tuple[int, ...]] = SHAPES
+) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(3)
-    shapes = {"a.q_proj.weight": (7, 5), "a.q_proj.lora_A": (2, 5), "a.q_proj.lora_B": (7, 2), "a.norm.weight": (5,)}
     tensors = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
     config = {} if adapter is None else {"adapter": adapter}
     write_single(folder, tensors.items(), step=1, config=config, tokenizer=None, state={})
@@ -29,11 +39,12 @@ def test_any_block_is_that_of_the_merged_weight(tmp_path: Path) -> None:
     tensors = written(tmp_path / "step_00000001", LORA)
     reader = MergedReader(tmp_path / "step_00000001")
     merged = tensors["a.q_proj.weight"] + 1.5 * tensors["a.q_proj.lora_B"] @ tensors["a.q_proj.lora_A"]
-    assert dict(reader.shapes) == {"a.q_proj.weight": (7, 5), "a.norm.weight": (5,)}
+    assert dict(reader.shapes) == {"a.q_proj.weight": (7, 5), "a.q_proj.bias": (7,), "a.norm.weight": (5,)}
     for block in ((slice(0, 7), slice(0, 5)), (slice(3, 6), slice(0, 5)), (slice(1, 2), slice(2, 5))):
         assert torch.allclose(reader.read("a.q_proj.weight", block), merged[block], atol=1e-6)
         assert reader.view("a.q_proj.weight", block) is None
-    assert torch.equal(reader.read("a.norm.weight"), tensors["a.norm.weight"])
+    for name in ("a.q_proj.bias", "a.norm.weight"):
+        assert torch.equal(reader.read(name), tensors[name])
 
 
 @pytest.mark.parametrize(
@@ -48,5 +59,23 @@ def test_any_block_is_that_of_the_merged_weight(tmp_path: Path) -> None:
 def test_a_manifest_that_describes_no_adapters_is_refused(tmp_path: Path, adapter: Any, sentence: str) -> None:
     """Whoever made it up: the adapters must not be left out without a word."""
     written(tmp_path / "step_00000001", adapter)
+    with pytest.raises(CheckpointError, match=sentence):
+        MergedReader(tmp_path / "step_00000001")
+
+
+@pytest.mark.parametrize(
+    ("adapter", "left_out", "sentence"),
+    [
+        (LORA, ["a.q_proj.lora_B"], "lacks a.q_proj.lora_B"),
+        (LORA, ["a.q_proj.lora_A", "a.q_proj.lora_B"], "lacks a.q_proj.lora_A"),
+        (LORA | {"targets": ["v_proj"]}, [], "holds, beside .* a.q_proj.lora_A"),
+    ],
+)
+def test_adapters_other_than_those_of_the_manifest_are_refused(
+    tmp_path: Path, adapter: dict[str, Any], left_out: list[str], sentence: str
+) -> None:
+    """A weight without one of its factors would be read as it was before training."""
+    shapes = {name: shape for name, shape in SHAPES.items() if name not in left_out}
+    written(tmp_path / "step_00000001", adapter, shapes)
     with pytest.raises(CheckpointError, match=sentence):
         MergedReader(tmp_path / "step_00000001")

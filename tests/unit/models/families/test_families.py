@@ -57,6 +57,18 @@ def layout_of(model: ModelConfig) -> HubLayout:
     return family(model.model_type).layout(model, global_shapes(model))
 
 
+@pytest.mark.parametrize("hub_model", [model for model in HUB_MODELS if model.name in FAMILIES], ids=str)
+def test_a_family_says_which_projections_are_tensors_of_their_own(hub_model: HubModel) -> None:
+    """Adapters of others have no place in a PEFT folder, and a run must say so before it trains."""
+    model = options_of(hub_model)
+    layout = layout_of(model)
+    for name in global_shapes(model):
+        if name.endswith("_proj.weight"):
+            tensors = [layout.tensors[hub] for hub in layout.hub_names(name)]
+            is_whole = len(tensors) == 1 and len(tensors[0].runs) == 1 and not tensors[0].transposed
+            assert family(model.model_type).has_own_tensor(name.split(".")[-2]) == is_whole, name
+
+
 def our_model(model: ModelConfig, weights: dict[str, Tensor]) -> SerialModel:
     read = partial(layout_of(model).read_own, lambda name, source: weights[name][source])
     return serial_model(model, TensorParallel(), read)

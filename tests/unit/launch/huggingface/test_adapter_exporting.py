@@ -1,0 +1,72 @@
+"""Exports of adapters: what the folder says about the model that they belong to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launch.huggingface.exporting import export_hugging_face
+from launch.huggingface.model_folder import open_model_folder
+from launch.trainer.data import open_data
+from launch.trainer.resume import Start, find_start
+from megalite.config import Config
+from tests.conftest import VOCAB_SIZE
+from tests.helpers.hub_models import HubModel
+from tests.helpers.single_rank import write_single
+
+LORA = {"name": "lora", "rank": 2, "alpha": 3.0, "targets": ["q_proj"]}
+
+
+def _saved(config: Config, start: Start, model: Path, step: int) -> Path:
+    """A checkpoint of the run, as its rank 0 describes it, with adapters beside the queries."""
+    hub, tensors = open_model_folder(model), {}
+    for name, shape in hub.shapes.items():
+        tensors[name] = hub.read(name, tuple(slice(0, n) for n in shape))
+        if name.endswith("q_proj.weight"):
+            layer = name.removesuffix(".weight")
+            tensors |= {f"{layer}.lora_A": torch.randn(2, shape[1]), f"{layer}.lora_B": torch.randn(shape[0], 2)}
+    folder = config.run_dir / "checkpoints" / f"step_{step:08d}"
+    state = {"data_fingerprint": open_data(config).training.fingerprint, "seed": 0}
+    described = config.model_dump(mode="json") | start.inherited
+    write_single(folder, tensors.items(), step=step, config=described, tokenizer=None, state=state)
+    return folder
+
+
+def _named_by(checkpoint: Path, folder: Path) -> str | None:
+    export_hugging_face(checkpoint, folder, validate=False)
+    named: str | None = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    return named
+
+
+def test_the_base_model_is_the_one_that_the_run_began_with(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever lies under a relative path where somebody exports, and whatever a resume's config says: peft would put
+    the adapters on a stranger's model without a word."""
+    (tmp_path / "here" / "models").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    model = HubModel("", "llama", {"vocab_size": VOCAB_SIZE}).save(Path("models/small").absolute())
+    tiny |= {"model": open_model_folder(model).model.model_dump(mode="json"), "adapter": LORA}
+    tiny["training"]["initialize_from"] = "models/small"
+    config = Config.model_validate(tiny)
+    start = find_start(config, open_data(config), None, ())
+    first = _saved(config, start, model, 1)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert _named_by(first, tmp_path / "first") == str(model)
+
+    tiny["training"]["initialize_from"] = "some/other"
+    config = Config.model_validate(tiny)
+    start = find_start(config, open_data(config), first, ())
+    second = _saved(config, start, model, 2)
+    assert start.is_resume and _named_by(second, tmp_path / "second") == str(model)
+
+    tiny["training"]["initialize_from"] = str(second)  # whose merged weights are no Hugging Face model's
+    config = Config.model_validate(tiny | {"run_dir": str(tmp_path / "next")})
+    start = find_start(config, open_data(config), None, ())
+    third = _saved(config, start, model, 1)
+    assert _named_by(third, tmp_path / "third") is None
