@@ -38,6 +38,9 @@ class ChatEncoder:
         conversation = tools.control_tokens.apart(conversation_of_json(piece.text), piece.where)
         turns = tools.turns.find(conversation, piece.where)
         tokens = tools.text.tokens(turns.text)
+        if self.special_tokens != "keep":
+            neutral = tools.turns.text_of(tools.control_tokens.neutral(conversation), piece.where)
+            tools.control_tokens.check_rendered(tokens.ids, tools.text.tokens(neutral).ids, piece.where)
         loss = np.zeros(len(tokens.ids), dtype=np.uint8)
         for begin, end in turns.trained:
             first = int(tokens.ends.searchsorted(begin, side="right"))
@@ -109,11 +112,8 @@ class _Tools(NamedTuple):
 @lru_cache(maxsize=1)
 def _tools(encoder: ChatEncoder) -> _Tools:
     tokenizer, special = loaded_tokenizer(encoder.tokenizer.path, encoder.tokenizer.sha256, False)
-    added = tokenizer.get_added_tokens_decoder()
     return _Tools(
-        ControlTokens(
-            {token.content: token.special for token in added.values()}, encoder.template, encoder.special_tokens
-        ),
+        ControlTokens(tokenizer, encoder.template, encoder.special_tokens),
         TurnFinder(encoder.template, list(special.values()), encoder.train_on),
         _ChatText(tokenizer, list(special)),
     )
@@ -130,4 +130,5 @@ def chat_encoder(tokenizer: TokenizerFile, train_on: TrainOn, special_tokens: Sp
                 f"the tokenizer {tokenizer.given} begins each text with a space, so that no control token can be cut "
                 "in two to become text: choose --special-tokens refuse or keep"
             )
+    _tools(encoder)  # refuses what its control tokens do not allow
     return encoder

@@ -45,6 +45,10 @@ class TurnFinder:
             return self._marked(conversation, first, where)
         return self._by_prefixes(conversation, first, where)
 
+    def text_of(self, conversation: Conversation, where: str) -> str:
+        """Returns the whole of a conversation as text."""
+        return self._render(conversation, [ChatPart(len(conversation.messages), False)], where)[0].text
+
     def _marked(self, conversation: Conversation, first: int, where: str) -> Turns:
         """Takes the stretches that the template marks, from the message number `first` on."""
         whole = ChatPart(len(conversation.messages), False)
