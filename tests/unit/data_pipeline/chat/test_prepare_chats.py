@@ -16,6 +16,8 @@ from data_pipeline.meta import read_meta
 from data_pipeline.prepare import plan
 from data_pipeline.prepare.plan import PrepareOptions
 from data_pipeline.prepare.prepare import prepare
+from data_pipeline.sources import open_sources
+from data_pipeline.sources.document import refuse_bad_row
 from data_pipeline.tokenizer import load_tokenizer
 from tests.unit.data_pipeline.chat.templates import TEMPLATES, write_tokenizer
 
@@ -114,3 +116,27 @@ def test_conversations_come_from_tables_and_arrays_too(tokenizer: Path, tmp_path
         prepare([str(tmp_path / "notes.txt")], tmp_path / "out", tokenizer, CHATS)
     masks = [np.fromfile(loss_path(tmp_path / f"out{number}"), np.uint8) for number in range(3)]
     assert all(np.array_equal(masks[0], mask) for mask in masks)
+
+
+def test_fields_that_only_other_rows_have_are_no_text(tokenizer: Path, tmp_path: Path) -> None:
+    """A table gives each object all fields of its column; those a row did not have would carry loss as null."""
+    import datasets
+
+    values = []
+    for name, argument in (("weather", "city"), ("calculate", "formula")):
+        call = {"function": {"name": name, "arguments": {argument: "Paris"}}}
+        tool = {"function": {"name": name, "parameters": {"properties": {argument: {"type": "string"}}}}}
+        values.append({"messages": [user("?"), {"role": "assistant", "tool_calls": [call]}], "tools": [tool]})
+    table = tmp_path / "calls.parquet"
+    datasets.Dataset.from_list(values).to_parquet(table)
+    assert "null" in json.dumps(datasets.Dataset.from_parquet(str(table))[0])
+    in_lines, in_table = (
+        [list(document.blocks) for document in source.documents(refuse_bad_row)]
+        for spec in (write_rows(tmp_path / "calls.jsonl", values), str(table))
+        for source in open_sources([spec], None)
+    )
+    assert [json.loads(text) for (text,) in in_table] == [json.loads(text) for (text,) in in_lines]
+
+
+def user(content: str) -> dict[str, object]:
+    return {"role": "user", "content": content}
