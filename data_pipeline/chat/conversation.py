@@ -83,6 +83,8 @@ def _message(value: Any, where: str) -> Message:
         raise DataError(f"{where} has {type(content).__name__} as content: it must be a text")
     elif content is None and not message.get("tool_calls"):
         raise DataError(f"{where} has neither content nor tool calls: give it one")
+    if not isinstance(message.get("tool_calls", []), list):
+        raise DataError(f"{where} has {type(message['tool_calls']).__name__} in 'tool_calls': write a list of calls")
     if "tool_calls" in message:
         message["tool_calls"] = [_tool_call(call, where) for call in message["tool_calls"]]
     return message

@@ -24,6 +24,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({"messages": [{"role": "user"}, ANSWER]}, "neither content nor tool calls"),
     "arguments": ({"messages": [CALL]}, "arguments are no JSON object"),
     "a call of nothing": ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "without a function"),
+    "calls that are no list": ({"messages": [ANSWER | {"tool_calls": 5}]}, "has int in 'tool_calls': write a list"),
     "tools": ({"messages": [ANSWER], "tools": "f(x)"}, "no list of JSON objects in 'tools'"),
 }
 
