@@ -36,8 +36,8 @@ def conversation_of_json(text: str) -> Conversation:
 def conversation_of_row(fields: dict[str, Any], where: str) -> Conversation:
     """Reads a row. Raises DataError for what is no conversation in text; `where` names the row."""
     tools = fields.get("tools")
-    if isinstance(tools, str) and tools:  # columns of one type hold them so
-        tools = _parsed(tools) or tools
+    if isinstance(tools, str):  # columns of one type hold them so
+        tools = _parsed(tools or "null", tools)
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise DataError(f"{where} has no list of JSON objects in 'tools': describe each function by one")
     prompt: list[Message] = []
@@ -104,9 +104,9 @@ def _tool_call(call: Any, where: str) -> Any:
     return call | {"function": with_object} if "function" in call else with_object
 
 
-def _parsed(text: str) -> Any:
-    """Returns what a text holds as JSON, or None."""
+def _parsed(text: str, otherwise: Any = None) -> Any:
+    """Returns what a text holds as JSON, or `otherwise`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return None
+        return otherwise

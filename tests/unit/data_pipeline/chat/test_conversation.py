@@ -50,4 +50,5 @@ def test_forms_that_mean_the_same_are_one() -> None:
         "prompt": None,
     }
     assert conversation_of_row(untidy, "") == tidy == conversation_of_json(tidy.as_json())
-    assert conversation_of_row({"messages": [ANSWER], "tools": []}, "").tools is None
+    for no_tools in ([], "[]", "null", "", None):
+        assert conversation_of_row({"messages": [ANSWER], "tools": no_tools}, "").tools is None
