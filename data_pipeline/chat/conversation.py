@@ -51,6 +51,12 @@ def conversation_of_row(fields: dict[str, Any], where: str) -> Conversation:
             f"{where} holds no conversation (it has {first_names([repr(name) for name in fields]) or 'no fields'}): "
             'write {"messages": [{"role": "user", "content": "..."}, ...]} or {"prompt": "...", "completion": "..."}'
         )
+    for number, message in enumerate(messages[len(prompt) :], start=len(prompt) + 1):
+        if message["role"] == ASSISTANT and message.get("weight", 1) != 1:
+            raise DataError(
+                f"{where}, message {number} has the weight {message['weight']!r}, but every answer carries loss alike: "
+                "leave the conversation out, or make the messages up to it the prompt of a completion"
+            )
     if not any(message["role"] == ASSISTANT for message in messages[len(prompt) :]):
         raise DataError(f"{where} has no message of an assistant to learn from: leave the conversation out")
     return Conversation(messages, tools or None, len(prompt))
