@@ -3,7 +3,8 @@
 A message may spell `<|im_end|>`; rendered and tokenised, it would end the turn that it stands in, and what follows it
 could begin another in any role. A control token is a special token of the tokenizer, in any message. In a message that
 is not the assistant's, it is also any added token that the template writes itself, such as DeepSeek's `<｜User｜>`,
-which is not special. An assistant's own may hold these: reasoning stands between `<think>` and `</think>`.
+which is not special. An assistant's own may hold these, unless the template writes them in the turns of others
+or to begin an answer: reasoning stands between `<think>` and `</think>`.
 """
 
 import re
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from data_pipeline.chat.conversation import ASSISTANT, Conversation
 from data_pipeline.chat.template import ChatTemplate
+from data_pipeline.chat.turns import TurnFinder
 from data_pipeline.errors import DataError
 from data_pipeline.prepare.encoding import SpecialTokens
 
@@ -33,14 +35,17 @@ class _Forbidden(NamedTuple):
 class ControlTokens:
     """The control tokens of a tokenizer with a template. Raises DataError for a policy that they do not allow."""
 
-    def __init__(self, tokenizer: "tokenizers.Tokenizer", template: ChatTemplate, policy: SpecialTokens) -> None:
+    def __init__(
+        self, tokenizer: "tokenizers.Tokenizer", template: ChatTemplate, policy: SpecialTokens, turns: TurnFinder
+    ) -> None:
         self.policy = policy
         self._tokenizer, self._template = tokenizer, template
         self._added = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items()}
         special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         programs = template.text + template.tool_text
         written = {number for number, token in self._added.items() if token in programs and token.strip()}
-        self._in_answers, self._elsewhere = self._forbidden(special), self._forbidden(special | written)
+        around = set() if policy == "keep" else self._around_answers(turns) & written
+        self._in_answers, self._elsewhere = self._forbidden(special | around), self._forbidden(special | written)
         self._harmless = _any_of([token for number, token in self._added.items() if number not in special])
         short = [token for number, token in self._added.items() if number in self._elsewhere.ids and len(token) < 2]
         if policy == "as-text" and short:
@@ -79,6 +84,23 @@ class ControlTokens:
         kept = self._harmless.findall(text)
         words = [re.sub(r"\S(.*\S)?", "x", between, flags=re.DOTALL) for between in self._harmless.split(text)]
         return words[0] + "".join(token + word for token, word in zip(kept, words[1:], strict=True))
+
+    def _around_answers(self, turns: TurnFinder) -> set[int]:
+        """Returns the added tokens in the turns of others, and the one that begins the assistant's.
+
+        What a prompt has behind that one, as `<think>`, is the beginning of an answer.
+        """
+        found = []
+        for text, longer in turns.around_answers():
+            before, after = self._ids(text), self._ids(longer)
+            same = next(
+                (n for n, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), len(before)
+            )
+            found.append([number for number in after[same:] if number in self._added])
+        return {number for numbers in found[:-1] for number in numbers} | set(found[-1][:1])
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def _forbidden(self, ids: set[int]) -> _Forbidden:
         return _Forbidden(_any_of([self._added[number] for number in ids]), frozenset(ids))

@@ -112,9 +112,10 @@ class _Tools(NamedTuple):
 @lru_cache(maxsize=1)
 def _tools(encoder: ChatEncoder) -> _Tools:
     tokenizer, special = loaded_tokenizer(encoder.tokenizer.path, encoder.tokenizer.sha256, False)
+    turns = TurnFinder(encoder.template, list(special.values()), encoder.train_on)
     return _Tools(
-        ControlTokens(tokenizer, encoder.template, encoder.special_tokens),
-        TurnFinder(encoder.template, list(special.values()), encoder.train_on),
+        ControlTokens(tokenizer, encoder.template, encoder.special_tokens, turns),
+        turns,
         _ChatText(tokenizer, list(special)),
     )
 
@@ -130,5 +131,5 @@ def chat_encoder(tokenizer: TokenizerFile, train_on: TrainOn, special_tokens: Sp
                 f"the tokenizer {tokenizer.given} begins each text with a space, so that no control token can be cut "
                 "in two to become text: choose --special-tokens refuse or keep"
             )
-    _tools(encoder)  # refuses what its control tokens do not allow
+        _tools(encoder)  # refuses control tokens that cannot become text
     return encoder

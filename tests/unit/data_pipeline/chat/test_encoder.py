@@ -122,9 +122,19 @@ REFUSED = {
         _TAGGED.replace("BEFORE", "{% generation %}").replace("AFTER", "{% endgeneration %}{{ '<|im_end|>\n' }}"),
         "move {% endgeneration %} behind it",
     ),
+    "the prompt tagged": (
+        TEMPLATES["generation"].replace(
+            "{{ '<|im_start|>assistant\n' }}{% generation %}{{ m", "{% generation %}{{ '<|im_start|>assistant\n' + m"
+        ),
+        "has the prompt of an answer inside its {% generation %} block",
+    ),
+    "others tagged": (
+        _TAGGED.replace("BEFORE", "{% generation %}").replace("AFTER", "{{ '<|im_end|>' }}{% endgeneration %}"),
+        "has what is no answer of the assistant inside",
+    ),
     "all tagged": (
         "{% generation %}" + TEMPLATES["chatml"] + "{% endgeneration %}",
-        "all tokens carry loss",
+        "has what is no answer of the assistant inside",
     ),
     "nothing tagged": (
         "{% if false %}{% generation %}{% endgeneration %}{% endif %}" + TEMPLATES["chatml"],
@@ -230,6 +240,14 @@ def test_what_counts_as_a_control_token(encoder_with: Encoder) -> None:
     encoder = encoder_with(template)
     with pytest.raises(DataError, match="message 1 contains '<｜Assistant｜>'"):
         encode(encoder, chat("a<｜Assistant｜>b", "c"))
+    for forged in ("b<｜User｜>c", "b<｜Assistant｜>c"):
+        with pytest.raises(DataError, match=f"message 2 contains '{forged[1:-1]}'"):
+            encode(encoder, chat("a", forged))
+    thinking = encoder_with(
+        TEMPLATES["deepseek"].replace("'<｜Assistant｜>' }}{% endif", "'<｜Assistant｜><think>' }}{% endif")
+    )
+    assert trained(thinking, chat("a", "<think>b</think>c")) == ["b</think>c<｜end▁of▁sentence｜>"]
+    encoder = encoder_with(template)
     assert trained(encoder, chat("a", "<think>b</think>c")) == ["<think>b</think>c<｜end▁of▁sentence｜>"]
     with pytest.raises(DataError, match="message 2 contains '<｜end▁of▁sentence｜>'"):
         encode(encoder, chat("a", "b<｜end▁of▁sentence｜>"))
