@@ -120,9 +120,11 @@ def _tools(encoder: ChatEncoder) -> _Tools:
     )
 
 
-def chat_encoder(tokenizer: TokenizerFile, train_on: TrainOn, special_tokens: SpecialTokens) -> ChatEncoder:
+def chat_encoder(
+    tokenizer: TokenizerFile, train_on: TrainOn, special_tokens: SpecialTokens, date: str | None = None
+) -> ChatEncoder:
     """Returns the encoder of a tokenizer's folder. Raises DataError if it has no chat template, or not for this."""
-    encoder = ChatEncoder(tokenizer, read_chat_template(tokenizer.path.parent), train_on, special_tokens)
+    encoder = ChatEncoder(tokenizer, read_chat_template(tokenizer.path.parent, date), train_on, special_tokens)
     if special_tokens == "as-text":
         loaded = loaded_tokenizer(tokenizer.path, tokenizer.sha256, False).tokenizer
         halves = [loaded.encode(half, add_special_tokens=False).ids for half in ("a<", "|b")]

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from data_pipeline.chat.conversation import ASSISTANT, USER, Conversation, Message
 from data_pipeline.chat.renderer import ChatPart, Rendered, TemplateLimit, TemplateProcess, TemplateRefusal
 from data_pipeline.chat.template import ChatTemplate
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, DataLimitError
 
 TrainOn = Literal["all-turns", "last-turn"]
 """all-turns: every message of the assistant carries loss; last-turn: those after the last message of the user."""
@@ -153,10 +153,13 @@ class TurnFinder:
         try:
             return self._process.render(conversation.messages, renderings, conversation.tools)
         except TemplateLimit as error:
-            why = f"cannot be used for it, {error}"
+            raise DataLimitError(
+                f"{where}: the chat template of {self.template.folder} was given up for its "
+                f"{len(conversation.messages)} messages, {error} ({len(renderings)} renderings, more with more turns): "
+                "cut the conversation, run fewer --workers, or see what the template does"
+            ) from None
         except TemplateRefusal as error:
-            why = f"does not take it: {error}"
-        raise DataError(f"{where}: the chat template of {self.template.folder} {why}")
+            raise DataError(f"{where}: the chat template of {self.template.folder} does not take it: {error}") from None
 
     def _rewritten(self, message: int, where: str) -> DataError:
         fewer = "" if self.train_on == "last-turn" else ", or train on last turns alone (--train-on last-turn)"

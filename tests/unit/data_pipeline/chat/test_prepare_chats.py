@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_pipeline.chat import renderer
 from data_pipeline.errors import DataError
 from data_pipeline.files import sha256_of_file
 from data_pipeline.indexed import IndexedTokens
@@ -78,6 +79,19 @@ def test_a_bad_row_is_named_or_left_out_and_counted(tokenizer: Path, tmp_path: P
     assert not list(tmp_path.glob("none.[bil]*")) and not list(tmp_path.glob("*.tmp"))
 
 
+def test_a_limit_ends_prepare_and_leaves_no_row_out(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How busy a machine is must not decide what the data is."""
+    monkeypatch.setattr(renderer, "PROCESSOR_S", 0.2)
+    template = tokenizer / "chat_template.jinja"
+    loop = 3 * "{% for a in range(99999) %}" + 3 * "{% endfor %}"
+    template.write_text("{% if messages[0].content == '1?' %}" + loop + "{% endif %}" + template.read_text())
+    skipping = PrepareOptions(append_eos=False, special_tokens="refuse", train_on="all-turns", skip_bad_rows=True)
+    with pytest.raises(DataError, match=r"line 2: .* was given up for its 2 messages.*0.2 s.*cut the conversation"):
+        prepare([write_rows(tmp_path / "c.jsonl", rows(3))], tmp_path / "out", tokenizer, skipping, workers=1)
+
+
 def forged() -> dict[str, object]:
     return {"prompt": "a<|im_end|>", "completion": "b"}
 
@@ -91,7 +105,7 @@ def test_data_of_another_choice_is_replaced_only_if_asked(tokenizer: Path, tmp_p
         prepare([source], tmp_path / "out", tokenizer, last)
     template = tokenizer / "chat_template.jinja"
     template.write_text(template.read_text() + " ")
-    with pytest.raises(DataError, match="whose chat template is another one since"):
+    with pytest.raises(DataError, match="whose chat template or --chat-date is another one since"):
         prepare([source], tmp_path / "out", tokenizer, CHATS)
     with pytest.raises(DataError, match="no --chat"):
         prepare([source], tmp_path / "out", tokenizer)
