@@ -1,10 +1,14 @@
-"""The one error of this package, for what a user can correct, and the words that its sentences share."""
+"""The errors of this package, for what a user can correct, and the words that its sentences share."""
 
 from collections.abc import Sequence
 
 
 class DataError(ValueError):
     """Bad input. The message is one sentence: what is wrong, where, and what to do."""
+
+
+class DataLimitError(DataError):
+    """A limit was met that depends on how busy the machine is, so that it must not decide which rows are left out."""
 
 
 def first_names(names: Sequence[str]) -> str:

@@ -36,8 +36,8 @@ def conversation_of_json(text: str) -> Conversation:
 def conversation_of_row(fields: dict[str, Any], where: str) -> Conversation:
     """Reads a row. Raises DataError for what is no conversation in text; `where` names the row."""
     tools = fields.get("tools")
-    if isinstance(tools, str) and tools:  # columns of one type hold them so
-        tools = _parsed(tools) or tools
+    if isinstance(tools, str):  # columns of one type hold them so
+        tools = _parsed(tools or "null", tools)
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise DataError(f"{where} has no list of JSON objects in 'tools': describe each function by one")
     prompt: list[Message] = []
@@ -51,6 +51,12 @@ def conversation_of_row(fields: dict[str, Any], where: str) -> Conversation:
             f"{where} holds no conversation (it has {first_names([repr(name) for name in fields]) or 'no fields'}): "
             'write {"messages": [{"role": "user", "content": "..."}, ...]} or {"prompt": "...", "completion": "..."}'
         )
+    for number, message in enumerate(messages[len(prompt) :], start=len(prompt) + 1):
+        if message["role"] == ASSISTANT and message.get("weight", 1) != 1:
+            raise DataError(
+                f"{where}, message {number} has the weight {message['weight']!r}, but every answer carries loss alike: "
+                "leave the conversation out, or make the messages up to it the prompt of a completion"
+            )
     if not any(message["role"] == ASSISTANT for message in messages[len(prompt) :]):
         raise DataError(f"{where} has no message of an assistant to learn from: leave the conversation out")
     return Conversation(messages, tools or None, len(prompt))
@@ -83,6 +89,8 @@ def _message(value: Any, where: str) -> Message:
         raise DataError(f"{where} has {type(content).__name__} as content: it must be a text")
     elif content is None and not message.get("tool_calls"):
         raise DataError(f"{where} has neither content nor tool calls: give it one")
+    if not isinstance(message.get("tool_calls", []), list):
+        raise DataError(f"{where} has {type(message['tool_calls']).__name__} in 'tool_calls': write a list of calls")
     if "tool_calls" in message:
         message["tool_calls"] = [_tool_call(call, where) for call in message["tool_calls"]]
     return message
@@ -102,9 +110,9 @@ def _tool_call(call: Any, where: str) -> Any:
     return call | {"function": with_object} if "function" in call else with_object
 
 
-def _parsed(text: str) -> Any:
-    """Returns what a text holds as JSON, or None."""
+def _parsed(text: str, otherwise: Any = None) -> Any:
+    """Returns what a text holds as JSON, or `otherwise`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return None
+        return otherwise

@@ -38,6 +38,9 @@ class ChatEncoder:
         conversation = tools.control_tokens.apart(conversation_of_json(piece.text), piece.where)
         turns = tools.turns.find(conversation, piece.where)
         tokens = tools.text.tokens(turns.text)
+        if self.special_tokens != "keep":
+            neutral = tools.turns.text_of(tools.control_tokens.neutral(conversation), piece.where)
+            tools.control_tokens.check_rendered(tokens.ids, tools.text.tokens(neutral).ids, piece.where)
         loss = np.zeros(len(tokens.ids), dtype=np.uint8)
         for begin, end in turns.trained:
             first = int(tokens.ends.searchsorted(begin, side="right"))
@@ -109,19 +112,19 @@ class _Tools(NamedTuple):
 @lru_cache(maxsize=1)
 def _tools(encoder: ChatEncoder) -> _Tools:
     tokenizer, special = loaded_tokenizer(encoder.tokenizer.path, encoder.tokenizer.sha256, False)
-    added = tokenizer.get_added_tokens_decoder()
+    turns = TurnFinder(encoder.template, list(special.values()), encoder.train_on)
     return _Tools(
-        ControlTokens(
-            {token.content: token.special for token in added.values()}, encoder.template, encoder.special_tokens
-        ),
-        TurnFinder(encoder.template, list(special.values()), encoder.train_on),
+        ControlTokens(tokenizer, encoder.template, encoder.special_tokens, turns),
+        turns,
         _ChatText(tokenizer, list(special)),
     )
 
 
-def chat_encoder(tokenizer: TokenizerFile, train_on: TrainOn, special_tokens: SpecialTokens) -> ChatEncoder:
+def chat_encoder(
+    tokenizer: TokenizerFile, train_on: TrainOn, special_tokens: SpecialTokens, date: str | None = None
+) -> ChatEncoder:
     """Returns the encoder of a tokenizer's folder. Raises DataError if it has no chat template, or not for this."""
-    encoder = ChatEncoder(tokenizer, read_chat_template(tokenizer.path.parent), train_on, special_tokens)
+    encoder = ChatEncoder(tokenizer, read_chat_template(tokenizer.path.parent, date), train_on, special_tokens)
     if special_tokens == "as-text":
         loaded = loaded_tokenizer(tokenizer.path, tokenizer.sha256, False).tokenizer
         halves = [loaded.encode(half, add_special_tokens=False).ids for half in ("a<", "|b")]
@@ -130,4 +133,5 @@ def chat_encoder(tokenizer: TokenizerFile, train_on: TrainOn, special_tokens: Sp
                 f"the tokenizer {tokenizer.given} begins each text with a space, so that no control token can be cut "
                 "in two to become text: choose --special-tokens refuse or keep"
             )
+        _tools(encoder)  # refuses control tokens that cannot become text
     return encoder

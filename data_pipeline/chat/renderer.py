@@ -14,6 +14,7 @@ import signal
 import time
 import weakref
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,6 +134,10 @@ def _end_process(process: int, pipes: tuple[int, int], status: list[int]) -> Non
 
 def _serve(template: ChatTemplate, render: Any, requests: int, answers: int) -> None:
     """Answers requests until there are no more; runs in the forked process."""
+    from jinja2.defaults import DEFAULT_NAMESPACE
+    from jinja2.filters import FILTERS
+    from transformers.utils import chat_template_utils
+
     os.dup2(requests, 0)
     os.dup2(answers, 1)
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # the parent's lock and pipes must not outlive it
@@ -140,6 +145,8 @@ def _serve(template: ChatTemplate, render: Any, requests: int, answers: int) -> 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and with it the requests
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    FILTERS["random"] = DEFAULT_NAMESPACE["lipsum"] = _refuse_chance
+    chat_template_utils.datetime = _ChosenDate(template.date)  # of strftime_now; in this process alone
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_AS, _address_space() + MEMORY_BYTES)
     with os.fdopen(0, "rb") as lines:
@@ -180,6 +187,21 @@ def _answer(template: ChatTemplate, render: Any, line: bytes) -> bytes:
     except BaseException as error:  # a template is a program that may raise anything
         refusal = " ".join(str(error).split())[:REASON_CHARACTERS] or type(error).__name__
     return json.dumps([[], refusal]).encode() + b"\n"
+
+
+class _ChosenDate(NamedTuple):
+    """A clock that always shows the date that was chosen."""
+
+    date: str | None
+
+    def now(self) -> datetime:
+        if self.date is None:
+            raise ValueError("it writes today's date: choose one with --chat-date")
+        return datetime.fromisoformat(self.date)
+
+
+def _refuse_chance(*_: Any, **__: Any) -> str:
+    raise ValueError("it chooses at random, so that no two renderings would be the same")
 
 
 def _limit(of: int, most: int) -> None:

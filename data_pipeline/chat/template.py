@@ -19,11 +19,12 @@ class ChatTemplate:
     folder: str  # of its tokenizer, for sentences
     text: str
     tool_text: str  # for conversations with tools; for most tokenizers the same
+    date: str | None  # that the template is told for today's, as 2026-01-31; None: it must not ask
     special_tokens: tuple[tuple[str, str], ...]  # such as ("bos_token", "<s>")
 
     def digest(self) -> str:
         """Returns the SHA-256 of everything that determines what is rendered."""
-        facts = [self.text, self.tool_text, self.special_tokens]
+        facts = [self.text, self.tool_text, self.special_tokens, *([self.date] if self.date else [])]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def program(self, has_tools: bool) -> str:
@@ -35,7 +36,7 @@ class ChatTemplate:
         return _GENERATION.search(self.program(has_tools)) is not None
 
 
-def read_chat_template(folder: Path) -> ChatTemplate:
+def read_chat_template(folder: Path, date: str | None) -> ChatTemplate:
     """Reads the template of a tokenizer's folder. Raises DataError if there is none, or transformers cannot load it."""
     from transformers import AutoTokenizer
 
@@ -52,13 +53,13 @@ def read_chat_template(folder: Path) -> ChatTemplate:
             f"{folder}: its tokenizer has no chat template: give the tokenizer of a model that was made for chats, or "
             "write one into chat_template.jinja"
         )
-    return chat_template_of(tokenizer, folder)
+    return chat_template_of(tokenizer, folder, date)
 
 
-def chat_template_of(tokenizer: Any, folder: Path) -> ChatTemplate:
+def chat_template_of(tokenizer: Any, folder: Path, date: str | None) -> ChatTemplate:
     """Returns the template of transformers' `tokenizer`, which has one. Raises DataError if it has several unnamed."""
     try:
         text, tool_text = tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[])
     except ValueError as error:
         raise DataError(f"{folder}: its chat template cannot be used: {' '.join(str(error).split())}") from None
-    return ChatTemplate(str(folder), text, tool_text, tuple(tokenizer.special_tokens_map.items()))
+    return ChatTemplate(str(folder), text, tool_text, date, tuple(tokenizer.special_tokens_map.items()))

@@ -9,10 +9,10 @@ such as one that takes away old reasoning, is refused: a model would be trained 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from data_pipeline.chat.conversation import ASSISTANT, USER, Conversation
+from data_pipeline.chat.conversation import ASSISTANT, USER, Conversation, Message
 from data_pipeline.chat.renderer import ChatPart, Rendered, TemplateLimit, TemplateProcess, TemplateRefusal
 from data_pipeline.chat.template import ChatTemplate
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, DataLimitError
 
 TrainOn = Literal["all-turns", "last-turn"]
 """all-turns: every message of the assistant carries loss; last-turn: those after the last message of the user."""
@@ -45,11 +45,41 @@ class TurnFinder:
             return self._marked(conversation, first, where)
         return self._by_prefixes(conversation, first, where)
 
+    def around_answers(self) -> list[tuple[str, str]]:
+        """Returns pairs of texts: what the second has beyond the first is a turn of another, or an answer's prompt.
+
+        It is the prompt in the last pair. A turn that the template refuses is left out: no conversation has one.
+        """
+        user, system, tool = ({"role": role, "content": "x"} for role in (USER, "system", "tool"))
+        call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {}}}
+        calling = {"role": ASSISTANT, "content": "", "tool_calls": [call]}
+        result = tool | {"tool_call_id": call["id"], "name": "f"}
+        return [
+            *self._beyond([system, user], ChatPart(2, False), None),
+            *self._beyond([user, calling, result], ChatPart(3, False), ChatPart(2, False)),
+            *self._beyond([user], ChatPart(1, False), None),
+            *(self._beyond([user], ChatPart(1, True), ChatPart(1, False)) or [("", "")]),
+        ]
+
+    def _beyond(self, messages: list[Message], part: ChatPart, before: ChatPart | None) -> list[tuple[str, str]]:
+        try:
+            after, *first = self._process.render(messages, [part, before] if before else [part])
+        except TemplateRefusal:
+            return []
+        return [(first[0].text if first else "", after.text)]
+
+    def text_of(self, conversation: Conversation, where: str) -> str:
+        """Returns the whole of a conversation as text."""
+        return self._render(conversation, [ChatPart(len(conversation.messages), False)], where)[0].text
+
     def _marked(self, conversation: Conversation, first: int, where: str) -> Turns:
         """Takes the stretches that the template marks, from the message number `first` on."""
         whole = ChatPart(len(conversation.messages), False)
         before = [ChatPart(first, False)] if first else []
-        text, marked = (made := self._render(conversation, [whole, *before], where))[0]
+        answers = _answers(conversation, first)
+        made = self._render(conversation, [whole, *before, *_around(answers)], where)
+        text, marked = made[0]
+        around = made[1 + len(before) :]
         begin = len(made[1].text) if before else 0
         if before and not text.startswith(made[1].text):
             raise self._rewritten(first, where)
@@ -63,17 +93,36 @@ class TurnFinder:
                     "its {% generation %} block, so that a model would not learn to end: move "
                     "{% endgeneration %} behind it"
                 )
+        self._check_marks(answers, [*(made[1:2] if before else [Rendered("", [])]), *around, made[0]], where)
         return Turns(text, trained)
+
+    def _check_marks(self, answers: list[int], made: list[Rendered], where: str) -> None:
+        """Raises DataError for loss on the prompt of an answer, or on a message of another.
+
+        `made` are the conversation before the answers, before and after each of them, and the whole.
+        """
+        of_others = "what is no answer of the assistant"
+        for number, before, prompt in zip([*answers, None], made[0::2], made[1::2], strict=True):
+            if len(_marks(prompt)) > len(_marks(before)):
+                raise self._marks_too_much(
+                    of_others, where if number is None else f"{where}, before message {number + 1}"
+                )
+        for number, prompt, answer in zip(answers, made[1::2], made[2::2], strict=False):
+            begin = _common(prompt.text, answer.text)
+            if any(low < begin for low, _ in _marks(answer)[len(_marks(prompt)) :]):
+                raise self._marks_too_much("the prompt of an answer", f"{where}, message {number + 1}")
+
+    def _marks_too_much(self, what: str, where: str) -> DataError:
+        return DataError(
+            f"{where}: the chat template of {self.template.folder} has {what} inside its {{% generation %}} block, so "
+            "that a model would learn to write it: begin the block where the answer begins, with nothing that the "
+            "template writes for add_generation_prompt"
+        )
 
     def _by_prefixes(self, conversation: Conversation, first: int, where: str) -> Turns:
         messages = conversation.messages
-        answers = [
-            number for number, message in enumerate(messages) if number >= first and message["role"] == ASSISTANT
-        ]
-        renderings = [ChatPart(len(messages), False)]
-        for number in answers:
-            renderings += [ChatPart(number, True), ChatPart(number + 1, False)]
-        (text, _), *parts = self._render(conversation, renderings, where)
+        answers = _answers(conversation, first)
+        (text, _), *parts = self._render(conversation, [ChatPart(len(messages), False), *_around(answers)], where)
         trained = []
         for number, prompt, answer in zip(answers, parts[0::2], parts[1::2], strict=True):
             begin = len(prompt.text)
@@ -104,10 +153,13 @@ class TurnFinder:
         try:
             return self._process.render(conversation.messages, renderings, conversation.tools)
         except TemplateLimit as error:
-            why = f"cannot be used for it, {error}"
+            raise DataLimitError(
+                f"{where}: the chat template of {self.template.folder} was given up for its "
+                f"{len(conversation.messages)} messages, {error} ({len(renderings)} renderings, more with more turns): "
+                "cut the conversation, run fewer --workers, or see what the template does"
+            ) from None
         except TemplateRefusal as error:
-            why = f"does not take it: {error}"
-        raise DataError(f"{where}: the chat template of {self.template.folder} {why}")
+            raise DataError(f"{where}: the chat template of {self.template.folder} does not take it: {error}") from None
 
     def _rewritten(self, message: int, where: str) -> DataError:
         fewer = "" if self.train_on == "last-turn" else ", or train on last turns alone (--train-on last-turn)"
@@ -116,3 +168,24 @@ class TurnFinder:
             f"differently alone and with what follows, so that it is not known what the assistant must produce: {_MARK}"
             f"{fewer}"
         )
+
+
+def _answers(conversation: Conversation, first: int) -> list[int]:
+    """Returns the places of the assistant's messages from number `first` on."""
+    return [n for n, message in enumerate(conversation.messages) if n >= first and message["role"] == ASSISTANT]
+
+
+def _around(answers: list[int]) -> list[ChatPart]:
+    """Returns the conversation as the prompt of each answer, and up to the answer."""
+    return [part for number in answers for part in (ChatPart(number, True), ChatPart(number + 1, False))]
+
+
+def _marks(made: Rendered) -> list[tuple[int, int]]:
+    return [(low, high) for low, high in made.generated if high > low]
+
+
+def _common(text: str, other: str) -> int:
+    """Returns how many characters two texts begin with alike."""
+    if other.startswith(text):
+        return len(text)
+    return next((n for n, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), len(other))

@@ -1,6 +1,6 @@
 """Rows that hold no document: counted and left out, or the end of a `prepare`."""
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, DataLimitError
 
 _REMEMBERED = 3
 
@@ -14,6 +14,8 @@ class BadRows:
         self.first: list[str] = []
 
     def __call__(self, error: DataError) -> None:
+        if isinstance(error, DataLimitError):
+            raise error
         if not self.skip:
             raise DataError(f"{error}, or leave such rows out with --on-bad-row skip") from error
         self.count += 1

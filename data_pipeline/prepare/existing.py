@@ -74,7 +74,7 @@ def _asked(former: CorpusMeta, job: PreparationPlan) -> str:
     if former.train_on != options.train_on:
         notes.append(f"--chat --train-on {options.train_on}" if options.train_on else "no --chat")
     elif isinstance(job.encoder, ChatEncoder) and former.chat_template_sha256 != job.encoder.template.digest():
-        notes.append("whose chat template is another one since")
+        notes.append("whose chat template or --chat-date is another one since")
     if former.fill_in_the_middle != options.fill_in_the_middle:
         notes.append(f"--fill-in-the-middle {options.fill_in_the_middle:g} (not {former.fill_in_the_middle:g})")
     if former.tokenizers is None and not options.train_on and job.places != CUT_PLACES:

@@ -42,6 +42,7 @@ class PrepareOptions:
     skip_bad_rows: bool = False
     fill_in_the_middle: float = 0.0  # share of the documents
     train_on: TrainOn | None = None  # rows are conversations, whose template writes all special tokens; None: text
+    chat_date: str | None = None  # that a chat template writes for today's, as 2026-01-31
 
 
 USUAL_OPTIONS = PrepareOptions()
@@ -91,7 +92,7 @@ def _encoder(
     inspected = inspect_tokenizer(tokenizer) if isinstance(tokenizer, Path) else tokenizer.file
     if options.train_on is not None:
         _check_merges(inspected, loaded_tokenizer(inspected.path, inspected.sha256, False))
-        return chat_encoder(inspected, options.train_on, options.special_tokens), ()
+        return chat_encoder(inspected, options.train_on, options.special_tokens, options.chat_date), ()
     begin, end = inspected.bos_token_id, inspected.eos_token_id
     if options.append_eos and end is None:
         raise DataError(

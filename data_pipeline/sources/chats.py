@@ -44,9 +44,16 @@ class ChatDataset(HfDataset):
                 where = f"{self.typed}, row {number}"
                 number += 1
                 try:
-                    yield _document(dict(zip(batch, values, strict=True)), where)
+                    yield _document(_without_none(dict(zip(batch, values, strict=True))), where)
                 except DataError as error:
                     on_bad_row(error)
+
+
+def _without_none(value: Any) -> Any:
+    """Returns a value without empty fields: a column's objects all have the fields that one of them has."""
+    if isinstance(value, dict):
+        return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _document(row: dict[str, Any], where: str) -> Document:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -66,6 +67,12 @@ def prepare(
             "message; default: all-turns."
         ),
     ] = None,
+    chat_date: Annotated[
+        datetime | None,
+        typer.Option(
+            formats=["%Y-%m-%d"], help="With --chat: the date that a template writes, if it asks for today's."
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace prepared data or a trained tokenizer made from something else.")
     ] = False,
@@ -88,6 +95,8 @@ def prepare(
     from data_pipeline.tokenizer import TrainedTokenizer, trained_tokenizer
 
     prefix = output_prefix(output)
+    if chat_date is not None and not chat:
+        raise LaunchError("--chat-date is for the template of conversations: give --chat too, or leave it out")
     _check_options(chat, train_on, begin_token or fill_in_the_middle > 0, train_vocab_size)
     options = PrepareOptions(
         text_field,
@@ -97,6 +106,7 @@ def prepare(
         on_bad_row == "skip",
         fill_in_the_middle,
         (train_on or "all-turns") if chat else None,
+        chat_date.date().isoformat() if chat_date else None,
     )
     # kept with the tokens, for runs and exports started elsewhere
     where: Path | TrainedTokenizer = tokenizer.absolute()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ def render_chats(tokenizer: Any, messages: Sequence[str], folder: Path) -> list[
     """
     if not tokenizer.chat_template:
         raise LaunchError(f"{folder}: its tokenizer has no chat template: leave out --chat")
-    process = TemplateProcess(chat_template_of(tokenizer, folder))
+    process = TemplateProcess(chat_template_of(tokenizer, folder, date.today().isoformat()))
     chats = ([{"role": "user", "content": message}] for message in messages)
     try:
         return [process.render(chat, [ChatPart(1, add_generation_prompt=True)])[0].text for chat in chats]

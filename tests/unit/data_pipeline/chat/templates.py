@@ -1,9 +1,10 @@
 """Chat templates in the forms of eight families, short, and a tokenizer that knows all their tokens."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
 from data_pipeline.tokenizer import load_tokenizer
 
@@ -59,7 +60,15 @@ _LLAMA_3 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\
 NOT_SPECIAL = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<｜User｜>", "<｜Assistant｜>")
 
 
-def write_tokenizer(trained: Path, folder: Path, template: str, *, splits_lines: bool = True) -> Path:
+def write_tokenizer(
+    trained: Path,
+    folder: Path,
+    template: str,
+    *,
+    splits_lines: bool = True,
+    normalizer: normalizers.Normalizer | None = None,
+    special: Sequence[str] = SPECIAL,
+) -> Path:
     """Writes a tokenizer folder as transformers does: the trained one with all tokens above, and a chat template.
 
     It splits text as Llama 3 does, with several line breaks as one word, or as GPT-2 does.
@@ -68,7 +77,9 @@ def write_tokenizer(trained: Path, folder: Path, template: str, *, splits_lines:
     if splits_lines:
         words = pre_tokenizers.Split(Regex(_LLAMA_3), "isolated")
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    tokenizer.add_special_tokens(list(SPECIAL))
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.add_special_tokens([AddedToken(token, normalized=normalizer is not None) for token in special])
     tokenizer.add_tokens(list(NOT_SPECIAL))
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))

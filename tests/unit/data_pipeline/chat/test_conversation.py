@@ -24,6 +24,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({"messages": [{"role": "user"}, ANSWER]}, "neither content nor tool calls"),
     "arguments": ({"messages": [CALL]}, "arguments are no JSON object"),
     "a call of nothing": ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "without a function"),
+    "calls that are no list": ({"messages": [ANSWER | {"tool_calls": 5}]}, "has int in 'tool_calls': write a list"),
+    "no loss": ({"messages": [ANSWER, ANSWER | {"weight": 0}]}, "message 2 has the weight 0, but every answer carries"),
     "tools": ({"messages": [ANSWER], "tools": "f(x)"}, "no list of JSON objects in 'tools'"),
 }
 
@@ -49,4 +51,7 @@ def test_forms_that_mean_the_same_are_one() -> None:
         "prompt": None,
     }
     assert conversation_of_row(untidy, "") == tidy == conversation_of_json(tidy.as_json())
-    assert conversation_of_row({"messages": [ANSWER], "tools": []}, "").tools is None
+    weighted = [{"role": "user", "content": "ab", "weight": 0}, ANSWER | {"weight": 0}]
+    assert conversation_of_row({"prompt": weighted, "completion": [ANSWER | {"weight": 1}]}, "").prompt_messages == 2
+    for no_tools in ([], "[]", "null", "", None):
+        assert conversation_of_row({"messages": [ANSWER], "tools": no_tools}, "").tools is None

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import transformers
+from tokenizers import normalizers
 
 from data_pipeline.chat.conversation import conversation_of_row
 from data_pipeline.chat.encoder import ChatEncoder, chat_encoder
@@ -26,8 +27,8 @@ WHERE = "chats.jsonl, line 7"
 
 @pytest.fixture
 def encoder_with(tokenizer_folder: Path, tmp_path: Path) -> Encoder:
-    def make(template: str, *, splits_lines: bool = True, **options: Any) -> ChatEncoder:
-        folder = write_tokenizer(tokenizer_folder, tmp_path / "tokenizer", template, splits_lines=splits_lines)
+    def make(template: str, *, tokenizer: dict[str, Any] | None = None, **options: Any) -> ChatEncoder:
+        folder = write_tokenizer(tokenizer_folder, tmp_path / "tokenizer", template, **(tokenizer or {}))
         return chat_encoder(
             inspect_tokenizer(folder), **{"train_on": "all-turns", "special_tokens": "refuse"} | options
         )
@@ -121,9 +122,19 @@ REFUSED = {
         _TAGGED.replace("BEFORE", "{% generation %}").replace("AFTER", "{% endgeneration %}{{ '<|im_end|>\n' }}"),
         "move {% endgeneration %} behind it",
     ),
+    "the prompt tagged": (
+        TEMPLATES["generation"].replace(
+            "{{ '<|im_start|>assistant\n' }}{% generation %}{{ m", "{% generation %}{{ '<|im_start|>assistant\n' + m"
+        ),
+        "has the prompt of an answer inside its {% generation %} block",
+    ),
+    "others tagged": (
+        _TAGGED.replace("BEFORE", "{% generation %}").replace("AFTER", "{{ '<|im_end|>' }}{% endgeneration %}"),
+        "has what is no answer of the assistant inside",
+    ),
     "all tagged": (
         "{% generation %}" + TEMPLATES["chatml"] + "{% endgeneration %}",
-        "all tokens carry loss",
+        "has what is no answer of the assistant inside",
     ),
     "nothing tagged": (
         "{% if false %}{% generation %}{% endgeneration %}{% endif %}" + TEMPLATES["chatml"],
@@ -158,7 +169,7 @@ def test_an_answer_that_merges_with_its_prompt_is_refused(encoder_with: Encoder)
     with pytest.raises(DataError, match=r"line 7: the tokens of a prompt .* white space away from its beginning"):
         encode(encoder, chat("a", "\nb"))
     with pytest.raises(DataError, match="let the template end its prompt without white space"):
-        encode(encoder_with(TEMPLATES["llama-3"], splits_lines=False), chat("a", "b"))
+        encode(encoder_with(TEMPLATES["llama-3"], tokenizer={"splits_lines": False}), chat("a", "b"))
     with_space = TEMPLATES["generation"].replace("assistant\n", "assistant ")
     with pytest.raises(DataError, match="let the template end its prompt without white space"):
         encode(encoder_with(with_space), chat("a", "b"))
@@ -192,12 +203,51 @@ def test_a_message_forges_no_turn(family: str, encoder_with: Encoder) -> None:
     assert encode(kept, row).ids == plain
 
 
+@pytest.mark.parametrize(
+    ("normalizer", "forged"), [(normalizers.NFKC(), "\uff1c|im_end|\uff1e"), (normalizers.Lowercase(), "<|IM_END|>")]
+)
+def test_a_normaliser_makes_no_control_token_of_a_message(normalizer: Any, forged: str, encoder_with: Encoder) -> None:
+    row = chat(f"a{forged}b{forged}", "no")
+    with pytest.raises(DataError, match=f"line 7, message 1 contains '{re.escape(forged)}'"):
+        encode(encoder_with(TEMPLATES["chatml"], tokenizer={"normalizer": normalizer}), row)
+    as_text = encoder_with(TEMPLATES["chatml"], tokenizer={"normalizer": normalizer}, special_tokens="as-text")
+    end = load_tokenizer(as_text.tokenizer.path).token_to_id("<|im_end|>")
+    assert encode(as_text, row).ids.count(end) == 2 and trained(as_text, row) == ["no<|im_end|>"]
+
+
+@pytest.mark.parametrize("policy", ["refuse", "as-text"])
+def test_a_template_makes_no_control_token_of_a_message(policy: str, encoder_with: Encoder) -> None:
+    """Neither of what it takes out of a text nor, so, of reasoning, which stays where it was."""
+    editing = TEMPLATES["chatml"].replace("m.content +", "m.content | replace('<br>', '') +")
+    encoder = encoder_with(editing, special_tokens=policy)
+    with pytest.raises(DataError, match=r"line 7: what the chat template .* has '<\|im_end\|>' where"):
+        encode(encoder, chat("a<|im<br>_end|>b", "no"))
+    assert trained(encoder, chat("a<br>b < c | d", "<think>a</think> b")) == ["<think>a</think> b<|im_end|>"]
+    kept = encoder_with(editing, special_tokens="keep")
+    assert trained(kept, chat("a<|im<br>_end|>b", "no")) == ["no<|im_end|>"]
+
+
+def test_a_control_token_of_one_character_cannot_become_text(encoder_with: Encoder) -> None:
+    template, short = TEMPLATES["chatml"].replace("<|im_end|>", "~"), {"special": ("<s>", "</s>", "<|im_start|>", "~")}
+    with pytest.raises(DataError, match="its control token '~' is one character"):
+        encoder_with(template, tokenizer=short, special_tokens="as-text")
+    assert trained(encoder_with(template, tokenizer=short), chat("a", "b")) == ["b~"]
+
+
 def test_what_counts_as_a_control_token(encoder_with: Encoder) -> None:
     """Reasoning stands between tokens that are not special; in another's message they are the template's own."""
     template = TEMPLATES["deepseek"].replace("<s>", "")
     encoder = encoder_with(template)
     with pytest.raises(DataError, match="message 1 contains '<｜Assistant｜>'"):
         encode(encoder, chat("a<｜Assistant｜>b", "c"))
+    for forged in ("b<｜User｜>c", "b<｜Assistant｜>c"):
+        with pytest.raises(DataError, match=f"message 2 contains '{forged[1:-1]}'"):
+            encode(encoder, chat("a", forged))
+    thinking = encoder_with(
+        TEMPLATES["deepseek"].replace("'<｜Assistant｜>' }}{% endif", "'<｜Assistant｜><think>' }}{% endif")
+    )
+    assert trained(thinking, chat("a", "<think>b</think>c")) == ["b</think>c<｜end▁of▁sentence｜>"]
+    encoder = encoder_with(template)
     assert trained(encoder, chat("a", "<think>b</think>c")) == ["<think>b</think>c<｜end▁of▁sentence｜>"]
     with pytest.raises(DataError, match="message 2 contains '<｜end▁of▁sentence｜>'"):
         encode(encoder, chat("a", "b<｜end▁of▁sentence｜>"))

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_pipeline.chat import renderer
 from data_pipeline.errors import DataError
 from data_pipeline.files import sha256_of_file
 from data_pipeline.indexed import IndexedTokens
@@ -16,6 +17,8 @@ from data_pipeline.meta import read_meta
 from data_pipeline.prepare import plan
 from data_pipeline.prepare.plan import PrepareOptions
 from data_pipeline.prepare.prepare import prepare
+from data_pipeline.sources import open_sources
+from data_pipeline.sources.document import refuse_bad_row
 from data_pipeline.tokenizer import load_tokenizer
 from tests.unit.data_pipeline.chat.templates import TEMPLATES, write_tokenizer
 
@@ -76,6 +79,19 @@ def test_a_bad_row_is_named_or_left_out_and_counted(tokenizer: Path, tmp_path: P
     assert not list(tmp_path.glob("none.[bil]*")) and not list(tmp_path.glob("*.tmp"))
 
 
+def test_a_limit_ends_prepare_and_leaves_no_row_out(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How busy a machine is must not decide what the data is."""
+    monkeypatch.setattr(renderer, "PROCESSOR_S", 0.2)
+    template = tokenizer / "chat_template.jinja"
+    loop = 3 * "{% for a in range(99999) %}" + 3 * "{% endfor %}"
+    template.write_text("{% if messages[0].content == '1?' %}" + loop + "{% endif %}" + template.read_text())
+    skipping = PrepareOptions(append_eos=False, special_tokens="refuse", train_on="all-turns", skip_bad_rows=True)
+    with pytest.raises(DataError, match=r"line 2: .* was given up for its 2 messages.*0.2 s.*cut the conversation"):
+        prepare([write_rows(tmp_path / "c.jsonl", rows(3))], tmp_path / "out", tokenizer, skipping, workers=1)
+
+
 def forged() -> dict[str, object]:
     return {"prompt": "a<|im_end|>", "completion": "b"}
 
@@ -89,7 +105,7 @@ def test_data_of_another_choice_is_replaced_only_if_asked(tokenizer: Path, tmp_p
         prepare([source], tmp_path / "out", tokenizer, last)
     template = tokenizer / "chat_template.jinja"
     template.write_text(template.read_text() + " ")
-    with pytest.raises(DataError, match="whose chat template is another one since"):
+    with pytest.raises(DataError, match="whose chat template or --chat-date is another one since"):
         prepare([source], tmp_path / "out", tokenizer, CHATS)
     with pytest.raises(DataError, match="no --chat"):
         prepare([source], tmp_path / "out", tokenizer)
@@ -114,3 +130,27 @@ def test_conversations_come_from_tables_and_arrays_too(tokenizer: Path, tmp_path
         prepare([str(tmp_path / "notes.txt")], tmp_path / "out", tokenizer, CHATS)
     masks = [np.fromfile(loss_path(tmp_path / f"out{number}"), np.uint8) for number in range(3)]
     assert all(np.array_equal(masks[0], mask) for mask in masks)
+
+
+def test_fields_that_only_other_rows_have_are_no_text(tokenizer: Path, tmp_path: Path) -> None:
+    """A table gives each object all fields of its column; those a row did not have would carry loss as null."""
+    import datasets
+
+    values = []
+    for name, argument in (("weather", "city"), ("calculate", "formula")):
+        call = {"function": {"name": name, "arguments": {argument: "Paris"}}}
+        tool = {"function": {"name": name, "parameters": {"properties": {argument: {"type": "string"}}}}}
+        values.append({"messages": [user("?"), {"role": "assistant", "tool_calls": [call]}], "tools": [tool]})
+    table = tmp_path / "calls.parquet"
+    datasets.Dataset.from_list(values).to_parquet(table)
+    assert "null" in json.dumps(datasets.Dataset.from_parquet(str(table))[0])
+    in_lines, in_table = (
+        [list(document.blocks) for document in source.documents(refuse_bad_row)]
+        for spec in (write_rows(tmp_path / "calls.jsonl", values), str(table))
+        for source in open_sources([spec], None)
+    )
+    assert [json.loads(text) for (text,) in in_table] == [json.loads(text) for (text,) in in_lines]
+
+
+def user(content: str) -> dict[str, object]:
+    return {"role": "user", "content": content}

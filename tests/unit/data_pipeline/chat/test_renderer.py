@@ -30,8 +30,8 @@ def no_process_is_left() -> Iterator[None]:
     assert children() <= before
 
 
-def process_with(template: str) -> TemplateProcess:
-    return TemplateProcess(ChatTemplate("model", template, template, (("bos_token", "<s>"),)))
+def process_with(template: str, date: str | None = None) -> TemplateProcess:
+    return TemplateProcess(ChatTemplate("model", template, template, date, (("bos_token", "<s>"),)))
 
 
 def user(content: str) -> list[dict[str, str]]:
@@ -71,6 +71,13 @@ HARM = {
     "its own words": ("{{ raise_exception('\\n  no\\n' * 1000) }}", TemplateRefusal, "no no no"),
     "no template": ("{% for %}", TemplateRefusal, "."),
     "too deep": ("{{ " + "(" * 9_000 + " }}", TemplateRefusal, "."),
+    "the date": (
+        "{{ strftime_now('%d %b %Y') }}",
+        TemplateRefusal,
+        "it writes today's date: choose one with --chat-date",
+    ),
+    "chance": ("{{ [1, 2] | random }}", TemplateRefusal, "it chooses at random"),
+    "words by chance": ("{{ lipsum(1) }}", TemplateRefusal, "it chooses at random"),
     "Python": ("{{ messages.__class__.__mro__ }}", TemplateRefusal, "access to attribute '__class__'"),
 }
 
@@ -93,6 +100,14 @@ def test_a_harmful_template_is_one_clause_and_the_next_conversation_is_rendered(
     process.close()
     assert time.monotonic() - started < 40
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
+
+
+def test_the_date_is_the_one_that_was_chosen() -> None:
+    process = process_with("{{ strftime_now('%d %b %Y') }}", "2024-07-26")
+    assert process.render(user("a"), WHOLE)[0].text == "26 Jul 2024"
+    process.close()
+    dates = [ChatTemplate("model", "", "", date, ()).digest() for date in (None, "2024-07-26", "2024-07-27")]
+    assert len(set(dates)) == 3
 
 
 def test_a_process_ends_with_the_object_that_owns_it() -> None:
