@@ -25,7 +25,7 @@ from launch.huggingface.progress import ConversionPlan, ConvertSummary, ReportPr
 from launch.huggingface.serial_model import global_shapes
 from launch.huggingface.streaming import Stream, checkpoint_blocks, convert
 from launch.huggingface.validation import Validation, validate_logits
-from megalite.checkpoint.atomic_folder import check_replaceable, check_room, new_folder
+from megalite.checkpoint.atomic_folder import check_replaceable, check_room, existing_folder, new_folder
 from megalite.checkpoint.durable_files import room_at
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.folder import (
@@ -78,6 +78,7 @@ def plan_export(
     merge: bool = False,
 ) -> ConversionPlan:
     """Describes what `export_hugging_face` would do. Raises what it would raise before it writes."""
+    existing_folder(hf_dir.resolve())  # a mistyped target is told before the checkpoint is read
     reader = _open(checkpoint, merge=merge)
     if reader.has_adapters and not merge:
         check_replaceable(hf_dir.resolve(), overwrite, ADAPTER)
@@ -123,6 +124,7 @@ def export_hugging_face(
     transformers is loaded, which changes settings of the whole process while it loads: do not call it in a thread
     beside training.
     """
+    existing_folder(hf_dir.resolve())  # a mistyped target is told before the checkpoint is read
     reader = _open(checkpoint, merge=merge)
     if reader.has_adapters and not merge:
         adapters = _adapters(reader, dtype, tokenizer)

@@ -50,11 +50,17 @@ def new_folder(folder: Path, *, overwrite: bool, marker: str) -> Iterator[Path]:
     remove(_replaced(folder))
 
 
-def check_replaceable(folder: Path, overwrite: bool, marker: str) -> None:
-    """Raises CheckpointError if `folder` holds what must not be replaced."""
+def existing_folder(folder: Path) -> Path:
+    """Returns `folder`, or the nearest above it that exists. Raises CheckpointError if that is a file."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
         raise CheckpointError(f"{there}: is a file, where a folder is to be written: choose another name")
+    return there
+
+
+def check_replaceable(folder: Path, overwrite: bool, marker: str) -> None:
+    """Raises CheckpointError if `folder` holds what must not be replaced."""
+    there = existing_folder(folder)
     if there != folder or not any(folder.iterdir()):
         return
     if not (folder / marker).is_file():  # a mistyped path must not cost a home folder
