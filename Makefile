@@ -98,7 +98,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests of one file stay on one of the workers, so that they share their fixtures. On two cores ranks of a fourth worker
 # would mostly wait for each other: eight files took 145 s on four and 118 s on two.
 WORKERS ?= 3
-PYTEST = $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: check
 	$(PYTEST) tests/unit tests/performance tests/ranks tests/e2e
@@ -112,11 +112,8 @@ test-all: check test-packages
 	$(VENV)/bin/python -m pytest --exhaustive tests/cluster
 
 # Several hosts on this machine, made of namespaces: Linux, root, and programs that Debian has.
-# Their tests mostly wait, and clusters do not meet. What `megalite doctor` tells must come in seconds: it has the machine alone.
-test-cluster: WORKERS = 2
 test-cluster: test-packages
-	$(VENV)/bin/python -m pytest tests/cluster/test_doctor.py
-	$(PYTEST) --ignore tests/cluster/test_doctor.py tests/cluster
+	$(VENV)/bin/python -m pytest tests/cluster
 
 # Debian's programs that tests use: of clusters and networks, a browser, Prometheus. Without root or Debian it says what is
 # missing, and tests that need it are skipped. `cluster-packages` is its older name.

@@ -13,11 +13,6 @@ from tests.helpers.cluster_machine import why_no_hosts
 from tests.helpers.hosts import Cluster
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with the longest file: the other workers take all others meanwhile."""
-    items.sort(key=lambda item: item.path.name != "test_slurm.py")
-
-
 @pytest.fixture(scope="session")
 def can_make_hosts() -> None:
     """Skips, and says why, where this machine cannot make hosts."""
