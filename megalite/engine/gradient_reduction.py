@@ -111,7 +111,8 @@ class GradientReducer:
         self._started = len(buckets)  # buckets of this step; all of them: no step has begun
         for parameter in positions:
             parameter.register_post_accumulate_grad_hook(self._take)
-            parameter.gradient_sums = self  # type: ignore[attr-defined]
+            if self._stream is not None:  # on a CPU the GEMM that adds takes longer than the passes it saves
+                parameter.gradient_sums = self  # type: ignore[attr-defined]
 
     def expect_more(self, parameter: nn.Parameter, count: int) -> None:
         """Says that in every step a weight gets `count` gradients more than there are micro-batches, as a tied one."""

@@ -19,7 +19,6 @@ from megalite.engine.activity import Activity, Operation, Phase
 from megalite.engine.engine import Engine
 from megalite.engine.gradient_reduction import Bucket, GradientReducer, Slice
 from megalite.engine.parameter_state import read_parameter
-from megalite.parallel.linear import LinearLayer
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.shard import Shard
 from megalite.parallel.weight_products import SumsGradients
@@ -60,11 +59,8 @@ class _Reference:
             if options.name == "sgd"
             else torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, eps=options.eps)
         )
-        layers = [module for module in engine.deepspeed.module.modules() if isinstance(module, LinearLayer)]
-        by_product = {layer.weight for layer in layers}
-        assert by_product, "no layer adds its products itself"
         for _, parameter in engine.parameters():
-            if parameter in by_product:
+            if hasattr(parameter, "gradient_sums"):
                 parameter.gradient_sums = _WatchedSums(parameter.gradient_sums, self._add)  # type: ignore[attr-defined]
             else:
                 parameter.register_hook(lambda gradient, at=parameter: self._add(at, gradient))
