@@ -3,7 +3,7 @@
 In: parameters in buckets, and how many gradients each gets in a step. Out: the mean over the replicas of this rank's
 partition of every bucket, fp32. A hook on each parameter adds its gradient to the bucket's flat sum and frees it; a
 bucket whose parameters have all had their last one is reduced. Who calls backward, and in what order, is not known
-here. No DeepSpeed. Linear layers have their GEMM add to the flat sum instead (`add_product`).
+here. No DeepSpeed. On a GPU linear layers have their GEMM add to the flat sum instead (`add_product`).
 
 Each bucket is reduce-scattered in place: rank r keeps elements [r * P, (r + 1) * P) of its R * P ones. So every bucket
 belongs to all replicas in equal parts, as in Megatron-LM's distributed optimizer. Were the whole model one flat tensor,

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from megalite.config.sections import GuardsConfig
+from megalite.parallel.linear import LinearLayer
 from megalite.parallel.loss import IGNORED
 from megalite.resilience.guards import Guard
 from tests.helpers.counting import Call, calls_of, collectives_of, syncs_of
@@ -58,3 +59,26 @@ def test_replicas_reduce_each_gradient_once_and_beside_backward() -> None:
         order = [name for name, _ in groupby(call.name for call in collectives_of(calls))]
         assert order == ["reduce_scatter", "all_reduce", "all_gather", "all_reduce"], "gradients, norm, weights, loss"
         assert sum(place < last_gemm for place in reductions) >= len(reductions) - 2, "reduced behind backward"
+
+
+def _passes_over_weight_gradients(rank: int, case: Case) -> tuple[int, int]:
+    """The additions and copies of matrices as large as a linear layer's weight in a step, and the products.
+
+    Layers hand their products to the reducer, as on a GPU.
+    """
+    engine = engine_of(case)
+    weights = [layer.weight for layer in engine.deepspeed.module.modules() if isinstance(layer, LinearLayer)]
+    for weight in weights:
+        weight.gradient_sums = engine.reducer  # type: ignore[attr-defined]
+    shapes = {weight.shape for weight in weights}
+    (batch, *_) = global_batches(case)
+    mine = micro_batches_of(engine, case, batch)
+    calls = calls_of(lambda: engine.train_step(mine, 1e-3))
+    sized = [call for call in calls if call.shapes and call.shapes[-1] in shapes]
+    return sum(call.name in ("add", "add_", "copy_", "clone") for call in sized), sum(call.is_gemm for call in sized)
+
+
+def test_products_add_weight_gradients_to_their_sum() -> None:
+    case = Case(optimizer="sgd", accumulation=3, learning_rate=0.1)
+    ((passes, products),) = run_ranks(_passes_over_weight_gradients, 1, case)
+    assert passes == 0 and products >= 3 * 4, (passes, products)

@@ -19,6 +19,7 @@ from megalite.engine.activity import Activity, Operation, Phase
 from megalite.engine.engine import Engine
 from megalite.engine.gradient_reduction import Bucket, GradientReducer, Slice
 from megalite.engine.parameter_state import read_parameter
+from megalite.parallel.linear import LinearLayer
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.shard import Shard
 from megalite.parallel.weight_products import SumsGradients
@@ -44,9 +45,12 @@ class _WatchedSums:
 
 
 class _Reference:
-    """The optimizer of one replica's parameters in float64, on the gradients of micro-batches, summed here."""
+    """The optimizer of one replica's parameters in float64, on the gradients of micro-batches, summed here.
 
-    def __init__(self, engine: Engine) -> None:
+    With `by_product` GEMMs add the gradients of linear layers to their sum, as on a GPU.
+    """
+
+    def __init__(self, engine: Engine, by_product: bool) -> None:
         self.engine, options = engine, engine.config.optimizer
         self.sums: dict[Tensor, Tensor] = {}
         self.weights = {p: read_parameter(p, ())["weight"].double() for _, p in engine.parameters()}
@@ -59,9 +63,12 @@ class _Reference:
             if options.name == "sgd"
             else torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, eps=options.eps)
         )
+        layers = [module for module in engine.deepspeed.module.modules() if isinstance(module, LinearLayer)]
+        added = {layer.weight for layer in layers if by_product}
+        assert by_product == bool(added) and engine.reducer is not None
         for _, parameter in engine.parameters():
-            if hasattr(parameter, "gradient_sums"):
-                parameter.gradient_sums = _WatchedSums(parameter.gradient_sums, self._add)  # type: ignore[attr-defined]
+            if parameter in added:
+                parameter.gradient_sums = _WatchedSums(engine.reducer, self._add)  # type: ignore[attr-defined]
             else:
                 parameter.register_hook(lambda gradient, at=parameter: self._add(at, gradient))
 
@@ -91,11 +98,11 @@ class _Reference:
         return norm
 
 
-def _against_float64(rank: int, cases: list[Case]) -> list[dict[str, float]]:
+def _against_float64(rank: int, cases: list[Case], by_product: bool) -> list[dict[str, float]]:
     seen = []
     for case in cases:
         engine = engine_of(replace(case, bucket=BUCKET, clipping=CLIPPING))
-        reference, worst = _Reference(engine), {"norm": 0.0, "weights": 0.0, "smallest norm": float("inf")}
+        reference, worst = _Reference(engine, by_product), {"norm": 0.0, "weights": 0.0, "smallest norm": float("inf")}
         for index, batch in enumerate(global_batches(case)):
             rate = case.learning_rate / (index + 1)
             result = engine.train_step(micro_batches_of(engine, case, batch), rate)
@@ -128,11 +135,18 @@ OF_FOUR = [
 
 
 @pytest.mark.parametrize(
-    "cases", [CASES, OF_THREE, pytest.param(OF_FOUR, marks=pytest.mark.slow)], ids=["two", "three", "four"]
+    ("cases", "by_product"),
+    [
+        pytest.param(CASES, False, id="two"),
+        pytest.param(OF_THREE, False, id="three"),
+        pytest.param(OF_FOUR, False, id="four", marks=pytest.mark.slow),
+        pytest.param(CASES, True, id="two, by product"),
+        pytest.param(OF_FOUR, True, id="four, by product", marks=pytest.mark.slow),
+    ],
 )
-def test_steps_are_those_of_a_serial_float64_optimizer(cases: list[Case]) -> None:
+def test_steps_are_those_of_a_serial_float64_optimizer(cases: list[Case], by_product: bool) -> None:
     """Uneven valid tokens, experts without tokens, a clip that bites, three steps and more."""
-    ranks = run_ranks(_against_float64, cases[0].world_size, cases)
+    ranks = run_ranks(_against_float64, cases[0].world_size, cases, by_product)
     for index, case in enumerate(cases):
         for rank, seen in enumerate(each[index] for each in ranks):
             where = f"{case} rank {rank}: {seen}"
