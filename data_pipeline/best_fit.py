@@ -90,8 +90,7 @@ class BestFitSamples(CorpusSamples):
         for corpus, plan, first_bin in zip(self._corpora, self._plans, self._first_bin, strict=False):
             if corpus.prefix != prefix:
                 continue
-            if not 0 <= document < len(corpus):
-                raise DataError(f"{prefix} has no document {document}: it has {len(corpus)}, numbered from 0")
+            corpus.check_document(document)
             begin, end = corpus.starts(document, document + 1).tolist()
             bins.update(first_bin + number for number in plan.bins_between(begin, end))
         return bins

@@ -13,6 +13,7 @@ from data_pipeline.dataset import check_loss_mask
 from data_pipeline.errors import DataError
 from data_pipeline.files import with_ending
 from data_pipeline.indexed import IndexedTokens
+from data_pipeline.loss_file import loss_path
 from data_pipeline.meta import CorpusMeta, read_meta
 
 _AT_ONCE = 1 << 22  # tokens
@@ -64,9 +65,8 @@ def check_corpus(prefix: Path, advance: Callable[[int], None]) -> CorpusFindings
         digest.update(tokens.data)
         advance(tokens.nbytes)
     problems += _wrong_ids(corpus, meta, lowest, highest)
-    loss_path = with_ending(prefix, ".loss.bin")
-    if loss_path.is_file():
-        problems += _wrong_marks(loss_path, corpus.token_count, meta, advance)
+    if corpus.has_loss_mask:
+        problems += _wrong_marks(loss_path(prefix), meta, advance)
     if meta is not None:
         promised = (meta.token_count, meta.document_count, meta.dtype)
         if promised != (corpus.token_count, len(corpus), str(corpus.dtype)):
@@ -81,7 +81,7 @@ def check_corpus(prefix: Path, advance: Callable[[int], None]) -> CorpusFindings
 
 def _files_of(prefix: Path) -> list[Path]:
     """Returns `.bin`, `.idx` and, if there is one, `.loss.bin`. Raises DataError if one of the first two is missing."""
-    paths = [with_ending(prefix, ending) for ending in (".bin", ".idx", ".loss.bin")]
+    paths = [with_ending(prefix, ".bin"), with_ending(prefix, ".idx"), loss_path(prefix)]
     if not all(path.is_file() for path in paths[:2]):
         IndexedTokens(prefix)  # says which, and what a prefix is
     return [path for path in paths if path.is_file()]
@@ -95,11 +95,8 @@ def _wrong_ids(corpus: IndexedTokens, meta: CorpusMeta | None, lowest: int, high
     return [f"{corpus.prefix}.bin holds token id {wrong}, outside the {of_what}: prepare it again"]
 
 
-def _wrong_marks(path: Path, token_count: int, meta: CorpusMeta | None, advance: Callable[[int], None]) -> list[str]:
+def _wrong_marks(path: Path, meta: CorpusMeta | None, advance: Callable[[int], None]) -> list[str]:
     """Returns what is wrong with the marks of loss, one byte per token: 0 or 1."""
-    size = path.stat().st_size
-    if size != token_count:
-        return [f"{path} has {size:,} bytes, but there are {token_count:,} tokens: prepare the corpus again"]
     largest, digest = 0, hashlib.sha256()
     with path.open("rb") as stream:
         while content := stream.read(_AT_ONCE):

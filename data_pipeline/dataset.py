@@ -28,9 +28,8 @@ from data_pipeline.stream import Split, StreamPiece, TokenStream, split_streams
 
 SAMPLES_KEPT = 4096  # whose places are not looked up again: their targets are counted, then they are read
 
-
 TooLong = Literal["refuse", "skip", "cut"]
-"""What happens to conversations, documents with a loss mask, that are longer than a sample; text is always cut."""
+"""Choices for conversations, documents with a loss mask, that are longer than a sample; text is always cut."""
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,11 @@ class IndexedTokens:
             self._loss.read(low, loss)
         return loss.astype(np.bool_)
 
+    def check_document(self, i: int) -> None:
+        """Raises DataError if there is no document i."""
+        if not 0 <= i < len(self):
+            raise DataError(f"{self.prefix} has no document {i}: it has {len(self)}, numbered from 0")
+
     def document(self, i: int) -> NDArray[Any]:
         """Returns the token ids of document i."""
         low, high = self.starts(i, i + 1).tolist()

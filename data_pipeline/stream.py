@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.errors import DataError
 from data_pipeline.indexed import IndexedTokens
 
 _SALT = np.uint64(0x6D6567616C697465)  # "megalite"
@@ -93,8 +92,7 @@ class TokenStream:
         for which, corpus in enumerate(self._corpora):
             if corpus.prefix != prefix:
                 continue
-            if not 0 <= document < len(corpus):
-                raise DataError(f"{prefix} has no document {document}: it has {len(corpus)}, numbered from 0")
+            corpus.check_document(document)
             block = self._block(int(self._first_block[which]) + document // _BLOCK)
             place = int(block.numbers.searchsorted(document))
             if place < len(block.numbers) and block.numbers[place] == document:

@@ -151,9 +151,7 @@ def _serve(template: ChatTemplate, render: Any, requests: int, answers: int) -> 
     _limit(resource.RLIMIT_AS, _address_space() + MEMORY_BYTES)
     with os.fdopen(0, "rb") as lines:
         for line in lines:
-            signal.setitimer(
-                signal.ITIMER_PROF, PROCESSOR_S
-            )  # counts the processor's time; its signal ends the process
+            signal.setitimer(signal.ITIMER_PROF, PROCESSOR_S)  # of the processor's time; its signal ends the process
             answer = _answer(template, render, line)
             signal.setitimer(signal.ITIMER_PROF, 0)
             while answer:

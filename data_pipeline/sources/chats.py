@@ -1,12 +1,11 @@
 """Rows of conversations, in files of JSON and in data sets: a document is one conversation, as JSON."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from data_pipeline.chat.conversation import CHAT_FIELDS, conversation_of_row
 from data_pipeline.errors import DataError
-from data_pipeline.sources.document import Document, OnBadRow
+from data_pipeline.sources.document import Document
 from data_pipeline.sources.hf_dataset import HfDataset
 from data_pipeline.sources.json_rows import JsonRows
 
@@ -17,14 +16,12 @@ class ChatRows(JsonRows):
 
     text_field: str = "messages"  # for sentences
 
-    def documents(self, on_bad_row: OnBadRow) -> Iterator[Document]:
-        for where, row in self.rows(on_bad_row):
-            try:
-                if not isinstance(row, dict):
-                    raise DataError(f'{where} is not a JSON object: write {{"messages": [...]}} on each line')
-                yield _document(row, where)
-            except DataError as error:
-                on_bad_row(error)
+    @property
+    def example(self) -> str:
+        return '{"messages": [...]}'
+
+    def document_of(self, row: dict[str, Any], where: str) -> Document:
+        return _document(row, where)
 
 
 class ChatDataset(HfDataset):
@@ -33,20 +30,14 @@ class ChatDataset(HfDataset):
     def __init__(self, spec: str, typed: str | None = None) -> None:
         super().__init__(spec, "messages", typed)
 
-    def documents(self, on_bad_row: OnBadRow) -> Iterator[Document]:
+    def _document_of(self, row: dict[str, Any], where: str) -> Document:
+        return _document(_without_none(row), where)
+
+    def _columns(self) -> Any:
         features = self._rows.features
-        rows: Any = self._rows
-        if features is not None:
-            rows = rows.select_columns([name for name in CHAT_FIELDS if name in features])
-        number = 0
-        for batch in self._batches(rows):
-            for values in zip(*batch.values(), strict=True):
-                where = f"{self.typed}, row {number}"
-                number += 1
-                try:
-                    yield _document(_without_none(dict(zip(batch, values, strict=True))), where)
-                except DataError as error:
-                    on_bad_row(error)
+        if features is None:
+            return self._rows
+        return self._rows.select_columns([name for name in CHAT_FIELDS if name in features])
 
 
 def _without_none(value: Any) -> Any:

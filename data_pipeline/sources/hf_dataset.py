@@ -60,16 +60,19 @@ class HfDataset:
 
     def documents(self, on_bad_row: OnBadRow) -> Iterator[Document]:
         number = 0
-        for batch in self._batches(self._text_column()):
-            for text in batch[self.text_field]:
+        for batch in self._batches(self._columns()):
+            for values in zip(*batch.values(), strict=True):
                 where = f"{self.typed}, row {number}"
                 number += 1
                 try:
-                    yield Document(where, [checked_text(text, self.text_field, where)])
+                    yield self._document_of(dict(zip(batch, values, strict=True)), where)
                 except DataError as error:
                     on_bad_row(error)
 
-    def _text_column(self) -> Any:
+    def _document_of(self, row: dict[str, Any], where: str) -> Document:
+        return Document(where, [checked_text(row[self.text_field], self.text_field, where)])
+
+    def _columns(self) -> Any:
         """Returns the rows without their other columns: images and the like are opened wherever they are."""
         from datasets import Value
 

@@ -40,10 +40,19 @@ class JsonRows:
         for where, row in self.rows(on_bad_row):
             try:
                 if not isinstance(row, dict):
-                    raise DataError(f'{where} is not a JSON object: write {{"{self.text_field}": "..."}} on each line')
-                yield Document(where, [text_of_row(row, self.text_field, where)])
+                    raise DataError(f"{where} is not a JSON object: write {self.example} on each line")
+                yield self.document_of(row, where)
             except DataError as error:
                 on_bad_row(error)
+
+    @property
+    def example(self) -> str:
+        """A row with a document, for sentences."""
+        return f'{{"{self.text_field}": "..."}}'
+
+    def document_of(self, row: dict[str, Any], where: str) -> Document:
+        """Returns the document in a row. Raises DataError if there is none."""
+        return Document(where, [text_of_row(row, self.text_field, where)])
 
     def rows(self, on_bad_row: OnBadRow) -> Iterator[tuple[str, Any]]:
         """Yields the values in the file, each with its place."""

@@ -11,7 +11,7 @@ from data_pipeline.best_fit import BestFitSamples
 from data_pipeline.dataset import PackedSamples, Samples
 from data_pipeline.errors import DataError
 from data_pipeline.loader import BatchPlan, TokenBatch, count_valid_targets, global_batch, prefetched_batches
-from data_pipeline.meta import read_meta
+from data_pipeline.meta import CorpusMeta, read_meta
 from data_pipeline.mix import MixedSamples
 from launch.trainer.run_mix import FollowedMix, check_epochs, mixed, notices_of
 from megalite.checkpoint.manifest import step_folders
@@ -68,13 +68,13 @@ def open_data(config: Config) -> RunData:
     texts = _open_texts(config)
     training = _training(config, texts)
     validation = tuple(_validation(config, texts)) if config.training.evaluation.interval else ()
-    _check_tokenizers(config)
+    metas = _checked_metas(config)
     if training.vocab_size is not None and training.vocab_size > config.model.vocab_size:
         raise DataError(
             f"{config.data.prefixes[0]} was prepared with a vocabulary of {training.vocab_size}, but model.vocab_size "
             f"is {config.model.vocab_size}: {_remedy(config, training.vocab_size)}"
         )
-    meta = read_meta(Path(config.data.prefixes[0]))
+    meta = metas.get(config.data.prefixes[0])
     notices = [samples.notice() for samples in (training, *(one.samples for one in validation))]
     return RunData(
         training,
@@ -128,8 +128,8 @@ def _open(config: Config, prefixes: Sequence[str], held_out_fraction: float) -> 
     )
 
 
-def _check_tokenizers(config: Config) -> None:
-    """Raises DataError if sources or validation sets were prepared with different tokenizers."""
+def _checked_metas(config: Config) -> dict[str, CorpusMeta]:
+    """Returns the metadata of all prefixes that have some. Raises DataError if they name different tokenizers."""
     found = ((prefix, read_meta(Path(prefix))) for prefix in config.data.all_prefixes)
     metas = {prefix: meta for prefix, meta in found if meta is not None}
     for prefix, meta in metas.items():
@@ -139,6 +139,7 @@ def _check_tokenizers(config: Config) -> None:
                 f"{known} and {prefix} were made with different tokenizers ({first.tokenizer} and "
                 f"{meta.tokenizer}), so the same id means other text in them: prepare them with the same one"
             )
+    return metas
 
 
 def _remedy(config: Config, vocab_size: int) -> str:

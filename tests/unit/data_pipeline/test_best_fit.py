@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from data_pipeline.best_fit import BestFitSamples
 from data_pipeline.dataset import PackedSamples, Sample
@@ -17,6 +16,7 @@ from data_pipeline.indexed import IndexedTokens, IndexedWriter
 from data_pipeline.loader import IGNORED_TARGET, BatchPlan, global_batch
 from data_pipeline.packing_plan import PackingPlan, PackingRequest, write_plan
 from data_pipeline.stream import Split, is_held_out
+from tests.helpers.small_corpora import SMALL_CORPORA, SmallCorpora
 from tests.unit.data_pipeline.test_dataset import give_meta
 
 WriteCorpus = Callable[..., Path]
@@ -43,22 +43,12 @@ def pieces_of(sample: Sample) -> list[list[int]]:
 
 
 @settings(max_examples=40)
-@given(
-    corpora=st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=30), min_size=1, max_size=3),
-    sequence_length=st.integers(1, 70),
-    seed=st.integers(0, 1000),
-    fraction=st.sampled_from([0.0, 0.3]),
-    split=st.sampled_from(["train", "held_out"]),
-)
+@given(case=SMALL_CORPORA)
 def test_an_epoch_holds_every_token_once_and_whole_documents(
-    tmp_path_factory: pytest.TempPathFactory,
-    corpora: list[list[int]],
-    sequence_length: int,
-    seed: int,
-    fraction: float,
-    split: Split,
+    tmp_path_factory: pytest.TempPathFactory, case: SmallCorpora
 ) -> None:
     """Tokens are numbers that occur once, from 1 on: each tells its document, and its neighbours follow it."""
+    corpora, sequence_length, seed, fraction, split = case
     folder = tmp_path_factory.mktemp("best_fit")
     prefixes, documents, following = [], dict[tuple[Path, int], list[int]](), 1
     for number, lengths in enumerate(corpora):

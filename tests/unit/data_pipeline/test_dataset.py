@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from data_pipeline.dataset import PackedSamples
 from data_pipeline.errors import DataError
 from data_pipeline.indexed import IndexedTokens, IndexedWriter
 from data_pipeline.meta import CorpusMeta, meta_path
-from data_pipeline.stream import Split, is_held_out
+from data_pipeline.stream import is_held_out
+from tests.helpers.small_corpora import SMALL_CORPORA, SmallCorpora
 
 WriteCorpus = Callable[..., Path]
 EOS = 0
@@ -33,22 +33,10 @@ def split_documents(documents: list[list[int]], fraction: float, held_out: bool)
 
 
 @settings(max_examples=40)
-@given(
-    corpora=st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=30), min_size=1, max_size=3),
-    sequence_length=st.integers(1, 70),
-    seed=st.integers(0, 1000),
-    fraction=st.sampled_from([0.0, 0.3]),
-    split=st.sampled_from(["train", "held_out"]),
-)
-def test_an_epoch_conserves_every_token(
-    tmp_path_factory: pytest.TempPathFactory,
-    corpora: list[list[int]],
-    sequence_length: int,
-    seed: int,
-    fraction: float,
-    split: Split,
-) -> None:
+@given(case=SMALL_CORPORA)
+def test_an_epoch_conserves_every_token(tmp_path_factory: pytest.TempPathFactory, case: SmallCorpora) -> None:
     """Against a packing done the obvious way, in memory: blocks, document starts and validity are all equal."""
+    corpora, sequence_length, seed, fraction, split = case
     folder = tmp_path_factory.mktemp("packing")
     stream: list[int] = []
     starts: set[int] = set()
