@@ -473,7 +473,7 @@ def test_a_training_run_survives_a_killed_rank_and_ends_saved_when_it_is_asked_t
         ranks = [one for one in marked(mark) if one.environ().get("RANK") == "1" and "launch.train" in one.cmdline()]
         ranks[0].kill()
         log = run_dir / "supervisor.log"
-        wait_until(log.exists, timeout_s=150)
+        wait_until(lambda: log.exists() and log.read_text().endswith("\n"), timeout_s=150)  # made, then written
         assert "restart 1 of 3 in 1 s: exit code 137 (SIGKILL) after step " in log.read_text()
         assert "newest checkpoint: step " in log.read_text()
         events = run_dir / "events.jsonl"
