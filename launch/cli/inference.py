@@ -47,7 +47,8 @@ def generate(
 ) -> None:
     """Continue prompts, one after another; streams the text to stdout and reports the speed on stderr.
 
-    Stops at the model's end token. Greedy decoding gives the same text as `generate` of transformers.
+    Stops at the model's end token; with --chat, also at the one by which the template ends an answer. Greedy decoding
+    gives the same text as `generate` of transformers.
 
     Example: `megalite generate runs/quickstart/hf --prompt "def main(" --temperature 0.8 --top-p 0.95`
     """
