@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_pipeline.dataset import Samples
+from data_pipeline.errors import first_names
 from data_pipeline.mix import MixedSamples
 from launch.errors import LaunchError
 from launch.huggingface.checkpoint_tokenizer import KEPT, find_tokenizer, is_same_tokenizer
@@ -305,7 +306,9 @@ def check_tokenizer(
 
 
 def _check_data(manifest: Manifest, config: Config, folder: Path, training: Samples) -> None:
-    advice = "start another run_dir with training.initialize_from to go on with its weights"
+    anew = advice = "start another run_dir with training.initialize_from to go on with its weights"
+    if added := _added_prefixes(manifest, config):
+        advice = f"leave out {first_names(added)}, which it has not read (a pattern matches more now?), or {advice}"
     is_mixed = isinstance(training, MixedSamples) or bool(manifest.state.get("data_mix"))
     if not is_mixed and manifest.state.get("data_fingerprint") != training.fingerprint:
         raise CheckpointError(
@@ -320,7 +323,7 @@ def _check_data(manifest: Manifest, config: Config, folder: Path, training: Samp
     if manifest.state.get("seed") != config.training.seed:
         raise CheckpointError(
             f"{folder} was trained with training.seed {manifest.state.get('seed')}, this config has "
-            f"{config.training.seed}, which orders the data differently: {advice}"
+            f"{config.training.seed}, which orders the data differently: {anew}"
         )
     if is_mixed:
         followed = FollowedMix.of(manifest.state)
@@ -349,3 +352,15 @@ def _check_adapter(manifest: Manifest, config: Config, folder: Path) -> None:
                 "its trained matrices mean something else or do not fit: set it back, or start another run_dir with "
                 "training.initialize_from, which begins with them merged into the model"
             )
+
+
+def _added_prefixes(manifest: Manifest, config: Config) -> list[str]:
+    """Returns prefixes that were added to `data.path`, or to a source, of which all others have been read."""
+    data = manifest.config.get("data") or {}
+    sources = data.get("sources") or {}
+    texts = [
+        (data.get("path"), config.data.path),
+        *((sources.get(name, {}).get("path"), source.path) for name, source in config.data.sources.items()),
+    ]
+    changed = ((before, now) for before, now in texts if before and now and set(before) < set(now))
+    return [prefix for before, now in changed for prefix in now if prefix not in before]

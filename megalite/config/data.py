@@ -26,7 +26,7 @@ class DataSource(Section):
     """One source of a mix: prepared text with an order and epochs of its own."""
 
     path: OnePathOrMore = Field(examples=["data/web"])
-    """Prefixes of prepared token shards; one, or a list of them, read as one text."""
+    """Prefixes of prepared token shards; one, a pattern such as `data/web/*`, or a list of them, read as one text."""
 
     weight: NonNegativeFloat | None = Field(default=None, examples=[0.7])
     """Share of the samples, in proportion to the weights of all sources; 0: only stages give it one."""
@@ -58,7 +58,7 @@ class ValidationSet(Section):
     """Source whose held-out documents are evaluated on; give this or `path`."""
 
     path: OnePathOrMore | None = Field(default=None, examples=["data/wiki_validation"])
-    """Prefixes of prepared text, all of whose documents are evaluated on."""
+    """Prefixes of prepared text, or patterns of them, all of whose documents are evaluated on."""
 
     samples: PositiveInt | None = Field(default=None, examples=[128])
     """Sequences per evaluation. Left out: `training.evaluation.samples`."""
@@ -68,7 +68,7 @@ class DataConfig(Section):
     """Training text, tokenised by `megalite prepare`: one text (`path`), or a mix of sources (`sources`)."""
 
     path: OnePathOrMore | None = Field(default=None, examples=["data/mine"])
-    """Prefixes of prepared token shards (the path without `.bin`/`.idx`); one, or a list of them."""
+    """Prefixes of prepared token shards (paths without `.bin`/`.idx`); one, a pattern (`data/web/*`), or a list."""
 
     sources: dict[SourceName, DataSource] = Field(
         default_factory=dict, examples=[{"web": {"path": "data/web", "weight": 0.9}}]
