@@ -5,6 +5,7 @@ files, or a name on the hub. It is streamed in its own order: nothing is mapped,
 folder or a repository names outside of itself is refused.
 """
 
+import glob
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,15 +33,18 @@ class HfDataset:
     """The rows of one split; the text is in one column. `typed` is what the user wrote instead of `spec`."""
 
     def __init__(self, spec: str, text_field: str, typed: str | None = None) -> None:
-        match = _SPEC.fullmatch(spec)
-        if match is None:
+        self.spec, self.text_field, self.typed = spec, text_field, typed or spec
+        match, place = _SPEC.fullmatch(spec), spec.removeprefix(DATASET_PREFIX)
+        if place and Path(place).expanduser().exists():  # first: it may have a colon in its name
+            self.name, split = place, None
+        elif match is not None:
+            self.name, split = match["name"], match["split"]
+        else:
             raise DataError(
                 f"source {spec!r} names no data set: write dataset:NAME_OR_PATH or dataset:NAME_OR_PATH:split"
             )
-        self.spec, self.text_field, self.typed = spec, text_field, typed or spec
-        self.name: str = match["name"]
-        self.split: str = match["split"] or "train"
-        self._names_split = match["split"] is not None
+        self.split: str = split or "train"
+        self._names_split = split is not None
 
     size_bytes: int | None = None  # of the text: not known before reading
 
@@ -142,8 +146,14 @@ class HfDataset:
             builder = _BUILDERS.get(path.suffix)
             if builder is None:
                 raise DataError(f"{self.spec} is no data set file (known endings: {', '.join(_BUILDERS)}): convert it")
-            return datasets.load_dataset(builder, data_files=str(path), split=self.split, streaming=True)
+            alone = glob.escape(str(path))  # `datasets` would read all files that match its name as a pattern
+            return datasets.load_dataset(builder, data_files=alone, split=self.split, streaming=True)
         is_local = path.exists()
+        if is_local and glob.has_magic(str(path.absolute())):
+            raise DataError(
+                f"{self.spec}: {path.absolute()} has one of * ? [ in its name, which `datasets` takes for a pattern: "
+                "rename the folder, or give its files"
+            )
         cards = [path / name for name in CARDS] if is_local else self._hub_cards(str(path))
         for card in filter(Path.exists, cards):  # before `datasets`, which searches at once for what they name
             check_card(card)
