@@ -20,7 +20,7 @@ TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 
 
 class Labels(NamedTuple):
-    """What the last chunk's loss is computed from.
+    """The inputs of the last chunk's loss beside hidden states.
 
     A named tuple for the reason that `BlockInput` is one.
     """
