@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.dataset import Samples
 from data_pipeline.errors import DataError
+from data_pipeline.mix import MixedSamples
 
 IGNORED_TARGET = -100  # the value that cross-entropy leaves out
 _STEPS_AHEAD = 2  # global batches prepared at most while one trains
@@ -35,6 +36,7 @@ class TokenBatch:
     positions: NDArray[np.int64] | None  # [B, S]; None without document_mask: 0 ... S - 1
     samples: NDArray[np.int64]  # [B] numbers in the run's order; a sample seen again in another epoch has another one
     global_valid_targets: int  # of the global batch, on all replicas: targets that are not IGNORED_TARGET
+    sources: NDArray[np.int64] | None = None  # [B] of a mix: the place of each row's source among the sorted names
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ def _micro_batch(samples: Samples, first: int, plan: BatchPlan, valid: int) -> T
             targets[row, ~sample.target_is_valid] = IGNORED_TARGET
         starts.append(sample.starts)
     positions = _mask_documents(targets, starts) if plan.document_mask else None
-    return TokenBatch(tokens, targets, positions, numbers, valid)
+    sources = samples.sources_of(numbers.tolist()) if isinstance(samples, MixedSamples) else None
+    return TokenBatch(tokens, targets, positions, numbers, valid, sources)
 
 
 def _mask_documents(targets: NDArray[np.int64], starts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:

@@ -23,6 +23,9 @@ from math import floor, gcd, isqrt
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from data_pipeline.dataset import DocumentRange, Sample, Samples
 from data_pipeline.errors import DataError
 
@@ -304,6 +307,10 @@ class MixedSamples:
         """Returns sample number k >= 0 of the run."""
         source, j = self._place(k)
         return self._in_turn[source].sample(j)
+
+    def sources_of(self, numbers: Sequence[int]) -> NDArray[np.int64]:
+        """Returns the source of each of these samples, by its place among the names."""
+        return np.array([self._place(k)[0] for k in numbers], dtype=np.int64)
 
     def count_valid_targets(self, k: int) -> int:
         """Returns how many targets of sample k carry loss; reads no tokens."""

@@ -240,7 +240,7 @@ def run(
                 longest_s = ASKED_TO_END_S if isinstance(error, TrainingPreempted) else _longest_wait_s()
                 hooks.close(is_done=False, at_most_s=longest_s)
                 raise
-            run_logger.outcome = {"finished": True, **state.model_dump(exclude={"guard"})}
+            run_logger.outcome = {"finished": True, **state.model_dump(exclude={"guard", "source_losses"})}
             watchdog.stop()
             leave_together()
             hooks.close(is_done=True, at_most_s=ASKED_TO_END_S if is_asked_to_end else math.inf)

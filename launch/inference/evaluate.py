@@ -1,7 +1,8 @@
 """`megalite evaluate`: scores text or prepared samples with a stored model: loss, perplexity, bits per byte.
 
-In: documents of text, each scored separately in windows, or samples of prepared data, the same as in the evaluation of
-a run. Out: an `Evaluation`. All ranks compute the same sums; logits exist only for one chunk of tokens at a time.
+In: documents of text, each scored separately in windows, or samples of prepared data, the same sets as in the
+evaluation of a run. Out: an `Evaluation`. All ranks compute the same sums; logits exist only for one chunk of tokens
+at a time.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -96,6 +97,10 @@ class Score:
     def mean(self) -> float:
         return self.loss / max(1, self.tokens)
 
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.mean) if self.mean < 700 else math.inf
+
 
 @dataclass(frozen=True)
 class Texts:
@@ -124,8 +129,9 @@ class Texts:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The first samples of a split."""
+    """The first samples of a split, as one of the sets that a run is evaluated on or by itself."""
 
+    name: str  # of the set; "" where there is only one
     samples: Samples
     count: int
     document_mask: bool
@@ -145,8 +151,21 @@ class Prepared:
             yield batch.tokens, batch.targets, batch.positions
 
 
-def scored_data(request: EvaluateRequest, stored: StoredModel) -> Texts | Prepared:
-    """Opens the data to score. Raises LaunchError, DataError or CheckpointError if the model cannot be scored on it."""
+class _Choice(NamedTuple):
+    """A set of prepared data to score."""
+
+    name: str
+    prefixes: Sequence[str]
+    split: Split
+    fraction: float  # held out
+    samples: int | None  # None: as many as the run's other sets, or else all
+
+
+def scored_data(request: EvaluateRequest, stored: StoredModel) -> list[Texts] | list[Prepared]:
+    """Opens the sets of data to score, with names if they are several.
+
+    Raises LaunchError, DataError or CheckpointError if the model cannot be scored on them.
+    """
     training = _section(TrainingConfig, stored, "training")
     own = training.sequence_length if training else LONGEST_BY_DEFAULT
     longest = stored.model.max_position_embeddings
@@ -157,21 +176,51 @@ def scored_data(request: EvaluateRequest, stored: StoredModel) -> Texts | Prepar
         stride = request.stride or length
         if stride > length:
             raise LaunchError(f"--stride {stride} would leave out tokens: use at most the sequence length, {length}")
-        return Texts(open_sources(request.text, request.text_field), length, stride)
+        return [Texts(open_sources(request.text, request.text_field), length, stride)]
     data = _section(DataConfig, stored, "data")
-    prefixes = [Path(prefix) for prefix in (request.data or (data.prefixes if data else []))]
+    choices = _choices(request, data)
+    prefixes = [Path(prefix) for choice in choices for prefix in choice.prefixes]
     if not prefixes:
         raise LaunchError("nothing to score: give --text FILE, or --data PREFIX of prepared data")
     for prefix in prefixes:
         if not request.data and not with_ending(prefix, ".bin").is_file():
             raise LaunchError(f"the run's data {prefix.absolute()} is not there: give --data PREFIX, or --text FILE")
         stored.check_prepared(prefix)
-    fraction = request.held_out_fraction
+    return [_prepared(choice, request, stored, training, data, length, is_own=length == own) for choice in choices]
+
+
+def _choices(request: EvaluateRequest, data: DataConfig | None) -> list[_Choice]:
+    """Returns the sets that a run is evaluated on, or what the options ask for in their place."""
+    fraction, split = request.held_out_fraction, request.split or "held_out"
     if fraction is None:
         fraction = data.held_out_fraction if data else DataConfig.model_fields["held_out_fraction"].default
-    split: Split = request.split or "held_out"
+    if request.data or data is None:
+        return [_Choice("", request.data, split, fraction, None)]
+    if data.validation and request.split is None and request.held_out_fraction is None:
+        return [
+            _Choice(name, one.path or [], "train", 0.0, one.samples)  # all documents
+            if one.source is None
+            else _Choice(name, data.sources[one.source].path, "held_out", fraction, one.samples)
+            for name, one in data.validation.items()
+        ]
+    texts = {"": data.path} if data.path is not None else {name: one.path for name, one in data.sources.items()}
+    return [_Choice(name, path, split, fraction, None) for name, path in texts.items()]
+
+
+def _prepared(
+    choice: _Choice,
+    request: EvaluateRequest,
+    stored: StoredModel,
+    training: TrainingConfig | None,
+    data: DataConfig | None,
+    length: int,
+    *,
+    is_own: bool,
+) -> Prepared:
+    """Opens one set, in samples of `length` tokens, which `is_own` says are as long as the run's."""
+    prefixes, split, fraction = [Path(prefix) for prefix in choice.prefixes], choice.split, choice.fraction
     # `megalite data pack` writes plans of a run's own data alone
-    is_own = length == own and all((split, fraction) in packed_splits(str(prefix), data) for prefix in prefixes if data)
+    is_own &= all((split, fraction) in packed_splits(str(prefix), data) for prefix in prefixes if data)
     packing = data.packing if data and is_own else "concat"
     samples = PACKINGS[packing](
         prefixes,
@@ -187,7 +236,8 @@ def scored_data(request: EvaluateRequest, stored: StoredModel) -> Texts | Prepar
             f"--samples {request.samples}: the {samples.split} split of {', '.join(map(str, prefixes))} has "
             f"{samples.samples_per_epoch} of {length} tokens: give at most that, or leave it out"
         )
-    count = request.samples or (training.evaluation.samples if training else samples.samples_per_epoch)
+    usual = training.evaluation.samples if training else samples.samples_per_epoch
+    count = request.samples or choice.samples or usual
     notices = [samples.notice()]
     if data and data.packing != packing:
         notices.append(
@@ -195,7 +245,7 @@ def scored_data(request: EvaluateRequest, stored: StoredModel) -> Texts | Prepar
             f"packed {packing}, which cuts documents wherever a sample is full"
         )
     notice = "; ".join(filter(None, notices)) or None
-    return Prepared(samples, count, data.document_mask if data else True, notice)
+    return Prepared(choice.name, samples, count, data.document_mask if data else True, notice)
 
 
 def _section(kind: type[ANY], stored: StoredModel, name: str) -> ANY | None:
@@ -207,6 +257,18 @@ def _section(kind: type[ANY], stored: StoredModel, name: str) -> ANY | None:
         return kind.model_validate(options)
     except ValidationError as error:
         raise CheckpointError(f"{stored.folder}: {describe_validation_error(error, kind)}") from None
+
+
+@dataclass(frozen=True)
+class SetLoss:
+    """The result of one of several sets."""
+
+    name: str
+    loss: float  # mean over the tokens, nats
+    perplexity: float
+    tokens: int  # predicted
+    samples: int
+    samples_per_epoch: int  # available in the split
 
 
 @dataclass(frozen=True)
@@ -226,13 +288,39 @@ class Evaluation:
     samples: int | None = None  # of prepared data
     samples_per_epoch: int | None = None  # available in the split
     notice: str | None = None  # about the samples
+    sets: list[SetLoss] | None = None  # of prepared data in sets with names
 
 
 @torch.no_grad()
 def evaluate(request: EvaluateRequest, loaded: Loaded, progress: Callable[[Score], None]) -> Evaluation:
     """Scores the data; all ranks run this together. Raises LaunchError or DataError if there is nothing to score."""
-    data, score, started = scored_data(request, loaded.stored), Score(), time.perf_counter()
-    model = loaded.stored.model
+    data, started = scored_data(request, loaded.stored), time.perf_counter()
+    scores = [_scored(one, loaded, progress) for one in data]
+    score = Score(*(sum(numbers) for numbers in zip(*map(astuple, scores), strict=True)))
+    if score.tokens == 0:
+        raise LaunchError("nothing to score: no document has two tokens, and the first one has nothing to be told from")
+    seconds = time.perf_counter() - started
+    match data:
+        case [Texts() as texts]:
+            extent: dict[str, Any] = {"documents": score.documents, "stride": texts.stride}
+        case _:
+            extent = _extent([one for one in data if isinstance(one, Prepared)], scores)
+    return Evaluation(
+        model=str(loaded.stored.folder),
+        loss=score.mean,
+        perplexity=score.perplexity,
+        bits_per_byte=score.loss / math.log(2) / score.bytes if score.bytes else None,
+        tokens=score.tokens,
+        sequence_length=data[0].sequence_length,
+        seconds=seconds,
+        tokens_per_second=score.tokens / seconds,
+        **extent,
+    )
+
+
+def _scored(data: Texts | Prepared, loaded: Loaded, progress: Callable[[Score], None]) -> Score:
+    """Scores one set of data."""
+    score, model = Score(), loaded.stored.model
     for tokens, targets, positions in data.batches(loaded, score):
         inputs = (None if part is None else torch.from_numpy(part).to(loaded.device) for part in (tokens, positions))
         hidden, head = loaded.module(*inputs)
@@ -242,26 +330,24 @@ def evaluate(request: EvaluateRequest, loaded: Loaded, progress: Callable[[Score
         )
         score.tokens += int((targets != IGNORED_TARGET).sum())
         progress(score)
-    if score.tokens == 0:
-        raise LaunchError("nothing to score: no document has two tokens, and the first one has nothing to be told from")
-    seconds = time.perf_counter() - started
-    extent: dict[str, Any]
-    if isinstance(data, Texts):
-        extent = {"documents": score.documents, "stride": data.stride}
-    else:
-        samples_per_epoch = data.samples.samples_per_epoch
-        extent = {"samples": data.count, "samples_per_epoch": samples_per_epoch, "notice": data.notice}
-    return Evaluation(
-        model=str(loaded.stored.folder),
-        loss=score.mean,
-        perplexity=math.exp(score.mean) if score.mean < 700 else math.inf,
-        bits_per_byte=score.loss / math.log(2) / score.bytes if score.bytes else None,
-        tokens=score.tokens,
-        sequence_length=data.sequence_length,
-        seconds=seconds,
-        tokens_per_second=score.tokens / seconds,
-        **extent,
-    )
+    return score
+
+
+def _extent(sets: list[Prepared], scores: list[Score]) -> dict[str, Any]:
+    """Returns the fields of an `Evaluation` that tell of prepared data."""
+    notices = [f"{one.name}: {one.notice}" if one.name else one.notice for one in sets if one.notice]
+    extent = {
+        "samples": sum(one.count for one in sets),
+        "samples_per_epoch": sum(one.samples.samples_per_epoch for one in sets),
+        "notice": "; ".join(notices) or None,
+    }
+    if not sets[0].name:
+        return extent
+    losses = [
+        SetLoss(one.name, score.mean, score.perplexity, score.tokens, one.count, one.samples.samples_per_epoch)
+        for one, score in zip(sets, scores, strict=True)
+    ]
+    return extent | {"sets": losses}
 
 
 def documents(sources: list[Source]) -> Iterator[str]:
@@ -286,7 +372,15 @@ def show(request: EvaluateRequest, loaded: Loaded) -> None:
     if loaded.is_rank_zero:
         if evaluation.notice is not None:
             say(f"megalite: {evaluation.notice}", file=sys.stderr)
-        print_result(json.dumps(asdict(evaluation), indent=2) if request.as_json else _sentence(evaluation))
+        if request.as_json:
+            print_result(json.dumps(asdict(evaluation), indent=2))
+            return
+        for one in evaluation.sets or ():
+            print_result(
+                f"{one.name}: loss {one.loss:.4f}, perplexity {one.perplexity:.3f}: {one.tokens:,} tokens of "
+                f"{one.samples:,} of {one.samples_per_epoch:,} samples"
+            )
+        print_result(_sentence(evaluation))
 
 
 def _sentence(evaluation: Evaluation) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import deepspeed
@@ -43,7 +43,8 @@ from megalite.engine.handover import backward
 from megalite.engine.muon import Muon
 from megalite.engine.optimizers import build_optimizer
 from megalite.engine.partitioned_step import PartitionedStep, partition_reductions
-from megalite.engine.stages import Chunk, TiedWeight
+from megalite.engine.source_losses import SourceLosses
+from megalite.engine.stages import Chunk, Labels, TiedWeight
 from megalite.engine.step_gate import GatedStep, StepGate
 from megalite.engine.step_result import Readback, StepResult
 from megalite.parallel.expert_balance import expert_balances
@@ -75,6 +76,7 @@ class Engine(ABC):
         self.partitioned_step: PartitionedStep | None = None  # None: DeepSpeed reduces gradients
         self.expert_counts: ExpertCounts | None = None  # None: this rank's blocks have no experts
         self.expert_bias: ExpertBias | None = None
+        self.source_losses: SourceLosses | None = None  # None: the data is one text
         self.runs_ahead = False  # the device works while the host goes on: results may be read a step late
 
     def _initialize(self, model: torch.nn.Module) -> None:
@@ -105,6 +107,8 @@ class Engine(ABC):
             self.expert_counts = ExpertCounts(self.balances, self.deepspeed.device)
         if self.config.training.router.bias_rate:
             self.bias_experts()
+        if self.config.data.sources:
+            self.source_losses = SourceLosses(len(self.config.data.sources), self.deepspeed.device)
         share_fp32_weights(self.deepspeed.optimizer)
         stay_at_smallest_loss_scale(self.deepspeed.optimizer)
         if isinstance(self.torch_optimizer, Muon):
@@ -162,14 +166,26 @@ class Engine(ABC):
     @property
     @abstractmethod
     def _loss_peers(self) -> tuple[int, ...]:
-        """The ranks that `_mean_loss` may wait for."""
+        """The ranks that `_over_replicas` may wait for."""
 
-    def _mean_loss(self, losses: Sequence[Tensor]) -> Tensor:
-        """Returns the mean over the global batch of what `_accumulate_gradients` returned; collective."""
-        loss = torch.stack(list(losses)).sum()
+    def _sum_of(self, losses: Sequence[Tensor]) -> Tensor:
+        """Returns the sum of what `_accumulate_gradients` returned, 0 on ranks without the last layer."""
+        return torch.stack(list(losses)).sum() if losses else torch.zeros((), device=self.deepspeed.device)
+
+    def _over_replicas(self, numbers: Tensor) -> Tensor:
+        """Returns numbers of the ranks with the last layer, added up over replicas, on all ranks; collective."""
         if self.mesh.data_parallel_size > 1:
-            dist.all_reduce(loss, group=self.data_parallel_group())
-        return loss / self.mesh.data_parallel_size
+            dist.all_reduce(numbers, group=self.data_parallel_group())
+        return numbers
+
+    def _reduced_losses(self, losses: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Returns the mean over the global batch of what `_accumulate_gradients` returned, and the sums of
+        `SourceLosses` over all replicas, which travel with it; collective."""
+        loss, replicas = self._sum_of(losses), self.mesh.data_parallel_size
+        if self.source_losses is None:
+            return self._over_replicas(loss) / replicas, None
+        numbers = self._over_replicas(torch.cat([loss.double().view(1), self.source_losses.sums.flatten()]))
+        return (numbers[0] / replicas).float(), numbers[1:].view(2, -1)
 
     @torch.no_grad()
     def share_tied_weight(self) -> None:
@@ -207,10 +223,16 @@ class Engine(ABC):
         self._begin_balances()
         if self.layout.zero_stage == 3:
             clear_gradient_partitions(self.deepspeed.optimizer)
+        if self.source_losses is not None:
+            self.source_losses.begin_step(micro_batches)
         if self.reducer is not None:
             self.reducer.begin(self.layout.gradient_accumulation_steps)
         micro_losses = self._accumulate_gradients(self._transfer(micro_batches), weight)
-        loss = cache(lambda: self._mean_loss(micro_losses))
+        losses = cache(lambda: self._reduced_losses(micro_losses))
+
+        def loss() -> Tensor:
+            return losses()[0]
+
         decides_late, skipped_before = self.decides_late(gate), self.deepspeed.skipped_steps
         step = GatedStep(None if decides_late else gate, self.deepspeed.optimizer, self._tp)
         if self.partitioned_step is not None:
@@ -234,8 +256,8 @@ class Engine(ABC):
             self.activity.record_op(Operation.BALANCE_EXPERTS, peers=self.activity.peers.data)
             self.expert_bias.update(is_skipped)
         self.activity.record_op(Operation.LOSS, peers=self._loss_peers)
-        mean_loss, norm = loss(), self.deepspeed.get_global_grad_norm()
-        readback = Readback(mean_loss, norm, skipped, usage)
+        (mean_loss, by_source), norm = losses(), self.deepspeed.get_global_grad_norm()
+        readback = Readback(mean_loss, norm, skipped, usage, by_source)
         self.activity.record_op(Operation.FINISH, peers=self.activity.peers.everyone)
         return StepResult(readback, step.refused, tuple(micro_losses), weight, part_norms)
 
@@ -264,7 +286,7 @@ class Engine(ABC):
             losses = self._evaluate(self._transfer(micro_batches), count, self._token_weight(micro_batches))
         self.deepspeed.train()
         self.activity.record_op(Operation.LOSS, peers=self._loss_peers)
-        loss = self._mean_loss(losses)
+        loss = self._over_replicas(self._sum_of(losses)) / self.mesh.data_parallel_size
         self.activity.record_op(Operation.FINISH, peers=self.activity.peers.everyone)
         return loss
 
@@ -296,6 +318,12 @@ class Engine(ABC):
             balance.losses, balance.scale = self.config.training.router, loss_scale / sequences
         if self.expert_counts is not None:
             self.expert_counts.begin_step()
+
+    def _labels(self, batch: DeviceBatch, weight: Tensor) -> Labels:
+        """Builds what the loss is computed from."""
+        if self.source_losses is None or batch.sources is None:
+            return Labels(batch.targets, weight)
+        return Labels(batch.targets, weight, partial(self.source_losses.add, batch.sources))
 
     def _first_input(self, batch: DeviceBatch) -> BlockInput:
         """Builds the first layer's input: tokens, and positions and sample ids where documents or dropout need them."""
@@ -333,7 +361,7 @@ class PlainEngine(Engine):
 
     def _loss(self, number: int, batch: DeviceBatch, weight: Tensor) -> Tensor:
         self.activity.record_op(Operation.LOAD, number)
-        inputs, labels = self._first_input(batch), (batch.targets, weight)
+        inputs, labels = self._first_input(batch), self._labels(batch, weight)
         self.activity.record_op(Operation.FORWARD, number, self._forward_peers)
         loss: Tensor = self.deepspeed(inputs, labels)
         return loss

@@ -19,7 +19,7 @@ from megalite.engine.gradient_reduction import GradientReducer
 from megalite.engine.handover import Handover
 from megalite.engine.pipeline_runtime import ProgramRun, StageContext
 from megalite.engine.stage_messages import MessageLayout, PipelineGroups
-from megalite.engine.stages import TORCH_DTYPES, Chunk, Stage, TiedHead, TiedWeight
+from megalite.engine.stages import TORCH_DTYPES, Chunk, Labels, Stage, TiedHead, TiedWeight
 from megalite.parallel.layers import BlockInput, LayerSpec
 from megalite.parallel.mesh import Mesh, stage_boundaries
 from megalite.parallel.weight_gradients import put_off_weight_gradients
@@ -146,10 +146,12 @@ class PipelinedEngine(Engine):
             return (source,)
         return tuple(sorted({*self.activity.peers.data, *self._ranks}))
 
-    def _mean_loss(self, losses: Sequence[Tensor]) -> Tensor:
-        loss = super()._mean_loss(losses) if losses else torch.zeros((), device=self._device)
-        dist.broadcast(loss, src=self._ranks[self._placement[-1]], group=self._grid.get_pipe_parallel_group())
-        return loss
+    def _over_replicas(self, numbers: Tensor) -> Tensor:
+        source = self._ranks[self._placement[-1]]
+        if dist.get_rank() == source:
+            numbers = super()._over_replicas(numbers)
+        dist.broadcast(numbers, src=source, group=self._grid.get_pipe_parallel_group())
+        return numbers
 
     def _accumulate_gradients(self, micro_batches: Sequence[DeviceBatch], weight: Tensor) -> list[Tensor]:
         training = self.config.training
@@ -207,7 +209,7 @@ class PipelinedEngine(Engine):
         def first_input(number: int) -> BlockInput:
             return self._first_input(micro_batches[number])
 
-        def labels(number: int) -> tuple[Tensor, Tensor] | None:
-            return None if weight is None else (micro_batches[number].targets, weight)
+        def labels(number: int) -> Labels | None:
+            return None if weight is None else self._labels(micro_batches[number], weight)
 
         return ProgramRun(self._context, layout, first_input, labels)

@@ -28,8 +28,8 @@ def stored(tiny: dict[str, Any], corpus: Path, tmp_path: Path) -> StoredModel:
 
 
 def prepared(stored: StoredModel, data: list[str], **options: Any) -> Prepared:
-    found = scored_data(EvaluateRequest(ModelPlacement("model"), [], data, **options), stored)
-    assert isinstance(found, Prepared)
+    (found,) = scored_data(EvaluateRequest(ModelPlacement("model"), [], data, **options), stored)
+    assert isinstance(found, Prepared) and found.name == ""
     return found
 
 
