@@ -298,7 +298,7 @@ class IndexedWriter:
                     f"token id {wrong} does not fit the {self.dtype} of {self.prefix}.bin: choose the dtype from the "
                     "vocabulary that made the ids (token_dtype)"
                 )
-        content = np.ascontiguousarray(tokens, dtype=self.dtype).tobytes()
+        content = np.ascontiguousarray(tokens, dtype=self.dtype).data
         self._stream.write(content)
         self._digest.update(content)
         self.token_count += len(tokens)

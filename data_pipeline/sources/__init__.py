@@ -25,6 +25,7 @@ from data_pipeline.sources.document import Document, OnBadRow
 from data_pipeline.sources.folders import files_in
 from data_pipeline.sources.hf_dataset import DATASET_PREFIX, HfDataset
 from data_pipeline.sources.json_rows import JsonRows
+from data_pipeline.sources.stretch import WHOLE, Stretch
 from data_pipeline.sources.text import TextFile
 from data_pipeline.tokenizer import python_stdlib_sources
 
@@ -51,8 +52,14 @@ class Source(Protocol):
     def identity(self) -> list[str]:
         """Returns strings that change when the content may have changed."""
 
-    def documents(self, on_bad_row: OnBadRow) -> Iterator[Document]:
-        """Yields the documents in a fixed order, empty ones too; `on_bad_row` decides about a row that holds none."""
+    def stretches(self, size_bytes: int) -> list[Stretch]:
+        """Cuts the source into stretches of about `size_bytes` where that is possible without reading its text."""
+
+    def documents(self, on_bad_row: OnBadRow, stretch: Stretch = WHOLE) -> Iterator[Document]:
+        """Yields the documents of a stretch in a fixed order, empty ones too.
+
+        `on_bad_row` decides about a row that holds none.
+        """
 
 
 def open_sources(specs: Sequence[str], text_field: str | None) -> list[Source]:

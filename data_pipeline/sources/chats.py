@@ -33,11 +33,11 @@ class ChatDataset(HfDataset):
     def _document_of(self, row: dict[str, Any], where: str) -> Document:
         return _document(_without_none(row), where)
 
-    def _columns(self) -> Any:
-        features = self._rows.features
+    def _columns(self, rows: Any) -> Any:
+        features = rows.features
         if features is None:
-            return self._rows
-        return self._rows.select_columns([name for name in CHAT_FIELDS if name in features])
+            return rows
+        return rows.select_columns([name for name in CHAT_FIELDS if name in features])
 
 
 def _without_none(value: Any) -> Any:

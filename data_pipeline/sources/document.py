@@ -11,10 +11,12 @@ OnBadRow = Callable[[DataError], None]
 
 
 class Document(NamedTuple):
-    """The text of one document, in blocks that are read one after the other."""
+    """The text of one document, or of a stretch of it, in blocks that are read one after the other."""
 
     where: str  # file and line, or row, for a sentence
     blocks: Iterable[str]
+    begins: bool = True  # False: what is before the blocks is read by itself
+    ends: bool = True  # False: what follows the blocks is read by itself
 
 
 def refuse_bad_row(error: DataError) -> None:

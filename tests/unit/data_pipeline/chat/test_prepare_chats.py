@@ -46,7 +46,7 @@ def tokenizer(tokenizer_folder: Path, tmp_path: Path) -> Path:
 def test_the_same_bytes_for_any_number_of_workers(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "_SMALLEST_CHUNK", 400)
+    monkeypatch.setattr(plan, "_SMALLEST_UNIT", 400)
     source = write_rows(tmp_path / "chats.jsonl", rows(60))
     made = [prepare([source], tmp_path / f"out{workers}", tokenizer, CHATS, workers=workers) for workers in (1, 2)]
     assert [summary.document_count for summary in made] == [60, 60] and made[1].workers == 2

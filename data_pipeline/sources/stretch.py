@@ -1,0 +1,32 @@
+"""Stretches of a source that are read one by one, by different processes."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Stretch(NamedTuple):
+    """A stretch of a source. What `begin` and `end` count is the source's own matter: bytes, rows, files.
+
+    A document belongs to the stretch in which it begins. The stretches of a source are disjoint and hold all of it.
+    """
+
+    begin: int
+    end: int | None  # exclusive; None: to the end of the source
+    size_bytes: int  # about, for grouping; 0 if it is not known
+
+
+WHOLE = Stretch(0, None, 0)
+
+
+def whole_file(path: Path) -> list[Stretch]:
+    """Returns the one stretch of a file that is read from its beginning to its end."""
+    return [Stretch(0, None, path.stat().st_size)]
+
+
+def byte_stretches(path: Path, size_bytes: int) -> list[Stretch]:
+    """Cuts a file into stretches of `size_bytes` bytes; the last one goes on to wherever the file ends."""
+    size = path.stat().st_size
+    begins = range(0, max(size, 1), size_bytes)
+    return [Stretch(begin, begin + size_bytes, size_bytes) for begin in begins[:-1]] + [
+        Stretch(begins[-1], None, size - begins[-1])
+    ]
