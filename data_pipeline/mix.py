@@ -23,7 +23,9 @@ from math import floor, gcd, isqrt
 from pathlib import Path
 from typing import Any, Self
 
-from data_pipeline.dataset import DocumentRange, Sample, Samples
+import numpy as np
+
+from data_pipeline.dataset import DocumentRange, Sample, SampleRows, Samples
 from data_pipeline.errors import DataError
 
 MODULUS = 1 << 64
@@ -288,6 +290,8 @@ class MixedSamples:
         self.token_count = sum(source.token_count for source in self._in_turn)
         self.vocab_size = max((size for one in self._in_turn if (size := one.vocab_size) is not None), default=None)
         self.has_loss_mask = any(source.has_loss_mask for source in self._in_turn)
+        self.dtype = np.result_type(*{source.dtype for source in self._in_turn})
+        self.id_limit = min(source.id_limit for source in self._in_turn)
         self.eos_token_id = next((one.eos_token_id for one in self._in_turn if one.eos_token_id is not None), None)
         contents = {name: content_id(source) for name, source in self.sources.items()}
         self.record = MixRecord(mix, contents, global_batch_size)
@@ -304,6 +308,11 @@ class MixedSamples:
         """Returns sample number k >= 0 of the run."""
         source, j = self._place(k)
         return self._in_turn[source].sample(j)
+
+    def read_row(self, k: int, rows: SampleRows, row: int) -> None:
+        """Reads sample k into a row of a micro-batch; its ids are not checked."""
+        source, j = self._place(k)
+        self._in_turn[source].read_row(j, rows, row)
 
     def count_valid_targets(self, k: int) -> int:
         """Returns how many targets of sample k carry loss; reads no tokens."""

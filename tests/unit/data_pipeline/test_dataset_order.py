@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.dataset import RoundKeys, epoch_key, permuted_index
+from data_pipeline.order import RoundKeys, epoch_key, permuted_index
 
 
 def permutation(size: int, key: RoundKeys) -> list[int]:

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from data_pipeline.dataset import PackedSamples, mix64
+from data_pipeline.dataset import PackedSamples
 from data_pipeline.files import StoredFile
+from data_pipeline.order import mix64
 from data_pipeline.stream import Split, is_held_out
 from tests.unit.data_pipeline.test_dataset import give_meta
 
