@@ -236,7 +236,7 @@ class PackedSamples(CorpusSamples):
 
     @cached_property
     def _streams(self) -> dict[Split, TokenStream]:
-        return split_streams(self._corpora, self.held_out_fraction)
+        return split_streams(self._corpora, [content[-1] for content in self._contents], self.held_out_fraction)
 
     def _open_split(self, split: Split) -> int:
         if self.has_loss_mask and self.too_long != "cut":
@@ -283,8 +283,14 @@ class PackedSamples(CorpusSamples):
 
         Empty documents are left out.
         """
-        pieces = self._pieces(k)
-        return [DocumentRange(piece.corpus.prefix, piece.first_document, piece.last_document) for piece in pieces]
+        ranges, before = list[DocumentRange](), None
+        for piece in self._pieces(k):
+            first = piece.first_document
+            if before and before.corpus is piece.corpus and before.high == piece.low:  # of the next block
+                first = ranges.pop().first
+            ranges.append(DocumentRange(piece.corpus.prefix, first, piece.last_document))
+            before = piece
+        return ranges
 
     def samples_of(self, prefix: Path, document: int, epoch: int) -> list[int]:
         """Returns the samples of an epoch that hold tokens of one document of a corpus, in rising order."""
