@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.dataset import SAMPLES_KEPT, CorpusSamples, DocumentRange, Sample, check_ids
+from data_pipeline.dataset import SAMPLES_KEPT, CorpusSamples, DocumentRange, Sample, SampleRows, check_ids
 from data_pipeline.errors import DataError
 from data_pipeline.indexed import IndexedTokens
 from data_pipeline.packing_plan import RULE, PackingPlan, PackingRequest
@@ -55,13 +55,29 @@ class BestFitSamples(CorpusSamples):
         parts = [corpus.read(first, end) for first, end in zip(firsts.tolist(), (firsts + sizes).tolist(), strict=True)]
         padding = np.full(self.sequence_length + 1 - int(ends[-1]), self.eos_token_id or 0, dtype=corpus.dtype)
         tokens = np.concatenate([*parts, padding])
-        check_ids(tokens, self._id_limit, self.vocab_size, [corpus], f"sample {k}")
+        check_ids(tokens, self.id_limit, self.vocab_size, [corpus], f"sample {k}")
         starts = ends if len(padding) else ends[:-1]
         if not (len(padding) or corpus.has_loss_mask):
             return Sample(tokens, starts)
         loss = np.zeros(len(tokens), dtype=np.bool_)
         loss[: ends[-1]] = _loss(corpus, firsts, sizes)
         return Sample(tokens, starts, loss)
+
+    def read_row(self, k: int, rows: SampleRows, row: int) -> None:
+        """Reads sample k into a row of a micro-batch; its ids are not checked."""
+        corpus, firsts, sizes = self._bin(k)
+        tokens, length, begin = rows.tokens[row], self.sequence_length, 0
+        ends = np.cumsum(sizes)
+        for first, end in zip(firsts.tolist(), ends.tolist(), strict=True):
+            corpus.read_into(first, tokens[begin:end])
+            begin = end
+        if begin <= length:  # padding, whose targets carry no loss
+            tokens[begin:] = self.eos_token_id or 0
+            rows.without_loss.append(slice(row * length + begin - 1, (row + 1) * length))
+        if corpus.has_loss_mask:
+            rows.without_loss.append(np.flatnonzero(~_loss(corpus, firsts, sizes)[1:]) + row * length)
+        starts = ends[:-1] if begin > length else ends
+        rows.add_starts(row, starts, carry_loss=begin > length and not corpus.has_loss_mask)
 
     def count_valid_targets(self, k: int) -> int:
         """Returns how many targets of sample k carry loss; the first token of a piece is none. Reads no tokens."""

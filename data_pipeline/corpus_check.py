@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.dataset import check_loss_mask
 from data_pipeline.errors import DataError
 from data_pipeline.files import with_ending
 from data_pipeline.indexed import IndexedTokens
 from data_pipeline.loss_file import loss_path
 from data_pipeline.meta import CorpusMeta, read_meta
+from data_pipeline.opening import check_loss_mask
 
 _AT_ONCE = 1 << 22  # tokens
 

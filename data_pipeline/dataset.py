@@ -10,7 +10,6 @@ stored per sample, and the length of the run, the ranks and the workers do not e
 
 import hashlib
 import json
-import struct
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -23,10 +22,12 @@ from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError, first_names
 from data_pipeline.indexed import IndexedTokens
-from data_pipeline.meta import CorpusMeta, read_meta
+from data_pipeline.opening import check_arguments, common_vocabulary, content_digests, matching_meta, sampled_digest
+from data_pipeline.order import epoch_key, index_of_permuted, permuted_range
 from data_pipeline.stream import Split, StreamPiece, TokenStream, split_streams
 
 SAMPLES_KEPT = 4096  # whose places are not looked up again: their targets are counted, then they are read
+_AT_ONCE = 256  # samples whose blocks are computed together
 
 TooLong = Literal["refuse", "skip", "cut"]
 """Choices for conversations, documents with a loss mask, that are longer than a sample; text is always cut."""
@@ -62,6 +63,29 @@ class Sample:
         return valid
 
 
+class SampleRows:
+    """B samples side by side, as a micro-batch takes them; `Samples.read_row` fills them one by one."""
+
+    def __init__(self, count: int, sequence_length: int, dtype: np.dtype[Any], *, finds_starts: bool) -> None:
+        self.finds_starts = finds_starts  # somebody asks where documents begin
+        self.tokens = np.empty((count, sequence_length + 1), dtype=dtype)  # [B, S + 1]
+        self.without_loss: list[slice | NDArray[np.int64]] = []  # places among the targets [B * S] that carry no loss
+        self._length = sequence_length
+        self._starts, self._shifts = [np.empty(0, dtype=np.int64)], [0]  # of each call of `add_starts`
+
+    def add_starts(self, row: int, starts: NDArray[np.int64], *, carry_loss: bool = True) -> None:
+        """Adds the places 1 to S of a row where documents begin; without `carry_loss` they are no targets."""
+        self._starts.append(starts)
+        self._shifts.append(row * self._length)
+        if not carry_loss:
+            self.without_loss.append(starts + (row * self._length - 1))
+
+    def document_starts(self) -> NDArray[np.int64]:
+        """Returns the places row * S + 1 to (row + 1) * S where documents begin, in the order in which they came."""
+        counts = [len(starts) for starts in self._starts]
+        return np.concatenate(self._starts) + np.array(self._shifts, dtype=np.int64).repeat(counts)
+
+
 @dataclass(frozen=True)
 class DocumentRange:
     """A range of neighbouring documents of a corpus."""
@@ -89,9 +113,17 @@ class Samples(Protocol):
     eos_token_id: int | None
     has_loss_mask: bool  # some tokens carry no loss, even where all documents are one
     content_digest: str  # of pieces of the tokens that the fingerprint does not know, empty if there are none
+    dtype: np.dtype[Any]  # an integer type that holds the tokens of all corpora
+    id_limit: int  # token ids from here on are refused
 
     def sample(self, k: int) -> Sample:
         """Returns sample number k >= 0 of the run, counted over all epochs."""
+
+    def read_row(self, k: int, rows: SampleRows, row: int) -> None:
+        """Reads sample k into a row of a micro-batch, where it takes much less time than `sample`.
+
+        Whoever reads rows holds their ids against `id_limit`; `sample` says what is wrong with one.
+        """
 
     def count_valid_targets(self, k: int) -> int:
         """Returns how many targets of sample k carry loss; reads no tokens."""
@@ -122,6 +154,8 @@ class CorpusSamples:
     eos_token_id: int | None
     has_loss_mask: bool
     content_digest: str
+    dtype: np.dtype[Any]  # that holds the tokens of all corpora
+    id_limit: int  # token ids from here on are refused
     packing_rule: ClassVar[str]  # enters the fingerprint: another one for blocks that would be cut otherwise
 
     def __init__(
@@ -141,7 +175,8 @@ class CorpusSamples:
         self._corpora = [IndexedTokens(prefix) for prefix in prefixes]
         metas = [matching_meta(corpus) for corpus in self._corpora]
         self.vocab_size, self.eos_token_id = common_vocabulary(self._corpora, metas)
-        self._id_limit = min(2**63 if size is None else size for size in (self.vocab_size, vocab_limit))
+        self.dtype = np.result_type(*{corpus.dtype for corpus in self._corpora})
+        self.id_limit = min(2**63 if size is None else size for size in (self.vocab_size, vocab_limit))
         self._contents = content_digests(self._corpora, metas)
         self.has_loss_mask = any(corpus.has_loss_mask for corpus in self._corpora)
         self.content_digest = sampled_digest(self._corpora, metas)
@@ -161,6 +196,7 @@ class CorpusSamples:
             packing.append(self.too_long)
         self.fingerprint = hashlib.sha256(json.dumps([rule, self._contents, packing]).encode()).hexdigest()
         self._round_keys = lru_cache(maxsize=4)(partial(epoch_key, self.seed, fingerprint=self.fingerprint))
+        self._blocks = lru_cache(maxsize=32)(self._find_blocks)
         self.token_count = self._open_split(split)
         if self.token_count == 0:
             documents = sum(len(corpus) for corpus in self._corpora)
@@ -177,8 +213,15 @@ class CorpusSamples:
     def _block(self, k: int) -> int:
         """Returns the block that sample k is."""
         assert k >= 0, f"sample {k} does not exist"
-        epoch, slot = divmod(k, self.samples_per_epoch)
-        return permuted_index(slot, self.samples_per_epoch, self._round_keys(epoch))
+        return self._blocks(k // _AT_ONCE)[k % _AT_ONCE]
+
+    def _find_blocks(self, group: int) -> list[int]:
+        """Returns the blocks of `_AT_ONCE` samples, which may be of several epochs."""
+        blocks, size = list[int](), self.samples_per_epoch
+        while (missing := _AT_ONCE - len(blocks)) > 0:
+            epoch, first = divmod(group * _AT_ONCE + len(blocks), size)
+            blocks += permuted_range(first, min(first + missing, size), size, self._round_keys(epoch))
+        return blocks
 
     def _samples_in(self, blocks: set[int], epoch: int) -> list[int]:
         """Returns the samples of an epoch that are these blocks, in rising order."""
@@ -193,7 +236,7 @@ class PackedSamples(CorpusSamples):
 
     @cached_property
     def _streams(self) -> dict[Split, TokenStream]:
-        return split_streams(self._corpora, self.held_out_fraction)
+        return split_streams(self._corpora, [content[-1] for content in self._contents], self.held_out_fraction)
 
     def _open_split(self, split: Split) -> int:
         if self.has_loss_mask and self.too_long != "cut":
@@ -209,19 +252,30 @@ class PackedSamples(CorpusSamples):
 
     def sample(self, k: int) -> Sample:
         """Returns sample number k >= 0 of the run, counted over all epochs."""
-        pieces = self._pieces(k)
-        parts = [piece.corpus.read(piece.low, piece.high) for piece in pieces]
-        tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        check_ids(tokens, self._id_limit, self.vocab_size, self._corpora, f"sample {k}")
+        pieces, tokens = self._pieces(k), np.empty(self.sequence_length + 1, dtype=self.dtype)
+        _read_pieces(pieces, tokens)
+        check_ids(tokens, self.id_limit, self.vocab_size, self._corpora, f"sample {k}")
         return Sample(tokens, _starts(pieces), self._loss(pieces))
+
+    def read_row(self, k: int, rows: SampleRows, row: int) -> None:
+        """Reads sample k into a row of a micro-batch; its ids are not checked."""
+        pieces = self._pieces(k)
+        _read_pieces(pieces, rows.tokens[row])
+        loss = self._loss(pieces)
+        if loss is not None:
+            rows.without_loss.append(np.flatnonzero(~loss[1:]) + row * self.sequence_length)
+        if rows.finds_starts or loss is not None:
+            for piece in pieces:
+                if piece.start_count:
+                    rows.add_starts(row, piece.starts, carry_loss=loss is None)
 
     def count_valid_targets(self, k: int) -> int:
         """Returns how many targets of sample k carry loss, and are no first token of a document; reads no tokens."""
         pieces = self._pieces(k)
-        starts, loss = _starts(pieces), self._loss(pieces)
+        loss = self._loss(pieces)
         if loss is None:
-            return self.sequence_length - len(starts)
-        loss[starts] = False
+            return self.sequence_length - sum(piece.start_count for piece in pieces)
+        loss[_starts(pieces)] = False
         return int(np.count_nonzero(loss[1:]))
 
     def documents(self, k: int) -> list[DocumentRange]:
@@ -229,8 +283,14 @@ class PackedSamples(CorpusSamples):
 
         Empty documents are left out.
         """
-        pieces = self._pieces(k)
-        return [DocumentRange(piece.corpus.prefix, piece.first_document, piece.last_document) for piece in pieces]
+        ranges, before = list[DocumentRange](), None
+        for piece in self._pieces(k):
+            first = piece.first_document
+            if before and before.corpus is piece.corpus and before.high == piece.low:  # of the next block
+                first = ranges.pop().first
+            ranges.append(DocumentRange(piece.corpus.prefix, first, piece.last_document))
+            before = piece
+        return ranges
 
     def samples_of(self, prefix: Path, document: int, epoch: int) -> list[int]:
         """Returns the samples of an epoch that hold tokens of one document of a corpus, in rising order."""
@@ -261,8 +321,22 @@ class PackedSamples(CorpusSamples):
         return np.concatenate([piece.corpus.read_loss(piece.low, piece.high) for piece in pieces])
 
 
+def _read_pieces(pieces: Sequence[StreamPiece], tokens: NDArray[np.integer[Any]]) -> None:
+    """Fills `tokens` [S + 1] with those of the pieces."""
+    if len(pieces) == 1:
+        pieces[0].corpus.read_into(pieces[0].low, tokens)
+        return
+    for piece in pieces:
+        piece.corpus.read_into(piece.low, tokens[piece.done : piece.done + piece.high - piece.low])
+
+
 def _starts(pieces: Sequence[StreamPiece]) -> NDArray[np.int64]:
     return pieces[0].starts if len(pieces) == 1 else np.concatenate([piece.starts for piece in pieces])
+
+
+def ids_are_below(limit: int, tokens: NDArray[np.integer[Any]]) -> bool:
+    """True if no id of an array of any shape is negative or reaches `limit`."""
+    return bool(tokens.max() < limit and (tokens.dtype.kind == "u" or tokens.min() >= 0))
 
 
 def check_ids(
@@ -273,11 +347,10 @@ def check_ids(
     place: str,
 ) -> None:
     """Raises DataError if an id is negative or not below `limit`; `place` says where in the corpora they are from."""
-    wrong = int(np.maximum.reduce(tokens))
-    if wrong < limit:
-        wrong = 0 if tokens.dtype.kind == "u" else int(np.minimum.reduce(tokens))
-        if wrong >= 0:
-            return
+    if ids_are_below(limit, tokens):
+        return
+    lowest, highest = int(tokens.min()), int(tokens.max())
+    wrong = highest if highest >= limit else lowest
     names = first_names([str(corpus.prefix) for corpus in corpora])
     where = f"token id {wrong} in {place} of {names} lies outside the"
     if vocab_size is None and wrong >= 0:
@@ -289,140 +362,3 @@ def check_ids(
         f"{where} vocabulary of {vocab_size or 'any tokenizer'}: the token file is damaged or not what its metadata "
         "says, prepare it again"
     )
-
-
-def check_arguments(prefixes: Sequence[Path], sequence_length: int, split: str, held_out_fraction: float) -> None:
-    if not prefixes:
-        raise DataError("no corpus is given: name at least one prefix written by `megalite prepare`")
-    if sequence_length < 1:
-        raise DataError(f"sequence_length {sequence_length} is impossible: it must be at least 1")
-    if split not in ("train", "held_out"):
-        raise DataError(f"split {split!r} does not exist: it is 'train' or 'held_out'")
-    if not 0 <= held_out_fraction < 1:
-        raise DataError(f"held_out_fraction {held_out_fraction:g} is impossible: it must be at least 0 and below 1")
-
-
-def matching_meta(corpus: IndexedTokens) -> CorpusMeta | None:
-    """Returns the metadata of a corpus, None if it has none; only then is the whole index read, and checked."""
-    meta = read_meta(corpus.prefix)
-    check_loss_mask(corpus, meta)
-    if meta is None:
-        corpus.check()
-        return None
-    promised = (meta.token_count, meta.document_count, meta.dtype)
-    found = (corpus.token_count, len(corpus), str(corpus.dtype))
-    if promised != found:
-        raise DataError(
-            f"{corpus.prefix}.meta.json describes another corpus (tokens, documents, dtype {promised}, found {found}): "
-            "prepare it again, or delete the meta file to use the token files as they are"
-        )
-    corpus.trust()
-    return meta
-
-
-def check_loss_mask(corpus: IndexedTokens, meta: CorpusMeta | None) -> None:
-    """Raises DataError if the mask that the metadata names is missing, or one is there that it does not name."""
-    is_named = meta is not None and meta.loss_sha256 is not None
-    if is_named and not corpus.has_loss_mask:
-        raise DataError(f"{corpus.prefix}.loss.bin, the loss mask of the corpus, is missing: prepare the corpus again")
-    if corpus.has_loss_mask and not is_named:
-        raise DataError(
-            f"{corpus.prefix}.loss.bin is a loss mask that no {corpus.prefix}.meta.json names, so that it may be of "
-            "other tokens: prepare the corpus again, or move the mask away to train on every token"
-        )
-
-
-def content_digests(corpora: Sequence[IndexedTokens], metas: Sequence[CorpusMeta | None]) -> list[list[str]]:
-    """Returns what tells each corpus's content from another's; the last of each is the SHA-256 of its index."""
-    return [
-        _promised_digests(meta) if meta else [str(corpus.token_count), corpus.index_digest()]
-        for corpus, meta in zip(corpora, metas, strict=True)
-    ]
-
-
-def _promised_digests(meta: CorpusMeta) -> list[str]:
-    return [meta.sha256, *([meta.loss_sha256] if meta.loss_sha256 else []), meta.idx_sha256]
-
-
-def sampled_digest(corpora: Sequence[IndexedTokens], metas: Sequence[CorpusMeta | None]) -> str:
-    """Returns a digest of tokens here and there in corpora without metadata, of which `content_digests` knows lengths.
-
-    Empty if all have metadata. It is no part of the fingerprint, so that older runs keep theirs.
-    """
-    found = [corpus.sampled_digest() for corpus, meta in zip(corpora, metas, strict=True) if meta is None]
-    return hashlib.sha256("".join(found).encode()).hexdigest() if found else ""
-
-
-def common_vocabulary(
-    corpora: Sequence[IndexedTokens], metas: Sequence[CorpusMeta | None]
-) -> tuple[int | None, int | None]:
-    known: dict[str, Any] = {meta.tokenizer_sha256: meta for meta in metas if meta is not None}
-    if len(known) > 1:
-        names = ", ".join(str(corpus.prefix) for corpus in corpora)
-        raise DataError(f"the corpora {names} were made with different tokenizers: prepare them with the same one")
-    for meta in known.values():
-        return meta.vocab_size, meta.eos_token_id
-    return None, None
-
-
-# The order of an epoch.
-
-_ROUNDS = 6
-_MASK64 = 2**64 - 1
-RoundKeys = tuple[int, ...]
-
-
-def epoch_key(seed: int, epoch: int, fingerprint: str) -> RoundKeys:
-    """Returns the round keys of one epoch of one data set; the same on every machine and in every Python."""
-    digest = hashlib.blake2b(f"megalite order 1|{seed}|{epoch}|{fingerprint}".encode(), digest_size=8 * _ROUNDS)
-    return struct.unpack(f"<{_ROUNDS}Q", digest.digest())
-
-
-def permuted_index(index: int, size: int, key: RoundKeys) -> int:
-    """Returns the image of `index` under the permutation of [0, size) that `key` defines."""
-    assert 0 <= index < size, f"index {index} outside [0, {size})"
-    bits = (size - 1).bit_length()
-    index = _encrypt(index, bits, key)
-    while index >= size:  # cycle walking: the network permutes a power of two
-        index = _encrypt(index, bits, key)
-    return index
-
-
-def index_of_permuted(image: int, size: int, key: RoundKeys) -> int:
-    """Returns the index whose image under the permutation of [0, size) that `key` defines is `image`."""
-    assert 0 <= image < size, f"image {image} outside [0, {size})"
-    bits = (size - 1).bit_length()
-    index = _decrypt(image, bits, key)
-    while index >= size:
-        index = _decrypt(index, bits, key)
-    return index
-
-
-def _encrypt(value: int, bits: int, key: RoundKeys) -> int:
-    """Encrypts a number of `bits` bits with an unbalanced Feistel network."""
-    left_bits, right_bits = bits // 2, bits - bits // 2
-    left, right = value >> right_bits, value & ((1 << right_bits) - 1)
-    for round_key in key:
-        mixed = right ^ round_key  # then mix64, without a call per round: this loop is a sixth of a sample's time
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
-        left, right = right, left ^ ((mixed ^ (mixed >> 31)) & ((1 << left_bits) - 1))
-        left_bits, right_bits = right_bits, left_bits
-    return (left << right_bits) | right
-
-
-def _decrypt(value: int, bits: int, key: RoundKeys) -> int:
-    """Inverts `_encrypt`; the number of rounds is even, so both halves have their widths again at its end."""
-    left_bits, right_bits = bits // 2, bits - bits // 2
-    left, right = value >> right_bits, value & ((1 << right_bits) - 1)
-    for round_key in reversed(key):
-        left_bits, right_bits = right_bits, left_bits
-        left, right = right ^ (mix64(left ^ round_key) & ((1 << left_bits) - 1)), left
-    return (left << right_bits) | right
-
-
-def mix64(value: int) -> int:
-    """Applies the finaliser of splitmix64 (Steele, Lea, Flood 2014): every input bit affects every output bit."""
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return value ^ (value >> 31)

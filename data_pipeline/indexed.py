@@ -79,8 +79,15 @@ class IndexedTokens:
     def read(self, low: int, high: int) -> NDArray[Any]:
         """Returns tokens [low, high)."""
         tokens = np.empty(high - low, dtype=self.dtype)
-        self._bin.read(low * self._width, tokens)
+        self.read_into(low, tokens)
         return tokens
+
+    def read_into(self, low: int, tokens: NDArray[Any]) -> None:
+        """Fills an array with the tokens from `low` on; it may be of another integer type than theirs."""
+        if tokens.dtype == self.dtype:
+            self._bin.read(low * self._width, tokens)
+        else:
+            tokens[:] = self.read(low, low + len(tokens))
 
     @property
     def has_loss_mask(self) -> bool:

@@ -12,14 +12,14 @@ sliding window of transformers' guide to perplexity, whose `max_length` counts t
 """
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.dataset import Samples
+from data_pipeline.dataset import SampleRows, Samples, ids_are_below
 from data_pipeline.errors import DataError
 from data_pipeline.mix import MixedSamples
 
@@ -80,31 +80,31 @@ def count_valid_targets(samples: Samples, plan: BatchPlan, consumed_samples: int
 
 def _micro_batch(samples: Samples, first: int, plan: BatchPlan, valid: int) -> TokenBatch:
     numbers = np.arange(first, first + plan.micro_batch_size)
-    shape = plan.micro_batch_size, samples.sequence_length
-    tokens, targets = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
-    starts = []
+    rows = SampleRows(len(numbers), samples.sequence_length, samples.dtype, finds_starts=plan.document_mask)
     for row, k in enumerate(numbers.tolist()):
-        sample = samples.sample(k)
-        tokens[row], targets[row] = sample.tokens[:-1], sample.tokens[1:]
-        if samples.has_loss_mask or sample.loss is not None:
-            targets[row, ~sample.target_is_valid] = IGNORED_TARGET
-        starts.append(sample.starts)
-    positions = _mask_documents(targets, starts) if plan.document_mask else None
+        samples.read_row(k, rows, row)
+    if not ids_are_below(samples.id_limit, rows.tokens):
+        for k in numbers.tolist():
+            samples.sample(k)  # raises an error for the one with the id
+    tokens, targets = rows.tokens[:, :-1].astype(np.int64), rows.tokens[:, 1:].astype(np.int64)
+    for places in rows.without_loss:
+        targets.reshape(-1)[places] = IGNORED_TARGET
+    positions = _mask_documents(targets, rows.document_starts()) if plan.document_mask else None
     sources = samples.sources_of(numbers.tolist()) if isinstance(samples, MixedSamples) else None
     return TokenBatch(tokens, targets, positions, numbers, valid, sources)
 
 
-def _mask_documents(targets: NDArray[np.int64], starts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Leaves out the targets [B, S] that begin documents, by their places 1 to S; returns the positions [B, S]."""
-    rows, length = targets.shape
-    edges = np.arange(0, rows * length, length)  # of the rows, as numbers in all tokens of the batch
-    places = np.concatenate(starts) + edges.repeat([len(of_one) for of_one in starts])
-    targets.reshape(-1)[places - 1] = IGNORED_TARGET
-    begins = np.zeros(rows * length + 1, dtype=np.int64)  # of each token's document
-    begins[places] = places
-    begins[edges] = edges
-    np.maximum.accumulate(begins, out=begins)
-    return (np.arange(rows * length) - begins[:-1]).reshape(rows, length)
+def _mask_documents(targets: NDArray[np.int64], starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Leaves out the targets [B, S] that begin documents; returns the positions [B, S].
+
+    A document that begins at place s of row r is in `starts` as r S + s, 1 <= s <= S.
+    """
+    targets.reshape(-1)[starts - 1] = IGNORED_TARGET
+    begins = np.concatenate((np.arange(0, targets.size, targets.shape[1]), starts))  # a row begins like a document
+    begins.sort()
+    positions = np.arange(targets.size)
+    positions -= begins.repeat(np.diff(begins, append=targets.size))
+    return positions.reshape(targets.shape)
 
 
 def prefetched_batches(

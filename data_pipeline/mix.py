@@ -26,7 +26,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.dataset import DocumentRange, Sample, Samples
+from data_pipeline.dataset import DocumentRange, Sample, SampleRows, Samples
 from data_pipeline.errors import DataError
 
 MODULUS = 1 << 64
@@ -291,6 +291,8 @@ class MixedSamples:
         self.token_count = sum(source.token_count for source in self._in_turn)
         self.vocab_size = max((size for one in self._in_turn if (size := one.vocab_size) is not None), default=None)
         self.has_loss_mask = any(source.has_loss_mask for source in self._in_turn)
+        self.dtype = np.result_type(*{source.dtype for source in self._in_turn})
+        self.id_limit = min(source.id_limit for source in self._in_turn)
         self.eos_token_id = next((one.eos_token_id for one in self._in_turn if one.eos_token_id is not None), None)
         contents = {name: content_id(source) for name, source in self.sources.items()}
         self.record = MixRecord(mix, contents, global_batch_size)
@@ -311,6 +313,11 @@ class MixedSamples:
     def sources_of(self, numbers: Sequence[int]) -> NDArray[np.int64]:
         """Returns the source of each of these samples, by its place among the names."""
         return np.array([self._place(k)[0] for k in numbers], dtype=np.int64)
+
+    def read_row(self, k: int, rows: SampleRows, row: int) -> None:
+        """Reads sample k into a row of a micro-batch; its ids are not checked."""
+        source, j = self._place(k)
+        self._in_turn[source].read_row(j, rows, row)
 
     def count_valid_targets(self, k: int) -> int:
         """Returns how many targets of sample k carry loss; reads no tokens."""

@@ -1,12 +1,12 @@
 """The documents of a split as one stream of tokens, and where in the corpora each of its places lies.
 
 A document is held out if a hash of its number is small. Nothing is stored per document: the streams know how many of
-their tokens each block of 1,024 documents holds, and a block that is read is hashed and looked up in the index again.
-That takes 8 bytes per 1,024 documents and split, and one pass over the index for both splits.
+their tokens each block of neighbouring documents holds, and a block that is read is hashed and looked up in the index
+again. That takes 8 bytes per block, and one pass over the index for both splits, whose result `split_counts.py` keeps.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -15,34 +15,51 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.indexed import IndexedTokens
+from data_pipeline.order import MIXING
+from data_pipeline.split_counts import KeptCounts
 
 _SALT = np.uint64(0x6D6567616C697465)  # "megalite"
-_BLOCK = 1 << 10  # documents
-_COUNTED_AT_ONCE = 1 << 14  # documents, a multiple of a block; their hashes stay in the processor's cache
-_BLOCKS_KEPT = 512  # per stream; up to 24 KiB each
+_BLOCK = 1 << 8  # documents of a block of the train split: 2 KiB of the index are little beside a sample's tokens
+_HELD_OUT_BLOCK = 1 << 11  # documents, a multiple of the other; a sample of few held-out documents spans them anyway
+_COUNTED_AT_ONCE = 1 << 14  # documents, a multiple of both; their hashes stay in the processor's cache
+_BLOCKS_KEPT = 1024  # per stream; up to 6 KiB each, of a train split
 
 Split = Literal["train", "held_out"]
 
 
-@dataclass(frozen=True)
-class StreamBlock:
-    """The documents of a split among 1,024 neighbours of a corpus, without the empty ones."""
+class StreamBlock(NamedTuple):
+    """The documents of a split among neighbours of a corpus, without the empty ones. All arrays are of int64.
+
+    They are views, of which bisect reads single numbers in half the time that it takes with arrays of numpy.
+    """
 
     corpus: IndexedTokens
-    offsets: NDArray[np.int64]  # [documents + 1] place of each in the stream, and the end of the last
-    shifts: NDArray[np.int64]  # [documents] first token in the corpus - place in the stream; never falls
-    numbers: NDArray[np.int64]  # [documents] numbers in the corpus
+    offsets: memoryview  # [documents + 1] place of each in the stream, and the end of the last
+    shifts: memoryview  # [documents] first token in the corpus - place in the stream; never falls
+    numbers: memoryview  # [documents] numbers in the corpus
 
 
 class StreamPiece(NamedTuple):
-    """Tokens [low, high) of a corpus, neighbours in the stream too."""
+    """Tokens [low, high) of a corpus, neighbours in the stream too. It keeps no block in memory."""
 
     corpus: IndexedTokens
     low: int
     high: int
-    starts: NDArray[np.int64]  # places where documents begin, counted from where the stretch asked for begins
+    done: int  # tokens of the stretch that was asked for before this piece
     first_document: int
     last_document: int
+    begins: bytes  # int64 places in the stream where documents begin, except for the begin of the stretch
+    origin: int  # place in the stream from which `starts` counts
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """The places where documents begin, counted from where the stretch asked for begins, which is left out."""
+        return np.frombuffer(self.begins, dtype=np.int64) - self.origin
+
+    @property
+    def start_count(self) -> int:
+        """The number of `starts`."""
+        return len(self.begins) // 8
 
 
 class TokenStream:
@@ -54,37 +71,35 @@ class TokenStream:
         first_block: NDArray[np.int64],  # [corpora + 1]
         block_tokens: NDArray[np.int64],  # [blocks] tokens of the split
         fraction: float,
-        *,
-        held_out: bool,
+        split: Split,
     ) -> None:
         self._corpora, self._first_block = corpora, first_block
-        self._fraction, self._held_out = fraction, held_out
+        self._fraction, self._held_out = fraction, split == "held_out"
+        self._block_documents = _HELD_OUT_BLOCK if self._held_out else _BLOCK
         self._offsets = np.concatenate(([0], np.cumsum(block_tokens)))  # [blocks + 1] places in the stream
+        self._offset_view = self._offsets.data
         self.token_count = int(self._offsets[-1])
         self._block = lru_cache(maxsize=_BLOCKS_KEPT)(self._look_up)
 
     def pieces(self, begin: int, count: int) -> list[StreamPiece]:
-        """Returns the pieces that `count` tokens of the endlessly repeated stream from `begin` on are made of.
-
-        Their `starts` leave out `begin` itself.
-        """
+        """Returns the pieces that `count` tokens of the endlessly repeated stream from `begin` on are made of."""
         found: list[StreamPiece] = []
         done = 0
         while done < count:
             place = (begin + done) % self.token_count
-            block = self._block(int(self._offsets.searchsorted(place, "right")) - 1)
-            offsets, shifts = block.offsets, block.shifts
-            first = int(offsets.searchsorted(place, "right")) - 1
-            stop = min(place + count - done, offsets.item(-1))
-            last = int(offsets.searchsorted(stop))  # documents [first, last)
-            shift = shifts.item(first)
-            if shifts.item(last - 1) != shift:  # documents of the other split lie between
-                last = first + int(shifts[first:last].searchsorted(shift, "right"))
-                stop = offsets.item(last)
-            starts = offsets[first + (done == 0) : last] + (done - place)  # a later piece begins with a document
-            ends = block.numbers.item(first), block.numbers.item(last - 1)
-            found.append(StreamPiece(block.corpus, place + shift, stop + shift, starts, *ends))
-            done += stop - place
+            block = self._block(bisect_right(self._offset_view, place) - 1)
+            corpus, offsets, shifts, numbers = block
+            first = bisect_right(offsets, place) - 1
+            end = min(place + count - done, offsets[-1])
+            stop = bisect_left(offsets, end, first)  # documents [first, stop)
+            shift = shifts[first]
+            if shifts[stop - 1] != shift:  # documents of the other split lie between
+                stop = bisect_right(shifts, shift, first, stop)
+                end = offsets[stop]
+            begins = offsets[first + (not done) : stop].tobytes()  # a later piece begins with a document
+            documents = numbers[first], numbers[stop - 1]
+            found.append(StreamPiece(corpus, place + shift, end + shift, done, *documents, begins, place - done))
+            done += end - place
         return found
 
     def places_of(self, prefix: Path, document: int) -> Iterator[tuple[int, int]]:
@@ -93,16 +108,16 @@ class TokenStream:
             if corpus.prefix != prefix:
                 continue
             corpus.check_document(document)
-            block = self._block(int(self._first_block[which]) + document // _BLOCK)
-            place = int(block.numbers.searchsorted(document))
+            block = self._block(int(self._first_block[which]) + document // self._block_documents)
+            place = bisect_left(block.numbers, document)
             if place < len(block.numbers) and block.numbers[place] == document:
-                yield int(block.offsets[place]), int(block.offsets[place + 1])
+                yield block.offsets[place], block.offsets[place + 1]
 
     def _look_up(self, block: int) -> StreamBlock:
         which = int(self._first_block.searchsorted(block, side="right")) - 1
         corpus = self._corpora[which]
-        first = (block - int(self._first_block[which])) * _BLOCK
-        stop = min(first + _BLOCK, len(corpus))
+        first = (block - int(self._first_block[which])) * self._block_documents
+        stop = min(first + self._block_documents, len(corpus))
         starts = corpus.starts(first, stop)
         held_out = is_held_out(np.arange(first, stop, dtype=np.uint64), self._fraction)
         inside = np.flatnonzero((held_out == self._held_out) & (starts[1:] > starts[:-1]))
@@ -111,55 +126,66 @@ class TokenStream:
         offsets[0] = 0
         np.cumsum(starts[inside + 1] - begins, out=offsets[1:])
         offsets += self._offsets[block]
-        return StreamBlock(corpus, offsets, begins - offsets[:-1], inside + first)
+        return StreamBlock(corpus, offsets.data, (begins - offsets[:-1]).data, (inside + first).data)
 
 
-def split_streams(corpora: Sequence[IndexedTokens], fraction: float) -> dict[Split, TokenStream]:
-    """Returns the streams of both splits, after one pass over the index."""
-    counts = [_count_tokens(corpus, fraction) for corpus in corpora]
-    whole, held_out = (np.concatenate(parts) for parts in zip(*counts, strict=True))
-    first_block = np.cumsum([0, *(len(part) for part, _ in counts)])
-    return {
-        "train": TokenStream(corpora, first_block, whole - held_out, fraction, held_out=False),
-        "held_out": TokenStream(corpora, first_block, held_out, fraction, held_out=True),
-    }
+def split_streams(
+    corpora: Sequence[IndexedTokens], index_sha256s: Sequence[str], fraction: float
+) -> dict[Split, TokenStream]:
+    """Returns the streams of both splits; passes over the index of each corpus whose counts are not kept."""
+    counts = [_counts_of(corpus, digest, fraction) for corpus, digest in zip(corpora, index_sha256s, strict=True)]
+    streams = dict[Split, TokenStream]()
+    splits: tuple[Split, Split] = ("train", "held_out")
+    for split, of_split in zip(splits, zip(*counts, strict=True), strict=True):
+        first_block = np.cumsum([0, *(len(part) for part in of_split)])
+        streams[split] = TokenStream(corpora, first_block, np.concatenate(of_split), fraction, split)
+    return streams
+
+
+def _counts_of(
+    corpus: IndexedTokens, index_sha256: str, fraction: float
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns the tokens of each block of a corpus that are in the train split, and those held out: [blocks] each."""
+    documents = len(corpus)
+    blocks = -(-documents // _BLOCK)
+    kept = KeptCounts(corpus.prefix, index_sha256, documents, fraction, blocks - (-documents // _HELD_OUT_BLOCK))
+    counts = kept.read()
+    if counts is None:
+        train, held_out = _count_tokens(corpus, fraction)
+        whole_blocks = np.arange(0, blocks, _HELD_OUT_BLOCK // _BLOCK)
+        counts = np.concatenate((train, np.add.reduceat(held_out, whole_blocks) if blocks else held_out))
+        kept.write(counts)
+    return counts[:blocks], counts[blocks:]
 
 
 def _count_tokens(corpus: IndexedTokens, fraction: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the tokens of each block of a corpus, and those of its held-out documents: [blocks] each."""
+    """Returns the tokens in each 256 documents that are in the train split, and those held out: [blocks] each."""
     blocks = -(-len(corpus) // _BLOCK)
-    whole, held_out = np.empty(blocks, dtype=np.int64), np.empty(blocks, dtype=np.int64)
+    train, held_out = np.empty(blocks, dtype=np.int64), np.empty(blocks, dtype=np.int64)
     for first in range(0, len(corpus), _COUNTED_AT_ONCE):
         stop = min(first + _COUNTED_AT_ONCE, len(corpus))
         starts = corpus.starts(first, stop)
         some = slice(first // _BLOCK, -(-stop // _BLOCK))
-        whole[some] = np.diff(starts[:-1:_BLOCK], append=starts[-1])
         chosen = np.flatnonzero(is_held_out(np.arange(first, stop, dtype=np.uint64), fraction))
         tokens = starts[chosen + 1] - starts[chosen]
         held_out[some] = np.bincount(chosen // _BLOCK, tokens, minlength=some.stop - some.start)  # exact below 2^53
-    return whole, held_out
+        train[some] = np.diff(starts[:-1:_BLOCK], append=starts[-1]) - held_out[some]
+    return train, held_out
 
 
 def is_held_out(documents: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
     """Returns [documents] bools: True where the document's hash, as a number in [0, 1), is below `fraction`.
 
-    The hash is `mix64` of data_pipeline/dataset.py, applied twice.
+    The hash is `mix64` of data_pipeline/order.py, applied twice.
     """
     if not fraction:
         return np.zeros(len(documents), dtype=np.bool_)
     hashes = documents ^ _SALT
     spare = np.empty_like(hashes)
-    for shift, factor in (*_MIXING, *_MIXING):
+    for shift, factor in (*MIXING, *MIXING):
         np.right_shift(hashes, shift, out=spare)
         np.bitwise_xor(hashes, spare, out=hashes)
         if factor is not None:
             np.multiply(hashes, factor, out=hashes)
     below: NDArray[np.bool_] = hashes < np.uint64(int(fraction * 2**64))
     return below
-
-
-_MIXING = (
-    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
-    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
-    (np.uint64(31), None),
-)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.dataset import content_digests, matching_meta
 from data_pipeline.errors import DataError
 from data_pipeline.indexed import IndexedTokens
+from data_pipeline.opening import content_digests, matching_meta
 from data_pipeline.packing_plan import PackingPlan, PackingRequest, write_plan
 from data_pipeline.stream import Split
 from launch.errors import LaunchError

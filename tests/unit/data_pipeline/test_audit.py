@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.audit import as_mix, content_of, readings_of
-from data_pipeline.dataset import PackedSamples, Samples, epoch_key, index_of_permuted, permuted_index
+from data_pipeline.dataset import PackedSamples, Samples
 from data_pipeline.errors import DataError
 from data_pipeline.indexed import IndexedWriter
 from data_pipeline.mix import Mix, MixedSamples, MixStage
+from data_pipeline.order import epoch_key, index_of_permuted, permuted_index
 
 
 def write(prefix: Path, lengths: list[int]) -> Path:

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.dataset import RoundKeys, epoch_key, permuted_index
+from data_pipeline.order import RoundKeys, epoch_key, permuted_index, permuted_range
 
 
 def permutation(size: int, key: RoundKeys) -> list[int]:
@@ -25,10 +25,22 @@ def test_images_lie_inside_at_any_size(size: int, seed: int, data: st.DataObject
     assert 0 <= permuted_index(index, size, epoch_key(seed, 3, "f")) < size
 
 
+@settings(max_examples=100)
+@given(size=st.one_of(st.integers(1, 300), st.integers(1, 2**62)), seed=st.integers(0, 2**40), data=st.data())
+def test_many_indexes_at_once_have_the_images_of_each(size: int, seed: int, data: st.DataObject) -> None:
+    """Sizes just above a power of two send half of the numbers through the network again, and some many times."""
+    size = data.draw(st.sampled_from([size, 2 ** (size.bit_length() - 1) + 1]))
+    first = data.draw(st.integers(0, size))
+    stop = data.draw(st.integers(first, min(size, first + 300)))
+    key = epoch_key(seed, 1, "f")
+    assert permuted_range(first, stop, size, key) == [permuted_index(index, size, key) for index in range(first, stop)]
+
+
 def test_the_order_is_pinned() -> None:
     """Resuming a run with a newer version must give the same batches: these numbers may never change."""
     key = epoch_key(1234, 0, "abc")
     assert [permuted_index(i, 1000, key) for i in range(6)] == [332, 303, 159, 132, 596, 791]
+    assert permuted_range(0, 6, 1000, key) == [332, 303, 159, 132, 596, 791]
 
 
 def test_seed_epoch_and_data_each_change_the_order() -> None:

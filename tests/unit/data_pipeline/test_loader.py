@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
+from data_pipeline.best_fit import BestFitSamples
 from data_pipeline.dataset import PackedSamples
 from data_pipeline.errors import DataError
+from data_pipeline.indexed import IndexedTokens, IndexedWriter
 from data_pipeline.loader import (
     IGNORED_TARGET,
     BatchPlan,
@@ -23,6 +25,9 @@ from data_pipeline.loader import (
     global_batch,
     prefetched_batches,
 )
+from data_pipeline.mix import Mix, MixedSamples, MixStage
+from data_pipeline.packing_plan import PackingRequest, write_plan
+from tests.helpers.small_corpora import SMALL_CORPORA, SmallCorpora
 from tests.unit.data_pipeline.test_dataset import EOS, give_meta, numbered_documents
 
 
@@ -100,6 +105,50 @@ def test_targets_follow_inputs_and_documents_end_in_the_ignored_value(samples: P
         assert np.array_equal(masked.targets[~ends], plain.targets[~ends])
         assert np.array_equal(masked.positions[:, 1:] == 0, ends[:, :-1])
         assert {masked.tokens.dtype, masked.targets.dtype, masked.positions.dtype} == {np.dtype(np.int64)}
+
+
+@settings(max_examples=60)
+@given(case=SMALL_CORPORA, kinds=st.lists(st.sampled_from([np.uint16, np.int32]), min_size=3, max_size=3))
+def test_rows_of_a_micro_batch_are_those_of_its_samples(
+    tmp_path_factory: pytest.TempPathFactory, case: SmallCorpora, kinds: list[type]
+) -> None:
+    """Rows are read, converted and masked together; against samples one by one, of each packing and of a mix."""
+    corpora, sequence_length, seed, fraction, split = case
+    folder, prefixes = tmp_path_factory.mktemp("rows"), []
+    for number, lengths in enumerate(corpora):
+        prefixes.append(folder / str(number))
+        with IndexedWriter(prefixes[-1], kinds[number]) as writer:
+            for length in lengths:
+                writer.append(np.arange(1, 1 + length).astype(kinds[number]), np.array([length]))
+        corpus = IndexedTokens(prefixes[-1])
+        write_plan(PackingRequest(corpus, corpus.index_digest(), sequence_length, split, fraction))
+    try:
+        concat = PackedSamples(prefixes, sequence_length, seed, split, fraction)
+    except DataError:
+        reject()  # the split is empty
+    best_fit = BestFitSamples(prefixes, sequence_length, seed, split, fraction)
+    mix = Mix.by_weights(["a", "b"], [MixStage(0, {"a": 0.6, "b": 0.4})])
+    for samples in (concat, best_fit, MixedSamples({"a": concat, "b": best_fit}, mix)):
+        for mask in (True, False):
+            (found,) = global_batch(samples, BatchPlan(5, 5, 0, 1, document_mask=mask), 5 * seed)
+            for row, k in enumerate(range(5 * seed, 5 * seed + 5)):
+                sample = samples.sample(k)
+                carries = sample.target_is_valid if mask or sample.loss is not None else True
+                following = np.where(carries, sample.tokens[1:].astype(int), IGNORED_TARGET)
+                assert found.tokens[row].tolist() == sample.tokens[:-1].tolist()
+                assert found.targets[row].tolist() == following.tolist()
+                assert not mask or found.positions[row].tolist() == sample.positions.tolist()
+
+
+@pytest.mark.parametrize("wrong", [9, -1])
+def test_one_wrong_id_in_a_micro_batch_is_one_sentence(write_corpus: Callable[..., Path], wrong: int) -> None:
+    """Ids are looked at once per micro-batch; the sentence still names the sample."""
+    ids = np.arange(160) % 9
+    ids[100] = wrong
+    samples = PackedSamples([write_corpus([ids], dtype=np.int32)], 16, 0, held_out_fraction=0, vocab_limit=9)
+    k = next(k for k in range(samples.samples_per_epoch) if samples._block(k) == 6)
+    with pytest.raises(DataError, match=rf"token id {wrong} in sample {k} of .* lies outside the"):
+        global_batch(samples, BatchPlan(10, 10, 0, 1, document_mask=False), 0)
 
 
 def test_rows_carry_their_number_in_the_run(samples: PackedSamples) -> None:

@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.best_fit import BestFitSamples
-from data_pipeline.dataset import PackedSamples, Samples, TooLong, content_digests, matching_meta
+from data_pipeline.dataset import PackedSamples, Samples, TooLong
 from data_pipeline.errors import DataError
 from data_pipeline.files import sha256_of_file
 from data_pipeline.indexed import IndexedTokens, IndexedWriter
 from data_pipeline.loader import IGNORED_TARGET, BatchPlan, global_batch
 from data_pipeline.loss_file import LossWriter, loss_path
 from data_pipeline.meta import CorpusMeta
+from data_pipeline.opening import content_digests, matching_meta
 from data_pipeline.packing_plan import PackingRequest, write_plan
 from tests.helpers.hub_models import HubModel, disk_tensors
 from tests.unit.data_pipeline.test_best_fit_loss import packed_loss
