@@ -192,14 +192,18 @@ def _check_start(config: Config, flags: StartFlags, *, may_download: bool) -> li
     Returns a notice where this host lacks the data, which may be on storage that only the job's hosts have.
     """
     from data_pipeline.files import with_ending
+    from launch.trainer.remote_data import awaited_copies
     from launch.trainer.start_checks import position_without_lock
 
-    files = (with_ending(Path(path).absolute(), ".bin") for path in config.data.all_prefixes)
+    local = [path for path in config.data.all_prefixes if path not in config.data.urls]
+    files = (with_ending(Path(path).absolute(), ".bin") for path in local)
     if missing := [file for file in files if not file.is_file()]:
         return [
             f"this host has no {missing[0]}, so data and checkpoint are checked only when the job starts, and it ends "
             "with exit code 2 if they are missing there: see that data.path is right on the job's hosts"
         ]
+    if notice := awaited_copies(config.data, config.training.sequence_length):
+        return [notice]
     position_without_lock(config, flags, may_download=may_download)
     return []
 
