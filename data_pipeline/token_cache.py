@@ -50,11 +50,13 @@ class CorpusCopy:
         name = url.rpartition("/")[2]
         self.folder = cache / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}"
         self.prefix = self.folder / name
-        digests = {".bin": self.meta.sha256, ".idx": self.meta.idx_sha256, ".loss.bin": self.meta.loss_sha256}
-        self.digests = {ending: digest for ending, digest in digests.items() if digest is not None}
+        self.digests = {".bin": self.meta.sha256, ".idx": self.meta.idx_sha256}
+        if self.meta.loss_sha256 is not None:
+            self.digests[".loss.bin"] = self.meta.loss_sha256
         try:
             width = np.dtype(self.meta.dtype).itemsize
-            bytes.fromhex("".join(self.digests.values()))
+            for digest in self.digests.values():
+                bytes.fromhex(digest)
             self._sizes = {".bin": width * int(self.meta.token_count), ".loss.bin": int(self.meta.token_count)}
         except (TypeError, ValueError) as error:
             raise DataError(f"{url}.meta.json is not readable as metadata of a corpus: upload it again") from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -188,7 +188,13 @@ def _plans_of(copy: CorpusCopy, data: DataConfig, sequence_length: int) -> list[
 
 def _store_of(url: str) -> tuple[Store, str]:
     folder, _, name = url.rpartition("/")
-    return Store(folder), name
+    return opened_store(folder), name
+
+
+@lru_cache(maxsize=64)
+def opened_store(folder: str) -> Store:
+    """Returns the store of a folder, which takes a good part of a second to open, for all corpora in it."""
+    return Store(folder)
 
 
 def _retried(action: Callable[[], Result]) -> Result:
