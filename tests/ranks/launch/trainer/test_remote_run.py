@@ -48,8 +48,8 @@ def losses(config: dict[str, Any]) -> list[float]:
 def test_two_hosts_copy_the_data_once_each_and_a_run_goes_on_with_the_data_here(
     far: dict[str, Any], tiny: dict[str, Any], hosts: Any, s3: Gate, tmp_path: Path
 ) -> None:
-    """Other samples, or a resume that is refused because a place has entered the fingerprint. Equal to the bit: data and
-    layout are."""
+    """Other samples, or a resume that is refused because a place has entered the fingerprint. The losses are equal to
+    the bit, as data and layout are."""
     here = tiny | {"run_dir": str(tmp_path / "here")}
     train(tmp_path / "session", here)
     first = train(tmp_path / "session", far, "training.steps=2", fault=hosts)
