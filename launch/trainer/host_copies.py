@@ -25,7 +25,7 @@ LOOK_AGAIN_S = 0.5
 
 @dataclass(frozen=True)
 class HostState:
-    """How far the copies of one host are."""
+    """Progress of the copies of one host."""
 
     is_done: bool = True
     problem: str = field(default="")  # a sentence; empty: none
