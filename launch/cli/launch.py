@@ -121,7 +121,7 @@ def launch(
     if as_json:
         raise LaunchError("--json belongs to --dry-run: a run's results are in metrics.jsonl and receipt.json")
     likely_layout(config, hosts, spares)
-    if notice := awaited_copies(config.data, config.training.sequence_length):
+    if notice := awaited_copies(config.data, config.training.sequence_length, log.info):
         log.info(notice)
     elif finish_if_complete(find_position(config, options.flags)):
         return

@@ -83,7 +83,7 @@ def ray(
     for notice in notices:
         log.info(notice)
     flags = StartFlags(force, allow_change, shared_run_dir)
-    awaited = awaited_copies(config.data, config.training.sequence_length)
+    awaited = awaited_copies(config.data, config.training.sequence_length, log.info)
     if awaited is not None:
         log.info(awaited)
     position = None if awaited is not None else find_position(config, flags, is_dry=dry_run)

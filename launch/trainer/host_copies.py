@@ -10,9 +10,9 @@ from launch.runtime.rank_environment import Rank
 from launch.runtime.startup_progress import StartupProgress
 from launch.trainer.remote_data import (
     TELL_EVERY_S,
-    FetchThread,
     HostFetch,
     RemoteCorpus,
+    Work,
     look_up,
     places_of,
     with_copies,
@@ -46,8 +46,9 @@ def open_on_all_hosts(config: Config, rank: Rank, progress: StartupProgress) -> 
     corpora = from_rank_0(lambda: look_up(config.data.urls), list[RemoteCorpus], (DataError, StorageError))
     thread = None
     if rank.local_rank == 0:
-        thread = FetchThread(HostFetch(config.data, config.training.sequence_length, corpora))
-        progress.begin_waiting(thread.fetch.sentence, TELL_EVERY_S, on_each_host=True)
+        fetch = HostFetch(config.data, config.training.sequence_length, corpora)
+        thread = Work(fetch.run)
+        progress.begin_waiting(fetch.sentence, TELL_EVERY_S, on_each_host=True)
         thread.start()
     while True:
         states = from_all_ranks(_state(thread), HostState)
@@ -62,7 +63,7 @@ def open_on_all_hosts(config: Config, rank: Rank, progress: StartupProgress) -> 
     return config.model_copy(update={"data": with_copies(config.data, places_of(config.data, corpora))})
 
 
-def _state(thread: FetchThread | None) -> HostState:
+def _state(thread: Work[None] | None) -> HostState:
     if thread is None:
         return HostState()
     if thread.is_alive():

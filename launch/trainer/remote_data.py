@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from data_pipeline.errors import DataError, first_names
 from data_pipeline.packing_plan import plan_ending
@@ -217,56 +217,65 @@ def copies_here(
     """
     if not data.urls:
         return {}
-    corpora = look_up(data.urls)
+    corpora = _told(partial(look_up, data.urls), _looking(data.urls), tell) or []
     fetch = HostFetch(data, sequence_length, corpora)
     if fetch.missing and not may_fetch:
-        fetch.look()
+        _told(fetch.look, fetch.sentence, tell)
         raise DataError(
             f"{fetch.cache} holds no copy of {fetch.names()} yet ({fetch.total / 1e9:.2f} GB), and this command makes "
             "none: `megalite data fetch CONFIG` does"
         )
     if may_fetch:
-        _wait_for(FetchThread(fetch), tell)
+        _told(fetch.run, fetch.sentence, tell)
     return places_of(data, corpora)
 
 
-class FetchThread(threading.Thread):
-    """Makes copies; `problem` is what has ended it."""
+class Work(threading.Thread, Generic[Result]):
+    """Does something that may take long; `result` is what it returns, `problem` what it raises."""
 
-    def __init__(self, fetch: HostFetch) -> None:
-        super().__init__(name="copy of data", daemon=True)
-        self.fetch = fetch
+    def __init__(self, action: Callable[[], Result]) -> None:
+        super().__init__(name="copies of data", daemon=True)
+        self._action = action
+        self.result: Result | None = None
         self.problem: Exception | None = None
 
     def run(self) -> None:
         try:
-            self.fetch.run()
+            self.result = self._action()
         except Exception as error:  # told by the thread that waits
             self.problem = error
 
 
-def _wait_for(thread: FetchThread, tell: Callable[[str], None]) -> None:
-    thread.start()
-    while thread.is_alive():
-        thread.join(TELL_EVERY_S)
-        if thread.is_alive():
-            tell(thread.fetch.sentence())
-    if thread.problem is not None:
-        raise thread.problem
+def _told(action: Callable[[], Result], sentence: Callable[[], str], tell: Callable[[str], None]) -> Result | None:
+    """Returns what `action` returns, and tells of it as long as it takes. Raises what it raises."""
+    work = Work(action)
+    work.start()
+    while work.is_alive():
+        work.join(TELL_EVERY_S)
+        if work.is_alive():
+            tell(sentence())
+    if work.problem is not None:
+        raise work.problem
+    return work.result
 
 
-def awaited_copies(data: DataConfig, sequence_length: int) -> str | None:
+def _looking(urls: Sequence[str]) -> Callable[[], str]:
+    return lambda: f"waiting for an answer about {first_names(urls)}"
+
+
+def awaited_copies(data: DataConfig, sequence_length: int, tell: Callable[[str], None]) -> str | None:
     """Checks data at URLs as far as that is quick, for a command that starts ranks on other hosts.
 
     Returns a notice if this host has no copy, without which data and checkpoint are not checked here; None if it has.
-    Raises DataError or StorageError.
+    `tell` is as in `copies_here`. Raises DataError or StorageError.
     """
     if not data.urls:
         return None
-    fetch = HostFetch(data, sequence_length, look_up(data.urls))
+    corpora = _told(partial(look_up, data.urls), _looking(data.urls), tell) or []
+    fetch = HostFetch(data, sequence_length, corpora)
     if not fetch.missing:
         return None
-    fetch.look()
+    _told(fetch.look, fetch.sentence, tell)
     return (
         f"this host has no copy of {fetch.names()} in {fetch.cache}: each host of the run makes its own "
         f"({fetch.total / 1e9:.2f} GB) before it trains, and data and checkpoint are checked then"

@@ -204,11 +204,11 @@ def test_commands_fetch_use_a_copy_or_say_what_to_do(
         done = command_line(*words)
         assert done.returncode == 2 and f"holds no copy of {url} yet (0.00 GB)" in done.stderr
         assert "`megalite data fetch CONFIG` does" in done.stderr and not (tmp_path / "cache").exists()
-    notice = awaited_copies(Config.model_validate(tiny).data, LENGTH)
+    notice = awaited_copies(Config.model_validate(tiny).data, LENGTH, print)
     assert notice is not None and f"this host has no copy of {url}" in notice
     done = command_line("data", "fetch", config)
     assert done.returncode == 0 and f"{url}: copied to {tmp_path / 'cache'}/text-" in done.stdout
-    assert awaited_copies(Config.model_validate(tiny).data, LENGTH) is None
+    assert awaited_copies(Config.model_validate(tiny).data, LENGTH, print) is None
     done = command_line("train", config, "--dry-run")
     assert done.returncode == 0 and url in done.stdout, done.stderr
     done = command_line("data", "plan", config)
