@@ -20,6 +20,7 @@ from data_pipeline.prepare.cutting import LONGEST_PIECE, CutPlace, TextPiece, ca
 from data_pipeline.sources import Source
 from data_pipeline.sources.compressed import is_compressed
 from data_pipeline.sources.document import Document, OnBadRow
+from data_pipeline.sources.remote_file import open_file
 from data_pipeline.sources.stretch import Stretch, byte_stretches
 from data_pipeline.sources.text import TextFile
 
@@ -95,7 +96,7 @@ def _first_place(file: TextFile, start: int, places: Sequence[CutPlace]) -> int 
     Raises DataError if the next one is so far that the text between is too long for a piece.
     """
     text, decoder = "", codecs.getincrementaldecoder("utf-8")("surrogateescape")  # whoever reads it refuses such bytes
-    with file.path.open("rb") as stream:
+    with open_file(file.path) as stream:
         stream.seek(start)
         block = stream.read(_LOOKED_AHEAD_BYTES)
         start += len(block) - len(block.lstrip(_INSIDE_CHARACTERS))

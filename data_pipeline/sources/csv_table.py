@@ -4,12 +4,12 @@ import csv
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError
 from data_pipeline.sources.compressed import open_text, size_of_text
 from data_pipeline.sources.document import Document, OnBadRow, file_identity, text_of_row
+from data_pipeline.sources.remote_file import Place
 from data_pipeline.sources.stretch import WHOLE, Stretch, whole_file
 
 _LONGEST_CELL = 1 << 28  # characters
@@ -19,7 +19,7 @@ _LONGEST_CELL = 1 << 28  # characters
 class CsvTable:
     """The rows of a `.csv` file, whose first line names the columns; cells are text as they stand."""
 
-    path: Path
+    path: Place
     text_field: str
 
     @property

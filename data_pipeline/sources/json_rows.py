@@ -8,13 +8,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BufferedReader
-from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError
 from data_pipeline.sources.compressed import is_compressed, name_inside, open_text, size_of_text
 from data_pipeline.sources.document import Document, OnBadRow, file_identity, text_of_row
 from data_pipeline.sources.lines import first_line, place_of_line
+from data_pipeline.sources.remote_file import Place
 from data_pipeline.sources.stretch import WHOLE, Stretch, byte_stretches, whole_file
 
 _LONGEST = 1 << 28  # bytes of a line, and of an array
@@ -25,7 +25,7 @@ _LINES, _ARRAY = "one JSON object on each line", "one array of JSON objects"
 class JsonRows:
     """The rows of a file of JSON lines or, where `may_be_array`, of one array."""
 
-    path: Path
+    path: Place
     text_field: str
     may_be_array: bool = False
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 from io import BufferedReader
 from pathlib import Path
 
+from data_pipeline.sources.remote_file import Place
 from data_pipeline.sources.stretch import Stretch
 
 _BLOCK_BYTES = 1 << 20
@@ -32,7 +33,7 @@ def first_line(stream: BufferedReader, stretch: Stretch) -> int:
     return position
 
 
-def place_of_line(path: Path, number: int, stretch: Stretch) -> str:
+def place_of_line(path: Place, number: int, stretch: Stretch) -> str:
     """Returns the words for line `number`, from 1 on, of those that begin in a stretch."""
     return f"{path}, line {number}" + (f" after byte {stretch.begin}" if stretch.begin else "")
 

@@ -1,7 +1,8 @@
 """Stretches of a source that are read one by one, by different processes."""
 
-from pathlib import Path
 from typing import NamedTuple
+
+from data_pipeline.sources.remote_file import Place, RemoteFile, size_of
 
 
 class Stretch(NamedTuple):
@@ -18,14 +19,19 @@ class Stretch(NamedTuple):
 WHOLE = Stretch(0, None, 0)
 
 
-def whole_file(path: Path) -> list[Stretch]:
+def whole_file(place: Place) -> list[Stretch]:
     """Returns the one stretch of a file that is read from its beginning to its end."""
-    return [Stretch(0, None, path.stat().st_size)]
+    return [Stretch(0, None, size_of(place) or 0)]
 
 
-def byte_stretches(path: Path, size_bytes: int) -> list[Stretch]:
-    """Cuts a file into stretches of `size_bytes` bytes; the last one goes on to wherever the file ends."""
-    size = path.stat().st_size
+def byte_stretches(place: Place, size_bytes: int) -> list[Stretch]:
+    """Cuts a file into stretches of `size_bytes` bytes; the last one goes on to wherever the file ends.
+
+    A file of a web server, which may know no ranges, is one stretch.
+    """
+    size = size_of(place)
+    if size is None or (isinstance(place, RemoteFile) and place.is_of_web):
+        return whole_file(place)
     begins = range(0, max(size, 1), size_bytes)
     return [Stretch(begin, begin + size_bytes, size_bytes) for begin in begins[:-1]] + [
         Stretch(begins[-1], None, size - begins[-1])

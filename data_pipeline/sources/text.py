@@ -3,11 +3,11 @@
 import codecs
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from data_pipeline.errors import DataError
 from data_pipeline.sources.compressed import open_text, size_of_text
 from data_pipeline.sources.document import Document, OnBadRow, file_identity
+from data_pipeline.sources.remote_file import Place
 from data_pipeline.sources.stretch import WHOLE, Stretch, whole_file
 
 _BLOCK_BYTES = 1 << 20
@@ -17,7 +17,7 @@ _BLOCK_BYTES = 1 << 20
 class TextFile:
     """A text file, which is one document."""
 
-    path: Path
+    path: Place
 
     @property
     def size_bytes(self) -> int | None:

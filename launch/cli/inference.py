@@ -101,7 +101,8 @@ def evaluate(
 
     Example: `megalite evaluate runs/quickstart/hf --text README.md --sequence-length 256 --stride 128`
     """
-    from launch.inference.evaluate import EvaluateRequest, run
+    from launch.inference.evaluate import run
+    from launch.inference.scored_data import EvaluateRequest
     from launch.inference.session import ModelPlacement
 
     place = ModelPlacement(model, tensor_parallel_size, device, dtype, tokenizer)

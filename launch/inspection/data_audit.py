@@ -141,7 +141,7 @@ class AuditedRun:
         name, colon, number = named.rpartition(":")
         if not colon or not number.isdecimal():
             raise LaunchError(f"--document {named}: give SOURCE:NUMBER or PREFIX:NUMBER, such as data/web:88211")
-        data = self.data.config.data
+        data, name = self.data.config.data, self.data.places.get(name, name)
         if name in data.sources and (prefixes := data.sources[name].path):
             if len(prefixes) > 1:
                 raise LaunchError(

@@ -150,9 +150,6 @@ def test_sources_that_are_not_there_are_one_sentence(tmp_path: Path) -> None:
         documents([f"{tmp_path}/*.md"])
     with pytest.raises(DataError, match="holds no files"):
         documents([str(tmp_path)])
-    for spec in ("https://example.com/a.txt?b", "s3://bucket/a.txt"):  # the first has what looks like a pattern
-        with pytest.raises(DataError, match=r"is a URL, which is not read: download it"):
-            documents([spec])
     with pytest.raises(DataError, match=r"source - .stdin. is not read: write the text into a file"):
         documents(["-"])
     with pytest.raises(DataError, match="no source is given"):

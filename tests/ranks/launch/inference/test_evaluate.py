@@ -16,8 +16,9 @@ from data_pipeline.prepare.prepare import prepare
 from data_pipeline.tokenizer import train_tokenizer
 from launch.cli.app import main
 from launch.errors import USER_ERRORS, LaunchError
-from launch.inference.evaluate import EvaluateRequest, Evaluation, evaluate
+from launch.inference.evaluate import Evaluation, evaluate
 from launch.inference.generate import generate
+from launch.inference.scored_data import EvaluateRequest
 from launch.inference.session import ModelPlacement, load
 from tests.helpers.commands import metrics
 from tests.helpers.hub_models import HubModel
