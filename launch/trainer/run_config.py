@@ -20,6 +20,7 @@ from launch.runtime.logs import get_logger
 from launch.runtime.rank_environment import Rank
 from launch.trainer.data_patterns import with_prefixes
 from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.huggingface.json_files import refuse_adapter
 from megalite.checkpoint.manifest import find_latest, no_checkpoint, read_manifest
 from megalite.config import Config, ModelConfig, load_config
 from megalite.config.model import DROPOUTS
@@ -81,6 +82,7 @@ def _model_of(source: Path, given: Options) -> dict[str, Any] | None:
 
 def checkpoint_at(source: Path) -> Path:
     """Returns the newest complete checkpoint of `training.initialize_from`. Raises CheckpointError."""
+    refuse_adapter(source)
     weights, reasons = find_latest(source)
     if weights is None:
         start = "" if source.is_absolute() else " (relative paths start from the working directory)"
