@@ -15,15 +15,29 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.dataset import Samples
+from data_pipeline.dataset import Sample
 from data_pipeline.errors import DataError
 
 IGNORED_TARGET = -100  # the value that cross-entropy leaves out
 _STEPS_AHEAD = 2  # global batches prepared at most while one trains
+
+
+class ReadSamples(Protocol):
+    """The part of data_pipeline.dataset.Samples that a loader needs."""
+
+    sequence_length: int
+    has_loss_mask: bool
+
+    def sample(self, k: int) -> Sample:
+        """Returns sample k."""
+
+    def count_valid_targets(self, k: int) -> int:
+        """Returns how many targets of sample k carry loss."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +74,7 @@ class BatchPlan:
         assert 0 <= self.data_parallel_rank < size, f"data-parallel rank {self.data_parallel_rank} outside [0, {size})"
 
 
-def global_batch(samples: Samples, plan: BatchPlan, consumed_samples: int) -> list[TokenBatch]:
+def global_batch(samples: ReadSamples, plan: BatchPlan, consumed_samples: int) -> list[TokenBatch]:
     """Returns the micro-batches of this rank in the step after `consumed_samples` samples."""
     share = plan.global_batch_size // plan.data_parallel_size
     first = consumed_samples + plan.data_parallel_rank * share
@@ -68,7 +82,7 @@ def global_batch(samples: Samples, plan: BatchPlan, consumed_samples: int) -> li
     return [_micro_batch(samples, start, plan, valid) for start in range(first, first + share, plan.micro_batch_size)]
 
 
-def count_valid_targets(samples: Samples, plan: BatchPlan, consumed_samples: int) -> int:
+def count_valid_targets(samples: ReadSamples, plan: BatchPlan, consumed_samples: int) -> int:
     """Returns how many targets of the global batch after `consumed_samples` samples count, on all replicas."""
     if not (plan.document_mask or samples.has_loss_mask):
         return plan.global_batch_size * samples.sequence_length
@@ -76,7 +90,7 @@ def count_valid_targets(samples: Samples, plan: BatchPlan, consumed_samples: int
     return sum(samples.count_valid_targets(k) for k in range(consumed_samples, stop))
 
 
-def _micro_batch(samples: Samples, first: int, plan: BatchPlan, valid: int) -> TokenBatch:
+def _micro_batch(samples: ReadSamples, first: int, plan: BatchPlan, valid: int) -> TokenBatch:
     numbers = np.arange(first, first + plan.micro_batch_size)
     shape = plan.micro_batch_size, samples.sequence_length
     tokens, targets = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
@@ -105,7 +119,7 @@ def _mask_documents(targets: NDArray[np.int64], starts: Sequence[NDArray[np.int6
 
 
 def prefetched_batches(
-    samples: Samples, plan: BatchPlan, *, start_consumed: int, steps: int
+    samples: ReadSamples, plan: BatchPlan, *, start_consumed: int, steps: int
 ) -> Generator[list[TokenBatch], None, None]:
     """Yields the global batches of `steps` steps; a thread prepares the next ones while the current one trains.
 

@@ -10,12 +10,21 @@ from typing import Any
 from data_pipeline.best_fit import BestFitSamples
 from data_pipeline.dataset import PackedSamples, Samples
 from data_pipeline.errors import DataError
-from data_pipeline.loader import BatchPlan, TokenBatch, count_valid_targets, global_batch, prefetched_batches
+from data_pipeline.loader import (
+    BatchPlan,
+    ReadSamples,
+    TokenBatch,
+    count_valid_targets,
+    global_batch,
+    prefetched_batches,
+)
 from data_pipeline.meta import CorpusMeta, read_meta
 from data_pipeline.mix import MixedSamples
+from data_pipeline.staged import CutSamples
 from launch.trainer.run_mix import FollowedMix, check_epochs, mixed, notices_of
 from megalite.checkpoint.manifest import step_folders
 from megalite.config import Config, ResolvedLayout
+from megalite.config.batch_stages import sample_length, shapes_of
 
 Text = PackedSamples | BestFitSamples
 PACKINGS: dict[str, type[PackedSamples] | type[BestFitSamples]] = {
@@ -119,7 +128,7 @@ def _open(config: Config, prefixes: Sequence[str], held_out_fraction: float) -> 
     training, paths = config.training, [Path(prefix) for prefix in prefixes]
     return PACKINGS[config.data.packing](
         paths,
-        training.sequence_length,
+        sample_length(training),
         training.seed,
         "train",
         held_out_fraction,
@@ -153,11 +162,20 @@ def _remedy(config: Config, vocab_size: int) -> str:
 
 
 def training_batches(
-    data: RunData, config: Config, layout: ResolvedLayout, replica: int, *, consumed: int, steps: int
+    data: RunData, config: Config, layout: ResolvedLayout, replica: int, followed: FollowedMix
 ) -> Iterator[list[TokenBatch]]:
-    """Returns this replica's micro-batches of the next `steps` steps, prepared ahead in a thread."""
-    plan = _batch_plan(config, layout, replica)
-    return prefetched_batches(data.training, plan, start_consumed=consumed, steps=steps)
+    """Yields this replica's micro-batches of each step from a position to the end, prepared ahead in a thread."""
+    config = followed.counted(config)
+    stretches, consumed = config.batches.stretches, followed.consumed_samples
+    ends = [*(stretch.step for stretch in stretches[1:]), config.total_steps]
+    for (begin, _, shape, _), end in zip(stretches, ends, strict=True):
+        steps, plan = min(end, config.total_steps) - begin, _batch_plan(config, layout, replica)
+        if steps <= 0:
+            return
+        samples = data.training if shape.parts == 1 else CutSamples(data.training, shape.parts)
+        plan = replace(plan, global_batch_size=shape.global_batch_size)
+        yield from prefetched_batches(samples, plan, start_consumed=consumed * shape.parts, steps=steps)
+        consumed += steps * shape.samples
 
 
 def evaluation_batches(
@@ -165,13 +183,19 @@ def evaluation_batches(
 ) -> Sequence[TokenBatch]:
     """Returns this replica's micro-batches of a validation set; over all replicas the same samples on every layout."""
     plan = replace(_batch_plan(config, layout, replica), global_batch_size=one.count)
-    return global_batch(one.samples, plan, consumed_samples=0)
+    return global_batch(_evaluated(one, config), plan, consumed_samples=0)
 
 
 def evaluation_targets(one: EvaluationSamples, config: Config, layout: ResolvedLayout) -> int:
     """Returns the targets that count in an evaluation on a validation set, over all replicas."""
     plan = replace(_batch_plan(config, layout, 0), global_batch_size=one.count)
-    return count_valid_targets(one.samples, plan, consumed_samples=0)
+    return count_valid_targets(_evaluated(one, config), plan, consumed_samples=0)
+
+
+def _evaluated(one: EvaluationSamples, config: Config) -> ReadSamples:
+    """Returns the sequences of a validation set, which have the run's first length in all its stages."""
+    parts = shapes_of(config.training)[0].parts
+    return one.samples if parts == 1 else CutSamples(one.samples, parts)
 
 
 def _batch_plan(config: Config, layout: ResolvedLayout, replica: int) -> BatchPlan:

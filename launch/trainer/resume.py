@@ -21,6 +21,7 @@ from launch.trainer.config_changes import OptionChange, changes_since, check_cha
 from launch.trainer.data import RunData
 from launch.trainer.run_config import checkpoint_at, reads_the_length, refuse_other_model
 from launch.trainer.run_mix import NEW_RUN, FollowedMix, check_past, mixed
+from launch.trainer.run_stages import check_past_batches
 from launch.trainer.run_tokenizer import check_kept, check_room_for, choose_tokenizer
 from launch.trainer.start_flags import NO_FLAGS, StartFlags
 from megalite.checkpoint.durable_files import remove
@@ -306,6 +307,7 @@ def check_tokenizer(
 
 def _check_data(manifest: Manifest, config: Config, folder: Path, training: Samples) -> None:
     advice = "start another run_dir with training.initialize_from to go on with its weights"
+    check_past_batches(manifest, config, folder, advice)
     is_mixed = isinstance(training, MixedSamples) or bool(manifest.state.get("data_mix"))
     if not is_mixed and manifest.state.get("data_fingerprint") != training.fingerprint:
         raise CheckpointError(

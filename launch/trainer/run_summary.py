@@ -35,8 +35,9 @@ MOST_SOURCES = 12
 
 def run_facts(config: Config, layout: ResolvedLayout, data: RunData, start: Start, devices: str) -> Facts:
     """Returns the facts of a run; `config` counts its length from `start`, `devices` are in words."""
-    training, samples, left = config.training, data.training, max(0, config.total_steps - start.step)
-    tokens, end = training.global_batch_size * training.sequence_length, start.followed.samples_at_end(config)
+    samples, left, batches = data.training, max(0, config.total_steps - start.step), config.batches
+    shape, end = batches.shape_after(start.step), start.followed.samples_at_end(config)
+    tokens_left = batches.tokens_after(start.step + left) - batches.tokens_after(start.step)
     modes = config.recompute.by_stage(layout.pipeline_parallel_size)
     return {
         "run_dir": str(config.run_dir),
@@ -62,11 +63,21 @@ def run_facts(config: Config, layout: ResolvedLayout, data: RunData, start: Star
         "devices": devices,
         "offload": config.offload.model_dump(),
         "batch": {
-            "samples": training.global_batch_size,
-            "sequence_length": training.sequence_length,
-            "tokens": tokens,
-            "micro_batch_size": training.micro_batch_size,
-            "micro_batches": layout.gradient_accumulation_steps,
+            "samples": shape.global_batch_size,
+            "sequence_length": shape.sequence_length,
+            "tokens": shape.tokens,
+            "micro_batch_size": shape.micro_batch_size,
+            "micro_batches": shape.micro_batches(layout.data_parallel_size),
+            "stages": [
+                {
+                    "place": stretch.place,
+                    "after_step": stretch.step,
+                    "from_token": stretch.tokens,
+                    "samples": stretch.shape.global_batch_size,
+                    "sequence_length": stretch.shape.sequence_length,
+                }
+                for stretch in batches.stretches[1:]
+            ],
         },
         "data": {
             "paths": config.data.prefixes,
@@ -75,7 +86,7 @@ def run_facts(config: Config, layout: ResolvedLayout, data: RunData, start: Star
             "epochs": end / samples.samples_per_epoch,
             "sources": _source_facts(samples, end) if isinstance(samples, MixedSamples) else [],
         },
-        "length": {"steps": config.total_steps, "steps_left": left, "tokens_left": left * tokens},
+        "length": {"steps": config.total_steps, "steps_left": left, "tokens_left": tokens_left},
     }
 
 
@@ -132,9 +143,20 @@ def summary_lines(facts: Facts) -> Lines:
             f"{batch['samples']:,} samples x {batch['sequence_length']:,} tokens = {batch['tokens']:,} tokens a step; "
             f"on each replica {number:,} micro-batch{'es' * (number > 1)} of {size:,}",
         ),
+        *(("batch", _stage_in_words(stage, length["steps"])) for stage in batch["stages"]),
         *_data_lines(data),
         ("length", f"{plural(length['steps'], 'step')}{done}, {count(length['tokens_left'])} tokens"),
     ]
+
+
+def _stage_in_words(stage: Facts, steps: int) -> str:
+    """Returns where a stage of training begins, and the batch from there on."""
+    tokens = stage["samples"] * stage["sequence_length"]
+    batch = f"{stage['samples']:,} samples x {stage['sequence_length']:,} tokens = {tokens:,} tokens a step"
+    if stage["after_step"] >= steps:
+        return f"the stage {stage['place']}, {batch}, is not reached, because the run ends with step {steps:,}"
+    begin = f"after step {stage['after_step']:,} (token {stage['from_token']:,})"
+    return f"from the stage {stage['place']} on, {begin}, {batch}"
 
 
 def _source_facts(samples: MixedSamples, end: int) -> list[Facts]:
