@@ -220,6 +220,7 @@ def run(
         progress.begin("looking for a checkpoint and checking its files")
         start = agree_on_start(config, rank, data, activity, flags)
         config = start.counted(config)
+        prediction.count_from(config)
         data = data.from_position(config, start.followed)
         setup = RunSetup(config, layout, rank, data, start)
         if rank.rank == 0:

@@ -13,6 +13,7 @@ from data_pipeline.mix import MixedSamples
 from launch.output import Table
 from launch.trainer.data import open_training
 from launch.trainer.run_mix import NEW_RUN, FollowedMix, check_past, mixed
+from launch.trainer.run_stages import check_past_batches
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import Manifest, find_latest, read_manifest, step_folders
 from megalite.config import Config
@@ -77,6 +78,7 @@ def data_of(config: Config, checkpoints: Path) -> PositionedData:
         return PositionedData(config, as_mix(training), NEW_RUN, None)
     manifest = read_manifest(own)
     followed = FollowedMix.of(manifest.state)
+    check_past_batches(manifest, config, own, "choose another run_dir")
     if isinstance(training, MixedSamples):
         training = mixed(config, training.sources, followed)
     check_past(training, followed, own, "choose another run_dir")

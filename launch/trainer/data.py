@@ -10,21 +10,14 @@ from typing import Any
 from data_pipeline.best_fit import BestFitSamples
 from data_pipeline.dataset import PackedSamples, Samples
 from data_pipeline.errors import DataError
-from data_pipeline.loader import (
-    BatchPlan,
-    ReadSamples,
-    TokenBatch,
-    count_valid_targets,
-    global_batch,
-    prefetched_batches,
-)
+from data_pipeline.loader import BatchPlan, TokenBatch, count_valid_targets, global_batch, prefetched_batches
 from data_pipeline.meta import CorpusMeta, read_meta
 from data_pipeline.mix import MixedSamples
 from data_pipeline.staged import CutSamples
 from launch.trainer.run_mix import FollowedMix, check_epochs, mixed, notices_of
 from megalite.checkpoint.manifest import step_folders
 from megalite.config import Config, ResolvedLayout
-from megalite.config.batch_stages import sample_length, shapes_of
+from megalite.config.batch_stages import sample_length
 
 Text = PackedSamples | BestFitSamples
 PACKINGS: dict[str, type[PackedSamples] | type[BestFitSamples]] = {
@@ -74,7 +67,7 @@ def open_data(config: Config) -> RunData:
 
     Raises DataError if something is missing, damaged, or has a larger vocabulary than the model.
     """
-    texts = _open_texts(config)
+    texts = _open_texts(config, sample_length(config.training))
     training = _training(config, texts)
     validation = tuple(_validation(config, texts)) if config.training.evaluation.interval else ()
     metas = _checked_metas(config)
@@ -96,14 +89,14 @@ def open_data(config: Config) -> RunData:
 
 def open_training(config: Config) -> Samples:
     """Opens the training text alone; of a mix, as a new run follows it."""
-    return _training(config, _open_texts(config))
+    return _training(config, _open_texts(config, sample_length(config.training)))
 
 
-def _open_texts(config: Config) -> dict[str, Text]:
-    """Opens the training samples of each source; `data.path` is one without a name."""
+def _open_texts(config: Config, length: int) -> dict[str, Text]:
+    """Opens the training samples of each source, of `length` tokens; `data.path` is one without a name."""
     data = config.data
     paths = {"": data.path} if data.path is not None else {name: one.path for name, one in data.sources.items()}
-    return {name: _open(config, path, data.held_out_fraction) for name, path in paths.items()}
+    return {name: _open(config, path, data.held_out_fraction, length) for name, path in paths.items()}
 
 
 def _training(config: Config, texts: Mapping[str, Text]) -> Samples:
@@ -111,24 +104,29 @@ def _training(config: Config, texts: Mapping[str, Text]) -> Samples:
 
 
 def _validation(config: Config, texts: Mapping[str, Text]) -> Iterator[EvaluationSamples]:
-    """Yields what the run is evaluated on: `data.validation`, or the held-out documents of each source."""
-    usual = config.training.evaluation.samples
+    """Yields what the run is evaluated on: `data.validation`, or the held-out documents of each source.
+
+    All evaluations of a run have its first length, so that their losses can be compared.
+    """
+    usual, length = config.training.evaluation.samples, config.training.sequence_length
+    if length != sample_length(config.training):
+        texts = _open_texts(config, length)
     for name, chosen in config.data.validation.items():
         if chosen.source is not None:
             samples = texts[chosen.source].of_split("held_out")
         else:
-            samples = _open(config, chosen.path or [], 0.0)  # all documents
+            samples = _open(config, chosen.path or [], 0.0, length)  # all documents
         yield EvaluationSamples(name, samples, chosen.samples or usual)
     for name, text in texts.items() if not config.data.validation else ():
         yield EvaluationSamples(name, text.of_split("held_out"), usual)
 
 
-def _open(config: Config, prefixes: Sequence[str], held_out_fraction: float) -> Text:
+def _open(config: Config, prefixes: Sequence[str], held_out_fraction: float, length: int) -> Text:
     """Opens the training samples of one text."""
     training, paths = config.training, [Path(prefix) for prefix in prefixes]
     return PACKINGS[config.data.packing](
         paths,
-        sample_length(training),
+        length,
         training.seed,
         "train",
         held_out_fraction,
@@ -183,19 +181,13 @@ def evaluation_batches(
 ) -> Sequence[TokenBatch]:
     """Returns this replica's micro-batches of a validation set; over all replicas the same samples on every layout."""
     plan = replace(_batch_plan(config, layout, replica), global_batch_size=one.count)
-    return global_batch(_evaluated(one, config), plan, consumed_samples=0)
+    return global_batch(one.samples, plan, consumed_samples=0)
 
 
 def evaluation_targets(one: EvaluationSamples, config: Config, layout: ResolvedLayout) -> int:
     """Returns the targets that count in an evaluation on a validation set, over all replicas."""
     plan = replace(_batch_plan(config, layout, 0), global_batch_size=one.count)
-    return count_valid_targets(_evaluated(one, config), plan, consumed_samples=0)
-
-
-def _evaluated(one: EvaluationSamples, config: Config) -> ReadSamples:
-    """Returns the sequences of a validation set, which have the run's first length in all its stages."""
-    parts = shapes_of(config.training)[0].parts
-    return one.samples if parts == 1 else CutSamples(one.samples, parts)
+    return count_valid_targets(one.samples, plan, consumed_samples=0)
 
 
 def _batch_plan(config: Config, layout: ResolvedLayout, replica: int) -> BatchPlan:

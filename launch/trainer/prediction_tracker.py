@@ -117,6 +117,10 @@ class PredictionTracker(Observer):
                 self.allocator = cpu_memory(os.environ)
             self.lookup = lookup or look_up_machine(rank, on_cpu=device == "cpu")
 
+    def count_from(self, config: Config) -> None:
+        """Takes the config that counts its length from where the session starts."""
+        self._config = config
+
     def on_start(self) -> None:
         """Predicts, and logs the prediction; the step time follows if the machine is still being measured."""
         for sentence in self._predict(PRINTED_AFTER_S).sentences():
@@ -148,6 +152,7 @@ class PredictionTracker(Observer):
 
     def on_step(self, record: dict[str, Any]) -> None:
         """Adds `model_flops_utilization` to the record, where the peak of the devices is known."""
+        self._follow_stages(record)
         if self.lookup is not None and self.lookup.is_done:
             self._predict_again(0.0)
         if self._prediction is not None:
@@ -155,6 +160,15 @@ class PredictionTracker(Observer):
             if utilization is not None:
                 record["model_flops_utilization"] = round(utilization, 4)
         self._measurement.add(record)
+
+    def _follow_stages(self, record: dict[str, Any]) -> None:
+        """Predicts and measures anew where a stage of training has begun with this step."""
+        batches, step = self._config.batches, record["step"] - 1
+        if self._prediction is None or batches.shape_after(step) == batches.shape_after(batches.step):
+            return
+        self._config = self._config.counted_from(step, batches.tokens_after(step))
+        self._measurement = SessionMeasurement()
+        self._predict(0.0)
 
     def on_end(self, ending: str, *, save_blocked_s: float = 0.0) -> None:
         """Predicts a run that ended before its machine was measured; only one that is done waits for that."""

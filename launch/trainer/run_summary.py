@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from data_pipeline.mix import MixedSamples
+from launch.planning.batch_words import stage_facts, stage_in_words
 from launch.planning.memory_check import MemoryForecast
 from launch.planning.prediction import Prediction
 from launch.runtime.logs import get_logger
@@ -68,16 +69,7 @@ def run_facts(config: Config, layout: ResolvedLayout, data: RunData, start: Star
             "tokens": shape.tokens,
             "micro_batch_size": shape.micro_batch_size,
             "micro_batches": shape.micro_batches(layout.data_parallel_size),
-            "stages": [
-                {
-                    "place": stretch.place,
-                    "after_step": stretch.step,
-                    "from_token": stretch.tokens,
-                    "samples": stretch.shape.global_batch_size,
-                    "sequence_length": stretch.shape.sequence_length,
-                }
-                for stretch in batches.stretches[1:]
-            ],
+            "stages": stage_facts(config),
         },
         "data": {
             "paths": config.data.prefixes,
@@ -102,11 +94,12 @@ def tell_start(setup: RunSetup, devices: str, memory_warning: str | None) -> Non
 def prediction_facts(facts: Facts, prediction: Prediction, memory: MemoryForecast | None) -> Facts:
     """Returns what is predicted for the run of `facts`: memory, step time, and the time of the steps that are left."""
     step_s = prediction.step.seconds if prediction.step is not None else None
+    steps = facts["length"]["tokens_left"] / facts["batch"]["tokens"]  # steps of another batch count by their tokens
     return {
         "memory_per_rank_bytes": [round(stage.total) for stage in prediction.memory],
         "memory": memory.facts() if memory is not None else None,
         "step_s": step_s,
-        "seconds_left": step_s * facts["length"]["steps_left"] if step_s is not None else None,
+        "seconds_left": step_s * steps if step_s is not None else None,
         "rough": prediction.why_rough,
         "problem": prediction.problem or None,
     }
@@ -143,20 +136,10 @@ def summary_lines(facts: Facts) -> Lines:
             f"{batch['samples']:,} samples x {batch['sequence_length']:,} tokens = {batch['tokens']:,} tokens a step; "
             f"on each replica {number:,} micro-batch{'es' * (number > 1)} of {size:,}",
         ),
-        *(("batch", _stage_in_words(stage, length["steps"])) for stage in batch["stages"]),
+        *(("batch", stage_in_words(stage)) for stage in batch["stages"]),
         *_data_lines(data),
         ("length", f"{plural(length['steps'], 'step')}{done}, {count(length['tokens_left'])} tokens"),
     ]
-
-
-def _stage_in_words(stage: Facts, steps: int) -> str:
-    """Returns where a stage of training begins, and the batch from there on."""
-    tokens = stage["samples"] * stage["sequence_length"]
-    batch = f"{stage['samples']:,} samples x {stage['sequence_length']:,} tokens = {tokens:,} tokens a step"
-    if stage["after_step"] >= steps:
-        return f"the stage {stage['place']}, {batch}, is not reached, because the run ends with step {steps:,}"
-    begin = f"after step {stage['after_step']:,} (token {stage['from_token']:,})"
-    return f"from the stage {stage['place']} on, {begin}, {batch}"
 
 
 def _source_facts(samples: MixedSamples, end: int) -> list[Facts]:

@@ -81,6 +81,11 @@ class BatchSchedule:
         step = self.steps_at(tokens)
         return step if self.tokens_after(step) >= tokens else step + 1
 
+    def steps_left(self, step: int, total_steps: int) -> float:
+        """Returns the steps from `step` on, in steps like the last one: those of other stages count by their tokens."""
+        left = self.tokens_after(max(step, total_steps)) - self.tokens_after(step)
+        return left / self.shape_after(max(0, step - 1)).tokens
+
     def _at_step(self, step: int) -> BatchStretch:
         return self.stretches[max(0, bisect_right(self._steps, step) - 1)]
 
@@ -98,6 +103,11 @@ def shapes_of(training: TrainingConfig) -> list[BatchShape]:
         batch, length = stage.global_batch_size or batch, stage.sequence_length or length
         shapes.append(BatchShape(batch, length, training.micro_batch_size, longest // length))
     return shapes
+
+
+def largest_shape(training: TrainingConfig) -> BatchShape:
+    """Returns the shape that needs most memory: of the longest sequences, and of these the one with most of them."""
+    return max(shapes_of(training), key=lambda shape: (shape.sequence_length, shape.global_batch_size))
 
 
 def _stretches(training: TrainingConfig, step: int, tokens: int) -> Iterator[BatchStretch]:

@@ -28,17 +28,19 @@ STAGES = [
     {"from_steps": 6, "global_batch_size": 4, "sequence_length": 64},
 ]
 PIPELINE = {"pipeline_parallel_size": 2}
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "one rank": {},
-    "data": {"data_parallel_size": 2},
-    "tensor, sequence cut": {"tensor_parallel_size": 2, "sequence_parallel": True},
-    "1f1b": PIPELINE,
-    "zb-v": PIPELINE | {"pipeline_schedule": "zb-v"},
-    "zero 3": {"data_parallel_size": 2, "zero_stage": 3},
-    "zero 2": {"data_parallel_size": 2, "zero_stage": 2},
-    "interleaved": PIPELINE | {"pipeline_schedule": "interleaved", "pipeline_chunks": 2},
-    "zero-bubble": PIPELINE | {"pipeline_schedule": "zero-bubble"},
-    "dualpipev": PIPELINE | {"pipeline_schedule": "dualpipev"},
+    "data": {"parallel": {"data_parallel_size": 2}},
+    "tensor, sequence cut": {"parallel": {"tensor_parallel_size": 2, "sequence_parallel": True}},
+    "1f1b": {"parallel": PIPELINE},
+    "zb-v": {"parallel": PIPELINE | {"pipeline_schedule": "zb-v"}},
+    "zero 3": {"parallel": {"data_parallel_size": 2, "zero_stage": 3}},
+    # in one micro-batch, two, and one
+    "offloaded": {"parallel": {"data_parallel_size": 2}, "offload": {"optimizer": "cpu"}},
+    "zero 2": {"parallel": {"data_parallel_size": 2, "zero_stage": 2}},
+    "interleaved": {"parallel": PIPELINE | {"pipeline_schedule": "interleaved", "pipeline_chunks": 2}},
+    "zero-bubble": {"parallel": PIPELINE | {"pipeline_schedule": "zero-bubble"}},
+    "dualpipev": {"parallel": PIPELINE | {"pipeline_schedule": "dualpipev"}},
 }
 USUAL = ("one rank", "data", "tensor, sequence cut", "1f1b", "zb-v", "zero 3")
 
@@ -105,9 +107,11 @@ def reference(hub: Path, corpus: Path) -> list[tuple[float, float]]:
     return found
 
 
-def trained(folder: Path, config: dict[str, Any], parallel: dict[str, Any]) -> list[dict[str, Any]]:
-    config = config | {"parallel": parallel, "run_dir": str(folder / "run")}
-    train(folder, config, world_size=2 if parallel else 1)
+def trained(folder: Path, config: dict[str, Any], layout: str, *overrides: str) -> list[dict[str, Any]]:
+    config = config | LAYOUTS[layout] | {"run_dir": str(folder / "run")}
+    if "offload" in config:
+        overrides = (*overrides, "training.micro_batch_size=2")
+    train(folder, config, *overrides, world_size=2 if config.get("parallel") else 1)
     return metrics(config["run_dir"])
 
 
@@ -119,13 +123,27 @@ def test_every_layout_trains_as_transformers_over_changes_of_the_batch(
 ) -> None:
     """A stage that kept the former number of micro-batches, weight of a token, program, rotary angles or size of
     messages would differ from its first step on; a change of the data's order would too. fp32 against float64."""
-    records = trained(tmp_path, staged, LAYOUTS[layout])
+    records = trained(tmp_path, staged, layout)
     assert [(one["global_batch_size"], one["sequence_length"]) for one in records] == SHAPES
     for record, (loss, norm) in zip(records, reference, strict=True):
         assert record["loss"] == pytest.approx(loss, rel=2e-5), (layout, record["step"])
         assert record["grad_norm"] == pytest.approx(norm, rel=2e-4), (layout, record["step"])
     assert [one["samples"] for one in records[2:5]] == [[4, 6], [6, 10], [10, 14]]
     assert records[-1]["tokens_seen"] == sum(rows * length for rows, length in SHAPES) == 64 * records[-1]["samples"][1]
+
+
+@pytest.mark.parametrize("layout", ["tensor, sequence cut", "zb-v"])
+def test_documents_and_dropout_are_the_same_on_every_layout_over_changes_of_the_batch(
+    layout: str, staged: dict[str, Any], tmp_path: Path
+) -> None:
+    """What travels with hidden states has the shape of the stage too: positions, and numbers of sequences, of which no
+    two of a batch are equal, or their dropout would be."""
+    staged["data"]["document_mask"] = True
+    dropout = ("model.residual_dropout=0.1", "model.embedding_dropout=0.1")
+    alone, cut = (trained(tmp_path / name, staged, name, *dropout) for name in ("one rank", layout))
+    for one, other in zip(alone, cut, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=2e-5), one["step"]
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=2e-4), one["step"]
 
 
 @pytest.mark.parametrize("saved_step", [2, 5, 6])
