@@ -53,6 +53,7 @@ LOCAL_SIZE = re.compile(r"(\d+)(\(x\d+\))?(,[\d,x()]+)?")  # Slurm has 8(x2),4 f
 PRINTED_AFTER_S = 0.25  # longest wait for the machine's description before the first step, which it delays
 MEASURED_AT_END_S = 5.0  # longest wait for it when a run of few steps is done
 RankMemory = dict[str, float]  # MiB
+BATCH = ("global_batch_size", "sequence_length")  # in the record of a step of a run with stages
 
 
 class MachineLookup:
@@ -163,10 +164,12 @@ class PredictionTracker(Observer):
 
     def _follow_stages(self, record: dict[str, Any]) -> None:
         """Predicts and measures anew where a stage of training has begun with this step."""
-        batches, step = self._config.batches, record["step"] - 1
-        if self._prediction is None or batches.shape_after(step) == batches.shape_after(batches.step):
+        if self._prediction is None or not self._config.training.stages:
             return
-        self._config = self._config.counted_from(step, batches.tokens_after(step))
+        shape, sequences, length = self._config.batches.stretches[0].shape, *(record[name] for name in BATCH)
+        if (sequences, length) == (shape.global_batch_size, shape.sequence_length):
+            return
+        self._config = self._config.counted_from(record["step"] - 1, record["tokens_seen"] - sequences * length)
         self._measurement = SessionMeasurement()
         self._predict(0.0)
 
