@@ -128,6 +128,9 @@ class Samples(Protocol):
     def count_valid_targets(self, k: int) -> int:
         """Returns how many targets of sample k carry loss; reads no tokens."""
 
+    def sources_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Returns the source of each of these samples `[B]`, by its place among the names of a mix, or None."""
+
     def documents(self, k: int) -> list[DocumentRange]:
         """Returns the documents that sample k holds tokens of, its last target included, in the order of the sample."""
 
@@ -209,6 +212,9 @@ class CorpusSamples:
     def _open_split(self, split: Split) -> int:
         """Sets up the blocks of the split; returns its number of tokens."""
         raise NotImplementedError
+
+    def sources_of(self, numbers: NDArray[np.int64]) -> None:
+        """Returns None: these samples are those of one source."""
 
     def _block(self, k: int) -> int:
         """Returns the block that sample k is."""

@@ -15,16 +15,37 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.dataset import SampleRows, Samples, ids_are_below
+from data_pipeline.dataset import Sample, SampleRows, ids_are_below
 from data_pipeline.errors import DataError
-from data_pipeline.mix import MixedSamples
 
 IGNORED_TARGET = -100  # the value that cross-entropy leaves out
 _STEPS_AHEAD = 2  # global batches prepared at most while one trains
+
+
+class ReadSamples(Protocol):
+    """The part of data_pipeline.dataset.Samples that a loader needs."""
+
+    sequence_length: int
+    has_loss_mask: bool
+    dtype: np.dtype[Any]
+    id_limit: int
+
+    def sample(self, k: int) -> Sample:
+        """Returns sample k."""
+
+    def read_row(self, k: int, rows: SampleRows, row: int) -> None:
+        """Reads sample k into a row of a micro-batch; its ids are not checked."""
+
+    def sources_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Returns the source of each of these samples, as in `Samples`."""
+
+    def count_valid_targets(self, k: int) -> int:
+        """Returns how many targets of sample k carry loss."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +83,7 @@ class BatchPlan:
         assert 0 <= self.data_parallel_rank < size, f"data-parallel rank {self.data_parallel_rank} outside [0, {size})"
 
 
-def global_batch(samples: Samples, plan: BatchPlan, consumed_samples: int) -> list[TokenBatch]:
+def global_batch(samples: ReadSamples, plan: BatchPlan, consumed_samples: int) -> list[TokenBatch]:
     """Returns the micro-batches of this rank in the step after `consumed_samples` samples."""
     share = plan.global_batch_size // plan.data_parallel_size
     first = consumed_samples + plan.data_parallel_rank * share
@@ -70,7 +91,7 @@ def global_batch(samples: Samples, plan: BatchPlan, consumed_samples: int) -> li
     return [_micro_batch(samples, start, plan, valid) for start in range(first, first + share, plan.micro_batch_size)]
 
 
-def count_valid_targets(samples: Samples, plan: BatchPlan, consumed_samples: int) -> int:
+def count_valid_targets(samples: ReadSamples, plan: BatchPlan, consumed_samples: int) -> int:
     """Returns how many targets of the global batch after `consumed_samples` samples count, on all replicas."""
     if not (plan.document_mask or samples.has_loss_mask):
         return plan.global_batch_size * samples.sequence_length
@@ -78,7 +99,7 @@ def count_valid_targets(samples: Samples, plan: BatchPlan, consumed_samples: int
     return sum(samples.count_valid_targets(k) for k in range(consumed_samples, stop))
 
 
-def _micro_batch(samples: Samples, first: int, plan: BatchPlan, valid: int) -> TokenBatch:
+def _micro_batch(samples: ReadSamples, first: int, plan: BatchPlan, valid: int) -> TokenBatch:
     numbers = np.arange(first, first + plan.micro_batch_size)
     rows = SampleRows(len(numbers), samples.sequence_length, samples.dtype, finds_starts=plan.document_mask)
     for row, k in enumerate(numbers.tolist()):
@@ -90,8 +111,7 @@ def _micro_batch(samples: Samples, first: int, plan: BatchPlan, valid: int) -> T
     for places in rows.without_loss:
         targets.reshape(-1)[places] = IGNORED_TARGET
     positions = _mask_documents(targets, rows.document_starts()) if plan.document_mask else None
-    sources = samples.sources_of(numbers.tolist()) if isinstance(samples, MixedSamples) else None
-    return TokenBatch(tokens, targets, positions, numbers, valid, sources)
+    return TokenBatch(tokens, targets, positions, numbers, valid, samples.sources_of(numbers))
 
 
 def _mask_documents(targets: NDArray[np.int64], starts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -108,7 +128,7 @@ def _mask_documents(targets: NDArray[np.int64], starts: NDArray[np.int64]) -> ND
 
 
 def prefetched_batches(
-    samples: Samples, plan: BatchPlan, *, start_consumed: int, steps: int
+    samples: ReadSamples, plan: BatchPlan, *, start_consumed: int, steps: int
 ) -> Generator[list[TokenBatch], None, None]:
     """Yields the global batches of `steps` steps; a thread prepares the next ones while the current one trains.
 

@@ -64,6 +64,7 @@ from launch.trainer.resume import RunSetup, agree_on_start, checkpoints_of, load
 from launch.trainer.run_config import load_run_config, with_layout_for_all
 from launch.trainer.run_folder import lock_run_folder
 from launch.trainer.run_logger import RunLogger
+from launch.trainer.run_mix import FollowedMix
 from launch.trainer.run_summary import tell_start
 from launch.trainer.start_flags import NO_FLAGS, StartFlags, split_flags
 from megalite.checkpoint.durable_files import NO_ROOM
@@ -221,6 +222,7 @@ def run(
         progress.begin("looking for a checkpoint and checking its files")
         start = agree_on_start(config, rank, data, activity, flags)
         config = start.counted(config)
+        prediction.count_from(config)
         data = data.from_position(config, start.followed)
         setup = RunSetup(config, layout, rank, data, start)
         if rank.rank == 0:
@@ -288,8 +290,7 @@ def _train(
     def batches(state: TrainState) -> Iterator[Any]:
         if not engine.needs_data:
             return itertools.repeat([])
-        steps = config.total_steps - state.step
-        return training_batches(data, config, layout, replica, consumed=state.consumed_samples, steps=steps)
+        return training_batches(data, config, layout, replica, FollowedMix.of(state.model_dump()))
 
     checkpoints = Checkpoints(
         engine,

@@ -15,9 +15,11 @@ from launch.runtime.logs import get_logger
 from launch.trainer.data import open_training
 from launch.trainer.remote_data import copies_here, with_copies
 from launch.trainer.run_mix import NEW_RUN, FollowedMix, check_past, mixed
+from launch.trainer.run_stages import check_past_batches
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import Manifest, find_latest, read_manifest, step_folders
 from megalite.config import Config
+from megalite.config.batch_stages import BatchSchedule
 from megalite.planner.units import count
 
 log = get_logger(__name__)
@@ -40,14 +42,10 @@ class PositionedData:
 
     def step_of(self, k: int) -> int | None:
         """Returns the steps done before sample k; None of a past in which the batch size may have changed."""
-        batch, step, consumed = (
-            self.config.training.global_batch_size,
-            self.followed.step,
-            self.followed.consumed_samples,
-        )
-        if k < consumed and consumed != step * batch:
+        step, consumed = self.followed.step, self.followed.consumed_samples
+        if k < consumed and consumed != BatchSchedule(self.config.training).samples_between(0, step):
             return None
-        return step + (k - consumed) // batch
+        return self.followed.steps_at(self.config, k)
 
 
 @dataclass(frozen=True)
@@ -87,11 +85,11 @@ def data_of(config: Config, checkpoints: Path) -> PositionedData:
         return PositionedData(config, as_mix(training), NEW_RUN, None, places)
     manifest = read_manifest(own)
     followed = FollowedMix.of(manifest.state)
+    check_past_batches(manifest, config, own, "choose another run_dir")
     if isinstance(training, MixedSamples):
         training = mixed(config, training.sources, followed)
     check_past(training, followed, own, "choose another run_dir")
-    counted = config.counted_from(followed.step, int(manifest.state.get("tokens_seen", 0)))
-    return PositionedData(counted, as_mix(training), followed, manifest, places)
+    return PositionedData(followed.counted(config), as_mix(training), followed, manifest, places)
 
 
 def planned_sources(data: PositionedData) -> Iterator[PlannedSource]:

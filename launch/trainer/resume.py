@@ -22,6 +22,7 @@ from launch.trainer.config_changes import OptionChange, changes_since, check_cha
 from launch.trainer.data import RunData
 from launch.trainer.run_config import checkpoint_at, reads_the_length, refuse_other_model
 from launch.trainer.run_mix import NEW_RUN, FollowedMix, check_past, mixed
+from launch.trainer.run_stages import check_past_batches
 from launch.trainer.run_tokenizer import check_kept, check_room_for, choose_tokenizer
 from launch.trainer.start_flags import NO_FLAGS, StartFlags
 from megalite.checkpoint.durable_files import remove
@@ -307,6 +308,7 @@ def check_tokenizer(
 
 def _check_data(manifest: Manifest, config: Config, folder: Path, training: Samples) -> None:
     anew = advice = "start another run_dir with training.initialize_from to go on with its weights"
+    check_past_batches(manifest, config, folder, anew)
     if added := _added_prefixes(manifest, config):
         advice = f"leave out {first_names(added)}, which it has not read (a pattern matches more now?), or {advice}"
     is_mixed = isinstance(training, MixedSamples) or bool(manifest.state.get("data_mix"))

@@ -108,7 +108,7 @@ def _first_token(config: Config, stage: DataStage) -> int:
     if stage.from_tokens is not None:
         return stage.from_tokens
     assert stage.from_steps is not None
-    return stage.from_steps * config.training.global_batch_size * config.training.sequence_length
+    return config.batches.tokens_after(stage.from_steps)
 
 
 def _names(stage: DataStage, number: int, data: DataConfig) -> Iterator[str]:

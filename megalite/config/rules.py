@@ -20,6 +20,7 @@ from megalite.config.model_rules import problems_with_model
 from megalite.config.optimizer_rules import problems_with_optimizer
 from megalite.config.performance_rules import problems_with_performance
 from megalite.config.pipeline_rules import problems_with_pipeline
+from megalite.config.stage_rules import problems_with_stages
 from megalite.config.suggestions import multiples_near, tensor_parallel_fits, tensor_parallel_near
 from megalite.config.urls import problem_with_url
 
@@ -43,6 +44,7 @@ def broken_rules(config: Config, data_parallel_size: int | None, device: Device 
         *_router(config),
         *_layout(config),
         *problems_with_pipeline(config, data_parallel_size),
+        *problems_with_stages(config, lambda in_stage: _of_batch(in_stage, data_parallel_size)),
         *problems_with_performance(config, device),
         *_deepspeed(config, device),
         *_gradient_reduction(config, device),
@@ -245,6 +247,13 @@ def _batch(config: Config, replicas: int | None) -> Iterator[str]:
             f"training.sequence_length {length} is longer than model.max_position_embeddings {longest}: use a "
             f"sequence_length of at most {longest}, or raise max_position_embeddings to {length}"
         )
+
+
+def _of_batch(config: Config, replicas: int | None) -> Iterator[str]:
+    """Yields what is broken by the batch of a config, which in stages is another one."""
+    yield from _batch(config, replicas)
+    yield from problems_with_pipeline(config, replicas)
+    yield from problems_with_float8(config)
 
 
 def _phases(config: Config) -> Iterator[str]:

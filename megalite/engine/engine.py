@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megalite.config import Config, ConfigError, ResolvedLayout
+from megalite.config.batch_stages import BatchShape, shapes_of
 from megalite.config.layout import reduces_beside_backward
 from megalite.engine.activity import Activity, Operation, Phase
 from megalite.engine.batch_transfer import BatchTransfer, DeviceBatch, MicroBatch
@@ -32,6 +33,7 @@ from megalite.engine.deepspeed_internals import (
     clear_gradient_partitions,
     flat_groups,
     quiet_stdout,
+    set_batch_size,
     share_fp32_weights,
     stay_at_smallest_loss_scale,
 )
@@ -77,6 +79,7 @@ class Engine(ABC):
         self.expert_counts: ExpertCounts | None = None  # None: this rank's blocks have no experts
         self.expert_bias: ExpertBias | None = None
         self.source_losses: SourceLosses | None = None  # None: the data is one text
+        self.shape = shapes_of(config.training)[0]
         self.runs_ahead = False  # the device works while the host goes on: results may be read a step late
 
     def _initialize(self, model: torch.nn.Module) -> None:
@@ -196,6 +199,18 @@ class Engine(ABC):
         self.activity.record_op(Operation.UNITE_TIED_WEIGHTS, peers=ranks)
         dist.broadcast(self.tied_weight.weight.data, src=ranks[0], group=self.tied_weight.group)
 
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per step on each replica."""
+        return self.shape.micro_batches(self.mesh.data_parallel_size)
+
+    def use_shape(self, shape: BatchShape) -> None:
+        """Makes the next steps take global batches of `shape`; the result of every step before has been read."""
+        if shape == self.shape:
+            return
+        self.shape = shape
+        set_batch_size(self.deepspeed, shape.global_batch_size, self.micro_batches)
+
     def data_parallel_group(self) -> dist.ProcessGroup:
         """Returns the group of the ranks that hold what this one holds, one per replica."""
         return self._grid.get_data_parallel_group()
@@ -226,7 +241,7 @@ class Engine(ABC):
         if self.source_losses is not None:
             self.source_losses.begin_step(micro_batches)
         if self.reducer is not None:
-            self.reducer.begin(self.layout.gradient_accumulation_steps)
+            self.reducer.begin(self.micro_batches)
         micro_losses = self._accumulate_gradients(self._transfer(micro_batches), weight)
         losses = cache(lambda: self._reduced_losses(micro_losses))
 
@@ -312,7 +327,7 @@ class Engine(ABC):
 
     def _begin_balances(self) -> None:
         """Makes routers add the mean over the sequences of the global batch, and count their choices from zero."""
-        sequences = self.config.training.global_batch_size / self.mesh.data_parallel_size  # gradients are averaged
+        sequences = self.shape.global_batch_size / self.mesh.data_parallel_size  # gradients are averaged
         loss_scale = float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0))  # BF16_Optimizer has none
         for _, _, balance in self.balances:
             balance.losses, balance.scale = self.config.training.router, loss_scale / sequences

@@ -90,14 +90,18 @@ class _TrainingRun:
     ) -> None:
         self._engine, self._config, self._context, self._recorder = engine, config, context, recorder
         self._self_check, self._total_steps = SelfCheck(engine), config.total_steps
-        self._state = state  # after the last step that was begun
-        self._source_losses = SourceLossMeans(config, state.source_losses)
-        self._batches = context.batches(state)
-        self._held_back: Sequence[MicroBatch] | None = None  # of the step that is done again
+        self._go_on_from(state)
         self._unread: _BegunStep | None = None
         self._last_read = 0.0  # time.perf_counter, when the last result was read
         self._step_time_s = 0.0  # of the last step that was read
         self._evaluation_loss: float | None = None  # of the last step that was read, or of the checkpoint gone back to
+
+    def _go_on_from(self, state: TrainState) -> None:
+        self._state = state  # after the last step that was begun
+        self._shapes = self._config.counted_from(state.step, state.tokens_seen).batches
+        self._source_losses = SourceLossMeans(self._config, state.source_losses)
+        self._batches = self._context.batches(state)
+        self._held_back: Sequence[MicroBatch] | None = None  # of the step that is done again
 
     def train(self) -> TrainState:
         checkpoints = self._context.checkpoints
@@ -108,6 +112,7 @@ class _TrainingRun:
             is_checked, is_evaluated = self._is_checked(step, is_save_due=is_save_due), self._is_evaluated(step)
             is_read_now = not self._engine.reads_late(self._context.guard) or step == self._total_steps
             is_read_now |= is_save_due or is_checked or is_evaluated or self._recorder.is_profiled(step)
+            is_read_now |= self._shapes.shape_after(step) != self._shapes.shape_after(step - 1)  # a stage ends
             is_saved, read, self._unread = False, self._unread, None
             begun = None if read is not None and is_read_now else self._begin(step, is_checked=is_checked)
             if read is not None:
@@ -147,6 +152,7 @@ class _TrainingRun:
         micro_batches = next(self._batches) if self._held_back is None else self._held_back
         self._held_back = None
         waited_s = time.perf_counter() - began
+        self._engine.use_shape(self._shapes.shape_after(before.step))
         factor = learning_rate_factor(config.schedule, before.step, self._total_steps)
         learning_rate = config.optimizer.learning_rate * factor
         result = self._engine.train_step(micro_batches, learning_rate, self._context.guard)
@@ -183,17 +189,15 @@ class _TrainingRun:
         self._held_back = None if behind is None else behind.micro_batches
         if (returned := _intervene(self._context, intervention, state)) is None:
             return False
-        self._state, self._evaluation_loss = returned
-        self._source_losses.restore(self._state.source_losses)
-        self._batches, self._held_back = self._context.batches(self._state), None
+        state, self._evaluation_loss = returned
+        self._go_on_from(state)
         return True  # or a crash would go back there again and again
 
     def _read(self, begun: _BegunStep) -> tuple[dict[str, Any], TrainState]:
         """Reads a step's numbers; returns its record and the state after it."""
-        training, numbers = self._config.training, begun.result.readback.numbers
+        numbers, shape = begun.result.readback.numbers, self._shapes.shape_after(begun.before.step)
         now = time.perf_counter()
         step_time_s, self._last_read = now - max(begun.began, self._last_read), now
-        tokens = training.global_batch_size * training.sequence_length
         state = self._after(begun.before, skipped=not begun.result.taken)
         record = {
             "step": state.step,
@@ -203,19 +207,21 @@ class _TrainingRun:
             "learning_rate": begun.learning_rate,
             "tokens_seen": state.tokens_seen,
             "samples": [begun.before.consumed_samples, state.consumed_samples],
-            "tokens_per_second": tokens / step_time_s,
-            "samples_per_second": training.global_batch_size / step_time_s,
+            "tokens_per_second": shape.tokens / step_time_s,
+            "samples_per_second": shape.samples / step_time_s,
             "step_time_s": step_time_s,
             "data_wait_s": begun.data_wait_s,
             "memory_peak_mib": peak_memory_mib(),
             "skipped": not begun.result.taken,
             "skipped_steps": state.skipped_steps,
         }
+        if self._config.training.stages:
+            record |= {"global_batch_size": shape.global_batch_size, "sequence_length": shape.sequence_length}
         return record, state
 
     def _after(self, before: TrainState, *, skipped: bool) -> TrainState:
-        samples = self._config.training.global_batch_size
-        return before.after(samples=samples, tokens=samples * self._config.training.sequence_length, skipped=skipped)
+        shape = self._shapes.shape_after(before.step)
+        return before.after(samples=shape.samples, tokens=shape.tokens, skipped=skipped)
 
     def _saved_state(self) -> TrainState:
         """Returns the state for a checkpoint, with what the guard and the log remember now."""

@@ -59,9 +59,9 @@ class PrometheusExporter(Observer):
         nonfatal: Nonfatal,
     ) -> None:
         """Make it when `goodput` is made and nothing is dropped from metrics.jsonl yet. Raises OSError."""
-        training, self._config, self._host = config.training, config, host
-        samples = training.global_batch_size
-        self._totals = RunTotals.of_run(config.run_dir, resumed_step, samples * training.sequence_length, samples)
+        self._config, self._host = config, host
+        shape = config.batches.shape_after(resumed_step)
+        self._totals = RunTotals.of_run(config.run_dir, resumed_step, shape.tokens, shape.samples)
         self._goodput, self._nonfatal = goodput, nonfatal
         self._info = {RUN_INFO: {_facts(config, layout): 1.0}}
         self._recent: deque[StepBreakdown] = deque()
