@@ -75,6 +75,7 @@ def _complete_sections(section: type[Section], schema: Schema, definitions: Sche
         option |= {"title": dotted((*path, name)), "description": field.description}
         if "patternProperties" in option:  # pydantic refuses other names, and does not write it
             option["additionalProperties"] = False
+            option["propertyNames"] = {"not": {"pattern": "\\n"}}  # before which `$` matches in validators in Python
         if inner := section_of(field.annotation):
             definition = _definition(option, definitions)
             definition["title"] = option["title"]
