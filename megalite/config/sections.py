@@ -455,7 +455,7 @@ class MonitorConfig(Section):
     """Console output, plots and tracking services."""
 
     log_interval: PositiveInt = 1
-    """Steps between lines on the console, and between entries of what steps spent their time on."""
+    """Steps between lines on the console, and between entries of losses by source and of what steps went into."""
 
     timeline: TimelineConfig = Field(default_factory=TimelineConfig)
     """Timelines of chosen steps."""
