@@ -5,6 +5,7 @@ import gzip
 import http.server
 import io
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -296,8 +297,10 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
-    with pytest.raises(DataError, match=r"s3 needs a package that is not installed: pip install 'megalite\[s3\]'"):
-        documents(["s3://bucket/a.txt"])
+    for protocol, extra in (("s3", "s3"), ("gs", "gcs"), ("https", "http")):
+        sentence = f"{protocol} needs a package that is not installed: pip install 'megalite[{extra}]'"
+        with pytest.raises(DataError, match=re.escape(sentence)):
+            documents([f"{protocol}://bucket/a.txt"])
 
 
 def test_options_of_bad_rows_hold_for_rows_at_a_url(web: Served, tmp_path: Path, tokenizer_folder: Path) -> None:
