@@ -60,7 +60,7 @@ def read_meta(prefix: Path) -> CorpusMeta | None:
 def parsed_meta(content: bytes, where: str) -> CorpusMeta:
     """Returns the metadata in the bytes of a file. Raises DataError, which names `where` they are from."""
     try:
-        meta = CorpusMeta(**json.loads(content))
+        meta = CorpusMeta(**json.loads(content.decode()))
     except (ValueError, TypeError, RecursionError) as error:
         raise DataError(
             f"{where} is not readable as metadata of a corpus ({error}): delete it or prepare again"

@@ -60,10 +60,8 @@ def look_up(urls: Sequence[str]) -> list[RemoteCorpus]:
         content = _retried(partial(store.read, f"{name}{META}")) if size <= LARGEST_META else None
         if content is None:
             raise DataError(f"{url}{META} is no metadata of a corpus: upload it again")
-        try:
-            found.append(RemoteCorpus(url, content.decode()))
-        except UnicodeDecodeError:
-            raise DataError(f"{url}{META} is not UTF-8 text: upload it again") from None
+        CorpusCopy(Path(), url, content)  # on rank 0, whose error all ranks hear
+        found.append(RemoteCorpus(url, content.decode()))
     return found
 
 

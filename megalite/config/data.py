@@ -97,7 +97,7 @@ class DataConfig(Section):
     """Conversations longer than a sample: an error, left out, or cut, as packing `concat` needs; other text is cut."""
 
     cache: Path | None = Field(default=None, examples=["/scratch/megalite"])
-    """Folder of each host for copies of the data at URLs. Left out: `~/.cache/megalite/data`."""
+    """Folder of each host for copies of the data at URLs. Left out: `megalite/data` in `$XDG_CACHE_HOME`."""
 
     @property
     def prefixes(self) -> list[str]:

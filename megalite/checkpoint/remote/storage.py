@@ -102,7 +102,7 @@ def check_url(url: str) -> None:
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
         extra = EXTRAS.get(protocol)
-        package = "fsspec[http]" if protocol in ("http", "https") else f"megalite[{extra}]"
+        package = "megalite[http]" if protocol in ("http", "https") else f"megalite[{extra}]"
         remedy = f"pip install '{package}'" if extra or protocol.startswith("http") else error
         raise CheckpointError(f"{url}: {protocol}: needs a package that is not installed: {remedy}") from None
 
