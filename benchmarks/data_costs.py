@@ -19,7 +19,7 @@ class DataGoal(NamedTuple):
     where: str = ""  # what the number must be measured on to count, if it is not this
 
     def __str__(self) -> str:
-        return f"{'>=' if self.is_least else '<='} {self.bound:g}{self.where}"
+        return f"{'>=' if self.is_least else '<='} {self.bound:.3g}{self.where}"
 
 
 class DataCost(NamedTuple):

@@ -122,10 +122,8 @@ class Mix:
             counts = np.bincount(sources, minlength=len(self.names))
             for source in np.flatnonzero((counts > 0) & (following < 0)).tolist():
                 following[source] = self._offsets[stage][source] + self._count(stage, source, first)
-            ranks = np.empty_like(sources)  # among those of the same source
-            ranks[np.argsort(sources, kind="stable")] = np.arange(len(sources)) - (counts.cumsum() - counts).repeat(
-                counts
-            )
+            ranks, of_earlier_sources = np.empty_like(sources), counts.cumsum() - counts
+            ranks[sources.argsort(kind="stable")] = np.arange(end - first) - of_earlier_sources.repeat(counts)
             found += zip(sources.tolist(), (following[sources] + ranks).tolist(), strict=True)
             following += np.where(following < 0, 0, counts)
             if end == stop:
