@@ -1,16 +1,21 @@
-"""Cost of the data: preparing text, opening prepared data, reading samples, warm and cold.
+"""Cost of the data: preparing text, opening prepared data, reading samples, warm and cold; each against its goal.
 
-    python -m benchmarks.data             # writes benchmarks/results/data.md
-    python -m benchmarks.data --quick     # small corpora and few turns, printed only
+    python -m benchmarks.data             # prints the table, in less than 5 minutes on a quiet machine
+    python -m benchmarks.data --write     # and writes benchmarks/results/data.md
+    python -m benchmarks.data --quick     # small corpora and few turns
 
-All numbers are processor seconds, counted bytes, or ratios of processor time inside one process. What is compared runs
-in turns; the table has the median over the turns and, as what this machine can tell apart, the quartiles.
+All numbers are processor seconds, counted bytes, or ratios of processor time inside one process, but for two ratios of
+wall time: two workers of `prepare`, and waiting for data. What is compared runs in turns; the table has the median over
+the turns and, as what this machine can tell apart, the quartiles. The rows about `prepare` and about a run are in
+benchmarks/data_preparation.py.
 
 - *copy*: numpy converts the same number of tokens, at places that are known, from an array in memory to int64.
 - *micro-batch*: `global_batch` of 8 samples of 2,048 tokens of a corpus that is in the page cache.
+- *mix*: three sources, the same corpus in three orders, against one of them.
 - *encoder*: `encode_batch_fast` of the tokenizers library over the same texts in memory; nothing is read or written.
 - *cold*: after `posix_fadvise(DONTNEED)`; bytes from the disk as /proc/self/io counts them.
-- *opening*: the index of short documents beside a sparse file of tokens, all in the page cache.
+- *opening*: the index of short documents beside a sparse file of tokens, all in the page cache. A first opening counts
+  the splits and keeps the counts; later ones find them.
 """
 
 from __future__ import annotations
@@ -21,141 +26,155 @@ import json
 import os
 import platform
 import resource
-import statistics
-import subprocess
-import sys
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import date
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.data_costs import DataCost, DataGoal, number, of_proc_self, own_process, paired, ratio
+from benchmarks.data_preparation import preparation_costs, waiting_costs
 from benchmarks.results_page import renew_page
-from data_pipeline.dataset import PackedSamples
+from data_pipeline.best_fit import BestFitSamples
+from data_pipeline.dataset import PackedSamples, Samples
 from data_pipeline.indexed import IndexedTokens, IndexedWriter
 from data_pipeline.loader import BatchPlan, global_batch
 from data_pipeline.meta import CorpusMeta
-from data_pipeline.prepare.prepare import prepare
-from data_pipeline.tokenizer import python_stdlib_sources, train_tokenizer
+from data_pipeline.mix import Mix, MixedSamples, MixStage
+from data_pipeline.packing_plan import PackingRequest, write_plan
 
 RESULTS = Path(__file__).parent / "results" / "data.md"
 LENGTH, ROWS = 2048, 8
+HELD_OUT = 0.01
 CORPORA = 2419
+COLD_SAMPLES = 400
+SOURCES = ("a", "b", "c")
+MOST_DOCUMENTS = 10**9  # for which memory has a goal; the index would take 20 GB
 
 
 class DataSizes(NamedTuple):
     """The amount that is measured."""
 
-    tokens: int  # of the corpus that samples are read from
+    tokens: int  # of the corpora that samples are read from
     documents: int  # of the index that is opened
     corpora: int
     samples: int  # of a turn
     turns: int
 
 
-class DataCost(NamedTuple):
-    """A row of the table."""
-
-    what: str
-    measured: str
-    goal: str
-
-
-def costs(sizes: DataSizes, folder: Path) -> Iterator[DataCost]:
+def costs(sizes: DataSizes, folder: Path, *, is_quick: bool) -> Iterator[DataCost]:
     """Yields the rows as they are measured."""
-    yield prepare_cost(folder, sizes.turns)
-    read = write_corpus(folder / "read", sizes.tokens)
-    yield cold_cost(read)
+    read = write_corpus(folder / "read", sizes.tokens, shortest=20, longest=1600)
+    yield cold_cost(read, "bytes from a cold disk, per byte of a sample of 2,048 tokens")
     yield from micro_batch_costs(read, sizes)
-    indexed = write_index(folder / "indexed", sizes.documents)
-    yield from opening_costs(indexed, sizes)
-    many = [folder / f"many{number:04}" for number in range(sizes.corpora)]
-    with patch("os.fsync"):
-        for prefix in many:
-            write_corpus(prefix, 300_000)
-    yield many_corpora_cost(many)
+    yield from mix_costs(read, sizes)
+    short = write_corpus(folder / "short", sizes.tokens, shortest=20, longest=240)
+    yield cold_cost(short, "the same of short documents, where each sample needs another part of the index")
+    yield from opening_costs(write_index(folder / "indexed", sizes.documents), sizes)
+    yield many_corpora_cost(folder / "many", sizes.corpora)
+    yield from preparation_costs(folder, is_quick=is_quick)
+    yield from waiting_costs(folder, is_quick=is_quick)
 
 
-def prepare_cost(folder: Path, turns: int) -> DataCost:
-    texts = [path.read_text(encoding="utf-8") for path in python_stdlib_sources()]
-    tokenizer = train_tokenizer(texts[:100], folder / "tokenizer", 8192)
-    source = folder / "texts.jsonl"
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    from tokenizers import Tokenizer
-
-    encoder = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
-
-    def encode() -> None:
-        for first in range(0, len(texts), 64):
-            encoder.encode_batch_fast(texts[first : first + 64], add_special_tokens=False)
-
-    turn = iter(range(turns + 1))
-    ratios = paired(encode, lambda: prepare([str(source)], folder / f"p{next(turn)}", tokenizer, workers=1), turns)
-    return DataCost("encoder's processor time, of that of `prepare` with one worker", spread(ratios, 2), ">= 0.95")
-
-
-def cold_cost(prefix: Path) -> DataCost:
-    what = "bytes from a cold disk, per byte of a sample of 2,048 tokens"
+def cold_cost(prefix: Path, what: str) -> DataCost:
     samples = PackedSamples([prefix], LENGTH, 0)
     for ending in (".bin", ".idx"):
         with Path(f"{prefix}{ending}").open("rb") as stream:
             os.fsync(stream.fileno())
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    before, count = bytes_from_disk(), 400
-    for k in range(count):
+    before = of_proc_self("io", "read_bytes")
+    for k in range(COLD_SAMPLES):
         samples.sample(k)
-    read = bytes_from_disk() - before
-    measured = f"{read / (count * 2 * (LENGTH + 1)):.1f}" if read else "not counted by this filesystem"
-    return DataCost(what, measured, "<= 4")
+    read = of_proc_self("io", "read_bytes") - before
+    if not read:
+        return DataCost(what, None, "not counted by this filesystem", DataGoal(4))
+    return number(what, read / (COLD_SAMPLES * 2 * (LENGTH + 1)), 1, DataGoal(4))
 
 
 def micro_batch_costs(prefix: Path, sizes: DataSizes) -> Iterator[DataCost]:
     tokens = np.fromfile(f"{prefix}.bin", dtype=np.uint16)  # warms the page cache too
     places = np.random.default_rng(0).integers(0, len(tokens) - LENGTH - 1, sizes.samples).tolist()
     row = np.empty(LENGTH + 1, dtype=np.int64)
-    samples = PackedSamples([prefix], LENGTH, 0)
 
     def copy() -> None:
         for place in places:
             row[:] = tokens[place : place + LENGTH + 1]
 
-    begin = itertools.count(0, sizes.samples)  # a run reads each sample once, and what was looked up before is kept
+    corpus = IndexedTokens(prefix)
+    write_plan(PackingRequest(corpus, corpus.index_digest(), LENGTH, "train", HELD_OUT))
+    concat, best_fit = (packing([prefix], LENGTH, 0, "train", HELD_OUT) for packing in (PackedSamples, BestFitSamples))
+    for what, samples, mask, bound in (
+        ("micro-batch without document_mask", concat, False, 15),
+        ("micro-batch with document_mask", concat, True, 25),
+        ("micro-batch of best_fit", best_fit, True, 25),
+    ):
+        ratios = paired(batches(samples, sizes.samples, document_mask=mask), copy, sizes.turns)
+        yield ratio(f"{what}, of a copy to int64", ratios, 1, DataGoal(bound))
 
-    def batches(plan: BatchPlan) -> None:
-        first = next(begin)
-        for consumed in range(first, first + sizes.samples, ROWS):
+
+def batches(samples: Samples, count: int, *, document_mask: bool) -> Callable[[], None]:
+    """Returns a call that makes the micro-batches of the next `count` samples; a run reads each sample once."""
+    plan = BatchPlan(ROWS, ROWS, data_parallel_rank=0, data_parallel_size=1, document_mask=document_mask)
+    begins = itertools.count(0, count)
+
+    def read() -> None:
+        first = next(begins)
+        for consumed in range(first, first + count, ROWS):
             global_batch(samples, plan, consumed)
 
-    for mask, goal in ((False, "<= 15"), (True, "<= 25")):
-        plan = BatchPlan(ROWS, ROWS, data_parallel_rank=0, data_parallel_size=1, document_mask=mask)
-        ratios = paired(lambda plan=plan: batches(plan), copy, sizes.turns)  # type: ignore[misc]
-        how = "with" if mask else "without"
-        yield DataCost(f"micro-batch {how} document_mask, of a copy to int64", spread(ratios, 1), goal)
+    return read
+
+
+def mix_costs(prefix: Path, sizes: DataSizes) -> Iterator[DataCost]:
+    """Yields what a mix adds to a source that is read alone, and what it takes to find any sample of it."""
+    mix = Mix.by_weights(SOURCES, [MixStage(0, {"a": 0.7, "b": 0.2, "c": 0.1})])
+    open_source = partial(PackedSamples, [prefix], LENGTH, split="train", held_out_fraction=HELD_OUT)
+    alone, *sources = (open_source(seed) for seed in range(len(SOURCES) + 1))
+    for samples in (alone, *sources):  # a run that has gone on for a while knows the blocks of the index
+        for k in range(3 * sizes.samples):
+            samples.count_valid_targets(samples.samples_per_epoch + k)
+    mixed = MixedSamples(dict(zip(SOURCES, sources, strict=True)), mix)
+    in_order = [batches(samples, sizes.samples, document_mask=False) for samples in (mixed, alone)]
+    what = "micro-batch of a mix of three sources, in order, of one of a source alone"
+    yield ratio(what, paired(in_order[0], in_order[1], sizes.turns), 2, DataGoal(1.1))
+    numbers = np.random.default_rng(0).integers(0, 10**9, sizes.samples).tolist()
+    found = []
+    for _ in range(sizes.turns):
+        began = time.process_time()
+        for k in numbers:
+            mix.place(k)
+        found.append(1e6 * (time.process_time() - began) / len(numbers))
+    yield ratio("source and number of a random sample of a mix (us)", found, 0, DataGoal(60))
 
 
 def opening_costs(prefix: Path, sizes: DataSizes) -> Iterator[DataCost]:
     """Opens the index in processes of their own, whose memory is theirs alone."""
-    facts = [json.loads(own_process("open_once", str(prefix))) for _ in range(3)]
-    one, both = (min(fact[name] for fact in facts) for name in ("one_s", "both_s"))
     what = f"{sizes.documents:,} documents"
-    yield DataCost(f"opening {what}, one split (s)", f"{one:.2f}", "<= 0.3 for 1e8")
-    yield DataCost(f"opening {what}, both splits, of one", f"{both / one:.2f}", "<= 1.2")
-    kept = max(fact["anonymous_mb"] for fact in facts)
-    yield DataCost(f"anonymous memory with {what} open, 2,000 samples read (MB)", f"{kept:.0f}", "<= 50 for 1e9")
-    sample_us = min(fact["sample_us"] for fact in facts)
-    yield DataCost(
-        f"sample of {what}, in an order that meets each block of the index anew (us)", f"{sample_us:.0f}", ""
-    )
+    first, *later = (json.loads(own_process("benchmarks.data", "open_once", str(prefix))) for _ in range(4))
+    yield number(f"opening {what} for the first time, which counts the splits (s)", first["one_s"], 2)
+    one, both = (min(facts[name] for facts in later) for name in ("one_s", "both_s"))
+    goal = DataGoal(0.3, where=" for 1e8")
+    yield number(f"opening {what} on each rank from then on, one split (s)", one, 3, goal)
+    yield number(f"opening {what}, both splits, of one", both / one, 2, DataGoal(1.2))
+    kept = max(facts["anonymous_mb"] for facts in later)
+    counts_mb = sum(path.stat().st_size for path in prefix.parent.glob(f"{prefix.name}.split-*")) / 1e6
+    more = counts_mb * (MOST_DOCUMENTS / sizes.documents - 1)
+    what_memory = f"anonymous memory at {MOST_DOCUMENTS:.0e} documents, both splits open, 2,000 samples read (MB)"
+    text = f"{kept + more:.0f}: {kept:.0f} at {sizes.documents:.0e}, and counts in proportion"
+    yield DataCost(what_memory, kept + more, text, DataGoal(50))
+    sample_us = min(facts["sample_us"] for facts in later)
+    yield number(f"sample of {what}, in an order that meets each block of the index anew (us)", sample_us, 0)
 
 
 def open_once(prefix: str) -> None:
     """Prints what opening costs in this process."""
-    before, began = anonymous_bytes(), time.process_time()
+    before, began = of_proc_self("status", "RssAnon"), time.process_time()
     samples = PackedSamples([Path(prefix)], LENGTH, 0)
     one_s = time.process_time() - began
     other = samples.of_split("held_out")
@@ -165,58 +184,41 @@ def open_once(prefix: str) -> None:
         samples.sample(k)
     sample_us = 1e6 * (time.process_time() - began) / 2000
     other.sample(0)
-    kept = (anonymous_bytes() - before) / 1e6
+    kept = (of_proc_self("status", "RssAnon") - before) * 1024 / 1e6
     print(json.dumps({"one_s": one_s, "both_s": both_s, "anonymous_mb": kept, "sample_us": sample_us}))
 
 
-def many_corpora_cost(prefixes: list[Path]) -> DataCost:
-    """Opens and reads many corpora in a process that may open 1,024 files."""
-    seconds = own_process("open_many", str(prefixes[0].parent))
-    what = f"opening {len(prefixes):,} corpora where 1,024 files may be open, and 2,000 samples of them (s)"
-    return DataCost(what, f"{float(seconds):.2f}", "<= 2 to open")
+def many_corpora_cost(folder: Path, count: int) -> DataCost:
+    """Opens and reads many corpora without metadata in a process that may open 1,024 files."""
+    folder.mkdir()
+    first = write_corpus(folder / "c0000", 30_000, shortest=20, longest=130)
+    for number_of_one in range(1, count):
+        for ending in (".bin", ".idx"):
+            shutil.copyfile(f"{first}{ending}", folder / f"c{number_of_one:04}{ending}")
+    seconds = min(float(own_process("benchmarks.data", "open_many", str(folder))) for _ in range(3))
+    what = f"opening both splits of {count:,} corpora where 1,024 files may be open (s)"
+    return number(what, seconds, 2, DataGoal(2, where=f" for {CORPORA:,}"))
 
 
 def open_many(folder: str) -> None:
-    """Prints what opening costs in this process."""
+    """Prints what opening costs in this process, and reads samples of them."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
-    prefixes = sorted(path.with_suffix("") for path in Path(folder).glob("many*.bin"))
+    prefixes = sorted(path.with_suffix("") for path in Path(folder).glob("*.bin"))
     began = time.process_time()
     samples = PackedSamples(prefixes, LENGTH, 0)
     samples.of_split("held_out")
+    print(time.process_time() - began)
     for k in range(2000):
         samples.sample(k)
-    print(time.process_time() - began)
 
 
-def own_process(function: str, argument: str) -> str:
-    code = f"import benchmarks.data; benchmarks.data.{function}({argument!r})"
-    return subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
-
-
-def paired(one: Callable[[], Any], other: Callable[[], Any], turns: int) -> list[float]:
-    """Returns the ratios of processor time of pairs of calls, after one pair that warms up."""
-    ratios = []
-    for turn in range(turns + 1):
-        seconds = {}
-        for call in (one, other) if turn % 2 else (other, one):
-            began = time.process_time()
-            call()
-            seconds[call] = time.process_time() - began
-        ratios.append(seconds[one] / seconds[other])
-    return ratios[1:]
-
-
-def spread(ratios: list[float], digits: int) -> str:
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
-
-
-def write_corpus(prefix: Path, tokens: int) -> Path:
+def write_corpus(prefix: Path, tokens: int, *, shortest: int, longest: int) -> Path:
+    """Writes a corpus without metadata; its documents have `shortest` to `longest` tokens."""
     chance = np.random.default_rng(0)
     with IndexedWriter(prefix, np.uint16) as writer:
         while writer.token_count < tokens:
-            lengths = chance.integers(20, 1600, 1000 if tokens > 10**6 else 400)
-            ids = chance.integers(0, 32_000, int(lengths.sum())).astype(np.uint16)
+            lengths = chance.integers(shortest, longest, 400)
+            ids = chance.integers(0, 32_000, int(lengths.sum()), dtype=np.uint16)
             writer.append(ids, np.cumsum(lengths))
     return prefix
 
@@ -228,7 +230,7 @@ def write_index(prefix: Path, documents: int) -> Path:
     with Path(f"{prefix}.idx").open("wb") as stream:
         header = b"MMIDIDX\x00\x00" + np.array([1], "<u8").tobytes() + b"\x08"
         stream.write(header + np.array([documents, documents + 1], "<u8").tobytes())
-        for array in (lengths, np.concatenate(([0], ends[:-1])), np.arange(documents + 1)):
+        for array in (lengths, np.zeros(1, dtype=np.int64), ends[:-1], np.arange(documents + 1)):
             stream.write(array.data)
     Path(f"{prefix}.bin").touch()
     os.truncate(f"{prefix}.bin", int(ends[-1]))
@@ -239,14 +241,13 @@ def write_index(prefix: Path, documents: int) -> Path:
     return prefix
 
 
-def bytes_from_disk() -> int:
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
-
-
-def anonymous_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+def verdict(rows: list[DataCost]) -> str:
+    """Returns one sentence about all goals."""
+    missed = [row.what for row in rows if row.verdict == "missed"]
+    met, unmeasured = (sum(row.verdict == word for row in rows) for word in ("met", "not measured"))
+    return f"{met} goals are met, {len(missed)} missed, {unmeasured} not measured." + "".join(
+        f" Missed: {what}." for what in missed
+    )
 
 
 def page(rows: list[DataCost], load: tuple[float, float]) -> str:
@@ -259,11 +260,11 @@ def page(rows: list[DataCost], load: tuple[float, float]) -> str:
             "",
             f"`python -m benchmarks.data`, {date.today()}: {model.partition(': ')[2]}, {packages}, Python "
             f"{platform.python_version()}. Load before and after: {load[0]:.1f} and {load[1]:.1f}. What is measured "
-            "and how: the script's docstring.",
+            f"and how: the script's docstring. {verdict(rows)}",
             "",
-            "| what | measured: median (quartiles) | goal |",
-            "|---|---:|---:|",
-            *(f"| {row.what} | {row.measured} | {row.goal} |" for row in rows),
+            "| what | measured: median (quartiles) | goal | |",
+            "|---|---:|---:|---|",
+            *(f"| {row} |" for row in rows),
             "",
         ]
     )
@@ -271,17 +272,19 @@ def page(rows: list[DataCost], load: tuple[float, float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small corpora and few turns; the results page stays")
-    parser.add_argument("--folder", type=Path, help="where corpora are written, 5 GB; default: a temporary folder")
+    parser.add_argument("--quick", action="store_true", help="small corpora and few turns")
+    parser.add_argument("--write", action="store_true", help="write the results page")
+    parser.add_argument("--folder", type=Path, help="where corpora are written, 4 GB; default: a temporary folder")
     options = parser.parse_args()
-    sizes = DataSizes(20_000_000, 1_000_000, 100, 400, 3) if options.quick else None
+    sizes = DataSizes(20_000_000, 2_000_000, 100, 400, 3) if options.quick else None
     sizes = sizes or DataSizes(200_000_000, 100_000_000, CORPORA, 2000, 15)
     before, rows = os.getloadavg()[0], []
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        for row in costs(sizes, Path(folder)):
-            print(" | ".join(row), flush=True)
+        for row in costs(sizes, Path(folder), is_quick=options.quick):
+            print(row, flush=True)
             rows.append(row)
-    if not options.quick:
+    print(verdict(rows))
+    if options.write:
         renew_page(RESULTS, page(rows, (before, os.getloadavg()[0])))
 
 

@@ -67,7 +67,7 @@ class BestFitSamples(CorpusSamples):
         """Reads sample k into a row of a micro-batch; its ids are not checked."""
         corpus, firsts, sizes = self._bin(k)
         tokens, length, begin = rows.tokens[row], self.sequence_length, 0
-        ends = np.cumsum(sizes)
+        ends = sizes.cumsum()
         for first, end in zip(firsts.tolist(), ends.tolist(), strict=True):
             corpus.read_into(first, tokens[begin:end])
             begin = end

@@ -16,6 +16,7 @@ from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,11 +121,16 @@ def _mask_documents(targets: NDArray[np.int64], starts: NDArray[np.int64]) -> ND
     A document that begins at place s of row r is in `starts` as r S + s, 1 <= s <= S.
     """
     targets.reshape(-1)[starts - 1] = IGNORED_TARGET
-    begins = np.concatenate((np.arange(0, targets.size, targets.shape[1]), starts))  # a row begins like a document
-    begins.sort()
-    positions = np.arange(targets.size)
-    positions -= begins.repeat(np.diff(begins, append=targets.size))
-    return positions.reshape(targets.shape)
+    rows, length = targets.shape
+    edges = np.concatenate((np.arange(0, targets.size + 1, length), starts))  # a row begins like a document
+    edges.sort()
+    begins = edges[:-1].repeat(edges[1:] - edges[:-1])  # of each token's document
+    return (_first_numbers(targets.size) - begins).reshape(rows, length)
+
+
+@lru_cache(maxsize=2)
+def _first_numbers(count: int) -> NDArray[np.int64]:
+    return np.arange(count)
 
 
 def prefetched_batches(

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from data_pipeline.errors import DataError
 from data_pipeline.indexed import IndexedTokens
 from data_pipeline.order import MIXING
 from data_pipeline.split_counts import KeptCounts
@@ -126,6 +127,11 @@ class TokenStream:
         offsets[0] = 0
         np.cumsum(starts[inside + 1] - begins, out=offsets[1:])
         offsets += self._offsets[block]
+        if offsets[-1] != self._offsets[block + 1]:
+            raise DataError(
+                f"{corpus.prefix}.idx is not the index by which its documents were counted, but its metadata is the "
+                f"same: see what is wrong with `megalite data check {corpus.prefix}`, and prepare the corpus again"
+            )
         return StreamBlock(corpus, offsets.data, (begins - offsets[:-1]).data, (inside + first).data)
 
 

@@ -60,6 +60,34 @@ def test_places_are_those_of_a_walk_through_all_samples(first: list[float], late
     assert all(mix.sample_of(number, taken[number]) is None for number in never)
 
 
+@settings(max_examples=40)
+@given(first=WEIGHTS, later=STAGES, begin=st.integers(0, 10**15), cuts=st.lists(st.integers(1, 60), max_size=6))
+def test_a_walk_in_pieces_is_that_from_the_start(first: list[float], later: Any, begin: int, cuts: list[int]) -> None:
+    """Blocks behind each other take the sources' numbers over; near 2^64 the numbers of numpy wrap like the rotation.
+
+    A source without weight ends where the modulus does, which 64 bits do not hold.
+    """
+    by_samples = Mix.by_samples({name: 1 + int(1e6 * weight) for name, weight in weighted(first).items()})
+    for mix in (mix_of(first, [(at + begin, weights) for at, weights in later]), by_samples):
+        following, k, walked = mix.nothing_known(), begin, []
+        for count in cuts:
+            walked += mix.places(k, k + count, following)
+            k += count
+        assert walked == [mix.place(number) for number in range(begin, k)]
+        assert all(j in (-1, expected) for j, expected in zip(following.tolist(), mix.counts(k), strict=True))
+
+
+def test_samples_of_a_mix_are_the_same_in_any_order(sources: dict[str, PackedSamples]) -> None:
+    """What is known of the block read last must serve the next one only."""
+    stages = [MixStage(0, {"books": 1, "code": 2, "web": 3}), MixStage(900, {"books": 3, "code": 1})]
+    numbers = [0, 300, 256, 1000, 511, 512, 40, 768, 1023, 1024, 255, 5000]
+    samples = mixed(sources, stages)
+    for k in numbers:
+        source, j = samples.mix.place(k)
+        expected = sources[samples.mix.names[source]].sample(j)
+        assert samples.sample(k).tokens.tolist() == expected.tokens.tolist(), k
+
+
 @settings(max_examples=20)
 @given(first=WEIGHTS, after=WEIGHTS, data=st.data())
 def test_counts_stay_near_the_weights_in_a_billion_samples(first: list[float], after: list[float], data: Any) -> None:

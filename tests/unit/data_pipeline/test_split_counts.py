@@ -8,6 +8,7 @@ import pytest
 
 from data_pipeline import split_counts
 from data_pipeline.dataset import PackedSamples
+from data_pipeline.errors import DataError
 from data_pipeline.indexed import IndexedTokens
 from data_pipeline.stream import is_held_out
 from tests.unit.data_pipeline.test_dataset import give_meta
@@ -100,6 +101,19 @@ def test_a_folder_that_cannot_be_written_to_is_read_all_the_same(
     prefix = write_numbered(write_corpus, "c", 1)
     assert token_counts(prefix, 0.2) == counted_by_hand(prefix, 0.2)
     assert not [*prefix.parent.glob("*.counts")]
+
+
+@pytest.mark.usefixtures("large")
+def test_an_index_that_was_changed_below_its_metadata_is_one_sentence(write_corpus: WriteCorpus) -> None:
+    """Metadata is trusted, so that counts seem to fit; reading went on for ever in a block that had become shorter."""
+    prefix = write_numbered(write_corpus, "c", 1)
+    assert token_counts(prefix, 0.2) == counted_by_hand(prefix, 0.2)
+    shorter_begin = write_corpus([[1]] * 4999 + [[1] * (IndexedTokens(prefix).token_count - 4999)], "other")
+    Path(f"{shorter_begin}.idx").replace(f"{prefix}.idx")
+    samples = PackedSamples([prefix], 16, 0, "train", 0.2)
+    with pytest.raises(DataError, match=r"c.idx is not the index .* `megalite data check"):
+        for k in range(samples.samples_per_epoch):
+            samples.sample(k)
 
 
 def test_small_corpora_have_no_such_file(write_corpus: WriteCorpus) -> None:
