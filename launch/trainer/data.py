@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -162,17 +163,23 @@ def _remedy(config: Config, vocab_size: int) -> str:
 def training_batches(
     data: RunData, config: Config, layout: ResolvedLayout, replica: int, followed: FollowedMix
 ) -> Iterator[list[TokenBatch]]:
-    """Yields this replica's micro-batches of each step from a position to the end, prepared ahead in a thread."""
+    """Returns this replica's micro-batches of each step from a position to the end, prepared ahead in a thread."""
     config = followed.counted(config)
+    return chain.from_iterable(_batches_by_stage(data, config, _batch_plan(config, layout, replica), followed))
+
+
+def _batches_by_stage(
+    data: RunData, config: Config, plan: BatchPlan, followed: FollowedMix
+) -> Iterator[Iterator[list[TokenBatch]]]:
     stretches, consumed = config.batches.stretches, followed.consumed_samples
     ends = [*(stretch.step for stretch in stretches[1:]), config.total_steps]
     for (begin, _, shape, _), end in zip(stretches, ends, strict=True):
-        steps, plan = min(end, config.total_steps) - begin, _batch_plan(config, layout, replica)
+        steps = min(end, config.total_steps) - begin
         if steps <= 0:
             return
         samples = data.training if shape.parts == 1 else CutSamples(data.training, shape.parts)
-        plan = replace(plan, global_batch_size=shape.global_batch_size)
-        yield from prefetched_batches(samples, plan, start_consumed=consumed * shape.parts, steps=steps)
+        of_stage = replace(plan, global_batch_size=shape.global_batch_size)
+        yield prefetched_batches(samples, of_stage, start_consumed=consumed * shape.parts, steps=steps)
         consumed += steps * shape.samples
 
 

@@ -152,9 +152,9 @@ class _TrainingRun:
         micro_batches = next(self._batches) if self._held_back is None else self._held_back
         self._held_back = None
         waited_s = time.perf_counter() - began
-        self._engine.use_shape(self._shapes.shape_after(before.step))
         factor = learning_rate_factor(config.schedule, before.step, self._total_steps)
         learning_rate = config.optimizer.learning_rate * factor
+        self._engine.use_shape(self._shapes.shape_after(before.step))
         result = self._engine.train_step(micro_batches, learning_rate, self._context.guard)
         self._state = self._after(before, skipped=False)  # unless it turns out otherwise when the result is read
         return _BegunStep(before, micro_batches, learning_rate, result, began, waited_s)
