@@ -25,6 +25,8 @@ from data_pipeline.loss_file import LossWriter, loss_path
 from data_pipeline.meta import CorpusMeta, meta_path, read_meta
 from data_pipeline.prepare.bad_rows import BadRows
 from data_pipeline.prepare.cutting import TextPiece
+from data_pipeline.prepare.encoder_check import check_fast_encoder
+from data_pipeline.prepare.encoding import TextEncoder
 from data_pipeline.prepare.existing import check_replaceable
 from data_pipeline.prepare.parts import PartSize, PartStore, encode_part, exit_with_parent, holding_back_interrupts
 from data_pipeline.prepare.plan import USUAL_OPTIONS, PreparationPlan, PrepareOptions, chunks, plan_job
@@ -103,6 +105,8 @@ def prepare(
             check_replaceable(output, job, overwrite)
             if trained is not None:
                 trained.write()
+            if isinstance(job.encoder, TextEncoder) and job.encoder.library == "fast":
+                check_fast_encoder(job.encoder, job.sources)
             discarded, resumed = store.begin(), store.finished(lacking_rows=options.skip_bad_rows)
             part_count = _encode_missing(job, store, resumed, workers, bad_rows, progress, started)
             meta = _merge(job, store, part_count, bad_rows.count, output)
@@ -258,6 +262,7 @@ def _merge(job: PreparationPlan, store: PartStore, part_count: int, skipped_rows
         fill_in_the_middle=job.options.fill_in_the_middle,
         skipped_rows=skipped_rows,
         tokenizers=version("tokenizers"),
+        gigatoken=version("gigatoken") if job.options.encoder == "fast" else None,
     )
     meta.write(output)
     return meta
