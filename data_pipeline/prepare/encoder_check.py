@@ -2,25 +2,23 @@
 
 The texts are the beginnings of the user's own sources, SAMPLE_CHARACTERS in all, and texts made to show differences:
 characters of every script, white space, numbers, added tokens in words, and the entries of the vocabulary. A
-tokenizer that gigatoken reads in another way than `tokenizers` is refused. The cost has a bound: a few
-megabytes of text, encoded exactly once.
+tokenizer that gigatoken reads in another way than `tokenizers` is refused; single characters that they take for
+different things (character_probe.py) are left to the exact one. The cost has a bound: a few megabytes of text.
 """
 
-import unicodedata
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import product
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
+from data_pipeline.prepare.character_probe import holds_any, parting_characters
 from data_pipeline.prepare.encoding import TextEncoder, loaded_tokenizer
 from data_pipeline.prepare.fast_encoding import fast_tokenizer
 from data_pipeline.sources import Source
-
-if TYPE_CHECKING:
-    import tokenizers
 
 SAMPLE_CHARACTERS = 1 << 20
 _SMALLEST_SHARE = 1 << 12  # characters of a source; less of each would open more files than the check is worth
@@ -28,30 +26,31 @@ _ENTRIES = 1 << 18  # of the vocabulary, at most
 _SHOWN = 30  # characters around a difference
 
 
-def check_fast_encoder(encoder: TextEncoder, sources: Sequence[Source]) -> None:
-    """Raises DataError, with the place, if the encoders give a text other tokens."""
-    tokenizer, as_text = encoder.tokenizer, encoder.special_tokens == "as-text"
-    exact = loaded_tokenizer(tokenizer.path, tokenizer.sha256, as_text).tokenizer
-    fast = fast_tokenizer(tokenizer.path, tokenizer.sha256, as_text)
-    for where, text in (*_difficult_texts(exact), *sample(sources)):
-        expected = exact.encode_batch_fast([text], add_special_tokens=False)[0].ids
+def fast_encoder(exact: TextEncoder, sources: Sequence[Source]) -> TextEncoder:
+    """Returns the encoder with gigatoken in it. Raises DataError, with the place, if that gives a text other tokens."""
+    fast_tokenizer(*exact.loading)  # refuses what it cannot read
+    fast = replace(exact, fast_except=parting_characters(exact.tokenizer.path.read_bytes()))
+    for where, text in (*_difficult_texts(exact, fast.fast_except or ""), *sample(sources)):
+        expected = exact.ids(text)
         try:
-            equal = np.array_equal(fast.ids(text), np.array(expected, np.uint32))
+            found = fast.ids(text)
         except BaseException as error:  # pyo3's PanicException is no Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             raise DataError(f"gigatoken cannot encode {where} ({error}): prepare with --encoder exact") from error
-        if not equal:
+        if not np.array_equal(found, expected):
             raise DataError(
-                f"gigatoken {version('gigatoken')} gives {where} other tokens than the tokenizer {tokenizer.given} "
-                f"has for it, at {_difference(exact, fast.ids(text).tolist(), text)!r}: prepare with --encoder exact"
+                f"gigatoken {version('gigatoken')} gives {where} other tokens than the tokenizer "
+                f"{exact.tokenizer.given} has for it, at {_difference(exact, found, text)!r}: prepare with "
+                "--encoder exact"
             )
+    return fast
 
 
-def _difference(exact: "tokenizers.Tokenizer", found: list[int], text: str) -> str:
+def _difference(exact: TextEncoder, found: NDArray[np.uint32], text: str) -> str:
     """Returns the characters around the first token that differs."""
-    encoding = exact.encode(text, add_special_tokens=False)
-    pairs = zip(encoding.ids, found, strict=False)
+    encoding = loaded_tokenizer(*exact.loading).tokenizer.encode(text, add_special_tokens=False)
+    pairs = zip(encoding.ids, found.tolist(), strict=False)
     number = next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(encoding), len(found)))
     start = encoding.offsets[number][0] if number < len(encoding) else len(text)
     return text[max(0, start - _SHOWN // 2) : start + _SHOWN]
@@ -93,13 +92,18 @@ def _beginning(source: Source, characters: int) -> Iterator[tuple[str, str]]:
             return
 
 
-def _difficult_texts(exact: "tokenizers.Tokenizer") -> Iterator[tuple[str, str]]:
-    """Yields the names and texts of the check itself."""
+def _difficult_texts(encoder: TextEncoder, parting: str) -> Iterator[tuple[str, str]]:
+    """Yields the names and texts of the check itself, without the characters that are encoded exactly anyway."""
+    exact = loaded_tokenizer(*encoder.loading).tokenizer
     yield "an empty text", ""
-    for name, characters in _characters():
-        yield name, "".join(f"a{one}1 {one}" for one in characters)
-        decomposed = [apart for one in characters if (apart := unicodedata.normalize("NFD", one)) != one]
-        yield f"{name}, decomposed", "".join(f"a{one}1 {one}" for one in decomposed)
+    for start in range(0, 0x20000, 0x1000):
+        characters = [chr(code) for code in range(start, start + 0x1000, 16 if 0x3400 <= start < 0xD800 else 1)]
+        yield (
+            f"the characters from U+{start:04X}",
+            "".join(
+                f"a{one}1 {one}" for one in characters if not "\ud800" <= one < "\ue000" and not holds_any(one, parting)
+            ),
+        )
     spaces = ["".join(three) for three in product(_SPACES, repeat=3)]
     yield "white space between words", "".join(f"{left}{space}" for space in spaces for left in ("a", "1", ".", "漢"))
     for text in (" ", "  a", "a  ", "\n a\n", "\r\n\r\na\r\n", "\ta"):
@@ -127,13 +131,3 @@ _LONG = (
     *("漢", "汉字没有空格。", "ก", "e\u0301", "\u0301", "👩\u200d👩\u200d👧"),
 )
 _ENDS = ("s", "S", "t", "re", "RE", "ve", "m", "ll", "Ll", "d", "x", "\u017f")
-
-
-def _characters() -> Iterator[tuple[str, list[str]]]:
-    """Yields blocks of 4096 characters of the planes that hold text; of ideographs and syllables every eighth."""
-    for start in (*range(0, 0x20000, 0x1000), 0xE0000):
-        many = 0x3400 <= start < 0xD800 or 0x12000 <= start < 0x1D000
-        codes = range(start, start + 0x1000, 8 if many else 1)
-        characters = [chr(code) for code in codes if not 0xD800 <= code < 0xE000]
-        if characters:
-            yield f"the characters from U+{start:04X}", characters

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
+from data_pipeline.prepare.character_probe import holds_any
 from data_pipeline.prepare.cutting import TextPiece
 from data_pipeline.prepare.fast_encoding import fast_tokenizer
 from data_pipeline.prepare.fill_in_the_middle import FillInTheMiddle
@@ -52,7 +53,7 @@ class TextEncoder:
     end_token: int | None
     special_tokens: SpecialTokens
     fill_in_the_middle: FillInTheMiddle | None = None
-    library: EncoderName = "exact"
+    fast_except: str | None = None  # ranges of characters whose texts are encoded exactly; None: all are
 
     def encode(self, piece: TextPiece) -> EncodedPiece:
         """Returns the tokens of the piece, with those around its document. Raises DataError for refused text."""
@@ -68,16 +69,18 @@ class TextEncoder:
             arrays.append(np.array([self.end_token], np.uint32))
         return EncodedPiece(np.concatenate(arrays), None)
 
+    def ids(self, text: str) -> NDArray[np.uint32]:
+        """Returns the tokens of a text alone, as an array of shape [tokens]."""
+        if self.fast_except is not None and not holds_any(text, self.fast_except):
+            return fast_tokenizer(*self.loading).ids(text)
+        # One text per call: a batch starts rayon's threads in every process, and is no faster on one core.
+        encoded = loaded_tokenizer(*self.loading).tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoded[0].ids, np.uint32)
+
     def _ids_of(self, text: str, where: str) -> NDArray[np.uint32]:
-        key = self.tokenizer.path, self.tokenizer.sha256, self.special_tokens == "as-text"
-        if self.library == "fast":
-            ids = fast_tokenizer(*key).ids(text)
-        else:
-            # One text per call: a batch starts rayon's threads in every process, and is no faster on one core.
-            encoded = loaded_tokenizer(*key).tokenizer.encode_batch_fast([text], add_special_tokens=False)
-            ids = np.array(encoded[0].ids, np.uint32)
+        ids = self.ids(text)
         if self.special_tokens == "refuse":
-            special = loaded_tokenizer(*key).special
+            special = loaded_tokenizer(*self.loading).special
             found = ids[np.isin(ids, list(special))]
             if len(found):
                 raise DataError(
@@ -85,6 +88,11 @@ class TextEncoder:
                     "--special-tokens as-text or keep"
                 )
         return ids
+
+    @property
+    def loading(self) -> tuple[Path, str, bool]:
+        """The arguments of `loaded_tokenizer`."""
+        return self.tokenizer.path, self.tokenizer.sha256, self.special_tokens == "as-text"
 
 
 class LoadedTokenizer(NamedTuple):

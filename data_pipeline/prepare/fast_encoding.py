@@ -25,14 +25,9 @@ a byte of memory for each byte of text without repeated words; loading takes 0.1
 class FastTokenizer:
     """A tokenizer of gigatoken whose memory is bounded."""
 
-    def __init__(self, path: Path, special_as_text: bool) -> None:
-        """Loads `tokenizer.json` at `path`. Raises DataError if gigatoken is missing or cannot read it."""
-        self._path = path
-        self._content = path.read_bytes()
-        if special_as_text:
-            content = json.loads(self._content)
-            content["added_tokens"] = [token for token in content.get("added_tokens", []) if not token.get("special")]
-            self._content = json.dumps(content).encode()
+    def __init__(self, tokenizer_json: bytes) -> None:
+        """Loads the contents of a `tokenizer.json`. Raises DataError if gigatoken cannot read it."""
+        self._content = tokenizer_json
         self._load()
 
     def ids(self, text: str) -> NDArray[np.uint32]:
@@ -51,16 +46,19 @@ class FastTokenizer:
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             reason = str(error).partition("\n")[0]
-            raise DataError(
-                f"gigatoken cannot read the tokenizer {self._path} ({reason}): prepare with --encoder exact"
-            ) from error
+            raise DataError(f"gigatoken cannot read the tokenizer ({reason}): prepare with --encoder exact") from error
         self._characters_left = CHARACTERS_PER_LOAD
 
 
 @lru_cache(maxsize=1)
 def fast_tokenizer(path: Path, sha256: str, special_as_text: bool) -> FastTokenizer:
     """Loads a tokenizer once per process; `sha256` is in the cache key because the file at `path` may be replaced."""
-    return FastTokenizer(path, special_as_text)
+    tokenizer_json = path.read_bytes()
+    if special_as_text:
+        content = json.loads(tokenizer_json)
+        content["added_tokens"] = [token for token in content.get("added_tokens", []) if not token.get("special")]
+        tokenizer_json = json.dumps(content).encode()
+    return FastTokenizer(tokenizer_json)
 
 
 def check_installed() -> None:

@@ -116,11 +116,7 @@ def _encoder(
             "tokenizer_config.json, or prepare without one"
         )
     encoder = TextEncoder(
-        inspected,
-        begin if options.begin_token else None,
-        end if options.append_eos else None,
-        options.special_tokens,
-        library=options.encoder,
+        inspected, begin if options.begin_token else None, end if options.append_eos else None, options.special_tokens
     )
     if isinstance(tokenizer, TrainedTokenizer):  # not written yet; byte-level BPE, as it is made here
         if options.fill_in_the_middle:

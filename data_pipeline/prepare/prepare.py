@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
@@ -25,7 +25,7 @@ from data_pipeline.loss_file import LossWriter, loss_path
 from data_pipeline.meta import CorpusMeta, meta_path, read_meta
 from data_pipeline.prepare.bad_rows import BadRows
 from data_pipeline.prepare.cutting import TextPiece
-from data_pipeline.prepare.encoder_check import check_fast_encoder
+from data_pipeline.prepare.encoder_check import fast_encoder
 from data_pipeline.prepare.encoding import TextEncoder
 from data_pipeline.prepare.existing import check_replaceable
 from data_pipeline.prepare.parts import PartSize, PartStore, encode_part, exit_with_parent, holding_back_interrupts
@@ -105,8 +105,8 @@ def prepare(
             check_replaceable(output, job, overwrite)
             if trained is not None:
                 trained.write()
-            if isinstance(job.encoder, TextEncoder) and job.encoder.library == "fast":
-                check_fast_encoder(job.encoder, job.sources)
+            if isinstance(job.encoder, TextEncoder) and options.encoder == "fast":
+                job = replace(job, encoder=fast_encoder(job.encoder, job.sources))
             discarded, resumed = store.begin(), store.finished(lacking_rows=options.skip_bad_rows)
             part_count = _encode_missing(job, store, resumed, workers, bad_rows, progress, started)
             meta = _merge(job, store, part_count, bad_rows.count, output)
