@@ -75,9 +75,13 @@ def _probed(known: NDArray[np.bool_]) -> Iterator[str]:
 
 
 def _unit(character: str) -> str:
+    """Returns a text that shows whether a character is a letter, a number or a sign, and how it is normalized.
+
+    NFC puts every combining mark before U+0345, and composes U+0301 with the letter unless something stands between.
+    """
     apart = unicodedata.normalize("NFD", character)
     text = "".join(f"{neighbour}{character}{neighbour}" for neighbour in _NEIGHBOURS)
-    return f"{text}a{character}\u0301 {apart} " if apart != character else f"{text}a{character}\u0301 "
+    return f"{text}a\u0345{character} a{character}\u0301 {apart if apart != character else ''} "
 
 
 def _revealing(tokenizer_json: bytes) -> str:
