@@ -37,6 +37,7 @@ class CorpusMeta:
     fill_in_the_middle: float = 0.0  # share of the documents
     skipped_rows: int = 0
     tokenizers: str | None = None  # version of the library that encoded
+    gigatoken: str | None = None  # version of the fast encoder of the run that finished; None: the exact one
     format: str = FORMAT
     writer_version: int = WRITER_VERSION
 

@@ -81,7 +81,9 @@ class PartWriter:
         self._token_count = 0
         self._ends, self._refused = array("q"), array("q")
 
-    def append(self, ids: Sequence[int], loss: NDArray[np.uint8] | None, *, ends_document: bool) -> None:
+    def append(
+        self, ids: Sequence[int] | NDArray[np.uint32], loss: NDArray[np.uint8] | None, *, ends_document: bool
+    ) -> None:
         """Writes the tokens of a piece, and of conversations which of them carry loss."""
         arrays = (np.array(ids, dtype=self._dtype), loss)
         with self._named_errors():

@@ -20,7 +20,15 @@ from data_pipeline.errors import DataError
 from data_pipeline.meta import WRITER_VERSION
 from data_pipeline.prepare.bad_rows import BadRows
 from data_pipeline.prepare.cutting import CUT_PLACES, CutPlace, cut_document, safe_places
-from data_pipeline.prepare.encoding import LoadedTokenizer, SpecialTokens, TextEncoder, check_as_text, loaded_tokenizer
+from data_pipeline.prepare.encoding import (
+    EncoderName,
+    LoadedTokenizer,
+    SpecialTokens,
+    TextEncoder,
+    check_as_text,
+    loaded_tokenizer,
+)
+from data_pipeline.prepare.fast_encoding import check_installed
 from data_pipeline.prepare.fill_in_the_middle import fill_in_the_middle
 from data_pipeline.prepare.units import WorkUnit, work_units
 from data_pipeline.sources import Source, open_sources
@@ -44,6 +52,7 @@ class PrepareOptions:
     fill_in_the_middle: float = 0.0  # share of the documents
     train_on: TrainOn | None = None  # rows are conversations, whose template writes all special tokens; None: text
     chat_date: str | None = None  # that a chat template writes for today's, as 2026-01-31
+    encoder: EncoderName = "exact"  # of text; not in the digest of a job, as both write the same
 
 
 USUAL_OPTIONS = PrepareOptions()
@@ -99,6 +108,8 @@ def _encoder(
     if options.train_on is not None:
         _check_merges(inspected, loaded_tokenizer(inspected.path, inspected.sha256, False))
         return chat_encoder(inspected, options.train_on, options.special_tokens, options.chat_date), ()
+    if options.encoder == "fast":
+        check_installed()
     begin, end = inspected.bos_token_id, inspected.eos_token_id
     if options.append_eos and end is None:
         raise DataError(

@@ -10,7 +10,7 @@ bytes per document.
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
@@ -20,6 +20,8 @@ from data_pipeline.chat.encoder import ChatEncoder
 from data_pipeline.errors import DataError
 from data_pipeline.indexed import IndexedTokens, token_dtype
 from data_pipeline.meta import CorpusMeta, read_meta
+from data_pipeline.prepare.encoder_check import fast_encoder
+from data_pipeline.prepare.encoding import TextEncoder
 from data_pipeline.prepare.existing import check_replaceable
 from data_pipeline.prepare.joining import join_parts
 from data_pipeline.prepare.parts import PartStore
@@ -103,6 +105,8 @@ def prepare(
             check_replaceable(output, job, overwrite)
             if trained is not None:
                 trained.write()
+            if isinstance(job.encoder, TextEncoder) and options.encoder == "fast":
+                job = replace(job, encoder=fast_encoder(job.encoder, job.sources))
             discarded, resumed = store.begin(), store.finished(lacking_rows=options.skip_bad_rows)
             workers = min(workers, len(job.units))
             reporter = _Reporter(progress, len(job.units), started)
@@ -246,6 +250,7 @@ def _merge(job: PreparationPlan, store: PartStore, reporter: _Reporter) -> tuple
         fill_in_the_middle=job.options.fill_in_the_middle,
         skipped_rows=joined.bad_rows,
         tokenizers=version("tokenizers"),
+        gigatoken=version("gigatoken") if job.options.encoder == "fast" else None,
     )
     meta.write(store.output)
     return meta, [numbered_from_the_first(sentence) for sentence in joined.first_bad_rows]
