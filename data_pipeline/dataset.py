@@ -272,7 +272,7 @@ class PackedSamples(CorpusSamples):
             rows.without_loss.append(np.flatnonzero(~loss[1:]) + row * self.sequence_length)
         if rows.finds_starts or loss is not None:
             for piece in pieces:
-                if piece.start_count:
+                if piece.begins:
                     rows.add_starts(row, piece.starts, carry_loss=loss is None)
 
     def count_valid_targets(self, k: int) -> int:

@@ -60,6 +60,7 @@ class IndexedTokens:
     prefix: Path
     dtype: np.dtype[Any]
     token_count: int
+    has_loss_mask: bool  # `PREFIX.loss.bin` says which tokens carry loss
 
     def __init__(self, prefix: Path | str) -> None:
         self.prefix = Path(prefix)
@@ -71,6 +72,7 @@ class IndexedTokens:
         self._check_sizes()
         self.token_count = self._bin.size // self._width
         self._loss = self._loss_mask()
+        self.has_loss_mask = self._loss is not None
         self._has_equal_documents = False  # each document is known to be one sequence
 
     def __len__(self) -> int:
@@ -88,11 +90,6 @@ class IndexedTokens:
             self._bin.read(low * self._width, tokens)
         else:
             tokens[:] = self.read(low, low + len(tokens))
-
-    @property
-    def has_loss_mask(self) -> bool:
-        """True if `PREFIX.loss.bin` says which tokens carry loss."""
-        return self._loss is not None
 
     def read_loss(self, low: int, high: int) -> NDArray[np.bool_]:
         """Returns which of the tokens [low, high) carry loss when they are predicted: without a mask all do."""
