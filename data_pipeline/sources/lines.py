@@ -6,7 +6,6 @@ reader needs only when it is shown (`numbered_from_the_first`).
 """
 
 import re
-from functools import lru_cache
 from io import BufferedReader
 from pathlib import Path
 
@@ -47,7 +46,6 @@ def numbered_from_the_first(sentence: str) -> str:
     return f"{found['path']}, line {number}{sentence[found.end() :]}"
 
 
-@lru_cache(maxsize=16)
 def _lines_before(path: Path, begin: int) -> int:
     """Returns the number of lines that begin before a byte which is not the first."""
     count, left = 1, begin - 1
