@@ -227,7 +227,7 @@ def test_a_restart_changes_the_batches_to_come_alone(staged: dict[str, Any], tmp
         assert refused.returncode == 2 and said in refused.stderr, refused.stderr
     staged["training"]["stages"] = [*STAGES, {"from_steps": 8, "global_batch_size": 2, "sequence_length": 32}]
     said = train(tmp_path, staged, world_size=1)
-    assert "from the stage from_steps 8 on, after step 8 (token 1,664), 2 samples x 32 tokens" in said
+    assert "from the stage from_steps 8, after step 8 (token 1,664), on: 2 sequences x 32 tokens" in said
     shapes = [(one["global_batch_size"], one["sequence_length"]) for one in metrics(staged["run_dir"])]
     assert shapes == [*SHAPES[:8], (2, 32)]
 
