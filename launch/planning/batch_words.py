@@ -28,7 +28,7 @@ def stage_facts(config: Config) -> list[Facts]:
 def stage_in_words(stage: Facts) -> str:
     """Returns a line about a stage."""
     tokens = stage["global_batch_size"] * stage["sequence_length"]
-    batch = f"{stage['global_batch_size']:,} samples x {stage['sequence_length']:,} tokens = {tokens:,} tokens a step"
+    batch = f"{stage['global_batch_size']:,} sequences x {stage['sequence_length']:,} tokens = {tokens:,} tokens a step"
     begin = f"the stage {stage['place']}, after step {stage['after_step']:,} (token {stage['from_token']:,})"
     if not stage["is_reached"]:
         return f"{begin}, {batch}, is not reached: the run ends before"

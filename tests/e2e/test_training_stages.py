@@ -42,6 +42,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "zero-bubble": {"parallel": PIPELINE | {"pipeline_schedule": "zero-bubble"}},
     "dualpipev": {"parallel": PIPELINE | {"pipeline_schedule": "dualpipev"}},
 }
+SPOILED = 20  # a sample of step 7
 USUAL = ("one rank", "data", "tensor, sequence cut", "1f1b", "zb-v", "zero 3")
 
 
@@ -136,8 +137,7 @@ def test_every_layout_trains_as_transformers_over_changes_of_the_batch(
 def test_documents_and_dropout_are_the_same_on_every_layout_over_changes_of_the_batch(
     layout: str, staged: dict[str, Any], tmp_path: Path
 ) -> None:
-    """What travels with hidden states has the shape of the stage too: positions, and numbers of sequences, of which no
-    two of a batch are equal, or their dropout would be."""
+    """What travels with hidden states has the shape of the stage too: positions, and the numbers of sequences."""
     staged["data"]["document_mask"] = True
     dropout = ("model.residual_dropout=0.1", "model.embedding_dropout=0.1")
     alone, cut = (trained(tmp_path / name, staged, name, *dropout) for name in ("one rank", layout))
@@ -164,6 +164,54 @@ def test_killed_and_resumed_on_another_layout_equals_uninterrupted(
         assert record["loss"] == pytest.approx(loss, rel=2e-5), record["step"]
 
 
+def spoiled_and_late(folder: Path, rank: int, is_late: bool) -> None:
+    """The loss of one sample is NaN where it is read whole; results are read a step late, as on a GPU."""
+    from megalite.engine import stages
+    from megalite.engine.batch_transfer import BatchTransfer
+    from megalite.engine.engine import Engine
+
+    losses, copied, initialize = stages.head_loss, BatchTransfer._copied, Engine._initialize
+    bad: list[Any] = []  # targets, kept so that no others come to lie where they are
+
+    def noted(self: Any, batch: Any) -> Any:
+        moved = copied(self, batch)
+        if SPOILED in batch.samples and batch.tokens.shape[1] == LONGEST:
+            bad.append(moved.targets)
+        return moved
+
+    def spoiled(*arguments: Any) -> Any:
+        is_bad = arguments[2].data_ptr() in [targets.data_ptr() for targets in bad]
+        return losses(*arguments) * (float("nan") if is_bad else 1.0)
+
+    def initialized(self: Any, model: Any) -> None:
+        initialize(self, model)
+        self.runs_ahead = is_late
+
+    BatchTransfer._copied, stages.head_loss = noted, spoiled  # type: ignore[method-assign]
+    Engine._initialize = initialized  # type: ignore[method-assign]
+
+
+def test_a_rollback_over_a_change_goes_on_with_the_batches_of_the_earlier_step(
+    staged: dict[str, Any], tmp_path: Path
+) -> None:
+    """Step 7, the first of long sequences, is bad, and step 5 is saved: steps 6 and 7 are done on the samples behind,
+    of which step 6 reads short sequences, whether or not its result is read when the next step has begun."""
+    staged["guards"], staged["checkpoint"] = {"not_finite": "rollback"}, {"interval": 5}
+    found = []
+    for name, is_late in (("one rank", True), ("1f1b", False), ("data", True)):
+        config = staged | LAYOUTS[name] | {"run_dir": str(tmp_path / name / "run")}
+        world_size = 2 if LAYOUTS[name] else 1
+        said = train(tmp_path / name, config, world_size=world_size, fault=(spoiled_and_late, (is_late,)))
+        assert "step 7" in said and "back to step 5, without samples 14 to 21" in said, said
+        records = metrics(config["run_dir"])
+        assert [(one["global_batch_size"], one["sequence_length"]) for one in records] == SHAPES
+        assert [one["samples"] for one in records[4:]] == [[10, 14], [22, 26], [26, 30], [30, 34], [34, 38]]
+        assert not any(one["skipped"] for one in records)
+        found.append([one["loss"] for one in records])
+    for losses in found[1:]:
+        assert losses == pytest.approx(found[0], rel=2e-5)
+
+
 def test_a_restart_changes_the_batches_to_come_alone(staged: dict[str, Any], tmp_path: Path) -> None:
     """A stage that is added behind the checkpoint begins there, and a change of what is done is refused with its first
     step, before a rank starts."""
@@ -179,6 +227,27 @@ def test_a_restart_changes_the_batches_to_come_alone(staged: dict[str, Any], tmp
         assert refused.returncode == 2 and said in refused.stderr, refused.stderr
     staged["training"]["stages"] = [*STAGES, {"from_steps": 8, "global_batch_size": 2, "sequence_length": 32}]
     said = train(tmp_path, staged, world_size=1)
-    assert "from the stage from_steps 8 on, after step 8 (token 1,664), 2 samples x 32 tokens" in said
+    assert "from the stage from_steps 8, after step 8 (token 1,664), on: 2 sequences x 32 tokens" in said
     shapes = [(one["global_batch_size"], one["sequence_length"]) for one in metrics(staged["run_dir"])]
     assert shapes == [*SHAPES[:8], (2, 32)]
+
+
+def test_a_mix_goes_on_over_changes_of_the_batch(staged: dict[str, Any], corpus: Path, tmp_path: Path) -> None:
+    """To the bit: a run that was stopped in each stage equals one that was not, each source goes on where it was, and
+    its weights change with a step."""
+    sources = {"text": {"path": str(corpus), "weight": 2}, "again": {"path": str(corpus), "weight": 1}}
+    weights = [{"from_tokens": 700, "weights": {"again": 0}}]
+    staged["data"] = {"sources": sources, "stages": weights, "held_out_fraction": 0.3, "document_mask": True}
+    found = []
+    for name, lengths in (("whole", [9]), ("stopped", [2, 5, 7, 9])):
+        config = staged | {"run_dir": str(tmp_path / name / "run")}
+        for steps in lengths:
+            said = train(tmp_path / name, config, f"training.steps={steps}", world_size=1)
+        is_told = "the stage from_tokens 700 begins after step 5, at sample 14 (token 896)" in said
+        assert is_told == (name == "whole"), "by the last session of the other one it has begun"
+        names = ("step", "loss", "grad_norm", "samples", "source_tokens", "tokens_seen")
+        found.append([tuple(record[name] for name in names) for record in metrics(config["run_dir"])])
+    assert found[0] == found[1]
+    taken = [record[4] for record in found[0]]
+    assert [sum(one.values()) for one in taken] == [record[5] for record in found[0]]
+    assert taken[4]["again"] == taken[-1]["again"] > 0

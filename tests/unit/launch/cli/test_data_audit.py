@@ -66,7 +66,9 @@ def test_the_plan_and_the_steps_to_come_follow_the_stages_of_training(run_dir: P
         }
     ]
     shown = CliRunner().invoke(app, ["data", "plan", str(run_dir / "config.yaml")])
-    assert "from the stage from_steps 20, after step 20 (token 2,560), on: 4 samples x 64 tokens = 256" in shown.output
+    assert (
+        "from the stage from_steps 20, after step 20 (token 2,560), on: 4 sequences x 64 tokens = 256" in shown.output
+    )
     known = {step: said("at", run_dir, "--step", str(step))["samples"] for step in (5, 20, 21, 40)}
     bounds = {step: (samples[0]["sample"], samples[-1]["sample"] + 1) for step, samples in known.items()}
     assert bounds == {5: (24, 26), 20: (24 + 15 * 2, 24 + 16 * 2), 21: (56, 60), 40: (56 + 19 * 4, 56 + 20 * 4)}

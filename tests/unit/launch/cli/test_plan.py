@@ -154,7 +154,7 @@ def test_the_plan_is_that_of_the_longest_sequences(plan: Plan, files: tuple[str,
     assert found[0]["layouts"] == found[1]["layouts"]
     assert found[1]["run"]["tokens"] == 2 * 8 * 32 + 2 * 8 * 128 < found[0]["run"]["tokens"]
     said = plan(str(tmp_path / "staged.yaml"), "--cluster", cluster)[0]
-    assert "batch: from the stage from_steps 2, after step 2 (token 512), on: 8 samples x 128 tokens = 1,024" in said
+    assert "batch: from the stage from_steps 2, after step 2 (token 512), on: 8 sequences x 128 tokens = 1,024" in said
     assert "note: memory and step times are those of 8 sequences of 128 tokens, the longest" in said
 
 
