@@ -28,4 +28,4 @@ def fetch(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJson 
         print_json(places)
         return
     for url, prefix in places.items():
-        say(f"{url}: copied to {prefix}, and its digests are right")
+        say(f"{url} is copied to {prefix}, and its digests are right")

@@ -104,7 +104,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with a tokenizer and rows of text."""
     monkeypatch.chdir(tmp_path)
     train_tokenizer([CODE], tmp_path / "tok", 400)
-    monkeypatch.setattr("data_pipeline.prepare.plan._SMALLEST_CHUNK", 1 << 13)
+    monkeypatch.setattr("data_pipeline.prepare.plan._SMALLEST_UNIT", 1 << 13)
     lines = [json.dumps({"text": text}) for text in (*TEXTS.values(), *CODE.split("\n\n"))]
     Path("rows.jsonl").write_text("\n".join(lines))
     return tmp_path

@@ -17,6 +17,8 @@ from launch.trainer import remote_data
 from launch.trainer.data import open_data
 from launch.trainer.packing import pack_data
 from launch.trainer.remote_data import awaited_copies, copies_here, with_copies
+from launch.trainer.start_checks import find_position
+from launch.trainer.start_flags import NO_FLAGS
 from megalite.config import Config, ConfigError
 from megalite.config.data import DataConfig
 from tests.conftest import write_config
@@ -207,7 +209,7 @@ def test_commands_fetch_use_a_copy_or_say_what_to_do(
     notice = awaited_copies(Config.model_validate(tiny).data, LENGTH, print)
     assert notice is not None and f"this host has no copy of {url}" in notice
     done = command_line("data", "fetch", config)
-    assert done.returncode == 0 and f"{url}: copied to {tmp_path / 'cache'}/text-" in done.stdout
+    assert done.returncode == 0 and f"{url} is copied to {tmp_path / 'cache'}/text-" in done.stdout
     assert awaited_copies(Config.model_validate(tiny).data, LENGTH, print) is None
     done = command_line("train", config, "--dry-run")
     assert done.returncode == 0 and url in done.stdout, done.stderr
@@ -217,6 +219,22 @@ def test_commands_fetch_use_a_copy_or_say_what_to_do(
     assert done.returncode == 2 and f"{url} is a URL: `megalite data fetch CONFIG` copies" in done.stderr
     done = command_line("data", "fetch", config, f"data.path={corpus}")
     assert done.returncode == 2 and "names no data at a URL" in done.stderr
+
+
+def test_a_start_copies_before_it_checks_and_keeps_the_url(
+    corpus: Path, url: str, tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    """A config with the path of a copy in it, which a checkpoint would carry to hosts that have none there."""
+    here = find_position(Config.model_validate(tiny), NO_FLAGS).data.training
+    tiny["data"] |= {"path": url, "cache": str(tmp_path / "cache")}
+    with pytest.raises(DataError, match="this command makes none"):
+        find_position(Config.model_validate(tiny), NO_FLAGS, is_dry=True)
+    found = find_position(Config.model_validate(tiny), NO_FLAGS)
+    assert (
+        found.config.data.path == [url]
+        and found.data.training.sample(0).tokens.tolist() == here.sample(0).tokens.tolist()
+    )
+    assert find_position(Config.model_validate(tiny), NO_FLAGS, is_dry=True).config == found.config
 
 
 @pytest.mark.parametrize(
