@@ -66,7 +66,7 @@ class Sample:
 class DocumentRange:
     """A range of neighbouring documents of a corpus."""
 
-    prefix: Path
+    prefix: Path | str  # a text is the URL of which the files are a copy
     first: int  # number of the document in the corpus, from 0
     last: int  # the same as `first` where it is one
 

@@ -57,6 +57,7 @@ from launch.runtime.startup_progress import StartupProgress
 from launch.trainer.attention_words import attention_in_words
 from launch.trainer.checkpoint_hooks import CheckpointHooks, manifest_maker
 from launch.trainer.data import evaluation_batches, evaluation_targets, open_data, training_batches
+from launch.trainer.host_copies import open_on_all_hosts
 from launch.trainer.prediction_tracker import PredictionTracker, look_up_machine, memory_of_ranks
 from launch.trainer.rank_devices import check_memory_of_ranks, devices_in_words, devices_of_ranks
 from launch.trainer.resume import RunSetup, agree_on_start, checkpoints_of, load_state
@@ -210,11 +211,12 @@ def run(
         heartbeat.step = lambda: activity.span.step
     record_hang = partial(EventLog(config.run_dir / EVENTS).write, "hung")
     launch = agree_on_launch()
+    with_local_data = open_on_all_hosts(config, rank, progress)  # before the watchdog, whose limits are for steps
     progress.begin("opening the data")
     with Watchdog(
         activity, config.watchdog, config.run_dir, launch, HUNG_CODE, record_hang, tuple(ENDINGS)
     ) as watchdog:
-        data = open_data(config)
+        data = open_data(with_local_data)
         prediction = PredictionTracker(config, layout, rank, device, lookup)
         progress.begin("looking for a checkpoint and checking its files")
         start = agree_on_start(config, rank, data, activity, flags)

@@ -21,7 +21,7 @@ _BLOCK_BYTES = 8 << 20  # fetched ahead
 _BUFFER_BYTES = 1 << 18
 _ATTEMPTS = 4  # to read on where a connection broke, with 1, 2 and 4 s between them
 _CONNECT_S, _ANSWER_S = 10, 30
-_EXTRAS = {"s3": "megalite[s3]", "s3a": "megalite[s3]", "gs": "megalite[gcs]", "gcs": "megalite[gcs]"}
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
 _WEB = ("http", "https")
 _MARKS = ("ETag", "etag", "blob_id", "md5Hash", "content_md5", "Content-MD5", "crc32c", "generation")
 _TIMES = ("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "modified")
@@ -67,10 +67,10 @@ def remote_files(spec: str) -> list[RemoteFile]:
         system = _filesystem(protocol)
         system.invalidate_cache()
         path = system._strip_protocol(spec)
-        if protocol in _WEB:
-            found = {path: system.info(path)}
-        elif any(sign in path for sign in "*?["):
+        if protocol not in _WEB and any(sign in path for sign in "*?["):
             found = system.glob(path, detail=True)
+        elif protocol in _WEB or system.isfile(path):
+            found = {path: system.info(path)}
         else:
             found = system.find(path, detail=True)
             root = path.rstrip("/") + "/"
@@ -121,7 +121,7 @@ def _checked_protocol(spec: str) -> str:
     try:
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
-        remedy = f"pip install '{_EXTRAS[protocol]}'" if protocol in _EXTRAS else str(error)
+        remedy = f"pip install 'megalite[{_EXTRAS[protocol]}]'" if protocol in _EXTRAS else str(error)
         raise DataError(f"source {spec}: {protocol} needs a package that is not installed: {remedy}") from None
     return protocol
 

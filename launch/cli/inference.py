@@ -63,11 +63,13 @@ def evaluate(
     model: ModelPath,
     text: Annotated[
         list[str] | None,
-        typer.Option(help="Text to score: file, folder, glob, .jsonl(.gz), .parquet or dataset:NAME; may be repeated."),
+        typer.Option(
+            help="Text to score: file, folder, glob, URL, .jsonl(.gz), .parquet or dataset:NAME; may be repeated."
+        ),
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(help="Prefix of prepared data to score; default: that of the run. May be repeated."),
+        typer.Option(help="Prefix of prepared data to score, or its URL; default: that of the run. May be repeated."),
     ] = None,
     text_field: Annotated[str, typer.Option(help="Field that holds the text in .jsonl, .parquet, datasets.")] = "text",
     split: Annotated[

@@ -38,10 +38,12 @@ from launch.inference.session import Loaded, ModelPlacement, rank_main
 from launch.inference.session import run as run_anywhere
 from launch.inference.stored_model import StoredModel
 from launch.output import spinner
+from launch.runtime.logs import get_logger
 from launch.runtime.printing import print_result, say
 from launch.runtime.rank_process import run_to_the_end
 from launch.trainer.data import PACKINGS
 from launch.trainer.packing import packed_splits
+from launch.trainer.remote_data import copies_here, with_copies
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config.base import Section
 from megalite.config.data import DataConfig
@@ -51,6 +53,7 @@ from megalite.parallel.loss import head_loss
 from megalite.planner.units import plural
 
 LONGEST_BY_DEFAULT = 2048  # tokens, for a model that no run saved, whose context may be a million tokens
+log = get_logger(__name__)
 ANY = TypeVar("ANY", bound=Section)
 
 
@@ -159,7 +162,12 @@ def scored_data(request: EvaluateRequest, stored: StoredModel) -> Texts | Prepar
             raise LaunchError(f"--stride {stride} would leave out tokens: use at most the sequence length, {length}")
         return Texts(open_sources(request.text, request.text_field), length, stride)
     data = _section(DataConfig, stored, "data")
-    prefixes = [Path(prefix) for prefix in (request.data or (data.prefixes if data else []))]
+    asked = (data or DataConfig()).model_copy(update={"validation": {}})
+    if request.data:
+        asked = asked.model_copy(update={"path": list(request.data), "sources": {}})
+    places = copies_here(asked, length, may_fetch=True, tell=log.info)
+    data = data and with_copies(data, places)
+    prefixes = [Path(prefix) for prefix in with_copies(asked, places).prefixes]
     if not prefixes:
         raise LaunchError("nothing to score: give --text FILE, or --data PREFIX of prepared data")
     for prefix in prefixes:

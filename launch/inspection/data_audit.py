@@ -6,7 +6,7 @@ In: the run's config, its newest checkpoint and metrics.jsonl. Nothing was recor
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -95,8 +95,14 @@ class AuditedRun:
 
     def contents(self, samples: StepSamples) -> Iterator[SampleContent]:
         """Yields what each sample of a step holds."""
+        urls = {Path(copy): url for url, copy in self.data.places.items()}
         for k in range(samples.first, samples.stop):
-            yield content_of(self.data.samples, k)
+            content = content_of(self.data.samples, k)
+            documents = [
+                replace(document, prefix=urls.get(Path(document.prefix), document.prefix))
+                for document in content.documents
+            ]
+            yield replace(content, documents=documents)
 
     def text_of(self, k: int) -> str:
         """Returns the text of the inputs of sample k."""
@@ -141,7 +147,7 @@ class AuditedRun:
         name, colon, number = named.rpartition(":")
         if not colon or not number.isdecimal():
             raise LaunchError(f"--document {named}: give SOURCE:NUMBER or PREFIX:NUMBER, such as data/web:88211")
-        data = self.data.config.data
+        data, name = self.data.config.data, self.data.places.get(name, name)
         if name in data.sources and (prefixes := data.sources[name].path):
             if len(prefixes) > 1:
                 raise LaunchError(

@@ -252,13 +252,13 @@ def _start_from(source: Path, config: Config, data: RunData) -> Start:
 
         hub = open_model_folder(source)
         refuse_other_model(config.model, hub.model, type(hub.model).model_fields, f"{hub.folder}/config.json")
-        hub.check_tokenizer(Path(config.data.prefixes[0]), data.tokenizer, data.tokenizer_sha256)
+        hub.check_tokenizer(config.data.prefixes[0], data.tokenizer, data.tokenizer_sha256)
         check_tokenizer_links(tokenizer_files(hub.folder))
         return Start(hub=hub, base_model=lasting_place(source))
     weights = checkpoint_at(source)
     manifest = read_manifest(weights)
     _check_model(manifest, config, weights)
-    check_tokenizer(manifest, weights, Path(config.data.prefixes[0]), data.tokenizer, data.tokenizer_sha256)
+    check_tokenizer(manifest, weights, config.data.prefixes[0], data.tokenizer, data.tokenizer_sha256)
     return Start(weights, manifest)
 
 
@@ -289,7 +289,7 @@ def _check_model(manifest: Manifest, config: Config, folder: Path) -> None:
 
 
 def check_tokenizer(
-    manifest: Manifest, folder: Path, data: Path, prepared_with: str | None, sha256: str | None
+    manifest: Manifest, folder: Path, data: Path | str, prepared_with: str | None, sha256: str | None
 ) -> None:
     """Raises LaunchError if `data` was prepared with another tokenizer than the checkpoint's."""
     known = manifest.tokenizer_sha256

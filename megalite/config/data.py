@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -68,7 +69,7 @@ class DataConfig(Section):
     """Training text, tokenised by `megalite prepare`: one text (`path`), or a mix of sources (`sources`)."""
 
     path: OnePathOrMore | None = Field(default=None, examples=["data/mine"])
-    """Prefixes of prepared token shards (the path without `.bin`/`.idx`); one, or a list of them."""
+    """Prefixes of prepared token shards (path or URL without `.bin`/`.idx`); one, or a list of them."""
 
     sources: dict[SourceName, DataSource] = Field(
         default_factory=dict, examples=[{"web": {"path": "data/web", "weight": 0.9}}]
@@ -95,6 +96,9 @@ class DataConfig(Section):
     too_long: Literal["refuse", "skip", "cut"] = "refuse"
     """Conversations longer than a sample: an error, left out, or cut, as packing `concat` needs; other text is cut."""
 
+    cache: Path | None = Field(default=None, examples=["/scratch/megalite"])
+    """Folder of each host for copies of the data at URLs. Left out: `megalite/data` in `$XDG_CACHE_HOME`."""
+
     @property
     def prefixes(self) -> list[str]:
         """Prefixes of all training text, source by source."""
@@ -105,6 +109,11 @@ class DataConfig(Section):
         """Prefixes of all text that the run reads, that of validation sets included."""
         of_validation = (prefix for one in self.validation.values() for prefix in one.path or [])
         return list(dict.fromkeys([*self.prefixes, *of_validation]))
+
+    @property
+    def urls(self) -> list[str]:
+        """Those of all prefixes that are URLs, of which each host keeps a copy."""
+        return [prefix for prefix in self.all_prefixes if "://" in prefix]
 
     @property
     def is_by_epochs(self) -> bool:

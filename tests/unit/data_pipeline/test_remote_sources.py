@@ -3,13 +3,16 @@
 import bz2
 import gzip
 import http.server
+import io
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pytest
 from pyarrow.parquet import write_table
@@ -211,6 +214,28 @@ def test_reading_goes_on_where_a_connection_broke_and_never_takes_a_part_for_the
         documents([f"{web(breaks=1, knows_ranges=False)}/a.jsonl"])
 
 
+def test_a_stream_that_ends_early_without_an_error_is_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some libraries take a connection that was closed for the end of the file."""
+
+    class Ending(fsspec.AbstractFileSystem):  # type: ignore[misc]
+        opened = 0
+
+        def info(self, path: str, **_: Any) -> dict[str, Any]:
+            return {"name": path, "type": "file", "size": len(LINES), "etag": "one"}
+
+        def open(self, path: str, mode: str, **_: Any) -> io.BytesIO:
+            self.opened += 1
+            return io.BytesIO(LINES[: self.opened * len(LINES) // 3])
+
+    system = Ending(skip_instance_cache=True)
+    monkeypatch.setattr(remote_file, "_filesystem", lambda protocol: system)
+    monkeypatch.setattr(remote_file.time, "sleep", lambda _: None)
+    assert documents(["s3://bucket/a.jsonl"]) == TEXTS and system.opened == 3
+    system.opened = -10
+    with pytest.raises(DataError, match=r"a\.jsonl cannot be read \(ConnectionError\)"):
+        documents(["s3://bucket/a.jsonl"])
+
+
 def test_parquet_wants_a_server_that_sends_pieces(web: Served, tmp_path: Path) -> None:
     write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet", row_group_size=700)
     content = (tmp_path / "a.parquet").read_bytes()
@@ -272,8 +297,10 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
-    with pytest.raises(DataError, match=r"s3 needs a package that is not installed: pip install 'megalite\[s3\]'"):
-        documents(["s3://bucket/a.txt"])
+    for protocol, extra in (("s3", "s3"), ("gs", "gcs"), ("https", "http")):
+        sentence = f"{protocol} needs a package that is not installed: pip install 'megalite[{extra}]'"
+        with pytest.raises(DataError, match=re.escape(sentence)):
+            documents([f"{protocol}://bucket/a.txt"])
 
 
 def test_options_of_bad_rows_hold_for_rows_at_a_url(web: Served, tmp_path: Path, tokenizer_folder: Path) -> None:

@@ -164,3 +164,22 @@ def test_a_run_that_was_moved_is_audited_where_it_lies(run_dir: Path, tmp_path: 
 def test_what_a_run_does_not_have_is_one_sentence(run_dir: Path, words: list[str], sentence: str) -> None:
     with pytest.raises(LaunchError, match=sentence):
         CliRunner().invoke(app, ["data", words[0], str(run_dir), *words[1:]], catch_exceptions=False)
+
+
+def test_documents_of_data_at_a_url_have_its_name(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of a copy, which is another one on each host, and which `find` would not take on another."""
+    here = said("at", run_dir, "--step", 2)
+    config = config_of(run_dir).model_dump(mode="json")
+    corpus = config["data"]["sources"]["most"]["path"][0]
+    number = here["samples"][0]["documents"][0]["first"]
+    found = said("find", run_dir, "--document", f"{corpus}:{number}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for source in config["data"]["sources"].values():
+        source["path"] = [f"file://{corpus}"]
+    write_config(run_dir / "config.yaml", config)
+    assert CliRunner().invoke(app, ["data", "fetch", str(run_dir / "config.yaml")]).exit_code == 0
+    there = said("at", run_dir, "--step", 2)
+    assert json.dumps(there).replace("file://", "") == json.dumps(here) and "file://" in json.dumps(there)
+    assert said("find", run_dir, "--document", f"file://{corpus}:{number}")["samples"] == found["samples"] != []
