@@ -209,6 +209,7 @@ class Engine(ABC):
         if shape == self.shape:
             return
         self.shape = shape
+        self.activity.batch_changes += 1
         set_batch_size(self.deepspeed, shape.global_batch_size, self.micro_batches)
 
     def data_parallel_group(self) -> dist.ProcessGroup:
