@@ -433,7 +433,24 @@ def test_what_stands_in_the_place_of_temporary_files_is_neither_written_to_nor_w
     assert not any(path.is_symlink() for path in tmp_path.iterdir()) and written(output) == written(reference)
 
 
-@pytest.mark.parametrize("place", ["out.parts", "out.parts/lock"])
+def test_a_run_waits_for_the_workers_of_a_killed_one(
+    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would give its unfinished files the names of finished ones."""
+    import fcntl
+
+    monkeypatch.setattr("data_pipeline.prepare.parts._WORKERS_END_WITHIN_S", 0.2)
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "c.parts").mkdir()
+    (tmp_path / "c.parts" / ".part-000000.bin.tmp").write_bytes(b"being written")
+    with (tmp_path / "c.parts" / "workers").open("w") as worker:
+        fcntl.flock(worker, fcntl.LOCK_SH)
+        with pytest.raises(DataError, match=r"processes of a killed run of prepare still write into .*c.parts: end"):
+            prepare([str(tmp_path / "a.txt")], tmp_path / "c", tokenizer_folder)
+    assert prepare([str(tmp_path / "a.txt")], tmp_path / "c", tokenizer_folder).document_count == 1
+
+
+@pytest.mark.parametrize("place", ["out.parts", "out.parts/lock", "out.parts/workers"])
 @pytest.mark.parametrize("leads_to", ["folder", "file", "nothing"])
 def test_a_lock_that_leads_elsewhere_is_refused(
     place: str, leads_to: str, tokenizer_folder: Path, tmp_path: Path
