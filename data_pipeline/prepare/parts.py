@@ -5,7 +5,7 @@ documents.json        how many documents each unit holds, if their numbers decid
 part-000042.bin       the token ids of unit 42, as they go into OUTPUT.bin
 part-000042.loss.bin  of conversations, their bytes of OUTPUT.loss.bin
 part-000042.npz       what `PartFacts` lists
-lock                  held by the running process; the kernel releases it however the process ends
+lock, workers         held by the running process and its workers; the kernel releases them however they end
 
 Units are cut by a fixed rule, so the number identifies the text. The `.npz` gets its name last, when all files of the
 part are complete: a part that has one is done, and a rerun resumes.
@@ -16,6 +16,7 @@ import io
 import json
 import os
 import shutil
+import time
 import zipfile
 from array import array
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.files import open_anew, with_ending, write_atomically
 
 _ENDINGS = (".bin", ".loss.bin")
+_WORKERS_END_WITHIN_S = 20.0
 
 
 class RemainingPart(NamedTuple):
@@ -142,13 +144,12 @@ class PartStore:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Locks the folder for this process; at the end removes it if it holds no part."""
-        path = self.folder / "lock"
-        for ours, is_other in ((self.folder, self.folder.exists() and not self.folder.is_dir()), (path, path.is_dir())):
+        path, is_file = self.folder / "lock", self.folder.exists() and not self.folder.is_dir()
+        for ours, is_other in ((self.folder, is_file), (path, path.is_dir()), (self._workers, self._workers.is_dir())):
             if ours.is_symlink() or is_other:
                 raise DataError(f"{ours} is nothing that prepare makes: remove it, or choose another output")
         self.folder.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-        with os.fdopen(os.open(path, flags, 0o666), "rb") as lock:
+        with os.fdopen(_open_lock(path), "rb") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -161,8 +162,13 @@ class PartStore:
                 if not any(self.folder.glob("part-*.npz")):
                     self.remove()
 
+    def hold_as_worker(self) -> None:
+        """Keeps later runs waiting until this process has ended: a worker outlives a killed parent for a moment."""
+        fcntl.flock(_open_lock(self._workers), fcntl.LOCK_SH)
+
     def begin(self) -> int:
         """Deletes the parts of another job that was never finished; returns their number. Call it while locked."""
+        self._wait_for_workers()
         is_ours = self._belongs()
         foreign = 0 if is_ours else len(list(self.folder.glob("part-*.npz")))
         for file in self.folder.glob(".part-*.tmp"):
@@ -173,6 +179,20 @@ class PartStore:
                 file.unlink(missing_ok=True)
         write_atomically(self._journal, json.dumps({"job_sha256": self.job_sha256}).encode())
         return foreign
+
+    def _wait_for_workers(self) -> None:
+        """Waits for the workers of a run that was killed, which may still write parts."""
+        with os.fdopen(_open_lock(self._workers), "rb") as lock:
+            deadline = time.monotonic() + _WORKERS_END_WITHIN_S
+            while True:
+                try:
+                    return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    if time.monotonic() > deadline:
+                        raise DataError(
+                            f"processes of a killed run of prepare still write into {self.folder}: end them, or wait"
+                        ) from error
+                    time.sleep(0.05)
 
     def path(self, number: int) -> Path:
         return self.folder / f"part-{number:06d}.npz"
@@ -239,6 +259,10 @@ class PartStore:
         return self._journal.exists()
 
     @property
+    def _workers(self) -> Path:
+        return self.folder / "workers"
+
+    @property
     def _counts(self) -> Path:
         return self.folder / "documents.json"
 
@@ -253,3 +277,8 @@ class PartStore:
             return bool(json.loads(self._journal.read_bytes())["job_sha256"] == self.job_sha256)
         except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
             return False
+
+
+def _open_lock(path: Path) -> int:
+    """Opens a file to be locked; what may stand there instead is neither followed nor waited for."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)

@@ -26,6 +26,7 @@ from data_pipeline.prepare.existing import check_replaceable
 from data_pipeline.prepare.joining import join_parts
 from data_pipeline.prepare.parts import PartStore
 from data_pipeline.prepare.plan import USUAL_OPTIONS, PreparationPlan, PrepareOptions, plan_job
+from data_pipeline.prepare.units import undivided_files
 from data_pipeline.prepare.workers import UnitTask, UnitWork, units_done
 from data_pipeline.sources.folders import repeated_files
 from data_pipeline.sources.lines import numbered_from_the_first
@@ -77,11 +78,13 @@ def prepare(
     workers: int | None = None,
     overwrite: bool = False,
     progress: Callable[[PrepareProgress], None] | None = None,
+    notice: Callable[[str], None] | None = None,
     dry_run: bool = False,
 ) -> PrepareSummary:
     """Encodes `sources` into OUTPUT.bin, OUTPUT.idx and OUTPUT.meta.json; `workers` defaults to all cores.
 
-    A tokenizer that has just been trained is written first. Raises DataError, before anything is written, if a source
+    A tokenizer that has just been trained is written first. `notice` takes a sentence about each file for which workers
+    must wait, before anything is encoded. Raises DataError, before anything is written, if a source
     or the tokenizer is missing, or if the output holds other data and `overwrite` is not set.
     """
     started = time.monotonic()
@@ -108,6 +111,8 @@ def prepare(
             if isinstance(job.encoder, TextEncoder) and options.encoder == "fast":
                 job = replace(job, encoder=fast_encoder(job.encoder, job.sources))
             discarded, resumed = store.begin(), store.finished(lacking_rows=options.skip_bad_rows)
+            if notice is not None:
+                _announce_waiting(job, workers, notice)
             workers = min(workers, len(job.units))
             reporter = _Reporter(progress, len(job.units), started)
             _encode_missing(UnitWork(job, store), resumed, workers, reporter)
@@ -141,6 +146,14 @@ def _useful_workers(asked: int | None, job: PreparationPlan) -> int:
     if job.source_bytes is None:
         return workers
     return max(1, min(workers, job.source_bytes // job.unit_bytes))
+
+
+def _announce_waiting(job: PreparationPlan, workers: int, notice: Callable[[str], None]) -> None:
+    for path in undivided_files(job.sources, job.units, workers):
+        notice(
+            f"{path} is read by one process, and from its beginning after a kill, because no process can begin inside "
+            f"it: cut it into several files to use {workers}"
+        )
 
 
 def _finished(output: Path, job: PreparationPlan) -> CorpusMeta | None:

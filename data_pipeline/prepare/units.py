@@ -14,6 +14,7 @@ a run that goes on leaves out the units that are finished without reading them.
 
 import codecs
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from data_pipeline.prepare.cutting import LONGEST_PIECE, CutPlace, TextPiece, cannot_be_cut, cut_document
@@ -25,6 +26,7 @@ from data_pipeline.sources.stretch import Stretch, byte_stretches
 from data_pipeline.sources.text import TextFile
 
 _SHORTEST_RANGE = 1 << 22  # bytes of a text: any character after it is far enough to be a document of several pieces
+_LARGE_FILE = 1 << 26  # bytes: a minute or more
 _LOOKED_AHEAD_BYTES = 1 << 18
 _INSIDE_CHARACTERS = bytes(range(0x80, 0xC0))  # bytes that go on with a character of UTF-8
 
@@ -52,6 +54,17 @@ def work_units(sources: Sequence[Source], places: Sequence[CutPlace], unit_bytes
             unit.append(SourceStretch(number, stretch))
             size += stretch.size_bytes
     return [*units, tuple(unit)] if unit else units
+
+
+def undivided_files(sources: Sequence[Source], units: Sequence[WorkUnit], workers: int) -> list[Path]:
+    """Returns the files that keep one of the workers busy when the others have nothing left to do."""
+    sizes = [sum(stretch.size_bytes for _, stretch in unit) for unit in units]
+    found: list[Path] = []
+    for unit, size in zip(units, sizes, strict=True):
+        path = sources[unit[0].source].path
+        if path is not None and len(unit) == 1 and size > max(sum(sizes) // workers, _LARGE_FILE):
+            found.append(path)
+    return found
 
 
 def unit_pieces(

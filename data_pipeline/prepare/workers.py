@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from ctypes import Array, c_longlong
 from multiprocessing import get_context
-from multiprocessing.sharedctypes import SynchronizedArray
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Lock
 from typing import NamedTuple
 
 from data_pipeline.chat.encoder import ChatEncoder
@@ -120,17 +122,17 @@ def units_done(work: UnitWork, tasks: Iterable[UnitTask], workers: int, report: 
             yield work.do(task, report)
         return
     context = get_context("spawn")
-    shared = context.Array("q", 3)  # documents, tokens, whether to stop
+    shared = SharedCounts(context.RawArray("q", 3), context.Lock())
     pool = ProcessPoolExecutor(workers, context, _start_worker, (work, shared))
     try:
-        yield from _of_pool(pool, tasks, 2 * workers, lambda: report(*_taken(shared)))
+        yield from _of_pool(pool, tasks, 2 * workers, lambda: report(*shared.taken()))
     except BrokenProcessPool as error:
         raise DataError(
             "a worker process of prepare died (out of memory, or started from a script without "
             '`if __name__ == "__main__":`): run it again with fewer --workers, finished parts are kept'
         ) from error
     finally:
-        shared[_STOP] = 1
+        shared.values[_STOP] = 1
         pool.shutdown(cancel_futures=True)
 
 
@@ -154,42 +156,60 @@ def _of_pool(
 _DOCUMENTS, _TOKENS, _STOP = range(3)
 
 
-def _taken(shared: "SynchronizedArray[int]") -> tuple[int, int]:
-    """Returns what the workers have done since the last call."""
-    with shared.get_lock():
-        documents, tokens = shared[_DOCUMENTS], shared[_TOKENS]
-        shared[_DOCUMENTS] = shared[_TOKENS] = 0
-    return documents, tokens
+class SharedCounts(NamedTuple):
+    """Memory of all processes: what the workers have done since it was last taken, and whether they are to stop.
+
+    Nobody waits long for the lock, since a worker that is killed never gives it back; counts are then left as they are.
+    """
+
+    values: "Array[c_longlong]"
+    lock: Lock
+
+    def add(self, documents: int, tokens: int) -> None:
+        if self.lock.acquire(timeout=_REPORT_EVERY_S):
+            self.values[_DOCUMENTS] += documents
+            self.values[_TOKENS] += tokens
+            self.lock.release()
+        if self.values[_STOP]:
+            raise _StoppedError
+
+    def taken(self) -> tuple[int, int]:
+        """Returns the documents and tokens, and begins to count anew."""
+        if not self.lock.acquire(timeout=_REPORT_EVERY_S):
+            return 0, 0
+        documents, tokens = self.values[_DOCUMENTS], self.values[_TOKENS]
+        self.values[_DOCUMENTS] = self.values[_TOKENS] = 0
+        self.lock.release()
+        return documents, tokens
 
 
-class _Stopped(Exception):
+class _StoppedError(Exception):
     """The parent no longer wants what this worker is doing."""
 
 
-_worker: "_Worker"
-"""What this process, a worker, has got when it was started."""
-
-
 class _Worker(NamedTuple):
+    """The things that a worker process is given when it starts."""
+
     work: UnitWork
-    shared: "SynchronizedArray[int]"
-
-    def report(self, documents: int, tokens: int) -> None:
-        with self.shared.get_lock():
-            self.shared[_DOCUMENTS] += documents
-            self.shared[_TOKENS] += tokens
-        if self.shared[_STOP]:
-            raise _Stopped
+    shared: SharedCounts
 
 
-def _start_worker(work: UnitWork, shared: "SynchronizedArray[int]") -> None:
+_worker: _Worker  # of this process, if it is one
+
+
+def _start_worker(work: UnitWork, shared: SharedCounts) -> None:
     global _worker
-    _exit_with_parent()
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "only for worker processes"
+    _exit_with(parent)
+    work.store.hold_as_worker()
+    if not parent.is_alive():  # a later run may have found nobody to wait for
+        os._exit(1)
     _worker = _Worker(work, shared)
 
 
 def _do_in_worker(task: UnitTask) -> TaskDone:
-    return _worker.work.do(task, _worker.report)
+    return _worker.work.do(task, _worker.shared.add)
 
 
 @contextmanager
@@ -205,14 +225,12 @@ def _holding_back_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-def _exit_with_parent() -> None:
+def _exit_with(parent: BaseProcess) -> None:
     """Ends this worker process when its parent is killed, and leaves Ctrl-C to the parent.
 
     Otherwise it would wait for work forever.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "only for worker processes"
 
     def wait_for_its_end() -> None:
         parent.join()

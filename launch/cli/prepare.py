@@ -133,8 +133,12 @@ def prepare(
                 )
 
             def show(progress: PrepareProgress) -> None:
-                rate = progress.tokens / max(progress.seconds, 1e-9)
-                describe(f"{progress.documents:,} documents, {progress.tokens:,} tokens, {rate:,.0f} tokens/s")
+                counts = f"{progress.documents:,} documents, {progress.tokens:,} tokens"
+                if progress.doing == "counting":
+                    counts = f"{progress.documents:,} documents"
+                elif progress.doing == "encoding":
+                    counts += f", {progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s"
+                describe(f"{progress.doing} part {progress.parts_done:,} of {progress.part_count:,}: {counts}")
 
             compared = ", after a comparison of both encoders on a part of it" if encoder == "fast" else ""
             describe(f"reading and encoding the text{compared}")
@@ -146,6 +150,7 @@ def prepare(
                 workers=workers,
                 overwrite=overwrite,
                 progress=show,
+                notice=log.warning,
                 dry_run=dry_run,
             )
     except KeyboardInterrupt:

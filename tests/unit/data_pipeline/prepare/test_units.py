@@ -1,5 +1,6 @@
 """Units hold every document once, whatever their size; a run that goes on reads none of those that are finished."""
 
+import gzip
 import json
 import random
 from collections.abc import Callable
@@ -113,6 +114,24 @@ def test_units_do_not_depend_on_reading(tmp_path: Path) -> None:
     assert [(unit[0].stretch.begin, unit[0].stretch.end) for unit in units[3:]] == [(0, 100), (100, 200), (200, None)]
 
 
+def test_a_file_that_keeps_others_waiting_is_said_before_it_is_read(
+    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dump in one compressed file would be encoded on one core without a word."""
+    monkeypatch.setattr("data_pipeline.prepare.units._LARGE_FILE", 30)
+    content = json.dumps({"text": "one two"}).encode() + b"\n"
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content))
+    (tmp_path / "b.jsonl").write_bytes(content)
+    said: list[str] = []
+    for names in (["b.jsonl"] * 9, ["b.jsonl", "a.jsonl.gz"]):
+        assert said == []
+        specs = [str(tmp_path / name) for name in names]
+        choice = {"workers": 2, "overwrite": True, "notice": said.append}
+        monkeypatch.setattr("data_pipeline.prepare.plan._UNIT_OF_UNKNOWN_SIZE", 30)
+        prepare(specs, tmp_path / "out", tokenizer_folder, **choice)  # type: ignore[arg-type]
+    assert [sentence.partition(" is read by one process")[0] for sentence in said] == [str(tmp_path / "a.jsonl.gz")]
+
+
 def written(output: Path) -> list[bytes]:
     return [Path(f"{output}{ending}").read_bytes() for ending in (".bin", ".idx")]
 
@@ -141,7 +160,7 @@ def test_the_bytes_depend_on_neither_units_nor_workers(
     (source / "h.txt").write_text(refused)
     choice = PrepareOptions(skip_bad_rows=True, **options)
     made = []
-    processes = 1 if "fill_in_the_middle" in options else 2  # others have pieces of the usual size
+    processes = 1 if options else 2  # others have pieces of the usual size
     for number, (size, workers) in enumerate([(10**7, 1), (3000, 1), (20_000, processes)]):
         small_units(size)
         specs = [f"{source}/*.*", f"dataset:{source}/many", f"dataset:{source}/saved"]
