@@ -21,7 +21,7 @@ from data_pipeline.prepare.cutting import LONGEST_PIECE, CutPlace, TextPiece, ca
 from data_pipeline.sources import Source
 from data_pipeline.sources.compressed import is_compressed
 from data_pipeline.sources.document import Document, OnBadRow
-from data_pipeline.sources.remote_file import open_file
+from data_pipeline.sources.remote_file import Place, open_file
 from data_pipeline.sources.stretch import Stretch, byte_stretches
 from data_pipeline.sources.text import TextFile
 
@@ -56,10 +56,10 @@ def work_units(sources: Sequence[Source], places: Sequence[CutPlace], unit_bytes
     return [*units, tuple(unit)] if unit else units
 
 
-def undivided_files(sources: Sequence[Source], units: Sequence[WorkUnit], workers: int) -> list[Path]:
+def undivided_files(sources: Sequence[Source], units: Sequence[WorkUnit], workers: int) -> list[Place]:
     """Returns the files that keep one of the workers busy when the others have nothing left to do."""
     sizes = [sum(stretch.size_bytes for _, stretch in unit) for unit in units]
-    found: list[Path] = []
+    found: list[Place] = []
     for unit, size in zip(units, sizes, strict=True):
         path = sources[unit[0].source].path
         if path is not None and len(unit) == 1 and size > max(sum(sizes) // workers, _LARGE_FILE):
