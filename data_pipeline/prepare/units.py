@@ -14,7 +14,6 @@ a run that goes on leaves out the units that are finished without reading them.
 
 import codecs
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from data_pipeline.prepare.cutting import LONGEST_PIECE, CutPlace, TextPiece, cannot_be_cut, cut_document
