@@ -19,7 +19,7 @@ from data_pipeline.prepare.cutting import TextPiece
 from data_pipeline.prepare.encoding import SpecialTokens, TextEncoder
 from data_pipeline.prepare.fill_in_the_middle import FillInTheMiddle
 from data_pipeline.prepare.plan import PrepareOptions
-from data_pipeline.prepare.prepare import prepare
+from data_pipeline.prepare.prepare import PrepareProgress, prepare
 from data_pipeline.sources import open_sources
 from data_pipeline.tokenizer import inspect_tokenizer, train_tokenizer
 from tests.unit.data_pipeline.prepare.test_cutting import CODE, TEXTS, built, byte_level, mixed_text
@@ -125,12 +125,8 @@ def test_both_encoders_write_the_same_files_and_know_each_other(folder: Path, mo
     assert replace(fast, gigatoken=None) == exact, "a run cannot tell them apart"
     assert prepare(["rows.jsonl"], Path("fast"), Path("tok"), PrepareOptions(), workers=1).reused
 
-    calls = 0
-
-    def stop(progress: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
+    def stop(progress: PrepareProgress) -> None:
+        if progress.parts_done == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
