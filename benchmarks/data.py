@@ -9,6 +9,8 @@ in turns; the table has the median over the turns and, as what this machine can 
 - *copy*: numpy converts the same number of tokens, at places that are known, from an array in memory to int64.
 - *micro-batch*: `global_batch` of 8 samples of 2,048 tokens of a corpus that is in the page cache.
 - *encoder*: `encode_batch_fast` of the tokenizers library over the same texts in memory; nothing is read or written.
+- *exact*, *fast*: `prepare` with one worker and each encoder, once, in a process of its own; the fast one's time holds the
+  comparison of both. The text is that of Python's standard library, then its words in random order, some made new.
 - *cold*: after `posix_fadvise(DONTNEED)`; bytes from the disk as /proc/self/io counts them.
 - *opening*: the index of short documents beside a sparse file of tokens, all in the page cache.
 """
@@ -20,6 +22,7 @@ import itertools
 import json
 import os
 import platform
+import random
 import resource
 import statistics
 import subprocess
@@ -40,6 +43,7 @@ from data_pipeline.dataset import PackedSamples
 from data_pipeline.indexed import IndexedTokens, IndexedWriter
 from data_pipeline.loader import BatchPlan, global_batch
 from data_pipeline.meta import CorpusMeta
+from data_pipeline.prepare.plan import PrepareOptions
 from data_pipeline.prepare.prepare import prepare
 from data_pipeline.tokenizer import python_stdlib_sources, train_tokenizer
 
@@ -56,6 +60,7 @@ class DataSizes(NamedTuple):
     corpora: int
     samples: int  # of a turn
     turns: int
+    text_bytes: int  # that both encoders encode
 
 
 class DataCost(NamedTuple):
@@ -69,6 +74,7 @@ class DataCost(NamedTuple):
 def costs(sizes: DataSizes, folder: Path) -> Iterator[DataCost]:
     """Yields the rows as they are measured."""
     yield prepare_cost(folder, sizes.turns)
+    yield from fast_encoder_costs(folder, sizes.text_bytes)
     read = write_corpus(folder / "read", sizes.tokens)
     yield cold_cost(read)
     yield from micro_batch_costs(read, sizes)
@@ -97,6 +103,47 @@ def prepare_cost(folder: Path, turns: int) -> DataCost:
     turn = iter(range(turns + 1))
     ratios = paired(encode, lambda: prepare([str(source)], folder / f"p{next(turn)}", tokenizer, workers=1), turns)
     return DataCost("encoder's processor time, of that of `prepare` with one worker", spread(ratios, 2), ">= 0.95")
+
+
+def fast_encoder_costs(folder: Path, text_bytes: int) -> Iterator[DataCost]:
+    """Uses the tokenizer that `prepare_cost` has trained."""
+    written = write_distinct_text(folder / "distinct.jsonl", text_bytes)
+    found = {encoder: json.loads(own_process("prepare_once", f"{folder} {encoder}")) for encoder in ("exact", "fast")}
+    assert found["exact"]["sha256"] == found["fast"]["sha256"]
+    ratio = found["exact"]["seconds"] / found["fast"]["seconds"]
+    text = f"of {written / 1e6:,.0f} MB of text"
+    yield DataCost(f"processor time {text}, exact over fast", f"{ratio:.1f}", ">= 15")
+    yield DataCost(
+        f"peak memory of the fast encoder's process, {text}", f"{found['fast']['peak'] / 1e9:.2f} GB", "<= 2 GB"
+    )
+
+
+def prepare_once(folder_and_encoder: str) -> None:
+    """Prints what one `prepare` took, for the process that started this one."""
+    folder, _, encoder = folder_and_encoder.rpartition(" ")
+    place, options = Path(folder), PrepareOptions(encoder="fast" if encoder == "fast" else "exact")
+    began = time.process_time()
+    made = prepare([f"{place}/distinct.jsonl"], place / encoder, place / "tokenizer", options, workers=1)
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(json.dumps({"seconds": time.process_time() - began, "peak": peak, "sha256": made.sha256}))
+
+
+def write_distinct_text(path: Path, text_bytes: int) -> int:
+    """Writes rows of text until they have `text_bytes`; returns their size."""
+    texts = [path.read_text(encoding="utf-8") for path in python_stdlib_sources()]
+    draw, written = random.Random(0), 0
+    with path.open("w", encoding="utf-8") as file:
+        for number, text in enumerate(itertools.cycle(texts)):
+            if written >= text_bytes:
+                break
+            if number >= len(texts):
+                words = text.split(" ")
+                draw.shuffle(words)
+                words[::9] = [f"{word}{draw.randrange(100_000)}" for word in words[::9]]
+                text = " ".join(words)
+            file.write(json.dumps({"text": text}) + "\n")
+            written += len(text.encode())
+    return written
 
 
 def cold_cost(prefix: Path) -> DataCost:
@@ -252,7 +299,7 @@ def anonymous_bytes() -> int:
 def page(rows: list[DataCost], load: tuple[float, float]) -> str:
     """Returns the results page, up to what is written by hand below it."""
     model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
-    packages = ", ".join(f"{name} {version(name)}" for name in ("numpy", "tokenizers"))
+    packages = ", ".join(f"{name} {version(name)}" for name in ("numpy", "tokenizers", "gigatoken"))
     return "\n".join(
         [
             "# What the data costs",
@@ -274,8 +321,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small corpora and few turns; the results page stays")
     parser.add_argument("--folder", type=Path, help="where corpora are written, 5 GB; default: a temporary folder")
     options = parser.parse_args()
-    sizes = DataSizes(20_000_000, 1_000_000, 100, 400, 3) if options.quick else None
-    sizes = sizes or DataSizes(200_000_000, 100_000_000, CORPORA, 2000, 15)
+    sizes = DataSizes(20_000_000, 1_000_000, 100, 400, 3, 20_000_000) if options.quick else None
+    sizes = sizes or DataSizes(200_000_000, 100_000_000, CORPORA, 2000, 15, 500_000_000)
     before, rows = os.getloadavg()[0], []
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for row in costs(sizes, Path(folder)):

@@ -3,7 +3,7 @@
 Where one takes a new letter for a sign, it splits words elsewhere. The entries of a vocabulary seldom show that, so
 both libraries read the tokenizer with other entries, by which everything merges over the border of a character. Texts
 with such a character are then encoded exactly. So are those with characters that are not probed, because Python does
-not know them or they are in the private planes.
+not know them or their planes hold no letters.
 """
 
 import json
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.prepare.fast_encoding import FastTokenizer
 
+_PROBED = 0x40000  # the planes that hold letters
 _BLOCK = 1 << 10  # characters that are compared at once
 _NEIGHBOURS = 'aA1" '
 _STABLE = 16  # of so many ideographs or syllables in a row one is probed
@@ -37,8 +38,8 @@ def parting_characters(tokenizer_json: bytes) -> str:
         ids = exact.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return not np.array_equal(fast.ids(text), np.array(ids, np.uint32))
 
-    known = np.array([unicodedata.category(chr(code)) not in ("Cn", "Cs") for code in range(0xF0000)])
-    parting = np.concatenate([~known, np.ones(0x20000, bool)])
+    known = np.array([unicodedata.category(chr(code)) not in ("Cn", "Cs") for code in range(_PROBED)])
+    parting = np.concatenate([~known, np.ones(0x110000 - _PROBED, bool)])
     probed = list(_probed(known))
     for start in range(0, len(probed), _BLOCK):
         block = probed[start : start + _BLOCK]
@@ -53,11 +54,11 @@ def holds_any(text: str, ranges: str) -> bool:
     """Tells whether a text holds a character of the ranges, which hold none of ASCII."""
     if text.isascii():
         return False
-    return bool(_table(ranges)[np.frombuffer(text.encode("utf-32-le"), np.uint32)].any())
+    return bool(as_table(ranges)[np.frombuffer(text.encode("utf-32-le"), np.uint32)].any())
 
 
 @lru_cache(maxsize=1)
-def _table(ranges: str) -> NDArray[np.bool_]:
+def as_table(ranges: str) -> NDArray[np.bool_]:
     """Returns the characters of the ranges as an array of shape [0x110000]."""
     table = np.zeros(0x110000, bool)
     for first, last in zip(ranges[::2], ranges[1::2], strict=True):
