@@ -9,8 +9,8 @@ in turns; the table has the median over the turns and, as what this machine can 
 - *copy*: numpy converts the same number of tokens, at places that are known, from an array in memory to int64.
 - *micro-batch*: `global_batch` of 8 samples of 2,048 tokens of a corpus that is in the page cache.
 - *encoder*: `encode_batch_fast` of the tokenizers library over the same texts in memory; nothing is read or written.
-- *exact*, *fast*: `prepare` with one worker and each encoder, once, in a process of its own; the fast one's time holds the
-  comparison of both. The text is that of Python's standard library, then its words in random order, some made new.
+- *exact*, *fast*: `prepare` with one worker and each encoder, once, in a process of its own; the time of *fast* holds
+  the comparison of both. The text is that of Python's standard library, then its words in random order, some made new.
 - *cold*: after `posix_fadvise(DONTNEED)`; bytes from the disk as /proc/self/io counts them.
 - *opening*: the index of short documents beside a sparse file of tokens, all in the page cache.
 """

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from data_pipeline.errors import DataError
 from data_pipeline.prepare.fast_encoding import FastTokenizer
 
 _PROBED = 0x40000  # the planes that hold letters
@@ -26,7 +27,7 @@ _STABLE = 16  # of so many ideographs or syllables in a row one is probed
 def parting_characters(tokenizer_json: bytes) -> str:
     """Returns the characters above ASCII that part the libraries, as ranges: first, last, first, last and so on.
 
-    Raises DataError if gigatoken cannot read the tokenizer.
+    Raises DataError if gigatoken cannot read the tokenizer, or if a character of ASCII parts them, which has no age.
     """
     from tokenizers import Tokenizer
 
@@ -38,6 +39,12 @@ def parting_characters(tokenizer_json: bytes) -> str:
         ids = exact.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return not np.array_equal(fast.ids(text), np.array(ids, np.uint32))
 
+    plain = next((one for one in map(chr, range(0x80)) if part([one])), None)
+    if plain is not None:
+        raise DataError(
+            f"gigatoken splits or normalizes words at {plain!r} in another way than the tokenizer: prepare with "
+            "--encoder exact"
+        )
     known = np.array([unicodedata.category(chr(code)) not in ("Cn", "Cs") for code in range(_PROBED)])
     parting = np.concatenate([~known, np.ones(0x110000 - _PROBED, bool)])
     probed = list(_probed(known))
@@ -45,7 +52,6 @@ def parting_characters(tokenizer_json: bytes) -> str:
         block = probed[start : start + _BLOCK]
         if part(block):
             parting[[ord(one) for one in block if part([one])]] = True
-    parting[:0x80] = False  # the texts of the check show such a difference, and its place
     borders = np.flatnonzero(np.diff(parting, prepend=False, append=False))
     return "".join(chr(first) + chr(after - 1) for first, after in borders.reshape(-1, 2).tolist())
 
