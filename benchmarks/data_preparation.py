@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import resource
-import site
 import subprocess
 import sys
 import time
@@ -15,17 +15,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.data_costs import DataCost, DataGoal, number, of_proc_self, own_process, paired, ratio
+from data_pipeline.prepare.encoding import EncoderName
 from data_pipeline.prepare.plan import PrepareOptions, plan_job
 from data_pipeline.prepare.prepare import prepare
 from data_pipeline.tokenizer import python_stdlib_sources, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 _ENCODED_AT_ONCE = 64  # texts
-_DISTINCT_TEXT = 48 << 20  # bytes, of which the exact encoder takes 50 s
 
 
-def preparation_costs(folder: Path, *, is_quick: bool) -> Iterator[DataCost]:
-    """Yields the rows about `prepare`."""
+def preparation_costs(folder: Path, distinct_text: int, *, is_quick: bool) -> Iterator[DataCost]:
+    """Yields the rows about `prepare`; `distinct_text` is how many bytes both encoders encode."""
     texts = [path.read_text(encoding="utf-8") for path in python_stdlib_sources()]
     tokenizer = train_tokenizer(texts[:100], folder / "tokenizer", 8192)
     some = write_texts(folder / "some.jsonl", texts[::4] if is_quick else texts[::2])
@@ -33,7 +33,7 @@ def preparation_costs(folder: Path, *, is_quick: bool) -> Iterator[DataCost]:
     twice = write_texts(folder / "twice.jsonl", texts if is_quick else texts * 2)
     yield workers_cost(twice, tokenizer, folder, 1 if is_quick else 2)
     yield restart_cost(some, tokenizer, folder)
-    yield fast_encoder_cost(tokenizer, folder, _DISTINCT_TEXT >> 4 if is_quick else _DISTINCT_TEXT)
+    yield from fast_encoder_costs(tokenizer, folder, distinct_text)
 
 
 def encoder_cost(source: Path, tokenizer: Path, folder: Path, turns: int) -> DataCost:
@@ -69,7 +69,7 @@ def restart_cost(source: Path, tokenizer: Path, folder: Path) -> DataCost:
     begun = own_process(module, "prepare_parts", *job, str(reread), 1)
     own_process(module, "prepare_parts", *job, str(new), int(0.9 * parts))
     restarted = own_process(module, "prepare_parts", *job, str(new), 1)
-    unit = plan_job([str(source)], tokenizer, PrepareOptions()).chunk_characters
+    unit = plan_job([str(source)], tokenizer, PrepareOptions()).unit_bytes
     units = (int(restarted.split()[0]) - int(begun.split()[0])) / unit
     return number("units of text read again when a job that is 90 % done begins again", max(units, 0.0), 1, DataGoal(2))
 
@@ -86,39 +86,48 @@ def prepare_parts(source: str, tokenizer: str, output: str, count: int) -> None:
     prepare([source], Path(output), Path(tokenizer), workers=1, progress=note)
 
 
-def fast_encoder_cost(tokenizer: Path, folder: Path, size: int) -> DataCost:
-    """Compares both encoders on Python sources of installed packages, each in a process of its own."""
-    what = f"processor time of `prepare --encoder fast`, of the exact one, on {size >> 20} MiB of distinct text"
-    goal = DataGoal(1 / 15)
+def fast_encoder_costs(tokenizer: Path, folder: Path, size: int) -> Iterator[DataCost]:
+    """Compares both encoders on `size` bytes of text, once and each in a process of its own."""
+    of_text = f"on {size >> 20} MiB of distinct text"
+    what = f"processor time of `prepare --encoder exact`, of the fast one, {of_text}"
+    goal, room = DataGoal(15, is_least=True, where=" on 512 MiB"), DataGoal(2)
     if find_spec("gigatoken") is None:
-        return DataCost(what, None, "gigatoken is not installed: pip install 'megalite[fast]'", goal)
-    texts, total = list[str](), 0
-    for path in sorted(Path(site.getsitepackages()[0]).rglob("*.py")):
-        texts.append(path.read_text(encoding="utf-8", errors="ignore"))
-        total += len(texts[-1])
-        if total >= size:
-            break
-    source = write_texts(folder / "distinct.jsonl", texts)
-    seconds = {
-        name: float(
-            own_process("benchmarks.data_preparation", "prepare_with", str(source), str(tokenizer), str(folder), name)
-        )
-        for name in ("exact", "fast")
-    }
-    return number(what, seconds["fast"] / seconds["exact"], 3, goal)
+        yield DataCost(what, None, "gigatoken is not installed: pip install 'megalite[fast]'", goal)
+        return
+    source = write_distinct_text(folder / "distinct.jsonl", size)
+    exact, fast = (
+        json.loads(own_process("benchmarks.data_preparation", "prepare_with", str(source), str(tokenizer), encoder))
+        for encoder in ("exact", "fast")
+    )
+    assert exact["sha256"] == fast["sha256"]
+    yield number(what, exact["seconds"] / fast["seconds"], 1, goal)
+    yield number(f"peak memory of the fast one, {of_text} (GB)", fast["peak_bytes"] / 1e9, 2, room)
 
 
-def prepare_with(source: str, tokenizer: str, folder: str, encoder: str) -> None:
-    """Prints the processor seconds of `prepare` and of the processes that it starts."""
-    before = processor_seconds()
-    options = PrepareOptions(encoder=encoder)  # type: ignore[call-arg, unused-ignore]
-    prepare([source], Path(folder) / encoder, Path(tokenizer), options, workers=1)
-    print(processor_seconds() - before)
+def prepare_with(source: str, tokenizer: str, encoder: EncoderName) -> None:
+    """Prints what `prepare` took with an encoder; the time of the fast one holds the comparison of both."""
+    began = time.process_time()
+    made = prepare([source], Path(f"{source}_{encoder}"), Path(tokenizer), PrepareOptions(encoder=encoder), workers=1)
+    seconds, peak = time.process_time() - began, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(json.dumps({"seconds": seconds, "peak_bytes": peak, "sha256": made.sha256}))
 
 
-def processor_seconds() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+def write_distinct_text(path: Path, size: int) -> Path:
+    """Writes rows of at least `size` bytes: Python's standard library, then its words in random order, some made new."""
+    texts = [path.read_text(encoding="utf-8") for path in python_stdlib_sources()]
+    draw, written = random.Random(0), 0
+    with path.open("w", encoding="utf-8") as file:
+        for place, text in enumerate(itertools.cycle(texts)):
+            if written >= size:
+                break
+            if place >= len(texts):
+                words = text.split(" ")
+                draw.shuffle(words)
+                words[::9] = [f"{word}{draw.randrange(100_000)}" for word in words[::9]]
+                text = " ".join(words)
+            file.write(json.dumps({"text": text}) + "\n")
+            written += len(text.encode())
+    return path
 
 
 def waiting_costs(folder: Path, *, is_quick: bool) -> Iterator[DataCost]:

@@ -3,7 +3,7 @@
 Where one takes a new letter for a sign, it splits words elsewhere. The entries of a vocabulary seldom show that, so
 both libraries read the tokenizer with other entries, by which everything merges over the border of a character. Texts
 with such a character are then encoded exactly. So are those with characters that are not probed, because Python does
-not know them or they are in the private planes.
+not know them or their planes hold no letters.
 """
 
 import json
@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from data_pipeline.errors import DataError
 from data_pipeline.prepare.fast_encoding import FastTokenizer
 
+_PROBED = 0x40000  # the planes that hold letters
 _BLOCK = 1 << 10  # characters that are compared at once
 _NEIGHBOURS = 'aA1" '
 _STABLE = 16  # of so many ideographs or syllables in a row one is probed
@@ -25,7 +27,7 @@ _STABLE = 16  # of so many ideographs or syllables in a row one is probed
 def parting_characters(tokenizer_json: bytes) -> str:
     """Returns the characters above ASCII that part the libraries, as ranges: first, last, first, last and so on.
 
-    Raises DataError if gigatoken cannot read the tokenizer.
+    Raises DataError if gigatoken cannot read the tokenizer, or if a character of ASCII parts them, which has no age.
     """
     from tokenizers import Tokenizer
 
@@ -37,14 +39,19 @@ def parting_characters(tokenizer_json: bytes) -> str:
         ids = exact.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return not np.array_equal(fast.ids(text), np.array(ids, np.uint32))
 
-    known = np.array([unicodedata.category(chr(code)) not in ("Cn", "Cs") for code in range(0xF0000)])
-    parting = np.concatenate([~known, np.ones(0x20000, bool)])
+    plain = next((one for one in map(chr, range(0x80)) if part([one])), None)
+    if plain is not None:
+        raise DataError(
+            f"gigatoken splits or normalizes words at {plain!r} in another way than the tokenizer: prepare with "
+            "--encoder exact"
+        )
+    known = np.array([unicodedata.category(chr(code)) not in ("Cn", "Cs") for code in range(_PROBED)])
+    parting = np.concatenate([~known, np.ones(0x110000 - _PROBED, bool)])
     probed = list(_probed(known))
     for start in range(0, len(probed), _BLOCK):
         block = probed[start : start + _BLOCK]
         if part(block):
             parting[[ord(one) for one in block if part([one])]] = True
-    parting[:0x80] = False  # the texts of the check show such a difference, and its place
     borders = np.flatnonzero(np.diff(parting, prepend=False, append=False))
     return "".join(chr(first) + chr(after - 1) for first, after in borders.reshape(-1, 2).tolist())
 
@@ -53,11 +60,11 @@ def holds_any(text: str, ranges: str) -> bool:
     """Tells whether a text holds a character of the ranges, which hold none of ASCII."""
     if text.isascii():
         return False
-    return bool(_table(ranges)[np.frombuffer(text.encode("utf-32-le"), np.uint32)].any())
+    return bool(as_table(ranges)[np.frombuffer(text.encode("utf-32-le"), np.uint32)].any())
 
 
 @lru_cache(maxsize=1)
-def _table(ranges: str) -> NDArray[np.bool_]:
+def as_table(ranges: str) -> NDArray[np.bool_]:
     """Returns the characters of the ranges as an array of shape [0x110000]."""
     table = np.zeros(0x110000, bool)
     for first, last in zip(ranges[::2], ranges[1::2], strict=True):
