@@ -6,6 +6,7 @@ One file per step:
     tokenizer    train or inspect a tokenizer.json           -> vocabulary, end-of-document id
     prepare/     pieces -> token ids on all cores            -> PREFIX.bin, PREFIX.idx, PREFIX.meta.json
     indexed      Megatron's .bin/.idx pair, bit for bit      -> memory-mapped documents
+    token_cache  corpora that lie elsewhere              -> copies here, proven by their digests
     dataset      documents -> packed blocks                  -> sample(k), pure in (fingerprint, seed, k)
     packing_plan documents -> which of them share a sample   -> PREFIX.pack-*.npy, by `megalite data pack`
     best_fit     documents, plan -> whole documents          -> sample(k) of `data.packing: best_fit`

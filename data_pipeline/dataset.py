@@ -90,7 +90,7 @@ class SampleRows:
 class DocumentRange:
     """A range of neighbouring documents of a corpus."""
 
-    prefix: Path
+    prefix: Path | str  # a text is the URL of which the files are a copy
     first: int  # number of the document in the corpus, from 0
     last: int  # the same as `first` where it is one
 
@@ -127,6 +127,9 @@ class Samples(Protocol):
 
     def count_valid_targets(self, k: int) -> int:
         """Returns how many targets of sample k carry loss; reads no tokens."""
+
+    def sources_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Returns the source of each of these samples `[B]`, by its place among the names of a mix, or None."""
 
     def documents(self, k: int) -> list[DocumentRange]:
         """Returns the documents that sample k holds tokens of, its last target included, in the order of the sample."""
@@ -209,6 +212,9 @@ class CorpusSamples:
     def _open_split(self, split: Split) -> int:
         """Sets up the blocks of the split; returns its number of tokens."""
         raise NotImplementedError
+
+    def sources_of(self, numbers: NDArray[np.int64]) -> None:
+        """Returns None: these samples are those of one source."""
 
     def _block(self, k: int) -> int:
         """Returns the block that sample k is."""

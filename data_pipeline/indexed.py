@@ -10,6 +10,7 @@ Megatron's `preprocess_data.py` does; `IndexedTokens` reads files with several s
 Files written here load in Megatron.
 """
 
+import glob
 import hashlib
 import os
 import struct
@@ -22,7 +23,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, first_names
 from data_pipeline.files import StoredFile, open_anew, publish, sha256_of_file, with_ending
 from data_pipeline.loss_file import loss_path
 
@@ -170,6 +171,14 @@ class IndexedTokens:
         if self.prefix.suffix in (".bin", ".idx"):
             named = self.prefix.with_suffix("")
             raise DataError(f"prepared data is named without an ending: give {named}, not {self.prefix}")
+        if glob.has_magic(str(self.prefix)):
+            matches = sorted(name.removesuffix(".idx") for name in glob.glob(f"{self.prefix}.idx", recursive=True))
+            raise DataError(
+                f"{self.prefix} is a pattern, which only a path in the section data of a config may be: give prefixes, "
+                f"such as {first_names(matches)}"
+                if matches
+                else f"no prepared data matches the pattern {self.prefix}: there is no file {path.absolute()}"
+            )
         start = "" if path.is_absolute() else " (relative paths start from the working directory)"
         raise DataError(
             f"token file {path.absolute()} does not exist{start}: give the prefix of a .bin/.idx pair (without "
@@ -293,7 +302,7 @@ class IndexedWriter:
                     f"token id {wrong} does not fit the {self.dtype} of {self.prefix}.bin: choose the dtype from the "
                     "vocabulary that made the ids (token_dtype)"
                 )
-        content = np.ascontiguousarray(tokens, dtype=self.dtype).tobytes()
+        content = np.ascontiguousarray(tokens, dtype=self.dtype).data
         self._stream.write(content)
         self._digest.update(content)
         self.token_count += len(tokens)

@@ -16,15 +16,37 @@ from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.dataset import SampleRows, Samples, ids_are_below
+from data_pipeline.dataset import Sample, SampleRows, ids_are_below
 from data_pipeline.errors import DataError
 
 IGNORED_TARGET = -100  # the value that cross-entropy leaves out
 _STEPS_AHEAD = 2  # global batches prepared at most while one trains
+
+
+class ReadSamples(Protocol):
+    """The part of data_pipeline.dataset.Samples that a loader needs."""
+
+    sequence_length: int
+    has_loss_mask: bool
+    dtype: np.dtype[Any]
+    id_limit: int
+
+    def sample(self, k: int) -> Sample:
+        """Returns sample k."""
+
+    def read_row(self, k: int, rows: SampleRows, row: int) -> None:
+        """Reads sample k into a row of a micro-batch; its ids are not checked."""
+
+    def sources_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Returns the source of each of these samples, as in `Samples`."""
+
+    def count_valid_targets(self, k: int) -> int:
+        """Returns how many targets of sample k carry loss."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +58,7 @@ class TokenBatch:
     positions: NDArray[np.int64] | None  # [B, S]; None without document_mask: 0 ... S - 1
     samples: NDArray[np.int64]  # [B] numbers in the run's order; a sample seen again in another epoch has another one
     global_valid_targets: int  # of the global batch, on all replicas: targets that are not IGNORED_TARGET
+    sources: NDArray[np.int64] | None = None  # [B] of a mix: the place of each row's source among the sorted names
 
 
 @dataclass(frozen=True)
@@ -61,7 +84,7 @@ class BatchPlan:
         assert 0 <= self.data_parallel_rank < size, f"data-parallel rank {self.data_parallel_rank} outside [0, {size})"
 
 
-def global_batch(samples: Samples, plan: BatchPlan, consumed_samples: int) -> list[TokenBatch]:
+def global_batch(samples: ReadSamples, plan: BatchPlan, consumed_samples: int) -> list[TokenBatch]:
     """Returns the micro-batches of this rank in the step after `consumed_samples` samples."""
     share = plan.global_batch_size // plan.data_parallel_size
     first = consumed_samples + plan.data_parallel_rank * share
@@ -69,7 +92,7 @@ def global_batch(samples: Samples, plan: BatchPlan, consumed_samples: int) -> li
     return [_micro_batch(samples, start, plan, valid) for start in range(first, first + share, plan.micro_batch_size)]
 
 
-def count_valid_targets(samples: Samples, plan: BatchPlan, consumed_samples: int) -> int:
+def count_valid_targets(samples: ReadSamples, plan: BatchPlan, consumed_samples: int) -> int:
     """Returns how many targets of the global batch after `consumed_samples` samples count, on all replicas."""
     if not (plan.document_mask or samples.has_loss_mask):
         return plan.global_batch_size * samples.sequence_length
@@ -77,7 +100,7 @@ def count_valid_targets(samples: Samples, plan: BatchPlan, consumed_samples: int
     return sum(samples.count_valid_targets(k) for k in range(consumed_samples, stop))
 
 
-def _micro_batch(samples: Samples, first: int, plan: BatchPlan, valid: int) -> TokenBatch:
+def _micro_batch(samples: ReadSamples, first: int, plan: BatchPlan, valid: int) -> TokenBatch:
     numbers = np.arange(first, first + plan.micro_batch_size)
     rows = SampleRows(len(numbers), samples.sequence_length, samples.dtype, finds_starts=plan.document_mask)
     for row, k in enumerate(numbers.tolist()):
@@ -89,7 +112,7 @@ def _micro_batch(samples: Samples, first: int, plan: BatchPlan, valid: int) -> T
     for places in rows.without_loss:
         targets.reshape(-1)[places] = IGNORED_TARGET
     positions = _mask_documents(targets, rows.document_starts()) if plan.document_mask else None
-    return TokenBatch(tokens, targets, positions, numbers, valid)
+    return TokenBatch(tokens, targets, positions, numbers, valid, samples.sources_of(numbers))
 
 
 def _mask_documents(targets: NDArray[np.int64], starts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -111,7 +134,7 @@ def _first_numbers(count: int) -> NDArray[np.int64]:
 
 
 def prefetched_batches(
-    samples: Samples, plan: BatchPlan, *, start_consumed: int, steps: int
+    samples: ReadSamples, plan: BatchPlan, *, start_consumed: int, steps: int
 ) -> Generator[list[TokenBatch], None, None]:
     """Yields the global batches of `steps` steps; a thread prepares the next ones while the current one trains.
 

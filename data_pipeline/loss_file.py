@@ -34,7 +34,7 @@ class LossWriter:
         return self._digest.hexdigest()
 
     def append(self, loss: NDArray[np.uint8]) -> None:
-        content = loss.tobytes()
+        content = np.ascontiguousarray(loss).data
         self._stream.write(content)
         self._digest.update(content)
 

@@ -37,6 +37,7 @@ class CorpusMeta:
     fill_in_the_middle: float = 0.0  # share of the documents
     skipped_rows: int = 0
     tokenizers: str | None = None  # version of the library that encoded
+    gigatoken: str | None = None  # version of the fast encoder of the run that finished; None: the exact one
     format: str = FORMAT
     writer_version: int = WRITER_VERSION
 
@@ -54,15 +55,19 @@ def read_meta(prefix: Path) -> CorpusMeta | None:
     path = meta_path(prefix)
     if not path.is_file():
         return None
+    return parsed_meta(path.read_bytes(), str(path))
+
+
+def parsed_meta(content: bytes, where: str) -> CorpusMeta:
+    """Returns the metadata in the bytes of a file. Raises DataError, which names `where` they are from."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        meta = CorpusMeta(**fields)
+        meta = CorpusMeta(**json.loads(content.decode()))
     except (ValueError, TypeError, RecursionError) as error:
         raise DataError(
-            f"{path} is not readable as metadata of a corpus ({error}): delete it or prepare again"
+            f"{where} is not readable as metadata of a corpus ({error}): delete it or prepare again"
         ) from error
     if meta.format != FORMAT:
         raise DataError(
-            f"{path} has format {meta.format!r}, but this version knows {FORMAT!r}: prepare the corpus again"
+            f"{where} has format {meta.format!r}, but this version knows {FORMAT!r}: prepare the corpus again"
         )
     return meta

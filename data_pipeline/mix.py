@@ -222,6 +222,7 @@ class MixRecord:
     mix: Mix
     contents: Mapping[str, str]  # by source, as `content_id` returns them
     global_batch_size: int = 0  # with which the stages' first samples were found
+    batch_stages: str = ""  # how the batch changes in the course of the run; empty: it does not
 
     @classmethod
     def of_one(cls, content: str) -> Self:
@@ -237,7 +238,7 @@ class MixRecord:
             if facts["by_samples"]
             else Mix.by_weights([*facts["sources"]], stages)
         )
-        return cls(mix, facts["sources"], facts["global_batch_size"])
+        return cls(mix, facts["sources"], facts["global_batch_size"], facts.get("batch_stages", ""))
 
     def facts(self) -> dict[str, Any]:
         """Returns the record as JSON holds it."""
@@ -246,6 +247,7 @@ class MixRecord:
             "by_samples": self.mix.modulus != MODULUS,
             "stages": [asdict(stage) for stage in self.mix.stages],
             "global_batch_size": self.global_batch_size,
+            **({"batch_stages": self.batch_stages} if self.batch_stages else {}),
         }
 
     def first_difference(self, other: Self, stop: int) -> int | None:
@@ -306,7 +308,9 @@ def content_id(samples: Samples) -> str:
 class MixedSamples:
     """The samples of a run that reads several sources in turn, as a mix says."""
 
-    def __init__(self, sources: Mapping[str, Samples], mix: Mix, global_batch_size: int = 0) -> None:
+    def __init__(
+        self, sources: Mapping[str, Samples], mix: Mix, global_batch_size: int = 0, batch_stages: str = ""
+    ) -> None:
         self.mix, self.sources = mix, {name: sources[name] for name in mix.names}
         self._in_turn = list(self.sources.values())
         first = self._in_turn[0]
@@ -319,7 +323,7 @@ class MixedSamples:
         self.id_limit = min(source.id_limit for source in self._in_turn)
         self.eos_token_id = next((one.eos_token_id for one in self._in_turn if one.eos_token_id is not None), None)
         contents = {name: content_id(source) for name, source in self.sources.items()}
-        self.record = MixRecord(mix, contents, global_batch_size)
+        self.record = MixRecord(mix, contents, global_batch_size, batch_stages)
         self.content_digest = ""  # those of the sources are in the record
         facts = [
             {name: source.fingerprint for name, source in self.sources.items()},
@@ -334,6 +338,10 @@ class MixedSamples:
         """Returns sample number k >= 0 of the run."""
         source, j = self._place(k)
         return self._in_turn[source].sample(j)
+
+    def sources_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the source of each of these samples, by its place among the names."""
+        return np.array([self._place(k)[0] for k in numbers.tolist()], dtype=np.int64)
 
     def read_row(self, k: int, rows: SampleRows, row: int) -> None:
         """Reads sample k into a row of a micro-batch; its ids are not checked."""

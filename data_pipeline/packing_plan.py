@@ -55,15 +55,22 @@ class PackingRequest:
 
     @property
     def path(self) -> Path:
-        whole = "-whole" if self.leaves_out_longer else ""
-        ending = f".pack-{self.sequence_length}-{self.split}-{float(self.held_out_fraction)}{whole}.npy"
-        return with_ending(self.corpus.prefix, ending)
+        return with_ending(
+            self.corpus.prefix,
+            plan_ending(self.sequence_length, self.split, self.held_out_fraction, self.leaves_out_longer),
+        )
 
     @property
     def identity(self) -> NDArray[np.int64]:
         facts = [RULE, self.index_sha256, self.sequence_length, self.split, float(self.held_out_fraction)]
         facts.append(self.leaves_out_longer)
         return np.frombuffer(hashlib.sha256(json.dumps(facts).encode()).digest(), dtype="<i8")
+
+
+def plan_ending(sequence_length: int, split: Split, held_out_fraction: float, leaves_out_longer: bool) -> str:
+    """Returns the end of the name of a plan's file, after the prefix of its corpus."""
+    whole = "-whole" if leaves_out_longer else ""
+    return f".pack-{sequence_length}-{split}-{float(held_out_fraction)}{whole}.npy"
 
 
 class PackingPlan:

@@ -57,12 +57,14 @@ from launch.runtime.startup_progress import StartupProgress
 from launch.trainer.attention_words import attention_in_words
 from launch.trainer.checkpoint_hooks import CheckpointHooks, manifest_maker
 from launch.trainer.data import evaluation_batches, evaluation_targets, open_data, training_batches
+from launch.trainer.host_copies import open_on_all_hosts
 from launch.trainer.prediction_tracker import PredictionTracker, look_up_machine, memory_of_ranks
 from launch.trainer.rank_devices import check_memory_of_ranks, devices_in_words, devices_of_ranks
 from launch.trainer.resume import RunSetup, agree_on_start, checkpoints_of, load_state
 from launch.trainer.run_config import load_run_config, with_layout_for_all
 from launch.trainer.run_folder import lock_run_folder
 from launch.trainer.run_logger import RunLogger
+from launch.trainer.run_mix import FollowedMix
 from launch.trainer.run_summary import tell_start
 from launch.trainer.start_flags import NO_FLAGS, StartFlags, split_flags
 from megalite.checkpoint.durable_files import NO_ROOM
@@ -210,15 +212,17 @@ def run(
         heartbeat.step = lambda: activity.span.step
     record_hang = partial(EventLog(config.run_dir / EVENTS).write, "hung")
     launch = agree_on_launch()
+    with_local_data = open_on_all_hosts(config, rank, progress)  # before the watchdog, whose limits are for steps
     progress.begin("opening the data")
     with Watchdog(
         activity, config.watchdog, config.run_dir, launch, HUNG_CODE, record_hang, tuple(ENDINGS)
     ) as watchdog:
-        data = open_data(config)
+        data = open_data(with_local_data)
         prediction = PredictionTracker(config, layout, rank, device, lookup)
         progress.begin("looking for a checkpoint and checking its files")
         start = agree_on_start(config, rank, data, activity, flags)
         config = start.counted(config)
+        prediction.count_from(config)
         data = data.from_position(config, start.followed)
         setup = RunSetup(config, layout, rank, data, start)
         if rank.rank == 0:
@@ -240,7 +244,7 @@ def run(
                 longest_s = ASKED_TO_END_S if isinstance(error, TrainingPreempted) else _longest_wait_s()
                 hooks.close(is_done=False, at_most_s=longest_s)
                 raise
-            run_logger.outcome = {"finished": True, **state.model_dump(exclude={"guard"})}
+            run_logger.outcome = {"finished": True, **state.model_dump(exclude={"guard", "source_losses"})}
             watchdog.stop()
             leave_together()
             hooks.close(is_done=True, at_most_s=ASKED_TO_END_S if is_asked_to_end else math.inf)
@@ -286,8 +290,7 @@ def _train(
     def batches(state: TrainState) -> Iterator[Any]:
         if not engine.needs_data:
             return itertools.repeat([])
-        steps = config.total_steps - state.step
-        return training_batches(data, config, layout, replica, consumed=state.consumed_samples, steps=steps)
+        return training_batches(data, config, layout, replica, FollowedMix.of(state.model_dump()))
 
     checkpoints = Checkpoints(
         engine,

@@ -65,13 +65,26 @@ class ControlTokens:
         tools = self._of(conversation.tools, False, f"{where}, tools")
         return conversation._replace(messages=messages, tools=tools)
 
+    def spelled_by_user(self, text: str) -> str | None:
+        """Returns the first control token that a message of a user spells, as it is spelled; None if there is none."""
+        span = self._first(text, 0, self._elsewhere)
+        return text[slice(*span)] if span else None
+
+    def forged_in(self, ids: Sequence[int], neutral: Sequence[int]) -> str | None:
+        """Returns a control token that a rendered conversation has, and the same with neutral texts has not, or None.
+
+        ids, neutral: tokens of the two.
+        """
+        counts = [Counter(number for number in made if number in self._in_answers.ids) for made in (ids, neutral)]
+        forged = counts[0] - counts[1]
+        return self._added[next(iter(forged))] if forged else None
+
     def check_rendered(self, ids: Sequence[int], neutral: Sequence[int], where: str) -> None:
         """Raises DataError if a rendered conversation has control tokens that the same with neutral texts has not."""
-        counts = [Counter(number for number in made if number in self._in_answers.ids) for made in (ids, neutral)]
-        if forged := counts[0] - counts[1]:
+        if forged := self.forged_in(ids, neutral):
             raise DataError(
                 f"{where}: what the chat template of {self._template.folder} makes of its messages has "
-                f"{self._added[next(iter(forged))]!r} where the template writes none by itself, so that a message "
+                f"{forged!r} where the template writes none by itself, so that a message "
                 "forges a turn: leave the conversation out, or choose --special-tokens keep if it is meant so"
             )
 

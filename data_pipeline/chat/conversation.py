@@ -1,6 +1,7 @@
-"""Reads conversations from rows of JSON, in the two forms that chat data is published in.
+"""Reads conversations from rows of JSON, in the three forms that chat data is published in.
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "tools": [...]}
+    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}], "system": "..."}
     {"prompt": ..., "completion": ...}    lists of messages, or texts, which are a user's and an assistant's message
 
 Every assistant message may carry loss, but those of a prompt do not. Other fields of a row are left out; those of a
@@ -12,8 +13,21 @@ from typing import Any, NamedTuple
 
 from data_pipeline.errors import DataError, first_names
 
-ASSISTANT, USER = "assistant", "user"
-CHAT_FIELDS = ("messages", "prompt", "completion", "tools")
+ASSISTANT, USER, SYSTEM = "assistant", "user", "system"
+CHAT_FIELDS = ("messages", "conversations", "system", "prompt", "completion", "tools")
+CALLS = "function_call"  # whose value is JSON: a call of a tool, or a list of them
+SENDERS = {
+    "human": USER,
+    "user": USER,
+    "gpt": ASSISTANT,
+    "assistant": ASSISTANT,
+    "system": SYSTEM,
+    CALLS: ASSISTANT,
+    "observation": "tool",
+    "tool": "tool",
+}
+"""The role of each sender of `conversations`, which ShareGPT began and LLaMA-Factory has added calls of tools to."""
+
 Message = dict[str, Any]
 
 
@@ -40,26 +54,83 @@ def conversation_of_row(fields: dict[str, Any], where: str) -> Conversation:
         tools = _parsed(tools or "null", tools)
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise DataError(f"{where} has no list of JSON objects in 'tools': describe each function by one")
-    prompt: list[Message] = []
-    if fields.get("messages") is not None:
-        messages = _messages(fields["messages"], "messages", where)
-    elif fields.get("prompt") is not None and fields.get("completion") is not None:
-        prompt = _side(fields["prompt"], "prompt", USER, where)
-        messages = prompt + _side(fields["completion"], "completion", ASSISTANT, where)
-    else:
-        raise DataError(
-            f"{where} holds no conversation (it has {first_names([repr(name) for name in fields]) or 'no fields'}): "
-            'write {"messages": [{"role": "user", "content": "..."}, ...]} or {"prompt": "...", "completion": "..."}'
-        )
-    for number, message in enumerate(messages[len(prompt) :], start=len(prompt) + 1):
+    messages, prompt_messages = _of_any_form(fields, where)
+    for number, message in enumerate(messages[prompt_messages:], start=prompt_messages + 1):
         if message["role"] == ASSISTANT and message.get("weight", 1) != 1:
             raise DataError(
                 f"{where}, message {number} has the weight {message['weight']!r}, but every answer carries loss alike: "
                 "leave the conversation out, or make the messages up to it the prompt of a completion"
             )
-    if not any(message["role"] == ASSISTANT for message in messages[len(prompt) :]):
+    if not any(message["role"] == ASSISTANT for message in messages[prompt_messages:]):
         raise DataError(f"{where} has no message of an assistant to learn from: leave the conversation out")
-    return Conversation(messages, tools or None, len(prompt))
+    return Conversation(messages, tools or None, prompt_messages)
+
+
+def _of_any_form(fields: dict[str, Any], where: str) -> tuple[list[Message], int]:
+    """Returns the messages of a row, and how many of the first are a prompt."""
+    prompt = fields.get("prompt")
+    there = [name for name in ("messages", "conversations", "completion") if fields.get(name) is not None]
+    forms = [name for name in there if fields[name]] or there[:1]  # tables have empty values where a row has none
+    if not forms or (forms == ["completion"] and prompt is None):
+        raise DataError(
+            f"{where} holds no conversation (it has {first_names([repr(name) for name in fields]) or 'no fields'}): "
+            'write {"messages": [{"role": "user", "content": "..."}, ...]} or {"prompt": "...", "completion": "..."}'
+        )
+    if len(forms) > 1:
+        raise DataError(f"{where} has both {forms[0]!r} and {forms[1]!r}: leave out the one that is not meant")
+    if forms == ["completion"]:
+        before = _side(prompt, "prompt", USER, where)
+        return before + _side(fields["completion"], "completion", ASSISTANT, where), len(before)
+    if forms == ["messages"]:
+        messages = _messages(fields["messages"], "messages", where)
+    else:
+        messages = _shared(fields["conversations"], fields.get("system"), where)
+    if prompt:  # data sets repeat the first message in a column
+        same = [message for message in messages if message["role"] == USER or not isinstance(prompt, str)]
+        repeated = _side(prompt, "prompt", USER, where)
+        if same[: len(repeated)] != repeated:
+            raise DataError(
+                f"{where} has a 'prompt' that its {forms[0]!r} do not begin with: leave it out, or make the rest the "
+                "'completion'"
+            )
+    return messages, 0
+
+
+def _shared(value: Any, system: Any, where: str) -> list[Message]:
+    """Returns the messages of `conversations`: each has the fields from and value, or role and content."""
+    if not isinstance(value, list):
+        raise DataError(f"{where} has {type(value).__name__} in 'conversations': it must hold a list of messages")
+    others = [n for n, message in enumerate(value, 1) if isinstance(message, dict) and message.get("from") is not None]
+    if others and len(others) < len(value):
+        other = next(number for number in range(1, len(value) + 1) if number not in others)
+        raise DataError(
+            f"{where} has messages of two forms: number {others[0]} has 'from', number {other} has not: give all "
+            "'from' and 'value', or all 'role' and 'content'"
+        )
+    if others:
+        value = [_renamed(message, f"{where}, message {number}") for number, message in enumerate(value, start=1)]
+    messages = _messages(value, "conversations", where)
+    if not system:
+        return messages
+    first = _message({"role": SYSTEM, "content": system}, f"{where}, 'system'")
+    if messages and messages[0]["role"] == SYSTEM:
+        raise DataError(f"{where} has 'system' and a message of the system: leave one of them out")
+    return [first, *messages]
+
+
+def _renamed(message: dict[str, Any], where: str) -> Message:
+    """Returns a message of the form {"from": "human", "value": "..."}, as ShareGPT has it, in the form with roles."""
+    sender, value = message["from"], message.get("value")
+    role = SENDERS.get(sender) if isinstance(sender, str) else None
+    if role is None:
+        raise DataError(f"{where} is from {sender!r}: write one of {', '.join(SENDERS)}")
+    if not isinstance(value, str):
+        raise DataError(f"{where} has no text in 'value': write one")
+    rest = {name: field for name, field in message.items() if name not in ("from", "value")}
+    if sender != CALLS:
+        return rest | {"role": role, "content": value}
+    calls = _parsed(value)
+    return rest | {"role": role, "tool_calls": calls if isinstance(calls, list) else [calls]}
 
 
 def _side(value: Any, field: str, role: str, where: str) -> list[Message]:

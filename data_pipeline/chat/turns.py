@@ -19,6 +19,8 @@ TrainOn = Literal["all-turns", "last-turn"]
 
 _MARK = "put {% generation %} and {% endgeneration %} around what the assistant writes, its end token included"
 
+_SAID = {"content": "x"}  # in conversations that try out a template
+
 
 class Turns(NamedTuple):
     """A conversation as text."""
@@ -33,7 +35,7 @@ class TurnFinder:
     def __init__(self, template: ChatTemplate, end_tokens: Sequence[str], train_on: TrainOn) -> None:
         self.template, self.train_on = template, train_on
         self._end_tokens = tuple(sorted(end_tokens, key=len, reverse=True))
-        self._process = TemplateProcess(template)
+        self.process = TemplateProcess(template)
 
     def find(self, conversation: Conversation, where: str) -> Turns:
         """Renders a conversation. Raises DataError if its template refuses it, or leaves open what carries loss."""
@@ -50,7 +52,7 @@ class TurnFinder:
 
         It is the prompt in the last pair. A turn that the template refuses is left out: no conversation has one.
         """
-        user, system, tool = ({"role": role, "content": "x"} for role in (USER, "system", "tool"))
+        user, system, tool = ({"role": role, **_SAID} for role in (USER, "system", "tool"))
         call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {}}}
         calling = {"role": ASSISTANT, "content": "", "tool_calls": [call]}
         result = tool | {"tool_call_id": call["id"], "name": "f"}
@@ -63,10 +65,23 @@ class TurnFinder:
 
     def _beyond(self, messages: list[Message], part: ChatPart, before: ChatPart | None) -> list[tuple[str, str]]:
         try:
-            after, *first = self._process.render(messages, [part, before] if before else [part])
+            after, *first = self.process.render(messages, [part, before] if before else [part])
         except TemplateRefusal:
             return []
         return [(first[0].text if first else "", after.text)]
+
+    def end_of_turn(self) -> str | None:
+        """Returns the special token by which the template ends an answer; None if it writes none, or takes no answer.
+
+        It is the first, where a conversation ends by one more.
+        """
+        try:
+            chat = [{"role": role, **_SAID} for role in (USER, ASSISTANT)]
+            text = self.process.render(chat, [ChatPart(2, False)])[0].text
+        except TemplateRefusal:
+            return None
+        end = self._end_of_turn(text, 0)
+        return None if end is None else next(token for token in self._end_tokens if text[:end].endswith(token))
 
     def text_of(self, conversation: Conversation, where: str) -> str:
         """Returns the whole of a conversation as text."""
@@ -151,7 +166,7 @@ class TurnFinder:
 
     def _render(self, conversation: Conversation, renderings: list[ChatPart], where: str) -> list[Rendered]:
         try:
-            return self._process.render(conversation.messages, renderings, conversation.tools)
+            return self.process.render(conversation.messages, renderings, conversation.tools)
         except TemplateLimit as error:
             raise DataLimitError(
                 f"{where}: the chat template of {self.template.folder} was given up for its "

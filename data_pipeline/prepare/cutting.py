@@ -52,7 +52,7 @@ def cut_document(
     document: Document, number: int, places: Sequence[CutPlace], on_bad_row: OnBadRow
 ) -> Iterator[TextPiece]:
     """Yields the pieces of one document, none for an empty one; one that is too long to be a piece is a bad row."""
-    pending, begins, searched = "", True, PIECE_CHARACTERS
+    pending, begins, searched = "", document.begins, PIECE_CHARACTERS
     for block in document.blocks:
         pending += block
         while len(pending) > PIECE_CHARACTERS:
@@ -63,16 +63,21 @@ def cut_document(
             yield TextPiece(pending[:cut], begins, False, number, document.where)
             pending, begins, searched = pending[cut:], False, PIECE_CHARACTERS
         if len(pending) > LONGEST_PIECE:
-            error = DataError(
-                f"{document.where} has more than {LONGEST_PIECE:,} characters without a place where it can be cut and "
-                "keep the tokens that this tokenizer gives it: make several documents of it"
-            )
-            if not begins:  # its pieces are encoded already
+            error = cannot_be_cut(document.where)
+            if not (begins and document.ends):  # others of its pieces are encoded already, or will be
                 raise error
             on_bad_row(error)
             return
     if pending:
-        yield TextPiece(pending, begins, True, number, document.where)
+        yield TextPiece(pending, begins, document.ends, number, document.where)
+
+
+def cannot_be_cut(where: str) -> DataError:
+    """Returns the sentence about a document that is too long to be one piece."""
+    return DataError(
+        f"{where} has more than {LONGEST_PIECE:,} characters without a place where it can be cut and keep the tokens "
+        "that this tokenizer gives it: make several documents of it"
+    )
 
 
 def _cut_position(text: str, places: Sequence[CutPlace], searched: int) -> int | None:

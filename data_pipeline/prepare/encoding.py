@@ -9,10 +9,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
+from data_pipeline.prepare.character_probe import holds_any
 from data_pipeline.prepare.cutting import TextPiece
+from data_pipeline.prepare.fast_encoding import fast_tokenizer
 from data_pipeline.prepare.fill_in_the_middle import FillInTheMiddle
 from data_pipeline.tokenizer import TokenizerFile, load_tokenizer
 
@@ -21,12 +24,14 @@ if TYPE_CHECKING:
 
 SpecialTokens = Literal["keep", "as-text", "refuse"]
 """keep: the special token, as the tokenizer reads it; as-text: the tokens of its letters; refuse: DataError."""
+EncoderName = Literal["exact", "fast"]
+"""exact: the library `tokenizers`; fast: gigatoken, which gives the same tokens or is refused."""
 
 
 class EncodedPiece(NamedTuple):
     """The tokens of one piece."""
 
-    ids: list[int]
+    ids: list[int] | NDArray[np.uint32]
     loss: NDArray[Any] | None  # [ids] uint8, 1 where a token carries loss; None: every token does
 
 
@@ -48,33 +53,46 @@ class TextEncoder:
     end_token: int | None
     special_tokens: SpecialTokens
     fill_in_the_middle: FillInTheMiddle | None = None
+    fast_except: str | None = None  # ranges of characters whose texts are encoded exactly; None: all are
 
     def encode(self, piece: TextPiece) -> EncodedPiece:
         """Returns the tokens of the piece, with those around its document. Raises DataError for refused text."""
         parts: list[int | str] = [piece.text]
         if self.fill_in_the_middle is not None and piece.begins_document and piece.ends_document:
             parts = self.fill_in_the_middle.arranged(piece.text, piece.number)
-        ids: list[int] = []
+        arrays = [
+            np.array([part], np.uint32) if isinstance(part, int) else self._ids_of(part, piece.where) for part in parts
+        ]
         if piece.begins_document and self.begin_token is not None:
-            ids.append(self.begin_token)
-        for part in parts:
-            ids.extend([part] if isinstance(part, int) else self._ids_of(part, piece.where))
+            arrays.insert(0, np.array([self.begin_token], np.uint32))
         if piece.ends_document and self.end_token is not None:
-            ids.append(self.end_token)
-        return EncodedPiece(ids, None)
+            arrays.append(np.array([self.end_token], np.uint32))
+        return EncodedPiece(np.concatenate(arrays), None)
 
-    def _ids_of(self, text: str, where: str) -> list[int]:
-        loaded, special = loaded_tokenizer(self.tokenizer.path, self.tokenizer.sha256, self.special_tokens == "as-text")
+    def ids(self, text: str) -> NDArray[np.uint32]:
+        """Returns the tokens of a text alone, as an array of shape [tokens]."""
+        if self.fast_except is not None and not holds_any(text, self.fast_except):
+            return fast_tokenizer(*self.loading).ids(text)
         # One text per call: a batch starts rayon's threads in every process, and is no faster on one core.
-        ids = loaded.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        encoded = loaded_tokenizer(*self.loading).tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoded[0].ids, np.uint32)
+
+    def _ids_of(self, text: str, where: str) -> NDArray[np.uint32]:
+        ids = self.ids(text)
         if self.special_tokens == "refuse":
-            found = next((special[token] for token in ids if token in special), None)
-            if found is not None:
+            special = loaded_tokenizer(*self.loading).special
+            found = ids[np.isin(ids, list(special))]
+            if len(found):
                 raise DataError(
-                    f"{where} contains the special token {found!r}: take it out, or choose --special-tokens as-text or "
-                    "keep"
+                    f"{where} contains the special token {special[int(found[0])]!r}: take it out, or choose "
+                    "--special-tokens as-text or keep"
                 )
         return ids
+
+    @property
+    def loading(self) -> tuple[Path, str, bool]:
+        """The arguments of `loaded_tokenizer`."""
+        return self.tokenizer.path, self.tokenizer.sha256, self.special_tokens == "as-text"
 
 
 class LoadedTokenizer(NamedTuple):

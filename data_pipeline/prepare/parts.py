@@ -1,130 +1,138 @@
-"""Part files: each holds one encoded chunk of text, and `OUTPUT.parts/` keeps them until a `prepare` is finished.
+"""Part files: the encoded units of a `prepare`, which `OUTPUT.parts/` keeps until it is finished.
 
-journal.json      the digest of the job the parts belong to; parts of other jobs are deleted
-part-000042.npz   chunk 42, encoded; chunks are cut by a fixed rule, so the number identifies the text
-lock              held by the running process; the kernel releases it however the process ends
+journal.json          the digest of the job the parts belong to; parts of other jobs are deleted
+documents.json        how many documents each unit holds, if their numbers decide what is written (fill-in-the-middle)
+part-000042.bin       the token ids of unit 42, as they go into OUTPUT.bin
+part-000042.loss.bin  of conversations, their bytes of OUTPUT.loss.bin
+part-000042.npz       what `PartFacts` lists
+lock, workers         held by the running process and its workers; the kernel releases them however they end
 
-A part is an uncompressed `.npz` of what `PartContents` lists; its last tokens may belong to a document that the next
-part ends. A part is renamed to its final name only when it is complete, so a part that exists is done, and a
-rerun resumes.
+Units are cut by a fixed rule, so the number identifies the text. The `.npz` gets its name last, when all files of the
+part are complete: a part that has one is done, and a rerun resumes.
 """
 
 import fcntl
 import io
 import json
-import multiprocessing
 import os
 import shutil
-import signal
-import threading
+import time
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
-from data_pipeline.files import with_ending, write_atomically
-from data_pipeline.indexed import token_dtype
-from data_pipeline.prepare.bad_rows import BadRows
-from data_pipeline.prepare.cutting import TextPiece
-from data_pipeline.prepare.encoding import PieceEncoder
+from data_pipeline.files import open_anew, with_ending, write_atomically
+
+_ENDINGS = (".bin", ".loss.bin")
+_WORKERS_END_WITHIN_S = 20.0
 
 
-class PartSize(NamedTuple):
-    """The size of a part that has just been encoded."""
+class RemainingPart(NamedTuple):
+    """A part without the documents that are left out."""
 
-    tokens: int
-    documents: int
-    first_bad_rows: list[str]  # sentences about some of the rows that could not be encoded
+    token_count: int
+    document_ends: NDArray[np.int64]  # [documents] exclusive positions in the tokens that remain
+    stretches: list[tuple[int, int]]  # of the tokens in the part's file that remain
 
 
-class PartContents(NamedTuple):
-    """The contents of a part file."""
+class PartFacts(NamedTuple):
+    """The contents of the `.npz` of a part: what its tokens are."""
 
-    tokens: NDArray[Any]  # [n]
-    document_ends: NDArray[np.int64]  # [documents] exclusive positions in `tokens`
-    loss: NDArray[np.uint8]  # [n]; empty for text, all of which carries loss
-    bad_rows: int  # that could not be encoded, and are not in `tokens`
+    token_count: int
+    document_ends: NDArray[np.int64]  # [documents] exclusive positions in the tokens; a later part may end one more
+    bad_rows: int  # that could not be read or encoded, and are not among the tokens
     refused: NDArray[np.int64]  # documents, by place in this part, of which a piece could not be encoded
+    first_bad_rows: NDArray[np.str_]  # sentences about some of the bad rows
 
-    def without(self, documents: set[int]) -> Self:
-        """Returns the part without some of its documents; the last one may be that which a later part ends."""
-        lengths = np.diff(self.document_ends, prepend=0, append=len(self.tokens))
-        stays = np.array([number not in documents for number in range(len(lengths))])
-        if stays.all():
-            return self
+    def without(self, documents: set[int]) -> RemainingPart:
+        """Leaves out some of the documents; the last one may be that which a later part ends."""
+        leaving = [document for document in documents if 0 <= document <= len(self.document_ends)]
+        if not leaving:
+            return RemainingPart(self.token_count, self.document_ends, [(0, self.token_count)])
+        lengths = np.diff(self.document_ends, prepend=0, append=self.token_count)
+        stays = np.ones(len(lengths), dtype=np.bool_)
+        stays[leaving] = False
+        begins = np.concatenate(([0], self.document_ends))
+        stretches = [
+            (int(begins[document]), int(begins[document] + lengths[document])) for document in np.flatnonzero(stays)
+        ]
         ends = np.cumsum(lengths * stays)[:-1][stays[:-1]]
-        of_tokens = stays.repeat(lengths)
-        loss = self.loss[of_tokens] if len(self.loss) else self.loss
-        return self._replace(tokens=self.tokens[of_tokens], document_ends=ends, loss=loss)
+        return RemainingPart(int(lengths[stays].sum()), ends, stretches)
 
 
-def encode_part(encoder: PieceEncoder, pieces: Sequence[TextPiece], bad_rows: BadRows, path: Path) -> PartSize:
-    """Encodes `pieces` and writes them as a part at `path`. A document that is refused is a bad row.
+class PartWriter:
+    """Writes one part as its unit is encoded, so that a unit of any size takes no more memory than its documents' ends.
 
-    If it has several pieces, others of them may be in other parts: it is marked, and left out when the parts are read.
+    As a context manager it completes the part, or removes what it has written when an error ends the block.
     """
-    dtype = token_dtype(encoder.tokenizer.vocab_size)
-    arrays: list[NDArray[Any]] = [np.empty(0, dtype)]
-    masks: list[NDArray[Any]] = [np.empty(0, np.uint8)]
-    ends: list[int] = []
-    refused: list[int] = []
-    token_count = whole = 0
-    for piece in pieces:
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], *, has_loss: bool) -> None:
+        self._path, self._dtype = path, dtype
+        self._temporary = {
+            ending: path.with_name(f".{path.stem}{ending}.tmp") for ending in (_ENDINGS if has_loss else _ENDINGS[:1])
+        }
+        with self._named_errors():
+            self._streams = [open_anew(temporary) for temporary in self._temporary.values()]
+        self._token_count = 0
+        self._ends, self._refused = array("q"), array("q")
+
+    def append(
+        self, ids: Sequence[int] | NDArray[np.uint32], loss: NDArray[np.uint8] | None, *, ends_document: bool
+    ) -> None:
+        """Writes the tokens of a piece, and of conversations which of them carry loss."""
+        arrays = (np.array(ids, dtype=self._dtype), loss)
+        with self._named_errors():
+            for stream, content in zip(self._streams, arrays, strict=False):
+                if content is not None:
+                    stream.write(content.data)
+        self._token_count += len(ids)
+        if ends_document:
+            self._ends.append(self._token_count)
+
+    def refuse_document(self, *, ends_document: bool) -> None:
+        """Marks the document of a piece; when the parts are joined it is left out of all of them."""
+        self._refused.append(len(self._ends))
+        self.append([], None, ends_document=ends_document)
+
+    def finish(self, bad_rows: int, first_bad_rows: Sequence[str]) -> None:
+        """Completes the part, in the place of one that lacks rows."""
+        self._path.unlink(missing_ok=True)
+        with self._named_errors():
+            for stream, (ending, temporary) in zip(self._streams, self._temporary.items(), strict=True):
+                stream.flush()
+                os.fsync(stream.fileno())
+                stream.close()
+                temporary.replace(self._path.with_suffix(ending))
+        ends, refused = (np.array(places, dtype=np.int64) for places in (self._ends, self._refused))
+        sentences = np.array(first_bad_rows, dtype=np.str_)
+        facts = PartFacts(self._token_count, ends, bad_rows, refused, sentences)
+        content = io.BytesIO()
+        np.savez(content, **facts._asdict())
+        write_atomically(self._path, content.getvalue())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream, temporary in zip(self._streams, self._temporary.values(), strict=True):
+            with suppress(OSError):  # what is still to be written has no room either
+                stream.close()
+            temporary.unlink(missing_ok=True)
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
         try:
-            ids, loss = encoder.encode(piece)
-        except DataError as error:
-            bad_rows(error)
-            if piece.begins_document and piece.ends_document:
-                whole += 1
-                continue
-            refused.append(len(ends))
-            ids, loss = [], None
-        arrays.append(np.array(ids, dtype=dtype))
-        if loss is not None:
-            masks.append(loss)
-        token_count += len(ids)
-        if piece.ends_document:
-            ends.append(token_count)
-    places, marked = (np.array(each, dtype=np.int64) for each in (ends, refused))
-    part = PartContents(np.concatenate(arrays), places, np.concatenate(masks), whole, marked)
-    content = io.BytesIO()
-    np.savez(content, **part._asdict())
-    write_atomically(path, content.getvalue())
-    return PartSize(token_count, len(ends), bad_rows.first)
-
-
-@contextmanager
-def holding_back_interrupts() -> Iterator[None]:
-    """Blocks SIGINT in this process for the `with`, and for ever in the processes that it starts.
-
-    Ctrl-C in a terminal is sent to all of them, and each worker would print a traceback; this process ends them.
-    """
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-
-
-def exit_with_parent() -> None:
-    """Ends this worker process when its parent is killed, and leaves Ctrl-C to the parent.
-
-    Otherwise it would wait for work forever.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "only for worker processes"
-
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
+            yield
+        except OSError as error:
+            error.filename = error.filename or str(self._path)  # a full disk is reported without a name
+            raise
 
 
 class PartStore:
@@ -136,13 +144,12 @@ class PartStore:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Locks the folder for this process; at the end removes it if it holds no part."""
-        path = self.folder / "lock"
-        for ours, is_other in ((self.folder, self.folder.exists() and not self.folder.is_dir()), (path, path.is_dir())):
+        path, is_file = self.folder / "lock", self.folder.exists() and not self.folder.is_dir()
+        for ours, is_other in ((self.folder, is_file), (path, path.is_dir()), (self._workers, self._workers.is_dir())):
             if ours.is_symlink() or is_other:
                 raise DataError(f"{ours} is nothing that prepare makes: remove it, or choose another output")
         self.folder.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-        with os.fdopen(os.open(path, flags, 0o666), "rb") as lock:
+        with os.fdopen(_open_lock(path), "rb") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -155,13 +162,37 @@ class PartStore:
                 if not any(self.folder.glob("part-*.npz")):
                     self.remove()
 
+    def hold_as_worker(self) -> None:
+        """Keeps later runs waiting until this process has ended: a worker outlives a killed parent for a moment."""
+        fcntl.flock(_open_lock(self._workers), fcntl.LOCK_SH)
+
     def begin(self) -> int:
         """Deletes the parts of another job that was never finished; returns their number. Call it while locked."""
-        foreign = [] if self._belongs() else list(self.folder.glob("part-*.npz"))
-        for file in (*foreign, *self.folder.glob(".part-*.tmp")):
+        self._wait_for_workers()
+        is_ours = self._belongs()
+        foreign = 0 if is_ours else len(list(self.folder.glob("part-*.npz")))
+        for file in self.folder.glob(".part-*.tmp"):
             file.unlink()
+        if not is_ours:
+            complete, others = self.folder.glob("part-*.npz"), self.folder.glob("part-*.bin")
+            for file in (self._counts, *complete, *others):  # what marks a part as complete goes first
+                file.unlink(missing_ok=True)
         write_atomically(self._journal, json.dumps({"job_sha256": self.job_sha256}).encode())
-        return len(foreign)
+        return foreign
+
+    def _wait_for_workers(self) -> None:
+        """Waits for the workers of a run that was killed, which may still write parts."""
+        with os.fdopen(_open_lock(self._workers), "rb") as lock:
+            deadline = time.monotonic() + _WORKERS_END_WITHIN_S
+            while True:
+                try:
+                    return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    if time.monotonic() > deadline:
+                        raise DataError(
+                            f"processes of a killed run of prepare still write into {self.folder}: end them, or wait"
+                        ) from error
+                    time.sleep(0.05)
 
     def path(self, number: int) -> Path:
         return self.folder / f"part-{number:06d}.npz"
@@ -177,34 +208,42 @@ class PartStore:
         numbers = {int(file.stem.removeprefix("part-")) for file in files}
         return numbers if lacking_rows else {number for number in numbers if not self._lacks_rows(number)}
 
-    def read(self, number: int) -> PartContents:
-        """Reads the part of a number."""
-        with self._opened(number) as arrays:
-            tokens, ends, loss = (arrays[name] for name in ("tokens", "document_ends", "loss"))
-            return PartContents(tokens, ends, loss, int(arrays["bad_rows"]), _refused(arrays))
-
-    def refused_documents(self, part_count: int) -> set[int]:
-        """Returns the documents, numbered over all parts, of which a piece could not be encoded."""
-        refused, first = set[int](), 0
-        for number in range(part_count):
-            with self._opened(number) as arrays:
-                refused.update((_refused(arrays) + first).tolist())
-                first += len(arrays["document_ends"])
-        return refused
-
-    def _lacks_rows(self, number: int) -> bool:
-        with self._opened(number) as arrays:
-            return bool(arrays["bad_rows"]) or len(_refused(arrays)) > 0
-
-    @contextmanager
-    def _opened(self, number: int) -> Iterator[Any]:
-        """Opens the arrays of a part, which are read one by one. Raises DataError, there too, if it is damaged."""
+    def facts(self, number: int) -> PartFacts:
+        """Reads what the tokens of a part are."""
         path = self.path(number)
         try:
             with np.load(path, allow_pickle=False) as arrays:
-                yield arrays
+                tokens, rows = int(arrays["token_count"]), int(arrays["bad_rows"])
+                return PartFacts(tokens, arrays["document_ends"], rows, arrays["refused"], arrays["first_bad_rows"])
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(f"part file {path} is damaged ({error}): delete it and run prepare again") from error
+
+    def open_tokens(self, number: int, size: int, *, loss: bool = False) -> BinaryIO:
+        """Opens the tokens of a part, or their loss, for reading. Raises DataError unless they have `size` bytes."""
+        path = self.path(number).with_suffix(_ENDINGS[loss])
+        found = path.stat().st_size if path.is_file() else 0
+        if found != size or path.is_symlink():
+            raise DataError(
+                f"part file {path} is damaged ({found} bytes, not {size}): delete {self.path(number).name} beside it "
+                "and run prepare again"
+            )
+        return path.open("rb")
+
+    @property
+    def document_counts(self) -> list[int] | None:
+        """The number of documents of each unit, if they have been counted."""
+        if not self._counts.is_file():
+            return None
+        counts: list[int] = json.loads(self._counts.read_bytes())
+        return counts
+
+    def keep_document_counts(self, counts: Sequence[int]) -> None:
+        """Saves the number of documents of each unit, so that a run that goes on does not count them again."""
+        write_atomically(self._counts, json.dumps(counts).encode())
+
+    def _lacks_rows(self, number: int) -> bool:
+        facts = self.facts(number)
+        return bool(facts.bad_rows) or len(facts.refused) > 0
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -220,6 +259,14 @@ class PartStore:
         return self._journal.exists()
 
     @property
+    def _workers(self) -> Path:
+        return self.folder / "workers"
+
+    @property
+    def _counts(self) -> Path:
+        return self.folder / "documents.json"
+
+    @property
     def _journal(self) -> Path:
         return self.folder / "journal.json"
 
@@ -232,6 +279,6 @@ class PartStore:
             return False
 
 
-def _refused(arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.int64]:
-    """Returns the marked documents of a part; older versions marked none."""
-    return arrays["refused"] if "refused" in arrays else np.empty(0, np.int64)
+def _open_lock(path: Path) -> int:
+    """Opens a file to be locked; what may stand there instead is neither followed nor waited for."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)

@@ -1,4 +1,4 @@
-"""The plan of a `prepare`, fixed before it starts: sources, options, tokenizer, how the text is cut into chunks.
+"""The plan of a `prepare`, fixed before it starts: sources, options, tokenizer, how the text is cut into units.
 
 The digest of a plan covers everything that determines the bytes of its output; equal digests mean equal output. What is
 done with bad rows is not in it: either way the others give the same bytes, so a run that met one goes on without it.
@@ -9,7 +9,8 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,25 @@ from data_pipeline.chat.turns import TrainOn
 from data_pipeline.errors import DataError
 from data_pipeline.meta import WRITER_VERSION
 from data_pipeline.prepare.bad_rows import BadRows
-from data_pipeline.prepare.cutting import CUT_PLACES, CutPlace, TextPiece, cut_document, safe_places
-from data_pipeline.prepare.encoding import LoadedTokenizer, SpecialTokens, TextEncoder, check_as_text, loaded_tokenizer
+from data_pipeline.prepare.cutting import CUT_PLACES, CutPlace, cut_document, safe_places
+from data_pipeline.prepare.encoding import (
+    EncoderName,
+    LoadedTokenizer,
+    SpecialTokens,
+    TextEncoder,
+    check_as_text,
+    loaded_tokenizer,
+)
+from data_pipeline.prepare.fast_encoding import check_installed
 from data_pipeline.prepare.fill_in_the_middle import fill_in_the_middle
+from data_pipeline.prepare.units import WorkUnit, work_units
 from data_pipeline.sources import Source, open_sources
-from data_pipeline.sources.document import OnBadRow
 from data_pipeline.tokenizer import TokenizerFile, TrainedTokenizer, inspect_tokenizer
 
-_SMALLEST_CHUNK, _LARGEST_CHUNK = 1 << 18, 1 << 24  # characters
-_CHUNKS_PER_JOB = 1024  # aimed at, between the two limits
-_CHUNK_OF_UNKNOWN_SIZE = 1 << 22
-_CHUNKING = 2  # raise it when the same plan would cut other chunks: the parts of an unfinished run no longer fit
+_SMALLEST_UNIT, _LARGEST_UNIT = 1 << 18, 1 << 24  # bytes of text
+_UNITS_PER_JOB = 1024  # aimed at, between the two limits
+_UNIT_OF_UNKNOWN_SIZE = 1 << 22
+_UNITS = 3  # raise it when the same plan would cut other units: the parts of an unfinished run no longer fit
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,7 @@ class PrepareOptions:
     fill_in_the_middle: float = 0.0  # share of the documents
     train_on: TrainOn | None = None  # rows are conversations, whose template writes all special tokens; None: text
     chat_date: str | None = None  # that a chat template writes for today's, as 2026-01-31
+    encoder: EncoderName = "exact"  # of text; not in the digest of a job, as both write the same
 
 
 USUAL_OPTIONS = PrepareOptions()
@@ -50,7 +60,7 @@ USUAL_OPTIONS = PrepareOptions()
 
 @dataclass(frozen=True)
 class PreparationPlan:
-    """Sources, encoder and chunk size of one `prepare`."""
+    """Sources, encoder and units of one `prepare`."""
 
     specs: list[str]
     sources: list[Source]
@@ -58,17 +68,22 @@ class PreparationPlan:
     options: PrepareOptions
     encoder: TextEncoder | ChatEncoder
     places: tuple[CutPlace, ...]  # at which long documents are cut
-    chunk_characters: int
+    unit_bytes: int  # about, of text
     sha256: str
 
     @property
     def tokenizer(self) -> TokenizerFile:
         return self.encoder.tokenizer
 
+    @cached_property
+    def units(self) -> list[WorkUnit]:
+        """The units of the job; looks into data sets, but reads no text."""
+        return work_units(self.sources, self.places, self.unit_bytes)
+
     @property
     def parts_sha256(self) -> str:
-        """Digest of the job and of how its text is grouped into parts."""
-        return hashlib.sha256(f"{self.sha256} {_CHUNKING}".encode()).hexdigest()
+        """Digest of the job and of how its text is cut into units."""
+        return hashlib.sha256(f"{self.sha256} {_UNITS} {version('datasets')}".encode()).hexdigest()
 
 
 def plan_job(specs: list[str], tokenizer: Path | TrainedTokenizer, options: PrepareOptions) -> PreparationPlan:
@@ -78,11 +93,11 @@ def plan_job(specs: list[str], tokenizer: Path | TrainedTokenizer, options: Prep
     sizes = [source.size_bytes for source in sources]
     known = [size for size in sizes if size is not None]
     source_bytes = sum(known) if len(known) == len(sizes) else None
-    chunk = _CHUNK_OF_UNKNOWN_SIZE
+    unit = _UNIT_OF_UNKNOWN_SIZE
     if source_bytes is not None:
-        chunk = min(max(source_bytes // _CHUNKS_PER_JOB, _SMALLEST_CHUNK), _LARGEST_CHUNK)
-    digest = _digest(sources, encoder, places, options, chunk)
-    return PreparationPlan(list(specs), sources, source_bytes, options, encoder, places, chunk, digest)
+        unit = min(max(source_bytes // _UNITS_PER_JOB, _SMALLEST_UNIT), _LARGEST_UNIT)
+    digest = _digest(sources, encoder, places, options, unit)
+    return PreparationPlan(list(specs), sources, source_bytes, options, encoder, places, unit, digest)
 
 
 def _encoder(
@@ -93,6 +108,8 @@ def _encoder(
     if options.train_on is not None:
         _check_merges(inspected, loaded_tokenizer(inspected.path, inspected.sha256, False))
         return chat_encoder(inspected, options.train_on, options.special_tokens, options.chat_date), ()
+    if options.encoder == "fast":
+        check_installed()
     begin, end = inspected.bos_token_id, inspected.eos_token_id
     if options.append_eos and end is None:
         raise DataError(
@@ -141,7 +158,7 @@ def _digest(
     encoder: TextEncoder | ChatEncoder,
     places: tuple[CutPlace, ...],
     options: PrepareOptions,
-    chunk_characters: int,
+    unit_bytes: int,
 ) -> str:
     """Returns the digest of a job. What is as it was before there was a choice leaves no trace in it."""
     tokenizer = encoder.tokenizer
@@ -149,7 +166,7 @@ def _digest(
         "writer": WRITER_VERSION,
         "sources": [source.identity() for source in sources],
         "tokenizer": [tokenizer.sha256, tokenizer.vocab_size, tokenizer.eos_token_id],
-        "options": [options.text_field, options.append_eos, chunk_characters],
+        "options": [options.text_field, options.append_eos, unit_bytes],
     }
     if isinstance(encoder, ChatEncoder):
         identity["chat"] = [encoder.train_on, encoder.template.digest()]
@@ -164,30 +181,9 @@ def _digest(
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
-def chunks(job: PreparationPlan, on_bad_row: OnBadRow) -> Iterator[list[TextPiece]]:
-    """Yields all pieces in order, grouped into chunks of `chunk_characters`; depends on nothing but the plan."""
-    chunk: list[TextPiece] = []
-    characters = 0
-    for piece in _pieces(job.sources, job.places, on_bad_row):
-        chunk.append(piece)
-        characters += len(piece.text)
-        if characters >= job.chunk_characters:
-            yield chunk
-            chunk, characters = [], 0
-    if chunk:
-        yield chunk
-
-
 def training_text(specs: list[str], options: PrepareOptions) -> Iterator[str]:
     """Opens the sources, and returns their text, for the training of a tokenizer."""
     sources = open_sources(specs, options.text_field)
-    return (piece.text for piece in _pieces(sources, CUT_PLACES, BadRows(options.skip_bad_rows)))
-
-
-def _pieces(sources: Sequence[Source], places: Sequence[CutPlace], on_bad_row: OnBadRow) -> Iterator[TextPiece]:
-    number = 0
-    for source in sources:
-        for document in source.documents(on_bad_row):
-            for piece in cut_document(document, number, places, on_bad_row):
-                yield piece
-                number += piece.ends_document
+    on_bad_row = BadRows(options.skip_bad_rows)
+    documents = (document for source in sources for document in source.documents(on_bad_row))
+    return (piece.text for document in documents for piece in cut_document(document, 0, CUT_PLACES, on_bad_row))

@@ -1,42 +1,45 @@
 """Encodes text sources with a tokenizer into OUTPUT.bin, OUTPUT.idx and OUTPUT.meta.json.
 
-The pieces of all sources are grouped into chunks by a fixed rule; worker processes encode chunks into part
-files (parts.py); the parts are concatenated in order. After a kill at any moment, a rerun of the same
-job skips the finished parts and writes the same bytes. A job that is already done is recognised and
-costs nothing; the output of another job is replaced only if that is asked for (existing.py). Memory: about
-2 chunks of text per worker, and 4 bytes per document.
+All sources are cut into units by a fixed rule (units.py); worker processes read units and encode them into part files
+(workers.py, parts.py), which are joined in order (joining.py). After a kill at any moment, a rerun of the same job does
+not read the finished units, and writes the same bytes. A job that is already done is recognised and costs nothing; the
+output of another job is replaced only if that is asked for (existing.py). Memory: a piece of text per worker, and 4
+bytes per document.
 """
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from importlib.metadata import version
-from multiprocessing import get_context
+from itertools import accumulate
 from pathlib import Path
+from typing import Literal
 
 from data_pipeline.chat.encoder import ChatEncoder
-from data_pipeline.errors import DataError, first_names
-from data_pipeline.indexed import IndexedTokens, IndexedWriter, token_dtype
-from data_pipeline.loss_file import LossWriter, loss_path
-from data_pipeline.meta import CorpusMeta, meta_path, read_meta
-from data_pipeline.prepare.bad_rows import BadRows
-from data_pipeline.prepare.cutting import TextPiece
+from data_pipeline.errors import DataError
+from data_pipeline.indexed import IndexedTokens, token_dtype
+from data_pipeline.meta import CorpusMeta, read_meta
+from data_pipeline.prepare.encoder_check import fast_encoder
+from data_pipeline.prepare.encoding import TextEncoder
 from data_pipeline.prepare.existing import check_replaceable
-from data_pipeline.prepare.parts import PartSize, PartStore, encode_part, exit_with_parent, holding_back_interrupts
-from data_pipeline.prepare.plan import USUAL_OPTIONS, PreparationPlan, PrepareOptions, chunks, plan_job
+from data_pipeline.prepare.joining import join_parts
+from data_pipeline.prepare.parts import PartStore
+from data_pipeline.prepare.plan import USUAL_OPTIONS, PreparationPlan, PrepareOptions, plan_job
+from data_pipeline.prepare.units import undivided_files
+from data_pipeline.prepare.workers import UnitTask, UnitWork, units_done
 from data_pipeline.sources.folders import repeated_files
+from data_pipeline.sources.lines import numbered_from_the_first
 from data_pipeline.tokenizer import TrainedTokenizer
 
 
 @dataclass(frozen=True)
 class PrepareProgress:
-    """Counts of this run; parts of an earlier run are in `parts_done` only."""
+    """The progress of a run; parts of an earlier run are in `parts_done` only."""
 
+    doing: Literal["counting", "encoding", "joining"]
     parts_done: int
+    part_count: int
     documents: int
     tokens: int
     seconds: float
@@ -75,11 +78,13 @@ def prepare(
     workers: int | None = None,
     overwrite: bool = False,
     progress: Callable[[PrepareProgress], None] | None = None,
+    notice: Callable[[str], None] | None = None,
     dry_run: bool = False,
 ) -> PrepareSummary:
     """Encodes `sources` into OUTPUT.bin, OUTPUT.idx and OUTPUT.meta.json; `workers` defaults to all cores.
 
-    A tokenizer that has just been trained is written first. Raises DataError, before anything is written, if a source
+    A tokenizer that has just been trained is written first. `notice` takes a sentence about each file for which workers
+    must wait, before anything is encoded. Raises DataError, before anything is written, if a source
     or the tokenizer is missing, or if the output holds other data and `overwrite` is not set.
     """
     started = time.monotonic()
@@ -88,9 +93,9 @@ def prepare(
     trained = tokenizer if isinstance(tokenizer, TrainedTokenizer) else None
     job = plan_job(sources, tokenizer, options)
     workers = _useful_workers(workers, job)
-    store, bad_rows = PartStore(output, job.parts_sha256), BadRows(options.skip_bad_rows)
+    store = PartStore(output, job.parts_sha256)
     meta = _finished(output, job)
-    reused, discarded = meta is not None, 0
+    reused, discarded, first_skipped = meta is not None, 0, list[str]()
     resumed = set() if reused else store.finished(lacking_rows=options.skip_bad_rows)
     if dry_run:
         check_replaceable(output, job, overwrite)
@@ -103,9 +108,15 @@ def prepare(
             check_replaceable(output, job, overwrite)
             if trained is not None:
                 trained.write()
+            if isinstance(job.encoder, TextEncoder) and options.encoder == "fast":
+                job = replace(job, encoder=fast_encoder(job.encoder, job.sources))
             discarded, resumed = store.begin(), store.finished(lacking_rows=options.skip_bad_rows)
-            part_count = _encode_missing(job, store, resumed, workers, bad_rows, progress, started)
-            meta = _merge(job, store, part_count, bad_rows.count, output)
+            if notice is not None:
+                _announce_waiting(job, workers, notice)
+            workers = min(workers, len(job.units))
+            reporter = _Reporter(progress, len(job.units), started)
+            _encode_missing(UnitWork(job, store), resumed, workers, reporter)
+            meta, first_skipped = _merge(job, store, reporter)
             store.remove()
     return PrepareSummary(
         output=output,
@@ -124,17 +135,25 @@ def prepare(
         workers=workers,
         seconds=time.monotonic() - started,
         skipped_rows=meta.skipped_rows if meta else 0,
-        first_skipped=bad_rows.first,
+        first_skipped=first_skipped,
         repeated=repeated_files(source.path for source in job.sources if source.path is not None),
     )
 
 
 def _useful_workers(asked: int | None, job: PreparationPlan) -> int:
-    """Returns the number of worker processes: all usable cores by default, but no more than chunks."""
+    """Returns the number of worker processes: all usable cores by default, but a unit of text for each."""
     workers = asked or len(os.sched_getaffinity(0))
     if job.source_bytes is None:
         return workers
-    return max(1, min(workers, job.source_bytes // job.chunk_characters))
+    return max(1, min(workers, job.source_bytes // job.unit_bytes))
+
+
+def _announce_waiting(job: PreparationPlan, workers: int, notice: Callable[[str], None]) -> None:
+    for path in undivided_files(job.sources, job.units, workers):
+        notice(
+            f"{path} is read by one process, and from its beginning after a kill, because no process can begin inside "
+            f"it: cut it into several files to use {workers}"
+        )
 
 
 def _finished(output: Path, job: PreparationPlan) -> CorpusMeta | None:
@@ -151,113 +170,100 @@ def _finished(output: Path, job: PreparationPlan) -> CorpusMeta | None:
     return meta if (tokens.token_count, len(tokens), tokens.has_loss_mask) == promised else None
 
 
-def _encode_missing(
-    job: PreparationPlan,
-    store: PartStore,
-    finished: set[int],
-    workers: int,
-    bad_rows: BadRows,
-    progress: Callable[[PrepareProgress], None] | None,
-    started: float,
-) -> int:
-    """Encodes every chunk that has no part yet; returns the number of parts."""
-    part_count = documents = tokens = 0
+class _Reporter:
+    """Adds up what has been done, and tells the caller of `prepare`."""
 
-    def missing() -> Iterator[tuple[Path, list[TextPiece]]]:
-        nonlocal part_count
-        for number, chunk in enumerate(chunks(job, bad_rows)):
-            part_count = number + 1
-            if number not in finished:
-                yield store.path(number), chunk
+    def __init__(self, tell: Callable[[PrepareProgress], None] | None, part_count: int, started: float) -> None:
+        self._tell, self._part_count, self._started = tell, part_count, started
 
-    for parts_done, size in enumerate(_encoded(job, missing(), workers), start=len(finished) + 1):
-        documents, tokens = documents + size.documents, tokens + size.tokens
-        bad_rows.first += size.first_bad_rows
-        if progress is not None:
-            progress(PrepareProgress(parts_done, documents, tokens, time.monotonic() - started))
-    if part_count == 0:
-        hold = "holds" if len(job.specs) == 1 else "hold"
-        raise DataError(f"{first_names(job.specs)} {hold} no text at all: give at least one document with text")
-    return part_count
+    def begin(self, doing: Literal["counting", "encoding", "joining"], parts_done: int = 0) -> None:
+        self._doing, self._parts_done, self._documents, self._tokens = doing, parts_done, 0, 0
+
+    def add(self, documents: int, tokens: int, parts: int = 0) -> None:
+        self._documents += documents
+        self._tokens += tokens
+        self._parts_done += parts
+        if self._tell is not None:
+            seconds = time.monotonic() - self._started
+            counts = self._parts_done, self._part_count, self._documents, self._tokens
+            self._tell(PrepareProgress(self._doing, *counts, seconds))
 
 
-def _encoded(job: PreparationPlan, chunks: Iterator[tuple[Path, list[TextPiece]]], workers: int) -> Iterator[PartSize]:
-    """Encodes chunks into parts and yields the parts' sizes as they are done.
+def _encode_missing(work: UnitWork, finished: set[int], workers: int, reporter: _Reporter) -> None:
+    """Encodes every unit that has no part yet."""
+    first_documents = _first_documents(work, workers, reporter)
+    reporter.begin("encoding", len(finished))
+    tasks = (UnitTask(number, first) for number, first in enumerate(first_documents) if number not in finished)
+    try:
+        for _ in units_done(work, tasks, workers, reporter.add):
+            reporter.add(0, 0, parts=1)
+    except DataError as error:
+        raise DataError(numbered_from_the_first(str(error))) from error
 
-    At most two chunks per worker process are on their way, so memory does not grow with the corpus; one worker is this
-    process.
+
+def _first_documents(work: UnitWork, workers: int, reporter: _Reporter) -> list[int]:
+    """Returns the number of each unit's first document, for fill-in-the-middle: nothing else depends on it.
+
+    The documents of a unit can be counted only by reading it, which takes a hundredth of the time of encoding it. The
+    counts are kept, so that a run that goes on reads nothing twice.
     """
-    skip = job.options.skip_bad_rows
-    if workers == 1:
-        for path, chunk in chunks:
-            yield encode_part(job.encoder, chunk, BadRows(skip), path)
-        return
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=exit_with_parent)
-    pending: set[Future[PartSize]] = set()
-    try:
-        for path, chunk in chunks:
-            with holding_back_interrupts():
-                pending.add(pool.submit(encode_part, job.encoder, chunk, BadRows(skip), path))
-            if len(pending) == 2 * workers:
-                done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                yield from (future.result() for future in done)
-        yield from (future.result() for future in as_completed(pending))
-    except BrokenProcessPool as error:
-        raise DataError(
-            "a worker process of prepare died (out of memory, or started from a script without "
-            '`if __name__ == "__main__":`): run it again with fewer --workers, finished parts are kept'
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
+    job, count = work.job, len(work.job.units)
+    if not job.options.fill_in_the_middle:
+        return [0] * count
+    counts = work.store.document_counts
+    if counts is None:
+        reporter.begin("counting")
+        found = [0] * count
+        tasks = (UnitTask(number, 0, only_count=True) for number in range(count))
+        try:
+            for done in units_done(work, tasks, workers, reporter.add):
+                found[done.number] = done.documents
+                reporter.add(0, 0, parts=1)
+        except DataError as error:
+            raise DataError(numbered_from_the_first(str(error))) from error
+        counts = found
+        work.store.keep_document_counts(counts)
+    return list(accumulate(counts[:-1], initial=0))
 
 
-def _merge(job: PreparationPlan, store: PartStore, part_count: int, skipped_rows: int, output: Path) -> CorpusMeta:
-    """Concatenates the parts. The old metadata is removed first and the new written last, so that it is never wrong."""
-    refused, first = store.refused_documents(part_count), 0
-    skipped_rows += len(refused)
-    writer = IndexedWriter(output, token_dtype(job.tokenizer.vocab_size))
+def _merge(job: PreparationPlan, store: PartStore, reporter: _Reporter) -> tuple[CorpusMeta, list[str]]:
+    """Joins the parts. The old metadata is removed first and the new written last, so that it is never wrong.
+
+    Returns the metadata, and sentences about some of the bad rows.
+    """
+    reporter.begin("joining")
     chats = job.encoder if isinstance(job.encoder, ChatEncoder) else None
-    mask = LossWriter(output) if chats else None
-    try:
-        with writer, mask or nullcontext():
-            for number in range(part_count):
-                part = store.read(number)
-                documents = len(part.document_ends)
-                part = part.without({document - first for document in refused})
-                first += documents
-                writer.append(part.tokens, part.document_ends)
-                skipped_rows += part.bad_rows
-                if mask is not None:
-                    mask.append(part.loss)
-            if not writer.document_count:
-                raise DataError(f"{first_names(job.specs)}: none of the {skipped_rows:,} rows can be used")
-            meta_path(output).unlink(missing_ok=True)
-            loss_path(output).unlink(missing_ok=True)
-    except OSError as error:
-        error.filename = error.filename or f"{output}.bin"  # a full disk is reported without a name
-        raise
+    joined = join_parts(
+        store,
+        len(job.units),
+        token_dtype(job.tokenizer.vocab_size),
+        job.specs,
+        has_loss=chats is not None,
+        report=lambda documents, tokens: reporter.add(documents, tokens, parts=1),
+    )
     meta = CorpusMeta(
         tokenizer_sha256=job.tokenizer.sha256,
         tokenizer=job.tokenizer.given,
         vocab_size=job.tokenizer.vocab_size,
         eos_token_id=job.tokenizer.eos_token_id,
-        token_count=writer.token_count,
-        document_count=writer.document_count,
-        dtype=str(writer.dtype),
-        sha256=writer.bin_sha256,
-        idx_sha256=writer.idx_sha256,
+        token_count=joined.token_count,
+        document_count=joined.document_count,
+        dtype=str(token_dtype(job.tokenizer.vocab_size)),
+        sha256=joined.bin_sha256,
+        idx_sha256=joined.idx_sha256,
         sources=job.specs,
         job_sha256=job.sha256,
         text_field=job.options.text_field,
         append_eos=job.options.append_eos,
-        loss_sha256=mask.sha256 if mask else None,
+        loss_sha256=joined.loss_sha256,
         train_on=chats.train_on if chats else None,
         chat_template_sha256=chats.template.digest() if chats else None,
         begin_token_id=job.encoder.begin_token,
         special_tokens=job.options.special_tokens,
         fill_in_the_middle=job.options.fill_in_the_middle,
-        skipped_rows=skipped_rows,
+        skipped_rows=joined.bad_rows,
         tokenizers=version("tokenizers"),
+        gigatoken=version("gigatoken") if job.options.encoder == "fast" else None,
     )
-    meta.write(output)
-    return meta
+    meta.write(store.output)
+    return meta, [numbered_from_the_first(sentence) for sentence in joined.first_bad_rows]

@@ -6,9 +6,10 @@
     "dataset:NAME_OR_PATH[:split]"          a `datasets` dataset, local or from the hub (hf_dataset.py)
     "rows.parquet", "rows.arrow"            the same as dataset:rows.parquet
     "python-stdlib"                         the sources of Python's standard library, which every machine has
+    "s3://b/x.parquet", "https://h/x.jsonl" the same formats at a URL, a folder or a pattern there (remote_file.py)
 
-All but the last three may be compressed (compressed.py). To add one: a file here with a class that satisfies `Source`,
-and a line in `open_sources` or `_open_file`.
+Files of text, JSON and tables may be compressed (compressed.py). To add a source: a file here with a class that
+satisfies `Source`, and a line in `open_sources` or `_open_file`.
 """
 
 import glob
@@ -18,13 +19,16 @@ from typing import Protocol
 
 from data_pipeline.errors import DataError
 from data_pipeline.files import is_url
-from data_pipeline.sources.chats import ChatDataset, ChatRows
+from data_pipeline.sources.chats import ChatDataset, ChatRows, RemoteChatParquet
 from data_pipeline.sources.compressed import name_inside
 from data_pipeline.sources.csv_table import CsvTable
 from data_pipeline.sources.document import Document, OnBadRow
 from data_pipeline.sources.folders import files_in
 from data_pipeline.sources.hf_dataset import DATASET_PREFIX, HfDataset
 from data_pipeline.sources.json_rows import JsonRows
+from data_pipeline.sources.remote_file import Place, RemoteFile, remote_files
+from data_pipeline.sources.remote_parquet import RemoteParquet
+from data_pipeline.sources.stretch import WHOLE, Stretch
 from data_pipeline.sources.text import TextFile
 from data_pipeline.tokenizer import python_stdlib_sources
 
@@ -41,7 +45,7 @@ class Source(Protocol):
     """A text file, a file of rows or a data set."""
 
     @property
-    def path(self) -> Path | None:
+    def path(self) -> Place | None:
         """File or folder that is read; None for a data set on the hub."""
 
     @property
@@ -51,8 +55,14 @@ class Source(Protocol):
     def identity(self) -> list[str]:
         """Returns strings that change when the content may have changed."""
 
-    def documents(self, on_bad_row: OnBadRow) -> Iterator[Document]:
-        """Yields the documents in a fixed order, empty ones too; `on_bad_row` decides about a row that holds none."""
+    def stretches(self, size_bytes: int) -> list[Stretch]:
+        """Cuts the source into stretches of about `size_bytes` where that is possible without reading its text."""
+
+    def documents(self, on_bad_row: OnBadRow, stretch: Stretch = WHOLE) -> Iterator[Document]:
+        """Yields the documents of a stretch in a fixed order, empty ones too.
+
+        `on_bad_row` decides about a row that holds none.
+        """
 
 
 def open_sources(specs: Sequence[str], text_field: str | None) -> list[Source]:
@@ -73,7 +83,11 @@ def open_sources(specs: Sequence[str], text_field: str | None) -> list[Source]:
     return sources
 
 
-def _open_file(path: Path, text_field: str | None) -> Source:
+def _open_file(path: Place, text_field: str | None) -> Source:
+    if isinstance(path, RemoteFile) and path.suffix == ".parquet":
+        return RemoteChatParquet(path) if text_field is None else RemoteParquet(path, text_field)
+    if isinstance(path, RemoteFile) and path.suffix == ".arrow":
+        raise DataError(f"{path} is an arrow file, which is read from this machine alone: download it")
     if path.suffix in (".parquet", ".arrow"):
         spec = f"{DATASET_PREFIX}{path}"
         return ChatDataset(spec, str(path)) if text_field is None else HfDataset(spec, text_field, str(path))
@@ -93,8 +107,10 @@ def _open_file(path: Path, text_field: str | None) -> Source:
     return TextFile(path)
 
 
-def _expand(spec: str) -> list[Path]:
-    path = Path(spec).expanduser()
+def _expand(spec: str) -> Sequence[Place]:
+    if is_url(spec) and not spec.startswith("file://"):
+        return remote_files(spec)
+    path = Path(spec.removeprefix("file://")).expanduser()
     if path.is_file():
         return [path]
     if path.is_dir():
@@ -102,8 +118,6 @@ def _expand(spec: str) -> list[Path]:
         if not files:
             raise DataError(f"source folder {spec} holds no files: give a folder with text or .jsonl files")
         return files
-    if is_url(spec):  # before the pattern: it may have a question mark
-        raise DataError(f"source {spec} is a URL, which is not read: download it and give the file")
     if spec == "-":
         raise DataError("source - (stdin) is not read: write the text into a file and give that")
     if glob.has_magic(spec):
@@ -111,4 +125,6 @@ def _expand(spec: str) -> list[Path]:
         if not files:
             raise DataError(f"no file matches the source pattern {spec!r}: check it, and quote it for the shell")
         return sorted(files)
-    raise DataError(f"source {spec} does not exist: give a file, a folder, a glob, or dataset:NAME for a data set")
+    raise DataError(
+        f"source {spec} does not exist: give a file, a folder, a glob, a URL, or dataset:NAME for a data set"
+    )

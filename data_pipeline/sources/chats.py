@@ -1,5 +1,6 @@
 """Rows of conversations, in files of JSON and in data sets: a document is one conversation, as JSON."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.sources.document import Document
 from data_pipeline.sources.hf_dataset import HfDataset
 from data_pipeline.sources.json_rows import JsonRows
+from data_pipeline.sources.remote_parquet import RemoteParquet
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,24 @@ class ChatDataset(HfDataset):
     def _document_of(self, row: dict[str, Any], where: str) -> Document:
         return _document(_without_none(row), where)
 
-    def _columns(self) -> Any:
-        features = self._rows.features
+    def _columns(self, rows: Any) -> Any:
+        features = rows.features
         if features is None:
-            return self._rows
-        return self._rows.select_columns([name for name in CHAT_FIELDS if name in features])
+            return rows
+        return rows.select_columns([name for name in CHAT_FIELDS if name in features])
+
+
+@dataclass(frozen=True)
+class RemoteChatParquet(RemoteParquet):
+    """The conversations of a parquet file at a URL, in the columns of the same names."""
+
+    text_field: str = "messages"  # for sentences
+
+    def document_of(self, row: dict[str, Any], where: str) -> Document:
+        return _document(_without_none(row), where)
+
+    def columns(self, names: Sequence[str]) -> list[str]:
+        return [name for name in CHAT_FIELDS if name in names] or super().columns(names)
 
 
 def _without_none(value: Any) -> Any:

@@ -3,40 +3,41 @@
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import cast
 
 from data_pipeline.errors import DataError
+from data_pipeline.sources.remote_file import Place, RemoteFile, open_file, size_of
 
 _CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 _BUFFER_BYTES = 1 << 18
 
 
-def is_compressed(path: Path) -> bool:
+def is_compressed(path: Place) -> bool:
     return path.suffix in _CODECS
 
 
-def name_inside(path: Path) -> str:
+def name_inside(path: Place) -> str:
     """Returns the file's name without the ending of its compression."""
     return path.name.removesuffix(path.suffix) if is_compressed(path) else path.name
 
 
-def size_of_text(path: Path) -> int | None:
+def size_of_text(path: Place) -> int | None:
     """Returns the size of the file's text in bytes; None if it is not known before reading."""
-    return None if is_compressed(path) else path.stat().st_size
+    return None if is_compressed(path) else size_of(path)
 
 
 @contextmanager
-def open_text(path: Path) -> Iterator[io.BufferedReader]:
+def open_text(path: Place) -> Iterator[io.BufferedReader]:
     """Opens the file for reading, decompressed. Raises DataError, where it is read, if it is damaged or cut short."""
     if not is_compressed(path):
-        with path.open("rb") as stream:
+        with open_file(path) as stream:
             yield stream
         return
     import pyarrow
 
     try:
-        with pyarrow.input_stream(str(path), compression=_CODECS[path.suffix]) as content:
+        source = path.open() if isinstance(path, RemoteFile) else str(path)
+        with pyarrow.input_stream(source, compression=_CODECS[path.suffix]) as content:
             yield io.BufferedReader(cast(io.RawIOBase, content), _BUFFER_BYTES)
     except (OSError, pyarrow.ArrowException) as error:
         if isinstance(error, OSError) and error.errno is not None:  # the disk's, not the decompressor's

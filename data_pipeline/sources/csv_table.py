@@ -4,12 +4,13 @@ import csv
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError
 from data_pipeline.sources.compressed import open_text, size_of_text
 from data_pipeline.sources.document import Document, OnBadRow, file_identity, text_of_row
+from data_pipeline.sources.remote_file import Place
+from data_pipeline.sources.stretch import WHOLE, Stretch, whole_file
 
 _LONGEST_CELL = 1 << 28  # characters
 
@@ -18,7 +19,7 @@ _LONGEST_CELL = 1 << 28  # characters
 class CsvTable:
     """The rows of a `.csv` file, whose first line names the columns; cells are text as they stand."""
 
-    path: Path
+    path: Place
     text_field: str
 
     @property
@@ -28,7 +29,10 @@ class CsvTable:
     def identity(self) -> list[str]:
         return [*file_identity(self.path), "rows of CSV"]  # older versions read it as one text
 
-    def documents(self, on_bad_row: OnBadRow) -> Iterator[Document]:
+    def stretches(self, size_bytes: int) -> list[Stretch]:
+        return whole_file(self.path)  # a line break may stand inside a cell
+
+    def documents(self, on_bad_row: OnBadRow, stretch: Stretch = WHOLE) -> Iterator[Document]:
         for where, row in self._rows():
             try:
                 if None in row or None in row.values():

@@ -1,20 +1,22 @@
 """One document of a source, and the rows that hold none."""
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_pipeline.errors import DataError
+from data_pipeline.sources.remote_file import Place, RemoteFile
 
 OnBadRow = Callable[[DataError], None]
 """Takes the sentence about a row that holds no document; the row is left out if it returns."""
 
 
 class Document(NamedTuple):
-    """The text of one document, in blocks that are read one after the other."""
+    """The text of one document, or of a stretch of it, in blocks that are read one after the other."""
 
     where: str  # file and line, or row, for a sentence
     blocks: Iterable[str]
+    begins: bool = True  # False: what is before the blocks is read by itself
+    ends: bool = True  # False: what follows the blocks is read by itself
 
 
 def refuse_bad_row(error: DataError) -> None:
@@ -44,7 +46,9 @@ def checked_text(text: Any, field: str, where: str) -> str:
     return text
 
 
-def file_identity(path: Path) -> list[str]:
-    """Returns path, size and modification time of a file."""
-    status = path.stat()
-    return [str(path.absolute()), str(status.st_size), str(status.st_mtime_ns)]
+def file_identity(place: Place) -> list[str]:
+    """Returns path, size and modification time of a file; of a remote one what its server tells of its content."""
+    if isinstance(place, RemoteFile):
+        return place.identity()
+    status = place.stat()
+    return [str(place.absolute()), str(status.st_size), str(status.st_mtime_ns)]

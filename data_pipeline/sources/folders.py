@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from data_pipeline.sources.containment import check_inside
+from data_pipeline.sources.remote_file import Place, RemoteFile
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -39,10 +40,13 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(files)
 
 
-def repeated_files(paths: Iterable[Path]) -> list[list[str]]:
-    """Returns the names of every file that has several among `paths`: as it was typed, through links, as it stands."""
-    names: dict[tuple[int, int], list[str]] = {}
-    for path in paths:
-        status = path.stat()
-        names.setdefault((status.st_dev, status.st_ino), []).append(str(path))
+def repeated_files(places: Iterable[Place]) -> list[list[str]]:
+    """Returns the names of every file that has several among `places`: as it was typed, through links, as it stands."""
+    names: dict[object, list[str]] = {}
+    for place in places:
+        if isinstance(place, RemoteFile):
+            names.setdefault(place.url, []).append(place.url)
+            continue
+        status = place.stat()
+        names.setdefault((status.st_dev, status.st_ino), []).append(str(place))
     return [found for found in names.values() if len(found) > 1]

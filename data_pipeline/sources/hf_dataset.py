@@ -5,6 +5,7 @@ files, or a name on the hub. It is streamed in its own order: nothing is mapped,
 folder or a repository names outside of itself is refused.
 """
 
+import glob
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,11 +13,12 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from data_pipeline.errors import DataError
 from data_pipeline.sources.containment import CARDS, check_card, check_inside, check_saved
 from data_pipeline.sources.document import Document, OnBadRow, checked_text, file_identity
+from data_pipeline.sources.stretch import WHOLE, Stretch
 
 DATASET_PREFIX = "dataset:"
 _SPEC = re.compile(r"dataset:(?P<name>[^:]+)(?::(?P<split>.+))?")
@@ -28,19 +30,27 @@ _HUB_ANSWERS_WITHIN_S = 10.0
 _ROWS_PER_READ = 1000
 
 
+class _RowGroup(NamedTuple):
+    rows: int
+    size_bytes: int  # of all columns, not compressed
+
+
 class HfDataset:
     """The rows of one split; the text is in one column. `typed` is what the user wrote instead of `spec`."""
 
     def __init__(self, spec: str, text_field: str, typed: str | None = None) -> None:
-        match = _SPEC.fullmatch(spec)
-        if match is None:
+        self.spec, self.text_field, self.typed = spec, text_field, typed or spec
+        match, place = _SPEC.fullmatch(spec), spec.removeprefix(DATASET_PREFIX)
+        if place and Path(place).expanduser().exists():  # first: it may have a colon in its name
+            self.name, split = place, None
+        elif match is not None:
+            self.name, split = match["name"], match["split"]
+        else:
             raise DataError(
                 f"source {spec!r} names no data set: write dataset:NAME_OR_PATH or dataset:NAME_OR_PATH:split"
             )
-        self.spec, self.text_field, self.typed = spec, text_field, typed or spec
-        self.name: str = match["name"]
-        self.split: str = match["split"] or "train"
-        self._names_split = match["split"] is not None
+        self.split: str = split or "train"
+        self._names_split = split is not None
 
     size_bytes: int | None = None  # of the text: not known before reading
 
@@ -58,25 +68,69 @@ class HfDataset:
         rows = info.splits[self.split].num_examples if info.splits and self.split in info.splits else None
         return [self.spec, str(info.version), str(info.download_size), str(rows)]
 
-    def documents(self, on_bad_row: OnBadRow) -> Iterator[Document]:
-        number = 0
-        for batch in self._batches(self._columns()):
+    def stretches(self, size_bytes: int) -> list[Stretch]:
+        """Cuts the rows of a saved data set, the row groups of a Parquet file, or the files of a data set."""
+        from datasets import Dataset
+
+        with self._one_sentence():
+            rows = self._rows
+            if isinstance(rows, Dataset):
+                each = max(1, size_bytes * len(rows) // max(1, rows.data.nbytes))
+                return [Stretch(begin, begin + each, size_bytes) for begin in range(0, len(rows), each)] or [WHOLE]
+            if (groups := self._row_groups) is not None:
+                return [Stretch(number, number + 1, group.size_bytes) for number, group in enumerate(groups)]
+            return [Stretch(number, number + 1, size_bytes) for number in range(rows.num_shards)] or [WHOLE]
+
+    def documents(self, on_bad_row: OnBadRow, stretch: Stretch = WHOLE) -> Iterator[Document]:
+        rows, number, of_file = self._rows_of(stretch)
+        for batch in self._batches(self._columns(rows)):
             for values in zip(*batch.values(), strict=True):
-                where = f"{self.typed}, row {number}"
+                where = f"{self.typed}, row {number}{of_file}"
                 number += 1
                 try:
                     yield self._document_of(dict(zip(batch, values, strict=True)), where)
                 except DataError as error:
                     on_bad_row(error)
 
+    def _rows_of(self, stretch: Stretch) -> tuple[Any, int, str]:
+        """Returns the rows of a stretch, the number of the first one, and, for sentences, the file that counts them."""
+        from datasets import Dataset
+
+        with self._one_sentence():
+            rows = self._rows
+            if stretch == WHOLE:
+                return rows, 0, ""
+            if isinstance(rows, Dataset):
+                return rows.select(range(stretch.begin, min(stretch.end or len(rows), len(rows)))), stretch.begin, ""
+            if (groups := self._row_groups) is not None:
+                rows = rows.reshard()
+                return rows.shard(len(groups), stretch.begin), sum(group.rows for group in groups[: stretch.begin]), ""
+            count = rows.num_shards
+            of_file = f" of file {stretch.begin + 1} of {count}" if count > 1 else ""
+            return rows.shard(count, stretch.begin), 0, of_file
+
+    @cached_property
+    def _row_groups(self) -> list["_RowGroup"] | None:
+        """The row groups of a Parquet file, if `datasets` can read them one by one; None for anything else."""
+        path = Path(self.name).expanduser()
+        if path.suffix != ".parquet" or not path.is_file() or not hasattr(self._rows, "reshard"):  # older `datasets`
+            return None
+        from pyarrow.parquet import read_metadata
+
+        metadata = read_metadata(path)
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        if not groups or self._rows.reshard().num_shards != len(groups):
+            return None
+        return [_RowGroup(group.num_rows, group.total_byte_size) for group in groups]
+
     def _document_of(self, row: dict[str, Any], where: str) -> Document:
         return Document(where, [checked_text(row[self.text_field], self.text_field, where)])
 
-    def _columns(self) -> Any:
-        """Returns the rows without their other columns: images and the like are opened wherever they are."""
+    def _columns(self, rows: Any) -> Any:
+        """Returns `rows` without their other columns: images and the like are opened wherever they are."""
         from datasets import Value
 
-        features = self._rows.features
+        features = rows.features
         if features is not None and self.text_field not in features:
             raise DataError(
                 f"{self.typed} has no column {self.text_field!r} (it has {', '.join(map(repr, features))}): "
@@ -87,7 +141,7 @@ class HfDataset:
                 f"{self.typed} has {type(features[self.text_field]).__name__} in column {self.text_field!r}: it must "
                 "hold strings"
             )
-        return self._rows.select_columns([self.text_field])
+        return rows.select_columns([self.text_field])
 
     @cached_property
     def _rows(self) -> Any:
@@ -142,8 +196,14 @@ class HfDataset:
             builder = _BUILDERS.get(path.suffix)
             if builder is None:
                 raise DataError(f"{self.spec} is no data set file (known endings: {', '.join(_BUILDERS)}): convert it")
-            return datasets.load_dataset(builder, data_files=str(path), split=self.split, streaming=True)
+            alone = glob.escape(str(path))  # `datasets` would read all files that match its name as a pattern
+            return datasets.load_dataset(builder, data_files=alone, split=self.split, streaming=True)
         is_local = path.exists()
+        if is_local and glob.has_magic(str(path.absolute())):
+            raise DataError(
+                f"{self.spec}: {path.absolute()} has one of * ? [ in its name, which `datasets` takes for a pattern: "
+                "rename the folder, or give its files"
+            )
         cards = [path / name for name in CARDS] if is_local else self._hub_cards(str(path))
         for card in filter(Path.exists, cards):  # before `datasets`, which searches at once for what they name
             check_card(card)

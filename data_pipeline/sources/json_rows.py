@@ -8,12 +8,14 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BufferedReader
-from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError
-from data_pipeline.sources.compressed import name_inside, open_text, size_of_text
+from data_pipeline.sources.compressed import is_compressed, name_inside, open_text, size_of_text
 from data_pipeline.sources.document import Document, OnBadRow, file_identity, text_of_row
+from data_pipeline.sources.lines import first_line, place_of_line
+from data_pipeline.sources.remote_file import Place
+from data_pipeline.sources.stretch import WHOLE, Stretch, byte_stretches, whole_file
 
 _LONGEST = 1 << 28  # bytes of a line, and of an array
 _LINES, _ARRAY = "one JSON object on each line", "one array of JSON objects"
@@ -23,7 +25,7 @@ _LINES, _ARRAY = "one JSON object on each line", "one array of JSON objects"
 class JsonRows:
     """The rows of a file of JSON lines or, where `may_be_array`, of one array."""
 
-    path: Path
+    path: Place
     text_field: str
     may_be_array: bool = False
 
@@ -36,8 +38,13 @@ class JsonRows:
             return file_identity(self.path)
         return [*file_identity(self.path), "rows of JSON"]  # older versions read it as one text
 
-    def documents(self, on_bad_row: OnBadRow) -> Iterator[Document]:
-        for where, row in self.rows(on_bad_row):
+    def stretches(self, size_bytes: int) -> list[Stretch]:
+        if is_compressed(self.path) or self._is_array():
+            return whole_file(self.path)
+        return byte_stretches(self.path, size_bytes)
+
+    def documents(self, on_bad_row: OnBadRow, stretch: Stretch = WHOLE) -> Iterator[Document]:
+        for where, row in self.rows(on_bad_row, stretch):
             try:
                 if not isinstance(row, dict):
                     raise DataError(f"{where} is not a JSON object: write {self.example} on each line")
@@ -54,22 +61,22 @@ class JsonRows:
         """Returns the document in a row. Raises DataError if there is none."""
         return Document(where, [text_of_row(row, self.text_field, where)])
 
-    def rows(self, on_bad_row: OnBadRow) -> Iterator[tuple[str, Any]]:
-        """Yields the values in the file, each with its place."""
+    def rows(self, on_bad_row: OnBadRow, stretch: Stretch = WHOLE) -> Iterator[tuple[str, Any]]:
+        """Yields the values on the lines that begin in a stretch, each with its place, or those of an array."""
         with open_text(self.path) as stream:
-            if self.may_be_array:
-                start = stream.peek(1 << 12).lstrip()
-                if start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
-                    yield from self._array(stream)
-                    return
-            number = 0
-            while line := stream.readline(_LONGEST + 1):
+            if not stretch.begin and self.may_be_array and _begins_array(stream):
+                yield from self._array(stream)
+                return
+            number, position, end = 0, first_line(stream, stretch), stretch.end
+            while (end is None or position < end) and (line := stream.readline(_LONGEST + 1)):
                 number += 1
-                where = f"{self.path}, line {number}"
+                where = place_of_line(self.path, number, stretch)
+                position += len(line)
                 if len(line) > _LONGEST:  # 10 MB of gzip may hold 10 GB
                     on_bad_row(DataError(f"{where} has more than {_LONGEST:,} bytes: cut the document"))
                     while line and not line.endswith(b"\n"):
                         line = stream.readline(_LONGEST)
+                        position += len(line)
                 elif line.strip():
                     try:
                         value = parsed(line, where, _LINES)
@@ -77,6 +84,12 @@ class JsonRows:
                         on_bad_row(error)
                     else:
                         yield where, value
+
+    def _is_array(self) -> bool:
+        if not self.may_be_array:
+            return False
+        with open_text(self.path) as stream:
+            return _begins_array(stream)
 
     def _array(self, stream: BufferedReader) -> Iterator[tuple[str, Any]]:
         content = stream.read(_LONGEST + 1)
@@ -86,6 +99,11 @@ class JsonRows:
             )
         rows = parsed(content, str(self.path), _ARRAY)
         yield from ((f"{self.path}, row {number}", row) for number, row in enumerate(rows))
+
+
+def _begins_array(stream: BufferedReader) -> bool:
+    start = stream.peek(1 << 12).lstrip()
+    return start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 
 def parsed(content: bytes, where: str, wanted: str) -> Any:

@@ -3,11 +3,12 @@
 import codecs
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from data_pipeline.errors import DataError
 from data_pipeline.sources.compressed import open_text, size_of_text
 from data_pipeline.sources.document import Document, OnBadRow, file_identity
+from data_pipeline.sources.remote_file import Place
+from data_pipeline.sources.stretch import WHOLE, Stretch, whole_file
 
 _BLOCK_BYTES = 1 << 20
 
@@ -16,7 +17,7 @@ _BLOCK_BYTES = 1 << 20
 class TextFile:
     """A text file, which is one document."""
 
-    path: Path
+    path: Place
 
     @property
     def size_bytes(self) -> int | None:
@@ -25,15 +26,24 @@ class TextFile:
     def identity(self) -> list[str]:
         return file_identity(self.path)
 
-    def documents(self, on_bad_row: OnBadRow) -> Iterator[Document]:
-        yield Document(str(self.path), self._blocks())
+    def stretches(self, size_bytes: int) -> list[Stretch]:
+        return whole_file(self.path)
 
-    def _blocks(self) -> Iterator[str]:
+    def documents(self, on_bad_row: OnBadRow, stretch: Stretch = WHOLE) -> Iterator[Document]:
+        yield Document(str(self.path), self.blocks())
+
+    def blocks(self, begin: int = 0, end: int | None = None) -> Iterator[str]:
+        """Yields the text from byte `begin` to byte `end`, in blocks. Raises DataError if it is not UTF-8.
+
+        A file that is compressed is read whole.
+        """
         decoder = codecs.getincrementaldecoder("utf-8")()
-        position = 0
+        position = begin
         with open_text(self.path) as stream:
+            if begin:
+                stream.seek(begin)
             while True:
-                block = stream.read(_BLOCK_BYTES)
+                block = stream.read(_BLOCK_BYTES if end is None else min(_BLOCK_BYTES, end - position))
                 held_back = len(decoder.getstate()[0])  # bytes of a character that the last block cut
                 try:
                     text = decoder.decode(block, final=not block)

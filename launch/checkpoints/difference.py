@@ -17,7 +17,7 @@ from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.reader import CheckpointReader
 
 Shape = tuple[int, ...]
-GUARD = "guard"  # entry of the state with past losses and norms, which layouts round differently
+ROUNDED = ("guard", "source_losses")  # entries of the state with past losses and norms, which layouts round differently
 MISSING = "(none)"  # value of a side that lacks the entry
 
 
@@ -129,7 +129,7 @@ def _progress(manifest: Manifest) -> dict[str, Any]:
         "step": manifest.step,
         "optimizer_steps": manifest.optimizer_steps,
         **_flat("loss_scaler", manifest.loss_scaler),
-        **_flat("state", {name: value for name, value in manifest.state.items() if name != GUARD}),
+        **_flat("state", {name: value for name, value in manifest.state.items() if name not in ROUNDED}),
     }
 
 
@@ -139,7 +139,7 @@ def _settings(manifest: Manifest) -> dict[str, Any]:
         **_flat("layout", manifest.layout),
         "tokenizer_sha256": manifest.tokenizer_sha256,
         "evaluation_loss": manifest.evaluation_loss,
-        **_flat("state", {name: value for name, value in manifest.state.items() if name == GUARD}),
+        **_flat("state", {name: value for name, value in manifest.state.items() if name in ROUNDED}),
     }
 
 

@@ -178,8 +178,10 @@ def _print_summary(summary: ConvertSummary, as_json: bool) -> None:
         f"{_gigabytes(summary.bytes_read)} read and {_gigabytes(summary.bytes_written)} written in "
         f"{summary.seconds:.1f} s ({_gigabytes(moved / max(summary.seconds, 1e-9))}/s){memory}"
     )
-    if summary.logit_difference is None:
+    if not summary.compared:
         say("NOT VALIDATED: this model's logits were not compared with those of transformers, and may be wrong")
+    elif summary.logit_difference is None:
+        say(f"validated in {summary.validation_seconds:.1f} s: {', '.join(summary.compared)}; no logits were compared")
     else:
         say(
             f"validated in {summary.validation_seconds:.1f} s: logits within {summary.logit_difference:.1e} of their "

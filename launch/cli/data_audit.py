@@ -27,6 +27,7 @@ def plan_data(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJ
     Example: `megalite data plan configs/quickstart.yaml training.steps=1000`
     """
     from launch.inspection.data_plan import data_of, plan_table, planned_sources
+    from launch.planning.batch_words import stage_facts, stage_in_words
     from launch.trainer.resume import checkpoints_of
     from launch.trainer.run_config import load_run_config
     from launch.trainer.run_mix import check_epochs, notices_of
@@ -37,9 +38,12 @@ def plan_data(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJ
     notices = list(notices_of(data.config, data.samples, data.followed)) if config.data.sources else []
     if as_json:
         length = {"steps": data.config.total_steps, "samples": data.stop}
-        print_json({**length, "stages": [asdict(row) for row in rows], "notices": notices})
+        stages = {"stages": [asdict(row) for row in rows], "batch_stages": stage_facts(data.config)}
+        print_json({**length, **stages, "notices": notices})
     else:
         plan_table(rows, ", ".join(config.data.prefixes)).print()
+        for stage in stage_facts(data.config):
+            say(stage_in_words(stage))
         for notice in notices:
             say(notice)
     if config.data.sources:

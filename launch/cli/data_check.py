@@ -10,7 +10,7 @@ import typer
 
 from launch.cli.options import AsJson
 from launch.errors import VERIFY_FAILED_CODE
-from launch.output import print_json, progress_bar
+from launch.output import check_local, print_json, progress_bar
 from launch.runtime.printing import say
 from megalite.planner.units import plural
 
@@ -30,6 +30,8 @@ def check(
     """
     from data_pipeline.corpus_check import bytes_to_check, check_corpus
 
+    for prefix in prefixes:
+        check_local(prefix, "`megalite data fetch CONFIG` copies what a run reads of it, and compares every digest")
     total, done = sum(map(bytes_to_check, prefixes)), 0
     with progress_bar(is_bytes=True) as report_progress:
 

@@ -18,10 +18,12 @@ def pack(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJson =
     Example: `megalite data pack configs/quickstart.yaml data.packing=best_fit data.document_mask=true`
     """
     from launch.trainer.packing import pack_data
+    from launch.trainer.remote_data import copies_here, with_copies
 
     config = load_run_config(config_path, overrides or [])
     with spinner("packing", is_shown=not as_json) as describe:
-        packed = pack_data(config, describe)
+        places = copies_here(config.data, config.training.sequence_length, may_fetch=True, tell=describe)
+        packed = pack_data(config.model_copy(update={"data": with_copies(config.data, places)}), describe)
     if as_json:
         print_json([asdict(each) for each in packed])
         return

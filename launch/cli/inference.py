@@ -47,7 +47,8 @@ def generate(
 ) -> None:
     """Continue prompts, one after another; streams the text to stdout and reports the speed on stderr.
 
-    Stops at the model's end token. Greedy decoding gives the same text as `generate` of transformers.
+    Stops at the model's end token; with --chat, also at the one by which the template ends an answer. Greedy decoding
+    gives the same text as `generate` of transformers.
 
     Example: `megalite generate runs/quickstart/hf --prompt "def main(" --temperature 0.8 --top-p 0.95`
     """
@@ -63,11 +64,13 @@ def evaluate(
     model: ModelPath,
     text: Annotated[
         list[str] | None,
-        typer.Option(help="Text to score: file, folder, glob, .jsonl(.gz), .parquet or dataset:NAME; may be repeated."),
+        typer.Option(
+            help="Text to score: file, folder, glob, URL, .jsonl(.gz), .parquet or dataset:NAME; may be repeated."
+        ),
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(help="Prefix of prepared data to score; default: that of the run. May be repeated."),
+        typer.Option(help="Prefix of prepared data to score, or its URL; default: that of the run. May be repeated."),
     ] = None,
     text_field: Annotated[str, typer.Option(help="Field that holds the text in .jsonl, .parquet, datasets.")] = "text",
     split: Annotated[
@@ -100,7 +103,8 @@ def evaluate(
 
     Example: `megalite evaluate runs/quickstart/hf --text README.md --sequence-length 256 --stride 128`
     """
-    from launch.inference.evaluate import EvaluateRequest, run
+    from launch.inference.evaluate import run
+    from launch.inference.scored_data import EvaluateRequest
     from launch.inference.session import ModelPlacement
 
     place = ModelPlacement(model, tensor_parallel_size, device, dtype, tokenizer)

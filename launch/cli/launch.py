@@ -100,6 +100,7 @@ def launch(
     from launch.cluster.switch_topology import read_topology
     from launch.supervision.supervisor import Policy
     from launch.trainer.local_run import finish_if_complete
+    from launch.trainer.remote_data import awaited_copies
     from launch.trainer.start_checks import find_position
 
     options = Options(
@@ -120,7 +121,9 @@ def launch(
     if as_json:
         raise LaunchError("--json belongs to --dry-run: a run's results are in metrics.jsonl and receipt.json")
     likely_layout(config, hosts, spares)
-    if finish_if_complete(find_position(config, options.flags)):
+    if notice := awaited_copies(config.data, config.training.sequence_length, log.info):
+        log.info(notice)
+    elif finish_if_complete(find_position(config, options.flags)):
         return
     policy = Policy(restarts, first_wait, longest_wait, grace, silence)
     with HostsSupervisor(config, hosts, policy, options) as supervisor:

@@ -73,6 +73,7 @@ def layouts(
 
     Example: `megalite plan configs/quickstart.yaml --accelerator H100 --gpus 16 --write best.yaml`
     """
+    from launch.planning.batch_words import stage_facts, stage_in_words
     from launch.planning.cluster import cluster_at, search_here
 
     check_one_format(as_json=as_json, as_csv=as_csv)
@@ -103,7 +104,8 @@ def layouts(
         if problem is not None:
             say(f"as written it does not work: {problem}")
         is_rough = is_guess(result.cluster.accelerator)
-        lines = [*explain(result), *outlook_lines(outlook, config, price, rough=is_rough)]
+        stages = [f"batch: {stage_in_words(stage)}" for stage in stage_facts(config)]
+        lines = [*explain(result), *stages, *outlook_lines(outlook, config, price, rough=is_rough)]
         say("\n".join([*lines, *(f"note: {line}" for line in caveats(config, result))]))
     if write is not None:
         write_file(write, best_config(config_path, overrides or [], result))

@@ -64,6 +64,7 @@ def ray(
     from launch.runtime.devices import gpu_count
     from launch.supervision.supervisor import Policy
     from launch.trainer.local_run import finish_if_complete
+    from launch.trainer.remote_data import awaited_copies
     from launch.trainer.start_checks import find_position
     from megalite.planner.search import Ranks
 
@@ -82,12 +83,15 @@ def ray(
     for notice in notices:
         log.info(notice)
     flags = StartFlags(force, allow_change, shared_run_dir)
-    position = find_position(config, flags, is_dry=dry_run)
+    awaited = awaited_copies(config.data, config.training.sequence_length, log.info)
+    if awaited is not None:
+        log.info(awaited)
+    position = None if awaited is not None else find_position(config, flags, is_dry=dry_run)
     if dry_run:
         say("dry run: nothing was started")
         return
     check_address(where)
-    if finish_if_complete(position):
+    if position is not None and finish_if_complete(position):
         return
     settings = [str(count), str(gpus), where, "insecure" if insecure_cluster else "", str(grace)]
     command = python_command(RAY_DRIVER, *settings, str(config_path))

@@ -17,11 +17,13 @@ from launch.backends.slurm import SlurmJob, Spawner, batch_script
 from launch.backends.submission import Delivery, fit_layout, load_checked_config
 from launch.cli.options import AllowChange, ConfigPath, Force, OutputFile, Overrides, OverwriteFile, SharedRunDir
 from launch.errors import LaunchError
+from launch.runtime.logs import get_logger
 from launch.trainer.run_folder import check_run_place, make_run_folder
 from launch.trainer.start_flags import SHARED_RUN_DIR, StartFlags
 from megalite.config import Config
 from megalite.config.secrets import secret_in
 
+log = get_logger(__name__)
 TIME = re.compile(r"(?:(\d+)-)?(\d+(?::\d+){0,2})")
 ENDLESS = ("unlimited", "infinite")
 EARLY_S = 60  # Slurm may send its warning up to this much earlier
@@ -192,14 +194,18 @@ def _check_start(config: Config, flags: StartFlags, *, may_download: bool) -> li
     Returns a notice where this host lacks the data, which may be on storage that only the job's hosts have.
     """
     from data_pipeline.files import with_ending
+    from launch.trainer.remote_data import awaited_copies
     from launch.trainer.start_checks import position_without_lock
 
-    files = (with_ending(Path(path).absolute(), ".bin") for path in config.data.all_prefixes)
+    local = [path for path in config.data.all_prefixes if path not in config.data.urls]
+    files = (with_ending(Path(path).absolute(), ".bin") for path in local)
     if missing := [file for file in files if not file.is_file()]:
         return [
             f"this host has no {missing[0]}, so data and checkpoint are checked only when the job starts, and it ends "
             "with exit code 2 if they are missing there: see that data.path is right on the job's hosts"
         ]
+    if notice := awaited_copies(config.data, config.training.sequence_length, log.info):
+        return [notice]
     position_without_lock(config, flags, may_download=may_download)
     return []
 

@@ -43,6 +43,7 @@ QUIET = (  # nothing but steps
     "training.evaluation.interval=0",
     "training.max_minutes=null",
     "training.tokens=null",
+    "training.stages=[]",  # the batch that the run begins with is measured
     "monitor.log_interval=1",
     "monitor.plot=false",
     "monitor.report=false",  # it would be written beside the next run

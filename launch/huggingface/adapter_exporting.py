@@ -7,6 +7,7 @@ place in such a folder; those that are fused there with others, or transposed, c
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -97,12 +98,12 @@ def plan_adapters(export: AdapterExport, folder: Path) -> ConversionPlan:
     """Describes what `export_adapters` would do."""
     entries = [entry for entry, _ in export.entries().values()]
     parameters = sum(prod(entry.shape) for entry in entries)
-    notices = export.notices
-    if export.base is None:
-        notices += (
-            "the model that these adapters belong to is in no Hugging Face folder: name one in "
-            f"{ADAPTER}, or export with --merge",
-        )
+    base = (
+        "the model that these adapters belong to is in no Hugging Face folder: name one in "
+        f"{ADAPTER}, or export with --merge"
+        if export.base is None
+        else f"peft loads these adapters on top of {export.base}, which base_model_name_or_path in {ADAPTER} names"
+    )
     return ConversionPlan(
         source=str(export.reader.folder),
         target=str(folder),
@@ -114,7 +115,7 @@ def plan_adapters(export: AdapterExport, folder: Path) -> ConversionPlan:
         bytes_read=4 * parameters,
         bytes_written=sum(entry.size for entry in entries),
         bytes_free=room_at(folder.resolve()),
-        notices=notices,
+        notices=(*export.notices, base),
     )
 
 
@@ -140,8 +141,9 @@ def export_adapters(
             write_safetensors(written / WEIGHTS, [entry for entry, _ in entries.values()], blocks, is_hashed=False)
 
         def compare() -> Validation:
+            started = time.monotonic()
             export.reader.verify_weights(partial(report, "comparing digests"))
-            return Validation(notices=("their model is not compared: peft loads it from another folder",))
+            return Validation(compared=("digests of the checkpoint's files",), seconds=time.monotonic() - started)
 
         what = f"{export.reader.folder}: in {export.dtype}"
         return convert(plan, write, compare if validate else None, what, report)

@@ -100,7 +100,7 @@ class ModelFolder:
         others = {} if dtype else {name: stored for name, stored in self.dtypes.items() if stored != usual}
         return kept | {"dtypes": others} if others else kept
 
-    def check_tokenizer(self, data: Path, prepared_with: str | None, sha256: str | None) -> None:
+    def check_tokenizer(self, data: Path | str, prepared_with: str | None, sha256: str | None) -> None:
         """Raises LaunchError if `data` was prepared with another tokenizer: its ids would mean other text here."""
         if sha256 is None or self.tokenizer_sha256 in (None, sha256):
             return

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from launch.errors import LaunchError
-from launch.inference.chat_template import render_chats
+from launch.inference.chat_template import chat_prompts
 from launch.inference.session import Loaded, ModelPlacement, load, rank_main
 from launch.inference.session import run as run_anywhere
 from launch.inference.stored_model import StoredModel
@@ -153,7 +153,7 @@ def generations(request: GenerateRequest, loaded: Loaded, write: Write) -> Itera
     All ranks run this together. Raises LaunchError if there is no tokenizer, or it does not match the model.
     """
     model, tokenizer = loaded.stored.model, loaded.stored.load_tokenizer()
-    prompts, ends = _prompts(request, loaded.stored, tokenizer), loaded.stored.end_tokens(tokenizer)
+    prompts, ends = _prompts(request, loaded.stored, tokenizer)
     sampling = Sampling(request.temperature, request.top_k, request.top_p)
     for number, (prompt, tokens) in enumerate(zip(request.prompts, prompts, strict=True)):
         generator = torch.Generator().manual_seed(request.seed + number)
@@ -163,10 +163,10 @@ def generations(request: GenerateRequest, loaded: Loaded, write: Write) -> Itera
         times, token = [time.perf_counter()], -1
         for token in generate_tokens(loaded.module, model, loaded.tp, tokens, choose, request.max_new_tokens):
             times.append(time.perf_counter())
-            pieces.append(stream.add(token))
-            write(pieces[-1])
             if token in ends:
                 break
+            pieces.append(stream.add(token))
+            write(pieces[-1])
         pieces.append(stream.rest())
         write(pieces[-1])
         yield Generation(
@@ -180,10 +180,15 @@ def generations(request: GenerateRequest, loaded: Loaded, write: Write) -> Itera
         )
 
 
-def _prompts(request: GenerateRequest, stored: StoredModel, tokenizer: Any) -> list[list[int]]:
-    """Returns the token ids of each prompt; for an empty one the token before a document. Raises LaunchError."""
-    texts = render_chats(tokenizer, request.prompts, stored.folder) if request.chat else request.prompts
-    prompts = [_tokens_of(text, request.chat, tokenizer) for text in texts]
+def _prompts(request: GenerateRequest, stored: StoredModel, tokenizer: Any) -> tuple[list[list[int]], frozenset[int]]:
+    """Returns the token ids of each prompt, for an empty one the token before a document, and the tokens that end a
+    continuation. Raises LaunchError."""
+    ends = stored.end_tokens(tokenizer)
+    if request.chat:
+        prompts, end_of_turn = chat_prompts(tokenizer, request.prompts, stored.folder)
+        ends |= end_of_turn
+    else:
+        prompts = [_tokens_of(text, tokenizer) for text in request.prompts]
     model, new = stored.model, request.max_new_tokens
     stored.check_ids([token for prompt in prompts for token in prompt], "the prompt")
     longest, room = max(map(len, prompts)), _room(model, prompts)
@@ -192,7 +197,7 @@ def _prompts(request: GenerateRequest, stored: StoredModel, tokenizer: Any) -> l
             f"{longest} tokens of the prompt and {new} new ones are more than the {model.max_position_embeddings} "
             f"positions that this model has learned: {'shorten the prompt' if room < 1 else f'ask for {room} new ones'}"
         )
-    return prompts
+    return prompts, ends
 
 
 def _room(model: ModelConfig, prompts: Sequence[Sequence[int]]) -> int:
@@ -200,8 +205,8 @@ def _room(model: ModelConfig, prompts: Sequence[Sequence[int]]) -> int:
     return model.max_position_embeddings + 1 - max(map(len, prompts))
 
 
-def _tokens_of(prompt: str, chat: bool, tokenizer: Any) -> list[int]:
-    ids = tokenizer(prompt, add_special_tokens=not chat)["input_ids"]  # a chat's template has them
+def _tokens_of(prompt: str, tokenizer: Any) -> list[int]:
+    ids = tokenizer(prompt)["input_ids"]
     start = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
     if not ids and not start:
         raise LaunchError("the prompt is empty, and the tokenizer has no token that starts a text: give a prompt")
@@ -212,7 +217,7 @@ def run(request: GenerateRequest) -> int:
     """Runs `megalite generate`. Returns the exit code."""
 
     def check(request: GenerateRequest, stored: StoredModel) -> None:
-        prompts = _prompts(request, stored, stored.load_tokenizer())
+        prompts, _ = _prompts(request, stored, stored.load_tokenizer())
         room = _room(stored.model, prompts)
         if request.max_new_tokens > room:  # said before the first token: the last may take minutes
             log.warning(

@@ -17,7 +17,7 @@ from launch.huggingface.checkpoint_tokenizer import REMEDY, find_tokenizer, give
 from launch.huggingface.hub_folder import load_tokenizer, local_folder, model_of
 from launch.huggingface.model_folder import ModelFolder, open_model_folder
 from launch.trainer.resume import IMPORTED, check_tokenizer
-from megalite.checkpoint.huggingface.json_files import CONFIG
+from megalite.checkpoint.huggingface.json_files import CONFIG, refuse_adapter
 from megalite.checkpoint.huggingface.tokenizer_folder import tokenizer_files
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.merged_reader import MergedReader
@@ -91,6 +91,7 @@ def open_stored(path: str | Path, tokenizer: str | Path | None = None) -> Stored
         own = hub.folder if tokenizer_files(hub.folder) else None
         place = own if tokenizer is None else given_tokenizer(Path(tokenizer), hub.tokenizer_sha256, hub.folder)
         return StoredModel(hub.folder, hub.model, hub.reader, hub.carried(), {}, place, "the folder has none", hub=hub)
+    refuse_adapter(folder)
     reader = open_checkpoint(folder, MergedReader)
     config = reader.manifest.config
     found = find_tokenizer(reader.manifest, reader.folder, tokenizer)

@@ -6,7 +6,7 @@ In: the run's config, its newest checkpoint and metrics.jsonl. Nothing was recor
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +18,7 @@ from launch.huggingface.checkpoint_tokenizer import KEPT
 from launch.inspection.data_plan import PositionedData, data_of
 from launch.inspection.files import CONFIG, METRICS, check_is_run
 from launch.trainer.run_config import load_run_config
+from launch.trainer.run_mix import FollowedMix
 from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER
 from megalite.monitor.sinks.jsonl import read_records
 
@@ -89,14 +90,19 @@ class AuditedRun:
             if 1 <= step <= last.step:
                 known = f"{self.run_dir / METRICS} has no record of it"
             raise LaunchError(f"--step {step}: {known}")
-        batch = config.training.global_batch_size
-        first = last.stop + (step - last.step - 1) * batch
-        return StepSamples(step, first, first + batch, "to come")
+        first, stop = (last.stop + config.batches.samples_between(last.step, done) for done in (step - 1, step))
+        return StepSamples(step, first, stop, "to come")
 
     def contents(self, samples: StepSamples) -> Iterator[SampleContent]:
         """Yields what each sample of a step holds."""
+        urls = {Path(copy): url for url, copy in self.data.places.items()}
         for k in range(samples.first, samples.stop):
-            yield content_of(self.data.samples, k)
+            content = content_of(self.data.samples, k)
+            documents = [
+                replace(document, prefix=urls.get(Path(document.prefix), document.prefix))
+                for document in content.documents
+            ]
+            yield replace(content, documents=documents)
 
     def text_of(self, k: int) -> str:
         """Returns the text of the inputs of sample k."""
@@ -109,12 +115,13 @@ class AuditedRun:
     def readings(self, named: str) -> list[StepReading]:
         """Returns the samples of the run, from its start to its end, that read a document `SOURCE_OR_PREFIX:NUMBER`."""
         prefix, document = self._document(named)
-        last, batch = self._last, self.data.config.training.global_batch_size
-        left = max(0, self.data.config.total_steps - last.step)
-        steps = iter([*self.done, StepSamples(-1, last.stop, last.stop + left * batch, "to come")])
+        last, config = self._last, self.data.config
+        stop = last.stop + config.batches.samples_between(last.step, max(last.step, config.total_steps))
+        steps = iter([*self.done, StepSamples(-1, last.stop, stop, "to come")])
         current, found = next(steps), []
         before = StepSamples(0, 0, 0, "read")
-        for reading in readings_of(self.data.samples, prefix, document, last.stop + left * batch):
+        at_last = FollowedMix(last.step, config.batches.tokens_after(last.step), last.stop)
+        for reading in readings_of(self.data.samples, prefix, document, stop):
             while reading.k >= current.stop:
                 before, current = current, next(steps)
             step: int | None = current.step
@@ -123,7 +130,7 @@ class AuditedRun:
                 is_between = current.step == before.step + 1  # two steps in a row, with samples of none between
                 step, when = None, "left out" if is_between or self._is_left_out(reading.k) else "unknown"
             elif step == -1:
-                step = last.step + 1 + (reading.k - last.stop) // batch
+                step = at_last.steps_at(config, reading.k) + 1
             found.append(StepReading(reading.k, step, reading.source, reading.epoch, when))
         return found
 
@@ -141,7 +148,7 @@ class AuditedRun:
         name, colon, number = named.rpartition(":")
         if not colon or not number.isdecimal():
             raise LaunchError(f"--document {named}: give SOURCE:NUMBER or PREFIX:NUMBER, such as data/web:88211")
-        data = self.data.config.data
+        data, name = self.data.config.data, self.data.places.get(name, name)
         if name in data.sources and (prefixes := data.sources[name].path):
             if len(prefixes) > 1:
                 raise LaunchError(

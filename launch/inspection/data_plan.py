@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import floor
@@ -11,22 +11,29 @@ from pathlib import Path
 from data_pipeline.audit import as_mix
 from data_pipeline.mix import MixedSamples
 from launch.output import Table
+from launch.runtime.logs import get_logger
 from launch.trainer.data import open_training
+from launch.trainer.remote_data import copies_here, with_copies
 from launch.trainer.run_mix import NEW_RUN, FollowedMix, check_past, mixed
+from launch.trainer.run_stages import check_past_batches
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import Manifest, find_latest, read_manifest, step_folders
 from megalite.config import Config
+from megalite.config.batch_stages import BatchSchedule
 from megalite.planner.units import count
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class PositionedData:
     """The training samples of a run, as it follows them from its newest checkpoint on."""
 
-    config: Config  # counts its length from the position
+    config: Config  # counts its length from the position, and names copies in place of URLs
     samples: MixedSamples
     followed: FollowedMix
     manifest: Manifest | None  # of the newest checkpoint
+    places: Mapping[str, str]  # prefix of the copy of each URL
 
     @property
     def stop(self) -> int:
@@ -35,14 +42,10 @@ class PositionedData:
 
     def step_of(self, k: int) -> int | None:
         """Returns the steps done before sample k; None of a past in which the batch size may have changed."""
-        batch, step, consumed = (
-            self.config.training.global_batch_size,
-            self.followed.step,
-            self.followed.consumed_samples,
-        )
-        if k < consumed and consumed != step * batch:
+        step, consumed = self.followed.step, self.followed.consumed_samples
+        if k < consumed and consumed != BatchSchedule(self.config.training).samples_between(0, step):
             return None
-        return step + (k - consumed) // batch
+        return self.followed.steps_at(self.config, k)
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ def data_of(config: Config, checkpoints: Path) -> PositionedData:
 
     Raises DataError, or CheckpointError if the run has read something else so far, or if no checkpoint can be used.
     """
+    places = copies_here(config.data, config.training.sequence_length, may_fetch=False, tell=log.info)
+    config = config.model_copy(update={"data": with_copies(config.data, places)})
     training = open_training(config)
     own, skipped = find_latest(checkpoints) if step_folders(checkpoints) else (None, [])
     if own is None and skipped:
@@ -77,14 +82,14 @@ def data_of(config: Config, checkpoints: Path) -> PositionedData:
             "run has read is not known without one"
         )
     if own is None:
-        return PositionedData(config, as_mix(training), NEW_RUN, None)
+        return PositionedData(config, as_mix(training), NEW_RUN, None, places)
     manifest = read_manifest(own)
     followed = FollowedMix.of(manifest.state)
+    check_past_batches(manifest, config, own, "choose another run_dir")
     if isinstance(training, MixedSamples):
         training = mixed(config, training.sources, followed)
     check_past(training, followed, own, "choose another run_dir")
-    counted = config.counted_from(followed.step, int(manifest.state.get("tokens_seen", 0)))
-    return PositionedData(counted, as_mix(training), followed, manifest)
+    return PositionedData(followed.counted(config), as_mix(training), followed, manifest, places)
 
 
 def planned_sources(data: PositionedData) -> Iterator[PlannedSource]:

@@ -6,6 +6,7 @@ What is missing, cut, of an older version or no number is unknown, and said in a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,9 +28,11 @@ LARGEST_BYTES = 384 << 20  # of metrics.jsonl; in a larger one lines are left ou
 STEPS_BYTES = 8 << 20  # at the end of steps.jsonl
 BLOCK = 4096  # lines that are parsed before their numbers are taken
 MOST_COLUMNS = 128
+MOST_SOURCES = 12  # of a mix, those with the most targets first: as many as a chart has colours
 LARGEST_NUMBER = 1e18  # as `files.number`
 RARE = (b'"evaluation_loss"', b'"evaluation_s"')  # of few steps: their lines are never left out
 PARTS_PREFIX = "parts_s/"
+SOURCES = "source_losses"
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,9 @@ class RunHistory:
 
     run_dir: Path
     files: RunFiles  # config, receipt, events, and the last steps as they were written
-    columns: Mapping[str, Column]  # by the names in metrics.jsonl; a part of the step as `parts_s/forward`
+    columns: Mapping[
+        str, Column
+    ]  # by the names in metrics.jsonl; nested ones as `parts_s/forward`, `source_losses/web`
     breakdowns: Sequence[Facts]  # the last lines of steps.jsonl
     problems: tuple[str, ...]  # sentences: what could not be read
 
@@ -67,6 +72,12 @@ class RunHistory:
     def has(self, name: str) -> bool:
         """Returns whether any step has a number of that name."""
         return name in self.columns and bool(np.isfinite(self.columns[name]).any())
+
+    @property
+    def source_losses(self) -> dict[str, Column]:
+        """The training loss of each source of a mix, or of those that have given most, sorted by name."""
+        names = sorted(name for name in self.columns if name.startswith(f"{SOURCES}/"))
+        return {name.removeprefix(f"{SOURCES}/"): self.columns[name] for name in names}
 
     @cached_property
     def parts_s(self) -> dict[str, Column]:
@@ -138,7 +149,7 @@ class StepColumns:
 
     def __init__(self) -> None:
         self._blocks: dict[str, list[Column]] = {"step": []}
-        self._starts: dict[str, int] = {}  # of a name's first block among all records
+        self._sources: list[str] = []
         self._length = 0
 
     def add(self, records: Sequence[Facts]) -> None:
@@ -150,13 +161,27 @@ class StepColumns:
         if not records:
             return
         for name in sorted(set().union(*records)):
-            if name != "parts_s":
+            if name not in ("parts_s", SOURCES):
                 self._put(str(name), _values(records, name))
         if any("parts_s" in record for record in records):
             parts = [one if isinstance(one := record.get("parts_s"), dict) else {} for record in records]
             for name in PARTS:
                 self._put(PARTS_PREFIX + name, _values(parts, name))
+        losses = [one if isinstance(one := record.get(SOURCES), dict) else {} for record in records]
+        if any(losses):
+            self._choose_sources(records)
+            for name in self._sources:
+                self._put(f"{SOURCES}/{name}", _values(losses, name))
         self._length += len(records)
+
+    def _choose_sources(self, records: Sequence[Facts]) -> None:
+        """Adds sources with targets in these records, until there are `MOST_SOURCES`."""
+        targets: Counter[str] = Counter()
+        for record in records if len(self._sources) < MOST_SOURCES else ():
+            if isinstance(of_record := record.get("source_targets"), dict):
+                targets.update({name: int(_number(value)) for name, value in of_record.items() if _number(value) > 0})
+        new = [name for name, _ in targets.most_common() if name not in self._sources]
+        self._sources += new[: MOST_SOURCES - len(self._sources)]
 
     def _put(self, name: str, values: list[Any]) -> None:
         if name not in self._blocks and len(self._blocks) >= MOST_COLUMNS:

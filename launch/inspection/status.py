@@ -89,7 +89,8 @@ def read_status(run_dir: Path) -> RunStatus:
     step, total = (int(steps[-1]) if steps else None), _total_steps(session, files.config)
     left_s = None
     if state is RunState.RUNNING and step is not None and total is not None:
-        left_s = seconds_left(max(0, total - step), steps_s)
+        left = files.config.batches.steps_left(step, total) if files.config is not None else max(0, total - step)
+        left_s = seconds_left(left, steps_s)
     newest, _ = find_latest(run_dir / CHECKPOINTS)
     process = holder.process if holder is not None else number(session[0].get("process")) if session else None
     return RunStatus(

@@ -160,6 +160,8 @@ def make_problem(
         if coefficient:
             what = "bias" if option == "bias_rate" else "loss"
             changes.append(f"training.router.{option} {coefficient} -> 0, because transformers has no such {what}")
+    if config.training.stages:
+        changes.append("training.stages -> [], because one batch is compared, as that at the start of the run")
     rows = math.lcm(*(layout.dp * layout.accumulation for layout in layouts))
     if rows > MOST_ROWS:
         raise LaunchError(
@@ -176,6 +178,7 @@ def make_problem(
         "tokens": None,
         "router": {},
         "evaluation": {},
+        "stages": [],
     }
     values["optimizer"] |= _optimizer(config, changes)
     precise = "highest"  # the other settings round float32 products to tf32 or bf16 on a GPU

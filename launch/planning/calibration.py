@@ -124,7 +124,8 @@ def read_run(path: Path) -> MeasuredRun:
     try:
         config = load_config(folder / "config.yaml")
         world_size = sizes.tensor_parallel_size * sizes.pipeline_parallel_size * sizes.data_parallel_size
-        job = TrainingWorkload.of(config, unchecked_layout(config, world_size))
+        last = config.batches.shape_after(max(0, config.total_steps - 1))  # receipts tell of the last stage
+        job = TrainingWorkload.of(config, unchecked_layout(config, world_size), last)
         steps, measured_s = _measured(folder, receipt)
         run = MeasuredRun(
             folder,

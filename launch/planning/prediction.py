@@ -49,16 +49,18 @@ class Prediction:
         process_bytes: int = 0,
         device: Device = TENSORS,
     ) -> Prediction:
-        """Predicts the memory, and the step time where `machine` is known.
+        """Predicts the memory of the largest batch of the run, and where `machine` is known the time of a step, with
+        the batch that it has where `config` counts its length from.
 
         `process_bytes` is the memory of a rank's process before its model was built, or 0 where only tensors count, as
         on a GPU, where `torch.cuda.max_memory_allocated` is measured.
         """
-        job = TrainingWorkload.of(config, layout)
+        job, batches = TrainingWorkload.of(config, layout), config.batches
         step = None
         if machine is not None:
             try:
-                step = step_time(job, machine.cluster)
+                next_steps = TrainingWorkload.of(config, layout, batches.shape_after(batches.step))
+                step = step_time(next_steps, machine.cluster)
             except Exception as error:  # the memory can be predicted all the same
                 problem = str(error)
         memory = memory_of(job, device)

@@ -198,7 +198,10 @@ class Exporter:
         size = sum(path.stat().st_size for path in folder.iterdir())
         facts = {"folder": str(folder), "seconds": round(seconds, 3), "bytes": size, "dtype": summary["dtype"]}
         self._run_log.event("exported", **facts, logit_difference=summary["logit_difference"])
-        compared = "logits compared with transformers'" if summary["logit_difference"] is not None else "not validated"
+        compared = "not validated"
+        if summary["compared"]:
+            has_logits = summary["logit_difference"] is not None
+            compared = "logits compared with transformers'" if has_logits else "digests compared"
         self._run_log.log_notice(
             f"exported {folder} ({size / 1e6:.1f} MB {summary['dtype']}, {compared}; {seconds:.1f} s)"
         )

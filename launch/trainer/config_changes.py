@@ -46,6 +46,7 @@ WITHOUT_EFFECT = (
     "run_dir",
     "launch",
     "monitor",
+    "data.cache",
     "training.initialize_from",
     "training.max_minutes",
     "model.initializer_range",

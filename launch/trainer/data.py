@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from data_pipeline.errors import DataError
 from data_pipeline.loader import BatchPlan, TokenBatch, count_valid_targets, global_batch, prefetched_batches
 from data_pipeline.meta import CorpusMeta, read_meta
 from data_pipeline.mix import MixedSamples
+from data_pipeline.staged import CutSamples
 from launch.trainer.run_mix import FollowedMix, check_epochs, mixed, notices_of
 from megalite.checkpoint.manifest import step_folders
 from megalite.config import Config, ResolvedLayout
+from megalite.config.batch_stages import sample_length
 
 Text = PackedSamples | BestFitSamples
 PACKINGS: dict[str, type[PackedSamples] | type[BestFitSamples]] = {
@@ -65,7 +68,7 @@ def open_data(config: Config) -> RunData:
 
     Raises DataError if something is missing, damaged, or has a larger vocabulary than the model.
     """
-    texts = _open_texts(config)
+    texts = _open_texts(config, sample_length(config.training))
     training = _training(config, texts)
     validation = tuple(_validation(config, texts)) if config.training.evaluation.interval else ()
     metas = _checked_metas(config)
@@ -87,14 +90,14 @@ def open_data(config: Config) -> RunData:
 
 def open_training(config: Config) -> Samples:
     """Opens the training text alone; of a mix, as a new run follows it."""
-    return _training(config, _open_texts(config))
+    return _training(config, _open_texts(config, sample_length(config.training)))
 
 
-def _open_texts(config: Config) -> dict[str, Text]:
-    """Opens the training samples of each source; `data.path` is one without a name."""
+def _open_texts(config: Config, length: int) -> dict[str, Text]:
+    """Opens the training samples of each source, of `length` tokens; `data.path` is one without a name."""
     data = config.data
     paths = {"": data.path} if data.path is not None else {name: one.path for name, one in data.sources.items()}
-    return {name: _open(config, path, data.held_out_fraction) for name, path in paths.items()}
+    return {name: _open(config, path, data.held_out_fraction, length) for name, path in paths.items()}
 
 
 def _training(config: Config, texts: Mapping[str, Text]) -> Samples:
@@ -102,24 +105,29 @@ def _training(config: Config, texts: Mapping[str, Text]) -> Samples:
 
 
 def _validation(config: Config, texts: Mapping[str, Text]) -> Iterator[EvaluationSamples]:
-    """Yields what the run is evaluated on: `data.validation`, or the held-out documents of each source."""
-    usual = config.training.evaluation.samples
+    """Yields what the run is evaluated on: `data.validation`, or the held-out documents of each source.
+
+    All evaluations of a run have its first length, so that their losses can be compared.
+    """
+    usual, length = config.training.evaluation.samples, config.training.sequence_length
+    if length != sample_length(config.training):
+        texts = _open_texts(config, length)
     for name, chosen in config.data.validation.items():
         if chosen.source is not None:
             samples = texts[chosen.source].of_split("held_out")
         else:
-            samples = _open(config, chosen.path or [], 0.0)  # all documents
+            samples = _open(config, chosen.path or [], 0.0, length)  # all documents
         yield EvaluationSamples(name, samples, chosen.samples or usual)
     for name, text in texts.items() if not config.data.validation else ():
         yield EvaluationSamples(name, text.of_split("held_out"), usual)
 
 
-def _open(config: Config, prefixes: Sequence[str], held_out_fraction: float) -> Text:
+def _open(config: Config, prefixes: Sequence[str], held_out_fraction: float, length: int) -> Text:
     """Opens the training samples of one text."""
     training, paths = config.training, [Path(prefix) for prefix in prefixes]
     return PACKINGS[config.data.packing](
         paths,
-        training.sequence_length,
+        length,
         training.seed,
         "train",
         held_out_fraction,
@@ -153,11 +161,26 @@ def _remedy(config: Config, vocab_size: int) -> str:
 
 
 def training_batches(
-    data: RunData, config: Config, layout: ResolvedLayout, replica: int, *, consumed: int, steps: int
+    data: RunData, config: Config, layout: ResolvedLayout, replica: int, followed: FollowedMix
 ) -> Iterator[list[TokenBatch]]:
-    """Returns this replica's micro-batches of the next `steps` steps, prepared ahead in a thread."""
-    plan = _batch_plan(config, layout, replica)
-    return prefetched_batches(data.training, plan, start_consumed=consumed, steps=steps)
+    """Returns this replica's micro-batches of each step from a position to the end, prepared ahead in a thread."""
+    config = followed.counted(config)
+    return chain.from_iterable(_batches_by_stage(data, config, _batch_plan(config, layout, replica), followed))
+
+
+def _batches_by_stage(
+    data: RunData, config: Config, plan: BatchPlan, followed: FollowedMix
+) -> Iterator[Iterator[list[TokenBatch]]]:
+    stretches, consumed = config.batches.stretches, followed.consumed_samples
+    ends = [*(stretch.step for stretch in stretches[1:]), config.total_steps]
+    for (begin, _, shape, _), end in zip(stretches, ends, strict=True):
+        steps = min(end, config.total_steps) - begin
+        if steps <= 0:
+            return
+        samples = data.training if shape.parts == 1 else CutSamples(data.training, shape.parts)
+        of_stage = replace(plan, global_batch_size=shape.global_batch_size)
+        yield prefetched_batches(samples, of_stage, start_consumed=consumed * shape.parts, steps=steps)
+        consumed += steps * shape.samples
 
 
 def evaluation_batches(

@@ -53,6 +53,7 @@ LOCAL_SIZE = re.compile(r"(\d+)(\(x\d+\))?(,[\d,x()]+)?")  # Slurm has 8(x2),4 f
 PRINTED_AFTER_S = 0.25  # longest wait for the machine's description before the first step, which it delays
 MEASURED_AT_END_S = 5.0  # longest wait for it when a run of few steps is done
 RankMemory = dict[str, float]  # MiB
+BATCH = ("global_batch_size", "sequence_length")  # in the record of a step of a run with stages
 
 
 class MachineLookup:
@@ -117,6 +118,10 @@ class PredictionTracker(Observer):
                 self.allocator = cpu_memory(os.environ)
             self.lookup = lookup or look_up_machine(rank, on_cpu=device == "cpu")
 
+    def count_from(self, config: Config) -> None:
+        """Takes the config that counts its length from where the session starts."""
+        self._config = config
+
     def on_start(self) -> None:
         """Predicts, and logs the prediction; the step time follows if the machine is still being measured."""
         for sentence in self._predict(PRINTED_AFTER_S).sentences():
@@ -148,6 +153,7 @@ class PredictionTracker(Observer):
 
     def on_step(self, record: dict[str, Any]) -> None:
         """Adds `model_flops_utilization` to the record, where the peak of the devices is known."""
+        self._follow_stages(record)
         if self.lookup is not None and self.lookup.is_done:
             self._predict_again(0.0)
         if self._prediction is not None:
@@ -155,6 +161,17 @@ class PredictionTracker(Observer):
             if utilization is not None:
                 record["model_flops_utilization"] = round(utilization, 4)
         self._measurement.add(record)
+
+    def _follow_stages(self, record: dict[str, Any]) -> None:
+        """Predicts and measures anew where a stage of training has begun with this step."""
+        if self._prediction is None or not self._config.training.stages:
+            return
+        shape, sequences, length = self._config.batches.stretches[0].shape, *(record[name] for name in BATCH)
+        if (sequences, length) == (shape.global_batch_size, shape.sequence_length):
+            return
+        self._config = self._config.counted_from(record["step"] - 1, record["tokens_seen"] - sequences * length)
+        self._measurement = SessionMeasurement()
+        self._predict(0.0)
 
     def on_end(self, ending: str, *, save_blocked_s: float = 0.0) -> None:
         """Predicts a run that ended before its machine was measured; only one that is done waits for that."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_pipeline.dataset import Samples
+from data_pipeline.errors import first_names
 from data_pipeline.mix import MixedSamples
 from launch.errors import LaunchError
 from launch.huggingface.checkpoint_tokenizer import KEPT, find_tokenizer, is_same_tokenizer
@@ -21,6 +22,7 @@ from launch.trainer.config_changes import OptionChange, changes_since, check_cha
 from launch.trainer.data import RunData
 from launch.trainer.run_config import checkpoint_at, reads_the_length, refuse_other_model
 from launch.trainer.run_mix import NEW_RUN, FollowedMix, check_past, mixed
+from launch.trainer.run_stages import check_past_batches
 from launch.trainer.run_tokenizer import check_kept, check_room_for, choose_tokenizer
 from launch.trainer.start_flags import NO_FLAGS, StartFlags
 from megalite.checkpoint.durable_files import remove
@@ -252,13 +254,13 @@ def _start_from(source: Path, config: Config, data: RunData) -> Start:
 
         hub = open_model_folder(source)
         refuse_other_model(config.model, hub.model, type(hub.model).model_fields, f"{hub.folder}/config.json")
-        hub.check_tokenizer(Path(config.data.prefixes[0]), data.tokenizer, data.tokenizer_sha256)
+        hub.check_tokenizer(config.data.prefixes[0], data.tokenizer, data.tokenizer_sha256)
         check_tokenizer_links(tokenizer_files(hub.folder))
         return Start(hub=hub, base_model=lasting_place(source))
     weights = checkpoint_at(source)
     manifest = read_manifest(weights)
     _check_model(manifest, config, weights)
-    check_tokenizer(manifest, weights, Path(config.data.prefixes[0]), data.tokenizer, data.tokenizer_sha256)
+    check_tokenizer(manifest, weights, config.data.prefixes[0], data.tokenizer, data.tokenizer_sha256)
     return Start(weights, manifest)
 
 
@@ -289,7 +291,7 @@ def _check_model(manifest: Manifest, config: Config, folder: Path) -> None:
 
 
 def check_tokenizer(
-    manifest: Manifest, folder: Path, data: Path, prepared_with: str | None, sha256: str | None
+    manifest: Manifest, folder: Path, data: Path | str, prepared_with: str | None, sha256: str | None
 ) -> None:
     """Raises LaunchError if `data` was prepared with another tokenizer than the checkpoint's."""
     known = manifest.tokenizer_sha256
@@ -305,7 +307,10 @@ def check_tokenizer(
 
 
 def _check_data(manifest: Manifest, config: Config, folder: Path, training: Samples) -> None:
-    advice = "start another run_dir with training.initialize_from to go on with its weights"
+    anew = advice = "start another run_dir with training.initialize_from to go on with its weights"
+    check_past_batches(manifest, config, folder, anew)
+    if added := _added_prefixes(manifest, config):
+        advice = f"leave out {first_names(added)}, which it has not read (a pattern matches more now?), or {advice}"
     is_mixed = isinstance(training, MixedSamples) or bool(manifest.state.get("data_mix"))
     if not is_mixed and manifest.state.get("data_fingerprint") != training.fingerprint:
         raise CheckpointError(
@@ -320,7 +325,7 @@ def _check_data(manifest: Manifest, config: Config, folder: Path, training: Samp
     if manifest.state.get("seed") != config.training.seed:
         raise CheckpointError(
             f"{folder} was trained with training.seed {manifest.state.get('seed')}, this config has "
-            f"{config.training.seed}, which orders the data differently: {advice}"
+            f"{config.training.seed}, which orders the data differently: {anew}"
         )
     if is_mixed:
         followed = FollowedMix.of(manifest.state)
@@ -349,3 +354,15 @@ def _check_adapter(manifest: Manifest, config: Config, folder: Path) -> None:
                 "its trained matrices mean something else or do not fit: set it back, or start another run_dir with "
                 "training.initialize_from, which begins with them merged into the model"
             )
+
+
+def _added_prefixes(manifest: Manifest, config: Config) -> list[str]:
+    """Returns prefixes that were added to `data.path`, or to a source, of which all others have been read."""
+    data = manifest.config.get("data") or {}
+    sources = data.get("sources") or {}
+    texts = [
+        (data.get("path"), config.data.path),
+        *((sources.get(name, {}).get("path"), source.path) for name, source in config.data.sources.items()),
+    ]
+    changed = ((before, now) for before, now in texts if before and now and set(before) < set(now))
+    return [prefix for before, now in changed for prefix in now if prefix not in before]

@@ -1,4 +1,5 @@
-"""Loads the config of a run: options that `model` leaves out come from the weights it starts from or its family.
+"""Loads the config of a run: options that `model` leaves out come from the weights it starts from or its family, and
+prefixes of prepared data from the patterns that match them.
 
 So a config for a Hugging Face model need not copy sizes, and the run's own config.yaml has all of them: a resume does
 not need the model's folder any more.
@@ -17,7 +18,9 @@ from launch.errors import LaunchError
 from launch.huggingface.hub_folder import hub_config, is_hub_model
 from launch.runtime.logs import get_logger
 from launch.runtime.rank_environment import Rank
+from launch.trainer.data_patterns import with_prefixes
 from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.huggingface.json_files import refuse_adapter
 from megalite.checkpoint.manifest import find_latest, no_checkpoint, read_manifest
 from megalite.config import Config, ModelConfig, load_config
 from megalite.config.model import DROPOUTS
@@ -33,7 +36,7 @@ READING_THE_LENGTH = ("dynamic", "yarn", "longrope")  # types of rope_scaling
 
 def load_run_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Loads and completes a config. Raises ConfigError, CheckpointError, FamilyError or LaunchError."""
-    return load_config(path, overrides, complete=_with_model)
+    return load_config(path, overrides, complete=lambda values: _with_model(with_prefixes(values)))
 
 
 def with_layout_for_all(config: Config, rank: Rank, devices: Sequence[RankDevice]) -> Config:
@@ -79,6 +82,7 @@ def _model_of(source: Path, given: Options) -> dict[str, Any] | None:
 
 def checkpoint_at(source: Path) -> Path:
     """Returns the newest complete checkpoint of `training.initialize_from`. Raises CheckpointError."""
+    refuse_adapter(source)
     weights, reasons = find_latest(source)
     if weights is None:
         start = "" if source.is_absolute() else " (relative paths start from the working directory)"

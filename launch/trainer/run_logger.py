@@ -99,12 +99,14 @@ class RunLogger(Observer):
         if self._length_is_told or prediction is None or prediction.step is None:
             return
         self._length_is_told = True
-        step_s, left = prediction.step.seconds, self._config.total_steps - step
+        batches, end = self._config.batches, self._config.total_steps
+        step_s, left, shape = prediction.step.seconds, end - step, batches.shape_after(step)
         if not left:
             return
         with self._nonfatal(self.prediction.name):
-            log.info(f"{plural(left, 'step')} to go: {total_in_words(left * step_s, prediction.why_rough)}")
-            if (warning := warning_of_long_step(step_s, self._config.training.global_batch_size)) is not None:
+            left_s = step_s * ((batches.tokens_after(end) - batches.tokens_after(step)) / shape.tokens)
+            log.info(f"{plural(left, 'step')} to go: {total_in_words(left_s, prediction.why_rough)}")
+            if (warning := warning_of_long_step(step_s, shape.global_batch_size)) is not None:
                 log.warning(warning)
 
     def __exit__(self, *_: object) -> None:

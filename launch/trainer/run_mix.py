@@ -6,6 +6,7 @@ so that a resume with another batch size changes nothing that has been read.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import floor, log10
@@ -17,6 +18,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.mix import MODULUS, Mix, MixedSamples, MixRecord, MixStage, content_id
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config import Config
+from megalite.config.batch_stages import BatchSchedule, sample_length
 from megalite.config.data import DataStage
 from megalite.planner.units import count, plural
 
@@ -26,6 +28,7 @@ class FollowedMix:
     """The position of a run, and the mix that it has followed up to there; by default that of a new run."""
 
     step: int = 0
+    tokens_seen: int = 0
     consumed_samples: int = 0
     record: MixRecord | None = None
     left_out: tuple[tuple[int, int], ...] = ()  # [first, stop) ranges of samples whose steps rollbacks have undone
@@ -37,16 +40,40 @@ class FollowedMix:
         content = "+".join(filter(None, (state.get("data_fingerprint"), state.get("data_content"))))
         record = MixRecord.read(facts) if facts else MixRecord.of_one(content)
         left_out = tuple((int(first), int(stop)) for first, stop in state.get("excluded_samples", ()))
-        return cls(int(state.get("step", 0)), int(state.get("consumed_samples", 0)), record, left_out)
+        step, tokens, consumed = (int(state.get(name, 0)) for name in ("step", "tokens_seen", "consumed_samples"))
+        return cls(step, tokens, consumed, record, left_out)
 
     @property
     def left_out_samples(self) -> int:
         """Number of samples that rollbacks have left out."""
         return sum(stop - first for first, stop in self.left_out)
 
+    def counted(self, config: Config) -> Config:
+        """Returns `config` with a length and batches that count from this position."""
+        return config.counted_from(self.step, self.tokens_seen)
+
     def samples_at_end(self, config: Config) -> int:
         """Returns the samples that the run has consumed at its end; `config` counts its length from this position."""
-        return self.consumed_samples + max(0, config.total_steps - self.step) * config.training.global_batch_size
+        return self.samples_after(config, max(self.step, config.total_steps))
+
+    def samples_after(self, config: Config, step: int) -> int:
+        """Returns the samples that are consumed when `step` steps are done, of which steps of the past may be some.
+
+        Of the past it is told as if all steps had been of the config.
+        """
+        batches = config.batches if step >= self.step else BatchSchedule(config.training)
+        return self.consumed_samples - batches.samples_between(step, self.step)
+
+    def steps_until(self, config: Config, sample: int) -> int:
+        """Returns the fewest steps with which all samples before `sample` are consumed; as `samples_after`."""
+        step = self.steps_at(config, sample)
+        return step if self.samples_after(config, step) >= sample else step + 1
+
+    def steps_at(self, config: Config, sample: int) -> int:
+        """Returns how many steps are done before the one that reads `sample`; as `samples_after`."""
+        batches = config.batches if sample >= self.consumed_samples else BatchSchedule(config.training)
+        before = batches.tokens_after(self.step) - self.consumed_samples * batches.sample_length
+        return batches.steps_at(sample * batches.sample_length + before)
 
 
 NEW_RUN = FollowedMix()
@@ -62,19 +89,21 @@ def mixed(config: Config, sources: Mapping[str, Samples], followed: FollowedMix 
         )
     else:
         mix = Mix.by_weights([*sources], _stages(config, followed))
-    return MixedSamples(sources, mix, config.training.global_batch_size)
+    return MixedSamples(sources, mix, config.training.global_batch_size, _stages_of_batch(config))
 
 
 def _stages(config: Config, followed: FollowedMix) -> list[MixStage]:
     stages = [MixStage(0, _above_zero(config.data.weights_of(DataStage())))]
-    record, batch = followed.record, config.training.global_batch_size
+    config = followed.counted(config)
+    record, batch, of_batch = followed.record, config.training.global_batch_size, _stages_of_batch(config)
     known_stages = record.mix.stages if record is not None else ()
     known = {place: stage.first_sample for stage in known_stages for place in (stage.place, *stage.replaced)}
     for stage in config.data.stages:
         place = f"from_tokens {stage.from_tokens}" if stage.from_steps is None else f"from_steps {stage.from_steps}"
         first = known.get(place)
         is_past = first is not None and first <= followed.consumed_samples
-        if first is None or not (is_past or (record is not None and record.global_batch_size == batch)):
+        is_same = record is not None and (record.global_batch_size, record.batch_stages) == (batch, of_batch)
+        if first is None or not (is_past or is_same):
             first = _first_sample(config, stage, followed)
         replaced: tuple[str, ...] = ()
         while stages and stages[-1].first_sample >= first:  # of two places in one step the later one counts
@@ -86,13 +115,16 @@ def _stages(config: Config, followed: FollowedMix) -> list[MixStage]:
 
 def _first_sample(config: Config, stage: DataStage, followed: FollowedMix) -> int:
     """Returns the first sample of the first step at the place of a stage or behind it."""
-    batch = config.training.global_batch_size
-    if stage.from_steps is not None:
-        steps = stage.from_steps - followed.step
-    else:
-        samples = -(-(stage.from_tokens or 0) // config.training.sequence_length)
-        steps = -(-(samples - followed.consumed_samples) // batch)
-    return max(0, followed.consumed_samples + steps * batch)
+    step = stage.from_steps
+    if step is None:
+        step = followed.steps_until(config, -(-(stage.from_tokens or 0) // sample_length(config.training)))
+    return max(0, followed.samples_after(config, step))
+
+
+def _stages_of_batch(config: Config) -> str:
+    """Returns `training.stages` as text, by which a resumed run knows whether its batches are still the same."""
+    stages = [stage.model_dump(exclude_none=True) for stage in config.training.stages]
+    return json.dumps(stages) if stages else ""
 
 
 def _above_zero(weights: Mapping[str, float]) -> dict[str, float]:
@@ -134,17 +166,17 @@ def check_epochs(config: Config, training: MixedSamples, followed: FollowedMix) 
     `config` counts its length from the position of the run. Samples that rollbacks have left out do not count: a run
     that was allowed to start is allowed to go on.
     """
-    batch, data, left_out = config.training.global_batch_size, config.data, followed.left_out_samples
+    data, left_out = config.data, followed.left_out_samples
     stop = followed.samples_at_end(config) - left_out
     if data.is_by_epochs:
-        steps = followed.step + max(0, -(-(training.mix.modulus - followed.consumed_samples + left_out) // batch))
+        steps = max(followed.step, followed.steps_until(config, training.mix.modulus + left_out))
         if config.total_steps > steps:
             is_final = followed.consumed_samples and len(training.sources) > 1
             why_not = "; epochs of several sources are final once a run has begun, because they order all its samples"
             raise DataError(
                 f"the run takes {config.total_steps:,} steps, and the epochs of data.sources come to "
-                f"{training.mix.modulus:,} samples, which are {plural(steps, 'step')} of {batch:,}: set training.steps "
-                f"to {steps}{why_not if is_final else ', or raise epochs'}"
+                f"{training.mix.modulus:,} samples, which are {plural(steps, 'step')}{_of_each_step(config)}: set "
+                f"training.steps to {steps}{why_not if is_final else ', or raise epochs'}"
             )
         return
     for number, (name, taken) in enumerate(zip(training.mix.names, training.mix.counts(stop), strict=True)):
@@ -158,6 +190,11 @@ def check_epochs(config: Config, training: MixedSamples, followed: FollowedMix) 
                 f"and data.sources.{name}.max_epochs is {most:g}, which it reaches at token {count(reached * length)}: "
                 f"{_remedy(training, number, floor(most * size), stop, followed.consumed_samples)}"
             )
+
+
+def _of_each_step(config: Config) -> str:
+    """Returns the size of a step in words; empty where it changes in the course of the run."""
+    return "" if config.training.stages else f" of {config.training.global_batch_size:,}"
 
 
 def _remedy(training: MixedSamples, number: int, most: int, stop: int, consumed: int) -> str:
@@ -194,11 +231,11 @@ def _remedy(training: MixedSamples, number: int, most: int, stop: int, consumed:
 
 def notices_of(config: Config, training: MixedSamples, followed: FollowedMix) -> Iterator[str]:
     """Yields notices about a mix: where stages begin, what is read twice, and what is small."""
-    batch, length = config.training.global_batch_size, training.sequence_length
+    batch, length = config.batches.shape_after(followed.step).samples, training.sequence_length
     for stage in training.mix.stages[1:]:
         first = stage.first_sample
         if followed.consumed_samples <= first < followed.samples_at_end(config):
-            step = followed.step + (first - followed.consumed_samples) // batch
+            step = followed.steps_until(config, first)
             shares = ", ".join(f"{name} {weight:g}" for name, weight in stage.weights.items())
             yield (
                 f"the stage {stage.place} begins after step {step:,}, at sample {first:,} (token {first * length:,}), "
@@ -226,7 +263,7 @@ def _notices_of_epochs(config: Config, training: MixedSamples, followed: Followe
         if stop < size:
             yield f"the run ends when {stop / size:.0%} of the epochs of data.sources are read"
         if stop > size:
-            why = reason if left_out else f"{size:,} is no multiple of a batch of {config.training.global_batch_size:,}"
+            why = reason if left_out else f"{size:,} is no multiple of a batch{_of_each_step(config)}"
             yield f"the run reads {plural(stop - size, 'sample')} more than the epochs of data.sources: {why}"
         return
     ends = [(-1, training.mix.counts(first)) for first, _ in followed.left_out]

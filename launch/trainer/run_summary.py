@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from data_pipeline.mix import MixedSamples
+from launch.planning.batch_words import stage_facts, stage_in_words
 from launch.planning.memory_check import MemoryForecast
 from launch.planning.prediction import Prediction
 from launch.runtime.logs import get_logger
@@ -35,8 +36,9 @@ MOST_SOURCES = 12
 
 def run_facts(config: Config, layout: ResolvedLayout, data: RunData, start: Start, devices: str) -> Facts:
     """Returns the facts of a run; `config` counts its length from `start`, `devices` are in words."""
-    training, samples, left = config.training, data.training, max(0, config.total_steps - start.step)
-    tokens, end = training.global_batch_size * training.sequence_length, start.followed.samples_at_end(config)
+    samples, left, batches = data.training, max(0, config.total_steps - start.step), config.batches
+    shape, end = batches.shape_after(start.step), start.followed.samples_at_end(config)
+    tokens_left = batches.tokens_after(start.step + left) - batches.tokens_after(start.step)
     modes = config.recompute.by_stage(layout.pipeline_parallel_size)
     return {
         "run_dir": str(config.run_dir),
@@ -62,11 +64,12 @@ def run_facts(config: Config, layout: ResolvedLayout, data: RunData, start: Star
         "devices": devices,
         "offload": config.offload.model_dump(),
         "batch": {
-            "samples": training.global_batch_size,
-            "sequence_length": training.sequence_length,
-            "tokens": tokens,
-            "micro_batch_size": training.micro_batch_size,
-            "micro_batches": layout.gradient_accumulation_steps,
+            "samples": shape.global_batch_size,
+            "sequence_length": shape.sequence_length,
+            "tokens": shape.tokens,
+            "micro_batch_size": shape.micro_batch_size,
+            "micro_batches": shape.micro_batches(layout.data_parallel_size),
+            "stages": stage_facts(config),
         },
         "data": {
             "paths": config.data.prefixes,
@@ -75,7 +78,7 @@ def run_facts(config: Config, layout: ResolvedLayout, data: RunData, start: Star
             "epochs": end / samples.samples_per_epoch,
             "sources": _source_facts(samples, end) if isinstance(samples, MixedSamples) else [],
         },
-        "length": {"steps": config.total_steps, "steps_left": left, "tokens_left": left * tokens},
+        "length": {"steps": config.total_steps, "steps_left": left, "tokens_left": tokens_left},
     }
 
 
@@ -91,11 +94,12 @@ def tell_start(setup: RunSetup, devices: str, memory_warning: str | None) -> Non
 def prediction_facts(facts: Facts, prediction: Prediction, memory: MemoryForecast | None) -> Facts:
     """Returns what is predicted for the run of `facts`: memory, step time, and the time of the steps that are left."""
     step_s = prediction.step.seconds if prediction.step is not None else None
+    steps = facts["length"]["tokens_left"] / facts["batch"]["tokens"]  # steps of another batch count by their tokens
     return {
         "memory_per_rank_bytes": [round(stage.total) for stage in prediction.memory],
         "memory": memory.facts() if memory is not None else None,
         "step_s": step_s,
-        "seconds_left": step_s * facts["length"]["steps_left"] if step_s is not None else None,
+        "seconds_left": step_s * steps if step_s is not None else None,
         "rough": prediction.why_rough,
         "problem": prediction.problem or None,
     }
@@ -132,6 +136,7 @@ def summary_lines(facts: Facts) -> Lines:
             f"{batch['samples']:,} samples x {batch['sequence_length']:,} tokens = {batch['tokens']:,} tokens a step; "
             f"on each replica {number:,} micro-batch{'es' * (number > 1)} of {size:,}",
         ),
+        *(("batch", stage_in_words(stage)) for stage in batch["stages"]),
         *_data_lines(data),
         ("length", f"{plural(length['steps'], 'step')}{done}, {count(length['tokens_left'])} tokens"),
     ]

@@ -17,7 +17,9 @@ from launch.planning.this_machine import UNMEASURED, cpu_memory, describe_machin
 from launch.runtime.devices import Device, gpu_count, gpu_memory_bytes
 from launch.runtime.host_probe import host_memory_bytes
 from launch.runtime.local_ranks import rank_environment
+from launch.runtime.logs import get_logger
 from launch.trainer.data import RunData, open_data
+from launch.trainer.remote_data import copies_here, with_copies
 from launch.trainer.resume import Start, checkpoints_of, find_start
 from launch.trainer.run_folder import check_run_folder
 from launch.trainer.start_flags import StartFlags
@@ -28,6 +30,8 @@ from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.monitor.requirements import check_monitoring, check_textfile
 from megalite.planner.cost.memory import CUDA
 from models.families import family
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,8 @@ class CheckedRun:
 
 
 def check_start(config: Config, flags: StartFlags, *, is_dry: bool = False) -> CheckedRun:
-    """Makes every check of a run on this machine. With `is_dry` nothing is created or changed, and no weights
-    and no checkpoint are downloaded."""
+    """Makes every check of a run on this machine. With `is_dry` nothing is created or changed, and no
+    weights, no checkpoint and no data are downloaded."""
     config, overrides, notices = choose_layout(config)
     layout, device = resolve(config)
     position = find_position(config, flags, is_dry=is_dry)
@@ -96,7 +100,9 @@ def find_position(config: Config, flags: StartFlags, *, is_dry: bool = False) ->
 def position_without_lock(config: Config, flags: StartFlags, *, may_download: bool = True) -> RunPosition:
     """Checks a run's data and checkpoint, and leaves its folder to another run that may use it now."""
     root, source = checkpoints_of(config), config.training.initialize_from
-    data = open_data(config)
+    length = config.training.sequence_length
+    places = copies_here(config.data, length, may_fetch=may_download, tell=log.info)
+    data = open_data(config.model_copy(update={"data": with_copies(config.data, places)}))
     own, skipped = find_latest(root) if step_folders(root) else (None, [])
     is_remote = own is None and not skipped and source is not None and is_hub_id(source)
     if is_remote and not may_download:

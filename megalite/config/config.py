@@ -19,6 +19,7 @@ from pydantic import (
 
 from megalite.config import auto
 from megalite.config.base import Section
+from megalite.config.batch_stages import BatchSchedule, shapes_of
 from megalite.config.data import DataConfig
 from megalite.config.deepspeed import check_pass_through, offloads_to_nvme
 from megalite.config.model import ModelConfig
@@ -152,6 +153,19 @@ class Config(Section):
         return self.offload.optimizer == "cpu" or offloads_to_nvme(self.deepspeed)
 
     @property
+    def batches(self) -> BatchSchedule:
+        """The batch of each step, from the checkpoint of `counted_from` on, or from the start."""
+        return BatchSchedule(self.training, *self._done)
+
+    def in_each_stage(self) -> list[Config]:
+        """Returns a config without stages for the start of the run and for each of `training.stages`."""
+        found = []
+        for shape in shapes_of(self.training):
+            values = {"global_batch_size": shape.global_batch_size, "sequence_length": shape.sequence_length}
+            found.append(self.model_copy(update={"training": self.training.model_copy(update=values | {"stages": ()})}))
+        return found
+
+    @property
     def total_steps(self) -> int:
         """Length of the run in optimizer steps, those before the checkpoint of `counted_from` included."""
         training = self.training
@@ -159,9 +173,7 @@ class Config(Section):
             return training.steps
         assert training.tokens is not None, "rules.py refuses a run without a length"
         step, tokens_seen = self._done
-        return step - (
-            -max(0, training.tokens - tokens_seen) // (training.global_batch_size * training.sequence_length)
-        )
+        return self.batches.steps_until(training.tokens) if training.tokens > tokens_seen else step
 
     def to_yaml(self) -> str:
         """Returns the config as YAML that loads to an equal one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -26,7 +27,7 @@ class DataSource(Section):
     """One source of a mix: prepared text with an order and epochs of its own."""
 
     path: OnePathOrMore = Field(examples=["data/web"])
-    """Prefixes of prepared token shards; one, or a list of them, read as one text."""
+    """Prefixes of prepared token shards; one, a pattern such as `data/web/*`, or a list of them, read as one text."""
 
     weight: NonNegativeFloat | None = Field(default=None, examples=[0.7])
     """Share of the samples, in proportion to the weights of all sources; 0: only stages give it one."""
@@ -58,7 +59,7 @@ class ValidationSet(Section):
     """Source whose held-out documents are evaluated on; give this or `path`."""
 
     path: OnePathOrMore | None = Field(default=None, examples=["data/wiki_validation"])
-    """Prefixes of prepared text, all of whose documents are evaluated on."""
+    """Prefixes of prepared text, or patterns of them, all of whose documents are evaluated on."""
 
     samples: PositiveInt | None = Field(default=None, examples=[128])
     """Sequences per evaluation. Left out: `training.evaluation.samples`."""
@@ -68,7 +69,7 @@ class DataConfig(Section):
     """Training text, tokenised by `megalite prepare`: one text (`path`), or a mix of sources (`sources`)."""
 
     path: OnePathOrMore | None = Field(default=None, examples=["data/mine"])
-    """Prefixes of prepared token shards (the path without `.bin`/`.idx`); one, or a list of them."""
+    """Prefixes of prepared token shards (path or URL without `.bin`); one, a pattern (`data/web/*`), or a list."""
 
     sources: dict[SourceName, DataSource] = Field(
         default_factory=dict, examples=[{"web": {"path": "data/web", "weight": 0.9}}]
@@ -95,6 +96,9 @@ class DataConfig(Section):
     too_long: Literal["refuse", "skip", "cut"] = "refuse"
     """Conversations longer than a sample: an error, left out, or cut, as packing `concat` needs; other text is cut."""
 
+    cache: Path | None = Field(default=None, examples=["/scratch/megalite"])
+    """Folder of each host for copies of the data at URLs. Left out: `megalite/data` in `$XDG_CACHE_HOME`."""
+
     @property
     def prefixes(self) -> list[str]:
         """Prefixes of all training text, source by source."""
@@ -105,6 +109,11 @@ class DataConfig(Section):
         """Prefixes of all text that the run reads, that of validation sets included."""
         of_validation = (prefix for one in self.validation.values() for prefix in one.path or [])
         return list(dict.fromkeys([*self.prefixes, *of_validation]))
+
+    @property
+    def urls(self) -> list[str]:
+        """Those of all prefixes that are URLs, of which each host keeps a copy."""
+        return [prefix for prefix in self.all_prefixes if "://" in prefix]
 
     @property
     def is_by_epochs(self) -> bool:

@@ -7,7 +7,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from megalite.config.data import DataConfig, DataStage
+from megalite.config.places import url_of
 from megalite.config.suggestions import multiples_near, nearest_name
+from megalite.config.urls import problem_with_url
 
 if TYPE_CHECKING:
     from megalite.config.config import Config
@@ -28,9 +30,21 @@ def problems_with_data(config: Config, data_parallel_size: int | None) -> Iterat
             "data.packing best_fit puts whole documents side by side, and without data.document_mask they would see "
             "each other and their padding: use document_mask true, or packing concat"
         )
+    yield from _urls(data)
     yield from _weights(data)
     yield from _stages(config)
     yield from _validation(config, data_parallel_size)
+
+
+def _urls(data: DataConfig) -> Iterator[str]:
+    for url in data.urls:
+        protocol, _, rest = url.partition("://")
+        if problem := problem_with_url(url):
+            yield f"a prefix of data on {protocol}:// {problem}"
+        elif not rest.rpartition("/")[0] or rest.endswith("/"):
+            yield f"data at {url} is a folder or a bucket: add the prefix of its files, as in s3://bucket/folder/web"
+    if data.cache is not None and (place := url_of(data.cache)):
+        yield f"data.cache {place} is a URL, where copies of data cannot be read at places: give a local folder"
 
 
 def _weights(data: DataConfig) -> Iterator[str]:
@@ -94,7 +108,7 @@ def _first_token(config: Config, stage: DataStage) -> int:
     if stage.from_tokens is not None:
         return stage.from_tokens
     assert stage.from_steps is not None
-    return stage.from_steps * config.training.global_batch_size * config.training.sequence_length
+    return config.batches.tokens_after(stage.from_steps)
 
 
 def _names(stage: DataStage, number: int, data: DataConfig) -> Iterator[str]:

@@ -7,13 +7,14 @@ question. In: a config, its layout and the installed versions. Out: the rows tha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from megalite.config.batch_stages import shapes_of
 from megalite.config.config import Config
 from megalite.config.errors import ConfigError
 from megalite.config.layout import ResolvedLayout, reduces_beside_backward
@@ -86,10 +87,14 @@ def matching(
 def check_known_bad(
     config: Config, layout: ResolvedLayout, versions: Mapping[str, str], device: Device | None = None
 ) -> None:
-    """Raises ConfigError with a sentence for each matching row."""
-    rows = matching(config, layout, versions, device)
-    if rows:
-        raise ConfigError(*(row.sentence(config, layout, versions) for row in rows))
+    """Raises ConfigError with a sentence for each row that matches in any stage of the run."""
+    sentences: dict[str, str] = {}  # by what is wrong
+    for shape, one in zip(shapes_of(config.training), config.in_each_stage(), strict=True):
+        there = replace(layout, gradient_accumulation_steps=shape.micro_batches(layout.data_parallel_size))
+        for row in matching(one, there, versions, device):
+            sentences.setdefault(row.wrong, row.sentence(one, there, versions))
+    if sentences:
+        raise ConfigError(*sentences.values())
 
 
 def settings_of(config: Config, layout: ResolvedLayout) -> dict[str, tuple[bool, str]]:

@@ -6,10 +6,8 @@ broken rule.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from megalite.config.adapter_rules import problems_with_adapter
 from megalite.config.base import Device
@@ -22,7 +20,9 @@ from megalite.config.model_rules import problems_with_model
 from megalite.config.optimizer_rules import problems_with_optimizer
 from megalite.config.performance_rules import problems_with_performance
 from megalite.config.pipeline_rules import problems_with_pipeline
+from megalite.config.stage_rules import problems_with_stages
 from megalite.config.suggestions import multiples_near, tensor_parallel_fits, tensor_parallel_near
+from megalite.config.urls import problem_with_url
 
 OF_DEEPSPEEDS_REDUCTION = ("contiguous_gradients", "overlap_comm", "reduce_scatter", "use_multi_rank_bucket_allreduce")
 
@@ -44,6 +44,7 @@ def broken_rules(config: Config, data_parallel_size: int | None, device: Device 
         *_router(config),
         *_layout(config),
         *problems_with_pipeline(config, data_parallel_size),
+        *problems_with_stages(config, lambda in_stage: _of_batch(in_stage, data_parallel_size)),
         *problems_with_performance(config, device),
         *_deepspeed(config, device),
         *_gradient_reduction(config, device),
@@ -248,6 +249,13 @@ def _batch(config: Config, replicas: int | None) -> Iterator[str]:
         )
 
 
+def _of_batch(config: Config, replicas: int | None) -> Iterator[str]:
+    """Yields what is broken by the batch of a config, which in stages is another one."""
+    yield from _batch(config, replicas)
+    yield from problems_with_pipeline(config, replicas)
+    yield from problems_with_float8(config)
+
+
 def _phases(config: Config) -> Iterator[str]:
     schedule, steps = config.schedule, config.total_steps
     decay = schedule.wsd_decay_steps(steps)
@@ -312,39 +320,3 @@ def _guards(config: Config) -> Iterator[str]:
             f"{watchdog.timeout_minutes:g}, after which ranks that wait for each other fail: set "
             f"watchdog.timeout_minutes to {watchdog.startup_minutes:g} or more"
         )
-
-
-BUCKETS = ("s3", "s3a", "gs", "gcs")  # protocols whose URLs name a bucket, which has no user and no port
-
-
-def problem_with_url(url: str) -> str | None:
-    """Returns why `url` cannot hold checkpoints, without repeating a credential in it; None if it can."""
-    never = "credentials come only from the usual providers (environment variables, profiles, the machine's role)"
-    protocol, is_url, rest = url.partition("://")
-    try:
-        urlsplit(url)
-    except ValueError:  # brackets that do not enclose an IPv6 address
-        return "is not a URL that can be read: write file:///folder, s3://bucket/folder or gs://bucket/folder"
-    if re.search(r"::[\w+.-]+://", url):
-        return "chains protocols: use one, as in s3://bucket/folder"
-    if not is_url:
-        return "is not a URL: write file:///folder, s3://bucket/folder or gs://bucket/folder"
-    if not rest:
-        return "names no place: write file:///folder, s3://bucket/folder or gs://bucket/folder"
-    if _has_credentials(url, protocol, rest):
-        return f"has credentials in it: remove them, {never}"
-    if "?" in rest or "#" in rest:
-        return f"has a query, where tokens stand: remove it, {never}"
-    return None
-
-
-def _has_credentials(url: str, protocol: str, rest: str) -> bool:
-    if protocol in BUCKETS:
-        is_alias = rest.startswith("arn:")  # of an access point
-        return not is_alias and ("@" in rest or ":" in rest.partition("/")[0])
-    parts = urlsplit(url)
-    try:
-        _ = parts.port
-    except ValueError:  # a port that is no number is the beginning of a password with a slash in it
-        return True
-    return parts.password is not None

@@ -73,6 +73,9 @@ def _complete_sections(section: type[Section], schema: Schema, definitions: Sche
     for name, field in section.model_fields.items():
         option = schema["properties"][name]
         option |= {"title": dotted((*path, name)), "description": field.description}
+        if "patternProperties" in option:  # pydantic refuses other names, and does not write it
+            option["additionalProperties"] = False
+            option["propertyNames"] = {"not": {"pattern": "\\n"}}  # before which `$` matches in validators in Python
         if inner := section_of(field.annotation):
             definition = _definition(option, definitions)
             definition["title"] = option["title"]
@@ -81,20 +84,13 @@ def _complete_sections(section: type[Section], schema: Schema, definitions: Sche
                 _add_alternative(option, {"type": "null"})
         elif inner := items_of(field.annotation):
             is_list = "items" in option
-            items, name_of_items = (option["items"], NUMBER) if is_list else (_of_any_name(option), NAME)
+            named = option.get("patternProperties", {})
+            items, name_of_items = (option["items"], NUMBER) if is_list else (*named.values(), NAME)
             definition = _definition(items, definitions)
             definition["title"] = dotted((*path, name, name_of_items))
             _complete_sections(inner, definition, definitions, (*path, name, name_of_items))
             if not definition.get("required"):
                 _add_alternative(items, {"type": "null"})
-
-
-def _of_any_name(option: Schema) -> Schema:
-    """Returns the schema of the values of a dict whose names follow a pattern, and refuses other names."""
-    (values,) = option["patternProperties"].values()
-    option["additionalProperties"] = False
-    found: Schema = values
-    return found
 
 
 def _add_alternative(option: Schema, alternative: Schema) -> None:

@@ -21,6 +21,7 @@ from megalite.config.base import (
     Probability,
     Section,
 )
+from megalite.config.training_stage import TrainingStage
 
 PipelineSchedule = Literal["1f1b", "interleaved", "zero-bubble", "zb-v", "dualpipev"]
 
@@ -165,6 +166,11 @@ class TrainingConfig(Section):
 
     sequence_length: PositiveInt = Field(examples=[256])
     """Tokens per sequence."""
+
+    stages: tuple[TrainingStage, ...] = Field(
+        default=(), examples=[[{"from_tokens": 10_000_000_000, "global_batch_size": 512}]]
+    )
+    """Changes of the batch in the course of the run, in the order in which they come."""
 
     steps: PositiveInt | None = Field(default=None, examples=[1000])
     """Length of the run in optimizer steps; give this or `tokens`."""
@@ -449,7 +455,7 @@ class MonitorConfig(Section):
     """Console output, plots and tracking services."""
 
     log_interval: PositiveInt = 1
-    """Steps between lines on the console, and between entries of what steps spent their time on."""
+    """Steps between lines on the console, and between entries of losses by source and of what steps went into."""
 
     timeline: TimelineConfig = Field(default_factory=TimelineConfig)
     """Timelines of chosen steps."""

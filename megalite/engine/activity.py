@@ -126,6 +126,7 @@ class Activity:
         self.mesh, self.rank, self.peers = mesh, rank, Peers.of(mesh, rank)
         self.ended: deque[FinishedSpan] = deque(maxlen=RING)  # until a reader removes them
         self.span = Span(Phase.STARTING, 0, monotonic())
+        self.batch_changes = 0  # stages of training that have begun: steps may take much longer than those before
         self._ring: deque[tuple[Any, ...]] = deque(maxlen=RING)  # the fields of a `Note`
         self._resumed: tuple[Any, ...] | None = None  # the record behind the last interruption
         self._phase, self._phase_number, self._step = Phase.STARTING, 0, 0

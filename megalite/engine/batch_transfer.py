@@ -19,7 +19,8 @@ class MicroBatch(Protocol):
     """The samples of one forward pass.
 
     It may have `global_valid_targets` too, the number of targets of the whole global batch that carry a loss: without
-    it the replicas add theirs up in every step.
+    it the replicas add theirs up in every step. One of a mix of sources has `sources`, `[micro_batch]` int64, the place
+    of each row's source among the sorted names.
     """
 
     @property
@@ -39,6 +40,7 @@ class DeviceBatch(NamedTuple):
     targets: Tensor
     positions: Tensor | None
     samples: Tensor | None  # None without dropout
+    sources: Tensor | None  # None without a mix
     documents: int | None  # in the micro-batch, counted on the host; None if each row is one
 
 
@@ -58,14 +60,14 @@ class BatchTransfer:
         user = torch.cuda.current_stream(self._device)
         user.wait_stream(self._stream)
         for batch in copied:
-            for tensor in batch[:4]:
+            for tensor in batch[:5]:
                 if tensor is not None:
                     tensor.record_stream(user)
         return copied
 
     def _copied(self, batch: MicroBatch) -> DeviceBatch:
         samples = batch.samples if self._has_dropout else None
-        arrays = (batch.tokens, batch.targets, batch.positions, samples)
+        arrays = (batch.tokens, batch.targets, batch.positions, samples, getattr(batch, "sources", None))
         tensors = [None if array is None else self._copy(array) for array in arrays]
         positions = batch.positions
         documents = None if positions is None else len(positions) + int(np.count_nonzero(positions[:, 1:] == 0))

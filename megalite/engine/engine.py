@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import deepspeed
@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megalite.config import Config, ConfigError, ResolvedLayout
+from megalite.config.batch_stages import BatchShape, shapes_of
 from megalite.config.layout import reduces_beside_backward
 from megalite.engine.activity import Activity, Operation, Phase
 from megalite.engine.batch_transfer import BatchTransfer, DeviceBatch, MicroBatch
@@ -32,6 +33,7 @@ from megalite.engine.deepspeed_internals import (
     clear_gradient_partitions,
     flat_groups,
     quiet_stdout,
+    set_batch_size,
     share_fp32_weights,
     stay_at_smallest_loss_scale,
 )
@@ -43,7 +45,8 @@ from megalite.engine.handover import backward
 from megalite.engine.muon import Muon
 from megalite.engine.optimizers import build_optimizer
 from megalite.engine.partitioned_step import PartitionedStep, partition_reductions
-from megalite.engine.stages import Chunk, TiedWeight
+from megalite.engine.source_losses import SourceLosses
+from megalite.engine.stages import Chunk, Labels, TiedWeight
 from megalite.engine.step_gate import GatedStep, StepGate
 from megalite.engine.step_result import Readback, StepResult
 from megalite.parallel.expert_balance import expert_balances
@@ -75,6 +78,8 @@ class Engine(ABC):
         self.partitioned_step: PartitionedStep | None = None  # None: DeepSpeed reduces gradients
         self.expert_counts: ExpertCounts | None = None  # None: this rank's blocks have no experts
         self.expert_bias: ExpertBias | None = None
+        self.source_losses: SourceLosses | None = None  # None: the data is one text
+        self.shape = shapes_of(config.training)[0]
         self.runs_ahead = False  # the device works while the host goes on: results may be read a step late
 
     def _initialize(self, model: torch.nn.Module) -> None:
@@ -105,6 +110,8 @@ class Engine(ABC):
             self.expert_counts = ExpertCounts(self.balances, self.deepspeed.device)
         if self.config.training.router.bias_rate:
             self.bias_experts()
+        if self.config.data.sources:
+            self.source_losses = SourceLosses(len(self.config.data.sources), self.deepspeed.device)
         share_fp32_weights(self.deepspeed.optimizer)
         stay_at_smallest_loss_scale(self.deepspeed.optimizer)
         if isinstance(self.torch_optimizer, Muon):
@@ -162,14 +169,26 @@ class Engine(ABC):
     @property
     @abstractmethod
     def _loss_peers(self) -> tuple[int, ...]:
-        """The ranks that `_mean_loss` may wait for."""
+        """The ranks that `_over_replicas` may wait for."""
 
-    def _mean_loss(self, losses: Sequence[Tensor]) -> Tensor:
-        """Returns the mean over the global batch of what `_accumulate_gradients` returned; collective."""
-        loss = torch.stack(list(losses)).sum()
+    def _sum_of(self, losses: Sequence[Tensor]) -> Tensor:
+        """Returns the sum of what `_accumulate_gradients` returned, 0 on ranks without the last layer."""
+        return torch.stack(list(losses)).sum() if losses else torch.zeros((), device=self.deepspeed.device)
+
+    def _over_replicas(self, numbers: Tensor) -> Tensor:
+        """Returns numbers of the ranks with the last layer, added up over replicas, on all ranks; collective."""
         if self.mesh.data_parallel_size > 1:
-            dist.all_reduce(loss, group=self.data_parallel_group())
-        return loss / self.mesh.data_parallel_size
+            dist.all_reduce(numbers, group=self.data_parallel_group())
+        return numbers
+
+    def _reduced_losses(self, losses: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Returns the mean over the global batch of what `_accumulate_gradients` returned, and the sums of
+        `SourceLosses` over all replicas, which travel with it; collective."""
+        loss, replicas = self._sum_of(losses), self.mesh.data_parallel_size
+        if self.source_losses is None:
+            return self._over_replicas(loss) / replicas, None
+        numbers = self._over_replicas(torch.cat([loss.double().view(1), self.source_losses.sums.flatten()]))
+        return (numbers[0] / replicas).float(), numbers[1:].view(2, -1)
 
     @torch.no_grad()
     def share_tied_weight(self) -> None:
@@ -179,6 +198,19 @@ class Engine(ABC):
         ranks = tuple(dist.get_process_group_ranks(self.tied_weight.group))
         self.activity.record_op(Operation.UNITE_TIED_WEIGHTS, peers=ranks)
         dist.broadcast(self.tied_weight.weight.data, src=ranks[0], group=self.tied_weight.group)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per step on each replica."""
+        return self.shape.micro_batches(self.mesh.data_parallel_size)
+
+    def use_shape(self, shape: BatchShape) -> None:
+        """Makes the next steps take global batches of `shape`; the result of every step before has been read."""
+        if shape == self.shape:
+            return
+        self.shape = shape
+        self.activity.batch_changes += 1
+        set_batch_size(self.deepspeed, shape.global_batch_size, self.micro_batches)
 
     def data_parallel_group(self) -> dist.ProcessGroup:
         """Returns the group of the ranks that hold what this one holds, one per replica."""
@@ -207,10 +239,16 @@ class Engine(ABC):
         self._begin_balances()
         if self.layout.zero_stage == 3:
             clear_gradient_partitions(self.deepspeed.optimizer)
+        if self.source_losses is not None:
+            self.source_losses.begin_step(micro_batches)
         if self.reducer is not None:
-            self.reducer.begin(self.layout.gradient_accumulation_steps)
+            self.reducer.begin(self.micro_batches)
         micro_losses = self._accumulate_gradients(self._transfer(micro_batches), weight)
-        loss = cache(lambda: self._mean_loss(micro_losses))
+        losses = cache(lambda: self._reduced_losses(micro_losses))
+
+        def loss() -> Tensor:
+            return losses()[0]
+
         decides_late, skipped_before = self.decides_late(gate), self.deepspeed.skipped_steps
         step = GatedStep(None if decides_late else gate, self.deepspeed.optimizer, self._tp)
         if self.partitioned_step is not None:
@@ -234,8 +272,8 @@ class Engine(ABC):
             self.activity.record_op(Operation.BALANCE_EXPERTS, peers=self.activity.peers.data)
             self.expert_bias.update(is_skipped)
         self.activity.record_op(Operation.LOSS, peers=self._loss_peers)
-        mean_loss, norm = loss(), self.deepspeed.get_global_grad_norm()
-        readback = Readback(mean_loss, norm, skipped, usage)
+        (mean_loss, by_source), norm = losses(), self.deepspeed.get_global_grad_norm()
+        readback = Readback(mean_loss, norm, skipped, usage, by_source)
         self.activity.record_op(Operation.FINISH, peers=self.activity.peers.everyone)
         return StepResult(readback, step.refused, tuple(micro_losses), weight, part_norms)
 
@@ -264,7 +302,7 @@ class Engine(ABC):
             losses = self._evaluate(self._transfer(micro_batches), count, self._token_weight(micro_batches))
         self.deepspeed.train()
         self.activity.record_op(Operation.LOSS, peers=self._loss_peers)
-        loss = self._mean_loss(losses)
+        loss = self._over_replicas(self._sum_of(losses)) / self.mesh.data_parallel_size
         self.activity.record_op(Operation.FINISH, peers=self.activity.peers.everyone)
         return loss
 
@@ -290,12 +328,18 @@ class Engine(ABC):
 
     def _begin_balances(self) -> None:
         """Makes routers add the mean over the sequences of the global batch, and count their choices from zero."""
-        sequences = self.config.training.global_batch_size / self.mesh.data_parallel_size  # gradients are averaged
+        sequences = self.shape.global_batch_size / self.mesh.data_parallel_size  # gradients are averaged
         loss_scale = float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0))  # BF16_Optimizer has none
         for _, _, balance in self.balances:
             balance.losses, balance.scale = self.config.training.router, loss_scale / sequences
         if self.expert_counts is not None:
             self.expert_counts.begin_step()
+
+    def _labels(self, batch: DeviceBatch, weight: Tensor) -> Labels:
+        """Builds what the loss is computed from."""
+        if self.source_losses is None or batch.sources is None:
+            return Labels(batch.targets, weight)
+        return Labels(batch.targets, weight, partial(self.source_losses.add, batch.sources))
 
     def _first_input(self, batch: DeviceBatch) -> BlockInput:
         """Builds the first layer's input: tokens, and positions and sample ids where documents or dropout need them."""
@@ -333,7 +377,7 @@ class PlainEngine(Engine):
 
     def _loss(self, number: int, batch: DeviceBatch, weight: Tensor) -> Tensor:
         self.activity.record_op(Operation.LOAD, number)
-        inputs, labels = self._first_input(batch), (batch.targets, weight)
+        inputs, labels = self._first_input(batch), self._labels(batch, weight)
         self.activity.record_op(Operation.FORWARD, number, self._forward_peers)
         loss: Tensor = self.deepspeed(inputs, labels)
         return loss

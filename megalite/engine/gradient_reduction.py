@@ -115,8 +115,9 @@ class GradientReducer:
                 parameter.gradient_sums = self  # type: ignore[attr-defined]
 
     def expect_more(self, parameter: nn.Parameter, count: int) -> None:
-        """Says that in every step a weight gets `count` gradients more than there are micro-batches, as a tied one."""
-        self._place[parameter][1].from_elsewhere += count
+        """Says that from now on a weight gets `count` gradients more in a step than there are micro-batches, as a tied
+        one."""
+        self._place[parameter][1].from_elsewhere = count
 
     def begin(self, micro_batches: int) -> None:
         """Begins a step in which each parameter gets a gradient from each of `micro_batches` backward passes."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from megalite.engine.activity import NOBODY, Activity, Operation
 from megalite.engine.handover import Handover
 from megalite.engine.stage_messages import MessageLayout, Transport
-from megalite.engine.stages import Chunk
+from megalite.engine.stages import Chunk, Labels
 from megalite.parallel.layers import BlockInput
 from megalite.parallel.weight_gradients import PutOffProduct, WeightGradientQueue, root_of_weight_gradients
 from megalite.planner.schedules.program import Compute, Message, MessageKind, Program, Receive, Send
@@ -56,7 +56,7 @@ class ProgramRun:
         context: StageContext,
         layout: MessageLayout,
         first_input: Callable[[int], BlockInput],
-        labels: Callable[[int], tuple[Tensor, Tensor] | None],
+        labels: Callable[[int], Labels | None],
     ) -> None:
         self._context, self._layout = context, layout
         self._first_input, self._labels = first_input, labels  # by micro-batch, from 0

@@ -11,15 +11,15 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from megalite.config import Config, ResolvedLayout
+from megalite.config.batch_stages import BatchShape
 from megalite.engine.activity import Activity, Operation
 from megalite.engine.batch_transfer import DeviceBatch, MicroBatch
 from megalite.engine.deepspeed_internals import let_stages_differ
 from megalite.engine.engine import Engine
-from megalite.engine.gradient_reduction import GradientReducer
 from megalite.engine.handover import Handover
 from megalite.engine.pipeline_runtime import ProgramRun, StageContext
 from megalite.engine.stage_messages import MessageLayout, PipelineGroups
-from megalite.engine.stages import TORCH_DTYPES, Chunk, Stage, TiedHead, TiedWeight
+from megalite.engine.stages import TORCH_DTYPES, Chunk, Labels, Stage, TiedHead, TiedWeight
 from megalite.parallel.layers import BlockInput, LayerSpec
 from megalite.parallel.mesh import Mesh, stage_boundaries
 from megalite.parallel.weight_gradients import put_off_weight_gradients
@@ -46,8 +46,11 @@ class PipelinedEngine(Engine):
         if layout.zero_stage == 3:
             let_stages_differ()
         self._initialize(Stage(chunks, self._tp))
-        if self.reducer is not None and specs[-1].tied_to is not None:
-            self._expect_tied_gradients(self.reducer, specs[-1].module_key, chunks)
+        self._tied_embedding: nn.Parameter | None = None  # which gets the gradients of the head too
+        if specs[-1].tied_to is not None and self.coordinate.pipeline_rank == self._placement[0]:
+            weight = chunks[0].serial.layers[specs[-1].module_key].weight
+            assert isinstance(weight, nn.Parameter)
+            self._tied_embedding = weight if weight.requires_grad else None
         self._handover = Handover(self.deepspeed)
         neighbours = {pair for pair in pairwise(self._placement) if pair[0] != pair[1]}
         groups = PipelineGroups(self._grid, neighbours | {(after, before) for before, after in neighbours})
@@ -64,12 +67,8 @@ class PipelinedEngine(Engine):
             self._backward_peers,
             put_off_weight_gradients(self.deepspeed.module) if splits_backward(self._schedule) else None,
         )
-        programs = training_programs(
-            self._schedule, self._stages, layout.gradient_accumulation_steps, layout.pipeline_chunks
-        )
-        check_programs(programs)
-        self._training_program = programs[self.coordinate.pipeline_rank]
         self._forward_programs: dict[int, Program] = {}  # by the number of micro-batches
+        self._prepare_steps()
 
     def _build_chunks(self, specs: Sequence[LayerSpec]) -> dict[int, Chunk]:
         costs, is_block = [spec.cost for spec in specs], [spec.is_block for spec in specs]
@@ -103,17 +102,19 @@ class PipelinedEngine(Engine):
             self._tied_head = TiedHead(module, TORCH_DTYPES[self.config.precision.dtype], self._device)
             self.tied_weight = TiedWeight(self._tied_head.name, self._tied_head.weight, group)
 
-    def _expect_tied_gradients(self, reducer: GradientReducer, module_key: str, chunks: dict[int, Chunk]) -> None:
-        """Tells how many gradients of the embedding come from the head in a step."""
-        first, last = self._placement[0], self._placement[-1]
-        if self.coordinate.pipeline_rank != first:
-            return
-        weight = chunks[0].serial.layers[module_key].weight
-        assert isinstance(weight, nn.Parameter)
-        if not weight.requires_grad:
-            return
-        micro_batches = self.layout.gradient_accumulation_steps
-        reducer.expect_more(weight, micro_batches if first == last else self._tied_parts(weight))
+    def use_shape(self, shape: BatchShape) -> None:
+        if shape != self.shape:
+            super().use_shape(shape)
+            self._prepare_steps()
+
+    def _prepare_steps(self) -> None:
+        """Prepares what depends on the number of micro-batches: the program, and the gradients of a tied embedding."""
+        programs = training_programs(self._schedule, self._stages, self.micro_batches, self.layout.pipeline_chunks)
+        check_programs(programs)
+        self._training_program = programs[self.coordinate.pipeline_rank]
+        if self.reducer is not None and (weight := self._tied_embedding) is not None:
+            is_same_rank = self._placement[0] == self._placement[-1]
+            self.reducer.expect_more(weight, self.micro_batches if is_same_rank else self._tied_parts(weight))
 
     def _tied_parts(self, weight: Tensor) -> int:
         """Returns in how many parts the embedding takes the head's gradient, which is in fp32.
@@ -121,7 +122,7 @@ class PipelinedEngine(Engine):
         Three numbers of bf16 have as many bits as one of fp32. In fp16 a part is as large as a micro-batch's gradient,
         so that it overflows where that would; the last one has the bits that are left.
         """
-        parts = {torch.float32: 1, torch.bfloat16: 3, torch.float16: self.layout.gradient_accumulation_steps + 1}
+        parts = {torch.float32: 1, torch.bfloat16: 3, torch.float16: self.micro_batches + 1}
         return parts[weight.dtype]
 
     def _forward_program(self, count: int) -> Program:
@@ -146,14 +147,16 @@ class PipelinedEngine(Engine):
             return (source,)
         return tuple(sorted({*self.activity.peers.data, *self._ranks}))
 
-    def _mean_loss(self, losses: Sequence[Tensor]) -> Tensor:
-        loss = super()._mean_loss(losses) if losses else torch.zeros((), device=self._device)
-        dist.broadcast(loss, src=self._ranks[self._placement[-1]], group=self._grid.get_pipe_parallel_group())
-        return loss
+    def _over_replicas(self, numbers: Tensor) -> Tensor:
+        source = self._ranks[self._placement[-1]]
+        if dist.get_rank() == source:
+            numbers = super()._over_replicas(numbers)
+        dist.broadcast(numbers, src=source, group=self._grid.get_pipe_parallel_group())
+        return numbers
 
     def _accumulate_gradients(self, micro_batches: Sequence[DeviceBatch], weight: Tensor) -> list[Tensor]:
-        training = self.config.training
-        run = self._run(micro_batches, (training.micro_batch_size, training.sequence_length), weight)
+        shape = self.shape
+        run = self._run(micro_batches, (shape.micro_batch_size, shape.sequence_length), weight)
         losses = run.run(self._training_program)
         self._hand_over_tied_gradient()
         return losses
@@ -171,7 +174,7 @@ class PipelinedEngine(Engine):
         gradient = torch.empty(weight.shape, dtype=torch.float32, device=self._device)
         dist.recv(gradient, src=ranks[1], group=group)
         # a parameter takes gradients of its own format only, and they are summed in fp32
-        shares = self.layout.gradient_accumulation_steps if weight.dtype == torch.float16 else 1
+        shares = self.micro_batches if weight.dtype == torch.float16 else 1
         for number in range(self._tied_parts(weight)):
             part = (gradient / max(1, shares - number)).to(weight.dtype)
             self._handover.gradients([weight], [part])
@@ -207,7 +210,7 @@ class PipelinedEngine(Engine):
         def first_input(number: int) -> BlockInput:
             return self._first_input(micro_batches[number])
 
-        def labels(number: int) -> tuple[Tensor, Tensor] | None:
-            return None if weight is None else (micro_batches[number].targets, weight)
+        def labels(number: int) -> Labels | None:
+            return None if weight is None else self._labels(micro_batches[number], weight)
 
         return ProgramRun(self._context, layout, first_input, labels)

@@ -19,6 +19,17 @@ from megalite.parallel.loss import head_logits, head_loss
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+class Labels(NamedTuple):
+    """The inputs of the last chunk's loss beside hidden states.
+
+    A named tuple for the reason that `BlockInput` is one.
+    """
+
+    targets: Tensor  # [batch, seq], -100 where a token carries no loss
+    weight: Tensor  # the factor on the summed loss
+    add_token_losses: Callable[[Tensor], None] | None = None  # takes the loss of each token, [batch, seq] in fp32
+
+
 class Chunk(nn.Module):
     """Consecutive layers of the model; where the last of them is among these, with the loss or the logits behind it.
 
@@ -34,9 +45,9 @@ class Chunk(nn.Module):
         if config.precision.float8 != "none":
             use_float8(self.serial, config.precision.float8)
 
-    def forward(self, inputs: BlockInput, labels: tuple[Tensor, Tensor] | None = None) -> Any:
+    def forward(self, inputs: BlockInput, labels: Labels | None = None) -> Any:
         """Maps the first layer's input to the input of the chunk behind; the last chunk maps it to a scalar loss, or
-        without labels, which are (targets, weight), to the logits."""
+        without labels to the logits."""
         outputs = self.serial(*inputs[:4])  # what is shared within another chunk stays there
         if not self.is_last:
             return outputs
@@ -44,9 +55,14 @@ class Chunk(nn.Module):
         vocab_size, softcap = self._model.vocab_size, self._model.final_logit_softcapping
         if labels is None:
             return head_logits(hidden, head_weight, vocab_size, self.tensor_parallel, softcap)
-        targets, weight = labels
-        is_compiled = hidden.is_cuda and self._may_compile
-        loss = head_loss(hidden, head_weight, targets, vocab_size, self.tensor_parallel, softcap, is_compiled) * weight
+        targets, weight, add_token_losses = labels
+        token_losses = None
+        if add_token_losses is not None:
+            token_losses = torch.empty(targets.shape, dtype=torch.float32, device=targets.device)
+        is_compiled, tp = hidden.is_cuda and self._may_compile, self.tensor_parallel
+        loss = head_loss(hidden, head_weight, targets, vocab_size, tp, softcap, is_compiled, token_losses) * weight
+        if add_token_losses is not None and token_losses is not None:
+            add_token_losses(token_losses)
         if loss.requires_grad:
             # A loss may be infinite though its gradient, softmax - one_hot, is not. Zero times it is NaN then, which
             # reaches the gradients of all ranks on the usual way and needs no look at the loss, which would wait for

@@ -26,16 +26,22 @@ class Readback:
     """The numbers of a step on their way from the device to the host."""
 
     def __init__(
-        self, loss: Tensor, grad_norm: Tensor | float, skipped: Tensor | bool, expert_usage: Tensor | None = None
+        self,
+        loss: Tensor,
+        grad_norm: Tensor | float,
+        skipped: Tensor | bool,
+        expert_usage: Tensor | None = None,
+        source_losses: Tensor | None = None,
     ) -> None:
-        """`loss` is on the device of the step, `expert_usage` is that of `ExpertCounts`; makes no one wait."""
+        """`loss` is on the device of the step, `expert_usage` is that of `ExpertCounts`, `source_losses` the sums of
+        `SourceLosses` over all replicas; makes no one wait."""
         parts = [part if isinstance(part, Tensor) else loss.new_full((), float(part)) for part in (grad_norm, skipped)]
         # the norm is on the host where the optimizer is
         parts = [part.detach().to(loss.device, torch.float64, non_blocking=True) for part in (loss, *parts)]
         numbers = torch.stack(parts)
-        self._usage_shape = None if expert_usage is None else expert_usage.shape
-        if expert_usage is not None:
-            numbers = torch.cat([numbers, expert_usage.flatten()])
+        self._shapes = [None if table is None else table.shape for table in (expert_usage, source_losses)]
+        if tables := [table.flatten() for table in (expert_usage, source_losses) if table is not None]:
+            numbers = torch.cat([numbers, *tables])
         self._host, self._is_copied = numbers, None
         if numbers.is_cuda:
             self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
@@ -54,10 +60,21 @@ class Readback:
     def expert_usage(self) -> Tensor | None:
         """The use of experts by this rank's micro-batches on the host, as in `ExpertCounts.usage`; waits for the
         step."""
-        if self._usage_shape is None:
+        shape, _ = self._shapes
+        if shape is None:
             return None
         self._wait()
-        return self._host[3:].view(self._usage_shape)
+        return self._host[3 : 3 + shape.numel()].view(shape)
+
+    @property
+    def source_losses(self) -> Tensor | None:
+        """The sums of losses and the valid targets of each source over the global batch on the host, `[2, sources]`
+        float64; None if the data is one text. Waits for the step."""
+        _, shape = self._shapes
+        if shape is None:
+            return None
+        self._wait()
+        return self._host[-shape.numel() :].view(shape)
 
     def _wait(self) -> None:
         if self._is_copied is not None:

@@ -8,7 +8,7 @@ from statistics import median
 RECENT_STEPS = 50
 
 
-def seconds_left(steps: int, recent_s: Iterable[float]) -> float | None:
+def seconds_left(steps: float, recent_s: Iterable[float]) -> float | None:
     """Returns the seconds that `steps` more steps take at the median of recent ones; None if there are none.
 
     A median, so that an evaluation, a save or a step that waited for its data does not move it.

@@ -55,17 +55,20 @@ def head_loss(
     tp: TensorParallel,
     softcap: float | None = None,
     is_compiled: bool = False,
+    token_losses: Tensor | None = None,
 ) -> Tensor:
     """Returns the negative log likelihood summed over valid tokens, an fp32 scalar equal on all tensor-parallel ranks.
 
     hidden `[batch, seq(/tp), hidden]`, weight `[padded vocab/tp, hidden]`, targets `[batch, seq]` (-100: no loss);
-    softcap as in `head_logits`; is_compiled: by generated kernels.
+    softcap as in `head_logits`; is_compiled: by generated kernels. `token_losses`, contiguous fp32 `[batch, seq]`, is
+    filled with the summands, which are 0 where there is no loss.
     """
     hidden = enter_parallel_region(hidden, tp)
     first = tp.rank * weight.shape[0]
     real = max(0, min(weight.shape[0], vocab_size - first))
     part = _VocabularyPart(first, weight.shape[0], real, softcap, tp)
-    return _HeadLoss.apply(hidden.flatten(0, -2), weight, targets.flatten(), part, is_compiled)
+    losses = None if token_losses is None else token_losses.view(-1)
+    return _HeadLoss.apply(hidden.flatten(0, -2), weight, targets.flatten(), part, is_compiled, losses)
 
 
 class _VocabularyPart(NamedTuple):
@@ -81,7 +84,13 @@ class _VocabularyPart(NamedTuple):
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, part: _VocabularyPart, is_compiled: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        part: _VocabularyPart,
+        is_compiled: bool,
+        token_losses: Tensor | None,
     ) -> Tensor:
         needs_grad = any(ctx.needs_input_grad)
         head = multipliable(weight)
@@ -92,15 +101,16 @@ class _HeadLoss(torch.autograd.Function):
         hidden_grad = torch.empty_like(hidden, dtype=torch.float32 if is_fp16 else head.dtype) if needs_grad else None
         weight_grad: Tensor | None = None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for x, target, x_grad in zip(
+        for x, target, x_grad, losses in zip(
             hidden.split(chunk),
             targets.split(chunk),
             _split(hidden_grad, hidden.shape[0], chunk),
+            _split(token_losses, hidden.shape[0], chunk),
             strict=True,
         ):
             x = x.to(head.dtype)
             logits = x @ head.t()  # [chunk, vocab/tp]
-            loss, delta = softmax(logits, target, part, ctx.scale if needs_grad else None)
+            loss, delta = softmax(logits, target, part, ctx.scale if needs_grad else None, losses)
             total += loss
             if delta is not None and x_grad is not None:
                 if is_fp16:
@@ -121,7 +131,7 @@ class _HeadLoss(torch.autograd.Function):
         # `grad` holds 1/tokens and the loss scale; in place, so backward can run only once
         if weight_grad is not None:
             weight_grad = weight_grad.mul_(grad).to(ctx.dtype)
-        return hidden_grad.mul_(grad).to(ctx.dtype), weight_grad, None, None, None
+        return hidden_grad.mul_(grad).to(ctx.dtype), weight_grad, None, None, None, None
 
 
 def _chunk_tokens(rows: int, device: str, number_bytes: int) -> int:
@@ -131,10 +141,10 @@ def _chunk_tokens(rows: int, device: str, number_bytes: int) -> int:
 
 
 def _softmax(
-    logits: Tensor, target: Tensor, part: _VocabularyPart, scale: float | None
+    logits: Tensor, target: Tensor, part: _VocabularyPart, scale: float | None, token_losses: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the summed loss of a chunk, and `scale` x d loss / d logits in the format of `logits` `[chunk, rows]`,
-    which it may overwrite; no gradient without a scale. target `[chunk]`."""
+    which it may overwrite; no gradient without a scale. target `[chunk]`; the summands go to token_losses `[chunk]`."""
     dtype, logits = logits.dtype, logits.float()
     slope = None if part.softcap is None else _cap_(logits, part.softcap)
     if part.real_rows < part.rows:
@@ -147,7 +157,7 @@ def _softmax(
     top = logits.amax(dim=1).clamp_(min=torch.finfo(torch.float32).min)
     exponential = logits.sub_(top.unsqueeze(1)).exp_()
     log_total, picked = _over_vocabulary(exponential.sum(dim=1).log_().add_(top), picked, part.tp)
-    loss = ((log_total - picked) * valid).sum()
+    loss = torch.mul(log_total - picked, valid, out=token_losses).sum()
     if scale is None:
         return loss, None
     # d loss / d logits = softmax - one_hot, zero where there is no loss
@@ -158,13 +168,13 @@ def _softmax(
 
 
 def _compiled_softmax(
-    logits: Tensor, target: Tensor, part: _VocabularyPart, scale: float | None
+    logits: Tensor, target: Tensor, part: _VocabularyPart, scale: float | None, token_losses: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Does the same as `_softmax` in two passes over the logits."""
     reduce_rows, differentiate_ = compiled_passes()
     valid, column = target != IGNORED, (target - part.first).unsqueeze(1)
     log_total, picked = _over_vocabulary(*reduce_rows(logits, column, part.real_rows, part.softcap), part.tp)
-    loss = ((log_total - picked) * valid).sum()
+    loss = torch.mul(log_total - picked, valid, out=token_losses).sum()
     if scale is None:
         return loss, None
     differentiate_(logits, column, log_total.unsqueeze(1), (valid * scale).unsqueeze(1), part.real_rows, part.softcap)

@@ -6,6 +6,7 @@ from typing import Any
 
 from megalite.config import Config
 from megalite.config.auto import CHOOSABLE
+from megalite.config.batch_stages import largest_shape
 from megalite.config.suggestions import OptionPath, dotted
 from megalite.planner.hardware import is_guess
 from megalite.planner.published import beside_published
@@ -57,6 +58,13 @@ def caveats(config: Config, result: SearchResult) -> list[str]:
         said.append(
             f"ZeRO-3 is taken to hide {seconds(best.time.hidden_s)} of exchanges behind computing; where it does not, "
             f"a step takes so much longer{instead}"
+        )
+    if config.training.stages:
+        largest = largest_shape(config.training)
+        said.append(
+            f"memory and step times are those of {largest.global_batch_size:,} sequences of "
+            f"{largest.sequence_length:,} tokens, the longest of the run's stages; steps of others are taken to need "
+            "time in proportion to their tokens"
         )
     if (schedule := config.parallel.pipeline_schedule) != "1f1b":
         said.append(f"parallel.pipeline_schedule {schedule} is stated, so layouts that cannot have it are left out")

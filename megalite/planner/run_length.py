@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from megalite.config import Config
+from megalite.config.batch_stages import largest_shape
 from megalite.planner.units import duration, plural, short
 
 HOUR_S, DAY_S = 3600.0, 86400.0
@@ -74,15 +75,17 @@ def run_length(
     goodput: float = 1.0,
     global_batch_size: int | None = None,
 ) -> RunLength:
-    """Returns the length of the run of `config` where a step takes `step_s` on `accelerators`.
+    """Returns the length of the run of `config` where a step, the largest of all stages, takes `step_s` on
+    `accelerators`.
 
-    `global_batch_size`: sequences per step where they are not the config's, as on more replicas of the same size; the
-    run then has as many tokens in fewer steps.
+    `global_batch_size`: sequences of that step where they are not the config's, as on more replicas of the same size;
+    the run then has as many tokens in fewer steps.
     """
-    training = config.training
-    own = training.global_batch_size
-    tokens = config.total_steps * own * training.sequence_length
-    steps = -(-config.total_steps * own // (global_batch_size or own))
+    own, planned = config.batches, largest_shape(config.training)
+    tokens = own.tokens_after(config.total_steps)
+    steps = -(-config.total_steps * planned.global_batch_size // (global_batch_size or planned.global_batch_size))
+    if config.training.stages:  # a step of another stage is taken to need time in proportion to its tokens
+        step_s *= tokens / (config.total_steps * planned.tokens)
     return RunLength(steps, tokens, step_s, accelerators, goodput)
 
 

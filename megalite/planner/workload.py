@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Self, TypeVar
 
 from megalite.config import Config, ModelConfig, ResolvedLayout
+from megalite.config.batch_stages import BatchShape, largest_shape
 from megalite.config.sections import AdapterConfig, Dtype, PipelineSchedule, RecomputeConfig, RecomputeMode
 from megalite.planner.schedules.tables import Schedule
 from megalite.planner.units import of_stages
@@ -164,8 +165,9 @@ class TrainingWorkload:
         return self.global_batch_size * self.sequence_length
 
     @classmethod
-    def of(cls, config: Config, layout: ResolvedLayout) -> Self:
-        """Returns the workload of `megalite train`."""
+    def of(cls, config: Config, layout: ResolvedLayout, shape: BatchShape | None = None) -> Self:
+        """Returns the workload of `megalite train`; by default that of the largest batch of the run."""
+        shape = shape or largest_shape(config.training)
         return cls(
             model=config.model,
             layout=ParallelLayout(
@@ -177,10 +179,10 @@ class TrainingWorkload:
                 zero_stage=layout.zero_stage,
                 sequence_parallel=config.parallel.sequence_parallel,
                 recompute=config.recompute.mode,
-                micro_batch_size=config.training.micro_batch_size,
+                micro_batch_size=shape.micro_batch_size,
             ),
-            sequence_length=config.training.sequence_length,
-            global_batch_size=config.training.global_batch_size,
+            sequence_length=shape.sequence_length,
+            global_batch_size=shape.global_batch_size,
             dtype=config.precision.dtype,
             gradient_accumulation_dtype=config.precision.gradient_accumulation_dtype,
             gradient_reduction_dtype=config.precision.gradient_reduction_dtype,

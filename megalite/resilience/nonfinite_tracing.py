@@ -131,7 +131,7 @@ def gather_rank_reports(
         result.loss,
         _bad_weights(engine),
         _token_losses(result, micro_batches),
-        tuple(tuple(batch.samples.tolist()) for batch in micro_batches),
+        tuple(tuple((batch.samples // engine.shape.parts).tolist()) for batch in micro_batches),
         tuple(norms),
     )
     return from_all_ranks(own, RankReport)

@@ -88,6 +88,10 @@ class Limits:
     def learn(self, ended: FinishedSpan) -> None:
         self._recent.setdefault(ended.kind, deque(maxlen=RECENT)).append(ended.seconds)
 
+    def forget_steps(self) -> None:
+        """Gives the next step the limit of the first one, as its batch is another one and code may be compiled."""
+        self._recent.pop(Phase.STEP, None)
+
     def seconds(self, kind: Phase) -> float:
         """Returns the limit of a kind: that of the start until one has ended, and always for `UNHURRIED` kinds."""
         return self._config.limit_s(() if kind in UNHURRIED else self._recent.get(kind, ()))
@@ -189,7 +193,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         """Decides, in a thread of its own that touches no file: storage that hangs would block it too."""
-        last = time.monotonic()
+        last, batch_changes = time.monotonic(), 0
         while not self._is_over.wait(self._tick_s) and not self._ending.locked():
             now = time.monotonic()
             if now - last > max(1.0, PAUSE_TICKS * self._tick_s):
@@ -199,10 +203,14 @@ class Watchdog:
                     self._rank_file.disarm()
                 self._was_paused.set()
             last = now
+            changes = self._activity.batch_changes  # before the last steps of the former batch are taken
             while self._activity.ended:
                 ended = self._activity.ended.popleft()
                 if ended.began >= self._awake_since:
                     self._limits.learn(ended)
+            if changes != batch_changes:
+                self._limits.forget_steps()
+                batch_changes = changes
             span = self._activity.span
             seconds, limit = now - max(span.began, self._awake_since), self._limits.seconds(span.kind)
             if self._rank_file is not None:

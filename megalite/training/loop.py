@@ -17,6 +17,7 @@ from megalite.engine.engine import Engine
 from megalite.engine.step_result import StepResult
 from megalite.monitor.memory import peak_memory_mib
 from megalite.monitor.observer import Observer
+from megalite.monitor.source_losses import SourceLossMeans
 from megalite.monitor.steps.recorder import StepRecorder
 from megalite.resilience.guards import Action, Guard, Intervention
 from megalite.resilience.replica_check import Disagreement, SelfCheck, explain
@@ -89,23 +90,29 @@ class _TrainingRun:
     ) -> None:
         self._engine, self._config, self._context, self._recorder = engine, config, context, recorder
         self._self_check, self._total_steps = SelfCheck(engine), config.total_steps
-        self._state = state  # after the last step that was begun
-        self._batches = context.batches(state)
-        self._held_back: Sequence[MicroBatch] | None = None  # of the step that is done again
+        self._go_on_from(state)
         self._unread: _BegunStep | None = None
         self._last_read = 0.0  # time.perf_counter, when the last result was read
         self._step_time_s = 0.0  # of the last step that was read
         self._evaluation_loss: float | None = None  # of the last step that was read, or of the checkpoint gone back to
 
+    def _go_on_from(self, state: TrainState) -> None:
+        self._state = state  # after the last step that was begun
+        self._shapes = self._config.counted_from(state.step, state.tokens_seen).batches
+        self._source_losses = SourceLossMeans(self._config, state.source_losses)
+        self._batches = self._context.batches(state)
+        self._held_back: Sequence[MicroBatch] | None = None  # of the step that is done again
+
     def train(self) -> TrainState:
-        checkpoints, guard = self._context.checkpoints, self._context.guard
+        checkpoints = self._context.checkpoints
         checkpoints.saved_step, is_save_due = self._state.step, False
         while self._state.step < self._total_steps:
             step = self._state.step + 1
             is_save_due |= _is_saved(self._config, step, self._total_steps)
             is_checked, is_evaluated = self._is_checked(step, is_save_due=is_save_due), self._is_evaluated(step)
-            is_read_now = not self._engine.reads_late(guard) or step == self._total_steps
+            is_read_now = not self._engine.reads_late(self._context.guard) or step == self._total_steps
             is_read_now |= is_save_due or is_checked or is_evaluated or self._recorder.is_profiled(step)
+            is_read_now |= self._shapes.shape_after(step) != self._shapes.shape_after(step - 1)  # a stage ends
             is_saved, read, self._unread = False, self._unread, None
             begun = None if read is not None and is_read_now else self._begin(step, is_checked=is_checked)
             if read is not None:
@@ -123,14 +130,14 @@ class _TrainingRun:
                 self._unread = None
             if is_saved or stop:
                 is_last = stop is not None or self._state.step >= self._total_steps
-                checkpoints.save(_with_guard(self._state, guard), self._evaluation_loss, is_last=is_last)
+                checkpoints.save(self._saved_state(), self._evaluation_loss, is_last=is_last)
                 is_save_due = False
             if stop and self._state.step < self._total_steps:
-                checkpoints.finish(_with_guard(self._state, guard))
+                checkpoints.finish(self._saved_state())
                 ending = TrainingInterrupted if stop.is_interrupt else TrainingPreempted
                 raise ending(f"{stop.reason}: the state of step {self._state.step} is saved, start again to go on")
             is_save_due |= is_next_save_due
-        checkpoints.finish(_with_guard(self._state, guard))
+        checkpoints.finish(self._saved_state())
         return self._state
 
     def _begin(self, step: int, *, is_checked: bool) -> _BegunStep:
@@ -147,6 +154,7 @@ class _TrainingRun:
         waited_s = time.perf_counter() - began
         factor = learning_rate_factor(config.schedule, before.step, self._total_steps)
         learning_rate = config.optimizer.learning_rate * factor
+        self._engine.use_shape(self._shapes.shape_after(before.step))
         result = self._engine.train_step(micro_batches, learning_rate, self._context.guard)
         self._state = self._after(before, skipped=False)  # unless it turns out otherwise when the result is read
         return _BegunStep(before, micro_batches, learning_rate, result, began, waited_s)
@@ -181,16 +189,15 @@ class _TrainingRun:
         self._held_back = None if behind is None else behind.micro_batches
         if (returned := _intervene(self._context, intervention, state)) is None:
             return False
-        self._state, self._evaluation_loss = returned
-        self._batches, self._held_back = self._context.batches(self._state), None
+        state, self._evaluation_loss = returned
+        self._go_on_from(state)
         return True  # or a crash would go back there again and again
 
     def _read(self, begun: _BegunStep) -> tuple[dict[str, Any], TrainState]:
         """Reads a step's numbers; returns its record and the state after it."""
-        training, numbers = self._config.training, begun.result.readback.numbers
+        numbers, shape = begun.result.readback.numbers, self._shapes.shape_after(begun.before.step)
         now = time.perf_counter()
         step_time_s, self._last_read = now - max(begun.began, self._last_read), now
-        tokens = training.global_batch_size * training.sequence_length
         state = self._after(begun.before, skipped=not begun.result.taken)
         record = {
             "step": state.step,
@@ -200,23 +207,32 @@ class _TrainingRun:
             "learning_rate": begun.learning_rate,
             "tokens_seen": state.tokens_seen,
             "samples": [begun.before.consumed_samples, state.consumed_samples],
-            "tokens_per_second": tokens / step_time_s,
-            "samples_per_second": training.global_batch_size / step_time_s,
+            "tokens_per_second": shape.tokens / step_time_s,
+            "samples_per_second": shape.samples / step_time_s,
             "step_time_s": step_time_s,
             "data_wait_s": begun.data_wait_s,
             "memory_peak_mib": peak_memory_mib(),
             "skipped": not begun.result.taken,
             "skipped_steps": state.skipped_steps,
         }
+        if self._config.training.stages:
+            record |= {"global_batch_size": shape.global_batch_size, "sequence_length": shape.sequence_length}
         return record, state
 
     def _after(self, before: TrainState, *, skipped: bool) -> TrainState:
-        samples = self._config.training.global_batch_size
-        return before.after(samples=samples, tokens=samples * self._config.training.sequence_length, skipped=skipped)
+        shape = self._shapes.shape_after(before.step)
+        return before.after(samples=shape.samples, tokens=shape.tokens, skipped=skipped)
+
+    def _saved_state(self) -> TrainState:
+        """Returns the state for a checkpoint, with what the guard and the log remember now."""
+        remembered = {"guard": self._context.guard.state(), "source_losses": self._source_losses.state()}
+        return self._state.model_copy(update=remembered)
 
     def _log(self, record: dict[str, Any], result: StepResult) -> None:
         observer, step = self._context.observer, record["step"]
         self._engine.activity.begin_phase(Phase.LOGGING)
+        self._source_losses.add(result)
+        record |= self._source_losses.record(step)
         record["save_blocked_s"] = self._context.checkpoints.collect()
         if (gathered := self._recorder.end_step(step, result, is_last=step == self._total_steps)) is not None:
             record |= gathered.record()
@@ -243,11 +259,6 @@ class _TrainingRun:
     def _is_evaluated(self, step: int) -> bool:
         is_due = step == self._total_steps or _is_multiple(step, self._config.training.evaluation.interval)
         return bool(self._context.evaluation) and is_due
-
-
-def _with_guard(state: TrainState, guard: Guard) -> TrainState:
-    """Returns the state for a checkpoint, with what the guard remembers now."""
-    return state.model_copy(update={"guard": guard.state()})
 
 
 def _evaluate(engine: Engine, sets: Sequence[EvaluationSet]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ class TrainState(BaseModel):
     skipped_steps: int = 0  # steps that changed nothing: not finite, or refused by a guard
     excluded_samples: tuple[tuple[int, int], ...] = ()  # [first, stop) ranges that rollbacks have excluded
     guard: dict[str, Any] = {}  # state of megalite.resilience.guards.Guard
+    source_losses: dict[str, tuple[float, int]] = {}  # megalite.monitor.source_losses.Sums that no record tells yet
     data_fingerprint: str = ""
     data_content: str = ""  # digest of some tokens of a text without metadata, of which the fingerprint knows lengths
     data_mix: dict[str, Any] = {}  # sources and stages followed so far, of data_pipeline.mix.MixRecord; empty: one text

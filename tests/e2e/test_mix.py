@@ -24,7 +24,7 @@ LAYOUTS = {
     "tensor": {"tensor_parallel_size": 2},
     "pipeline": {"pipeline_parallel_size": 2},
 }
-EXACT = ("step", "loss", "grad_norm", "samples", "source_tokens")
+EXACT = ("step", "loss", "grad_norm", "samples", "source_tokens", "source_losses", "source_targets")
 
 
 @pytest.fixture
@@ -66,10 +66,19 @@ def test_every_layout_trains_on_one_stream(mixed_run: dict[str, Any], tmp_path: 
     losses = alone[2]["evaluation_losses"]
     assert set(losses) == {"text", "numbers"} and losses["text"] != losses["numbers"]
     assert min(losses.values()) < alone[2]["evaluation_loss"] < max(losses.values())
+    for record in alone:
+        targets = record["source_targets"]
+        sums = sum(loss * targets[name] for name, loss in record["source_losses"].items())
+        assert sums / sum(targets.values()) == pytest.approx(record["loss"], rel=1e-6), record["step"]
     for name, records in found.items():
         for record, reference in zip(records, alone, strict=True):
             assert record["samples"] == reference["samples"] and record["source_epochs"] == reference["source_epochs"]
             assert record["loss"] == pytest.approx(reference["loss"], rel=1e-4), (name, record["step"])
+            assert record["source_targets"] == reference["source_targets"], (name, record["step"])
+            assert record["source_losses"] == pytest.approx(reference["source_losses"], rel=1e-4), (
+                name,
+                record["step"],
+            )
             for of_set, loss in reference.get("evaluation_losses", {}).items():
                 assert record["evaluation_losses"][of_set] == pytest.approx(loss, rel=1e-4), (name, of_set)
 

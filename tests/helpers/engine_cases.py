@@ -45,6 +45,7 @@ class Case:
     learning_rate: float = 1e-3
     optimizer_options: dict[str, Any] = field(default_factory=dict)  # more of the section
     document_mask: bool = False
+    sources: int = 0  # of a mix; 0: one text
     dtype: str = "fp32"
     reduction: str | None = None  # format in which replicas sum gradients; None: fp32
     global_batch: int | None = None
@@ -73,12 +74,17 @@ class Case:
             return self.zero_options
         return {"stage3_param_persistence_threshold": 0} if self.zero == 3 else {}
 
+    def _data(self) -> dict[str, Any]:
+        if not self.sources:
+            return {"path": "unused"}
+        return {"sources": {f"source_{place:02}": {"path": "unused", "weight": 1} for place in range(self.sources)}}
+
     def config(self) -> Config:
         return Config.model_validate(
             {
                 "run_dir": "unused",
                 "model": MODEL | self.model,
-                "data": {"path": "unused", "document_mask": self.document_mask},
+                "data": self._data() | {"document_mask": self.document_mask},
                 "parallel": {
                     "tensor_parallel_size": self.tp,
                     "pipeline_parallel_size": self.pp,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from megalite.checkpoint.manifest import MANIFEST, Manifest
 from megalite.checkpoint.remote.mirror import Mirror
 from megalite.checkpoint.remote.storage import Patience, list_checkpoints
 from megalite.checkpoint.retention import Retention
+from tests.helpers.s3_fixtures import own_client
 from tests.helpers.single_rank import write_single
 
 # long enough for a machine with other work, except for what a test waits for
@@ -26,14 +26,6 @@ PART = "partNumber="  # in the path of a request that carries a part of a large 
 def pending_uploads() -> list[str]:
     """Keys of unfinished uploads, which only the provider's own listing shows."""
     return [one["Key"] for one in own_client().list_multipart_uploads("bucket")]
-
-
-@cache
-def own_client() -> Any:
-    """For what no Store offers."""
-    import s3fs
-
-    return s3fs.S3FileSystem(skip_instance_cache=True)
 
 
 def write_large(root: Path, step: int) -> Path:

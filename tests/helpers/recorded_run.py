@@ -69,8 +69,12 @@ def train_case(
     config: Config,
     log: KeptLog,
     batches_of: Callable[[Engine, list[Any]], Iterable[Any]] = lambda engine, batches: batches,
+    state: TrainState | None = None,
 ) -> None:
-    """Trains the case; `batches_of` may change the batches, or the engine while they are taken."""
+    """Trains the case from its initial weights, and from `state` if that is given.
+
+    `batches_of` may change the batches, or the engine while they are taken.
+    """
     engine = engine_of(case)
     batches = [micro_batches_of(engine, case, batch) for batch in global_batches(case)]
     context = TrainerContext(
@@ -89,4 +93,4 @@ def train_case(
         requests=StopRequests(None, 0.0),
         observer=log,
     )
-    train(engine, config, TrainState(), context)
+    train(engine, config, state or TrainState(), context)

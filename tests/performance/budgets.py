@@ -79,6 +79,8 @@ MUON_PRODUCTS = 15  # for each shape of matrix, however many there are, while th
 KERNELS_OF_EXPERTS = 25, 37  # of a layer, forward and backward, however many experts there are
 KERNELS_OF_BALANCE_LOSSES = 35  # of both, forward and backward
 
+KERNELS_OF_SOURCE_LOSSES = 2, 6  # of a micro-batch, and of a step beside them
+
 
 @dataclass(frozen=True)
 class StepBudget:
@@ -96,6 +98,12 @@ STEPS = {
     "one process, sgd in fp32": StepBudget(Case(optimizer="sgd", accumulation=2), 0, {}),
     "dp 2": StepBudget(
         Case(dp=2, dtype="bf16", accumulation=4, bucket=20_000),
+        0,
+        {"all_reduce": 2, "reduce_scatter": 9, "all_gather": 9},
+    ),
+    # the losses of sources travel with that of the step
+    "dp 2, sources": StepBudget(
+        Case(dp=2, dtype="bf16", accumulation=4, bucket=20_000, sources=5),
         0,
         {"all_reduce": 2, "reduce_scatter": 9, "all_gather": 9},
     ),
@@ -127,5 +135,8 @@ STEPS = {
     ),
     "pp 2": StepBudget(
         Case(pp=2, dtype="bf16", accumulation=4), 0, {"send": 4, "recv": 4, "all_reduce": 1, "broadcast": 1}
+    ),
+    "pp 2, sources": StepBudget(
+        Case(pp=2, dtype="bf16", accumulation=4, sources=5), 0, {"send": 4, "recv": 4, "all_reduce": 1, "broadcast": 1}
     ),
 }

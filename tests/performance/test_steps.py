@@ -6,10 +6,12 @@ that replicas all-reduce or reduce only when backward is over.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from itertools import groupby
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from megalite.config.sections import GuardsConfig
@@ -19,7 +21,7 @@ from megalite.resilience.guards import Guard
 from tests.helpers.counting import Call, calls_of, collectives_of, syncs_of
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
 from tests.helpers.rank_pool import run_ranks
-from tests.performance.budgets import STEPS
+from tests.performance.budgets import KERNELS_OF_SOURCE_LOSSES, STEPS
 
 PADDING = 100  # bytes to which ZeRO fills up its partitions
 
@@ -31,10 +33,15 @@ def _second_step(rank: int, case: Case, guards: dict[str, str]) -> tuple[list[Ca
     for batch in global_batches(case)[:2]:
         valid = int((batch.targets != IGNORED).sum())
         mine = [
-            SimpleNamespace(**vars(each), global_valid_targets=valid) for each in micro_batches_of(engine, case, batch)
+            SimpleNamespace(**vars(each), global_valid_targets=valid, sources=_sources_of(each.samples, case))
+            for each in micro_batches_of(engine, case, batch)
         ]
         calls = calls_of(lambda mine=mine: engine.train_step(mine, 1e-3, guard))
     return calls, sum(parameter.numel() for _, parameter in engine.parameters())
+
+
+def _sources_of(samples: np.ndarray, case: Case) -> np.ndarray | None:
+    return samples % case.sources if case.sources else None
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -59,6 +66,17 @@ def test_replicas_reduce_each_gradient_once_and_beside_backward() -> None:
         order = [name for name, _ in groupby(call.name for call in collectives_of(calls))]
         assert order == ["reduce_scatter", "all_reduce", "all_gather", "all_reduce"], "gradients, norm, weights, loss"
         assert sum(place < last_gemm for place in reductions) >= len(reductions) - 2, "reduced behind backward"
+
+
+def test_losses_by_source_take_a_few_kernels() -> None:
+    """Two of each micro-batch, of which neither reads more than its tokens' losses."""
+    counts = {}
+    for accumulation, sources in itertools.product((1, 3), (0, 5)):
+        ((calls, _),) = run_ranks(_second_step, 1, Case(accumulation=accumulation, sources=sources), {})
+        counts[accumulation, sources] = len(calls)
+    of_step = counts[1, 5] - counts[1, 0]
+    of_micro_batch = (counts[3, 5] - counts[3, 0] - of_step) / 2
+    assert (of_micro_batch, of_step - of_micro_batch) == KERNELS_OF_SOURCE_LOSSES
 
 
 def _passes_over_weight_gradients(rank: int, case: Case) -> tuple[int, int]:

@@ -275,7 +275,7 @@ def config_in_pods(config: Config, output: Claim, data: Claim | None) -> tuple[C
     """Returns the config with run_dir on the output claim, and notices.
 
     Relative paths start at the root of a claim: prepared data at the data claim if there is one, all others at the
-    output claim. Raises LaunchError if the run folder would be lost with its pod.
+    output claim. Data at URLs stays there. Raises LaunchError if the run folder would be lost with its pod.
     """
     if data is not None and data.path == output.path:
         raise LaunchError(
@@ -303,7 +303,12 @@ def config_in_pods(config: Config, output: Claim, data: Claim | None) -> tuple[C
         sections += [(f"data.{group}.{name}", one) for name, one in values["data"][group].items()]
     for option, section in sections:
         if section["path"] is not None:
-            section["path"] = [placed(path, f"{option}.path", data or output) for path in section["path"]]
+            section["path"] = [
+                path if path in config.data.urls else placed(path, f"{option}.path", data or output)
+                for path in section["path"]
+            ]
+    if config.data.cache is not None:
+        values["data"]["cache"] = placed(str(config.data.cache), "data.cache", output)
     source = config.training.initialize_from
     if source is not None and not is_hub_id(source):
         values["training"]["initialize_from"] = placed(str(source), "training.initialize_from", output)

@@ -59,7 +59,8 @@ class Settings:
     @classmethod
     def of(cls, config: Config) -> Settings:
         """Takes the settings from a config; relative paths start at the working directory, on every host."""
-        prefixes = [Path(prefix).absolute() for prefix in config.data.all_prefixes]
+        data = config.data  # of what is at URLs each host makes a copy itself
+        prefixes = [Path(prefix).absolute() for prefix in data.all_prefixes if prefix not in data.urls]
         files = tuple(path.with_name(f"{path.name}{end}") for path in prefixes for end in (".bin", ".idx"))
         return cls(config.run_dir.absolute(), files)
 

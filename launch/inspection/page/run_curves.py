@@ -28,6 +28,8 @@ def curves_of(history: RunHistory) -> Curves:
     """Returns the charts of what a run has recorded."""
     steps = history.steps
     charts = [_loss(history)]
+    if (by_source := _loss_by_source(history)) is not None:
+        charts.append(by_source)
     for name, title, unit, is_logarithmic, colour in OWN_CHARTS:
         if history.has(name):
             line = Series(title.lower(), steps, history.column(name), colour, has_band=name not in ("learning_rate",))
@@ -47,6 +49,14 @@ def _loss(history: RunHistory) -> Chart:
         there = np.isfinite(held_out)
         series.append(Series("held out", history.steps[there], held_out[there], 3, is_sparse=True))
     return Chart("chart-loss", "Loss", "nats per token", series)
+
+
+def _loss_by_source(history: RunHistory) -> Chart | None:
+    series = []
+    for place, (name, loss) in enumerate(history.source_losses.items()):
+        there = np.isfinite(loss)  # a step without a target of the source is no gap
+        series.append(Series(name, history.steps[there], loss[there], place))
+    return Chart("chart-source-losses", "Training loss by source", "nats per token", series) if series else None
 
 
 def _marks(history: RunHistory) -> Iterator[Mark]:

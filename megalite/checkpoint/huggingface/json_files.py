@@ -32,11 +32,20 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def refuse_adapter(folder: Path) -> None:
+    """Raises CheckpointError for a folder of adapters without their model, as peft and `megalite export` write it."""
+    if (folder / ADAPTER).is_file() and not (folder / CONFIG).is_file():
+        raise CheckpointError(f"{folder}: {_what_is_there(folder / CONFIG)}")
+
+
 def _what_is_there(missing: Path) -> str:
     """Returns a clause that says what the folder of a missing file is, and what to do."""
     folder = missing.parent
     if missing.name == CONFIG and (folder / ADAPTER).is_file():
-        return "is an adapter, not a model: merge it into its base model first, with peft's merge_and_unload"
+        return (
+            "is an adapter, not a model: merge it into its base model first, with peft's merge_and_unload, or with "
+            "`megalite export --merge` of the run that trained it"
+        )
     if missing.name == CONFIG and find_latest(folder)[0] is not None:
         return (
             "is a run or checkpoint of megalite, no Hugging Face folder: `megalite export` makes one of it, and "

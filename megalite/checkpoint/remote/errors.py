@@ -53,7 +53,8 @@ def explained(url: str, error: BaseException) -> StorageError:
         return StorageError(f"{url}: there is no such bucket: create it, or correct the URL", is_lasting=True)
     if isinstance(error, PermissionError):
         return StorageError(
-            f"{url}: access is denied ({text}): the credentials must allow to list, read, write and delete there",
+            f"{url}: access is denied ({text}): the credentials must allow to list and read there, and to write and "
+            "delete for checkpoints",
             is_lasting=True,
         )
     if isinstance(error, FileNotFoundError):

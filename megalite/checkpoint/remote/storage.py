@@ -36,7 +36,7 @@ from megalite.checkpoint.manifest import (
     step_of,
 )
 from megalite.checkpoint.remote.errors import error_code, explained
-from megalite.config.rules import problem_with_url
+from megalite.config.urls import problem_with_url
 
 PART_BYTES = 8 << 20  # of one file, sent or fetched in one request
 PARTS_AT_ONCE = 4  # together 32 MB of host memory
@@ -92,7 +92,7 @@ def check_url(url: str) -> None:
 
     problem = problem_with_url(url)
     if problem is not None:
-        raise CheckpointError(f"the URL of a place for checkpoints {problem}")
+        raise CheckpointError(f"the URL of a place on a store {problem}")
     protocol = urlsplit(url).scheme
     if protocol not in fsspec.available_protocols():
         raise CheckpointError(
@@ -102,7 +102,7 @@ def check_url(url: str) -> None:
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
         extra = EXTRAS.get(protocol)
-        package = "fsspec[http]" if protocol in ("http", "https") else f"megalite[{extra}]"
+        package = "megalite[http]" if protocol in ("http", "https") else f"megalite[{extra}]"
         remedy = f"pip install '{package}'" if extra or protocol.startswith("http") else error
         raise CheckpointError(f"{url}: {protocol}: needs a package that is not installed: {remedy}") from None
 
@@ -173,6 +173,29 @@ class Store:
             return self._call("cat_file", self._path(name))
         except FileNotFoundError:
             return None
+
+    def size_of(self, name: str) -> int | None:
+        """Returns the size of a file in bytes; None if it does not exist."""
+        try:
+            info = self._call("info", self._path(name))
+        except FileNotFoundError:
+            return None
+        if info["type"] != "file" or info.get("size") is None:
+            raise StorageError(f"{self.url_of(name)} is no file of a known size", is_lasting=True)
+        return int(info["size"])
+
+    def read_part(self, name: str, first: int, stop: int) -> bytes:
+        """Reads the bytes [first, stop) of a file, several parts at once."""
+        firsts = range(first, stop, PART_BYTES)
+        stops = [min(one + PART_BYTES, stop) for one in firsts]
+        paths = [self._path(name)] * len(stops)
+        try:
+            content = b"".join(self._call("cat_ranges", paths, list(firsts), stops, on_error="raise"))
+        except FileNotFoundError:
+            raise StorageError(f"{self.url_of(name)} is gone", is_lasting=True) from None
+        if len(content) != stop - first:
+            raise StorageError(f"{self.url_of(name)}: {len(content)} bytes arrived of {stop - first}")
+        return content
 
     def put(self, local: Path, name: str) -> None:
         """Uploads a file and compares the size that arrived; S3 also compares the CRC that botocore sends."""

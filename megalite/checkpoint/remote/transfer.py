@@ -143,8 +143,8 @@ def fetch_newest(url: str, root: Path, progress: Callable[[str], None], patience
 
 
 def _newest_first(store: Store, patience: Patience) -> Iterator[Listed]:
-    for name in reversed(_with_retries(patience, lambda: step_names(store.entries()[1]))):
-        yield _with_retries(patience, partial(inspect_checkpoint, store, name))
+    for name in reversed(with_retries(patience, lambda: step_names(store.entries()[1]))):
+        yield with_retries(patience, partial(inspect_checkpoint, store, name))
 
 
 def _fetch(store: Store, listed: Listed, root: Path, progress: Callable[[str], None], patience: Patience) -> Path:
@@ -163,7 +163,7 @@ def _fetch(store: Store, listed: Listed, root: Path, progress: Callable[[str], N
         progress(f"fetching {listed.url} ({listed.bytes / 1e9:.2f} GB)")
         done, reported = 0, time.monotonic()
         for file, recorded in listed.manifest.files.items():
-            _with_retries(patience, partial(store.get, join(listed.name, file), temporary / file))
+            with_retries(patience, partial(store.get, join(listed.name, file), temporary / file))
             try:
                 verify_digest(temporary / file, recorded)
             except CheckpointError:
@@ -183,7 +183,7 @@ def _fetch(store: Store, listed: Listed, root: Path, progress: Callable[[str], N
     return folder
 
 
-def _with_retries(patience: Patience, action: Callable[[], Result]) -> Result:
+def with_retries(patience: Patience, action: Callable[[], Result]) -> Result:
     """Retries `action` with growing delays while the store's failures are temporary."""
     attempt = 1
     while True:

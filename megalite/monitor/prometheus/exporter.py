@@ -23,6 +23,7 @@ from megalite.monitor.prometheus.endpoint import TARGETS, Rendering, TextfileWri
 from megalite.monitor.prometheus.families import OF_GPUS, OF_THE_RUN, Labels, Series, Values, rendered
 from megalite.monitor.prometheus.host import HostMetrics
 from megalite.monitor.prometheus.totals import SHOWN, RunTotals, keep_shown
+from megalite.monitor.source_losses import MOST_SOURCES
 from megalite.monitor.steps.breakdown import StepBreakdown
 from megalite.monitor.steps.slow_ranks import WINDOW, relative_speeds
 from megalite.planner.units import MIB
@@ -58,9 +59,9 @@ class PrometheusExporter(Observer):
         nonfatal: Nonfatal,
     ) -> None:
         """Make it when `goodput` is made and nothing is dropped from metrics.jsonl yet. Raises OSError."""
-        training, self._config, self._host = config.training, config, host
-        samples = training.global_batch_size
-        self._totals = RunTotals.of_run(config.run_dir, resumed_step, samples * training.sequence_length, samples)
+        self._config, self._host = config, host
+        shape = config.batches.shape_after(resumed_step)
+        self._totals = RunTotals.of_run(config.run_dir, resumed_step, shape.tokens, shape.samples)
         self._goodput, self._nonfatal = goodput, nonfatal
         self._info = {RUN_INFO: {_facts(config, layout): 1.0}}
         self._recent: deque[StepBreakdown] = deque()
@@ -76,6 +77,8 @@ class PrometheusExporter(Observer):
         if self._host.gpus is not None:
             record |= self._host.gpus.record()
         self._totals.add_record(record)
+        if len(self._config.data.sources) <= MOST_SOURCES:
+            self._totals.add_source_losses(record.get("source_losses", {}))
         self._totals.raise_to(
             "megalite_run_seconds_total", {(name,): value for name, value in self._goodput.seconds().items()}
         )

@@ -44,6 +44,7 @@ OF_THE_RUN = (
     MetricFamily("megalite_step", "gauge", "Number of the last step."),
     MetricFamily("megalite_loss_nats", "gauge", "Training loss of the last step, mean over valid tokens."),
     MetricFamily("megalite_evaluation_loss_nats", "gauge", "Loss of the last evaluation on held-out data."),
+    MetricFamily("megalite_source_loss_nats", "gauge", "Last training loss of a source of the data.", ("source",)),
     MetricFamily("megalite_gradient_norm", "gauge", "Norm of all gradients of the last step, before clipping."),
     MetricFamily("megalite_learning_rate", "gauge", "Learning rate of the last step."),
     MetricFamily("megalite_tokens_total", "counter", "Tokens of all steps done, also of those lost later."),

@@ -120,6 +120,12 @@ class RunTotals:
                 value = record[key]
                 self._values[name] = {(): math.nan if value is None else float(value)}
 
+    def add_source_losses(self, losses: Mapping[str, float | None]) -> None:
+        """Takes the last training loss of each source that has one."""
+        known = self._values.get("megalite_source_loss_nats", {})
+        new: Series = {(name,): math.nan if loss is None else float(loss) for name, loss in losses.items()}
+        self._values["megalite_source_loss_nats"] = {**known, **new}
+
     def add_line(self, line: Mapping[str, Any]) -> None:
         """Takes an entry of steps.jsonl."""
         parts: dict[Labels, float] = {}

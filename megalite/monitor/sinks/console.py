@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Column
 
 from megalite.config import Config
+from megalite.config.batch_stages import BatchSchedule
 from megalite.monitor.observer import Observer
 from megalite.monitor.progress import RECENT_STEPS, clock, seconds_left
 from megalite.planner.units import MIB, count, digits, gib
@@ -28,8 +29,11 @@ class _Console(Console):
 class ConsoleSink(Observer):
     """Prints the time and the numbers of a step every `log_interval` steps, and the date when it changes."""
 
-    def __init__(self, total_steps: int, first_step: int, log_interval: int) -> None:
-        self._total, self._interval = total_steps, log_interval
+    def __init__(
+        self, total_steps: int, first_step: int, log_interval: int, batches: BatchSchedule | None = None
+    ) -> None:
+        """Without `batches` all steps are alike."""
+        self._total, self._interval, self._batches = total_steps, log_interval, batches
         self._console = _Console()
         self._progress: Progress | None = None
         self._task: TaskID | None = None
@@ -59,7 +63,8 @@ class ConsoleSink(Observer):
         if "evaluation_loss" in record:
             sets = ", ".join(f"{name} {loss:.4f}" for name, loss in record.get("evaluation_losses", {}).items())
             self._print(f"step {step} evaluation loss {record['evaluation_loss']:.4f}{sets and f' ({sets})'}")
-        left = f"left {clock(seconds_left(self._total - step, self._recent_s) or 0.0)}"
+        steps = self._batches.steps_left(step, self._total) if self._batches is not None else self._total - step
+        left = f"left {clock(seconds_left(steps, self._recent_s) or 0.0)}"
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step, description=f"{left} {step_numbers(record)}")
         elif step % self._interval == 0 or step == self._total:
@@ -103,4 +108,4 @@ def step_numbers(record: Mapping[str, Any]) -> str:
 
 def open_sink(config: Config, first_step: int) -> ConsoleSink:
     """Returns the console of a run, which is always on."""
-    return ConsoleSink(config.total_steps, first_step, config.monitor.log_interval)
+    return ConsoleSink(config.total_steps, first_step, config.monitor.log_interval, config.batches)

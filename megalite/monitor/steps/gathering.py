@@ -47,12 +47,16 @@ class Gathering:
 
     def __init__(self, owner: Owner, mesh: Mesh, group: dist.ProcessGroup | None) -> None:
         """`group` is of all ranks on the CPU; None for a rank alone."""
-        self._owner, self._group = owner, group
+        self._owner, self._mesh, self._group = owner, mesh, group
         owners = from_all_ranks((owner.host, owner.boot), tuple[str, str])
         self.hosts = [host for host, _ in owners]
         self.stages = [mesh.coordinate(rank).pipeline_rank for rank in range(mesh.world_size)]
         self._offsets = [ClockOffset(is_common=boot == owner.boot) for _, boot in owners]
-        where = placement(Schedule(owner.schedule), owner.pipeline_parallel_size, owner.chunks)
+        self.expect_messages(owner)
+
+    def expect_messages(self, owner: Owner) -> None:
+        """Prepares for steps of the owner's number of micro-batches."""
+        mesh, where = self._mesh, placement(Schedule(owner.schedule), owner.pipeline_parallel_size, owner.chunks)
         self._sent: dict[int, list[MessageKey]] = {}  # by the rank that gets them
         self._received: dict[int, list[MessageKey]] = {}  # by the rank that sends them
         for position, (before, after) in enumerate(pairwise(where)):

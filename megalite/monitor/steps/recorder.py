@@ -67,7 +67,7 @@ class StepRecorder:
     def __init__(self, engine: Engine, config: Config, first_step: int, group: dist.ProcessGroup | None) -> None:
         """`first_step` is the last one that is done; `group` is of all ranks on the CPU, None for a rank alone."""
         self._activity, self._config, self._first_step = engine.activity, config, first_step
-        self._owner = _owner_of(engine)
+        self._engine, self._owner = engine, _owner_of(engine)
         self._gathering = Gathering(self._owner, engine.mesh, group)
         self._expert_usage = ExpertUsage(engine, group)
         self._slow_ranks = SlowRanks(self._gathering.stages, self._gathering.hosts)
@@ -131,6 +131,9 @@ class StepRecorder:
         0. The host must have waited for the step.
         """
         self._messages, self._in_messages_s = Messages(), 0.0
+        if self._owner.micro_batches != self._engine.micro_batches:  # another stage of the training has begun
+            self._owner = self._owner.model_copy(update={"micro_batches": self._engine.micro_batches})
+            self._gathering.expect_messages(self._owner)
         self._expert_usage.add(result)
         with self._nonfatal("the record of a step"):
             self._take(step, self._tape.take(), is_last=is_last)
@@ -231,5 +234,5 @@ def _owner_of(engine: Engine) -> Owner:
         data_parallel_size=layout.data_parallel_size,
         schedule=layout.pipeline_schedule,
         chunks=layout.pipeline_chunks,
-        micro_batches=layout.gradient_accumulation_steps,
+        micro_batches=engine.micro_batches,
     )

@@ -1,4 +1,4 @@
-"""Small real things to test with: a tokenizer trained on a few standard library files, and a corpus writer."""
+"""Small real things to test with: a tokenizer of a few standard library files, a corpus writer, an S3 server."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,6 +8,9 @@ import pytest
 
 from data_pipeline.indexed import IndexedWriter
 from data_pipeline.tokenizer import python_stdlib_sources, train_tokenizer
+from tests.helpers.s3_fixtures import place, s3, s3_port
+
+__all__ = ["place", "s3", "s3_port"]
 
 Documents = Sequence[Sequence[int]]
 

@@ -256,6 +256,8 @@ def test_all_layouts_and_batch_sizes_read_one_stream(sources: dict[str, PackedSa
             assert np.array_equal(tokens, [alone.sample(k).tokens[:-1] for k in range(consumed, consumed + batch)])
             valid = sum(alone.count_valid_targets(k) for k in range(consumed, consumed + batch))
             assert {part.global_valid_targets for part in parts} == {valid if document_mask else batch * LENGTH}
+            rows = np.concatenate([part.sources for part in parts])
+            assert rows.tolist() == [alone.mix.place(k)[0] for k in range(consumed, consumed + batch)]
 
 
 def test_numbers_stay_exact_far_out() -> None:

@@ -45,6 +45,29 @@ def test_files_folders_globs_and_json_lines(folder: Path) -> None:
     assert documents([str(folder)]) == ["a\r\n", "bé", *rows, *rows]
 
 
+@pytest.mark.parametrize("name", ["x[1]", "x*", "x?", "x:1", "[!x]", "x**"])
+@pytest.mark.parametrize("ending", [".parquet", ".jsonl"])
+def test_a_file_named_like_a_pattern_is_read_alone(
+    name: str, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`datasets` read the files that match it, with their text a second time, or none."""
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    for path, text in ((Path(f"{name}{ending}"), "a"), (Path(f"xx{ending}"), "b"), (Path(f"x1{ending}"), "c")):
+        rows = datasets.Dataset.from_dict({"text": [text]})
+        with path.open("wb") as file:  # a name would be read as a pattern, or as a URL
+            rows.to_parquet(file) if ending == ".parquet" else rows.to_json(file)
+    assert documents([f"{name}{ending}"]) == ["a"] == documents([f"dataset:{name}{ending}"])
+    folder = tmp_path / name
+    folder.mkdir()
+    (tmp_path / f"x1{ending}").rename(folder / f"y{ending}")
+    assert documents([f"{name}/y{ending}"]) == ["c"]
+    if name != "x:1":
+        with pytest.raises(DataError, match=r"takes for a pattern: rename the folder, or give its files"):
+            documents([f"dataset:{name}"])
+
+
 def test_datasets_on_disk_and_parquet(tmp_path: Path) -> None:
     from datasets import Dataset, DatasetDict  # type: ignore[import-untyped]
 
@@ -127,9 +150,6 @@ def test_sources_that_are_not_there_are_one_sentence(tmp_path: Path) -> None:
         documents([f"{tmp_path}/*.md"])
     with pytest.raises(DataError, match="holds no files"):
         documents([str(tmp_path)])
-    for spec in ("https://example.com/a.txt?b", "s3://bucket/a.txt"):  # the first has what looks like a pattern
-        with pytest.raises(DataError, match=r"is a URL, which is not read: download it"):
-            documents([spec])
     with pytest.raises(DataError, match=r"source - .stdin. is not read: write the text into a file"):
         documents(["-"])
     with pytest.raises(DataError, match="no source is given"):

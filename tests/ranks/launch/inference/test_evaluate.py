@@ -16,8 +16,9 @@ from data_pipeline.prepare.prepare import prepare
 from data_pipeline.tokenizer import train_tokenizer
 from launch.cli.app import main
 from launch.errors import USER_ERRORS, LaunchError
-from launch.inference.evaluate import EvaluateRequest, Evaluation, evaluate
+from launch.inference.evaluate import Evaluation, evaluate
 from launch.inference.generate import generate
+from launch.inference.scored_data import EvaluateRequest
 from launch.inference.session import ModelPlacement, load
 from tests.helpers.commands import metrics
 from tests.helpers.hub_models import HubModel
@@ -142,6 +143,40 @@ def test_a_run_is_evaluated_on_its_own_samples(tiny: dict[str, Any], tmp_path: P
         assert evaluated(EvaluateRequest(place, [__file__], [])).bits_per_byte
     trained_on = evaluated(EvaluateRequest(place, [], [], split="train"))
     assert trained_on.samples_per_epoch > own.samples_per_epoch and trained_on.loss != own.loss
+
+
+@pytest.mark.parametrize("has_validation", [False, True], ids=["sources", "validation"])
+def test_each_set_of_a_run_on_a_mix_has_the_loss_of_its_metrics(
+    tiny: dict[str, Any],
+    corpus: Path,
+    tmp_path: Path,
+    has_validation: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    text = tiny["data"].pop("path")
+    other, tests = tmp_path / "tests", Path(__file__).parents[3]
+    prepare(
+        [str(path) for path in sorted((tests / "helpers").glob("*.py"))], other, corpus.parent / "tokenizer", workers=1
+    )
+    tiny["data"]["sources"] = {"text": {"path": text, "weight": 1}, "tests": {"path": str(other), "weight": 1}}
+    # sets have other numbers of targets, so that a mean of means is wrong
+    tiny["data"] |= {"document_mask": True, "held_out_fraction": 0.3}
+    if has_validation:
+        tiny["data"]["validation"] = {"prose": {"source": "text"}, "all_tests": {"path": str(other), "samples": 2}}
+    tiny["training"] |= {"steps": 2, "evaluation": {"interval": 2, "samples": 4}}
+    train(tmp_path / "session", tiny, world_size=1)
+    recorded = metrics(tiny["run_dir"])[-1]
+    found = evaluated(EvaluateRequest(ModelPlacement(tiny["run_dir"]), [], []))
+    assert found.sets is not None
+    assert {one.name: one.loss for one in found.sets} == pytest.approx(recorded["evaluation_losses"], rel=1e-6)
+    assert found.loss == pytest.approx(recorded["evaluation_loss"], rel=1e-6)
+    assert found.tokens == sum(one.tokens for one in found.sets)
+    assert found.samples == sum(one.samples for one in found.sets) == (6 if has_validation else 8)
+    code, out, _ = command(["evaluate", tiny["run_dir"], "--split", "train", "--samples", "1"], monkeypatch, capfd)
+    *each, whole = out.splitlines()
+    assert not code and sorted(line.partition(": loss ")[0] for line in each) == ["tests", "text"]
+    assert all("of 1 of " in line for line in each) and whole.startswith("loss ") and "of 2 of " in whole
 
 
 def test_prepared_data_for_a_model_that_is_no_runs(hub: Path, texts: list[str], tmp_path: Path) -> None:

@@ -197,26 +197,42 @@ def test_a_text_ends_where_transformers_ends_it(spoken: Path, tmp_path: Path, wh
     assert made.stopped_by == "end_token"
     stop = plain.index(end) + 1
     assert made.new_tokens == stop
+    assert made.completion == tokenizer.decode(plain[: stop - 1])
     if where != "tokenizer_config.json":  # transformers' generate does not look there
         assert their_completion(folder, ids, max_new_tokens=9, do_sample=False) == plain[:stop]
 
 
-def test_a_chat_goes_through_the_template(spoken: Path, tmp_path: Path) -> None:
+def test_a_chat_goes_through_the_template_and_ends_as_it_says(spoken: Path, tmp_path: Path) -> None:
+    """Catches an answer that goes on behind the end of its turn, because the model's files name another token."""
     folder = tmp_path / "hf"
     folder.mkdir()
     for path in spoken.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
-    (folder / "chat_template.jinja").write_text(
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[you]{% endif %}"
-    )
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}END{% endfor %}{% if add_generation_prompt %}[you]"
+    (folder / "chat_template.jinja").write_text(template + "{% endif %}")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     chat = [{"role": "user", "content": "def"}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
     expected = their_completion(folder, ids, max_new_tokens=8, do_sample=False)
     made = generate(folder, "def", max_new_tokens=8, chat=True)
     assert made.completion == tokenizer.decode(expected) and made.prompt_tokens == len(ids)
+    assert made.stopped_by == "max_new_tokens"
     with pytest.raises(USER_ERRORS, match="chat template"):
         generate(spoken, "def", chat=True)
+
+    end = next(token for token in expected if expected.index(token) > 2)
+    values = json.loads((folder / "tokenizer.json").read_text())
+    content = tokenizer.convert_ids_to_tokens(end)
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    values["added_tokens"].append({"id": end, "content": content, **plain})
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    (folder / "chat_template.jinja").write_text(template.replace("END", content) + "{% endif %}")
+    ids = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(chat, add_generation_prompt=True)
+    expected = their_completion(folder, ids["input_ids"], max_new_tokens=40, do_sample=False)
+    made = generate(folder, "def", max_new_tokens=40, chat=True)
+    stop = expected.index(end)
+    assert (made.stopped_by, made.new_tokens) == ("end_token", stop + 1)
+    assert made.completion == tokenizer.decode(expected[:stop])
 
 
 def test_sampling_repeats_with_its_seed_and_differs_among_prompts(spoken: Path) -> None:

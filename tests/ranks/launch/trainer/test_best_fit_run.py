@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.indexed import IndexedWriter
-from launch.inference.evaluate import EvaluateRequest
+from launch.inference.scored_data import EvaluateRequest
 from launch.inference.session import ModelPlacement
 from launch.trainer.packing import pack_data
 from megalite.config import Config

@@ -93,6 +93,21 @@ def test_chunks_sum_to_the_whole(tokens: int, vocab: int) -> None:
         assert head_loss(x, weight, targets, vocab, TensorParallel()) == ours
 
 
+@pytest.mark.parametrize("tokens", [5, 2 * CHUNK_TOKENS + 2])
+def test_the_loss_of_each_token_can_be_kept_and_changes_nothing(tokens: int) -> None:
+    """Memory that was not empty, so that a token that nobody writes is seen."""
+    x, weight, targets = problem(tokens, BIG_VOCABULARY)
+    logits = (x.double() @ weight.double().t()).flatten(0, 1)
+    each = torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="none").view(targets.shape)
+    x.requires_grad_(), weight.requires_grad_()
+    kept, plain = torch.full(targets.shape, torch.nan), head_loss(x, weight, targets, BIG_VOCABULARY, TensorParallel())
+    ours = head_loss(x, weight, targets, BIG_VOCABULARY, TensorParallel(), None, False, kept)
+    assert_near("loss of each token", kept, each)
+    assert ours == plain and (kept[targets == IGNORED] == 0).all() and not kept.requires_grad
+    gradients = [torch.autograd.grad(loss, (x, weight)) for loss in (plain, ours)]
+    assert all(map(torch.equal, *gradients))
+
+
 def test_logits_of_ten_thousand_do_not_overflow() -> None:
     x, weight, targets = problem(40, 131, scale=4e3)
     assert (x @ weight.t()).abs().max() > 1e4

@@ -440,6 +440,25 @@ def test_limits_are_learned_for_each_kind_of_work() -> None:
     assert limits.sentence(Span(Phase.CHECKPOINT, 12, 0.0), 1801.0) == sentence
 
 
+def test_the_first_step_of_another_batch_has_the_limit_of_a_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage of training may make steps many times as long, and have blocks compiled anew; a run that is ended there
+    would be ended again after every restart."""
+    said: list[str] = []
+    monkeypatch.setattr(Watchdog, "_end_run", lambda self, reason, wait_s: said.append(reason))
+    config = WatchdogConfig(factor=2, minimum_seconds=0.2, startup_minutes=1.0)
+    for is_changed in (True, False):
+        activity = Activity(Mesh(), 0)
+        with Watchdog(activity, config, tmp_path, "launch", HUNG_CODE, print):
+            for step in range(1, 6):
+                activity.begin_phase(Phase.STEP, step)
+                time.sleep(0.02)
+            activity.batch_changes += is_changed
+            time.sleep(1.5)
+        assert bool(said) != is_changed, said
+
+
 @pytest.mark.parametrize("phase", Phase)
 def test_every_stretch_has_a_name(phase: Phase) -> None:
     activity = Activity(Mesh(), 0)

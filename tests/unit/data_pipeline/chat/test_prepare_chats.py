@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from tests.unit.data_pipeline.chat.templates import TEMPLATES, write_tokenizer
 CHATS = PrepareOptions(append_eos=False, special_tokens="refuse", train_on="all-turns")
 
 
-def rows(count: int) -> list[dict[str, object]]:
+def rows(count: int) -> list[dict[str, Any]]:
     return [
         {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "import " * (n % 7)}]}
         for n in range(count)
@@ -45,7 +46,7 @@ def tokenizer(tokenizer_folder: Path, tmp_path: Path) -> Path:
 def test_the_same_bytes_for_any_number_of_workers(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "_SMALLEST_CHUNK", 400)
+    monkeypatch.setattr(plan, "_SMALLEST_UNIT", 400)
     source = write_rows(tmp_path / "chats.jsonl", rows(60))
     made = [prepare([source], tmp_path / f"out{workers}", tokenizer, CHATS, workers=workers) for workers in (1, 2)]
     assert [summary.document_count for summary in made] == [60, 60] and made[1].workers == 2
@@ -120,15 +121,19 @@ def test_conversations_come_from_tables_and_arrays_too(tokenizer: Path, tmp_path
     source = write_rows(tmp_path / "chats.jsonl", values)
     (tmp_path / "chats.json").write_text(json.dumps(values))
     datasets.Dataset.from_list([row | {"id": 1} for row in values]).to_parquet(tmp_path / "chats.parquet")
-    made = [
-        prepare([str(spec)], tmp_path / f"out{number}", tokenizer, CHATS)
-        for number, spec in enumerate((source, tmp_path / "chats.json", tmp_path / "chats.parquet"))
+    senders = {"user": "human", "assistant": "gpt"}
+    shared = [
+        {"conversations": [{"from": senders[one["role"]], "value": one["content"]} for one in row["messages"]]}
+        for row in values
     ]
+    datasets.Dataset.from_list([row | {"system": ""} for row in shared]).to_parquet(tmp_path / "shared.parquet")
+    files = (source, tmp_path / "chats.json", tmp_path / "chats.parquet", tmp_path / "shared.parquet")
+    made = [prepare([str(spec)], tmp_path / f"out{number}", tokenizer, CHATS) for number, spec in enumerate(files)]
     assert len({summary.sha256 for summary in made}) == 1
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(DataError, match=r"notes\.txt holds no rows of conversations"):
         prepare([str(tmp_path / "notes.txt")], tmp_path / "out", tokenizer, CHATS)
-    masks = [np.fromfile(loss_path(tmp_path / f"out{number}"), np.uint8) for number in range(3)]
+    masks = [np.fromfile(loss_path(tmp_path / f"out{number}"), np.uint8) for number in range(len(files))]
     assert all(np.array_equal(masks[0], mask) for mask in masks)
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 
@@ -99,7 +98,7 @@ def test_a_refused_document_of_many_pieces_is_left_out_of_all_parts(
     """The token is in the first piece, in one in the middle, or in the last, with other documents around."""
     monkeypatch.setattr("data_pipeline.prepare.cutting.PIECE_CHARACTERS", 500)
     monkeypatch.setattr("data_pipeline.prepare.cutting._CUT_WINDOW", 100)
-    monkeypatch.setattr("data_pipeline.prepare.plan._SMALLEST_CHUNK", 1200)
+    monkeypatch.setattr("data_pipeline.prepare.plan._SMALLEST_UNIT", 1200)
     words = [f"one two {number} " * 50 for number in range(10)]
     words[place] += INJECTED
     texts = ["one", "three " * 300, "".join(words), "two", INJECTED, "".join(words), "three " * 200]
@@ -156,10 +155,6 @@ def test_a_run_that_met_a_bad_row_goes_on_without_it(folder: Path) -> None:
     reports: list[PrepareProgress] = []
     with pytest.raises(DataError, match="line 9 is not JSON"):
         prepare(["a.jsonl"], Path("out"), Path("tok"), workers=1, progress=reports.append)
-    for part in Path("out.parts").glob("part-*.npz"):  # as older versions write them
-        arrays = dict(np.load(part))
-        del arrays["refused"]
-        np.savez(part, **arrays)
     summary = prepare(["a.jsonl"], Path("out"), Path("tok"), PrepareOptions(skip_bad_rows=True), workers=1)
     assert (summary.resumed_parts, summary.skipped_rows) == (reports[-1].parts_done, 1) and summary.resumed_parts > 0
     assert "line 9 is not JSON" in summary.first_skipped[0]

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -93,8 +94,12 @@ def test_processes_write_the_same_bytes_and_report_progress(
     output = tmp_path / "corpus"
     summary = prepare(corpus, output, tokenizer_folder, workers=2, progress=reports.append)
     assert written(output) == written(reference)
-    assert [report.parts_done for report in reports] == list(range(1, len(reports) + 1))
-    assert (reports[-1].tokens, reports[-1].documents) == (summary.token_count, summary.document_count)
+    assert [report.doing for report in reports] == sorted(report.doing for report in reports)  # encoding, joining
+    for doing in ("encoding", "joining"):
+        told = [report for report in reports if report.doing == doing]
+        assert told[-1].parts_done == told[-1].part_count > 1
+        assert (told[-1].tokens, told[-1].documents) == (summary.token_count, summary.document_count)
+        assert [report.tokens for report in told] == sorted(report.tokens for report in told)
     assert not Path(f"{output}.parts").exists()
 
 
@@ -149,42 +154,52 @@ def is_running(pid: str) -> bool:
 def test_fifty_kills_at_random_moments_cost_nothing_but_time(
     workers: int, corpus: list[str], tokenizer_folder: Path, reference: Path, tmp_path: Path
 ) -> None:
-    output, draw = tmp_path / "corpus", random.Random(workers)
+    """Most units are ranges inside of files; what was finished before a kill is never made again."""
+    output, source, draw = tmp_path / "corpus", tmp_path / "rows.jsonl", random.Random(workers)
+    texts = [Path(path).read_bytes().decode() for path in corpus]
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "run.py").write_text(KILLED)
-    command = [sys.executable, "run.py", str(output), str(tokenizer_folder), str(workers), *corpus]
+    command = [sys.executable, "run.py", str(output), str(tokenizer_folder), str(workers), str(source)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    kept: dict[str, int] = {}  # finished parts by time of writing
     for _ in range(50):
         with subprocess.Popen(command, cwd=tmp_path, env=environment) as process:
             try:
                 process.wait(draw.uniform(0, 4))
             except subprocess.TimeoutExpired:
                 process.send_signal(signal.SIGKILL)
-        if process.returncode == 0:
+        found = {path.name: path.stat().st_mtime_ns for path in Path(f"{output}.parts").glob("part-*.npz")}
+        if not Path(f"{output}.meta.json").exists():
+            assert kept.items() <= found.items()
+            kept = found
+        elif process.returncode == 0:
             assert written(output) == written(reference)
             for path in tmp_path.glob("corpus.*"):
                 path.unlink()
-    prepare(corpus, output, tokenizer_folder, workers=1)
+            kept = {}
+    prepare([str(source)], output, tokenizer_folder, workers=1)
     assert written(output) == written(reference) and not list(tmp_path.glob("*.tmp"))
 
 
+@pytest.mark.parametrize("workers", [1, *(pytest.param(count, marks=pytest.mark.exhaustive) for count in (2, 4))])
 def test_a_run_without_room_names_the_file_and_goes_on_when_there_is_some(
-    corpus: list[str], tokenizer_folder: Path, reference: Path, tmp_path: Path
+    workers: int, corpus: list[str], tokenizer_folder: Path, reference: Path, tmp_path: Path
 ) -> None:
     """The limit of a file's size fails as a full disk does: in the journal, in a part, and in what joins the parts."""
     output, before = tmp_path / "corpus", resource.getrlimit(resource.RLIMIT_FSIZE)
     size = Path(f"{reference}.bin").stat().st_size
     names = []
-    for limit in (50, 9_000, size // 2, size - 1):
+    for limit in (50, 9_000, size // 2, size * 3 // 4, size - 1):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
         try:
             with pytest.raises(OSError) as failed:
-                prepare(corpus, output, tokenizer_folder, workers=1)
+                prepare(corpus, output, tokenizer_folder, workers=workers)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        names.append(Path(failed.value.filename).name)
+        names.append(re.sub(r"\d+", "N", Path(failed.value.filename).name))
         assert written(output) == {} and not list(tmp_path.glob("*.tmp"))
-    assert names == ["journal.json", "part-000000.npz", "corpus.bin", "corpus.bin"]
-    summary = prepare(corpus, output, tokenizer_folder, workers=1)
+    assert names == ["journal.json", "part-N.npz", "corpus.bin", "corpus.bin", "corpus.bin"]
+    summary = prepare(corpus, output, tokenizer_folder, workers=workers)
     assert summary.resumed_parts > 1 and written(output) == written(reference)
 
 
@@ -418,7 +433,24 @@ def test_what_stands_in_the_place_of_temporary_files_is_neither_written_to_nor_w
     assert not any(path.is_symlink() for path in tmp_path.iterdir()) and written(output) == written(reference)
 
 
-@pytest.mark.parametrize("place", ["out.parts", "out.parts/lock"])
+def test_a_run_waits_for_the_workers_of_a_killed_one(
+    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would give its unfinished files the names of finished ones."""
+    import fcntl
+
+    monkeypatch.setattr("data_pipeline.prepare.parts._WORKERS_END_WITHIN_S", 0.2)
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "c.parts").mkdir()
+    (tmp_path / "c.parts" / ".part-000000.bin.tmp").write_bytes(b"being written")
+    with (tmp_path / "c.parts" / "workers").open("w") as worker:
+        fcntl.flock(worker, fcntl.LOCK_SH)
+        with pytest.raises(DataError, match=r"processes of a killed run of prepare still write into .*c.parts: end"):
+            prepare([str(tmp_path / "a.txt")], tmp_path / "c", tokenizer_folder)
+    assert prepare([str(tmp_path / "a.txt")], tmp_path / "c", tokenizer_folder).document_count == 1
+
+
+@pytest.mark.parametrize("place", ["out.parts", "out.parts/lock", "out.parts/workers"])
 @pytest.mark.parametrize("leads_to", ["folder", "file", "nothing"])
 def test_a_lock_that_leads_elsewhere_is_refused(
     place: str, leads_to: str, tokenizer_folder: Path, tmp_path: Path

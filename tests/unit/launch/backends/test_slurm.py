@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from data_pipeline.errors import DataError
 from launch.cli.app import app
 from launch.cli.slurm import seconds_of
 from launch.errors import USER_ERROR_CODE, USER_ERRORS, LaunchError
@@ -205,6 +206,19 @@ def test_data_may_be_where_only_the_job_sees_it(
     script = slurm(*ON_CPU, "--json", "data.path=on_the_hosts/corpus")
     (notice,) = [notice for notice in json.loads(script)["notices"] if "data" in notice]
     assert f"this host has no {tmp_path}/on_the_hosts/corpus.bin" in notice and "when the job starts" in notice
+
+
+def test_data_at_a_url_is_looked_up_here_and_copied_by_the_hosts_of_the_job(
+    slurm: Slurm, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A login node that downloads a corpus, or that takes a URL for a path and lets a wrong one wait in the queue."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    script = slurm(*ON_CPU, "--json", f"data.path=file://{corpus}")
+    (notice,) = [notice for notice in json.loads(script)["notices"] if "data" in notice]
+    assert f"this host has no copy of file://{corpus} in {tmp_path}/cache" in notice
+    assert "each host of the run makes its own" in notice and not (tmp_path / "cache").exists()
+    with pytest.raises(DataError, match=r"nowhere/text\.meta\.json does not exist, without which no copy"):
+        slurm(*ON_CPU, f"data.path=file://{tmp_path}/nowhere/text")
 
 
 def test_a_file_is_written_once(slurm: Slurm, tmp_path: Path) -> None:

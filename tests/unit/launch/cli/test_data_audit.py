@@ -49,6 +49,35 @@ def config_of(run_dir: Path) -> Config:
     return Config.model_validate(yaml.safe_load((run_dir / "config.yaml").read_text()))
 
 
+def test_the_plan_and_the_steps_to_come_follow_the_stages_of_training(run_dir: Path) -> None:
+    """After 4 steps of 4 sequences of 32 tokens: 16 steps more of them, then 20 of 4 sequences of 64 tokens, a sample
+    each; of the shorter ones two make a sample."""
+    text = (run_dir / "config.yaml").read_text()
+    stages = "stages: [{from_steps: 20, sequence_length: 64}]"
+    (run_dir / "config.yaml").write_text(text.replace("sequence_length: 32", f"sequence_length: 32\n  {stages}"))
+    plan = said("plan", run_dir / "config.yaml")
+    assert plan["samples"] == 20 * 2 + 20 * 4 == sum(row["samples"] for row in plan["stages"])
+    assert [row["first_step"] for row in plan["stages"]] == [0, 0, 30, 30]
+    assert plan["stages"][2]["first_sample"] == 20 * 2 + 10 * 4
+    assert plan["batch_stages"] == [
+        {
+            **{"place": "from_steps 20", "after_step": 20, "from_token": 20 * 4 * 32},
+            **{"global_batch_size": 4, "sequence_length": 64, "is_reached": True},
+        }
+    ]
+    shown = CliRunner().invoke(app, ["data", "plan", str(run_dir / "config.yaml")])
+    assert (
+        "from the stage from_steps 20, after step 20 (token 2,560), on: 4 sequences x 64 tokens = 256" in shown.output
+    )
+    known = {step: said("at", run_dir, "--step", str(step))["samples"] for step in (5, 20, 21, 40)}
+    bounds = {step: (samples[0]["sample"], samples[-1]["sample"] + 1) for step, samples in known.items()}
+    assert bounds == {5: (24, 26), 20: (24 + 15 * 2, 24 + 16 * 2), 21: (56, 60), 40: (56 + 19 * 4, 56 + 20 * 4)}
+    for step in (5, 21, 40):
+        document = known[step][0]["documents"][0]
+        found = said("find", run_dir, "--document", f"{document['prefix']}:{document['first']}")["samples"]
+        assert (bounds[step][0], step) in [(one["k"], one["step"]) for one in found]
+
+
 def test_the_plan_adds_up_to_the_run(run_dir: Path) -> None:
     plan = said("plan", run_dir / "config.yaml")
     assert plan["samples"] == STEPS * BATCH == sum(row["samples"] for row in plan["stages"])
@@ -164,3 +193,22 @@ def test_a_run_that_was_moved_is_audited_where_it_lies(run_dir: Path, tmp_path: 
 def test_what_a_run_does_not_have_is_one_sentence(run_dir: Path, words: list[str], sentence: str) -> None:
     with pytest.raises(LaunchError, match=sentence):
         CliRunner().invoke(app, ["data", words[0], str(run_dir), *words[1:]], catch_exceptions=False)
+
+
+def test_documents_of_data_at_a_url_have_its_name(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of a copy, which is another one on each host, and which `find` would not take on another."""
+    here = said("at", run_dir, "--step", 2)
+    config = config_of(run_dir).model_dump(mode="json")
+    corpus = config["data"]["sources"]["most"]["path"][0]
+    number = here["samples"][0]["documents"][0]["first"]
+    found = said("find", run_dir, "--document", f"{corpus}:{number}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for source in config["data"]["sources"].values():
+        source["path"] = [f"file://{corpus}"]
+    write_config(run_dir / "config.yaml", config)
+    assert CliRunner().invoke(app, ["data", "fetch", str(run_dir / "config.yaml")]).exit_code == 0
+    there = said("at", run_dir, "--step", 2)
+    assert json.dumps(there).replace("file://", "") == json.dumps(here) and "file://" in json.dumps(there)
+    assert said("find", run_dir, "--document", f"file://{corpus}:{number}")["samples"] == found["samples"] != []

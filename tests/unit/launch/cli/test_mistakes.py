@@ -300,6 +300,10 @@ OTHER_COMMANDS: dict[str, tuple[list[str], str]] = {
     "prefix with an ending": (["prepare", __file__, "-o", "data/n.bin", "-t", "tok"], "no ending: give data/n"),
     "prefix that is a URL": (["prepare", __file__, "-o", "s3://bucket/x", "-t", "tok"], "give a local prefix"),
     "prefix below a file": (["prepare", __file__, "-o", f"{__file__}/x", "-t", "tok"], "is a file, not a folder"),
+    "fast encoder of conversations": (
+        ["prepare", __file__, "-o", "out", "-t", "tok", "--chat", "--encoder", "fast"],
+        "--encoder fast is for text",
+    ),
     "no such tokenizer": (["prepare", __file__, "-o", "out", "-t", "nowhere"], "nowhere"),
     "export of nothing": (["export", "nowhere", "out"], "nowhere"),
     "import of nothing": (["import", "./nowhere", "out"], "nowhere"),

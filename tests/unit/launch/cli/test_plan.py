@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import io
 import json
@@ -138,6 +139,23 @@ def test_people_are_told_how_long_and_how_much(plan: Plan, files: tuple[str, str
     assert run["price"] == pytest.approx(3 * run["accelerator_hours"])
     out, _ = plan(files[0], "--cluster", files[1])
     assert re.search(r"^length: .* tokens: roughly \d+ \w+$", out, re.MULTILINE) and "price" not in out
+
+
+def test_the_plan_is_that_of_the_longest_sequences(plan: Plan, files: tuple[str, str], tmp_path: Path) -> None:
+    """A layout that only the first stage fits would fail days later; the length counts the tokens of each stage."""
+    config, cluster = yaml.safe_load(Path(files[0]).read_text()), files[1]
+    alone, staged = copy.deepcopy(config), copy.deepcopy(config)
+    alone["training"] |= {"global_batch_size": 8, "sequence_length": 128}
+    staged["training"] |= {"global_batch_size": 8, "stages": [{"from_steps": 2, "sequence_length": 128}]}
+    found = []
+    for name, one in (("alone", alone), ("staged", staged)):
+        path = write_config(tmp_path / f"{name}.yaml", one)
+        found.append(json.loads(plan(str(path), "--cluster", cluster, "--json")[0]))
+    assert found[0]["layouts"] == found[1]["layouts"]
+    assert found[1]["run"]["tokens"] == 2 * 8 * 32 + 2 * 8 * 128 < found[0]["run"]["tokens"]
+    said = plan(str(tmp_path / "staged.yaml"), "--cluster", cluster)[0]
+    assert "batch: from the stage from_steps 2, after step 2 (token 512), on: 8 sequences x 128 tokens = 1,024" in said
+    assert "note: memory and step times are those of 8 sequences of 128 tokens, the longest" in said
 
 
 def test_a_run_that_is_never_done_is_told(plan: Plan, files: tuple[str, str], tmp_path: Path) -> None:

@@ -70,6 +70,21 @@ def test_what_is_there_is_not_replaced(
     assert code == 0 and "already prepared" in out and everything(workplace) == before
 
 
+def test_the_fast_encoder_is_an_option_of_the_same_job(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("gigatoken", reason="the extra [fast] is not installed")
+    code, out, _ = run([*USUAL, "--encoder", "fast"], monkeypatch, capfd)
+    assert code == 0 and "12 documents" in out and "prepared in" in out
+    before = everything(workplace)
+    assert json.loads(before["data/mine.meta.json"])["gigatoken"] is not None
+    code, out, _ = run(USUAL, monkeypatch, capfd)
+    assert code == 0 and "already prepared" in out and everything(workplace) == before
+    assert run([*USUAL[:5], "data/exact", *USUAL[6:]], monkeypatch, capfd)[0] == 0
+    after = everything(workplace)
+    assert all(after[f"data/exact{ending}"] == after[f"data/mine{ending}"] for ending in (".bin", ".idx"))
+
+
 def test_it_is_replaced_where_that_is_asked_for(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

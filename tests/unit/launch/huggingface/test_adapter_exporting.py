@@ -11,8 +11,11 @@ import torch
 
 from launch.huggingface.exporting import export_hugging_face
 from launch.huggingface.model_folder import open_model_folder
+from launch.inference.stored_model import open_stored
 from launch.trainer.data import open_data
 from launch.trainer.resume import Start, find_start
+from launch.trainer.run_config import checkpoint_at
+from megalite.checkpoint.errors import CheckpointError
 from megalite.config import Config
 from tests.conftest import VOCAB_SIZE
 from tests.helpers.hub_models import HubModel
@@ -58,6 +61,12 @@ def test_the_base_model_is_the_one_that_the_run_began_with(
     first = _saved(config, start, model, 1)
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert _named_by(first, tmp_path / "first") == str(model)
+    summary = export_hugging_face(first, tmp_path / "again")
+    for opens in (open_stored, checkpoint_at):
+        with pytest.raises(CheckpointError, match=r"again: is an adapter, not a model: merge it .* of the run"):
+            opens(tmp_path / "again")
+    assert any(f"on top of {model}, which base_model_name_or_path" in notice for notice in summary.notices)
+    assert summary.compared == ("digests of the checkpoint's files",) and summary.logit_difference is None
 
     tiny["training"]["initialize_from"] = "some/other"
     config = Config.model_validate(tiny)
@@ -70,3 +79,5 @@ def test_the_base_model_is_the_one_that_the_run_began_with(
     start = find_start(config, open_data(config), None, ())
     third = _saved(config, start, model, 1)
     assert _named_by(third, tmp_path / "third") is None
+    summary = export_hugging_face(third, tmp_path / "again", validate=False, overwrite=True)
+    assert any("in no Hugging Face folder: name one in adapter_config.json" in notice for notice in summary.notices)

@@ -42,6 +42,29 @@ def test_every_number_of_every_step_has_its_place(tmp_path: Path) -> None:
         assert columns[name][step - 1] == value, name
 
 
+def test_sources_have_columns_those_with_the_most_targets_first(tmp_path: Path) -> None:
+    """A run on thousands of sources must not push the other numbers out."""
+    names = [f"s{place:03}" for place in range(300)]
+    records = [
+        {"step": 100 * number, "loss": 3.0, "tokens_seen": number}
+        | {"source_losses": {name: number + place / 1000 for place, name in enumerate(names)}}
+        | {"source_targets": {name: 1 + place for place, name in enumerate(names)}}
+        for number in (1, 2)
+    ]
+    quiet = {
+        "step": 150,
+        "loss": 3.0,
+        "tokens_seen": 9,
+        "source_losses": {"s299": 0.5, "s298": "x"},
+        "source_targets": 3,
+    }
+    columns = columns_of(tmp_path, records[0], quiet, records[1])
+    kept = sorted(name for name in columns if "/" in name)
+    assert kept == [f"source_losses/{name}" for name in names[-history.MOST_SOURCES :]]
+    assert columns["source_losses/s299"].tolist() == [1.299, 0.5, 2.299]
+    assert np.isnan(columns["source_losses/s298"][1]) and columns["tokens_seen"].tolist() == [1, 9, 2]
+
+
 def test_the_last_record_of_a_step_counts(tmp_path: Path) -> None:
     columns = columns_of(tmp_path, *({"step": step, "loss": loss} for step, loss in [(1, 9), (2, 8), (3, 7), (2, 5)]))
     assert columns["step"].tolist() == [1, 2, 3]

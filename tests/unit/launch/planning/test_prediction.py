@@ -80,3 +80,34 @@ def test_the_record_of_a_step_gets_it(config: Config) -> None:
     tracker.on_start()
     tracker.on_step(record)
     assert 0 < record["model_flops_utilization"] < 1
+
+
+def test_a_stage_of_training_has_a_prediction_of_its_own(config: Config) -> None:
+    """Twice the sequences make twice the operations: an MFU of the former batch would be half of what it is. What the
+    receipt measures are steps of one batch, and the memory is that of the largest from the start."""
+    staged = config.model_dump(mode="json")
+    staged["model"]["max_position_embeddings"] = 4096
+    staged["training"]["stages"] = [{"from_steps": 10, "global_batch_size": 64, "sequence_length": 4096}]
+    both = Config.model_validate(staged)
+    layout = resolve_layout(both, 8, "cuda")
+    tracker = PredictionTracker(both, layout, Rank(1, 1, 8), "cuda")
+    tracker.lookup = MachineLookup(machine)
+    tracker.on_start()
+    known, tokens = [], 0
+    for step in (*range(1, 21), 9):  # and back over the change, as after a rollback
+        size, length = (32, 2048) if step <= 10 else (64, 4096)
+        tokens = (min(step, 10) * 32 * 2048) + max(0, step - 10) * 64 * 4096
+        record = {"step": step, "global_batch_size": size, "sequence_length": length, "tokens_seen": tokens}
+        record |= {"step_time_s": 1.0, "data_wait_s": 0.0}
+        tracker.on_step(record)
+        assert tracker.prediction is not None and tracker.prediction.step is not None
+        known.append((tracker.prediction.step.seconds, record["model_flops_utilization"]))
+        if step == 20:
+            assert tracker.facts()["measured"]["steps"] == 10 - 3, "of this stage, without its warm-up"
+    alone = Prediction.of(both.in_each_stage()[0], layout, machine())
+    larger = Prediction.of(both.in_each_stage()[1], layout, machine())
+    assert alone.step is not None and larger.step is not None
+    first, last = (alone.step.seconds, alone.step.model_flops), (larger.step.seconds, larger.step.model_flops)
+    assert [seconds for seconds, _ in known] == [*[first[0]] * 10, *[last[0]] * 10, first[0]]
+    assert known[-2][1] / known[0][1] == pytest.approx(last[1] / first[1], rel=1e-2)
+    assert tracker.prediction.memory == larger.memory

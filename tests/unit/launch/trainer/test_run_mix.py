@@ -74,12 +74,12 @@ def state_of(data: RunData, step: int, consumed: int | None = None) -> dict[str,
     }  # fmt: skip
 
 
-def resume(config: dict[str, Any], state: dict[str, Any]) -> RunData:
-    """Checks and goes on from a checkpoint as a start does."""
+def resume(config: dict[str, Any], state: dict[str, Any], before: dict[str, Any] | None = None) -> RunData:
+    """Checks and goes on from a checkpoint as a start does; `before` is the config in the checkpoint."""
     loaded = Config.model_validate(config)
     check_rules(loaded, None, None)
     data = open_data(loaded)
-    manifest = Manifest(step=state["step"], config={}, tokenizer=None, state=state, tensors={}, files={})
+    manifest = Manifest(step=state["step"], config=before or {}, tokenizer=None, state=state, tensors={}, files={})
     _check_data(manifest, loaded, Path("step_1"), data.training)
     return data.from_position(loaded, FollowedMix.of(state))
 
@@ -213,6 +213,25 @@ def test_another_batch_size_moves_no_stage_that_has_begun(mixed_config: dict[str
     # a rollback has left out samples since: the same batch size moves nothing at all
     third = resume(config, state_of(first, 10, consumed=48))
     assert [stage.first_sample for stage in mix_of(third).mix.stages] == [0, 8, 80]
+
+
+def test_weights_and_batches_change_in_stages_of_their_own(mixed_config: dict[str, Any]) -> None:
+    """Weights change with the first step at their place, however many samples the steps before it have taken, and a
+    change of the batches to come moves no weights in the past."""
+    stages = [{"from_tokens": 60 * LENGTH, "weights": {"web": 0}}, {"from_steps": 15, "weights": {"code": 0}}]
+    config = changed(mixed_config, stages=stages)
+    config["training"]["stages"] = [{"from_steps": 10, "global_batch_size": 8}]
+    first = opened(config)
+    assert [stage.first_sample for stage in mix_of(first).mix.stages] == [0, 40 + 3 * 8, 40 + 5 * 8]
+    assert "the stage from_steps 15 begins after step 15, at sample 80" in first.notices[1]
+    state = state_of(first, 14, consumed=40 + 4 * 8) | {"tokens_seen": 72 * LENGTH}
+    before = copy.deepcopy(config)
+    assert mix_of(resume(config, state, before)).mix == mix_of(first).mix
+    config["training"]["stages"].append({"from_steps": 14, "global_batch_size": 4})
+    second = resume(config, state, before)
+    assert [stage.first_sample for stage in mix_of(second).mix.stages] == [0, 64, 72 + 4]
+    config["training"]["stages"][1] = {"from_steps": 14, "global_batch_size": 8, "sequence_length": LENGTH // 2}
+    assert mix_of(resume(config, state, before)).mix == mix_of(second).mix, "8 sequences are 4 samples"
 
 
 def test_another_batch_size_moves_no_stage_that_another_one_has_replaced(mixed_config: dict[str, Any]) -> None:

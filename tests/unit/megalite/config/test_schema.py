@@ -29,9 +29,10 @@ AROUND: dict[OptionPath, dict[str, Any]] = {  # required around options of a sec
 }
 
 NUMBERS = [-1, 0, 1, 2, 3, 4, 7, 10**12, -0.5, 0.0, 0.25, 0.5, 0.51, 0.999, 1.0, 1.5, 6.0, 1e-8]
-OTHERS = [None, True, False, "", "auto", "text", "off", "adamw", "fp32", "1e-3", "12", "no", {}, {"zebra": 1}]
+OTHERS = [None, True, False, "", "auto", "text", "off", "adamw", "fp32", "1e-3", "12", "no"]
+NAMED = [{}, {"zebra": 1}, {"": 1}, {"a\n": 0}]
 LISTS = [[], [0], [0.5], [0.9, 0.95], [0.9, 1.0], [0.9, 0.9, 0.9], ["a"], ["a", ""], [-1], [None], ["full_attention"]]
-VALUES = [*NUMBERS, *OTHERS, *LISTS]
+VALUES = [*NUMBERS, *OTHERS, *NAMED, *LISTS]
 
 
 @cache

@@ -22,7 +22,7 @@ from megalite.engine.activity import Activity
 from megalite.engine.handover import Handover
 from megalite.engine.pipeline_runtime import ProgramRun, StageContext
 from megalite.engine.stage_messages import MessageLayout
-from megalite.engine.stages import Chunk
+from megalite.engine.stages import Chunk, Labels
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import BlockInput
 from megalite.parallel.mesh import Mesh
@@ -109,8 +109,8 @@ def _numbers(number: int) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def _labels(number: int) -> tuple[Tensor, Tensor]:
-    return _numbers(number)[1], torch.ones(())
+def _labels(number: int) -> Labels:
+    return Labels(_numbers(number)[1], torch.ones(()))
 
 
 def _run_stage(stage: int, chunk: Chunk, transport: _InOneProcess) -> tuple[Counter, int]:
@@ -127,7 +127,7 @@ def _run_stage(stage: int, chunk: Chunk, transport: _InOneProcess) -> tuple[Coun
     return counted.seen, run.peak_alive
 
 
-def _pass(stage: int, chunk: Chunk, inputs: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+def _pass(stage: int, chunk: Chunk, inputs: Tensor, labels: Labels) -> Tensor:
     """Runs a chunk forward alone."""
     output = chunk(BlockInput(inputs), labels if stage else None)
     return output if stage else output.hidden

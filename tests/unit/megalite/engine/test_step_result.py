@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -14,6 +15,17 @@ def test_the_numbers_are_those_of_the_step_and_experts_are_counted_beside_them()
     assert readback.numbers == StepNumbers(2.5, 1.5, True)
     assert readback.expert_usage is not None and readback.expert_usage.equal(usage)
     assert Readback(torch.tensor(2.5), 1.5, False).expert_usage is None
+
+
+@pytest.mark.parametrize("has_experts", [True, False])
+def test_losses_of_sources_come_beside_them(has_experts: bool) -> None:
+    usage = torch.tensor([[3.0, 5.0, 0.25]], dtype=torch.float64) if has_experts else None
+    sums = torch.tensor([[0.1, 7.0], [2**53 - 1, 0.0]], dtype=torch.float64)
+    readback = Readback(torch.tensor(2.5), 1.5, False, usage, sums)
+    assert readback.numbers == StepNumbers(2.5, 1.5, False)
+    assert readback.source_losses is not None and readback.source_losses.equal(sums), "counts are exact"
+    assert (readback.expert_usage is None) if usage is None else usage.equal(readback.expert_usage)
+    assert Readback(torch.tensor(2.5), 1.5, False, usage).source_losses is None
 
 
 def test_a_norm_on_the_host_goes_to_the_device_of_the_loss() -> None:

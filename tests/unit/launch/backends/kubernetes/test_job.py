@@ -372,6 +372,13 @@ def test_what_may_be_meant_is_told(k8s: Run) -> None:
         assert len([notice for notice in notices if "does not look at exit codes" in notice]) == count
 
 
+def test_data_at_a_url_stays_there_and_its_cache_is_on_the_claim(k8s: Run, tmp_path: Path) -> None:
+    """A URL that becomes a folder of the claim; a cache in a pod, which each pod would fill anew."""
+    facts = json.loads(k8s("--json", "data.path=s3://bucket/corpora/web", "data.cache=cache"))
+    data = parse_yaml(facts["objects"][0]["data"]["config.yaml"])[0]["data"]
+    assert data["path"] == ["s3://bucket/corpora/web"] and data["cache"] == "/output/cache"
+
+
 def test_a_file_is_written_once(k8s: Run, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     assert "nothing was written" in k8s("-o", str(file), "--dry-run") and not file.exists()

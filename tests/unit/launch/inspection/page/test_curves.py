@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from launch.inspection.history import RunHistory
 from launch.inspection.page import skeleton
 from launch.inspection.page.curves import (
     MARKS,
@@ -25,7 +26,7 @@ from launch.inspection.page.curves import (
     thin,
     thin_marks,
 )
-from launch.inspection.page.run_curves import moving_mean
+from launch.inspection.page.run_curves import curves_of, moving_mean
 
 UPLOT = {  # of uPlot 1.6.32 as npm has it
     "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
@@ -96,3 +97,25 @@ def test_the_moving_mean_is_that_of_the_steps_around() -> None:
     found = moving_mean(y, 3)
     expected = [np.nanmean(y[max(0, i - 1) : i + 2]) if y[i] == y[i] else np.nan for i in range(6)]
     assert found.tolist() == pytest.approx(expected, nan_ok=True)
+
+
+def test_each_source_has_a_line_that_passes_over_steps_without_it(tmp_path: Path) -> None:
+    """With a gap at each step that has no entry, a line would be dots."""
+    told = {2: {"web": 3.0, "code": 5.0}, 4: {"web": 2.0}, 6: {"web": 1.0, "code": 4.0}}
+    records = [
+        {"step": step, "loss": 3.0}
+        | ({"source_losses": told[step], "source_targets": dict.fromkeys(told[step], 7)} if step in told else {})
+        for step in range(1, 7)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = curves_of(RunHistory.read(tmp_path))
+    (chart,) = [chart for chart in found.charts if chart.id == "chart-source-losses"]
+    assert {one.label: (one.x.tolist(), one.y.tolist()) for one in chart.series} == {
+        "code": ([2, 6], [5.0, 4.0]),
+        "web": ([2, 4, 6], [3.0, 2.0, 1.0]),
+    }
+    drawn = chart_drawing(found, chart)
+    assert len(drawn.findall(".//polyline")) == 2, "an unbroken line for each"
+    records = [{"step": step, "loss": 3.0} for step in range(1, 7)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert "chart-source-losses" not in {chart.id for chart in curves_of(RunHistory.read(tmp_path)).charts}

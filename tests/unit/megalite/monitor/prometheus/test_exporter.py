@@ -91,7 +91,7 @@ def watched(tiny: dict[str, Any]) -> Iterator[Watched]:
 
 def test_a_scrape_is_clean_in_both_formats(watched: Watched) -> None:
     """No `_created` series, which would double the number of counters; and names as Prometheus wants them."""
-    watched.step(1, evaluation_loss=3.5, model_flops_utilization=0.4)
+    watched.step(1, evaluation_loss=3.5, model_flops_utilization=0.4, source_losses={"web": 2.5})
     watched.exporter.on_checkpoint(Saved(1, Path("x"), None, 0.1, 0.2, 3), "")
     watched.exporter.on_checkpoint(Saved(2, Path("x"), None, 0.1, 0.2, 3), "")
     text, kind = watched.scrape()
@@ -114,6 +114,21 @@ def test_ranks_have_memory_and_speed(watched: Watched) -> None:
     speeds = {name[2]: value for name, value in values.items() if name[0] == "megalite_rank_relative_speed_ratio"}
     assert speeds == {"0": 2.0, "1": 0.5, "2": 1.0, "3": 1.0}, "that of the event slow_rank, so the alert sees it too"
     assert values["megalite_communication_calls_total", "data", "all_reduce", "0"] == 9
+
+
+def test_sources_keep_their_last_losses(watched: Watched) -> None:
+    for step, losses in enumerate(({"web": 2.5, "code": 3.5}, {}, {"web": 2.0}), start=1):
+        watched.step(step, source_losses=losses)
+    values = watched.values()
+    assert values["megalite_source_loss_nats", "web"] == 2.0 and values["megalite_source_loss_nats", "code"] == 3.5
+
+
+def test_more_than_a_few_sources_are_no_series(tiny: dict[str, Any]) -> None:
+    names = [f"s{place}" for place in range(33)]
+    watched = Watched(tiny | {"data": {"sources": {name: {"path": "unused", "weight": 1} for name in names}}}, {})
+    watched.step(1, source_losses=dict.fromkeys(names, 2.5))
+    assert not [name for name in watched.values() if name[0] == "megalite_source_loss_nats"]
+    watched.close()
 
 
 def test_ranks_can_be_left_out(tiny: dict[str, Any]) -> None:

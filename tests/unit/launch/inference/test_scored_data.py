@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from launch.errors import USER_ERRORS
-from launch.inference.evaluate import EvaluateRequest, Prepared, scored_data
+from launch.inference.scored_data import EvaluateRequest, Prepared, scored_data
 from launch.inference.session import ModelPlacement
 from launch.inference.stored_model import StoredModel
 from launch.trainer.packing import pack_data
@@ -28,8 +28,8 @@ def stored(tiny: dict[str, Any], corpus: Path, tmp_path: Path) -> StoredModel:
 
 
 def prepared(stored: StoredModel, data: list[str], **options: Any) -> Prepared:
-    found = scored_data(EvaluateRequest(ModelPlacement("model"), [], data, **options), stored)
-    assert isinstance(found, Prepared)
+    (found,) = scored_data(EvaluateRequest(ModelPlacement("model"), [], data, **options), stored)
+    assert isinstance(found, Prepared) and found.name == ""
     return found
 
 
@@ -55,3 +55,20 @@ def test_a_best_fit_run_is_evaluated_on_other_data_and_lengths_without_a_plan(
         assert other.samples.sample(0).tokens.shape == (options.get("sequence_length", 32) + 1,)
         assert other.notice is not None and other.notice.startswith("the run packs best_fit, for its own data, ")
         assert "these samples are packed concat, which cuts documents" in other.notice
+
+
+def test_data_at_a_url_is_evaluated_from_a_copy(
+    tiny: dict[str, Any], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The samples of another place, or of the run's own data where other data is asked for."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tiny["data"] |= {"path": f"file://{corpus}"}
+    far, here = (
+        StoredModel(tmp_path, config.model, cast(Any, None), {}, config.model_dump(mode="json"), None)
+        for config in (Config.model_validate(tiny), Config.model_validate(tiny | {"data": {"path": "data/nowhere"}}))
+    )
+    expected = prepared(here, [str(corpus)], held_out_fraction=0.3).samples
+    for found in (prepared(far, []), prepared(here, [f"file://{corpus}"], held_out_fraction=0.3)):
+        assert found.samples.fingerprint == expected.fingerprint
+        assert found.samples.sample(1).tokens.tolist() == expected.sample(1).tokens.tolist()
+    assert list((tmp_path / "cache").glob("megalite/data/text-*/text.bin"))

@@ -1,0 +1,264 @@
+"""Data that `megalite evaluate` scores: documents of text in windows, or the sets of prepared data of a run.
+
+In: the options of the command and the stored model. Out: a `Texts`, or a `Prepared` for each set; both yield batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from data_pipeline.dataset import Samples
+from data_pipeline.files import with_ending
+from data_pipeline.loader import (
+    BatchPlan,
+    Window,
+    document_windows,
+    equally_long_batches,
+    global_batch,
+)
+from data_pipeline.sources import Source, open_sources
+from data_pipeline.sources.document import refuse_bad_row
+from data_pipeline.stream import Split
+from launch.errors import LaunchError
+from launch.inference.session import Loaded, ModelPlacement
+from launch.inference.stored_model import StoredModel
+from launch.runtime.logs import get_logger
+from launch.trainer.data import PACKINGS
+from launch.trainer.packing import packed_splits
+from launch.trainer.remote_data import copies_here, with_copies
+from megalite.checkpoint.errors import CheckpointError
+from megalite.config.base import Section
+from megalite.config.data import DataConfig
+from megalite.config.errors import describe_validation_error
+from megalite.config.sections import TrainingConfig
+
+LONGEST_BY_DEFAULT = 2048  # tokens, for a model that no run saved, whose context may be a million tokens
+log = get_logger(__name__)
+ANY = TypeVar("ANY", bound=Section)
+
+
+@dataclass(frozen=True)
+class EvaluateRequest:
+    """The options of `megalite evaluate`; None and empty: those of the run, or everything."""
+
+    place: ModelPlacement
+    text: list[str]  # sources, as `megalite prepare` takes them
+    data: list[str]  # prefixes of prepared data
+    text_field: str = "text"
+    split: Split | None = None
+    held_out_fraction: float | None = None
+    samples: int | None = None
+    sequence_length: int | None = None
+    stride: int | None = None
+    as_json: bool = False
+
+    def __post_init__(self) -> None:
+        if self.text and self.data:
+            raise LaunchError("--text and --data are two things to score: give one of them")
+        of_data = {"--split": self.split, "--held-out-fraction": self.held_out_fraction, "--samples": self.samples}
+        for option, value in of_data.items() if self.text else [("--stride", self.stride)]:
+            if value is not None:
+                raise LaunchError(f"{option} belongs to {'--data' if self.text else '--text'}: leave it out")
+
+
+BATCH_TOKENS = 8192  # read at once, unless one row is longer
+Tokens = NDArray[np.int64]  # [batch, seq]
+Batch = tuple[Tokens, Tokens, Tokens | None]  # tokens, targets, positions where documents share a row
+
+
+@dataclass
+class Score:
+    """Running sums."""
+
+    loss: float = 0.0  # nats
+    tokens: int = 0  # predicted, each once
+    documents: int = 0
+    bytes: int = 0  # of the predicted text, UTF-8
+
+    @property
+    def mean(self) -> float:
+        return self.loss / max(1, self.tokens)
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.mean) if self.mean < 700 else math.inf
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Documents, each scored separately."""
+
+    sources: list[Source]
+    sequence_length: int  # tokens that the model reads at once
+    stride: int
+
+    def batches(self, loaded: Loaded, score: Score) -> Iterator[Batch]:
+        """Yields the windows of all documents; counts documents and their bytes."""
+        for batch in equally_long_batches(self._windows(loaded.stored, score), BATCH_TOKENS):
+            yield batch.tokens, batch.targets, None
+
+    def _windows(self, stored: StoredModel, score: Score) -> Iterator[Window]:
+        tokenizer = stored.load_tokenizer()
+        for text in documents(self.sources):
+            ids = tokenizer(text, verbose=False)["input_ids"]
+            stored.check_ids(ids, "the text")
+            # the first token is not predicted, so its bytes do not count; a special token has none
+            first = tokenizer.decode(ids[:1], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            score.bytes += max(0, len(text.encode()) - len(first.encode()))
+            score.documents += 1
+            yield from document_windows(np.array(ids, dtype=np.int64), self.sequence_length, self.stride)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The first samples of a split, as one of the sets that a run is evaluated on or by itself."""
+
+    name: str  # of the set; "" where there is only one
+    samples: Samples
+    count: int
+    document_mask: bool
+    notice: str | None
+
+    @property
+    def sequence_length(self) -> int:
+        return self.samples.sequence_length
+
+    def batches(self, loaded: Loaded, score: Score) -> Iterator[Batch]:
+        """Yields the samples in their order."""
+        size = max(1, BATCH_TOKENS // self.sequence_length)
+        for first in range(0, self.count, size):
+            count = min(size, self.count - first)
+            plan = BatchPlan(count, count, data_parallel_rank=0, data_parallel_size=1, document_mask=self.document_mask)
+            (batch,) = global_batch(self.samples, plan, consumed_samples=first)
+            yield batch.tokens, batch.targets, batch.positions
+
+
+class _Choice(NamedTuple):
+    """A set of prepared data to score."""
+
+    name: str
+    prefixes: Sequence[str]
+    split: Split
+    fraction: float  # held out
+    samples: int | None  # None: as many as the run's other sets, or else all
+
+
+def scored_data(request: EvaluateRequest, stored: StoredModel) -> list[Texts] | list[Prepared]:
+    """Opens the sets of data to score, with names if they are several.
+
+    Raises LaunchError, DataError or CheckpointError if the model cannot be scored on them.
+    """
+    training = _section(TrainingConfig, stored, "training")
+    own = training.sequence_length if training else LONGEST_BY_DEFAULT
+    longest = stored.model.max_position_embeddings
+    length = request.sequence_length or min(own, longest)
+    if stored.model.position_embedding == "learned" and length > longest:
+        raise LaunchError(f"--sequence-length {length}: this model has learned {longest} positions: use at most that")
+    if request.text:
+        stride = request.stride or length
+        if stride > length:
+            raise LaunchError(f"--stride {stride} would leave out tokens: use at most the sequence length, {length}")
+        return [Texts(open_sources(request.text, request.text_field), length, stride)]
+    data = _section(DataConfig, stored, "data")
+    choices = _choices(request, data)
+    asked = data or DataConfig()
+    if request.data:
+        asked = asked.model_copy(update={"path": list(request.data), "sources": {}, "validation": {}})
+    wanted = {prefix for choice in choices for prefix in choice.prefixes}
+    places = copies_here(asked, length, only=wanted, may_fetch=True, tell=log.info)
+    choices = [one._replace(prefixes=[places.get(prefix, prefix) for prefix in one.prefixes]) for one in choices]
+    data = data and with_copies(data, places)
+    prefixes = [Path(prefix) for choice in choices for prefix in choice.prefixes]
+    if not prefixes:
+        raise LaunchError("nothing to score: give --text FILE, or --data PREFIX of prepared data")
+    for prefix in prefixes:
+        if not request.data and not with_ending(prefix, ".bin").is_file():
+            raise LaunchError(f"the run's data {prefix.absolute()} is not there: give --data PREFIX, or --text FILE")
+        stored.check_prepared(prefix)
+    return [_prepared(choice, request, stored, training, data, length, is_own=length == own) for choice in choices]
+
+
+def _choices(request: EvaluateRequest, data: DataConfig | None) -> list[_Choice]:
+    """Returns the sets that a run is evaluated on, or what the options ask for in their place."""
+    fraction, split = request.held_out_fraction, request.split or "held_out"
+    if fraction is None:
+        fraction = data.held_out_fraction if data else DataConfig.model_fields["held_out_fraction"].default
+    if request.data or data is None:
+        return [_Choice("", request.data, split, fraction, None)]
+    if data.validation and request.split is None and request.held_out_fraction is None:
+        return [
+            _Choice(name, one.path or [], "train", 0.0, one.samples)  # all documents
+            if one.source is None
+            else _Choice(name, data.sources[one.source].path, "held_out", fraction, one.samples)
+            for name, one in data.validation.items()
+        ]
+    texts = {"": data.path} if data.path is not None else {name: one.path for name, one in data.sources.items()}
+    return [_Choice(name, path, split, fraction, None) for name, path in texts.items()]
+
+
+def _prepared(
+    choice: _Choice,
+    request: EvaluateRequest,
+    stored: StoredModel,
+    training: TrainingConfig | None,
+    data: DataConfig | None,
+    length: int,
+    *,
+    is_own: bool,
+) -> Prepared:
+    """Opens one set, in samples of `length` tokens, which `is_own` says are as long as the run's."""
+    prefixes, split, fraction = [Path(prefix) for prefix in choice.prefixes], choice.split, choice.fraction
+    # `megalite data pack` writes plans of a run's own data alone
+    is_own &= all((split, fraction) in packed_splits(str(prefix), data) for prefix in prefixes if data)
+    packing = data.packing if data and is_own else "concat"
+    samples = PACKINGS[packing](
+        prefixes,
+        length,
+        training.seed if training else 0,
+        split,
+        fraction,
+        vocab_limit=stored.model.vocab_size,
+        too_long=data.too_long if data and is_own else "cut",
+    )
+    if request.samples is not None and request.samples > samples.samples_per_epoch:
+        raise LaunchError(
+            f"--samples {request.samples}: the {samples.split} split of {', '.join(map(str, prefixes))} has "
+            f"{samples.samples_per_epoch} of {length} tokens: give at most that, or leave it out"
+        )
+    usual = training.evaluation.samples if training else samples.samples_per_epoch
+    count = request.samples or choice.samples or usual
+    notices = [samples.notice()]
+    if data and data.packing != packing:
+        notices.append(
+            f"the run packs {data.packing}, for its own data, sequence length and held-out fraction; these samples are "
+            f"packed {packing}, which cuts documents wherever a sample is full"
+        )
+    notice = "; ".join(filter(None, notices)) or None
+    return Prepared(choice.name, samples, count, data.document_mask if data else True, notice)
+
+
+def _section(kind: type[ANY], stored: StoredModel, name: str) -> ANY | None:
+    """Returns a section of the config of the run that saved the model, None if there is none."""
+    options: Mapping[str, Any] | None = stored.run.get(name)
+    if options is None:
+        return None
+    try:
+        return kind.model_validate(options)
+    except ValidationError as error:
+        raise CheckpointError(f"{stored.folder}: {describe_validation_error(error, kind)}") from None
+
+
+def documents(sources: list[Source]) -> Iterator[str]:
+    """Yields whole documents, those without text left out."""
+    for source in sources:
+        for document in source.documents(refuse_bad_row):
+            if text := "".join(document.blocks):
+                yield text

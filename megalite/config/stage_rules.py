@@ -1,0 +1,93 @@
+"""Rules about `training.stages`: a sentence with a remedy for each broken rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from megalite.config.batch_stages import sample_length, shapes_of
+from megalite.config.suggestions import multiples_near
+from megalite.config.training_stage import TrainingStage
+
+if TYPE_CHECKING:
+    from megalite.config.config import Config
+
+BatchRules = Callable[["Config"], Iterator[str]]
+"""Yields the sentences of rules about the batch of a config, as if it had that batch from start to end."""
+
+
+def problems_with_stages(config: Config, rules: BatchRules) -> Iterator[str]:
+    """Yields a sentence for each broken rule about stages; `rules` hold in each of them."""
+    stages = config.training.stages
+    for number, stage in enumerate(stages):
+        if (stage.from_tokens is None) == (stage.from_steps is None):
+            which = "both" if stage.from_tokens is not None else "neither"
+            yield (
+                f"stage {number} of training.stages has {which} of from_tokens and from_steps: give one of them, where "
+                "it begins"
+            )
+            return
+        if stage.global_batch_size is None and stage.sequence_length is None:
+            yield (
+                f"stage {number} of training.stages changes nothing: give it a global_batch_size or a sequence_length, "
+                "or remove it"
+            )
+    for number, (before, after) in enumerate(pairwise(_first_tokens(config))):
+        if after <= before:
+            yield (
+                f"stage {number + 1} of training.stages begins at token {after:,}, not after stage {number} at token "
+                f"{before:,}: write the stages in the order in which they come"
+            )
+    told = set(rules(config))
+    for number, in_stage in enumerate(config.in_each_stage()[1:]):
+        sentences = [sentence for sentence in rules(in_stage) if sentence not in told]
+        yield from (f"in stage {number} of training.stages: {sentence}" for sentence in sentences)
+        told.update(sentences)
+    yield from _lengths(config)
+
+
+def _first_tokens(config: Config) -> list[int]:
+    """Returns the token at which each stage begins, before it is rounded up to a step."""
+    step, tokens, found = 0, 0, []
+    shapes = shapes_of(config.training)
+    for stage, shape in zip(config.training.stages, shapes, strict=False):
+        found.append(_first_token(stage, step, tokens, shape.tokens))
+        steps = max(0, -((tokens - found[-1]) // shape.tokens))
+        step, tokens = step + steps, tokens + steps * shape.tokens
+    return found
+
+
+def _first_token(stage: TrainingStage, step: int, tokens: int, tokens_per_step: int) -> int:
+    if stage.from_steps is not None:
+        return tokens + (stage.from_steps - step) * tokens_per_step
+    return stage.from_tokens or 0
+
+
+def _lengths(config: Config) -> Iterator[str]:
+    """Yields what is broken where sequences have several lengths: each sample must be read in whole parts."""
+    training, longest = config.training, sample_length(config.training)
+    shapes = shapes_of(training)
+    if all(shape.sequence_length == longest for shape in shapes):
+        return
+    if config.data.packing == "best_fit":
+        yield (
+            "training.stages change the sequence_length, and data.packing best_fit packs whole documents for one "
+            "length, so that shorter sequences would cut them: use packing concat, or one sequence_length"
+        )
+    for number, shape in enumerate(shapes):
+        of = f" in stage {number - 1} of training.stages" if number else ""
+        length = shape.sequence_length
+        if longest % length:
+            fitting = [divisor for divisor in range(1, longest + 1) if longest % divisor == 0]
+            near = min(fitting, key=lambda divisor: abs(divisor - length))
+            yield (
+                f"training.sequence_length {length}{of} does not divide {longest}, the longest of the run, whose "
+                f"samples it is cut from: use {near}"
+            )
+        elif shape.global_batch_size % shape.parts:
+            yield (
+                f"training.global_batch_size {shape.global_batch_size}{of} is not a multiple of {shape.parts}, the "
+                f"sequences of {length} in a sample of {longest}, the longest of the run: use "
+                f"{multiples_near(shape.global_batch_size, shape.parts)}"
+            )

@@ -1,0 +1,28 @@
+"""Items of `training.stages`: a change of the batch in the course of the run."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from megalite.config.base import NonNegativeInt, PositiveInt, Section
+
+
+class TrainingStage(Section):
+    """Batch of the run from a place on, at the first step that begins there or later; what is left out stays."""
+
+    from_tokens: NonNegativeInt | None = Field(default=None, examples=[10_000_000_000])
+    """Place at which the stage begins, in training tokens."""
+
+    from_steps: NonNegativeInt | None = Field(default=None, examples=[200_000])
+    """Place at which the stage begins, in optimizer steps; give this or `from_tokens`."""
+
+    global_batch_size: PositiveInt | None = Field(default=None, examples=[512])
+    """Sequences per optimizer step. Left out: as before the stage."""
+
+    sequence_length: PositiveInt | None = Field(default=None, examples=[8192])
+    """Tokens per sequence; the longest of a run is a multiple of all others. Left out: as before the stage."""
+
+    @property
+    def place(self) -> str:
+        """The place as the config names it: `from_tokens 1000`."""
+        return f"from_steps {self.from_steps}" if self.from_tokens is None else f"from_tokens {self.from_tokens}"
