@@ -11,7 +11,7 @@ benchmarks/data_preparation.py.
 
 - *copy*: numpy converts the same number of tokens, at places that are known, from an array in memory to int64.
 - *micro-batch*: `global_batch` of 8 samples of 2,048 tokens of a corpus that is in the page cache.
-- *mix*: three sources, the same corpus in three orders, against one of them.
+- *mix*: three corpora as sources, against the three as one text.
 - *encoder*: `encode_batch_fast` of the tokenizers library over the same texts in memory; nothing is read or written.
 - *cold*: after `posix_fadvise(DONTNEED)`; bytes from the disk as /proc/self/io counts them.
 - *opening*: the index of short documents beside a sparse file of tokens, all in the page cache. A first opening counts
@@ -31,7 +31,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import date
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -73,7 +72,8 @@ def costs(sizes: DataSizes, folder: Path, distinct_text: int, *, is_quick: bool)
     read = write_corpus(folder / "read", sizes.tokens, shortest=20, longest=1600)
     yield cold_cost(read, "bytes from a cold disk, per byte of a sample of 2,048 tokens")
     yield from micro_batch_costs(read, sizes)
-    yield from mix_costs(read, sizes)
+    parts = [write_corpus(folder / name, sizes.tokens // 3, shortest=20, longest=1600) for name in SOURCES]
+    yield from mix_costs(parts, sizes)
     short = write_corpus(folder / "short", sizes.tokens, shortest=20, longest=240)
     yield cold_cost(short, "the same of short documents, where each sample needs another part of the index")
     yield from opening_costs(write_index(folder / "indexed", sizes.documents), sizes)
@@ -131,17 +131,18 @@ def batches(samples: Samples, count: int, *, document_mask: bool) -> Callable[[]
     return read
 
 
-def mix_costs(prefix: Path, sizes: DataSizes) -> Iterator[DataCost]:
-    """Yields what a mix adds to a source that is read alone, and what it takes to find any sample of it."""
+def mix_costs(prefixes: list[Path], sizes: DataSizes) -> Iterator[DataCost]:
+    """Yields what a mix of corpora adds to reading them as one text, and what it takes to find any sample of it."""
     mix = Mix.by_weights(SOURCES, [MixStage(0, {"a": 0.7, "b": 0.2, "c": 0.1})])
-    open_source = partial(PackedSamples, [prefix], LENGTH, split="train", held_out_fraction=HELD_OUT)
-    alone, *sources = (open_source(seed) for seed in range(len(SOURCES) + 1))
+    alone, *sources = (
+        PackedSamples(some, LENGTH, 0, "train", HELD_OUT) for some in (prefixes, *([prefix] for prefix in prefixes))
+    )
     for samples in (alone, *sources):  # a run that has gone on for a while knows the blocks of the index
         for k in range(3 * sizes.samples):
             samples.count_valid_targets(samples.samples_per_epoch + k)
     mixed = MixedSamples(dict(zip(SOURCES, sources, strict=True)), mix)
     in_order = [batches(samples, sizes.samples, document_mask=False) for samples in (mixed, alone)]
-    what = "micro-batch of a mix of three sources, in order, of one of a source alone"
+    what = "micro-batch of a mix of three corpora, in order, of one of all three as one text"
     yield ratio(what, paired(in_order[0], in_order[1], sizes.turns), 2, DataGoal(1.1))
     numbers = np.random.default_rng(0).integers(0, 10**9, sizes.samples).tolist()
     found = []

@@ -114,4 +114,6 @@ def _opened(file: StoredFile) -> _Descriptor:
     except FileNotFoundError:
         raise DataError(f"{file.path} was removed while it was in use: put it back, and start again") from None
     file.check_same(os.fstat(opened.descriptor))
+    # pages in a row are not read ahead: of two samples that lie close together, the second would bring in many
+    os.posix_fadvise(opened.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     return opened
