@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.data_costs import DataCost, DataGoal, number, of_proc_self, own_process, paired, ratio
 from data_pipeline.prepare.encoding import EncoderName
 from data_pipeline.prepare.plan import PrepareOptions, plan_job
-from data_pipeline.prepare.prepare import prepare
+from data_pipeline.prepare.prepare import PrepareProgress, prepare
 from data_pipeline.tokenizer import python_stdlib_sources, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,12 +76,15 @@ def restart_cost(source: Path, tokenizer: Path, folder: Path) -> DataCost:
 
 def prepare_parts(source: str, tokenizer: str, output: str, count: int) -> None:
     """Prepares until `count` new parts are there, and prints the bytes read up to each of them."""
-    parts = itertools.count(1)
+    first = known = len([*Path(f"{output}.parts").glob("part-*.npz")])
 
-    def note(progress: object) -> None:
-        print(of_proc_self("io", "rchar"), flush=True)
-        if next(parts) == count:
-            os._exit(0)
+    def note(progress: PrepareProgress) -> None:
+        nonlocal known
+        if progress.doing == "encoding" and progress.parts_done > known:
+            known = progress.parts_done
+            print(of_proc_self("io", "rchar"), flush=True)
+            if known == first + count:
+                os._exit(0)
 
     prepare([source], Path(output), Path(tokenizer), workers=1, progress=note)
 
@@ -113,7 +116,7 @@ def prepare_with(source: str, tokenizer: str, encoder: EncoderName) -> None:
 
 
 def write_distinct_text(path: Path, size: int) -> Path:
-    """Writes rows of at least `size` bytes: Python's standard library, then its words in random order, some made new."""
+    """Writes `size` bytes of rows: Python's standard library, then its words in random order, some made new."""
     texts = [path.read_text(encoding="utf-8") for path in python_stdlib_sources()]
     draw, written = random.Random(0), 0
     with path.open("w", encoding="utf-8") as file:
