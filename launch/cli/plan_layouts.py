@@ -33,7 +33,7 @@ from megalite.config.yaml_text import to_yaml
 from megalite.planner.explanation import caveats, explain, why_nothing_fits
 from megalite.planner.hardware import Cluster, is_guess
 from megalite.planner.outlook import outlook_of
-from megalite.planner.search import DATA, SearchResult, judged, search
+from megalite.planner.search import DATA, MICRO_BATCH, SearchResult, judged, search
 from megalite.planner.units import plural
 
 log = get_logger(__name__)
@@ -173,7 +173,10 @@ def _load_with_auto(
             raise error from None
     if written.unresolved_options:
         return written, None, None
-    config = load_run_config(path, [*ALL_AUTO, *overrides])
+    options = ALL_AUTO
+    if any(stage.micro_batch_size is not None for stage in written.training.stages):  # each states its own
+        options = tuple(option for option in options if not option.startswith(dotted(MICRO_BATCH)))
+    config = load_run_config(path, [*options, *overrides])
     try:
         return config, _as_written(written, cluster), None
     except ConfigError as error:

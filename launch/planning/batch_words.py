@@ -19,6 +19,7 @@ def stage_facts(config: Config) -> list[Facts]:
             "from_token": stretch.tokens,
             "global_batch_size": stretch.shape.global_batch_size,
             "sequence_length": stretch.shape.sequence_length,
+            "micro_batch_size": stretch.shape.micro_batch_size,
             "is_reached": stretch.step < steps,
         }
         for stretch in config.batches.stretches[1:]
@@ -32,4 +33,4 @@ def stage_in_words(stage: Facts) -> str:
     begin = f"the stage {stage['place']}, after step {stage['after_step']:,} (token {stage['from_token']:,})"
     if not stage["is_reached"]:
         return f"{begin}, {batch}, is not reached: the run ends before"
-    return f"from {begin}, on: {batch}"
+    return f"from {begin}, on: {batch}, in micro-batches of {stage['micro_batch_size']:,}"

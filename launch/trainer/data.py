@@ -178,7 +178,7 @@ def _batches_by_stage(
         if steps <= 0:
             return
         samples = data.training if shape.parts == 1 else CutSamples(data.training, shape.parts)
-        of_stage = replace(plan, global_batch_size=shape.global_batch_size)
+        of_stage = replace(plan, global_batch_size=shape.global_batch_size, micro_batch_size=shape.micro_batch_size)
         yield prefetched_batches(samples, of_stage, start_consumed=consumed * shape.parts, steps=steps)
         consumed += steps * shape.samples
 

@@ -97,17 +97,24 @@ def sample_length(training: TrainingConfig) -> int:
 
 def shapes_of(training: TrainingConfig) -> list[BatchShape]:
     """Returns the shape at the start of the run and that of each stage, in order, whether or not they are reached."""
-    batch, length, longest = training.global_batch_size, training.sequence_length, sample_length(training)
-    shapes = [BatchShape(batch, length, training.micro_batch_size, longest // length)]
-    for stage in training.stages:
-        batch, length = stage.global_batch_size or batch, stage.sequence_length or length
-        shapes.append(BatchShape(batch, length, training.micro_batch_size, longest // length))
+    longest, shapes = sample_length(training), list[BatchShape]()
+    batch, length, micro_batch = training.global_batch_size, training.sequence_length, training.micro_batch_size
+    for stage in (None, *training.stages):
+        if stage is not None:
+            batch, length = stage.global_batch_size or batch, stage.sequence_length or length
+            micro_batch = stage.micro_batch_size or micro_batch
+        shapes.append(BatchShape(batch, length, micro_batch, longest // length))
     return shapes
 
 
 def largest_shape(training: TrainingConfig) -> BatchShape:
-    """Returns the shape that needs most memory: of the longest sequences, and of these the one with most of them."""
-    return max(shapes_of(training), key=lambda shape: (shape.sequence_length, shape.global_batch_size))
+    """Returns the shape that needs most memory: of the largest micro-batches, and of these the one with most of them;
+    of two like that the one of longer sequences."""
+
+    def size(shape: BatchShape) -> tuple[int, int, int]:
+        return shape.micro_batch_size * shape.sequence_length, shape.tokens, shape.sequence_length
+
+    return max(shapes_of(training), key=size)
 
 
 def _stretches(training: TrainingConfig, step: int, tokens: int) -> Iterator[BatchStretch]:

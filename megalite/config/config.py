@@ -161,8 +161,11 @@ class Config(Section):
         """Returns a config without stages for the start of the run and for each of `training.stages`."""
         found = []
         for shape in shapes_of(self.training):
-            values = {"global_batch_size": shape.global_batch_size, "sequence_length": shape.sequence_length}
-            found.append(self.model_copy(update={"training": self.training.model_copy(update=values | {"stages": ()})}))
+            values = {
+                **{"global_batch_size": shape.global_batch_size, "sequence_length": shape.sequence_length},
+                **{"micro_batch_size": shape.micro_batch_size, "stages": ()},
+            }
+            found.append(self.model_copy(update={"training": self.training.model_copy(update=values)}))
         return found
 
     @property

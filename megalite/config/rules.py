@@ -55,6 +55,7 @@ def broken_rules(config: Config, data_parallel_size: int | None, device: Device 
         *problems_with_float8(config),
         *problems_with_adapter(config),
         *_batch(config, data_parallel_size),
+        *_evaluation(config, data_parallel_size),
         *problems_with_data(config, data_parallel_size),
         *_schedule(config),
         *_checkpoints(config),
@@ -221,20 +222,13 @@ def _precision(config: Config, device: Device | None) -> Iterator[str]:
 
 
 def _batch(config: Config, replicas: int | None) -> Iterator[str]:
-    training, evaluation, tp = config.training, config.training.evaluation, config.parallel.tensor_parallel_size
-    divisor = training.micro_batch_size * (replicas or 1)
+    training, tp = config.training, config.parallel.tensor_parallel_size
     length, longest = training.sequence_length, config.model.max_position_embeddings
-    product = f" x data-parallel size {replicas} = {divisor}" if replicas else ""
-    micro_batch = f"training.micro_batch_size {training.micro_batch_size}{product}"
+    divisor, micro_batch = _divisor(config, replicas)
     if training.global_batch_size % divisor:
         yield (
             f"training.global_batch_size {training.global_batch_size} is not a multiple of {micro_batch}: use a "
             f"global_batch_size of {multiples_near(training.global_batch_size, divisor)}"
-        )
-    if evaluation.interval and evaluation.samples % divisor:
-        yield (
-            f"training.evaluation.samples {evaluation.samples} is not a multiple of {micro_batch}: use "
-            f"{multiples_near(evaluation.samples, divisor)} samples"
         )
     if config.parallel.sequence_parallel and length % tp:
         yield (
@@ -246,6 +240,24 @@ def _batch(config: Config, replicas: int | None) -> Iterator[str]:
         yield (
             f"training.sequence_length {length} is longer than model.max_position_embeddings {longest}: use a "
             f"sequence_length of at most {longest}, or raise max_position_embeddings to {length}"
+        )
+
+
+def _divisor(config: Config, replicas: int | None) -> tuple[int, str]:
+    """Returns the sequences of one micro-batch on all replicas, and how they come about."""
+    size = config.training.micro_batch_size
+    divisor = size * (replicas or 1)
+    return divisor, f"training.micro_batch_size {size}" + (
+        f" x data-parallel size {replicas} = {divisor}" if replicas else ""
+    )
+
+
+def _evaluation(config: Config, replicas: int | None) -> Iterator[str]:
+    evaluation, (divisor, micro_batch) = config.training.evaluation, _divisor(config, replicas)
+    if evaluation.interval and evaluation.samples % divisor:
+        yield (
+            f"training.evaluation.samples {evaluation.samples} is not a multiple of {micro_batch}: use "
+            f"{multiples_near(evaluation.samples, divisor)} samples"
         )
 
 

@@ -13,6 +13,7 @@ from megalite.config.training_stage import TrainingStage
 if TYPE_CHECKING:
     from megalite.config.config import Config
 
+MICRO_BATCH = ("training", "micro_batch_size")
 BatchRules = Callable[["Config"], Iterator[str]]
 """Yields the sentences of rules about the batch of a config, as if it had that batch from start to end."""
 
@@ -28,10 +29,15 @@ def problems_with_stages(config: Config, rules: BatchRules) -> Iterator[str]:
                 "it begins"
             )
             return
-        if stage.global_batch_size is None and stage.sequence_length is None:
+        if not any((stage.global_batch_size, stage.sequence_length, stage.micro_batch_size)):
             yield (
-                f"stage {number} of training.stages changes nothing: give it a global_batch_size or a sequence_length, "
-                "or remove it"
+                f"stage {number} of training.stages changes nothing: give it a global_batch_size, a sequence_length or "
+                "a micro_batch_size, or remove it"
+            )
+        if stage.micro_batch_size is not None and MICRO_BATCH in config.unresolved_options:
+            yield (
+                f"stage {number} of training.stages states a micro_batch_size, and training.micro_batch_size is auto, "
+                "which chooses one for all stages: state both, or leave it out of the stages"
             )
     for number, (before, after) in enumerate(pairwise(_first_tokens(config))):
         if after <= before:

@@ -22,6 +22,9 @@ class TrainingStage(Section):
     sequence_length: PositiveInt | None = Field(default=None, examples=[8192])
     """Tokens per sequence; the longest of a run is a multiple of all others. Left out: as before the stage."""
 
+    micro_batch_size: PositiveInt | None = Field(default=None, examples=[1])
+    """Sequences per forward pass on one replica. Left out: as before the stage."""
+
     @property
     def place(self) -> str:
         """The place as the config names it: `from_tokens 1000`."""

@@ -39,16 +39,16 @@ def flat_partitions(optimizer: Any) -> list[torch.Tensor]:
     raise AssertionError(f"{type(optimizer).__name__} holds none of {FLAT_PARTITIONS}: DeepSpeed has renamed it")
 
 
-def set_batch_size(engine: Any, global_batch_size: int, micro_batches: int) -> None:
+def set_batch_size(engine: Any, global_batch_size: int, micro_batch_size: int) -> None:
     """Tells an engine and its optimizer of steps of another size.
 
     `set_train_batch_size` (runtime/engine.py) leaves out the copy in stage_1_and_2.py, by which an offloaded optimizer
     decides whether a step's gradients are in the memory of the host when it takes their norm, and that in stage3.py.
     """
+    engine.set_train_micro_batch_size(micro_batch_size)
     engine.set_train_batch_size(global_batch_size)
-    assert engine.gradient_accumulation_steps() == micro_batches
     if hasattr(engine.optimizer, "gradient_accumulation_steps"):
-        engine.optimizer.gradient_accumulation_steps = micro_batches
+        engine.optimizer.gradient_accumulation_steps = engine.gradient_accumulation_steps()
 
 
 def link_optimizer_state(optimizer: Any) -> None:

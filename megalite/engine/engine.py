@@ -210,7 +210,7 @@ class Engine(ABC):
             return
         self.shape = shape
         self.activity.batch_changes += 1
-        set_batch_size(self.deepspeed, shape.global_batch_size, self.micro_batches)
+        set_batch_size(self.deepspeed, shape.global_batch_size, shape.micro_batch_size)
 
     def data_parallel_group(self) -> dist.ProcessGroup:
         """Returns the group of the ranks that hold what this one holds, one per replica."""

@@ -63,8 +63,8 @@ def caveats(config: Config, result: SearchResult) -> list[str]:
         largest = largest_shape(config.training)
         said.append(
             f"memory and step times are those of {largest.global_batch_size:,} sequences of "
-            f"{largest.sequence_length:,} tokens, the longest of the run's stages; steps of others are taken to need "
-            "time in proportion to their tokens"
+            f"{largest.sequence_length:,} tokens in micro-batches of {largest.micro_batch_size:,}, the largest of the "
+            "run's stages; steps of others are taken to need time in proportion to their tokens"
         )
     if (schedule := config.parallel.pipeline_schedule) != "1f1b":
         said.append(f"parallel.pipeline_schedule {schedule} is stated, so layouts that cannot have it are left out")

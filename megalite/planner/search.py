@@ -70,7 +70,8 @@ class LayoutCandidate:
 
     @property
     def options(self) -> dict[OptionPath, Any]:
-        return options_of(self.layout)
+        first = self.job.first_micro_batch_size
+        return options_of(self.layout) | ({MICRO_BATCH: first} if first is not None else {})
 
     @property
     def tokens_per_s(self) -> float:
@@ -126,6 +127,8 @@ def search(
     found: list[LayoutCandidate] = []
     dropped: list[Dropped] = []
     ranks = Ranks.of(cluster)
+    if any(stage.micro_batch_size is not None for stage in config.training.stages):
+        free = free - {MICRO_BATCH}  # each stage states its own
     for crosses in (False, True):
         for tp, pp in sizes(config, ranks, free, crosses=crosses):
             try:

@@ -116,6 +116,7 @@ class TrainingWorkload:
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     background_saves: bool = False  # each rank keeps a copy of its weights and moments in the memory of the host
     stack: Stack = field(default=MEGALITE)
+    first_micro_batch_size: int | None = None  # of the start of a run, of which a later stage is planned
 
     @property
     def reduction_dtype(self) -> Dtype:
@@ -194,4 +195,5 @@ class TrainingWorkload:
             offloads_activations=config.offload.activations == "cpu",
             adapter=config.adapter,
             background_saves=config.checkpoint.background,
+            first_micro_batch_size=config.training.micro_batch_size if config.training.stages else None,
         )

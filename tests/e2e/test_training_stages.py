@@ -24,8 +24,8 @@ pytestmark = pytest.mark.slow
 LONGEST, STEPS, RATE, CLIP = 64, 9, 0.5, 0.6
 SHAPES = [*[(4, 32)] * 3, *[(8, 32)] * 3, *[(4, 64)] * 3]  # sequences and their length, by step
 STAGES = [
-    {"from_tokens": 350, "global_batch_size": 8},
-    {"from_steps": 6, "global_batch_size": 4, "sequence_length": 64},
+    {"from_tokens": 350, "global_batch_size": 8, "micro_batch_size": 2},
+    {"from_steps": 6, "global_batch_size": 4, "sequence_length": LONGEST, "micro_batch_size": 1},
 ]
 PIPELINE = {"pipeline_parallel_size": 2}
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -35,7 +35,6 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "1f1b": {"parallel": PIPELINE},
     "zb-v": {"parallel": PIPELINE | {"pipeline_schedule": "zb-v"}},
     "zero 3": {"parallel": {"data_parallel_size": 2, "zero_stage": 3}},
-    # in one micro-batch, two, and one
     "offloaded": {"parallel": {"data_parallel_size": 2}, "offload": {"optimizer": "cpu"}},
     "zero 2": {"parallel": {"data_parallel_size": 2, "zero_stage": 2}},
     "interleaved": {"parallel": PIPELINE | {"pipeline_schedule": "interleaved", "pipeline_chunks": 2}},
@@ -110,8 +109,6 @@ def reference(hub: Path, corpus: Path) -> list[tuple[float, float]]:
 
 def trained(folder: Path, config: dict[str, Any], layout: str, *overrides: str) -> list[dict[str, Any]]:
     config = config | LAYOUTS[layout] | {"run_dir": str(folder / "run")}
-    if "offload" in config:
-        overrides = (*overrides, "training.micro_batch_size=2")
     train(folder, config, *overrides, world_size=2 if config.get("parallel") else 1)
     return metrics(config["run_dir"])
 

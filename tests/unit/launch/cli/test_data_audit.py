@@ -62,7 +62,7 @@ def test_the_plan_and_the_steps_to_come_follow_the_stages_of_training(run_dir: P
     assert plan["batch_stages"] == [
         {
             **{"place": "from_steps 20", "after_step": 20, "from_token": 20 * 4 * 32},
-            **{"global_batch_size": 4, "sequence_length": 64, "is_reached": True},
+            **{"global_batch_size": 4, "sequence_length": 64, "micro_batch_size": 2, "is_reached": True},
         }
     ]
     shown = CliRunner().invoke(app, ["data", "plan", str(run_dir / "config.yaml")])

@@ -155,7 +155,21 @@ def test_the_plan_is_that_of_the_longest_sequences(plan: Plan, files: tuple[str,
     assert found[1]["run"]["tokens"] == 2 * 8 * 32 + 2 * 8 * 128 < found[0]["run"]["tokens"]
     said = plan(str(tmp_path / "staged.yaml"), "--cluster", cluster)[0]
     assert "batch: from the stage from_steps 2, after step 2 (token 512), on: 8 sequences x 128 tokens = 1,024" in said
-    assert "note: memory and step times are those of 8 sequences of 128 tokens, the longest" in said
+    assert "note: memory and step times are those of 8 sequences of 128 tokens in micro-batches of " in said
+
+
+def test_what_a_plan_writes_has_the_micro_batches_of_each_stage(
+    plan: Plan, files: tuple[str, str], tmp_path: Path
+) -> None:
+    """The plan is that of the last stage, whose micro-batch must not become that of the first."""
+    config = yaml.safe_load(Path(files[0]).read_text())
+    stage = {"from_steps": 2, "sequence_length": 128, "micro_batch_size": 1}
+    config["training"] |= {"global_batch_size": 16, "micro_batch_size": 2, "stages": [stage]}
+    path = write_config(tmp_path / "staged.yaml", config)
+    found = json.loads(plan(str(path), "--cluster", files[1], "--write", str(tmp_path / "best.yaml"), "--json")[0])
+    assert {row["micro_batch_size"] for row in found["layouts"]} == {1}
+    written = load_run_config(tmp_path / "best.yaml", []).training
+    assert written.micro_batch_size == 2 and written.stages[0].micro_batch_size == 1
 
 
 def test_a_run_that_is_never_done_is_told(plan: Plan, files: tuple[str, str], tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_length_in_tokens_counts_the_tokens_of_each_stage(minimal: Path) -> No
     [
         ("[{global_batch_size: 16}]", "stage 0 of training.stages has neither of from_tokens and from_steps: give one"),
         ("[{from_steps: 1, from_tokens: 9, global_batch_size: 16}]", "stage 0 of training.stages has both of"),
-        ("[{from_steps: 3}]", "stage 0 of training.stages changes nothing: give it a global_batch_size or a"),
+        ("[{from_steps: 3}]", "stage 0 of training.stages changes nothing: give it a global_batch_size, a"),
         (
             "[{from_steps: 3, global_batch_size: 16}, {from_tokens: 700, global_batch_size: 8}]",
             "stage 1 of training.stages begins at token 700, not after stage 0 at token 768: write the stages in the",
@@ -105,6 +105,11 @@ def test_a_length_in_tokens_counts_the_tokens_of_each_stage(minimal: Path) -> No
             "[{from_steps: 3, global_batch_size: 9}]",
             "in stage 0 of training.stages: training.global_batch_size 9 is not a multiple of "
             "training.micro_batch_size 2: use a global_batch_size of 8 or 10",
+        ),
+        (
+            "[{from_steps: 3, micro_batch_size: 3}]",
+            "in stage 0 of training.stages: training.global_batch_size 8 is not a multiple of "
+            "training.micro_batch_size 3: use a global_batch_size of 6 or 9",
         ),
         (
             "[{from_steps: 3, sequence_length: 8192}]",
@@ -137,6 +142,14 @@ def test_every_stage_has_the_micro_batches_that_its_schedule_needs(minimal: Path
     config_of(minimal, "[{from_steps: 3, global_batch_size: 16}]", *options)
     with pytest.raises(ConfigError, match=r"in stage 0 of training.stages: parallel.pipeline_schedule dualpipev needs"):
         config_of(minimal, "[{from_steps: 3, global_batch_size: 4}]", *options)
+
+
+def test_a_micro_batch_of_a_stage_is_not_chosen_and_does_not_concern_evaluations(minimal: Path) -> None:
+    evaluated = ("training.evaluation.interval=5", "training.evaluation.samples=6")
+    shapes = shapes_of(config_of(minimal, "[{from_steps: 3, micro_batch_size: 8}]", *evaluated).training)
+    assert [shape.micro_batch_size for shape in shapes] == [2, 8]
+    with pytest.raises(ConfigError, match=r"stage 0 of training.stages states a micro_batch_size, and training.micro"):
+        config_of(minimal, "[{from_steps: 3, micro_batch_size: 1}]", "training.micro_batch_size=auto")
 
 
 def test_whole_documents_have_one_length(minimal: Path) -> None:
