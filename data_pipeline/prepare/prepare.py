@@ -221,6 +221,7 @@ def _merge(job: PreparationPlan, store: PartStore, part_count: int, skipped_rows
     skipped_rows += len(refused)
     writer = IndexedWriter(output, token_dtype(job.tokenizer.vocab_size))
     chats = job.encoder if isinstance(job.encoder, ChatEncoder) else None
+    is_fast = isinstance(job.encoder, TextEncoder) and job.encoder.fast_except is not None
     mask = LossWriter(output) if chats else None
     try:
         with writer, mask or nullcontext():
@@ -262,7 +263,7 @@ def _merge(job: PreparationPlan, store: PartStore, part_count: int, skipped_rows
         fill_in_the_middle=job.options.fill_in_the_middle,
         skipped_rows=skipped_rows,
         tokenizers=version("tokenizers"),
-        gigatoken=version("gigatoken") if job.options.encoder == "fast" else None,
+        gigatoken=version("gigatoken") if is_fast else None,
     )
     meta.write(output)
     return meta
