@@ -241,6 +241,7 @@ def _merge(job: PreparationPlan, store: PartStore, reporter: _Reporter) -> tuple
         has_loss=chats is not None,
         report=lambda documents, tokens: reporter.add(documents, tokens, parts=1),
     )
+    is_fast = isinstance(job.encoder, TextEncoder) and job.encoder.fast_except is not None
     meta = CorpusMeta(
         tokenizer_sha256=job.tokenizer.sha256,
         tokenizer=job.tokenizer.given,
@@ -263,7 +264,7 @@ def _merge(job: PreparationPlan, store: PartStore, reporter: _Reporter) -> tuple
         fill_in_the_middle=job.options.fill_in_the_middle,
         skipped_rows=joined.bad_rows,
         tokenizers=version("tokenizers"),
-        gigatoken=version("gigatoken") if job.options.encoder == "fast" else None,
+        gigatoken=version("gigatoken") if is_fast else None,
     )
     meta.write(store.output)
     return meta, [numbered_from_the_first(sentence) for sentence in joined.first_bad_rows]
