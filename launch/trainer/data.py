@@ -163,18 +163,21 @@ def _remedy(config: Config, vocab_size: int) -> str:
 def training_batches(
     data: RunData, config: Config, layout: ResolvedLayout, replica: int, followed: FollowedMix
 ) -> Iterator[list[TokenBatch]]:
-    """Returns this replica's micro-batches of each step from a position to the end, prepared ahead in a thread."""
-    config = followed.counted(config)
-    return chain.from_iterable(_batches_by_stage(data, config, _batch_plan(config, layout, replica), followed))
+    """Returns this replica's micro-batches of each step from a position to the end, prepared ahead in a thread.
+
+    `config` counts its length from where the session started: the loop has that end after a rollback too.
+    """
+    plan, last_step = _batch_plan(config, layout, replica), config.total_steps
+    return chain.from_iterable(_batches_by_stage(data, followed.counted(config), plan, followed, last_step))
 
 
 def _batches_by_stage(
-    data: RunData, config: Config, plan: BatchPlan, followed: FollowedMix
+    data: RunData, config: Config, plan: BatchPlan, followed: FollowedMix, last_step: int
 ) -> Iterator[Iterator[list[TokenBatch]]]:
     stretches, consumed = config.batches.stretches, followed.consumed_samples
-    ends = [*(stretch.step for stretch in stretches[1:]), config.total_steps]
+    ends = [*(stretch.step for stretch in stretches[1:]), last_step]
     for (begin, _, shape, _), end in zip(stretches, ends, strict=True):
-        steps = min(end, config.total_steps) - begin
+        steps = min(end, last_step) - begin
         if steps <= 0:
             return
         samples = data.training if shape.parts == 1 else CutSamples(data.training, shape.parts)

@@ -51,12 +51,13 @@ def open_on_all_hosts(config: Config, rank: Rank, progress: StartupProgress) -> 
         progress.begin_waiting(fetch.sentence, TELL_EVERY_S, on_each_host=True)
         thread.start()
     while True:
-        states = from_all_ranks(_state(thread), HostState)
+        own = _state(thread)
+        states = from_all_ranks(own, HostState)
         if failed := [state for state in states if state.problem]:
             raise StorageError(failed[0].problem) if failed[0].may_pass else DataError(failed[0].problem)
         if all(state.is_done for state in states):
             break
-        if thread is not None and not thread.is_alive():
+        if thread is not None and own.is_done:  # one that has ended since is told of in the next round
             progress.begin_waiting(lambda: "waiting for other hosts to copy the data", TELL_EVERY_S)
             thread = None
         time.sleep(LOOK_AGAIN_S)

@@ -8,7 +8,7 @@ from typing import Any
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import Manifest
 from megalite.config import Config
-from megalite.config.batch_stages import BatchSchedule, BatchShape, sample_length
+from megalite.config.batch_stages import BatchSchedule, BatchShape, sample_length, shapes_of
 from megalite.config.sections import TrainingConfig
 from megalite.config.training_stage import TrainingStage
 
@@ -30,6 +30,10 @@ def check_past_batches(manifest: Manifest, config: Config, folder: Path, advice:
             f"whole: keep it, or {advice}"
         )
     ours, theirs = BatchSchedule(now), BatchSchedule(then)
+    tokens_seen = int(manifest.state.get("tokens_seen", 0))
+    if tokens_seen != theirs.tokens_after(manifest.step):
+        _check_begun(now, then, manifest.step, tokens_seen, folder, advice)
+        return
     begins = {stretch.step for schedule in (ours, theirs) for stretch in schedule.stretches}
     for step in sorted(begin for begin in begins if begin < manifest.step):
         was, becomes = theirs.shape_after(step), ours.shape_after(step)
@@ -40,6 +44,35 @@ def check_past_batches(manifest: Manifest, config: Config, folder: Path, advice:
                 f"{theirs.tokens_after(manifest.step):,}) on may change, by a stage in training.stages that begins "
                 f"there or later: set the rest back, or {advice}"
             )
+
+
+def _check_begun(
+    now: TrainingConfig, then: TrainingConfig, step: int, tokens_seen: int, folder: Path, advice: str
+) -> None:
+    """Raises CheckpointError unless both configs have the same stages behind a position.
+
+    A run without stages may have gone on with other batches, of which only the number of tokens is known. A walk from
+    the start would then find stages at other steps than those at which they begin.
+    """
+    was, becomes = (_begun(training, step, tokens_seen) for training in (then, now))
+    if was != becomes:
+        raise CheckpointError(
+            f"{folder} has done {step:,} steps ({tokens_seen:,} tokens) with {', then '.join(was)}, and this config "
+            f"has {', then '.join(becomes)} there; only what comes from step {step + 1:,} (token {tokens_seen:,}) on "
+            f"may change, by a stage in training.stages that begins there or later: set the rest back, or {advice}"
+        )
+
+
+def _begun(training: TrainingConfig, step: int, tokens_seen: int) -> list[str]:
+    """Returns in words the batch at the start and those of the stages whose place lies before a position."""
+    first, *others = shapes_of(training)
+    found = [_in_words(first)]
+    for stage, shape in zip(training.stages, others, strict=True):
+        place, position = (stage.from_tokens, tokens_seen) if stage.from_steps is None else (stage.from_steps, step)
+        if (place or 0) >= position:
+            break
+        found.append(f"{_in_words(shape)} ({stage.place})")
+    return found
 
 
 def _training_of(manifest: Manifest, now: TrainingConfig) -> TrainingConfig:
