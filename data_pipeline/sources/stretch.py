@@ -3,6 +3,10 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from data_pipeline.sources.compressed import is_compressed
+
+_TIMES_COMPRESSED = 4  # a text is about so much longer than its compressed file
+
 
 class Stretch(NamedTuple):
     """A stretch of a source. What `begin` and `end` count is the source's own matter: bytes, rows, files.
@@ -20,7 +24,7 @@ WHOLE = Stretch(0, None, 0)
 
 def whole_file(path: Path) -> list[Stretch]:
     """Returns the one stretch of a file that is read from its beginning to its end."""
-    return [Stretch(0, None, path.stat().st_size)]
+    return [Stretch(0, None, path.stat().st_size * (_TIMES_COMPRESSED if is_compressed(path) else 1))]
 
 
 def byte_stretches(path: Path, size_bytes: int) -> list[Stretch]:
