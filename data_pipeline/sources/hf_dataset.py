@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from data_pipeline.errors import DataError
 from data_pipeline.sources.containment import CARDS, check_card, check_inside, check_saved
 from data_pipeline.sources.document import Document, OnBadRow, checked_text, file_identity
-from data_pipeline.sources.stretch import WHOLE, Stretch
+from data_pipeline.sources.stretch import WHOLE, Stretch, whole_file
 
 DATASET_PREFIX = "dataset:"
 _SPEC = re.compile(r"dataset:(?P<name>[^:]+)(?::(?P<split>.+))?")
@@ -79,6 +79,8 @@ class HfDataset:
                 return [Stretch(begin, begin + each, size_bytes) for begin in range(0, len(rows), each)] or [WHOLE]
             if (groups := self._row_groups) is not None:
                 return [Stretch(number, number + 1, group.size_bytes) for number, group in enumerate(groups)]
+            if self.path is not None and self.path.is_file():
+                return whole_file(self.path)
             return [Stretch(number, number + 1, size_bytes) for number in range(rows.num_shards)] or [WHOLE]
 
     def documents(self, on_bad_row: OnBadRow, stretch: Stretch = WHOLE) -> Iterator[Document]:
@@ -98,10 +100,10 @@ class HfDataset:
 
         with self._one_sentence():
             rows = self._rows
-            if stretch == WHOLE:
+            if stretch.end is None:
                 return rows, 0, ""
             if isinstance(rows, Dataset):
-                return rows.select(range(stretch.begin, min(stretch.end or len(rows), len(rows)))), stretch.begin, ""
+                return rows.select(range(stretch.begin, min(stretch.end, len(rows)))), stretch.begin, ""
             if (groups := self._row_groups) is not None:
                 rows = rows.reshard()
                 return rows.shard(len(groups), stretch.begin), sum(group.rows for group in groups[: stretch.begin]), ""

@@ -2,7 +2,10 @@
 
 from typing import NamedTuple
 
+from data_pipeline.sources.compressed import is_compressed
 from data_pipeline.sources.remote_file import Place, RemoteFile, size_of
+
+_TIMES_COMPRESSED = 4  # a text is about so much longer than its compressed file
 
 
 class Stretch(NamedTuple):
@@ -21,7 +24,7 @@ WHOLE = Stretch(0, None, 0)
 
 def whole_file(place: Place) -> list[Stretch]:
     """Returns the one stretch of a file that is read from its beginning to its end."""
-    return [Stretch(0, None, size_of(place) or 0)]
+    return [Stretch(0, None, (size_of(place) or 0) * (_TIMES_COMPRESSED if is_compressed(place) else 1))]
 
 
 def byte_stretches(place: Place, size_bytes: int) -> list[Stretch]:

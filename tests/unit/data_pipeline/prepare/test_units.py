@@ -107,11 +107,13 @@ def test_units_do_not_depend_on_reading(tmp_path: Path) -> None:
     """Their numbers are all that a run which goes on has; a unit of several files holds whole files."""
     for number in range(30):
         (tmp_path / f"{number:02}.txt").write_text("x" * 10)
+    (tmp_path / "97.txt.gz").write_bytes(b"z" * 20)
+    (tmp_path / "98.txt.gz").write_bytes(b"z" * 20)  # a text of some 80 bytes
     (tmp_path / "99.jsonl").write_bytes(b"\n" * 250)
     sources = open_sources([str(tmp_path)], "text")
     units = work_units(sources, CUT_PLACES, 100)
-    assert [len(unit) for unit in units] == [10, 10, 10, 1, 1, 1]
-    assert [(unit[0].stretch.begin, unit[0].stretch.end) for unit in units[3:]] == [(0, 100), (100, 200), (200, None)]
+    assert [len(unit) for unit in units] == [10, 10, 10, 1, 1, 1, 1, 1]
+    assert [(unit[0].stretch.begin, unit[0].stretch.end) for unit in units[5:]] == [(0, 100), (100, 200), (200, None)]
 
 
 def test_a_file_that_keeps_others_waiting_is_said_before_it_is_read(
