@@ -411,3 +411,30 @@ def test_the_keys_of_its_sections_are_those_that_the_config_knows(section: str, 
     assert model.model_config["extra"] == "forbid"
     removed = {name.partition(".")[2] for name in REMOVED if name.startswith(f"{section}.")}
     assert {field.alias or name for name, field in model.model_fields.items()} - removed == NESTED[section]
+
+
+def _sizes_after_a_change(rank: int) -> dict[str, tuple[int, int, int]]:
+    def sizes(engine: Any) -> tuple[int, int, int]:
+        known = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+        return *known, engine.optimizer.gradient_accumulation_steps
+
+    found = {}
+    for zero in (2, 3):
+        engine = engine_of(Case(zero=zero, micro_batch=2, accumulation=1)).deepspeed
+        engine.set_train_batch_size(4)
+        found[f"theirs, ZeRO-{zero}"] = sizes(engine)
+        seams.set_batch_size(engine, 12, 3)
+        found[f"ours, ZeRO-{zero}"] = sizes(engine)
+        engine.destroy()
+    return found
+
+
+def test_a_change_of_the_batch_reaches_the_optimizer() -> None:
+    """ZeRO-2 takes the norm of offloaded gradients by its own number of micro-batches: of the last one alone where that
+    is still 1."""
+    (found,) = run_ranks(_sizes_after_a_change, 1)
+    for zero in (2, 3):
+        assert found[f"theirs, ZeRO-{zero}"] == (2, 2, 1), (
+            "fixed in DeepSpeed: set_train_batch_size tells its optimizer"
+        )
+        assert found[f"ours, ZeRO-{zero}"] == (3, 4, 4)
