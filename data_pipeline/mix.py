@@ -353,6 +353,10 @@ class MixedSamples:
         source, j = self._place(k)
         return self._in_turn[source].count_valid_targets(j)
 
+    def count_valid_targets_between(self, first: int, stop: int) -> int:
+        """Returns how many targets of the samples [first, stop) carry loss; reads no tokens."""
+        return sum(map(self.count_valid_targets, range(first, stop)))
+
     def documents(self, k: int) -> list[DocumentRange]:
         """Returns the documents that sample k holds tokens of."""
         source, j = self._place(k)
