@@ -128,6 +128,9 @@ class Samples(Protocol):
     def count_valid_targets(self, k: int) -> int:
         """Returns how many targets of sample k carry loss; reads no tokens."""
 
+    def count_valid_targets_between(self, first: int, stop: int) -> int:
+        """Returns how many targets of the samples [first, stop) carry loss; reads no tokens."""
+
     def sources_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """Returns the source of each of these samples `[B]`, by its place among the names of a mix, or None."""
 
@@ -212,6 +215,14 @@ class CorpusSamples:
     def _open_split(self, split: Split) -> int:
         """Sets up the blocks of the split; returns its number of tokens."""
         raise NotImplementedError
+
+    def count_valid_targets(self, k: int) -> int:
+        """Returns how many targets of sample k carry loss; reads no tokens."""
+        raise NotImplementedError
+
+    def count_valid_targets_between(self, first: int, stop: int) -> int:
+        """Returns how many targets of the samples [first, stop) carry loss; reads no tokens."""
+        return sum(map(self.count_valid_targets, range(first, stop)))
 
     def sources_of(self, numbers: NDArray[np.int64]) -> None:
         """Returns None: these samples are those of one source."""

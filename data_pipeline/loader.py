@@ -45,8 +45,8 @@ class ReadSamples(Protocol):
     def sources_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """Returns the source of each of these samples, as in `Samples`."""
 
-    def count_valid_targets(self, k: int) -> int:
-        """Returns how many targets of sample k carry loss."""
+    def count_valid_targets_between(self, first: int, stop: int) -> int:
+        """Returns how many targets of the samples [first, stop) of a step carry loss; reads no tokens."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def count_valid_targets(samples: ReadSamples, plan: BatchPlan, consumed_samples:
     if not (plan.document_mask or samples.has_loss_mask):
         return plan.global_batch_size * samples.sequence_length
     stop = consumed_samples + plan.global_batch_size  # from indexes and loss masks: no replica has to ask the others
-    return sum(samples.count_valid_targets(k) for k in range(consumed_samples, stop))
+    return samples.count_valid_targets_between(consumed_samples, stop)
 
 
 def _micro_batch(samples: ReadSamples, first: int, plan: BatchPlan, valid: int) -> TokenBatch:

@@ -341,7 +341,7 @@ class MixedSamples:
 
     def sources_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the source of each of these samples, by its place among the names."""
-        return np.array([self._place(k)[0] for k in numbers.tolist()], dtype=np.int64)
+        return np.array([self._places(k // _AT_ONCE)[k % _AT_ONCE][0] for k in numbers.tolist()], dtype=np.int64)
 
     def read_row(self, k: int, rows: SampleRows, row: int) -> None:
         """Reads sample k into a row of a micro-batch; its ids are not checked."""
@@ -352,6 +352,10 @@ class MixedSamples:
         """Returns how many targets of sample k carry loss; reads no tokens."""
         source, j = self._place(k)
         return self._in_turn[source].count_valid_targets(j)
+
+    def count_valid_targets_between(self, first: int, stop: int) -> int:
+        """Returns how many targets of the samples [first, stop) carry loss; reads no tokens."""
+        return sum(map(self.count_valid_targets, range(first, stop)))
 
     def documents(self, k: int) -> list[DocumentRange]:
         """Returns the documents that sample k holds tokens of."""

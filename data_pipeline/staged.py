@@ -48,6 +48,10 @@ class CutSamples:
         """Returns the source of each of these sequences, as in `Samples`."""
         return self._samples.sources_of(numbers // self._parts)
 
-    def count_valid_targets(self, r: int) -> int:
-        """Returns how many targets of sequence r carry loss."""
-        return int(np.count_nonzero(self.sample(r).target_is_valid))
+    def count_valid_targets_between(self, first: int, stop: int) -> int:
+        """Returns how many targets of the sequences [first, stop) carry loss: all parts of some samples, as in a step.
+
+        Parts have the targets of the whole, so that no tokens are read, as of samples that are not cut.
+        """
+        assert first % self._parts == stop % self._parts == 0, (first, stop, self._parts)
+        return self._samples.count_valid_targets_between(first // self._parts, stop // self._parts)

@@ -49,9 +49,8 @@ def test_parts_have_the_documents_of_the_whole(numbered: Path) -> None:
     for k in range(samples.samples_per_epoch):
         whole, parts = samples.sample(k), [read.sample(4 * k + part) for part in range(4)]
         assert np.array_equal(np.concatenate([part.target_is_valid for part in parts]), whole.target_is_valid)
-        assert [read.count_valid_targets(4 * k + part) for part in range(4)] == [
-            part.target_is_valid.sum() for part in parts
-        ]
+        valid = sum(part.target_is_valid.sum() for part in parts)
+        assert read.count_valid_targets_between(4 * k, 4 * k + 4) == valid
         starts = [part * 8 + start for part, one in enumerate(parts) for start in one.starts.tolist()]
         assert starts == whole.starts.tolist()
         assert all(part.positions[0] == 0 for part in parts), "a sequence sees nothing before it"
