@@ -5,23 +5,24 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import resource
-import site
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 from benchmarks.data_costs import DataCost, DataGoal, number, of_proc_self, own_process, paired, ratio
 from data_pipeline.prepare.plan import PrepareOptions, plan_job
-from data_pipeline.prepare.prepare import prepare
+from data_pipeline.prepare.prepare import PrepareProgress, prepare
 from data_pipeline.tokenizer import python_stdlib_sources, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 _ENCODED_AT_ONCE = 64  # texts
-_DISTINCT_TEXT = 48 << 20  # bytes, of which the exact encoder takes 50 s
+_DISTINCT_TEXT = 256 << 20  # bytes for the fast encoder; the exact one has an eighth of it, 30 s
 
 
 def preparation_costs(folder: Path, *, is_quick: bool) -> Iterator[DataCost]:
@@ -29,11 +30,11 @@ def preparation_costs(folder: Path, *, is_quick: bool) -> Iterator[DataCost]:
     texts = [path.read_text(encoding="utf-8") for path in python_stdlib_sources()]
     tokenizer = train_tokenizer(texts[:100], folder / "tokenizer", 8192)
     some = write_texts(folder / "some.jsonl", texts[::4] if is_quick else texts[::2])
-    yield encoder_cost(some, tokenizer, folder, 1 if is_quick else 5)
+    yield encoder_cost(some, tokenizer, folder, 1 if is_quick else 3)
     twice = write_texts(folder / "twice.jsonl", texts if is_quick else texts * 2)
     yield workers_cost(twice, tokenizer, folder, 1 if is_quick else 2)
     yield restart_cost(some, tokenizer, folder)
-    yield fast_encoder_cost(tokenizer, folder, _DISTINCT_TEXT >> 4 if is_quick else _DISTINCT_TEXT)
+    yield from fast_encoder_costs(tokenizer, folder, _DISTINCT_TEXT >> 4 if is_quick else _DISTINCT_TEXT)
 
 
 def encoder_cost(source: Path, tokenizer: Path, folder: Path, turns: int) -> DataCost:
@@ -69,51 +70,67 @@ def restart_cost(source: Path, tokenizer: Path, folder: Path) -> DataCost:
     begun = own_process(module, "prepare_parts", *job, str(reread), 1)
     own_process(module, "prepare_parts", *job, str(new), int(0.9 * parts))
     restarted = own_process(module, "prepare_parts", *job, str(new), 1)
-    unit = plan_job([str(source)], tokenizer, PrepareOptions()).chunk_characters
+    unit = plan_job([str(source)], tokenizer, PrepareOptions()).unit_bytes
     units = (int(restarted.split()[0]) - int(begun.split()[0])) / unit
     return number("units of text read again when a job that is 90 % done begins again", max(units, 0.0), 1, DataGoal(2))
 
 
 def prepare_parts(source: str, tokenizer: str, output: str, count: int) -> None:
     """Prepares until `count` new parts are there, and prints the bytes read up to each of them."""
-    parts = itertools.count(1)
+    known = list[int]()
 
-    def note(progress: object) -> None:
-        print(of_proc_self("io", "rchar"), flush=True)
-        if next(parts) == count:
+    def note(progress: PrepareProgress) -> None:
+        if progress.doing != "encoding" or progress.parts_done in known:
+            return
+        known.append(progress.parts_done)  # the first is the number of parts that were there
+        if len(known) > 1:
+            print(of_proc_self("io", "rchar"), flush=True)
+        if len(known) > count:
             os._exit(0)
 
     prepare([source], Path(output), Path(tokenizer), workers=1, progress=note)
 
 
-def fast_encoder_cost(tokenizer: Path, folder: Path, size: int) -> DataCost:
-    """Compares both encoders on Python sources of installed packages, each in a process of its own."""
-    what = f"processor time of `prepare --encoder fast`, of the exact one, on {size >> 20} MiB of distinct text"
+def fast_encoder_costs(tokenizer: Path, folder: Path, size: int) -> Iterator[DataCost]:
+    """Compares both encoders, each in a process of its own, by byte: the exact one takes a second per megabyte."""
+    what = f"processor time of `prepare --encoder fast` per byte of {size >> 20} MiB of distinct text, of the exact one"
     goal = DataGoal(1 / 15)
     if find_spec("gigatoken") is None:
-        return DataCost(what, None, "gigatoken is not installed: pip install 'megalite[fast]'", goal)
-    texts, total = list[str](), 0
-    for path in sorted(Path(site.getsitepackages()[0]).rglob("*.py")):
-        texts.append(path.read_text(encoding="utf-8", errors="ignore"))
-        total += len(texts[-1])
-        if total >= size:
-            break
-    source = write_texts(folder / "distinct.jsonl", texts)
-    seconds = {
-        name: float(
-            own_process("benchmarks.data_preparation", "prepare_with", str(source), str(tokenizer), str(folder), name)
-        )
-        for name in ("exact", "fast")
-    }
-    return number(what, seconds["fast"] / seconds["exact"], 3, goal)
+        yield DataCost(what, None, "gigatoken is not installed: pip install 'megalite[fast]'", goal)
+        return
+    sizes, per_byte, peak = {"exact": size >> 3, "fast": size}, dict[str, float](), 0.0
+    for encoder, written in sizes.items():
+        source = write_distinct_text(folder / f"distinct_{encoder}.jsonl", written)
+        words = str(source), str(tokenizer), str(folder / encoder), encoder
+        seconds, peak = json.loads(own_process("benchmarks.data_preparation", "prepare_with", *words))
+        per_byte[encoder] = seconds / source.stat().st_size
+    yield number(what, per_byte["fast"] / per_byte["exact"], 3, goal)
+    yield number("peak memory of the process of the fast encoder (GB)", peak, 2, DataGoal(2))
 
 
-def prepare_with(source: str, tokenizer: str, folder: str, encoder: str) -> None:
-    """Prints the processor seconds of `prepare` and of the processes that it starts."""
+def prepare_with(source: str, tokenizer: str, output: str, encoder: Literal["exact", "fast"]) -> None:
+    """Prints the processor seconds of `prepare` and of the processes that it starts, and this one's memory in GB."""
     before = processor_seconds()
-    options = PrepareOptions(encoder=encoder)  # type: ignore[call-arg, unused-ignore]
-    prepare([source], Path(folder) / encoder, Path(tokenizer), options, workers=1)
-    print(processor_seconds() - before)
+    prepare([source], Path(output), Path(tokenizer), PrepareOptions(encoder=encoder), workers=1)
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9
+    print(json.dumps([processor_seconds() - before, peak]))
+
+
+def write_distinct_text(path: Path, size: int) -> Path:
+    """Writes the texts of Python's standard library, then its words in random order, some made new, up to `size`."""
+    texts = [path.read_text(encoding="utf-8") for path in python_stdlib_sources()]
+    draw = random.Random(0)
+    with path.open("w", encoding="utf-8") as file:
+        for number_of_text, text in enumerate(itertools.cycle(texts)):
+            if file.tell() >= size:
+                return path
+            if number_of_text >= len(texts):
+                words = text.split(" ")
+                draw.shuffle(words)
+                words[::9] = [f"{word}{draw.randrange(100_000)}" for word in words[::9]]
+                text = " ".join(words)
+            file.write(json.dumps({"text": text}) + "\n")
+    return path
 
 
 def processor_seconds() -> float:
