@@ -67,7 +67,7 @@ class DataSizes(NamedTuple):
     turns: int
 
 
-def costs(sizes: DataSizes, folder: Path, distinct_text: int, *, is_quick: bool) -> Iterator[DataCost]:
+def costs(sizes: DataSizes, folder: Path, *, is_quick: bool) -> Iterator[DataCost]:
     """Yields the rows as they are measured."""
     read = write_corpus(folder / "read", sizes.tokens, shortest=20, longest=1600)
     yield cold_cost(read, "bytes from a cold disk, per byte of a sample of 2,048 tokens")
@@ -78,7 +78,7 @@ def costs(sizes: DataSizes, folder: Path, distinct_text: int, *, is_quick: bool)
     yield cold_cost(short, "the same of short documents, where each sample needs another part of the index")
     yield from opening_costs(write_index(folder / "indexed", sizes.documents), sizes)
     yield many_corpora_cost(folder / "many", sizes.corpora)
-    yield from preparation_costs(folder, distinct_text, is_quick=is_quick)
+    yield from preparation_costs(folder, is_quick=is_quick)
     yield from waiting_costs(folder, is_quick=is_quick)
 
 
@@ -276,19 +276,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small corpora and few turns")
     parser.add_argument("--write", action="store_true", help="write the results page")
     parser.add_argument("--folder", type=Path, help="where corpora are written, 4 GB; default: a temporary folder")
-    parser.add_argument(
-        "--distinct-text",
-        type=int,
-        metavar="MIB",
-        help="text for both encoders; default: 32, with --quick 3; the goal counts with 512, which takes ten minutes",
-    )
     options = parser.parse_args()
-    distinct_text = (options.distinct_text or (3 if options.quick else 32)) << 20
     sizes = DataSizes(20_000_000, 2_000_000, 100, 400, 3) if options.quick else None
     sizes = sizes or DataSizes(200_000_000, 100_000_000, CORPORA, 2000, 15)
     before, rows = os.getloadavg()[0], []
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        for row in costs(sizes, Path(folder), distinct_text, is_quick=options.quick):
+        for row in costs(sizes, Path(folder), is_quick=options.quick):
             print(row, flush=True)
             rows.append(row)
     print(verdict(rows))

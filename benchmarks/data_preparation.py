@@ -13,27 +13,28 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 from benchmarks.data_costs import DataCost, DataGoal, number, of_proc_self, own_process, paired, ratio
-from data_pipeline.prepare.encoding import EncoderName
 from data_pipeline.prepare.plan import PrepareOptions, plan_job
 from data_pipeline.prepare.prepare import PrepareProgress, prepare
 from data_pipeline.tokenizer import python_stdlib_sources, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 _ENCODED_AT_ONCE = 64  # texts
+_DISTINCT_TEXT = 256 << 20  # bytes for the fast encoder; the exact one has an eighth of it, 30 s
 
 
-def preparation_costs(folder: Path, distinct_text: int, *, is_quick: bool) -> Iterator[DataCost]:
-    """Yields the rows about `prepare`; `distinct_text` is how many bytes both encoders encode."""
+def preparation_costs(folder: Path, *, is_quick: bool) -> Iterator[DataCost]:
+    """Yields the rows about `prepare`."""
     texts = [path.read_text(encoding="utf-8") for path in python_stdlib_sources()]
     tokenizer = train_tokenizer(texts[:100], folder / "tokenizer", 8192)
     some = write_texts(folder / "some.jsonl", texts[::4] if is_quick else texts[::2])
-    yield encoder_cost(some, tokenizer, folder, 1 if is_quick else 5)
+    yield encoder_cost(some, tokenizer, folder, 1 if is_quick else 3)
     twice = write_texts(folder / "twice.jsonl", texts if is_quick else texts * 2)
     yield workers_cost(twice, tokenizer, folder, 1 if is_quick else 2)
     yield restart_cost(some, tokenizer, folder)
-    yield from fast_encoder_costs(tokenizer, folder, distinct_text)
+    yield from fast_encoder_costs(tokenizer, folder, _DISTINCT_TEXT >> 4 if is_quick else _DISTINCT_TEXT)
 
 
 def encoder_cost(source: Path, tokenizer: Path, folder: Path, turns: int) -> DataCost:
@@ -76,61 +77,65 @@ def restart_cost(source: Path, tokenizer: Path, folder: Path) -> DataCost:
 
 def prepare_parts(source: str, tokenizer: str, output: str, count: int) -> None:
     """Prepares until `count` new parts are there, and prints the bytes read up to each of them."""
-    first = known = len([*Path(f"{output}.parts").glob("part-*.npz")])
+    known = list[int]()
 
     def note(progress: PrepareProgress) -> None:
-        nonlocal known
-        if progress.doing == "encoding" and progress.parts_done > known:
-            known = progress.parts_done
+        if progress.doing != "encoding" or progress.parts_done in known:
+            return
+        known.append(progress.parts_done)  # the first is the number of parts that were there
+        if len(known) > 1:
             print(of_proc_self("io", "rchar"), flush=True)
-            if known == first + count:
-                os._exit(0)
+        if len(known) > count:
+            os._exit(0)
 
     prepare([source], Path(output), Path(tokenizer), workers=1, progress=note)
 
 
 def fast_encoder_costs(tokenizer: Path, folder: Path, size: int) -> Iterator[DataCost]:
-    """Compares both encoders on `size` bytes of text, once and each in a process of its own."""
-    of_text = f"on {size >> 20} MiB of distinct text"
-    what = f"processor time of `prepare --encoder exact`, of the fast one, {of_text}"
-    goal, room = DataGoal(15, is_least=True, where=" on 512 MiB"), DataGoal(2)
+    """Compares both encoders, each in a process of its own, by byte: the exact one takes a second per megabyte."""
+    what = f"processor time of `prepare --encoder fast` per byte of {size >> 20} MiB of distinct text, of the exact one"
+    goal = DataGoal(1 / 15)
     if find_spec("gigatoken") is None:
         yield DataCost(what, None, "gigatoken is not installed: pip install 'megalite[fast]'", goal)
         return
-    source = write_distinct_text(folder / "distinct.jsonl", size)
-    exact, fast = (
-        json.loads(own_process("benchmarks.data_preparation", "prepare_with", str(source), str(tokenizer), encoder))
-        for encoder in ("exact", "fast")
-    )
-    assert exact["sha256"] == fast["sha256"]
-    yield number(what, exact["seconds"] / fast["seconds"], 1, goal)
-    yield number(f"peak memory of the fast one, {of_text} (GB)", fast["peak_bytes"] / 1e9, 2, room)
+    sizes, per_byte, peak = {"exact": size >> 3, "fast": size}, dict[str, float](), 0.0
+    for encoder, written in sizes.items():
+        source = write_distinct_text(folder / f"distinct_{encoder}.jsonl", written)
+        words = str(source), str(tokenizer), str(folder / encoder), encoder
+        seconds, peak = json.loads(own_process("benchmarks.data_preparation", "prepare_with", *words))
+        per_byte[encoder] = seconds / source.stat().st_size
+    yield number(what, per_byte["fast"] / per_byte["exact"], 3, goal)
+    yield number("peak memory of the process of the fast encoder (GB)", peak, 2, DataGoal(2))
 
 
-def prepare_with(source: str, tokenizer: str, encoder: EncoderName) -> None:
-    """Prints what `prepare` took with an encoder; the time of the fast one holds the comparison of both."""
-    began = time.process_time()
-    made = prepare([source], Path(f"{source}_{encoder}"), Path(tokenizer), PrepareOptions(encoder=encoder), workers=1)
-    seconds, peak = time.process_time() - began, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({"seconds": seconds, "peak_bytes": peak, "sha256": made.sha256}))
+def prepare_with(source: str, tokenizer: str, output: str, encoder: Literal["exact", "fast"]) -> None:
+    """Prints the processor seconds of `prepare` and of the processes that it starts, and this one's memory in GB."""
+    before = processor_seconds()
+    prepare([source], Path(output), Path(tokenizer), PrepareOptions(encoder=encoder), workers=1)
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9
+    print(json.dumps([processor_seconds() - before, peak]))
 
 
 def write_distinct_text(path: Path, size: int) -> Path:
-    """Writes `size` bytes of rows: Python's standard library, then its words in random order, some made new."""
+    """Writes the texts of Python's standard library, then its words in random order, some made new, up to `size`."""
     texts = [path.read_text(encoding="utf-8") for path in python_stdlib_sources()]
-    draw, written = random.Random(0), 0
+    draw = random.Random(0)
     with path.open("w", encoding="utf-8") as file:
-        for place, text in enumerate(itertools.cycle(texts)):
-            if written >= size:
-                break
-            if place >= len(texts):
+        for number_of_text, text in enumerate(itertools.cycle(texts)):
+            if file.tell() >= size:
+                return path
+            if number_of_text >= len(texts):
                 words = text.split(" ")
                 draw.shuffle(words)
                 words[::9] = [f"{word}{draw.randrange(100_000)}" for word in words[::9]]
                 text = " ".join(words)
             file.write(json.dumps({"text": text}) + "\n")
-            written += len(text.encode())
     return path
+
+
+def processor_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def waiting_costs(folder: Path, *, is_quick: bool) -> Iterator[DataCost]:
