@@ -94,7 +94,7 @@ def prepare_parts(source: str, tokenizer: str, output: str, count: int) -> None:
 def fast_encoder_costs(tokenizer: Path, folder: Path, size: int) -> Iterator[DataCost]:
     """Compares both encoders, each in a process of its own, by byte: the exact one takes a second per megabyte."""
     what = f"processor time of `prepare --encoder fast` per byte of {size >> 20} MiB of distinct text, of the exact one"
-    goal = DataGoal(1 / 15)
+    goal = DataGoal(1 / 15, where=f" for {_DISTINCT_TEXT >> 20} MiB")
     if find_spec("gigatoken") is None:
         yield DataCost(what, None, "gigatoken is not installed: pip install 'megalite[fast]'", goal)
         return
