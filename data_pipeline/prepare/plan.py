@@ -80,7 +80,7 @@ class PreparationPlan:
         """The units of the job; looks into data sets, but reads no text."""
         return work_units(self.sources, self.places, self.unit_bytes)
 
-    @property
+    @cached_property
     def parts_sha256(self) -> str:
         """Digest of the job and of how its text is cut into units."""
         return hashlib.sha256(f"{self.sha256} {_UNITS} {version('datasets')}".encode()).hexdigest()
