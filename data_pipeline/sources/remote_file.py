@@ -75,10 +75,10 @@ def remote_files(spec: str) -> list[RemoteFile]:
         system = _filesystem(protocol)
         system.invalidate_cache()
         path = system._strip_protocol(spec)
-        if protocol not in _WEB and any(sign in path for sign in "*?["):
-            found = system.glob(path, detail=True)
-        elif protocol in _WEB or system.isfile(path):
+        if protocol in _WEB or system.isfile(path):  # first: its name may have a bracket in it
             found = {path: system.info(path)}
+        elif any(sign in path for sign in "*?["):
+            found = system.glob(path, detail=True)
         else:
             found = system.find(path, detail=True)
             root = path.rstrip("/") + "/"

@@ -80,6 +80,8 @@ def test_every_format_on_an_object_store_gives_the_documents_of_the_same_files_h
     assert documents([place]) == documents([str(files)]) == documents([f"{place}/"])
     assert documents([f"{place}/*.jsonl*"]) == documents([f"{files}/*.jsonl*"])
     assert documents([f"{place}/**/[gh].*"]) == documents([f"{files}/**/[gh].*"])
+    own_client().pipe(f"{place}/[gh].txt", b"a name with brackets")
+    assert documents([f"{place}/[gh].txt"]) == ["a name with brackets"]
     assert documents([f"file://{files}/c.csv"]) == ["one, two", "three"]
     (first, again) = open_sources([f"{place}/c.csv", f"{place}/*.csv"], "text")
     assert first.path and again.path and repeated_files([first.path, again.path]) == [[f"{place}/c.csv"] * 2]
