@@ -163,12 +163,17 @@ class _RemoteStream(io.RawIOBase):
         with _one_sentence(file.url):
             self._system = _filesystem(file.url.partition("://")[0])
             self._path = self._system._strip_protocol(file.url)
-            self._system.invalidate_cache()
-            info = self._system.info(self._path)
-        self.size = info.get("size")
-        kind = file.version.partition(" ")[0]
-        if (self.size, f"{kind} {info.get(kind)}") != (file.size_bytes, file.version):
-            raise DataError(f"{file.url} was replaced while it was in use: start again, with the data as it is now")
+            self._check_version()
+        self.size, self._was_checked = file.size_bytes, True
+
+    def _check_version(self) -> None:
+        """Raises DataError if the file is another one by now."""
+        self._system.invalidate_cache()
+        info, kind = self._system.info(self._path), self._file.version.partition(" ")[0]
+        if (info.get("size"), f"{kind} {info.get(kind)}") != (self._file.size_bytes, self._file.version):
+            raise DataError(
+                f"{self._file.url} was replaced while it was in use: start again, with the data as it is now"
+            )
 
     def readable(self) -> bool:
         return True
@@ -192,7 +197,7 @@ class _RemoteStream(io.RawIOBase):
                     break
                 except Exception as error:  # each library has its own
                     self._let_go()
-                    if attempt == _ATTEMPTS or isinstance(error, FileNotFoundError | PermissionError):
+                    if attempt == _ATTEMPTS or isinstance(error, FileNotFoundError | PermissionError | DataError):
                         raise
                     time.sleep(2.0 ** (attempt - 1))
         buffer[: len(content)] = content
@@ -203,6 +208,9 @@ class _RemoteStream(io.RawIOBase):
         if self._stream is not None and self._stream_place != self._place and self._is_plain:
             self._let_go()
         if self._stream is None:
+            if not self._was_checked:  # a store refuses to go on with another file, which opening it anew would do
+                self._check_version()
+            self._was_checked = False
             # one plain request reads a web server's file from its beginning: many know no ranges
             self._is_plain = self._file.is_of_web and not self._place
             ahead = {"block_size": self._ahead(count), "cache_type": "readahead"}

@@ -117,6 +117,19 @@ def test_a_changed_object_is_another_source_and_an_unchanged_one_is_not(place: s
     assert ["".join(one.blocks) for one in after.documents(refuse_bad_row)] == ["two text"]
 
 
+def test_an_object_that_is_replaced_while_it_is_read_is_refused(place: str) -> None:
+    """Reading on where a connection broke took the rest from the new object."""
+    url, client = f"{place}/a.txt", own_client()
+    client.pipe(url, b"1" * (4 << 20))
+    (source,) = open_sources([url], "text")
+    assert isinstance(source.path, remote_file.RemoteFile)
+    with source.path.open(1) as stream:
+        assert stream.read(10) == b"1" * 10
+        client.pipe(url, b"2" * (4 << 20))
+        with pytest.raises(DataError, match=r"a\.txt was replaced while it was in use: start again"):
+            stream.read()
+
+
 def test_prepare_writes_the_same_tokens_from_a_store_and_knows_them_again(
     place: str, s3: Gate, tmp_path: Path, tokenizer_folder: Path
 ) -> None:
