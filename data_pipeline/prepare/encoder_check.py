@@ -19,6 +19,8 @@ from data_pipeline.prepare.character_probe import as_table, parting_characters
 from data_pipeline.prepare.encoding import TextEncoder, loaded_tokenizer
 from data_pipeline.prepare.fast_encoding import fast_tokenizer
 from data_pipeline.sources import Source
+from data_pipeline.sources.remote_file import RemoteFile
+from data_pipeline.sources.stretch import WHOLE, Stretch
 
 SAMPLE_CHARACTERS = 1 << 20
 _SMALLEST_SHARE = 1 << 12  # characters of a source; less of each would open more files than the check is worth
@@ -78,7 +80,8 @@ def sample(sources: Sequence[Source]) -> Iterator[tuple[str, str]]:
 
 def _beginning(source: Source, characters: int) -> Iterator[tuple[str, str]]:
     """Yields the first documents of a source, the last one cut short. Bad rows are left to the run itself."""
-    for document in source.documents(lambda error: None):
+    beginning = Stretch(0, None, characters) if isinstance(source.path, RemoteFile) else WHOLE  # fetches little more
+    for document in source.documents(lambda error: None, beginning):
         parts, length = [], 0
         for block in document.blocks:
             parts.append(block[: characters - length])

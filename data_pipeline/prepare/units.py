@@ -99,7 +99,8 @@ def _text_range(file: TextFile, stretch: Stretch, places: Sequence[CutPlace]) ->
     if begin is None or (stretch.end is not None and begin >= stretch.end):
         return
     end = None if stretch.end is None else _first_place(file, stretch.end, places)
-    yield Document(str(file.path), file.blocks(begin, end), begins=begin == 0, ends=end is None)
+    blocks = file.blocks(begin, end, about_bytes=stretch.size_bytes if end is None else end - begin)
+    yield Document(str(file.path), blocks, begins=begin == 0, ends=end is None)
 
 
 def _first_place(file: TextFile, start: int, places: Sequence[CutPlace]) -> int | None:
@@ -108,7 +109,7 @@ def _first_place(file: TextFile, start: int, places: Sequence[CutPlace]) -> int 
     Raises DataError if the next one is so far that the text between is too long for a piece.
     """
     text, decoder = "", codecs.getincrementaldecoder("utf-8")("surrogateescape")  # whoever reads it refuses such bytes
-    with open_file(file.path) as stream:
+    with open_file(file.path, _LOOKED_AHEAD_BYTES) as stream:
         stream.seek(start)
         block = stream.read(_LOOKED_AHEAD_BYTES)
         start += len(block) - len(block.lstrip(_INSIDE_CHARACTERS))

@@ -59,7 +59,7 @@ class UnitWork(NamedTuple):
         """Counts the documents of a unit, or encodes it into its part. Raises DataError for what cannot be read."""
         bad_rows, timed = BadRows(self.job.options.skip_bad_rows), _TimedReport(report)
         if task.only_count:
-            for piece in self._pieces(task, bad_rows):
+            for piece in self._pieces(task, bad_rows, timed):
                 timed.add(int(piece.ends_document), 0)
         else:
             self._encode(task, bad_rows, timed)
@@ -74,11 +74,12 @@ class UnitWork(NamedTuple):
         encoder, refused_pieces = self.job.encoder, 0
         dtype, is_chat = token_dtype(encoder.tokenizer.vocab_size), isinstance(encoder, ChatEncoder)
         with PartWriter(self.store.path(task.number), dtype, has_loss=is_chat) as part:
-            for piece in self._pieces(task, bad_rows):
+            for piece in self._pieces(task, bad_rows, timed):
                 try:
                     ids, loss = encoder.encode(piece)
                 except DataError as error:
                     bad_rows(error)
+                    timed.add(0, 0)
                     if not (piece.begins_document and piece.ends_document):
                         refused_pieces += 1
                         part.refuse_document(ends_document=piece.ends_document)
@@ -87,9 +88,13 @@ class UnitWork(NamedTuple):
                     timed.add(int(piece.ends_document), len(ids))
             part.finish(bad_rows.count - refused_pieces, bad_rows.first)
 
-    def _pieces(self, task: UnitTask, bad_rows: BadRows) -> Iterator[TextPiece]:
+    def _pieces(self, task: UnitTask, bad_rows: BadRows, timed: "_TimedReport") -> Iterator[TextPiece]:
+        def on_bad_row(error: DataError) -> None:
+            bad_rows(error)
+            timed.add(0, 0)  # a file of hours may hold nothing else, and who waits for its end must be heard
+
         job = self.job
-        return unit_pieces(job.sources, job.places, job.units[task.number], task.first_document, bad_rows)
+        return unit_pieces(job.sources, job.places, job.units[task.number], task.first_document, on_bad_row)
 
 
 class _TimedReport:

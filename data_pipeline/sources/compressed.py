@@ -27,16 +27,19 @@ def size_of_text(path: Place) -> int | None:
 
 
 @contextmanager
-def open_text(path: Place) -> Iterator[io.BufferedReader]:
-    """Opens the file for reading, decompressed. Raises DataError, where it is read, if it is damaged or cut short."""
+def open_text(path: Place, about_bytes: int = 0) -> Iterator[io.BufferedReader]:
+    """Opens the file, of which `about_bytes` will be read, for reading, decompressed.
+
+    Raises DataError, where it is read, if it is damaged or cut short.
+    """
     if not is_compressed(path):
-        with open_file(path) as stream:
+        with open_file(path, about_bytes) as stream:
             yield stream
         return
     import pyarrow
 
     try:
-        source = path.open() if isinstance(path, RemoteFile) else str(path)
+        source = path.open(about_bytes) if isinstance(path, RemoteFile) else str(path)
         with pyarrow.input_stream(source, compression=_CODECS[path.suffix]) as content:
             yield io.BufferedReader(cast(io.RawIOBase, content), _BUFFER_BYTES)
     except (OSError, pyarrow.ArrowException) as error:

@@ -33,7 +33,7 @@ class CsvTable:
         return whole_file(self.path)  # a line break may stand inside a cell
 
     def documents(self, on_bad_row: OnBadRow, stretch: Stretch = WHOLE) -> Iterator[Document]:
-        for where, row in self._rows():
+        for where, row in self._rows(stretch.size_bytes):
             try:
                 if None in row or None in row.values():
                     raise DataError(
@@ -44,10 +44,10 @@ class CsvTable:
             except DataError as error:
                 on_bad_row(error)
 
-    def _rows(self) -> Iterator[tuple[str, dict[Any, Any]]]:
+    def _rows(self, about_bytes: int) -> Iterator[tuple[str, dict[Any, Any]]]:
         """Yields the rows, each with the place where it ends; what `csv` lacks or has in excess is None."""
         csv.field_size_limit(_LONGEST_CELL)
-        with open_text(self.path) as stream:
+        with open_text(self.path, about_bytes) as stream:
             rows = csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), strict=True)
             try:
                 if rows.fieldnames is not None and self.text_field not in rows.fieldnames:

@@ -18,6 +18,7 @@ from data_pipeline.sources.remote_file import Place
 from data_pipeline.sources.stretch import WHOLE, Stretch, byte_stretches, whole_file
 
 _LONGEST = 1 << 28  # bytes of a line, and of an array
+_LOOKED_AT = 1 << 12  # bytes, to tell an array
 _LINES, _ARRAY = "one JSON object on each line", "one array of JSON objects"
 
 
@@ -63,7 +64,7 @@ class JsonRows:
 
     def rows(self, on_bad_row: OnBadRow, stretch: Stretch = WHOLE) -> Iterator[tuple[str, Any]]:
         """Yields the values on the lines that begin in a stretch, each with its place, or those of an array."""
-        with open_text(self.path) as stream:
+        with open_text(self.path, stretch.size_bytes) as stream:
             if not stretch.begin and self.may_be_array and _begins_array(stream):
                 yield from self._array(stream)
                 return
@@ -88,7 +89,7 @@ class JsonRows:
     def _is_array(self) -> bool:
         if not self.may_be_array:
             return False
-        with open_text(self.path) as stream:
+        with open_text(self.path, _LOOKED_AT) as stream:
             return _begins_array(stream)
 
     def _array(self, stream: BufferedReader) -> Iterator[tuple[str, Any]]:
@@ -102,7 +103,7 @@ class JsonRows:
 
 
 def _begins_array(stream: BufferedReader) -> bool:
-    start = stream.peek(1 << 12).lstrip()
+    start = stream.peek(_LOOKED_AT).lstrip()
     return start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 

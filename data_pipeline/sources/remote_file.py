@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from data_pipeline.errors import DataError
 
-_BLOCK_BYTES = 8 << 20  # fetched ahead
+_BLOCK_BYTES = 8 << 20  # fetched ahead, at most
 _BUFFER_BYTES = 1 << 18
 _ATTEMPTS = 4  # to read on where a connection broke, with 1, 2 and 4 s between them
 _CONNECT_S, _ANSWER_S = 10, 30
@@ -57,9 +57,12 @@ class RemoteFile:
         """Returns URL, size and checksum or date, which change when the content may have changed."""
         return [self.url, str(self.size_bytes), self.version]
 
-    def open(self) -> io.BufferedReader:
-        """Opens the file for reading. Raises DataError, there or where it is read, if it is another one by now."""
-        return io.BufferedReader(_RemoteStream(self), _BUFFER_BYTES)
+    def open(self, about_bytes: int = 0) -> io.BufferedReader:
+        """Opens the file for reading. Raises DataError, there or where it is read, if it is another one by now.
+
+        about_bytes: that will be read, so that hardly more are fetched; 0 if it is not known.
+        """
+        return io.BufferedReader(_RemoteStream(self, about_bytes), _BUFFER_BYTES)
 
 
 def remote_files(spec: str) -> list[RemoteFile]:
@@ -72,10 +75,10 @@ def remote_files(spec: str) -> list[RemoteFile]:
         system = _filesystem(protocol)
         system.invalidate_cache()
         path = system._strip_protocol(spec)
-        if protocol not in _WEB and any(sign in path for sign in "*?["):
-            found = system.glob(path, detail=True)
-        elif protocol in _WEB or system.isfile(path):
+        if protocol in _WEB or system.isfile(path):  # first: its name may have a bracket in it
             found = {path: system.info(path)}
+        elif any(sign in path for sign in "*?["):
+            found = system.glob(path, detail=True)
         else:
             found = system.find(path, detail=True)
             root = path.rstrip("/") + "/"
@@ -153,19 +156,24 @@ def _filesystem(protocol: str) -> Any:
 class _RemoteStream(io.RawIOBase):
     """The bytes of a remote file, which are read on from the same place after a connection broke."""
 
-    def __init__(self, file: RemoteFile) -> None:
-        self._file, self._place = file, 0
+    def __init__(self, file: RemoteFile, about_bytes: int) -> None:
+        self._file, self._place, self._about_bytes = file, 0, about_bytes
         self._stream: Any = None
         self._stream_place, self._is_plain = 0, False
         with _one_sentence(file.url):
             self._system = _filesystem(file.url.partition("://")[0])
             self._path = self._system._strip_protocol(file.url)
-            self._system.invalidate_cache()
-            info = self._system.info(self._path)
-        self.size = info.get("size")
-        kind = file.version.partition(" ")[0]
-        if (self.size, f"{kind} {info.get(kind)}") != (file.size_bytes, file.version):
-            raise DataError(f"{file.url} was replaced while it was in use: start again, with the data as it is now")
+            self._check_version()
+        self.size, self._was_checked = file.size_bytes, True
+
+    def _check_version(self) -> None:
+        """Raises DataError if the file is another one by now."""
+        self._system.invalidate_cache()
+        info, kind = self._system.info(self._path), self._file.version.partition(" ")[0]
+        if (info.get("size"), f"{kind} {info.get(kind)}") != (self._file.size_bytes, self._file.version):
+            raise DataError(
+                f"{self._file.url} was replaced while it was in use: start again, with the data as it is now"
+            )
 
     def readable(self) -> bool:
         return True
@@ -189,7 +197,7 @@ class _RemoteStream(io.RawIOBase):
                     break
                 except Exception as error:  # each library has its own
                     self._let_go()
-                    if attempt == _ATTEMPTS or isinstance(error, FileNotFoundError | PermissionError):
+                    if attempt == _ATTEMPTS or isinstance(error, FileNotFoundError | PermissionError | DataError):
                         raise
                     time.sleep(2.0 ** (attempt - 1))
         buffer[: len(content)] = content
@@ -200,9 +208,13 @@ class _RemoteStream(io.RawIOBase):
         if self._stream is not None and self._stream_place != self._place and self._is_plain:
             self._let_go()
         if self._stream is None:
+            if not self._was_checked:  # a store refuses to go on with another file, which opening it anew would do
+                self._check_version()
+            self._was_checked = False
             # one plain request reads a web server's file from its beginning: many know no ranges
             self._is_plain = self._file.is_of_web and not self._place
-            blocks = {"block_size": 0} if self._is_plain else {"block_size": _BLOCK_BYTES, "cache_type": "readahead"}
+            ahead = {"block_size": self._ahead(count), "cache_type": "readahead"}
+            blocks = {"block_size": 0} if self._is_plain else ahead
             self._stream, self._stream_place = self._system.open(self._path, "rb", **blocks), 0
         if self._stream_place != self._place:
             self._stream.seek(self._place)
@@ -211,6 +223,12 @@ class _RemoteStream(io.RawIOBase):
             raise ConnectionError(f"it ended after {self._place:,} of {self.size:,} bytes")
         self._stream_place = self._place + len(content)
         return content
+
+    def _ahead(self, count: int) -> int:
+        """Returns how much to fetch beside `count` bytes, so that what will be read comes in requests of one size."""
+        about_bytes = self._about_bytes + _BUFFER_BYTES if self._about_bytes else _BLOCK_BYTES  # and ends in a buffer
+        requests = -(-about_bytes // _BLOCK_BYTES)
+        return max(_BUFFER_BYTES, -(-about_bytes // requests) - count)
 
     def _let_go(self) -> None:
         stream, self._stream = self._stream, None
@@ -263,9 +281,9 @@ def _one_sentence(url: str) -> Iterator[None]:
 Place = Path | RemoteFile
 
 
-def open_file(place: Place) -> io.BufferedReader:
-    """Opens a local or remote file for reading from its beginning."""
-    return place.open() if isinstance(place, RemoteFile) else place.open("rb")
+def open_file(place: Place, about_bytes: int = 0) -> io.BufferedReader:
+    """Opens a local or remote file, of which `about_bytes` will be read, for reading from its beginning."""
+    return place.open(about_bytes) if isinstance(place, RemoteFile) else place.open("rb")
 
 
 def size_of(place: Place) -> int | None:

@@ -39,7 +39,7 @@ class RemoteParquet:
         number = 0
         try:
             with (
-                self.path.open() as stream,
+                self.path.open(stretch.size_bytes) as stream,
                 ParquetFile(stream, buffer_size=_BUFFER_BYTES, pre_buffer=False) as table,
             ):
                 columns = self.columns(table.schema_arrow.names)

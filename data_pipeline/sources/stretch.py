@@ -6,6 +6,7 @@ from data_pipeline.sources.compressed import is_compressed
 from data_pipeline.sources.remote_file import Place, RemoteFile, size_of
 
 _TIMES_COMPRESSED = 4  # a text is about so much longer than its compressed file
+_SHORTEST_REMOTE = 1 << 22  # bytes: each stretch of a remote file costs two requests or more
 
 
 class Stretch(NamedTuple):
@@ -16,7 +17,7 @@ class Stretch(NamedTuple):
 
     begin: int
     end: int | None  # exclusive; None: to the end of the source
-    size_bytes: int  # about, for grouping; 0 if it is not known
+    size_bytes: int  # about, for grouping and for what is fetched ahead; 0 if it is not known
 
 
 WHOLE = Stretch(0, None, 0)
@@ -35,6 +36,8 @@ def byte_stretches(place: Place, size_bytes: int) -> list[Stretch]:
     size = size_of(place)
     if size is None or (isinstance(place, RemoteFile) and place.is_of_web):
         return whole_file(place)
+    if isinstance(place, RemoteFile):
+        size_bytes = max(size_bytes, _SHORTEST_REMOTE)
     begins = range(0, max(size, 1), size_bytes)
     return [Stretch(begin, begin + size_bytes, size_bytes) for begin in begins[:-1]] + [
         Stretch(begins[-1], None, size - begins[-1])

@@ -30,16 +30,16 @@ class TextFile:
         return whole_file(self.path)
 
     def documents(self, on_bad_row: OnBadRow, stretch: Stretch = WHOLE) -> Iterator[Document]:
-        yield Document(str(self.path), self.blocks())
+        yield Document(str(self.path), self.blocks(about_bytes=stretch.size_bytes))
 
-    def blocks(self, begin: int = 0, end: int | None = None) -> Iterator[str]:
+    def blocks(self, begin: int = 0, end: int | None = None, *, about_bytes: int = 0) -> Iterator[str]:
         """Yields the text from byte `begin` to byte `end`, in blocks. Raises DataError if it is not UTF-8.
 
-        A file that is compressed is read whole.
+        A file that is compressed is read whole. about_bytes: of the file that will be read; 0 if it is not known.
         """
         decoder = codecs.getincrementaldecoder("utf-8")()
         position = begin
-        with open_text(self.path) as stream:
+        with open_text(self.path, about_bytes) as stream:
             if begin:
                 stream.seek(begin)
             while True:

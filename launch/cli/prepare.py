@@ -132,14 +132,6 @@ def prepare(
                     texts, tokenizer.absolute(), train_vocab_size, sources=sources, overwrite=overwrite
                 )
 
-            def show(progress: PrepareProgress) -> None:
-                counts = f"{progress.documents:,} documents, {progress.tokens:,} tokens"
-                if progress.doing == "counting":
-                    counts = f"{progress.documents:,} documents"
-                elif progress.doing == "encoding":
-                    counts += f", {progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s"
-                describe(f"{progress.doing} part {progress.parts_done:,} of {progress.part_count:,}: {counts}")
-
             compared = ", after a comparison of both encoders on a part of it" if encoder == "fast" else ""
             describe(f"reading and encoding the text{compared}")
             summary = prepare_data(
@@ -149,7 +141,7 @@ def prepare(
                 options,
                 workers=workers,
                 overwrite=overwrite,
-                progress=show,
+                progress=lambda progress: describe(_words_of(progress)),
                 notice=log.warning,
                 dry_run=dry_run,
             )
@@ -160,6 +152,15 @@ def prepare(
         print_json(asdict(summary))
     else:
         _print_summary(summary)
+
+
+def _words_of(progress: PrepareProgress) -> str:
+    if progress.doing == "counting":
+        return f"counting the documents for --fill-in-the-middle: {progress.documents:,}"
+    if progress.doing == "joining":
+        return f"joining the encoded parts: {progress.parts_done:,} of {progress.part_count:,}"
+    rate = progress.tokens / max(progress.seconds, 1e-9)
+    return f"{progress.documents:,} documents, {progress.tokens:,} tokens, {rate:,.0f} tokens/s"
 
 
 def _check_options(chat: bool, train_on: str | None, adds_tokens: bool, train_vocab_size: int | None) -> None:

@@ -16,11 +16,14 @@ import fsspec
 import pyarrow as pa
 import pytest
 from pyarrow.parquet import write_table
+from s3fs.core import S3File
 
 from data_pipeline.errors import DataError
 from data_pipeline.meta import read_meta
-from data_pipeline.prepare.plan import PrepareOptions
+from data_pipeline.prepare.encoder_check import SAMPLE_CHARACTERS, sample
+from data_pipeline.prepare.plan import PrepareOptions, plan_job
 from data_pipeline.prepare.prepare import prepare
+from data_pipeline.prepare.units import unit_pieces
 from data_pipeline.sources import open_sources, remote_file
 from data_pipeline.sources.document import refuse_bad_row
 from data_pipeline.sources.folders import repeated_files
@@ -77,6 +80,8 @@ def test_every_format_on_an_object_store_gives_the_documents_of_the_same_files_h
     assert documents([place]) == documents([str(files)]) == documents([f"{place}/"])
     assert documents([f"{place}/*.jsonl*"]) == documents([f"{files}/*.jsonl*"])
     assert documents([f"{place}/**/[gh].*"]) == documents([f"{files}/**/[gh].*"])
+    own_client().pipe(f"{place}/[gh].txt", b"a name with brackets")
+    assert documents([f"{place}/[gh].txt"]) == ["a name with brackets"]
     assert documents([f"file://{files}/c.csv"]) == ["one, two", "three"]
     (first, again) = open_sources([f"{place}/c.csv", f"{place}/*.csv"], "text")
     assert first.path and again.path and repeated_files([first.path, again.path]) == [[f"{place}/c.csv"] * 2]
@@ -112,6 +117,19 @@ def test_a_changed_object_is_another_source_and_an_unchanged_one_is_not(place: s
     assert ["".join(one.blocks) for one in after.documents(refuse_bad_row)] == ["two text"]
 
 
+def test_an_object_that_is_replaced_while_it_is_read_is_refused(place: str) -> None:
+    """Reading on where a connection broke took the rest from the new object."""
+    url, client = f"{place}/a.txt", own_client()
+    client.pipe(url, b"1" * (4 << 20))
+    (source,) = open_sources([url], "text")
+    assert isinstance(source.path, remote_file.RemoteFile)
+    with source.path.open(1) as stream:
+        assert stream.read(10) == b"1" * 10
+        client.pipe(url, b"2" * (4 << 20))
+        with pytest.raises(DataError, match=r"a\.txt was replaced while it was in use: start again"):
+            stream.read()
+
+
 def test_prepare_writes_the_same_tokens_from_a_store_and_knows_them_again(
     place: str, s3: Gate, tmp_path: Path, tokenizer_folder: Path
 ) -> None:
@@ -133,6 +151,30 @@ def test_prepare_writes_the_same_tokens_from_a_store_and_knows_them_again(
         prepare([url], tmp_path / "there", tokenizer_folder, workers=1)
     new = prepare([url], tmp_path / "there", tokenizer_folder, workers=1, overwrite=True)
     assert new.sha256 == here.sha256 and not new.reused and not new.resumed_parts
+
+
+def test_units_of_an_object_fetch_hardly_more_than_their_bytes(
+    place: str, monkeypatch: pytest.MonkeyPatch, tokenizer_folder: Path
+) -> None:
+    """A block of 8 MB ahead for each unit of 256 kB fetched an object 26 times."""
+    fetched, fetch = [0], S3File._fetch_range
+
+    def counted(file: S3File, start: int, end: int) -> bytes:
+        fetched[0] += end - start
+        return fetch(file, start, end)
+
+    monkeypatch.setattr(S3File, "_fetch_range", counted)
+    for name, line in {"a.jsonl": json.dumps({"text": "the of and code " * 99}), "a.txt": "a line of text"}.items():
+        content = f"{line}\n".encode() * ((9 << 20) // len(line))
+        own_client().pipe(f"{place}/{name}", content)
+        job = plan_job([f"{place}/{name}"], tokenizer_folder, PrepareOptions())
+        fetched[0] = 0
+        read = [list(unit_pieces(job.sources, job.places, unit, 0, refuse_bad_row)) for unit in job.units]
+        assert len(read) >= 3 and sum(len(piece.text) for pieces in read for piece in pieces) > 0.9 * len(content)
+        assert fetched[0] < 1.5 * len(content), name
+        fetched[0] = 0
+        assert sum(len(text) for _, text in sample(job.sources)) == SAMPLE_CHARACTERS
+        assert fetched[0] < 3 * SAMPLE_CHARACTERS, name
 
 
 class _WebServer(http.server.BaseHTTPRequestHandler):

@@ -13,9 +13,11 @@ from tokenizers import Tokenizer
 
 from data_pipeline.errors import DataError
 from data_pipeline.prepare.cutting import CUT_PLACES, cut_document
-from data_pipeline.prepare.plan import PrepareOptions
+from data_pipeline.prepare.parts import PartStore
+from data_pipeline.prepare.plan import PrepareOptions, plan_job
 from data_pipeline.prepare.prepare import PrepareProgress, prepare
 from data_pipeline.prepare.units import unit_pieces, work_units
+from data_pipeline.prepare.workers import UnitTask, UnitWork
 from data_pipeline.sources import open_sources
 from data_pipeline.sources.document import refuse_bad_row
 
@@ -132,6 +134,21 @@ def test_a_file_that_keeps_others_waiting_is_said_before_it_is_read(
         monkeypatch.setattr("data_pipeline.prepare.plan._UNIT_OF_UNKNOWN_SIZE", 30)
         prepare(specs, tmp_path / "out", tokenizer_folder, **choice)  # type: ignore[arg-type]
     assert [sentence.partition(" is read by one process")[0] for sentence in said] == [str(tmp_path / "a.jsonl.gz")]
+
+
+@pytest.mark.parametrize("only_count", [False, True])
+def test_a_worker_hears_a_stop_while_it_finds_nothing_but_bad_rows(
+    only_count: bool, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C would wait for the end of a file of which every row is left out."""
+    monkeypatch.setattr("data_pipeline.prepare.workers._REPORT_EVERY_S", 0)
+    (tmp_path / "rows.jsonl").write_text('{"other": 1}\n' * 50)
+    job = plan_job([str(tmp_path / "rows.jsonl")], tokenizer_folder, PrepareOptions(skip_bad_rows=True))
+    reports = list[tuple[int, int]]()
+    store = PartStore(tmp_path / "out", job.parts_sha256)
+    store.folder.mkdir()
+    UnitWork(job, store).do(UnitTask(0, 0, only_count), lambda documents, tokens: reports.append((documents, tokens)))
+    assert len(reports) >= 50 and set(reports) == {(0, 0)}
 
 
 def written(output: Path) -> list[bytes]:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.prepare.prepare import PrepareProgress
+from launch.cli.prepare import _words_of
 from tests.unit.launch.cli.test_mistakes import command
 
 USUAL = ["prepare", "corpus", "-t", "tok", "-o", "data/mine", "--train-vocab-size", "300"]
@@ -181,3 +183,13 @@ def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(
     assert (code, out) == (2, "") and err == "megalite: error: data/mine.bin: the disk is full: free some space\n"
     code, out, _ = run([*USUAL, "--json"], monkeypatch, capfd)
     assert code == 0 and json.loads(out)["resumed_parts"] == 1
+
+
+def test_the_words_of_progress_say_what_is_being_done() -> None:
+    """Counting for hours was "0 tokens, 0 tokens/s", and joining began at none of the documents again."""
+    told = [_words_of(PrepareProgress(doing, 1, 2, 1234, 5000, 2.5)) for doing in ("counting", "encoding", "joining")]
+    assert told == [
+        "counting the documents for --fill-in-the-middle: 1,234",
+        "1,234 documents, 5,000 tokens, 2,000 tokens/s",
+        "joining the encoded parts: 1 of 2",
+    ]
