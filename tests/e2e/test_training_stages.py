@@ -243,8 +243,12 @@ def test_a_mix_goes_on_over_changes_of_the_batch(staged: dict[str, Any], corpus:
         is_told = "the stage from_tokens 700 begins after step 5, at sample 14 (token 896)" in said
         assert is_told == (name == "whole"), "by the last session of the other one it has begun"
         names = ("step", "loss", "grad_norm", "samples", "source_tokens", "tokens_seen")
+        names = (*names, "source_losses", "source_targets")
         found.append([tuple(record[name] for name in names) for record in metrics(config["run_dir"])])
     assert found[0] == found[1]
     taken = [record[4] for record in found[0]]
     assert [sum(one.values()) for one in taken] == [record[5] for record in found[0]]
     assert taken[4]["again"] == taken[-1]["again"] > 0
+    for _, loss, *_, losses, targets in found[0]:
+        mean = sum(losses[name] * targets[name] for name in losses) / sum(targets.values())
+        assert mean == pytest.approx(loss, rel=1e-5), "each row of a step belongs to one source"

@@ -10,6 +10,7 @@ import pytest
 from data_pipeline.dataset import PackedSamples
 from data_pipeline.indexed import IndexedWriter
 from data_pipeline.loader import BatchPlan, global_batch
+from data_pipeline.mix import Mix, MixedSamples, MixStage
 from data_pipeline.staged import CutSamples
 
 LONGEST = 32
@@ -64,3 +65,17 @@ def test_replicas_share_the_parts_and_count_the_same_targets(numbered: Path) -> 
     valid = sum(int((batch.targets != -100).sum()) for batch in batches)
     assert {batch.global_valid_targets for batch in batches} == {valid}
     assert all(batch.tokens.shape == (2, 8) for batch in batches)
+
+
+def test_rows_come_from_the_sources_of_their_samples(numbered: Path) -> None:
+    """The training loss of a part would be told as that of another source."""
+    mix = Mix.by_weights(["a", "b", "c"], [MixStage(0, {"a": 0.5, "b": 0.3, "c": 0.2})])
+    names = enumerate(mix.names)
+    whole = MixedSamples({name: PackedSamples([numbered], LONGEST, seed, "train", 0.0) for seed, name in names}, mix)
+    for consumed in (0, 80, 96):
+        (batch,) = global_batch(CutSamples(whole, 4), BatchPlan(16, 16, 0, 1, document_mask=False), consumed)
+        places = [mix.place(r // 4) for r in batch.samples.tolist()]
+        assert batch.sources is not None and batch.sources.tolist() == [source for source, _ in places]
+        for r, (source, j), row in zip(batch.samples.tolist(), places, batch.tokens, strict=True):
+            of_source = whole.sources[mix.names[source]].sample(j).tokens
+            assert np.array_equal(row, of_source[r % 4 * 8 : r % 4 * 8 + 8])
