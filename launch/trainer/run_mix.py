@@ -122,8 +122,12 @@ def _first_sample(config: Config, stage: DataStage, followed: FollowedMix) -> in
 
 
 def _stages_of_batch(config: Config) -> str:
-    """Returns `training.stages` as text, by which a resumed run knows whether its batches are still the same."""
-    stages = [stage.model_dump(exclude_none=True) for stage in config.training.stages]
+    """Returns `training.stages` as text, by which a resumed run knows whether its batches are still the same.
+
+    Micro-batches are none of its business: like a layout, they may change on a resume and move nothing.
+    """
+    changing = [stage for stage in config.training.stages if stage.global_batch_size or stage.sequence_length]
+    stages = [stage.model_dump(exclude_none=True, exclude={"micro_batch_size"}) for stage in changing]
     return json.dumps(stages) if stages else ""
 
 

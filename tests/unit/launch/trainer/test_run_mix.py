@@ -234,6 +234,21 @@ def test_weights_and_batches_change_in_stages_of_their_own(mixed_config: dict[st
     assert mix_of(resume(config, state, before)).mix == mix_of(second).mix, "8 sequences are 4 samples"
 
 
+def test_other_micro_batches_in_stages_move_no_weights(mixed_config: dict[str, Any]) -> None:
+    """After a rollback a stage of weights stays at its sample, however the batches are cut: results do not depend on
+    it."""
+    config = changed(mixed_config, stages=[{"from_steps": 20, "weights": {"code": 0}}])
+    batch: dict[str, Any] = {"from_steps": 12, "global_batch_size": 8}
+    config["training"]["stages"] = [batch]
+    first = opened(config)
+    assert [stage.first_sample for stage in mix_of(first).mix.stages] == [0, 12 * 4 + 8 * 8]
+    state = state_of(first, 10, consumed=48) | {"tokens_seen": 40 * LENGTH}
+    before = copy.deepcopy(config)
+    for stages in ([batch | {"micro_batch_size": 1}], [{"from_steps": 11, "micro_batch_size": 1}, batch]):
+        config["training"]["stages"] = stages
+        assert mix_of(resume(config, state, before)).mix == mix_of(first).mix, stages
+
+
 def test_another_batch_size_moves_no_stage_that_another_one_has_replaced(mixed_config: dict[str, Any]) -> None:
     """Three stages of which two fall into one step: with smaller steps none of them begins anew in the past."""
     places = [{"from_tokens": tokens * LENGTH, "weights": {name: 0}} for tokens, name in ((0, "code"), (5, "web"))]
