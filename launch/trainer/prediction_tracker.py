@@ -166,8 +166,10 @@ class PredictionTracker(Observer):
         """Predicts and measures anew where a stage of training has begun with this step."""
         if self._prediction is None or not self._config.training.stages:
             return
-        shape, sequences, length = self._config.batches.stretches[0].shape, *(record[name] for name in BATCH)
-        if (sequences, length) == (shape.global_batch_size, shape.sequence_length):
+        batches, (sequences, length) = self._config.batches, (record[name] for name in BATCH)
+        shape = batches.stretches[0].shape  # a stage may have other micro-batches alone
+        is_same = batches.shape_after(record["step"] - 1) == shape
+        if is_same and (sequences, length) == (shape.global_batch_size, shape.sequence_length):
             return
         self._config = self._config.counted_from(record["step"] - 1, record["tokens_seen"] - sequences * length)
         self._measurement = SessionMeasurement()

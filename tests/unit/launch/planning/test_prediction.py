@@ -82,6 +82,30 @@ def test_the_record_of_a_step_gets_it(config: Config) -> None:
     assert 0 < record["model_flops_utilization"] < 1
 
 
+def test_a_stage_of_other_micro_batches_alone_has_a_prediction_of_its_own(config: Config) -> None:
+    """Records name the global batch, which stays the same: steps were held against those of other micro-batches."""
+    staged = config.model_dump(mode="json")
+    staged["training"]["stages"] = [{"from_steps": 2, "micro_batch_size": 1}]
+    both = Config.model_validate(staged)
+    sizes = [one.training.micro_batch_size for one in both.in_each_stage()]
+    assert sizes[1] == 1 != sizes[0]
+    layout = resolve_layout(both, 8, "cuda")
+    tracker = PredictionTracker(both, layout, Rank(1, 1, 8), "cuda")
+    tracker.lookup = MachineLookup(machine)
+    tracker.on_start()
+    known, training = [], both.training
+    for step in range(1, 5):
+        tokens = step * training.global_batch_size * training.sequence_length
+        record = {"step": step, "tokens_seen": tokens, "step_time_s": 1.0, "data_wait_s": 0.0}
+        record |= {"global_batch_size": training.global_batch_size, "sequence_length": training.sequence_length}
+        tracker.on_step(record)
+        assert tracker.prediction is not None and tracker.prediction.step is not None
+        known.append(tracker.prediction.step.seconds)
+    steps = [Prediction.of(one, layout, machine()).step for one in both.in_each_stage()]
+    seconds = [step.seconds for step in steps if step is not None]
+    assert known == [seconds[0]] * 2 + [seconds[1]] * 2 and seconds[0] != seconds[1]
+
+
 def test_a_stage_of_training_has_a_prediction_of_its_own(config: Config) -> None:
     """Twice the sequences make twice the operations: an MFU of the former batch would be half of what it is. What the
     receipt measures are steps of one batch, and the memory is that of the largest from the start."""
