@@ -8,7 +8,7 @@ class DataError(ValueError):
 
 
 class DataLimitError(DataError):
-    """A limit was met that depends on how busy the machine is, so that it must not decide which rows are left out."""
+    """A limit of the machine or the encoder was met, not of the row: it must not decide which rows are left out."""
 
 
 def first_names(names: Sequence[str]) -> str:

@@ -36,10 +36,8 @@ def fast_encoder(exact: TextEncoder, sources: Sequence[Source]) -> TextEncoder:
         expected = exact.ids(text)
         try:
             found = fast.ids(text)
-        except BaseException as error:  # pyo3's PanicException is no Exception
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                raise
-            raise DataError(f"gigatoken cannot encode {where} ({error}): prepare with --encoder exact") from error
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
         if not np.array_equal(found, expected):
             raise DataError(
                 f"gigatoken {version('gigatoken')} gives {where} other tokens than the tokenizer "

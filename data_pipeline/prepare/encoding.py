@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, DataLimitError
 from data_pipeline.prepare.character_probe import holds_any
 from data_pipeline.prepare.cutting import TextPiece
 from data_pipeline.prepare.fast_encoding import fast_tokenizer
@@ -78,7 +78,10 @@ class TextEncoder:
         return np.array(encoded[0].ids, np.uint32)
 
     def _ids_of(self, text: str, where: str) -> NDArray[np.uint32]:
-        ids = self.ids(text)
+        try:
+            ids = self.ids(text)
+        except DataLimitError as error:
+            raise DataLimitError(f"{where}: {error}") from error
         if self.special_tokens == "refuse":
             special = loaded_tokenizer(*self.loading).special
             found = ids[np.isin(ids, list(special))]

@@ -4,6 +4,8 @@ Whether it gives the same tokens is not taken on trust: encoder_check.py compare
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, DataLimitError
 
 if TYPE_CHECKING:
     import gigatoken
@@ -31,23 +33,31 @@ class FastTokenizer:
         self._load()
 
     def ids(self, text: str) -> NDArray[np.uint32]:
-        """Returns the tokens of `text` as an array of shape [tokens]."""
+        """Returns the tokens of `text` as an array of shape [tokens]. Raises DataLimitError if gigatoken breaks."""
         if self._characters_left < 0:
             self._load()
         self._characters_left -= len(text)
-        return self._loaded.encode(text)
+        with _one_sentence("cannot encode it"):
+            return self._loaded.encode(text)
 
     def _load(self) -> None:
         from gigatoken import Tokenizer
 
-        try:
+        with _one_sentence("cannot read the tokenizer"):
             self._loaded: gigatoken.Tokenizer = Tokenizer.from_json(self._content)
-        except BaseException as error:  # pyo3's PanicException is no Exception
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                raise
-            reason = str(error).partition("\n")[0]
-            raise DataError(f"gigatoken cannot read the tokenizer ({reason}): prepare with --encoder exact") from error
         self._characters_left = CHARACTERS_PER_LOAD
+
+
+@contextmanager
+def _one_sentence(problem: str) -> Iterator[None]:
+    """Turns what gigatoken raises into a sentence."""
+    try:
+        yield
+    except BaseException as error:  # pyo3's PanicException is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        reason = str(error).partition("\n")[0]
+        raise DataLimitError(f"gigatoken {problem} ({reason}): prepare with --encoder exact") from error
 
 
 @lru_cache(maxsize=1)

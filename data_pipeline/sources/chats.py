@@ -1,6 +1,6 @@
 """Rows of conversations, in files of JSON and in data sets: a document is one conversation, as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ class ChatDataset(HfDataset):
         features = rows.features
         if features is None:
             return rows
-        return rows.select_columns([name for name in CHAT_FIELDS if name in features])
+        return rows.select_columns(_chat_columns(features, self.typed))
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,19 @@ class RemoteChatParquet(RemoteParquet):
         return _document(_without_none(row), where)
 
     def columns(self, names: Sequence[str]) -> list[str]:
-        return [name for name in CHAT_FIELDS if name in names] or super().columns(names)
+        return _chat_columns(names, str(self.path))
+
+
+def _chat_columns(names: Iterable[str], where: str) -> list[str]:
+    """Returns the columns of conversations. Raises DataError if there is none: the rows would be empty, and none."""
+    there = list(names)
+    columns = [name for name in CHAT_FIELDS if name in there]
+    if not {"messages", "conversations", "completion"} & set(columns):
+        raise DataError(
+            f"{where} has no column of conversations (it has {', '.join(map(repr, there)) or 'none'}): name one "
+            "'messages', 'conversations', or two 'prompt' and 'completion'"
+        )
+    return columns
 
 
 def _without_none(value: Any) -> Any:

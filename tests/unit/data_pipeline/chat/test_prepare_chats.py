@@ -137,6 +137,16 @@ def test_conversations_come_from_tables_and_arrays_too(tokenizer: Path, tmp_path
     assert all(np.array_equal(masks[0], mask) for mask in masks)
 
 
+def test_a_table_without_conversations_is_refused(tokenizer: Path, tmp_path: Path) -> None:
+    """Beside another source it gave no rows, and nothing was said."""
+    import datasets
+
+    source, table = write_rows(tmp_path / "chats.jsonl", rows(3)), str(tmp_path / "texts.parquet")
+    datasets.Dataset.from_list([{"text": "a", "prompt": "b"}]).to_parquet(table)
+    with pytest.raises(DataError, match=r"texts\.parquet has no column of conversations \(it has 'text', 'prompt'\)"):
+        prepare([source, table], tmp_path / "out", tokenizer, CHATS, workers=1)
+
+
 def test_fields_that_only_other_rows_have_are_no_text(tokenizer: Path, tmp_path: Path) -> None:
     """A table gives each object all fields of its column; those a row did not have would carry loss as null."""
     import datasets

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -213,6 +213,40 @@ def test_a_difference_in_the_users_own_text_is_named(folder: Path, monkeypatch: 
         prepare(["rows.jsonl"], Path("out"), Path("tok"), PrepareOptions(encoder="fast"), workers=1)
     assert "\n" not in str(caught.value)
     assert not list(folder.glob("out*")), "nothing is written"
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_text_on_which_the_fast_encoder_breaks_ends_the_run(
+    skips: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be a traceback, and must not be a bad row: the exact encoder knows the text."""
+
+    class PanicError(BaseException):
+        """As pyo3 raises it."""
+
+    class Breaking(NamedTuple):
+        whole: Any
+
+        def encode(self, text: str) -> Any:
+            if text == "ab1" * 3000:
+                raise PanicError("index out of bounds")
+            return self.whole.encode(text)
+
+    load = fast_encoding.FastTokenizer._load
+
+    def load_breaking(self: fast_encoding.FastTokenizer) -> None:
+        load(self)
+        self._loaded = Breaking(self._loaded)
+
+    fast_encoding.fast_tokenizer.cache_clear()
+    monkeypatch.setattr(fast_encoding.FastTokenizer, "_load", load_breaking)
+    monkeypatch.setattr(encoder_check, "sample", lambda sources: [])
+    options = PrepareOptions(encoder="fast", skip_bad_rows=skips)
+    with pytest.raises(
+        DataError, match=r"^rows.jsonl, line 2: gigatoken cannot encode it \(index out of bounds\): .* exact$"
+    ):
+        prepare(["rows.jsonl"], Path("out"), Path("tok"), options, workers=1)
+    fast_encoding.fast_tokenizer.cache_clear()
 
 
 def test_the_sample_takes_from_all_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
