@@ -28,12 +28,15 @@ class StepsSink(Observer):
     def __init__(self, config: Config, lines: JsonLinesSink) -> None:
         self._config, self._lines, self._ranks = config, lines, 1
         self._seconds = dict.fromkeys(PARTS, 0.0)  # of this session's steps
-        self._idle: dict[int, list[float]] = {}  # by stage
+        self._idle: dict[int, list[float]] = {}  # by pipeline stage, of the steps since the batch has changed
+        self._shape = config.batches.stretches[0].shape
 
     def on_breakdown(self, breakdown: StepBreakdown) -> None:
         for part, seconds in breakdown.parts_s.items():
             self._seconds[part] += breakdown.steps * seconds
         self._ranks = len(breakdown.ranks.stages)
+        if (shape := self._config.batches.shape_after(breakdown.step - 1)) != self._shape:
+            self._idle, self._shape = {}, shape
         for stage in breakdown.stages:
             if stage.idle_ratio is not None:
                 self._idle.setdefault(stage.stage, []).append(stage.idle_ratio)
@@ -55,7 +58,7 @@ class StepsSink(Observer):
     def _own_idle(self) -> float:
         """Returns the idle share of the span that the schedule alone has, with equal stages and free messages."""
         layout = unchecked_layout(self._config, self._ranks)
-        stages, micro_batches = layout.pipeline_parallel_size, layout.gradient_accumulation_steps
+        stages, micro_batches = layout.pipeline_parallel_size, self._shape.micro_batches(layout.data_parallel_size)
         times = PipelineTimes(forward_s=(1.0,) * stages, backward_s=(2.0,) * stages)
         schedule = Schedule(layout.pipeline_schedule)
         idle_s = idle_of_equal_stages(schedule, times, micro_batches, layout.pipeline_chunks)

@@ -128,6 +128,14 @@ def test_on_a_terminal_the_display_stays_one_line(
     assert columns < 200 or NUMBERS in last
 
 
+def _pipelined_step(step: int, busy_s: float) -> StepBreakdown:
+    """A step of 10 s on four pipeline stages of two replicas."""
+    rows = np.zeros((8, len(ROW)))
+    rows[:, COLUMN["steps"]], rows[:, COLUMN["forward"]] = 1, 1.0
+    rows[:, COLUMN["began"]], rows[:, COLUMN["ended"]], rows[:, COLUMN["busy_s"]] = 0.0, 10.0, busy_s
+    return StepBreakdown.of(step, rows, [0, 0, 1, 1, 2, 2, 3, 3], [0.0] * 8)
+
+
 @pytest.mark.parametrize(("schedule", "share"), [("1f1b", 3 / 11), ("zero-bubble", 1 / 9)])
 def test_at_the_end_the_idle_of_a_pipeline_stands_beside_that_of_its_schedule(
     config: Config, schedule: str, share: float, caplog: pytest.LogCaptureFixture
@@ -138,11 +146,26 @@ def test_at_the_end_the_idle_of_a_pipeline_stands_beside_that_of_its_schedule(
     values["training"] |= {"global_batch_size": 8 * 2 * config.training.micro_batch_size}
     values["model"] |= {"num_hidden_layers": 4}
     sink = steps.open_sink(Config.model_validate(values), 0)
-    rows = np.zeros((8, len(ROW)))
-    rows[:, COLUMN["steps"]], rows[:, COLUMN["forward"]] = 1, 1.0
-    rows[:, COLUMN["began"]], rows[:, COLUMN["ended"]], rows[:, COLUMN["busy_s"]] = 0.0, 10.0, 4.0
-    sink.on_breakdown(StepBreakdown.of(1, rows, [0, 0, 1, 1, 2, 2, 3, 3], [0.0] * 8))
+    sink.on_breakdown(_pipelined_step(1, busy_s=4.0))
     with caplog.at_level("INFO"):
         sink.on_end("ended")
     expected = f"pipeline idle 60% / 60% / 60% / 60% by stage (the schedule's own: {share:.0%})"
+    assert expected in caplog.text, caplog.text
+
+
+def test_the_idle_of_a_pipeline_is_that_of_the_batch_at_the_end(
+    config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a change from 8 to 24 micro-batches the idle of both was held against the bubble of the first."""
+    values = config.model_dump(mode="json")
+    values["parallel"] |= {"pipeline_parallel_size": 4, "data_parallel_size": 2}
+    batch = 8 * 2 * config.training.micro_batch_size
+    values["training"] |= {"global_batch_size": batch, "stages": [{"from_steps": 1, "global_batch_size": 3 * batch}]}
+    values["model"] |= {"num_hidden_layers": 4}
+    sink = steps.open_sink(Config.model_validate(values), 0)
+    sink.on_breakdown(_pipelined_step(1, busy_s=4.0))
+    sink.on_breakdown(_pipelined_step(2, busy_s=8.0))
+    with caplog.at_level("INFO"):
+        sink.on_end("ended")
+    expected = f"pipeline idle 20% / 20% / 20% / 20% by stage (the schedule's own: {3 / 27:.0%})"
     assert expected in caplog.text, caplog.text
