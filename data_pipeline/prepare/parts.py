@@ -19,7 +19,7 @@ import shutil
 import time
 import zipfile
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
@@ -210,11 +210,17 @@ class PartStore:
 
     def facts(self, number: int) -> PartFacts:
         """Reads what the tokens of a part are."""
+        with self._arrays(number) as arrays:
+            tokens, rows = int(arrays["token_count"]), int(arrays["bad_rows"])
+            return PartFacts(tokens, arrays["document_ends"], rows, arrays["refused"], arrays["first_bad_rows"])
+
+    @contextmanager
+    def _arrays(self, number: int) -> Iterator[Mapping[str, NDArray[Any]]]:
+        """Opens the facts of a part; each is read when it is asked for."""
         path = self.path(number)
         try:
             with np.load(path, allow_pickle=False) as arrays:
-                tokens, rows = int(arrays["token_count"]), int(arrays["bad_rows"])
-                return PartFacts(tokens, arrays["document_ends"], rows, arrays["refused"], arrays["first_bad_rows"])
+                yield arrays
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(f"part file {path} is damaged ({error}): delete it and run prepare again") from error
 
@@ -242,8 +248,8 @@ class PartStore:
         write_atomically(self._counts, json.dumps(counts).encode())
 
     def _lacks_rows(self, number: int) -> bool:
-        facts = self.facts(number)
-        return bool(facts.bad_rows) or len(facts.refused) > 0
+        with self._arrays(number) as arrays:  # of thousands of parts: two facts alone
+            return bool(arrays["bad_rows"]) or len(arrays["refused"]) > 0
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -96,9 +96,10 @@ def prepare(
     store = PartStore(output, job.parts_sha256)
     meta = _finished(output, job)
     reused, discarded, first_skipped = meta is not None, 0, list[str]()
-    resumed = set() if reused else store.finished(lacking_rows=options.skip_bad_rows)
+    resumed = set[int]()
     if dry_run:
         check_replaceable(output, job, overwrite)
+        resumed = resumed if reused else store.finished(lacking_rows=options.skip_bad_rows)
     elif meta is not None:
         if trained is not None:
             trained.write()

@@ -267,6 +267,31 @@ def test_a_run_that_goes_on_reads_at_most_two_finished_units(
     assert written(output) == written(tmp_path / "alone")
 
 
+def test_a_run_that_goes_on_looks_once_at_each_finished_part(
+    small_units: Callable[[int], None], tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Corpora of terabytes have a hundred thousand parts, and a look takes a millisecond or more."""
+    small_units(300)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a row of text"}\n' * 100)
+    source, output = [str(tmp_path / "rows.jsonl")], tmp_path / "out"
+
+    def stop(progress: PrepareProgress) -> None:
+        if progress.parts_done == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(source, output, tokenizer_folder, workers=1, progress=stop)
+    looked, lacks_rows = list[int](), PartStore._lacks_rows
+
+    def counted(store: PartStore, number: int) -> bool:
+        looked.append(number)
+        return lacks_rows(store, number)
+
+    monkeypatch.setattr(PartStore, "_lacks_rows", counted)
+    assert prepare(source, output, tokenizer_folder, workers=1).resumed_parts == 5
+    assert sorted(looked) == [0, 1, 2, 3, 4]
+
+
 def test_a_disk_without_room_for_the_output_is_said_before_it_is_written(
     tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
