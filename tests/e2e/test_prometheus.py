@@ -34,7 +34,10 @@ def config(tiny: dict[str, Any]) -> dict[str, Any]:
     tiny["parallel"] = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     tiny["training"] |= {"steps": 100_000, "evaluation": {"interval": 5, "samples": 4}}
     prometheus = {"enabled": True, "port": min(free_port(), 60_000)}
-    return tiny | {"checkpoint": {"interval": SAVED}, "monitor": {"plot": False, "prometheus": prometheus}}
+    monitor = {"plot": False, "prometheus": prometheus}
+    data = dict(tiny["data"])
+    data["sources"] = {"text": {"path": data.pop("path"), "weight": 1}}  # whose loss is told by itself
+    return tiny | {"data": data, "checkpoint": {"interval": SAVED}, "monitor": monitor}
 
 
 def expressions() -> list[str]:

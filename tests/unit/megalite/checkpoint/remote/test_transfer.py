@@ -254,7 +254,7 @@ def test_a_missing_package_of_the_web_is_named(monkeypatch: pytest.MonkeyPatch) 
         raise ImportError('HTTPFileSystem requires "requests" and "aiohttp" to be installed')
 
     monkeypatch.setattr("fsspec.get_filesystem_class", is_missing)
-    with pytest.raises(CheckpointError, match=r"not installed: pip install 'fsspec\[http\]'"):
+    with pytest.raises(CheckpointError, match=r"not installed: pip install 'megalite\[http\]'"):
         check_url("https://example.com/run")
 
 
