@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from data_pipeline.errors import DataError, first_names
 
 ASSISTANT, USER, SYSTEM = "assistant", "user", "system"
+USUAL_ROLES = (SYSTEM, "developer", USER, ASSISTANT, "tool", "function")
 CHAT_FIELDS = ("messages", "conversations", "system", "prompt", "completion", "tools")
 CALLS = "function_call"  # whose value is JSON: a call of a tool, or a list of them
 SENDERS = {

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.chat.control_tokens import BREAK, ControlTokens
-from data_pipeline.chat.conversation import conversation_of_json
+from data_pipeline.chat.conversation import USUAL_ROLES, Conversation, conversation_of_json
 from data_pipeline.chat.template import ChatTemplate, read_chat_template
 from data_pipeline.chat.turns import TrainOn, TurnFinder, Turns
 from data_pipeline.errors import DataError
@@ -34,8 +34,9 @@ class ChatEncoder:
 
     def encode(self, piece: TextPiece) -> EncodedPiece:
         """Encodes the conversation that a piece holds as JSON. Raises DataError if it cannot say what carries loss."""
-        tools = _tools(self)
-        conversation = tools.control_tokens.apart(conversation_of_json(piece.text), piece.where)
+        tools, given = _tools(self), conversation_of_json(piece.text)
+        self._check_roles(given, piece.where)
+        conversation = tools.control_tokens.apart(given, piece.where)
         turns = tools.turns.find(conversation, piece.where)
         tokens = tools.text.tokens(turns.text)
         if self.special_tokens != "keep":
@@ -54,6 +55,16 @@ class ChatEncoder:
                 "assistant writes, and nothing else, by {% generation %} in the template, or leave the conversation out"
             )
         return EncodedPiece(tokens.ids, loss)
+
+    def _check_roles(self, conversation: Conversation, where: str) -> None:
+        """Raises DataError for a role that is not usual, unless the template names it: it is probably misspelt."""
+        program = self.template.program(bool(conversation.tools))
+        for number, message in enumerate(conversation.messages, start=1):
+            if message["role"] not in USUAL_ROLES and message["role"] not in program:
+                raise DataError(
+                    f"{where}, message {number} has the role {message['role']!r}, which the chat template of "
+                    f"{self.template.folder} does not name: write one of {', '.join(USUAL_ROLES)}"
+                )
 
 
 class _Tokens(NamedTuple):

@@ -252,6 +252,10 @@ class PartStore:
             return bool(arrays["bad_rows"]) or len(arrays["refused"]) > 0
 
     def remove(self) -> None:
+        """Removes the folder; the journal goes last, so that a run after a kill knows what is left."""
+        for file in (*self.folder.glob("part-*"), *self.folder.glob(".part-*")):
+            with suppress(OSError):
+                file.unlink()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def remove_own(self) -> None:

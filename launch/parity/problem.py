@@ -180,6 +180,7 @@ def make_problem(
         "evaluation": {},
         "stages": [],
     }
+    values["data"] |= {"validation": {}}  # whose numbers of samples are made for the run's own batch
     values["optimizer"] |= _optimizer(config, changes)
     precise = "highest"  # the other settings round float32 products to tf32 or bf16 on a GPU
     _note_change(changes, "precision.float32_matmul_precision", config.precision.float32_matmul_precision, precise)

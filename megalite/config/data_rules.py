@@ -41,6 +41,8 @@ def _urls(data: DataConfig) -> Iterator[str]:
         protocol, _, rest = url.partition("://")
         if problem := problem_with_url(url):
             yield f"a prefix of data on {protocol}:// {problem}"
+        elif "*" in rest:
+            yield f"data at {url} is a pattern, and patterns match files of this machine alone: list the prefixes"
         elif not rest.rpartition("/")[0] or rest.endswith("/"):
             yield f"data at {url} is a folder or a bucket: add the prefix of its files, as in s3://bucket/folder/web"
     if data.cache is not None and (place := url_of(data.cache)):

@@ -255,6 +255,16 @@ def test_what_counts_as_a_control_token(encoder_with: Encoder) -> None:
         encode(encoder, chat("a", "b") | {"tools": [{"name": "</s>"}]})
 
 
+def test_a_misspelt_role_is_refused_and_one_of_the_template_is_not(encoder_with: Encoder) -> None:
+    """A template that asks for some roles and writes all others alike would train on the mistake."""
+    row = {"messages": [{"role": "critic", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    with pytest.raises(
+        DataError, match=f"^{WHERE}, message 1 has the role 'critic', which the chat template of .* name"
+    ):
+        encode(encoder_with(TEMPLATES["chatml"]), row)
+    assert trained(encoder_with("{# critic #}" + TEMPLATES["chatml"]), row) == ["b<|im_end|>"]
+
+
 def test_a_tokenizer_without_a_template_is_told_so(encoder_with: Encoder) -> None:
     with pytest.raises(DataError, match="its tokenizer has no chat template"):
         encoder_with("")

@@ -220,6 +220,24 @@ def test_a_finished_job_is_reused_and_a_changed_one_is_not(tokenizer_folder: Pat
     assert prepare([str(source)], output, tokenizer_folder).sha256 == changed.sha256
 
 
+def test_parts_that_a_kill_left_behind_a_finished_job_are_removed(
+    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal went first, and without it nobody knew whose the other parts were: they stayed for ever."""
+    source, output = tmp_path / "a.txt", tmp_path / "corpus"
+    source.write_text("one two three")
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("shutil.rmtree", killed)
+        prepare([str(source)], output, tokenizer_folder)
+    left = sorted(path.name for path in (tmp_path / "corpus.parts").iterdir())
+    assert "journal.json" in left and not any(name.startswith("part-") for name in left)
+    assert prepare([str(source)], output, tokenizer_folder).reused and not (tmp_path / "corpus.parts").exists()
+
+
 @pytest.mark.parametrize("name", ["a.csv", "a.json", "a.ndjson"])
 def test_rows_that_an_older_version_read_as_one_text_are_another_job(
     name: str, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -122,6 +122,13 @@ def test_one_batch_and_one_length_serve_all_layouts() -> None:
     assert training.global_batch_size == 40 and training.sequence_length == 32
 
 
+def test_the_sizes_of_validation_sets_are_not_those_of_the_batch_compared() -> None:
+    """5 samples, which the run's own micro-batch of 1 divides, were refused for that of 12."""
+    values = config_of().model_dump(mode="json")
+    values["data"] |= {"validation": {"own": {"path": "data/own", "samples": 5}}}
+    assert made(Config.model_validate(values), ParityLayout(dp=3)).data.validation == {}
+
+
 def test_batches_have_documents_unequal_losses_and_replicas_without_any() -> None:
     asked = problem([ParityLayout(dp=2, accumulation=3)])
     packed, whole = asked.training(), asked.sgd(0.1, 1.0)

@@ -243,6 +243,7 @@ def test_a_start_copies_before_it_checks_and_keeps_the_url(
         ({"path": "s3://me:hunter2@bucket/web"}, "a prefix of data on s3:// has credentials in it: remove them"),
         ({"path": "https://host/web?sig=hunter2"}, "a prefix of data on https:// has a query, where tokens stand"),
         ({"path": "s3://bucket"}, "data at s3://bucket is a folder or a bucket: add the prefix of its files"),
+        ({"path": "s3://bucket/folder/c*"}, "is a pattern, and patterns match files of this machine alone"),
         ({"path": "s3://bucket/folder/"}, "data at s3://bucket/folder/ is a folder or a bucket"),
         ({"path": "a", "cache": "s3://bucket/cache"}, "data.cache s3://bucket/cache is a URL"),
     ],
