@@ -12,7 +12,7 @@ from itertools import product
 from launch.errors import LaunchError
 from launch.experiments.series import LENGTH_OPTIONS, SeriesPoint
 from megalite.config import Config, ResolvedLayout
-from megalite.config.suggestions import option_paths
+from megalite.config.suggestions import NUMBER, option_paths
 
 BUCKETS = (5_000_000, 15_000_000, 50_000_000, 150_000_000, 500_000_000)
 RECOMPUTE = ("none", "selective", "full")
@@ -91,9 +91,12 @@ def recompute_modes(config: Config) -> list[VariedOption]:
 
 
 def _shortest_name(key: str) -> str:
-    """Returns the last part of an option's name if no other option ends with it, such as `zero_stage`."""
+    """Returns the last part of an option's name if no other option ends with it, such as `zero_stage`.
+
+    Options of a stage, which repeat those of the start, do not count.
+    """
     last = key.rpartition(".")[2]
-    return last if [path[-1] for path in option_paths(Config)].count(last) == 1 else key
+    return last if [path[-1] for path in option_paths(Config) if NUMBER not in path].count(last) == 1 else key
 
 
 def _own_first(key: str, own: object, values: Sequence[object]) -> VariedOption:
