@@ -22,7 +22,7 @@ from data_pipeline.tokenizer import python_stdlib_sources, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 _ENCODED_AT_ONCE = 64  # texts
-_DISTINCT_TEXT = 256 << 20  # bytes for the fast encoder; the exact one has an eighth of it, 30 s
+_DISTINCT_TEXT = 512 << 20  # bytes for the fast encoder; the exact one has an eighth of it, a minute
 
 
 def preparation_costs(folder: Path, *, is_quick: bool) -> Iterator[DataCost]:
@@ -30,8 +30,8 @@ def preparation_costs(folder: Path, *, is_quick: bool) -> Iterator[DataCost]:
     texts = [path.read_text(encoding="utf-8") for path in python_stdlib_sources()]
     tokenizer = train_tokenizer(texts[:100], folder / "tokenizer", 8192)
     some = write_texts(folder / "some.jsonl", texts[::4] if is_quick else texts[::2])
-    yield encoder_cost(some, tokenizer, folder, 1 if is_quick else 3)
     twice = write_texts(folder / "twice.jsonl", texts if is_quick else texts * 2)
+    yield encoder_cost(twice, tokenizer, folder, 1 if is_quick else 3)
     yield workers_cost(twice, tokenizer, folder, 1 if is_quick else 2)
     yield restart_cost(some, tokenizer, folder)
     yield from fast_encoder_costs(tokenizer, folder, _DISTINCT_TEXT >> 4 if is_quick else _DISTINCT_TEXT)
