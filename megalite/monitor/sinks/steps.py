@@ -29,13 +29,14 @@ class StepsSink(Observer):
         self._config, self._lines, self._ranks = config, lines, 1
         self._seconds = dict.fromkeys(PARTS, 0.0)  # of this session's steps
         self._idle: dict[int, list[float]] = {}  # by pipeline stage, of the steps since the batch has changed
-        self._shape = config.batches.stretches[0].shape
+        self._batches = config.batches
+        self._shape = self._batches.stretches[0].shape
 
     def on_breakdown(self, breakdown: StepBreakdown) -> None:
         for part, seconds in breakdown.parts_s.items():
             self._seconds[part] += breakdown.steps * seconds
         self._ranks = len(breakdown.ranks.stages)
-        if (shape := self._config.batches.shape_after(breakdown.step - 1)) != self._shape:
+        if (shape := self._batches.shape_after(breakdown.step - 1)) != self._shape:
             self._idle, self._shape = {}, shape
         for stage in breakdown.stages:
             if stage.idle_ratio is not None:
