@@ -112,7 +112,7 @@ def prepare_with(source: str, tokenizer: str, output: str, encoder: Literal["exa
     """Prints the processor seconds of `prepare` and of the processes that it starts, and this one's memory in GB."""
     before = processor_seconds()
     prepare([source], Path(output), Path(tokenizer), PrepareOptions(encoder=encoder), workers=1)
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9
+    peak = 1024 * of_proc_self("status", "VmHWM") / 1e9  # ru_maxrss would be that of the process that started this one
     print(json.dumps([processor_seconds() - before, peak]))
 
 
