@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from megalite.config.data import DataConfig, DataStage
 from megalite.config.places import url_of
+from megalite.config.stage_rules import problem_with_place, problems_with_order
 from megalite.config.suggestions import multiples_near, nearest_name
 from megalite.config.urls import problem_with_url
 
@@ -78,21 +78,12 @@ def _stages(config: Config) -> Iterator[str]:
         yield "data.stages have weights, but data.sources say epochs: give the sources weights, or remove the stages"
         return
     for number, stage in enumerate(data.stages):
-        if (stage.from_tokens is None) == (stage.from_steps is None):
-            which = "both" if stage.from_tokens is not None else "neither"
-            yield (
-                f"stage {number} of data.stages has {which} of from_tokens and from_steps: give one of them, where it "
-                "begins"
-            )
+        if problem := problem_with_place("data.stages", number, stage):
+            yield problem
             return
         yield from _names(stage, number, data)
     places = [_first_token(config, stage) for stage in data.stages]
-    for number, (before, after) in enumerate(pairwise(places)):
-        if after <= before:
-            yield (
-                f"stage {number + 1} of data.stages begins at token {after:,}, not after stage {number} at token "
-                f"{before:,}: write the stages in the order in which they come"
-            )
+    yield from problems_with_order("data.stages", places)
     if data.is_by_epochs or any(source.weight is None for source in data.sources.values()):
         return
     own = {name: source.weight or 0.0 for name, source in data.sources.items()}

@@ -1,12 +1,13 @@
-"""Rules about `training.stages`: a sentence with a remedy for each broken rule."""
+"""Rules about stages, where they begin and what `training.stages` change: a sentence with a remedy for each one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from megalite.config.batch_stages import sample_length, shapes_of
+from megalite.config.data import DataStage
 from megalite.config.suggestions import multiples_near
 from megalite.config.training_stage import TrainingStage
 
@@ -18,16 +19,30 @@ BatchRules = Callable[["Config"], Iterator[str]]
 """Yields the sentences of rules about the batch of a config, as if it had that batch from start to end."""
 
 
+def problem_with_place(option: str, number: int, stage: TrainingStage | DataStage) -> str | None:
+    """Returns why a stage of `option` does not say where it begins; None if it does."""
+    if (stage.from_tokens is None) != (stage.from_steps is None):
+        return None
+    which = "both" if stage.from_tokens is not None else "neither"
+    return f"stage {number} of {option} has {which} of from_tokens and from_steps: give one of them, where it begins"
+
+
+def problems_with_order(option: str, first_tokens: Sequence[int]) -> Iterator[str]:
+    """Yields a sentence for each stage of `option` that does not begin after the one before it."""
+    for number, (before, after) in enumerate(pairwise(first_tokens)):
+        if after <= before:
+            yield (
+                f"stage {number + 1} of {option} begins at token {after:,}, not after stage {number} at token "
+                f"{before:,}: write the stages in the order in which they come"
+            )
+
+
 def problems_with_stages(config: Config, rules: BatchRules) -> Iterator[str]:
     """Yields a sentence for each broken rule about stages; `rules` hold in each of them."""
     stages = config.training.stages
     for number, stage in enumerate(stages):
-        if (stage.from_tokens is None) == (stage.from_steps is None):
-            which = "both" if stage.from_tokens is not None else "neither"
-            yield (
-                f"stage {number} of training.stages has {which} of from_tokens and from_steps: give one of them, where "
-                "it begins"
-            )
+        if problem := problem_with_place("training.stages", number, stage):
+            yield problem
             return
         if not any((stage.global_batch_size, stage.sequence_length, stage.micro_batch_size)):
             yield (
@@ -39,12 +54,7 @@ def problems_with_stages(config: Config, rules: BatchRules) -> Iterator[str]:
                 f"stage {number} of training.stages states a micro_batch_size, and training.micro_batch_size is auto, "
                 "which chooses one for all stages: state both, or leave it out of the stages"
             )
-    for number, (before, after) in enumerate(pairwise(_first_tokens(config))):
-        if after <= before:
-            yield (
-                f"stage {number + 1} of training.stages begins at token {after:,}, not after stage {number} at token "
-                f"{before:,}: write the stages in the order in which they come"
-            )
+    yield from problems_with_order("training.stages", _first_tokens(config))
     told = set(rules(config))
     for number, in_stage in enumerate(config.in_each_stage()[1:]):
         sentences = [sentence for sentence in rules(in_stage) if sentence not in told]
