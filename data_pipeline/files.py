@@ -23,9 +23,12 @@ def is_url(text: str) -> bool:
 
 
 def open_anew(path: Path) -> BinaryIO:
-    """Creates a file for writing in the place of what is there, which may be somebody's link or pipe."""
+    """Creates a file for writing in the place of what is there, which may be somebody's link or pipe.
+
+    Nobody else may write it, under no umask; others replace it.
+    """
     path.unlink(missing_ok=True)
-    return path.open("xb")
+    return open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o644))
 
 
 def publish(temporary: Path, final: Path) -> None:

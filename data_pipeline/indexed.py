@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from data_pipeline.errors import DataError, first_names
 from data_pipeline.files import StoredFile, open_anew, publish, sha256_of_file, with_ending
 from data_pipeline.loss_file import loss_path
+from data_pipeline.ownership import make_folder
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -272,7 +273,7 @@ class IndexedWriter:
         self._digest, self._index_digest = hashlib.sha256(), hashlib.sha256()
         self._bin_temporary = with_ending(self.prefix, ".bin.tmp")
         self._idx_temporary = with_ending(self.prefix, ".idx.tmp")
-        self.prefix.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.prefix.parent)
         self._stream = open_anew(self._bin_temporary)
 
     @property

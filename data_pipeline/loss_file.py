@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.files import open_anew, publish, with_ending
+from data_pipeline.ownership import make_folder
 
 
 def loss_path(prefix: Path) -> Path:
@@ -26,7 +27,7 @@ class LossWriter:
     def __init__(self, prefix: Path) -> None:
         self._path, self._temporary = loss_path(prefix), with_ending(prefix, ".loss.bin.tmp")
         self._digest = hashlib.sha256()
-        prefix.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(prefix.parent)
         self._stream = open_anew(self._temporary)
 
     @property

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from data_pipeline.errors import DataError, first_names
 from data_pipeline.files import sha256_of_file, write_atomically
+from data_pipeline.ownership import make_folder
 
 if TYPE_CHECKING:
     import tokenizers
@@ -129,7 +130,7 @@ class TrainedTokenizer:
         if self.content is None:
             return
         folder = self.file.path.parent
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         # The record comes first: it marks what an interrupted training leaves as ours, to be made again.
         write_atomically(folder / TRAINED_FROM, _as_json(asdict(self.record)))
         write_atomically(folder / TOKENIZER_CONFIG, _as_json(_TRANSFORMERS_CONFIG))

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
 from data_pipeline.files import open_anew, with_ending, write_atomically
+from data_pipeline.ownership import make_folder
 
 _ENDINGS = (".bin", ".loss.bin")
 _WORKERS_END_WITHIN_S = 20.0
@@ -148,7 +149,7 @@ class PartStore:
         for ours, is_other in ((self.folder, is_file), (path, path.is_dir()), (self._workers, self._workers.is_dir())):
             if ours.is_symlink() or is_other:
                 raise DataError(f"{ours} is nothing that prepare makes: remove it, or choose another output")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         with os.fdopen(_open_lock(path), "rb") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -291,4 +292,4 @@ class PartStore:
 
 def _open_lock(path: Path) -> int:
     """Opens a file to be locked; what may stand there instead is neither followed nor waited for."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o664)

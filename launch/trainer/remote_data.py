@@ -38,7 +38,7 @@ class RemoteCorpus:
     meta: str
 
     def copy_in(self, cache: Path) -> CorpusCopy:
-        return CorpusCopy(cache, self.url, self.meta.encode())
+        return CorpusCopy(cache, self.url, self.meta.encode(), cache_folder() / "proven")
 
 
 def cache_of(data: DataConfig) -> Path:
@@ -60,7 +60,7 @@ def look_up(urls: Sequence[str]) -> list[RemoteCorpus]:
         content = _retried(partial(store.read, f"{name}{META}")) if size <= LARGEST_META else None
         if content is None:
             raise DataError(f"{url}{META} is no metadata of a corpus: upload it again")
-        CorpusCopy(Path(), url, content)  # on rank 0, whose error all ranks hear
+        CorpusCopy(Path(), url, content, Path())  # on rank 0, whose error all ranks hear
         found.append(RemoteCorpus(url, content.decode()))
     return found
 
@@ -148,10 +148,11 @@ class HostFetch:
             size = self._sizes.get(copy.url + ending, 0)
             if was_complete:
                 self._advance(size)
-            else:
+            elif not copy.is_foreign:
                 copy.fetch(ending, size, partial(read, ending), self._advance)
         if not was_complete:
-            copy.finish()
+            finish = partial(copy.prove_foreign, self._advance) if copy.is_foreign else copy.finish
+            finish()
         for ending in self._plans[copy.url]:
             if (size := self._sizes.get(copy.url + ending, 0)) > 0:
                 copy.fetch_unproven(ending, size, partial(read, ending), self._advance)

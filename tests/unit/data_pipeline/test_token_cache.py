@@ -56,7 +56,8 @@ class Reader:
 
 
 def copy_of(far: Path) -> CorpusCopy:
-    return CorpusCopy(far.parent.parent / "cache", URL, Path(f"{far}.meta.json").read_bytes())
+    folder = far.parent.parent
+    return CorpusCopy(folder / "cache", URL, Path(f"{far}.meta.json").read_bytes(), folder / "private")
 
 
 def fetch(far: Path, reader: Callable[[str, int, int], bytes]) -> CorpusCopy:
@@ -78,7 +79,7 @@ def test_a_copy_is_the_corpus_and_is_neither_read_nor_hashed_again(far: Path, mo
     copy = fetch(far, Reader(far))
     assert files_of(copy.prefix) == files_of(far) and len(files_of(far)) == 4
     assert IndexedTokens(copy.prefix).document(25).tolist() == list(range(2500, 2600))
-    monkeypatch.setattr(token_cache, "sha256_of_file", None)
+    monkeypatch.setattr(token_cache, "_sha256", None)
     assert copy_of(far).is_complete
 
 
@@ -177,7 +178,7 @@ def test_another_corpus_at_the_url_is_another_copy(far: Path) -> None:
 def test_metadata_that_is_none_is_a_sentence(far: Path, change: dict[str, Any], sentence: str) -> None:
     fields = json.loads(Path(f"{far}.meta.json").read_bytes()) | change
     with pytest.raises(DataError, match=f"s3://bucket/far.meta.json .*{sentence}|{sentence}"):
-        CorpusCopy(far.parent, URL, json.dumps(fields).encode())
+        CorpusCopy(far.parent, URL, json.dumps(fields).encode(), far)
 
 
 def test_a_full_disk_and_a_folder_that_cannot_be_written_are_sentences(
@@ -208,7 +209,7 @@ def test_a_full_disk_and_a_folder_that_cannot_be_written_are_sentences(
             fetch(far, Reader(far))
     assert fetch(far, Reader(far)).is_complete
     (far.parent / "file").touch()
-    copy = CorpusCopy(far.parent / "file", URL, Path(f"{far}.meta.json").read_bytes())
+    copy = CorpusCopy(far.parent / "file", URL, Path(f"{far}.meta.json").read_bytes(), far)
     with pytest.raises(DataError, match=r"cannot be written \(Not a directory\): set data\.cache to"), copy.locked():
         pass
 
@@ -230,3 +231,77 @@ def test_a_link_in_the_place_of_a_part_is_not_written_through(far: Path, tmp_pat
     (copy.folder / ".far.bin.part").symlink_to(victim)
     assert fetch(far, Reader(far)).is_complete
     assert victim.read_bytes() == b"mine"
+
+
+STRANGER = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+
+
+def give_to_stranger(copy: CorpusCopy) -> None:
+    """Makes what is in the cache another user's, with the stamp that such a user would write."""
+    folder = copy.folder
+    (folder / "complete.json").write_text(json.dumps(copy._stamp()))
+    for path in (folder, *folder.iterdir()):
+        os.chown(path, STRANGER, STRANGER)
+
+
+@as_root
+def test_a_copy_that_another_user_has_written_is_hashed_once_and_read_through_links_of_ours(far: Path) -> None:
+    """What a stranger has put into a shared folder believed by its own stamp, or hashed at every start."""
+    give_to_stranger(fetch(far, Reader(far)))
+    copy, hashed = copy_of(far), list[int]()
+    assert copy.is_foreign and not copy.is_complete
+    with copy.locked():
+        copy.prove_foreign(hashed.append)
+    assert sum(hashed) == sum(Path(f"{far}{end}").stat().st_size for end in copy.digests)
+    assert copy_of(far).is_complete and files_of(copy_of(far).prefix) == files_of(far)
+    assert copy.prefix.is_relative_to(far.parent.parent / "private")
+    assert not list(copy.prefix.parent.glob("*.npy")), "a stranger's plan of packing is not among them"
+    (shared,) = (far.parent.parent / "cache").iterdir()
+    with (shared / "far.bin").open("r+b") as stream:  # in place, and with its old times
+        stream.write(b"\x07")
+    assert not copy_of(far).is_complete, "its owner has changed it since"
+
+
+@as_root
+@pytest.mark.parametrize("change", ["other", "missing"])
+def test_a_copy_of_another_user_that_is_not_the_corpus_is_refused(far: Path, change: str) -> None:
+    fetch(far, Reader(far))
+    copy = copy_of(far)
+    path = Path(f"{copy.prefix}.bin")
+    path.write_bytes(bytes(path.stat().st_size))
+    give_to_stranger(copy)
+    if change == "missing":
+        path.unlink()
+    says = r"it lacks far\.bin: let its owner" if change == "missing" else r"its far\.bin is not the file that s3://"
+    with copy.locked(), pytest.raises(DataError, match=rf"belongs to user number {STRANGER}, not to you, and {says}"):
+        copy.prove_foreign(lambda count: None)
+    assert not copy_of(far).is_complete
+
+
+@pytest.mark.parametrize("loose", ["folder", "far.bin", "far.pack-32-train-0.1.npy"])
+def test_a_folder_of_ours_that_others_could_write_is_closed_to_them_and_hashed_again(far: Path, loose: str) -> None:
+    copy = fetch(far, Reader(far))
+    plan = Path(f"{copy.prefix}.pack-32-train-0.1.npy")
+    plan.write_bytes(b"anybody's")
+    path = copy.folder if loose == "folder" else copy.folder / loose
+    path.chmod(0o777)
+    if loose == "far.bin":
+        content = path.read_bytes()
+        state = path.stat()
+        path.write_bytes(b"\x07" + content[1:])
+        os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert not copy_of(far).is_complete
+    fetch(far, Reader(far))
+    assert copy_of(far).is_complete and files_of(copy.prefix) == files_of(far), "the plan is gone, the tokens are right"
+    assert not any(one.stat().st_mode & 0o022 for one in (copy.folder, *copy.folder.iterdir()))
+
+
+def test_under_umask_0_nobody_else_can_write_what_is_made_here(far: Path) -> None:
+    former = os.umask(0)
+    try:
+        copy = fetch(far, Reader(far))
+    finally:
+        os.umask(former)
+    made = (copy.folder.parent, copy.folder, *copy.folder.iterdir())
+    assert not [(path.name, oct(path.stat().st_mode)) for path in made if path.stat().st_mode & 0o022]
