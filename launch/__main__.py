@@ -34,6 +34,15 @@ def main() -> None:
         run()
     except KeyboardInterrupt:
         _leave(signal.SIGINT, None)
+    except ModuleNotFoundError as error:
+        package = error.name or ""
+        if "." in package or package in sys.modules or not package:  # a part of one, which should be there
+            raise
+        lacking = (
+            f"{sys.executable} lacks the package {package}: install megalite there (pip install -e .), or it alone"
+        )
+        say(f"megalite: error: {lacking}", file=sys.stderr, flush=True)
+        sys.exit(2)
 
 
 def _leave(number: int, frame: FrameType | None, *, is_run: bool = False) -> None:

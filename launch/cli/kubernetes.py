@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Annotated, Literal
 
 import typer
@@ -15,6 +14,7 @@ from launch.cli.options import AllowChange, ConfigPath, Force, OutputFile, Overr
 from launch.errors import LaunchError
 from launch.trainer.start_flags import StartFlags
 from megalite.config import Config, ResolvedLayout
+from megalite.config.versions import own_version
 from megalite.planner.units import plural
 
 OUTPUT, DATA = "/output", "/data"
@@ -150,7 +150,7 @@ def k8s(
     if memory is not None and not (gpus_per_node or force or config.unresolved_options):
         _check_memory(config, layout, int(parsing.amount(memory, "--memory")), ranks_per_node)
     ranks = f"{plural(nodes, 'node')} x {plural(ranks_per_node, 'rank')}"
-    heading = f"megalite {version('megalite')}, {config_path}: {ranks}; {sizes_in_words(config, layout)}"
+    heading = f"megalite {own_version()}, {config_path}: {ranks}; {sizes_in_words(config, layout)}"
     delivery = Delivery(output, overwrite, submit, dry_run, as_json)
     _deliver(job, heading, notices, delivery, context)
 

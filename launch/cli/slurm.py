@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +21,7 @@ from launch.trainer.run_folder import check_run_place, make_run_folder
 from launch.trainer.start_flags import SHARED_RUN_DIR, StartFlags
 from megalite.config import Config
 from megalite.config.secrets import secret_in
+from megalite.config.versions import own_version
 
 log = get_logger(__name__)
 TIME = re.compile(r"(?:(\d+)-)?(\d+(?::\d+){0,2})")
@@ -132,7 +132,7 @@ def slurm(
         directory=_line(Path.cwd(), "the working directory"),
         arguments=(str(config_path), *(overrides or [])),
         flags=tuple(flags.words),
-        heading=f"megalite {version('megalite')}: {nodes} hosts x {ranks} ranks; {sizes_in_words(config, layout)}",
+        heading=f"megalite {own_version()}: {nodes} hosts x {ranks} ranks; {sizes_in_words(config, layout)}",
         requests=requests,
         cpus_per_task=cpus_per_task,
         signal_before_s=signal_before,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 
 import typer
 
 from launch.runtime.checkout import git_state
 from launch.runtime.modules import INSTALLATION
 from launch.runtime.printing import say
+from megalite.config.versions import installed_version, own_version
 
 PACKAGES = ("torch", "deepspeed", "transformers", "numpy")
 
@@ -18,8 +18,8 @@ def show_version(is_given: bool) -> None:
     """Prints the versions of megalite and of what it runs on, and ends the command."""
     if not is_given:
         return
-    lines = [f"megalite {version('megalite')}{_checkout()}"]
-    lines += [f"{name} {_installed(name)}" for name in PACKAGES]
+    lines = [f"megalite {own_version()}{_checkout()}"]
+    lines += [f"{name} {installed_version(name) or 'is not installed'}" for name in PACKAGES]
     say(*lines, f"python {platform.python_version()}", platform.platform(), sep="\n")
     raise typer.Exit
 
@@ -29,10 +29,3 @@ def _checkout() -> str:
     if state is None:
         return ""
     return f" (commit {state['commit'][:12]}{', with changes' * state['changed']}, in {INSTALLATION})"
-
-
-def _installed(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "is not installed"

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -29,6 +28,7 @@ from launch.runtime.devices import cpu_count, gpu_count
 from launch.runtime.host_probe import cpu_info, gpus, has_bf16_units, host_memory_bytes, start_listing_gpus
 from megalite.checkpoint.durable_files import write_durably
 from megalite.config import Config
+from megalite.config.versions import installed_version
 from megalite.planner.cost.communication_time import INTRA_NODE_EFFICIENCY
 from megalite.planner.cost.layer_time import MEMORY_EFFICIENCY
 from megalite.planner.cost.memory import CPU, Device
@@ -261,7 +261,7 @@ def contradict(name: str, predicted_s: float, measured_s: float) -> bool:
 
 
 def _key(name: str) -> str:
-    return f"{name}, torch {version('torch')}"
+    return f"{name}, torch {installed_version('torch')}"
 
 
 def _is_alike(one: Measured, other: Measured) -> bool:

@@ -11,7 +11,6 @@ import pwd
 import stat
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,6 +25,7 @@ from megalite.checkpoint.durable_files import write_durably
 from megalite.checkpoint.small_files import UnsafeFile, check_own_folder, check_small_file, user_name
 from megalite.config import Config, ResolvedLayout
 from megalite.config.hidden_secrets import without_secrets
+from megalite.config.versions import installed_version, own_version
 from megalite.monitor.events import EVENTS
 from megalite.resilience.heartbeat import FOLDER as HEARTBEATS
 
@@ -33,7 +33,7 @@ WITHOUT_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts")  # file systems
 FILES = ("config.yaml", "deepspeed.json", "receipt.json", "metrics.jsonl", EVENTS, LOCK)
 OWN_FOLDERS = (HEARTBEATS, "hang", ".launch")  # which may be no links: their files have names that others know
 FOLDERS = ("checkpoints", "hugging_face", KEPT)
-PACKAGES = ("megalite", "torch", "deepspeed", "transformers", "tokenizers", "numpy")
+PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy")
 
 
 def lock_run_folder(config: Config, patience_s: float = 0.0, *, shared: bool = False) -> IO[str]:
@@ -157,7 +157,9 @@ def write_settings(config: Config, deepspeed: dict[str, Any]) -> None:
 def write_receipt(config: Config, layout: ResolvedLayout, facts: dict[str, Any]) -> None:
     """Writes receipt.json: versions, machine, command, layout and `facts`; at the start and at the end."""
     receipt = {
-        "versions": {name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
+        "versions": {"megalite": own_version()}
+        | {name: installed_version(name) for name in PACKAGES}
+        | {"python": platform.python_version()},
         "machine": {"platform": platform.platform(), "host": platform.node()},
         "command": without_secrets(sys.argv),
         "git": git_state(),

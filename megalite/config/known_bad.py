@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 from packaging.specifiers import SpecifierSet
@@ -18,6 +17,7 @@ from megalite.config.batch_stages import shapes_of
 from megalite.config.config import Config
 from megalite.config.errors import ConfigError
 from megalite.config.layout import ResolvedLayout, reduces_beside_backward
+from megalite.config.versions import installed_version
 
 Device = Literal["cpu", "cuda"]
 
@@ -63,13 +63,8 @@ class KnownBad:
 
 def installed_versions() -> dict[str, str]:
     """Returns the installed versions of the packages in the table; a missing package is left out."""
-    versions = {}
-    for package in ("torch", "deepspeed", "transformers"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return versions
+    versions = {package: installed_version(package) for package in ("torch", "deepspeed", "transformers")}
+    return {package: version for package, version in versions.items() if version is not None}
 
 
 def matching(

@@ -6,7 +6,6 @@ sections, options that may be left out because of others, and the keys of the se
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 from megalite.config.auto import ALONG, AUTO, PLACEHOLDERS, SECTIONS
@@ -14,6 +13,7 @@ from megalite.config.base import Section, items_of, section_of
 from megalite.config.config import Config
 from megalite.config.deepspeed import NESTED, OWNED, PASSED_ON, REMOVED, REORDERING
 from megalite.config.suggestions import NAME, NUMBER, OptionPath, dotted
+from megalite.config.versions import own_version
 
 Schema = dict[str, Any]
 
@@ -52,7 +52,7 @@ def json_schema() -> Schema:
     ]
     head = {
         "$schema": DIALECT,
-        "$id": f"urn:megalite:config:{version('megalite')}",
+        "$id": f"urn:megalite:config:{own_version()}",
         "title": "megalite config",
         "description": DESCRIPTION,
     }

@@ -18,6 +18,8 @@ def check_monitoring(options: MonitorConfig) -> None:
         _need("monitor.prometheus", packages, "megalite[prometheus]")
     if options.tensorboard:
         _need("monitor.tensorboard", ["tensorboard"], "megalite[tensorboard]")
+    if options.wandb.enabled:
+        _need("monitor.wandb", ["wandb"], "wandb")
     if options.trackio.enabled:
         _need("monitor.trackio", ["trackio"], "trackio")
 

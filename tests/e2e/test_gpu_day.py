@@ -6,8 +6,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 import venv
 from contextlib import suppress
@@ -30,10 +32,12 @@ KEY = {"accelerator": "NVIDIA Test", "torch": "2.11.0", "cuda": "13.0", "python"
 WHOLE = SimpleNamespace(total_memory=80 * 2**30, multi_processor_count=132)
 
 
-def gpu_day(*words: str | Path, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
-    line = [python, "-m", "benchmarks.gpu_day", *map(str, words)]
+def gpu_day(
+    *words: str | Path, python: str | Path = sys.executable, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    line = [str(python), "-m", "benchmarks.gpu_day", *map(str, words)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}  # a second thread would only spin
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
+    return subprocess.run(line, cwd=cwd, capture_output=True, text=True, check=False, env=environment)
 
 
 @pytest.fixture
@@ -52,14 +56,40 @@ LEVERS = ("levers-gemma-2-2b", "levers-qwen3-moe-4-layers")
 MORE_PARTS = pytest.param((*SOME_PARTS, *LEVERS, "checkpoint", "generate"), marks=pytest.mark.exhaustive)
 
 
+@pytest.fixture
+def bare_checkout(tmp_path: Path) -> tuple[Path, Path]:
+    """A copy of the sources that nobody has installed, and a Python with all packages that does not know megalite."""
+    folder, environment = tmp_path / "checkout", tmp_path / "python"
+    for room in ("megalite", "models", "data_pipeline", "launch", "benchmarks"):
+        shutil.copytree(ROOT / room, folder / room)  # with the bytecode that is there
+    shutil.copy2(ROOT / "pyproject.toml", folder)
+    venv.create(environment, symlinks=True)
+    places = {kind: Path(sysconfig.get_path(kind, vars={"base": str(environment)})) for kind in ("purelib", "platlib")}
+    for kind, place in places.items():
+        for package in Path(sysconfig.get_path(kind)).iterdir():
+            if "megalite" not in package.name and package.suffix != ".pth" and not (place / package.name).exists():
+                (place / package.name).symlink_to(package)
+    python = environment / "bin" / "python"
+    unknown = subprocess.run([python, "-c", "import megalite"], cwd=tmp_path, capture_output=True, check=False)
+    assert unknown.returncode == 1 and b"No module named 'megalite'" in unknown.stderr
+    return folder, python
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # several whole commands
 @pytest.mark.parametrize("parts", [SOME_PARTS, MORE_PARTS], ids=["some", "more"])
-def test_tiny_models_go_through_the_parts(parts: tuple[str, ...], tmp_path: Path) -> None:
-    """As `--tiny` does on a CPU, in the processes that a GPU day has; a second call finds nothing to do."""
+def test_tiny_models_go_through_the_parts(
+    parts: tuple[str, ...], bare_checkout: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """As `--tiny` does on a CPU, in the processes that a GPU day has; a second call finds nothing to do.
+
+    It runs as on a machine to which a checkout was carried: without metadata of megalite every training has ended in
+    a PackageNotFoundError there.
+    """
+    checkout, python = bare_checkout
     words = [word for part in parts for word in ("--part", part)]
     words += ["--tiny", "--device", "cpu", "--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
-    done = gpu_day(*words)
+    done = gpu_day(*words, python=python, cwd=checkout)
     assert done.returncode == 0, done.stdout + done.stderr
     (folder,) = (tmp_path / "results").iterdir()
     found = {part: json.loads((folder / f"{part}.json").read_text()) for part in parts}
@@ -75,7 +105,7 @@ def test_tiny_models_go_through_the_parts(parts: tuple[str, ...], tmp_path: Path
         assert found["generate"]["items"]["short prompt"]["tokens_per_second"] > 0
     page = (folder / "summary.md").read_text()
     assert "none of these numbers is a measurement" in page and "| train-1b | passed |" in page
-    again = gpu_day(*words)
+    again = gpu_day(*words, python=python, cwd=checkout)
     assert again.returncode == 0 and again.stdout.count("ended well before") == len(parts)
 
 

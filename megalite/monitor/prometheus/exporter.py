@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megalite.config import Config, ResolvedLayout
+from megalite.config.versions import own_version
 from megalite.monitor.goodput import Goodput
 from megalite.monitor.observer import Nonfatal, Observer
 from megalite.monitor.prometheus.endpoint import TARGETS, Rendering, TextfileWriter, label_of
@@ -143,7 +143,7 @@ class PrometheusExporter(Observer):
 def _facts(config: Config, layout: ResolvedLayout) -> tuple[str, ...]:
     sizes = (layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size)
     in_words = " ".join(f"{name}{size}" for name, size in zip(("tp", "pp", "dp"), sizes, strict=True))
-    return version("megalite"), in_words, config.model.model_type, config.precision.dtype, str(layout.zero_stage)
+    return own_version(), in_words, config.model.model_type, config.precision.dtype, str(layout.zero_stage)
 
 
 def _of_ranks(breakdowns: tuple[StepBreakdown, ...]) -> dict[str, Series]:

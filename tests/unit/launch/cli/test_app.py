@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import yaml
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from launch import __main__ as entry
 from launch.cli.app import app
 from launch.errors import LaunchError
 from launch.runtime.checkout import git_state
@@ -260,3 +263,24 @@ def test_bash_completes(line: str, offered: set[str], not_offered: set[str], tmp
     done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=60, check=False, env=path)
     found = set(done.stdout.split())
     assert offered <= found and not found & not_offered, done
+
+
+def test_a_package_that_is_not_there_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a machine to which only some packages were carried; a part that is missing inside of one is a traceback."""
+
+    def ends_with(name: str) -> Callable[[], None]:
+        def run() -> None:
+            importlib.import_module(name)
+
+        return run
+
+    monkeypatch.setattr("launch.cli.app.main", ends_with("no_such_package"))
+    with pytest.raises(SystemExit) as left:
+        entry.main()
+    assert left.value.code == 2
+    assert f"error: {sys.executable} lacks the package no_such_package: install" in capsys.readouterr().err
+    monkeypatch.setattr("launch.cli.app.main", ends_with("json.no_such_part"))
+    with pytest.raises(ModuleNotFoundError):
+        entry.main()

@@ -86,6 +86,7 @@ def test_trackio_gets_what_wandb_gets(config: Config, monkeypatch: pytest.Monkey
         ({"prometheus": {"enabled": True, "gpus": True}}, "pynvml", "pip install 'megalite[prometheus]'"),
         ({"tensorboard": True}, "tensorboard", "pip install 'megalite[tensorboard]'"),
         ({"trackio": {"enabled": True}}, "trackio", "pip install 'trackio'"),
+        ({"wandb": {"enabled": True}}, "wandb", "pip install 'wandb'"),
     ],
 )
 def test_what_is_not_installed_is_one_sentence(
