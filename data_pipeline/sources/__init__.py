@@ -34,7 +34,8 @@ from data_pipeline.tokenizer import python_stdlib_sources
 
 PYTHON_STDLIB = "python-stdlib"
 _NO_TEXT = {
-    (".xz", ".lzma", ".br", ".Z"): "is compressed in a way that is not read: compress it anew, as .zst or .gz",
+    (".lzma", ".br", ".Z"): "is compressed in a way that is not read: compress it anew, as .zst or .gz",
+    (".gpg", ".pgp", ".age", ".enc"): "is encrypted: decrypt it and give the result",
     (".zip", ".7z", ".tar", ".tgz"): "is an archive, which is not read: unpack it and give its files",
     (".tsv", ".xls", ".xlsx", ".ods"): "is a table in a format that is not read: save it as .csv, .jsonl or .parquet",
 }

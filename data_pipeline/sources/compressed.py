@@ -1,15 +1,45 @@
-"""Files that are read through a decompressor, chosen by their ending."""
+"""Files that are read through a decompressor, chosen by their ending, and the reasons for which one cannot be."""
 
 import io
-from collections.abc import Iterator
+import lzma
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 from data_pipeline.errors import DataError
 from data_pipeline.sources.remote_file import Place, RemoteFile, open_file, size_of
 
-_CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
+_CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4", ".xz": "xz"}
 _BUFFER_BYTES = 1 << 18
+_FED_BYTES = 1 << 10  # at once: each may become 32 MiB of text
+_USUAL_WINDOW = 1 << 27  # bytes, up to which pyarrow reads zstd
+_LARGEST_WINDOW = 1 << 31
+_XZ_MEMORY = 1 << 31
+_HEAD_BYTES = 1 << 10
+_ZSTD_SKIPPED = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18", re.DOTALL)
+_BEGINNINGS = {
+    "gzip": b"\x1f\x8b",
+    "zstd": b"\x28\xb5\x2f\xfd",
+    "bz2": b"BZh",
+    "lz4": b"\x04\x22\x4d\x18",
+    "xz": b"\xfd7zXZ\x00",
+    "zip": b"PK",
+    "7z": b"7z\xbc\xaf",
+    "Parquet": b"PAR1",
+    "Arrow": b"ARROW1",
+    "encrypted PGP": b"-----BEGIN PGP",
+    "encrypted age": b"age-encryption.org",
+}
+"""The first bytes of files, by what they are."""
+_CUT, _FOLLOWED, _DICTIONARY, _MEMORY = (
+    "Truncated",
+    "incorrect header check|unknown compression method|no magic header|Unknown frame|frameType_unknown|Input format",
+    "Dictionary",
+    "too much memory|Memory usage limit",
+)
+"""Words of the decompressors' errors: too little data, something else behind it, a dictionary, a limit."""
 
 
 def is_compressed(path: Place) -> bool:
@@ -30,7 +60,7 @@ def size_of_text(path: Place) -> int | None:
 def open_text(path: Place, about_bytes: int = 0) -> Iterator[io.BufferedReader]:
     """Opens the file, of which `about_bytes` will be read, for reading, decompressed.
 
-    Raises DataError, where it is read, if it is damaged or cut short.
+    Raises DataError, where it is read, if it is damaged, cut short, or something else than its ending says.
     """
     if not is_compressed(path):
         with open_file(path, about_bytes) as stream:
@@ -39,13 +69,106 @@ def open_text(path: Place, about_bytes: int = 0) -> Iterator[io.BufferedReader]:
     import pyarrow
 
     try:
-        source = path.open(about_bytes) if isinstance(path, RemoteFile) else str(path)
-        with pyarrow.input_stream(source, compression=_CODECS[path.suffix]) as content:
-            yield io.BufferedReader(cast(io.RawIOBase, content), _BUFFER_BYTES)
+        with _decompressed(path, about_bytes) as content:
+            yield io.BufferedReader(content, _BUFFER_BYTES)
     except (OSError, pyarrow.ArrowException) as error:
         if isinstance(error, OSError) and error.errno is not None:  # the disk's, not the decompressor's
             raise
-        reason = str(error).partition("\n")[0]
-        raise DataError(
-            f"{path} is not a complete {_CODECS[path.suffix]} file ({reason}): fetch or compress it again"
-        ) from error
+        raise DataError(f"{path} {_what_is_wrong(path, str(error).partition(chr(10))[0])}") from error
+
+
+def _decompressed(path: Place, about_bytes: int) -> io.RawIOBase:
+    codec = _CODECS[path.suffix]
+    if codec == "xz":
+        begin = partial(lzma.LZMADecompressor, memlimit=_XZ_MEMORY)
+        return _Decompressed(open_file(path, about_bytes), begin, lzma.LZMAError)
+    if codec == "zstd":
+        import zstandard
+
+        if _window(_head(path)) > _USUAL_WINDOW:
+            begin = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj
+            return _Decompressed(open_file(path, about_bytes), begin, zstandard.ZstdError)
+    import pyarrow
+
+    source = path.open(about_bytes) if isinstance(path, RemoteFile) else str(path)
+    return cast(io.RawIOBase, pyarrow.input_stream(source, compression=codec))
+
+
+class _Decompressed(io.RawIOBase):
+    """The text of a file for which pyarrow has no decompressor; one for each of its members is made by `begin`."""
+
+    def __init__(self, source: io.BufferedReader, begin: Callable[[], Any], failure: type[Exception]) -> None:
+        self._source, self._begin, self._failure = source, begin, failure
+        self._member: Any = None
+        self._text = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._text:
+            if self._member is None or self._member.eof:
+                rest = b"" if self._member is None else self._member.unused_data
+                data, self._member = rest.lstrip(b"\0") or self._next_member(), self._begin()  # xz may be filled up
+                if not data:
+                    self._member = None
+                    return 0
+            elif not (data := self._source.read(_FED_BYTES)):
+                raise OSError("Truncated compressed stream")
+            try:
+                self._text = memoryview(self._member.decompress(data))
+            except self._failure as error:
+                raise OSError(str(error)) from error
+        count = min(len(buffer), len(self._text))
+        buffer[:count] = self._text[:count]
+        self._text = self._text[count:]
+        return count
+
+    def _next_member(self) -> bytes:
+        while data := self._source.read(_FED_BYTES):
+            if data := data.lstrip(b"\0"):
+                break
+        return data
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()
+
+
+def _head(path: Place) -> bytes:
+    with open_file(path, _HEAD_BYTES) as stream:
+        return stream.read(_HEAD_BYTES)
+
+
+def _window(head: bytes) -> int:
+    """Returns how many bytes of text the first frame of zstd refers back to; 0 where there is none."""
+    import zstandard
+
+    try:
+        return zstandard.get_frame_parameters(head).window_size
+    except zstandard.ZstdError:
+        return 0
+
+
+def _what_is_wrong(path: Place, reason: str) -> str:
+    """Returns a clause about a file that a decompressor has given up, and what to do."""
+    codec, head = _CODECS[path.suffix], _head(path)
+    whole = head.startswith(_BEGINNINGS[codec]) or (codec == "zstd" and _ZSTD_SKIPPED.match(head) is not None)
+    if not whole:
+        found = next((name for name, first in _BEGINNINGS.items() if head.startswith(first)), None)
+        page = head.lstrip()[:1] == b"<"
+        page = head.lstrip()[:1] == b"<"
+        kind = f"it is a {found} file" if found else "it is a web page" if page else "its first bytes are no such data"
+        return f"is no {codec} file, {kind}: give it the ending of what it is, or fetch it again"
+    if re.search(_CUT, reason):
+        size = size_of(path)
+        at = f" after {size:,} bytes" if size is not None else ""
+        return f"is not a complete {codec} file, it ends{at} inside its data: it was cut short, fetch it again"
+    if re.search(_MEMORY, reason):
+        how = "with `zstd -d --long=31`" if codec == "zstd" else f"with `{codec} -d`"
+        return f"is a whole {codec} file for all that is known, but takes too much memory to be read: unpack it {how}"
+    if re.search(_DICTIONARY, reason):
+        return "was compressed with a dictionary, which is not known here: unpack it with `zstd -d -D DICTIONARY`"
+    if re.search(_FOLLOWED, reason):
+        return f"has something else than {codec} data behind its first part ({reason}): unpack it and give the result"
+    return f"is damaged inside ({codec}: {reason}): fetch it again, or compress the text again"

@@ -27,7 +27,7 @@ def prepare(
         list[str],
         typer.Argument(
             help="Text files (.txt, .md, source code), .jsonl, .json, .csv and .parquet files, compressed (.gz, .zst, "
-            ".bz2, .lz4) or not, folders and globs of them, here or at a URL (s3://, gs://, hf://, https://), "
+            ".bz2, .xz, .lz4) or not, folders and globs of them, here or at a URL (s3://, gs://, hf://, https://), "
             "dataset:NAME_OR_PATH[:SPLIT], or python-stdlib."
         ),
     ],

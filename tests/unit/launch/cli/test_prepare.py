@@ -129,12 +129,12 @@ def run(
 ATTACKS: dict[str, tuple[bytes, list[str], str]] = {
     "a.jsonl": (b'{"text": "a"}\n{"text": "\\ud800"}\n', [], "a.jsonl, line 2 has half of a surrogate pair in field"),
     "b.jsonl": (b'{"text": "a"}\n{"text": 1}\n', [], "b.jsonl, line 2 has int in field 'text': it must hold a string"),
-    "c.jsonl.gz": (b"\x1f\x8b\x08\0\0\0\0\0\0\xffgarbage", [], "c.jsonl.gz is not a complete gzip file ("),
-    "d.jsonl.zst": (b'{"text": "a"}\n', [], "d.jsonl.zst is not a complete zstd file ("),
+    "c.jsonl.gz": (b"\x1f\x8b\x08\0\0\0\0\0\0\xffgarbage", [], "c.jsonl.gz is damaged inside (gzip: "),
+    "d.jsonl.zst": (b'{"text": "a"}\n', [], "d.jsonl.zst is no zstd file, its first bytes are"),
     "e.csv": (b"body,label\na,1\n", [], "e.csv has no column 'text' (it has 'body', 'label'): name the column"),
     "f.json": (b'[{"text": "a"}, {"text": null}]', [], "f.json, row 1 has NoneType in field 'text'"),
     "g.tar": (b"text", [], "g.tar is an archive, which is not read: unpack it and give its files"),
-    "h.txt.gz": (b"text", [], "h.txt.gz is not a complete gzip file ("),
+    "h.txt.gz": (b"text", [], "h.txt.gz is no gzip file, its first bytes are"),
     "i.txt": (b"a <|endoftext|> b", ["--special-tokens", "refuse"], "i.txt contains the special token '<|endoftext|>'"),
     "j.csv": (b'text\n"a\n', [], "j.csv, line 2 is not CSV (unexpected end of data): write the table again"),
 }
