@@ -182,7 +182,7 @@ def spinner(description: str, *, is_shown: bool = True) -> Iterator[Callable[[st
 
     to = console(stderr=True)
     if is_shown and not to.is_terminal:
-        with _lines(description) as describe:
+        with progress_lines(description) as describe:
             yield describe
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
@@ -192,12 +192,12 @@ def spinner(description: str, *, is_shown: bool = True) -> Iterator[Callable[[st
 
 
 @contextmanager
-def _lines(description: str) -> Iterator[Callable[[str], None]]:
-    """Writes the newest description and the elapsed time to stderr every `SILENCE_S` seconds, unless `--quiet`."""
+def progress_lines(description: str, every_s: float = SILENCE_S) -> Iterator[Callable[[str], None]]:
+    """Writes the newest description and the elapsed time to stderr every so many seconds, unless `--quiet`."""
     newest, ended, started = [description], threading.Event(), time.monotonic()
 
     def write() -> None:
-        while not ended.wait(SILENCE_S) and log.isEnabledFor(logging.INFO):
+        while not ended.wait(every_s) and log.isEnabledFor(logging.INFO):
             say(f"megalite: {newest[0]} ({time.monotonic() - started:.0f} s)", file=sys.stderr, flush=True)
 
     def describe(text: str) -> None:
@@ -234,7 +234,7 @@ def progress_bar(*, is_shown: bool = True, is_bytes: bool = False) -> Iterator[C
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), *amount, TimeRemainingColumn())
     to = console(stderr=True)
     if is_shown and not to.is_terminal:
-        with _lines("starting") as describe:
+        with progress_lines("starting") as describe:
             yield lambda description, done, total: describe(f"{description}: {done / max(1, total):.0%}")
         return
     with Progress(*columns, console=to, transient=True, disable=not is_shown) as bar:

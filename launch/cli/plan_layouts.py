@@ -19,7 +19,7 @@ from launch.cli.options import (
     checked_price,
 )
 from launch.errors import LaunchError
-from launch.output import check_writable, print_csv, print_json, write_file
+from launch.output import check_writable, print_csv, print_json, progress_lines, write_file
 from launch.planning.tables.layouts import LayoutRow, layouts_table, row_of, rows_of, search_as_json
 from launch.planning.tables.outlook import outlook_as_json, outlook_lines
 from launch.runtime.logs import get_logger
@@ -85,11 +85,13 @@ def layouts(
             f"a cluster of {there.accelerators:,} accelerators: a plan is for {MOST_ACCELERATORS:,} at most"
         )
     config, own, problem = _load_with_auto(config_path, overrides or [], there)
-    result = (
-        search_here(config, config.unresolved_options)
-        if there is None
-        else search(config, there, free=config.unresolved_options)
-    )
+    where = "this machine" if there is None else f"{there.accelerators:,} x {there.accelerator_name}"
+    with progress_lines(f"judging layouts on {where}", every_s=1.0):
+        result = (
+            search_here(config, config.unresolved_options)
+            if there is None
+            else search(config, there, free=config.unresolved_options)
+        )
     if result.best is None:
         raise LaunchError(why_nothing_fits(config, result, config.unresolved_options))
     per_node = result.cluster.accelerators_per_node

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from launch.errors import LaunchError
+from launch.output import progress_lines
 from launch.planning.cluster import nodes_of
 from megalite.config import Config, resolve_layout
 from megalite.config.suggestions import multiples_near
@@ -116,12 +117,14 @@ def predicted_runs(
     run on none of the numbers.
     """
     runs, problems = [], []
-    for count in counts:
-        try:
-            runs.append(_predicted_run(config, accelerator, count, job, is_length_wanted))
-        except NothingFits as error:
-            problems.append(f"left out: {count:,} GPUs: {error}")
-            last = error
+    with progress_lines("judging layouts", every_s=1.0) as describe:
+        for count in counts:
+            describe(f"judging layouts on {count:,} x {accelerator}")
+            try:
+                runs.append(_predicted_run(config, accelerator, count, job, is_length_wanted))
+            except NothingFits as error:
+                problems.append(f"left out: {count:,} GPUs: {error}")
+                last = error
     if not runs:
         raise last
     return runs, problems

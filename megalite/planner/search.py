@@ -15,7 +15,16 @@ from typing import Any, Literal, Self
 from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
 from megalite.config.auto import CHOOSABLE
 from megalite.config.suggestions import OptionPath
-from megalite.planner.cost.memory import CPU, CUDA, PROCESS_BYTES, Device, StageMemory, memory_of, with_process
+from megalite.planner.cost.memory import (
+    CPU,
+    CUDA,
+    PROCESS_BYTES,
+    Device,
+    StageMemory,
+    memory_of,
+    memory_of_stages,
+    with_process,
+)
 from megalite.planner.cost.step_time import StepTime, step_time
 from megalite.planner.hardware import Cluster
 from megalite.planner.schedules.tables import Schedule
@@ -178,17 +187,24 @@ def with_faster_schedule(config: Config, candidate: LayoutCandidate, cluster: Cl
     return best if best.time.seconds < (1 - ALIKE) * candidate.time.seconds else None
 
 
-def needs(job: TrainingWorkload, cluster: Cluster, allocator: Device | None = None) -> tuple[StageMemory, ...]:
+def needs(
+    job: TrainingWorkload, cluster: Cluster, allocator: Device | None = None, stages: Sequence[int] | None = None
+) -> tuple[StageMemory, ...]:
     """Returns the memory of a job on the cluster's accelerators; of CPU ranks all that counts against their host.
 
-    `allocator` is that of CPU ranks, by default malloc as `megalite train` sets it up.
+    `allocator` is that of CPU ranks, by default malloc as `megalite train` sets it up. `stages` are those to judge of a
+    job whose stages all recompute the same; None: all of any job.
     """
+
+    def memory(device: Device) -> Sequence[StageMemory]:
+        return memory_of(job, device) if stages is None else memory_of_stages(job, stages, device)
+
     if cluster.accelerator.device == "cuda":
-        return memory_of(job, CUDA)
+        return tuple(memory(CUDA))
     if allocator is None:
         peak = cluster.accelerator.peak_tflops  # bf16 units would make bf16 faster
         allocator = replace(CPU, widens_bf16=peak.get("bf16", 0.0) <= peak.get("fp32", 0.0))
-    return tuple(with_process(one, job, PROCESS_BYTES) for one in memory_of(job, allocator))
+    return tuple(with_process(one, job, PROCESS_BYTES) for one in memory(allocator))
 
 
 def fitted(
@@ -205,10 +221,9 @@ def fitted(
     memory = list(needs(job.with_recompute(fastest), cluster, allocator))
     modes = [fastest] * len(memory)
     for mode in others:
-        if max(stage.total for stage in memory) <= cluster.memory_bytes:
-            break
-        for one in needs(job.with_recompute(mode), cluster, allocator):
-            if cluster.memory_bytes < memory[one.stage].total > one.total:
+        too_large = [one.stage for one in memory if one.total > cluster.memory_bytes]
+        for one in needs(job.with_recompute(mode), cluster, allocator, too_large):
+            if memory[one.stage].total > one.total:
                 modes[one.stage], memory[one.stage] = mode, one
     return job.with_recompute(modes[0] if len(set(modes)) == 1 else tuple(modes)), tuple(memory)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
+from operator import add
 from typing import Self
 
 MIB, GIB = 2**20, 2**30
@@ -17,11 +18,10 @@ class Additive:
     """A dataclass that is added and multiplied field by field."""
 
     def __add__(self, other: Self) -> Self:
-        theirs = vars(other)
-        return replace(self, **{name: value + theirs[name] for name, value in vars(self).items()})
+        return type(self)(*map(add, vars(self).values(), vars(other).values()))
 
     def __rmul__(self, factor: float) -> Self:
-        return replace(self, **{name: factor * value for name, value in vars(self).items()})
+        return type(self)(*(factor * value for value in vars(self).values()))
 
 
 def gib(size_bytes: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, Self, TypeVar
 
 from megalite.config import Config, ModelConfig, ResolvedLayout
@@ -32,7 +33,7 @@ class ParallelLayout:
     micro_batch_size: int = 1
     pipeline_schedule: PipelineSchedule = "1f1b"
 
-    @property
+    @cached_property
     def schedule(self) -> Schedule:
         return Schedule(self.pipeline_schedule)
 

@@ -7,9 +7,9 @@ begins, when it ends, when replicas sum gradients, and in the optimizer's step. 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal
 
@@ -65,7 +65,7 @@ class StageMemory:
     moment: str = ""  # when most is needed
     on_host: float = 0.0  # bytes beside them of what a GPU's rank has offloaded
 
-    @property
+    @cached_property
     def total(self) -> float:
         """The predicted peak."""
         return sum(self.parts.values())
@@ -73,12 +73,16 @@ class StageMemory:
 
 def memory_of(job: TrainingWorkload, device: Device = CUDA) -> tuple[StageMemory, ...]:
     """Returns the peak memory of each pipeline stage, in order."""
+    stages = range(job.layout.pipeline_parallel_size)
+    return job.by_stage(lambda alike: memory_of_stages(alike, stages, device))
 
-    def stages(job: TrainingWorkload) -> list[StageMemory]:
-        shapes, blocks = stages_of_job(job), with_same_blocks(job)
-        return [_Stage(job, blocks, stage, shape, device).memory() for stage, shape in enumerate(shapes)]
 
-    return job.by_stage(stages)
+def memory_of_stages(job: TrainingWorkload, stages: Sequence[int], device: Device = CUDA) -> list[StageMemory]:
+    """Returns the peak memory of some pipeline stages of a job whose stages all recompute the same."""
+    shapes, blocks = stages_of_job(job), with_same_blocks(job)
+    kinds = {shapes[stage].like: shapes[stage] for stage in stages}
+    found = {like: _StageKind(job, blocks, shape, device) for like, shape in kinds.items()}
+    return [found[shapes[stage].like].memory(stage) for stage in stages]
 
 
 def with_process(one: StageMemory, job: TrainingWorkload, process_bytes: float) -> StageMemory:
@@ -126,55 +130,60 @@ def _sent(schedule: Schedule, stages: int, chunks: int) -> tuple[tuple[int, int]
 Moment = dict[str, float]
 
 
-class _Stage:
-    """One pipeline stage of megalite."""
+class _StageKind:
+    """Pipeline stages of megalite that hold the same, of which each may have another number of micro-batches in
+    flight."""
 
-    def __init__(
-        self, job: TrainingWorkload, blocks: TrainingWorkload, stage: int, shape: StageShape, device: Device
-    ) -> None:
-        self.job, self.stage, self.shape, self.device = job, stage, shape, device
+    def __init__(self, job: TrainingWorkload, blocks: TrainingWorkload, shape: StageShape, device: Device) -> None:
+        self.job, self.shape, self.device = job, shape, device
         layout, model, tp = job.layout, job.model, job.layout.tensor_parallel_size
         self.size = BYTES[job.dtype]
         has_rows = shape.has_embedding or (shape.has_head and not shape.tied_copy)
         self.trained = trained_numbers(job, shape)
         # trained rows of embedding and head, which adapters leave as they are
         self.embedding = embedding_parameters(model, tp) if has_rows and not job.trains_adapters else 0
-        in_blocks = min(self.trained, max(widest_parameter(model, layer, tp) for layer in shape.layers))
+        in_blocks = min(self.trained, max(widest_parameter(model, layer, tp) for layer in shape.kinds))
         largest = max(self.embedding, in_blocks)  # trained parameter
         self.largest_of_blocks = in_blocks / largest
-        self.states = deepspeed_states(job, self.trained, largest, orthogonalized_numbers(model, shape, tp))
+        orthogonalized = orthogonalized_numbers(model, shape, tp) if job.optimizer == "muon" else 0
+        self.states = deepspeed_states(job, self.trained, largest, orthogonalized)
         if job.trains_adapters:
             self.states = with_frozen_weights(self.states, self.size, shape.parameters)
         if job.offloads_optimizer:
             self.states = self._with_offloaded_optimizer(largest)
         self.chunks = [chunk_bytes(blocks, each.first, each.count, device.widens_bf16) for each in shape.chunks]
-        p, v = layout.pipeline_parallel_size, layout.pipeline_chunks
-        self.in_flight = most_in_flight(layout.schedule, p, stage, job.micro_batches, v)
         self.first, self.last = self.chunks[0].first, self.chunks[-1].last
         self.passing = self.first.passing
         self.whole = layout.micro_batch_size * job.sequence_length * model.hidden_size * self.size  # hidden states
-        self.most_activations = max(map(self._held, self.in_flight)) + kept_messages(job, stage, device) * self.passing
-
-    def memory(self) -> StageMemory:
-        states, always = self.states, self._always()
-        moments = {
-            "loss": self._loss() if self.shape.has_head else {},
-            "start of backward": self._backward_starts(),
+        always = self._always()
+        self.waiting = {"loss": self._loss()} if shape.has_head else {}  # moments that activations of others wait in
+        self.waiting["start of backward"] = self._backward_starts()
+        self.others = {
             "end of backward": self._backward_ends(),
             "gradient of the head": self._tied_gradient(),
             "reduction of gradients": always
-            | {"gradients": states.gradients, "communication buffers": self._bucket() + states.reducing},
-            "optimizer step": always | {"gradients": states.own_gradients, "step copies": states.stepping},
+            | {"gradients": self.states.gradients, "communication buffers": self._bucket() + self.states.reducing},
+            "optimizer step": always | {"gradients": self.states.own_gradients, "step copies": self.states.stepping},
             # gradients without a permanent buffer have been copied and freed
-            "update": always | {"step copies": states.updating},
+            "update": always | {"step copies": self.states.updating},
             "gathering of weights": self._gathers(),
         }
+        if not device.keeps_freed:  # one of them counts, and it is the same one on every stage
+            name = max(self.others, key=lambda name: sum(self.others[name].values()))
+            self.others = {name: self.others[name]}
+
+    def memory(self, stage: int) -> StageMemory:
+        layout = self.job.layout
+        p, v = layout.pipeline_parallel_size, layout.pipeline_chunks
+        in_flight = most_in_flight(layout.schedule, p, stage, self.job.micro_batches, v)
+        most = max(map(self._held, in_flight)) + kept_messages(self.job, stage, self.device) * self.passing
+        moments = {name: one | {"activations": most + one["activations"]} for name, one in self.waiting.items()}
+        moments |= self.others
         if self.device.keeps_freed:
             name, parts = self._own_room(moments)
         else:
-            name = max(moments, key=lambda name: sum(moments[name].values()))
-            parts = moments[name]
-        return StageMemory(self.stage, with_device(parts, self.device), name, self._on_host())
+            name, parts = max(moments.items(), key=lambda moment: sum(moment[1].values()))
+        return StageMemory(stage, with_device(parts, self.device), name, self._on_host(in_flight))
 
     def _with_offloaded_optimizer(self, largest: float) -> States:
         states = without_optimizer(self.job, self.states, largest)
@@ -182,11 +191,11 @@ class _Stage:
             return states
         return replace(states, optimizer=optimizer_on_host(self.job, self.trained))
 
-    def _on_host(self) -> float:
+    def _on_host(self, in_flight: Sequence[InFlight]) -> float:
         if self.device.kind == "cpu":
             return 0.0
         optimizer = optimizer_on_host(self.job, self.trained) if self.job.offloads_optimizer else 0.0
-        return optimizer + (max(map(self._kept, self.in_flight)) if self.job.offloads_activations else 0.0)
+        return optimizer + (max(map(self._kept, in_flight)) if self.job.offloads_activations else 0.0)
 
     def _always(self) -> Moment:
         states = self.states
@@ -266,7 +275,7 @@ class _Stage:
         gradients += of_products * tokens * model.hidden_size
         # the last block's output and its norm's, which products read whole
         head = self.passing + self.whole + (self.passing if self.passing < self.whole else 0.0)
-        return self._during(self.most_activations + head, logits=logits, working=gradients)
+        return self._during(head, logits=logits, working=gradients)
 
     def _backward_starts(self) -> Moment:
         working = self.last.backward + self.states.one_gradient * self.largest_of_blocks
@@ -278,7 +287,7 @@ class _Stage:
         if self.states.opened and self.job.micro_batches > 1:  # it has been opened before
             first = 0.0
         buckets = {} if self.states.gathered else {"communication buffers": self._bucket(self.embedding)}
-        return self._during(self.most_activations + self.passing, working=working, gradients=first, **buckets)
+        return self._during(self.passing, working=working, gradients=first, **buckets)
 
     def _backward_ends(self) -> Moment:
         """Returns the larger of two moments: all gradients exist and only the first block's activations of the last

@@ -6,9 +6,10 @@ of every family.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 
 from megalite.config import Config, ModelConfig, ResolvedLayout
 from megalite.config.sections import PipelineSchedule
@@ -34,12 +35,14 @@ class StageShape:
     has_embedding: bool
     has_head: bool
     tied_copy: int = 0  # numbers of a tied head whose embedding is on another stage: no parameter here
+    kinds: Mapping[int, int] = field(default_factory=dict, compare=False)  # a block of each, and how many there are
+    like: int = 0  # the first stage of the model that needs the same time and memory for a micro-batch
 
     @property
     def blocks(self) -> int:
         return sum(chunk.count for chunk in self.chunks)
 
-    @property
+    @cached_property
     def layers(self) -> tuple[int, ...]:
         """Numbers of its blocks."""
         return tuple(layer for chunk in self.chunks for layer in range(chunk.first, chunk.first + chunk.count))
@@ -72,7 +75,8 @@ def even_stage_shapes(
 
 def _shapes(model: ModelConfig, tp: int, bounds: Sequence[int], where: Sequence[int]) -> tuple[StageShape, ...]:
     """Returns the shapes of the stages that hold the chunks between `bounds`."""
-    shapes = []
+    shapes: list[StageShape] = []
+    kinds, first = block_kinds(model), dict[object, int]()
     for stage, positions in enumerate(positions_by_stage(where)):
         chunks = tuple(ChunkBlocks(bounds[at], bounds[at + 1] - bounds[at]) for at in positions)
         is_first, is_last, tied_copy = stage == where[0], stage == where[-1], 0
@@ -88,7 +92,10 @@ def _shapes(model: ModelConfig, tp: int, bounds: Sequence[int], where: Sequence[
                 numbers += embedding_parameters(model, tp)
             elif not is_first:  # on its embedding's stage it is the same weight
                 tied_copy = embedding_parameters(model, tp)
-        shapes.append(replace(shape, parameters=numbers, tied_copy=tied_copy))
+        in_chunks = tuple(kinds[chunk.first : chunk.first + chunk.count] for chunk in chunks)
+        like = first.setdefault((numbers, in_chunks, is_first, is_last, tied_copy), stage)
+        count = Counter(kinds[layer] for layer in shape.layers)
+        shapes.append(replace(shape, parameters=numbers, tied_copy=tied_copy, kinds=count, like=like))
     return tuple(shapes)
 
 

@@ -41,7 +41,7 @@ from megalite.planner.hardware import Cluster
 from megalite.planner.schedules.simulation import LastGradients, PipelineTimes, idle_of_equal_stages, last_gradients
 from megalite.planner.schedules.tables import splits_backward
 from megalite.planner.units import Additive
-from megalite.planner.workload import BYTES, TrainingWorkload
+from megalite.planner.workload import BYTES, ParallelLayout, TrainingWorkload
 
 # AdamW reads weight, gradient and both moments, and writes all but the gradient; Muon has one moment and an update of
 # 16 bits, which it writes and reads
@@ -161,17 +161,18 @@ def _pipeline_s(job: TrainingWorkload, mean: StageTime, between_s: float) -> tup
     p, v = layout.pipeline_parallel_size, layout.pipeline_chunks
     if job.stack.waits_for_messages or p == 1:
         return (p - 1) / v * (mean.seconds + 2 * v * between_s), count * 2 * v * between_s
-    unit, times = _rounded(mean, between_s, p)
+    unit, times = _rounded(mean, between_s, layout)
     bubble = (p - 1) / v * DIGITS  # of 1F1B, also interleaved
     if splits_backward(layout.schedule):
         bubble = idle_of_equal_stages(layout.schedule, replace(times, between_stages_s=0.0), count, v)
     return unit * bubble, unit * (idle_of_equal_stages(layout.schedule, times, count, v) - bubble)
 
 
-def _rounded(mean: StageTime, between_s: float, stages: int) -> tuple[float, PipelineTimes]:
+def _rounded(mean: StageTime, between_s: float, layout: ParallelLayout) -> tuple[float, PipelineTimes]:
     """Returns a unit of time, and in it the times of equal stages, so that alike jobs share one simulation."""
-    unit = mean.seconds / DIGITS
-    forward, weight, travel = (round(s / unit) for s in (mean.forward_s, mean.weight_gradient_s, between_s))
+    unit, stages = mean.seconds / DIGITS, layout.pipeline_parallel_size
+    weight_s = mean.weight_gradient_s if splits_backward(layout.schedule) else 0.0  # else no pass takes it by itself
+    forward, weight, travel = (round(s / unit) for s in (mean.forward_s, weight_s, between_s))
     return unit, PipelineTimes((forward,) * stages, (DIGITS - forward,) * stages, travel, (weight,) * stages)
 
 
@@ -189,7 +190,9 @@ def _idle(stages: int, cluster: Cluster) -> float:
 def _stages(job: TrainingWorkload, shapes: Sequence[StageShape], cluster: Cluster, speed: Speed) -> list[StageTime]:
     by_kind = {kind: block_work(job, kind, speed) for kind in set(block_kinds(job.model))}
     head = head_work(job, speed)
-    return [_stage(job, shape, cluster, speed, by_kind, head) for shape in shapes]
+    kinds = {shape.like: shape for shape in shapes}
+    found = {like: _stage(job, shape, cluster, speed, by_kind, head) for like, shape in kinds.items()}
+    return [found[shape.like] for shape in shapes]
 
 
 def _stage(
@@ -200,8 +203,7 @@ def _stage(
     by_kind: Mapping[int, Passes],
     head: Passes,
 ) -> StageTime:
-    kinds_held = Counter(block_kinds(job.model)[layer] for layer in shape.layers)
-    of_blocks = sum((count * by_kind[kind] for kind, count in kinds_held.items()), Passes())
+    of_blocks = sum((count * by_kind[kind] for kind, count in shape.kinds.items()), Passes())
     passes = of_blocks + head if shape.has_head else of_blocks
     ring, moved, kinds = tensor_ring(job.layout, cluster), tensor_moved(job, shape), 2 * shape.blocks
     there, back = ring.seconds(moved.forward, kinds), ring.seconds(moved.backward, kinds)
@@ -218,7 +220,7 @@ def _stage(
     recomputed = passes.again.seconds + again
     host = HOST_WORK[job.layout.zero_stage] if job.stack.replicas == "deepspeed" else 1.0
     loops = cluster.accelerator.device == "cpu" or job.dtype != "bf16"  # over experts
-    blocks = sum(_host_blocks(job.model, kind, loops=loops) * count for kind, count in kinds_held.items())
+    blocks = sum(_host_blocks(job.model, kind, loops=loops) * count for kind, count in shape.kinds.items())
     launch = [blocks * speed.launch_s * host * factor for factor in (1, 2, job.layout.recompute == "full")]
     waits = job.stack.waits_for_launches or cluster.accelerator.device == "cpu"
     launch_s = [
@@ -279,8 +281,8 @@ def _beside_backward_s(
     layout, ring = job.layout, data_ring(job.layout, cluster)
     if ring.ranks == 1:
         return 0.0
-    p, v = layout.pipeline_parallel_size, layout.pipeline_chunks
-    unit, times = _rounded(mean, between_s, p)
+    v = layout.pipeline_chunks
+    unit, times = _rounded(mean, between_s, layout)
     others_s = mean.tensor_links_s / v if tensor_ring(layout, cluster).leaves_node == ring.leaves_node else 0.0
     others_s += between_s if boundary_leaves_node(layout, cluster) == ring.leaves_node else 0.0
     ends_s = []

@@ -27,8 +27,11 @@ def most_in_flight(
 ) -> tuple[InFlight, ...]:
     """Returns the moments of a step at which a stage holds most: those that no other moment exceeds in all numbers.
 
-    Which of them needs most memory depends on the sizes of chunks.
+    Which of them needs most memory depends on the sizes of chunks. Under 1F1B it is one moment, with as many
+    micro-batches as there are stages from this one on.
     """
+    if schedule is Schedule.ONE_F_ONE_B:
+        return (InFlight((min(micro_batches, stages - stage),), (0,)),)
     return moments_of(schedule, stages, stage, min(micro_batches, MOST_LOOKED_AT * stages), chunks)
 
 

@@ -49,6 +49,11 @@ class PipelineTimes:
         return len(self.forward_s)
 
     @property
+    def are_equal(self) -> bool:
+        """True if all stages take as long."""
+        return len(set(self.forward_s)) == len(set(self.backward_s)) == 1
+
+    @property
     def weight_part_s(self) -> Sequence[float]:
         if self.weight_gradient_s is not None:
             return self.weight_gradient_s
@@ -179,7 +184,22 @@ def idle_of_equal_stages(schedule: Schedule, times: PipelineTimes, micro_batches
 
 @lru_cache(maxsize=4096)
 def _makespan_s(schedule: Schedule, times: PipelineTimes, micro_batches: int, chunks: int) -> float:
+    if schedule is Schedule.ONE_F_ONE_B and times.are_equal:
+        return _makespan_of_1f1b_s(times, micro_batches)
     return max(_run_times(_steps_of(schedule, times.stages, micro_batches, chunks), times, chunks)[1])
+
+
+def _makespan_of_1f1b_s(times: PipelineTimes, micro_batches: int) -> float:
+    """Returns the longest of the paths through passes of equal stages that wait for each other.
+
+    Stage s of p runs forward c and then backward c - (p - 1 - s) in round c. A path leads within a round to later
+    stages by forwards; to the next round by the backward of the stage before, or on the same stage. Each of the
+    m + p - 1 rounds brings one forward and one backward, and there are as many messages back as forth. After at most
+    p - 1 rounds of messages back a path has reached the first stage, and needs a round for a forward there.
+    """
+    p, work_s = times.stages, times.forward_s[0] + times.backward_s[0]
+    back = p - 1 + micro_batches - 1 - -(-(micro_batches - 1) // p)  # messages
+    return (micro_batches + p - 1) * work_s + 2 * back * times.between_stages_s
 
 
 class LastGradients(NamedTuple):
@@ -198,6 +218,10 @@ def last_gradients(
 
     From two micro-batches per stage on a step is taken to end as one with so many.
     """
+    if schedule is Schedule.ONE_F_ONE_B and times.are_equal:  # each stage has nothing left after the one behind it
+        backward_s = times.backward_s[0]
+        ends_s = [-stage * (backward_s + times.between_stages_s) for stage in range(times.stages)]
+        return tuple((LastGradients(end_s - backward_s, end_s),) for end_s in ends_s)
     micro_batches = min(micro_batches, 2 * times.stages)
     steps = _steps_of(schedule, times.stages, micro_batches, chunks)
     starts_s, free_s = _run_times(steps, times, chunks)

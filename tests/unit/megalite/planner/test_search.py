@@ -198,7 +198,7 @@ def test_a_thousand_accelerators_in_seconds() -> None:
     config = config_of(model, 1024, 8192, precision={"dtype": "bf16"})
     began = time.process_time()
     result = search(config, h100(128))
-    assert time.process_time() - began < 20  # 4 s where nothing else runs, minutes without its caches
+    assert time.process_time() - began < 6  # 1.3 s where nothing else runs, 5 s with each stage judged by itself
     assert result.candidates and result.too_large
 
 
