@@ -37,6 +37,10 @@ class Slice:
     expected: int = 0
     received: int = 0
 
+    def __str__(self) -> str:
+        shard = getattr(self.parameter, "shard", None)  # none outside of a model of ours
+        return f"{'a parameter' if shard is None else shard.name} of shape {tuple(self.parameter.shape)}"
+
     @property
     def stop(self) -> int:
         return self.start + self.parameter.numel()
@@ -84,8 +88,8 @@ class GradientReducer:
 
     A step is `begin`, any number of backward passes, `finish`, the use of `partitions`, `release`. Buckets start in one
     fixed order, the same on all replicas: by their first parameters, from the last to the first, as backward reaches
-    them. One that lacks a gradient holds up those behind it; what never came is reduced in `finish` as zero. Between
-    `begin` and `finish` nothing else may use the group: a replica without a gradient that others have starts later.
+    them. One that lacks a gradient holds up those behind it; `finish` refuses a step in which one never came. Between
+    `begin` and `finish` nothing else may use the group: a replica that waits for a gradient starts later.
     """
 
     def __init__(
@@ -153,13 +157,10 @@ class GradientReducer:
         bucket, one = self._place[parameter]
         # one too many may come while its bucket waits, and would stand for one of another parameter that never comes
         if one.received == one.expected or self._started == len(self._buckets):
-            shard = getattr(parameter, "shard", None)  # none outside of a model of ours
-            name = "a parameter" if shard is None else shard.name
             raise RuntimeError(
-                f"a gradient of {name} of shape {tuple(parameter.shape)} came after its bucket was reduced, or is one "
-                f"too many: it is the parameter's number {one.received + 1} of this step, for which `begin` and "
-                f"`expect_more` have announced {one.expected}; a layer that is applied several times in a forward pass "
-                "needs `expect_more`"
+                f"a gradient of {one} came after its bucket was reduced, or is one too many: it is the parameter's "
+                f"number {one.received + 1} of this step, for which `begin` and `expect_more` have announced "
+                f"{one.expected}; a layer that is applied several times in a forward pass needs `expect_more`"
             )
         return bucket, one
 
@@ -206,24 +207,23 @@ class GradientReducer:
         bucket.work = bucket.on_wire = None
 
     def finish(self) -> None:
-        """Reduces what never became complete, and waits: on CUDA the current stream does, not the host."""
-        for bucket in self._order[self._started :]:
-            sums = bucket.open(self.device)
-            for one in bucket.slices:
-                if not one.received:
-                    one.of(sums).zero_()
-            self._start(bucket)
+        """Waits for all reductions: on CUDA the current stream does, not the host. Raises RuntimeError if a gradient of
+        this step never came, which their sum would pass over in silence."""
+        if self._started < len(self._order):
+            few = [one for bucket in self._buckets for one in bucket.slices if one.received < one.expected]
+            raise RuntimeError(
+                f"gradients of {len(few)} parameters never came in this step, first that of {few[0]}: backward brought "
+                f"{few[0].received} of the {few[0].expected} that `begin` and `expect_more` have announced; the step "
+                "ends here, before it changes a weight: a pass of the schedule, or a layer in one, was left out"
+            )
         if self._size > 1:
-            self._wait()
+            self._activity.record_op(Operation.REDUCE_GRADIENTS, self._started, self._activity.peers.data)
+            if self._stream is not None:
+                torch.cuda.current_stream(self.device).wait_stream(self._stream)
+            else:
+                for bucket in self._order:
+                    self._settle(bucket)
         self._sum_in_tensor_group()
-
-    def _wait(self) -> None:
-        self._activity.record_op(Operation.REDUCE_GRADIENTS, self._started, self._activity.peers.data)
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
-            return
-        for bucket in self._order:
-            self._settle(bucket)
 
     def _sum_in_tensor_group(self) -> None:
         """Sums the gradients of replicated parameters of which each tensor-parallel rank has computed a part.

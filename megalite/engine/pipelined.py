@@ -56,6 +56,8 @@ class PipelinedEngine(Engine):
         groups = PipelineGroups(self._grid, neighbours | {(after, before) for before, after in neighbours})
         groups.open(self._device)
         self._message_groups = groups.all()
+        is_split = splits_backward(self._schedule)
+        self.put_off = put_off_weight_gradients(self.deepspeed.module) if is_split else None
         self._context = StageContext(
             chunks,
             len(self._placement) - 1,
@@ -65,7 +67,7 @@ class PipelinedEngine(Engine):
             self._ranks,
             self._forward_peers,
             self._backward_peers,
-            put_off_weight_gradients(self.deepspeed.module) if splits_backward(self._schedule) else None,
+            self.put_off,
         )
         self._forward_programs: dict[int, Program] = {}  # by the number of micro-batches
         self._prepare_steps()
@@ -169,7 +171,7 @@ class PipelinedEngine(Engine):
         ranks = tuple(dist.get_process_group_ranks(group))
         self.activity.record_op(Operation.REDUCE_TIED_GRADIENTS, peers=ranks)
         if self._tied_head is not None:
-            dist.send(self._tied_head.take_gradient(), dst=ranks[0], group=group)
+            dist.send(self._tied_head.take_gradient(self.micro_batches), dst=ranks[0], group=group)
             return
         gradient = torch.empty(weight.shape, dtype=torch.float32, device=self._device)
         dist.recv(gradient, src=ranks[1], group=group)

@@ -56,9 +56,7 @@ class Chunk(nn.Module):
         if labels is None:
             return head_logits(hidden, head_weight, vocab_size, self.tensor_parallel, softcap)
         targets, weight, add_token_losses = labels
-        token_losses = None
-        if add_token_losses is not None:
-            token_losses = torch.empty(targets.shape, dtype=torch.float32, device=targets.device)
+        token_losses = None if add_token_losses is None else targets.new_empty(targets.shape, dtype=torch.float32)
         is_compiled, tp = hidden.is_cuda and self._may_compile, self.tensor_parallel
         loss = head_loss(hidden, head_weight, targets, vocab_size, tp, softcap, is_compiled, token_losses) * weight
         if add_token_losses is not None and token_losses is not None:
@@ -102,21 +100,23 @@ class TiedHead:
         is_trained = parameter.requires_grad
         self.weight = module.weight = parameter.detach().to(device, dtype).requires_grad_(is_trained)
         self._gradient: Tensor | None = None
+        self._received = 0  # gradients in it
         if is_trained:
             self.weight.register_post_accumulate_grad_hook(self._add)
 
     def _add(self, weight: Tensor) -> None:
         assert weight.grad is not None
-        if self._gradient is None:
-            self._gradient = weight.grad.float()
-        else:
-            self._gradient += weight.grad
+        self._gradient = weight.grad.float() if self._gradient is None else self._gradient.add_(weight.grad)
+        self._received += 1
         weight.grad = None
 
-    def take_gradient(self) -> Tensor:
-        """Returns the gradient summed over the micro-batches since the last call, `[vocab/tp, hidden]` in fp32."""
-        gradient, self._gradient = self._gradient, None
-        return torch.zeros_like(self.weight, dtype=torch.float32) if gradient is None else gradient
+    def take_gradient(self, micro_batches: int) -> Tensor:
+        """Returns the gradient summed over the step's micro-batches, `[vocab/tp, hidden]` in fp32. Raises RuntimeError
+        if that of one never came."""
+        gradient, received, self._gradient, self._received = self._gradient, self._received, None, 0
+        if gradient is None or received < micro_batches:
+            raise RuntimeError(f"only {received} of {micro_batches} gradients of the tied head {self.name} came")
+        return gradient
 
 
 class TiedWeight(NamedTuple):

@@ -30,11 +30,13 @@ from megalite.engine.batch_transfer import MicroBatch
 from megalite.engine.deepspeed_internals import loss_scaler_state, resident_weights, set_loss_scaler_state
 from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import read_gradients
+from megalite.engine.pipelined import PipelinedEngine
 from megalite.engine.step_result import StepResult
 from megalite.parallel.loss import IGNORED
 
 Phase = Literal["weights", "forward", "backward"]
 LOSS = "the loss"  # the place after all layers
+LAST = 1 << 30
 NAMED_WEIGHTS = 3  # per rank
 
 
@@ -159,7 +161,7 @@ def run_again(
         set_loss_scaler_state(optimizer, now)
     losses = _token_losses(result, micro_batches)
     bad = [number for number, loss in enumerate(losses, start=1) if not math.isfinite(loss)]
-    behind_all_layers = [FirstNonfinite("forward", LOSS, number, 1 << 30) for number in bad[:1]]
+    behind_all_layers = [FirstNonfinite("forward", LOSS, number, LAST) for number in bad[:1]]
     found = from_all_ranks([*sightings, *behind_all_layers], list[FirstNonfinite])
     seen = [replace(old, sightings=tuple(new)) for old, new in zip(rank_reports, found, strict=True)]
     return seen, result.skipped
@@ -208,7 +210,9 @@ def _first_of_replica(rank_reports: Sequence[RankReport], replica: int) -> Itera
 
 
 def _position(report: RankReport, seen: FirstNonfinite) -> int:
-    """Returns the position in the model of the layers that were computing, of those on all ranks of a replica."""
+    """Returns the position in the model of what was computing, among that on all ranks of a replica."""
+    if seen.where == LOSS:  # no record says in which chunk, and it may be on any stage
+        return LAST
     return report.place.stage if seen.chunk is None else seen.chunk
 
 
@@ -277,11 +281,14 @@ class _NonfiniteHooks:
         """The micro-batch of the pass that is running, from 1; 0 for the sum of all of them."""
         return self._activity.now.micro_batch or 0
 
-    def check_forward(self, where: str, _: nn.Module, *tensors: Any) -> None:
-        """Checks a module's inputs before its forward, or its outputs, which come after the inputs, behind it."""
+    def check_forward(self, where: str, _: nn.Module, inputs: tuple[Any, ...], *outputs: Any) -> None:
+        """Checks a module's input before its forward, or its output behind it.
+
+        The input is the first one: those beside it are the same for all layers, and masks among them hold -inf.
+        """
         number = self._micro_batch
         self._order[number] += 1
-        if not any(seen.phase == "forward" for seen in self.sightings) and not _is_finite(tensors[-1]):
+        if not any(seen.phase == "forward" for seen in self.sightings) and not _is_finite(outputs or inputs[:1]):
             chunk = self._activity.now.chunk
             self.sightings.append(FirstNonfinite("forward", where, number, self._order[number], chunk))
 
@@ -319,8 +326,14 @@ def _nonfinite_hooks(engine: Engine) -> Iterator[list[FirstNonfinite]]:
     for name, weight in weights:
         if weight.requires_grad:
             handles.append(weight.register_hook(partial(hooks.check_gradient, name)))
+    put_off = engine.put_off if isinstance(engine, PipelinedEngine) else None
+    if put_off is not None:  # a weight's place in backward, which its gradient leaves for later
+        names = {weight: name for name, weight in weights}
+        put_off.watch = lambda weight, gradient: hooks.check_gradient(names[weight], gradient)
     try:
         yield hooks.sightings
     finally:
+        if put_off is not None:
+            put_off.watch = None
         for handle in handles:
             handle.remove()

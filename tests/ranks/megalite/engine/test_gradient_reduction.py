@@ -222,13 +222,16 @@ class _Alone:
         return [mean.tolist() for _, mean in self.reducer.whole_gradients()]
 
 
-def _missing(rank: int) -> dict[str, Any]:
-    """Step 1: rank 1 has no gradient of the last parameter, which begins first. Step 2: all have all, one twice."""
+def _late(rank: int) -> dict[str, Any]:
+    """Step 1: rank 1 has the gradients of the last parameter, which begins first, at the end. Step 2: one comes
+    twice."""
     alone = _Alone(rank, 3)
     alone.begin(2)
-    alone.backward(1.0, 2.0, 0.0 if rank == 1 else 4.0)
-    alone.backward(1.0, 2.0, 0.0 if rank == 1 else 8.0)
+    for _ in range(2):
+        alone.backward(1.0, 2.0, 0.0 if rank == 1 else 4.0)
     begun = _begun(alone.activity)
+    for _ in range(2 if rank == 1 else 0):
+        alone.backward(0.0, 0.0, 4.0)
     first = alone.means()
     alone.reducer.expect_more(alone.parameters[0], 1)
     alone.begin(1)
@@ -239,10 +242,10 @@ def _missing(rank: int) -> dict[str, Any]:
     return {"begun": begun, "first": first, "early": early, "late": late, "second": alone.means()}
 
 
-def test_what_never_comes_is_zero_and_what_comes_from_elsewhere_is_waited_for() -> None:
-    """The replica without a gradient begins all reductions at the end, in the others' order; nothing of the first step
-    is left in the second."""
-    for rank, seen in enumerate(run_ranks(_missing, 3)):
+def test_what_comes_late_and_what_comes_from_elsewhere_is_waited_for() -> None:
+    """The replica with a late gradient begins all reductions at the end, in the others' order; nothing of the first
+    step is left in the second."""
+    for rank, seen in enumerate(run_ranks(_late, 3)):
         assert seen["begun"] == (0 if rank == 1 else 3)
         assert seen["first"] == [[2.0] * 5, [4.0] * 7, [8.0] * 3]
         assert (seen["early"], seen["late"]) == (2, 3)
@@ -269,6 +272,28 @@ def test_a_gradient_too_many_is_refused(last: float) -> None:
     for said in run_ranks(_too_many, 2, last):
         assert "a gradient of layers.0.weight of shape (5,) came" in said
         assert "parameter's number 3 of this step, for which `begin` and `expect_more` have announced 2" in said
+
+
+def _too_few(rank: int) -> str:
+    """Rank 1 of two gets no second gradient of the last parameter, and so begins nothing."""
+    alone = _Alone(rank, 2)
+    alone.parameters[2].shard = Shard((3,), None, (), 1, 0, name="layers.2.weight")  # type: ignore[attr-defined]
+    alone.begin(2)
+    alone.backward(1.0, 1.0, 1.0)
+    alone.backward(1.0, 1.0, 1.0 - rank)
+    try:
+        if rank:  # the other would wait until this one has ended
+            alone.means()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_gradient_that_never_comes_is_named() -> None:
+    """Its replica would sum what there is, and train on it: a schedule that loses a pass shows in nothing else."""
+    _, said = run_ranks(_too_few, 2)
+    assert "gradients of 1 parameters never came in this step, first that of layers.2.weight of shape (3,)" in said
+    assert "backward brought 1 of the 2 that" in said
 
 
 def _one_too_few() -> None:

@@ -14,7 +14,10 @@ import pytest
 
 import megalite.engine.engine as engine_module
 from megalite.config.sections import GuardsConfig
+from megalite.engine.deepspeed_internals import loss_scaler_state
+from megalite.engine.engine import Engine
 from megalite.resilience.guards import Action, Guard
+from megalite.resilience.nonfinite_tracing import FirstNonfinite, gather_rank_reports, run_again
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
 from tests.helpers.planting import Plant, another_loss, guarded_step, higher_losses, planted
 from tests.helpers.rank_pool import run_ranks
@@ -24,14 +27,23 @@ def _documents(sample: int) -> list[str]:
     return [f"document {2 * sample}", f"document {2 * sample + 1}"]
 
 
+def _sightings(engine: Engine, batch: Any) -> list[FirstNonfinite]:
+    """What the hooks make of a healthy step, on all ranks."""
+    optimizer = engine.deepspeed.optimizer
+    result = engine.train_step(batch, 0.0)
+    reports, _ = run_again(engine, batch, gather_rank_reports(engine, result, batch, []), loss_scaler_state(optimizer))
+    return [seen for one in reports for seen in one.sightings]
+
+
 def _blame(rank: int, runs: list[tuple[Case, list[Plant]]]) -> list[tuple[str, dict[str, Any], float]]:
-    """A step, then for each plant a bad one, then a step; the report of each, and the last loss."""
+    """A healthy step, then for each plant a bad one, then a step; the report of each, and the last loss."""
     seen = []
     for case, plants in runs:
         engine = engine_of(case)
         guard = Guard(engine, GuardsConfig(), _documents)
         batches = [micro_batches_of(engine, case, batch) for batch in global_batches(case)]
         assert guarded_step(engine, guard, batches[0]) is None
+        assert _sightings(engine, batches[0]) == [], f"{case}: a healthy step"
         for plant in plants:
             with planted(engine, case, rank, plant):
                 intervention = guarded_step(engine, guard, batches[1])
@@ -51,9 +63,14 @@ EMBEDDING, QKV, NORM = (
     "model.layers.0.input_layernorm.weight",
 )
 
+# legitimate numbers beside the model's own: masks hold -inf, some experts get no token, dropout's keys are integers
+WINDOW = {"model_type": "mistral", "sliding_window": 5}
+DROPOUT = {"attention_dropout": 0.1, "residual_dropout": 0.1, "embedding_dropout": 0.1}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 1, "moe_intermediate_size": 30, "mlp_only_layers": [0, 1, 3]}
+
 TWO_RANKS = [
     (
-        Case(tp=2, accumulation=2),
+        Case(tp=2, accumulation=2, document_mask=True, sources=2),
         [
             Plant("output", UP, 1, 2),  # before the all-reduce, so on one rank
             Plant("output", "model.layers.2 input_layernorm", 0, 1),
@@ -65,7 +82,7 @@ TWO_RANKS = [
         ],
     ),
     (
-        Case(pp=2, accumulation=3, dtype="bf16"),
+        Case(pp=2, accumulation=3, dtype="bf16", model=DROPOUT, document_mask=True),
         [
             Plant("output", DOWN, 1, 3),
             Plant("output", UP, 0, 2),  # spreads to the second stage
@@ -78,11 +95,26 @@ TWO_RANKS = [
         ],
     ),
     (
-        Case(pp=2, accumulation=2, model={"tie_word_embeddings": True}),
-        [Plant("gradient", EMBEDDING, 1, 2)],  # the head's, which is no parameter there
+        Case(pp=2, accumulation=2, schedule="interleaved", model=WINDOW | {"tie_word_embeddings": True}),
+        [
+            Plant("gradient", EMBEDDING, 1, 2),  # the head's, which is no parameter there
+            Plant("output", DOWN, 0, 2),  # in the third of four chunks; the loss is on the other rank
+        ],
     ),
     (
-        Case(dp=2, zero=2, accumulation=2),
+        Case(pp=2, accumulation=2, schedule="zero-bubble", document_mask=True, model=EXPERTS),
+        [Plant("backward", UP, 0, 2), Plant("output", "model.layers.4 mlp.experts.down_proj", 1, 1)],
+    ),
+    (
+        Case(pp=2, accumulation=4, schedule="zb-v", document_mask=True, recompute="full"),
+        [Plant("output", DOWN, 1, 3), Plant("loss", "the loss", 0, 2), Plant("backward", DOWN, 1, 4)],
+    ),
+    (
+        Case(pp=2, accumulation=4, schedule="dualpipev", model=WINDOW, adapter={"name": "lora"}),
+        [Plant("output", DOWN, 1, 3)],
+    ),
+    (
+        Case(dp=2, zero=2, accumulation=2, model=WINDOW, recompute="selective"),
         [
             Plant("output", "model.embed_tokens ", 1, 2),
             Plant("gradient", QKV, 1, 1),
@@ -91,7 +123,7 @@ TWO_RANKS = [
         ],
     ),
     (
-        Case(dp=2, zero=3, accumulation=2),
+        Case(dp=2, zero=3, accumulation=2, document_mask=True),
         [Plant("output", DOWN, 0, 2), Plant("gradient", QKV, 1, 2), Plant("loss", "the loss", 1, 2)],
     ),
     (
@@ -176,7 +208,7 @@ def test_the_report_names_rank_layer_micro_batch_samples_and_documents(runs: lis
     _check_blame(runs)
 
 
-WINDOW = 3
+SPIKE_WINDOW = 3
 SPIKES = [
     Case(tp=2, accumulation=2, steps=7),
     Case(pp=2, accumulation=3, steps=7),
@@ -189,7 +221,7 @@ def _spikes(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
     seen = []
     for case in cases:
         engine = engine_of(case)
-        config = GuardsConfig(loss_spike="rollback", spike_window=WINDOW, spike_z_score=20)
+        config = GuardsConfig(loss_spike="rollback", spike_window=SPIKE_WINDOW, spike_z_score=20)
         guard = Guard(engine, config, _documents)
         losses, actions, facts = [], [], {}
         for index, batch in enumerate(global_batches(case)):
