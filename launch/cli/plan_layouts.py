@@ -115,7 +115,7 @@ def layouts(
     if html is not None:
         from launch.planning.report.page import write_report
 
-        write_report(html, result, result.cluster, f"{config_path} on {_cluster_text(result.cluster)}", config, price)
+        write_report(html, result, result.cluster, config_path.stem, config, price)
         _report(f"wrote {html}", beside_result=as_json or as_csv)
 
 

@@ -19,7 +19,9 @@ log = get_logger(__name__)
 
 def trace(
     run_dir: Annotated[Path, typer.Argument(help="Folder of the run.", metavar="RUN_DIR")],
-    step: Annotated[int | None, typer.Option(min=1, help="A step that was kept; default: the newest of them.")] = None,
+    step: Annotated[
+        int | None, typer.Option(min=1, help="A kept step; default: the newest, with --why a usual one.")
+    ] = None,
     steps: Annotated[str | None, typer.Option(help="All kept steps in a range.", metavar="A-B")] = None,
     why: Annotated[
         bool, typer.Option("--why", help="Tell why the step took so long, beside the prediction; write no file.")
@@ -32,15 +34,16 @@ def trace(
 ) -> None:
     """Write what all ranks did in a step as one Chrome trace, for ui.perfetto.dev; or tell why it took so long.
 
-    A run keeps the timelines of steps 10, 100, ... and of its last one, and of those that `monitor.timeline` names. In
-    the trace each rank is a process, arrows lead from the send of a message to its reception, and events of the run are
-    marks. --why splits the time of a pipeline into work, the schedule's own bubble, stage imbalance, transfers, and
-    jitter and stragglers.
+    A run keeps the timelines of steps 10, 11, 100, 101, ... and of its last one, and of those that `monitor.timeline`
+    names. In the trace each rank is a process, arrows lead from the send of a message to its reception, and events of
+    the run are marks. --why splits the time of a pipeline into work, the schedule's own bubble, stage imbalance,
+    transfers, and jitter and stragglers, of the newest step that no evaluation or save made long.
 
     Example: `megalite trace runs/quickstart --step 100`
     """
     from launch.inspection.files import check_is_run
-    from launch.inspection.timelines import check_kept, newest_step, steps_between
+    from launch.inspection.history import RunHistory
+    from launch.inspection.timelines import check_kept, newest_step, steps_between, usual_step
 
     if step is not None and steps is not None:
         raise LaunchError(f"--step {step} and --steps {steps} are two ways to choose: give one of them")
@@ -53,8 +56,10 @@ def trace(
         check_kept(run_dir, step)
     if steps is not None:
         chosen = steps_between(run_dir, first, last)
+    elif step is not None:
+        chosen = [step]
     else:
-        chosen = [step if step is not None else newest_step(run_dir)]
+        chosen = [usual_step(RunHistory.read(run_dir)) if why else newest_step(run_dir)]
     if why:
         _explain(run_dir, chosen[0], as_json)
     else:

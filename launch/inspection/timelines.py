@@ -11,13 +11,20 @@ from dataclasses import dataclass, replace
 from itertools import count, groupby
 from pathlib import Path
 
+import numpy as np
+
 from launch.errors import LaunchError
+from launch.inspection.history import RunHistory
 from megalite.monitor.steps.alignment import AlignedStep, align
 from megalite.monitor.steps.timeline import Owner, RankTimeline, read_timeline, step_folder, steps_of
 
 BACKWARDS_S = 1e-3  # by which times of a device may go back where they are put together from several clocks
 LATEST_S = 1e11  # that any clock shows
 MOST_RANKS = 1 << 20  # of a layout that is believed
+LONG = 1.5  # times the median step: there is more in it than in others
+BESIDE = ("evaluation", "self_check", "checkpoint")
+MOST_BESIDE = 0.1  # of a step, above which these make it an unusual one
+LEAST_STEP = 10  # before which steps warm up
 SHOWN_PROBLEMS = 3  # of damaged files
 LAYOUT = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "schedule", "chunks", "micro_batches")
 
@@ -34,6 +41,23 @@ class KeptStep:
 def newest_step(run_dir: Path) -> int:
     """Returns the newest step of which timelines exist. Raises LaunchError where there are none."""
     return _kept(run_dir)[-1]
+
+
+def usual_step(history: RunHistory) -> int:
+    """Returns the newest step with a timeline that neither an evaluation nor a save made long, else the newest one.
+
+    Raises LaunchError where no step has one.
+    """
+    newest, wall_s = newest_step(history.run_dir), history.wall_s
+    if not (wall_s > 0).any():
+        return newest
+    usual_s = LONG * float(np.median(wall_s[wall_s > 0]))
+    kept = steps_of(history.run_dir)
+    nothing = np.zeros(len(wall_s))
+    beside_s = np.sum([history.parts_s.get(part, nothing) for part in BESIDE], axis=0)
+    is_usual = np.isin(history.steps, kept) & (wall_s > 0) & (wall_s <= usual_s) & (history.steps >= LEAST_STEP)
+    is_usual &= beside_s <= MOST_BESIDE * wall_s
+    return int(history.steps[is_usual][-1]) if is_usual.any() else newest
 
 
 def check_kept(run_dir: Path, step: int) -> None:
@@ -83,8 +107,8 @@ def _kept(run_dir: Path) -> list[int]:
     if kept := steps_of(run_dir):
         return kept
     raise LaunchError(
-        f"{run_dir} has no timelines: a run keeps those of steps 10, 100, ... and of its last one, and of those that "
-        "monitor.timeline.steps or monitor.timeline.every name"
+        f"{run_dir} has no timelines: a run keeps those of steps 10, 11, 100, 101, ... and of its last one, and of "
+        "those that monitor.timeline.steps or monitor.timeline.every name"
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,6 +71,7 @@ class StepExplanation:
     parts_s: Mapping[str, float]  # mean over ranks
     predicted_s: Mapping[str, float]  # by the planner's names; empty: there is no prediction
     problems: tuple[str, ...]  # sentences: what is lacking
+    intervals: Mapping[str, int] = field(default_factory=dict)  # steps between two evaluations, self-checks, saves
 
     @property
     def wall_s(self) -> float:
@@ -107,8 +108,18 @@ def explain_step(run_dir: Path, kept: KeptStep) -> StepExplanation:
         faster = _faster(pipeline, files.config, owner.data_parallel_size)
     predicted_s = _predicted(run_dir, files.receipt, owner, problems)
     return StepExplanation(
-        run_dir, kept.step, owner, pipeline, faster, mean_parts(timelines), predicted_s, tuple(problems)
+        *(run_dir, kept.step, owner, pipeline, faster, mean_parts(timelines), predicted_s, tuple(problems)),
+        intervals=_intervals(files.config),
     )
+
+
+def _intervals(config: Config | None) -> dict[str, int]:
+    """Returns after how many steps those parts come again that not every step has."""
+    if config is None:
+        return {}
+    training = config.training
+    asked = {"evaluation": training.evaluation.interval, "self_check": training.self_check_every}
+    return {part: every for part, every in asked.items() if every}
 
 
 def _faster(pipeline: WhatIf, config: Config, replicas: int) -> FasterSchedule | None:
@@ -145,11 +156,19 @@ def largest_loss(found: StepExplanation) -> Loss | None:
         Loss("tensor collectives", parts["tensor_collectives"], REMEDIES["tensor collectives"]),
         Loss("the synchronisation of replicas", parts["gradient_sync"] + parts["weights_sync"], REMEDIES["replicas"]),
         Loss("the optimizer", parts["optimizer"], REMEDIES["optimizer"]),
-        *(Loss(name, parts[part], remedy) for part, (name, remedy) in REMEDIES_OF_PARTS.items()),
+        *_beside_the_passes(found),
         *(_of_pipeline(found.pipeline, found.faster) if found.pipeline is not None else ()),
     ]
     worst = max(losses, key=lambda loss: loss.seconds)
     return worst if worst.seconds > WORTH * found.wall_s else None
+
+
+def _beside_the_passes(found: StepExplanation) -> Iterator[Loss]:
+    """Yields what a step does beside its passes; each step's share of what comes every few steps, as an evaluation."""
+    for part, (name, remedy) in REMEDIES_OF_PARTS.items():
+        every = found.intervals.get(part, 1)
+        shared = f"{name}, which {every:,} steps share" if every > 1 else name
+        yield Loss(shared, found.parts_s[part] / every, remedy)
 
 
 def _of_pipeline(pipeline: WhatIf, faster: FasterSchedule | None) -> Iterator[Loss]:

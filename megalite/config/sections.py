@@ -388,7 +388,7 @@ class WandbConfig(Section):
 
 
 class TimelineConfig(Section):
-    """Timelines of chosen steps on all ranks, for `megalite trace`; steps 10, 100, ... and the last are kept anyway.
+    """Timelines of chosen steps on all ranks, for `megalite trace`; 10, 11, 100, 101, ... and the last are kept anyway.
 
     Each takes some kilobytes to some megabytes for a rank, in the run folder's `timeline`.
     """

@@ -31,7 +31,7 @@ FLAGS = (
     "--enable-logging=stderr",
 )
 CONSOLE = re.compile(r":CONSOLE[:(]\S*\] (.*)")
-# every element with an id and every text in a drawing, with its place on the page
+# every element with an id and every text in a drawing that is shown, with its place on the page
 PROBE = """
 const place = node => {
   const box = node.getBoundingClientRect();
@@ -39,7 +39,7 @@ const place = node => {
 };
 const elements = [...document.querySelectorAll('[id]')].map(node => ({
   id: node.id, tag: node.tagName, text: node.textContent, fill: getComputedStyle(node).fill, ...place(node)}));
-const texts = [...document.querySelectorAll('svg text')].map(node => ({
+const texts = [...document.querySelectorAll('svg text')].filter(node => node.getClientRects().length).map(node => ({
   text: node.textContent, drawing: node.ownerSVGElement.id, ...place(node)}));
 const cut = [...document.querySelectorAll('*')].filter(node =>
   node.scrollWidth > node.clientWidth + 1 && getComputedStyle(node).overflowX === 'auto').map(node => node.outerHTML);

@@ -82,6 +82,7 @@ def _record(step: int, chance: random.Random) -> dict[str, Any]:
         "loss": 6 / step**0.1 + chance.random(),
         "grad_norm": chance.lognormvariate(0, 1),
         "learning_rate": chance.random() / 1000,
+        "tokens_seen": 1024 * step,
         "tokens_per_second": 9000 + 1000 * chance.random(),
         "samples_per_second": 100 + chance.random(),
         "model_flops_utilization": 0.4123,

@@ -17,7 +17,7 @@ from launch.inspection.comparison_report import (
     runs_table,
     sentences,
 )
-from launch.inspection.page.curves import Chart, Column, Curves, Series, chart_elements, curves_table
+from launch.inspection.page.curves import Chart, Column, Curves, Series, chart_elements, curves_table, time_unit
 from launch.inspection.page.run_curves import curves_section
 from launch.inspection.page.sections import PageSection, keys, number_table
 from launch.inspection.page.skeleton import render_page
@@ -32,7 +32,6 @@ OVER_STEPS = (  # column, title, unit, is logarithmic
     ("tokens_per_second", "Speed", "tokens/s", False),
     ("step_time_s", "Step time", "seconds", False),
 )
-TIME_UNITS = {"hours": 3600.0, "minutes": 60.0}
 SMALLEST = 1e-9  # relative difference that a logarithmic axis shows; none at all is drawn as this
 
 
@@ -110,7 +109,7 @@ def _groups(comparison: Comparison) -> Iterator[Curves]:
     )
     elapsed = [run.history.elapsed_s for run in runs]
     longest_s = max((float(column[-1]) for column in elapsed if len(column)), default=0.0)
-    unit, size = next((one for one in TIME_UNITS.items() if longest_s >= 3 * one[1]), ("seconds", 1.0))
+    unit, size = time_unit(longest_s)
     yield Curves("by-time", unit, [_loss_chart("time", runs, [column / size for column in elapsed])])
 
 
@@ -149,7 +148,7 @@ def _parts_section(comparison: Comparison) -> PageSection:
     rows = {run.name: {part: run.parts_s.get(part, 0.0) for part in PARTS} for run in comparison.runs if run.parts_s}
     names = [part for part in PARTS if any(parts[part] for parts in rows.values())]
     figure = [
-        stacked_bars("runs-bars", rows, names, "by run"),
+        *stacked_bars("runs-bars", rows, names, "by run"),
         keys([(COLOURS[part], PARTS[part]) for part in names]),
         _table(table),
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 from xml.etree.ElementTree import Element
@@ -79,6 +79,14 @@ class Curves:
     axis: str  # what x counts
     charts: Sequence[Chart]
     marks: Sequence[Mark] = ()
+    axes: Mapping[str, tuple[Column, Column]] = field(default_factory=dict)
+    """Further axes that a reader may choose, by what they count: ascending x, and the place of each on that axis."""
+
+
+def time_unit(longest_s: float) -> tuple[str, float]:
+    """Returns the name and the seconds of the unit in which a time of that length is shown on an axis."""
+    units = {"hours": 3600.0, "minutes": 60.0}
+    return next((one for one in units.items() if longest_s >= 3 * one[1]), ("seconds", 1.0))
 
 
 @dataclass(frozen=True)
@@ -142,9 +150,15 @@ def curves_data(curves: Curves) -> dict[str, Any]:
                 line["least"] = _json_numbers(points.least, points.is_absent)
                 line["largest"] = _json_numbers(points.largest, points.is_absent)
             lines.append(line)
-        charts.append({"id": chart.id, "unit": chart.unit, "log": is_log(chart), "lines": lines})
+        positive = _is_positive(chart)
+        is_log = chart.is_logarithmic and positive
+        charts.append({"id": chart.id, "unit": chart.unit, "log": is_log, "positive": positive, "lines": lines})
     marks = [{"x": mark.x, "kind": mark.kind, "text": mark.text} for mark in thin_marks(curves.marks)]
-    return {"id": curves.id, "axis": curves.axis, "x": _json_numbers(x), "charts": charts, "marks": marks}
+    axes = {name: _json_numbers(np.interp(x, own, places)) for name, (own, places) in curves.axes.items()}
+    return {
+        **{"id": curves.id, "axis": curves.axis, "x": _json_numbers(x), "axes": axes},
+        **{"charts": charts, "marks": marks},
+    }
 
 
 def _json_numbers(values: Column, is_absent: np.ndarray | None = None) -> list[float | str | None]:
@@ -168,10 +182,10 @@ def thin_marks(marks: Sequence[Mark]) -> list[Mark]:
     return kept
 
 
-def is_log(chart: Chart) -> bool:
-    """Returns whether a chart can have the logarithmic axis that it asks for."""
+def _is_positive(chart: Chart) -> bool:
+    """Returns whether a chart has values, and all of them have a place on a logarithmic axis."""
     values = np.concatenate([np.zeros(0), *(series.y[np.isfinite(series.y)] for series in chart.series)])
-    return chart.is_logarithmic and len(values) > 0 and bool((values > 0).all())
+    return len(values) > 0 and bool((values > 0).all())
 
 
 def chart_elements(curves: Curves) -> list[Element]:
@@ -186,9 +200,14 @@ def chart_elements(curves: Curves) -> list[Element]:
     ]
 
 
-def _legend(chart: Chart) -> Element | None:
-    names = [(f"fill-{LINES[series.colour % len(LINES)]}", series.label) for series in chart.series]
-    return keys(names) if len(names) > 1 else None
+def _legend(chart: Chart) -> Element:
+    """Names each line with its last value."""
+    names = []
+    for series in chart.series:
+        known = series.y[np.isfinite(series.y)]
+        last = f" {known[-1]:,.5g}" if len(known) else ""
+        names.append((f"fill-{LINES[series.colour % len(LINES)]}", series.label + last))
+    return keys(names)
 
 
 def chart_drawing(curves: Curves, chart: Chart) -> Element:
@@ -198,7 +217,7 @@ def chart_drawing(curves: Curves, chart: Chart) -> Element:
     across = AxisScale(*_range(x), LEFT, RIGHT)
     bands = [column for line, series in zip(lines, chart.series, strict=True) for column in _extent(line, series)]
     low, high = _range(np.concatenate([np.zeros(0), *bands]), spare=0.04, least=0.0)
-    is_logarithmic = is_log(chart)
+    is_logarithmic = chart.is_logarithmic and _is_positive(chart)
     if is_logarithmic:
         positive = np.concatenate(bands)
         low, high = float(np.nanmin(positive)) / 1.1, float(np.nanmax(positive)) * 1.1
@@ -232,7 +251,7 @@ def _line_elements(line: Thinned, series: Series, x: Column, across: AxisScale, 
             drawn.append(element("polygon", points=" ".join(upper + lower[::-1]), class_=f"band fill-{colour}"))
         if len(run) == 1 or (series.is_sparse and len(run) <= MOST_DOTS):
             drawn += [
-                element("circle", cx=a, cy=b, r=2, class_=f"fill-{colour}")
+                element("circle", cx=a, cy=b, r=3, class_=f"fill-{colour}")
                 for a, b in zip(places, heights, strict=True)
             ]
         points = " ".join(f"{a},{b}" for a, b in zip(places, heights, strict=True))

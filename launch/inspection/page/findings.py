@@ -14,17 +14,13 @@ from launch.errors import LaunchError
 from launch.inspection.files import Facts, number
 from launch.inspection.history import RunHistory
 from launch.inspection.status import RunStatus
-from launch.inspection.timelines import KeptStep, newest_step, read_kept_step
+from launch.inspection.timelines import KeptStep, read_kept_step, usual_step
 from launch.inspection.why import StepExplanation, explain_step
 from megalite.monitor.steps.parts import PARTS
-from megalite.monitor.steps.timeline import step_folder, steps_of
+from megalite.monitor.steps.timeline import step_folder
 from megalite.parallel.mesh import Mesh
 
 LARGEST_TIMELINES = 96 << 20  # bytes of all ranks of a step, above which they are not drawn
-LONG = 1.5  # times the median step: there is more in it than in others
-BESIDE = ("evaluation", "self_check", "checkpoint")
-MOST_BESIDE = 0.1  # of a step, above which these make it an unusual one
-LEAST_STEP = 10  # before which steps warm up
 RECENT = 200  # lines of steps.jsonl that figures of stages are made of
 MOST_RANKS = 1 << 17  # of a layout that is believed
 
@@ -50,7 +46,7 @@ class RunFindings:
         run_dir, problems = history.run_dir, list(history.problems)
         kept, explanation = None, None
         try:
-            step = step if step is not None else _usual_step(history)
+            step = step if step is not None else usual_step(history)
             if earlier is not None and earlier.kept is not None and earlier.kept.step == step:
                 kept, explanation = earlier.kept, earlier.explanation
             else:
@@ -130,23 +126,6 @@ def _timeline(run_dir: Path, step: int) -> KeptStep:
     if size > LARGEST_TIMELINES:
         raise LaunchError(f"the timelines of step {step} are too large to be drawn: `megalite trace` reads them")
     return read_kept_step(run_dir, step)
-
-
-def _usual_step(history: RunHistory) -> int:
-    """Returns the newest step with a timeline that neither an evaluation nor a save made long, else the newest one.
-
-    Raises LaunchError where no step has one.
-    """
-    newest, wall_s = newest_step(history.run_dir), history.wall_s
-    if not (wall_s > 0).any():
-        return newest
-    usual_s = LONG * float(np.median(wall_s[wall_s > 0]))
-    kept = steps_of(history.run_dir)
-    nothing = np.zeros(len(wall_s))
-    beside_s = np.sum([history.parts_s.get(part, nothing) for part in BESIDE], axis=0)
-    is_usual = np.isin(history.steps, kept) & (wall_s > 0) & (wall_s <= usual_s) & (history.steps >= LEAST_STEP)
-    is_usual &= beside_s <= MOST_BESIDE * wall_s
-    return int(history.steps[is_usual][-1]) if is_usual.any() else newest
 
 
 def value_at(facts: Any, *names: str) -> Any:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from xml.etree.ElementTree import Element
+
 from launch.inspection.page.findings import RunFindings, numbers_at, value_at
 from launch.inspection.page.sections import PageSection, keys, number_table
-from launch.planning.report.svg import AxisScale, bar, drawing
+from launch.planning.report.svg import AxisScale, at_both_widths, bar, drawing
 from megalite.monitor.goodput import CATEGORIES
 from megalite.planner.units import duration, percent, plural
 
-WIDTH, HEIGHT = 960.0, 34.0
+HEIGHT = 34.0
 COLOURS = dict(zip(CATEGORIES, (2, 6, 4, 5, 8, 3, 1, 10, 7), strict=True))
 
 
@@ -19,14 +22,8 @@ def goodput_section(found: RunFindings) -> PageSection:
     wall = sum(spent.values())
     if not wall:
         return PageSection("goodput", "Goodput", "The account of the run's time is written at its end, and is missing.")
-    scale, before, drawn = AxisScale(0.0, wall, 0.0, WIDTH), 0.0, []
-    for name, value in spent.items():
-        x, end = scale(before), scale(before + value)
-        title = f"{CATEGORIES[name]}: {duration(value)}, {percent(value / wall)}"
-        drawn.append(bar(x, 2, end - x, HEIGHT - 4, title, id=f"goodput-{name}", class_=f"fill-{COLOURS[name]}"))
-        before += value
     figure = [
-        drawing("goodput-drawing", "What the wall time of the run went into", WIDTH, HEIGHT, drawn),
+        *at_both_widths(lambda width: _bar(spent, wall, width)),
         keys([(f"fill-{COLOURS[name]}", f"{CATEGORIES[name]} {percent(spent[name] / wall)}") for name in spent]),
     ]
     sessions, lost = (value_at(found.receipt, "goodput", name) for name in ("sessions", "lost_steps"))
@@ -36,3 +33,13 @@ def goodput_section(found: RunFindings) -> PageSection:
     rows = [[CATEGORIES[name], duration(value), percent(value / wall)] for name, value in spent.items()]
     table = number_table(["what", "time", "share"], rows, words=[0])
     return PageSection("goodput", "Goodput", f"{caption}.", figure, table)
+
+
+def _bar(spent: Mapping[str, float], wall: float, width: float) -> Element:
+    scale, before, drawn = AxisScale(0.0, wall, 0.0, width), 0.0, []
+    for name, value in spent.items():
+        x, end = scale(before), scale(before + value)
+        title = f"{CATEGORIES[name]}: {duration(value)}, {percent(value / wall)}"
+        drawn.append(bar(x, 2, end - x, HEIGHT - 4, title, id=f"goodput-{name}", class_=f"fill-{COLOURS[name]}"))
+        before += value
+    return drawing("goodput-drawing", "What the wall time of the run went into", width, HEIGHT, drawn)

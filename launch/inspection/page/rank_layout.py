@@ -7,12 +7,12 @@ from xml.etree.ElementTree import Element
 
 from launch.inspection.page.findings import RunFindings
 from launch.inspection.page.sections import PageSection, keys, number_table
-from launch.planning.report.svg import Child, bar, drawing, label
+from launch.planning.report.svg import Child, at_both_widths, bar, drawing, label
 from megalite.checkpoint.manifest import printable
 from megalite.parallel.mesh import Mesh
 from megalite.planner.units import plural
 
-WIDTH, LEFT, TOP = 960.0, 82.0, 26.0
+LEFT, TOP = 82.0, 26.0
 MOST_STAGES, MOST_REPLICAS, MOST_CELLS = 32, 16, 128
 HOST_COLOURS = (9, 5, 11, 3, 1, 4, 2, 8, 7, 6, 0)
 UNKNOWN_HOST = "fill-none"
@@ -32,7 +32,7 @@ def layout_section(found: RunFindings) -> PageSection:
     has_peers = mesh.world_size > mesh.pipeline_parallel_size
     names = list(dict.fromkeys(hosts.values()))
     colours = {name: f"fill-{HOST_COLOURS[place % len(HOST_COLOURS)]}" for place, name in enumerate(names)}
-    figure = [_picture(mesh, hosts, colours, slowest if has_peers else set())]
+    figure = at_both_widths(lambda width: _picture(mesh, hosts, colours, slowest if has_peers else set(), width))
     if names:
         figure.append(keys([(colours[name], printable(name)) for name in names[: len(HOST_COLOURS)]]))
     caption = (
@@ -67,9 +67,11 @@ def _shown(mesh: Mesh) -> tuple[int, int, int]:
     return stages, min(mesh.data_parallel_size, MOST_REPLICAS, max(1, MOST_CELLS // (stages * tensors))), tensors
 
 
-def _picture(mesh: Mesh, hosts: Mapping[int, str], colours: Mapping[str, str], slowest: set[object]) -> Element:
+def _picture(
+    mesh: Mesh, hosts: Mapping[int, str], colours: Mapping[str, str], slowest: set[object], width: float
+) -> Element:
     stages, replicas, tensors = _shown(mesh)
-    column = min((WIDTH - LEFT) / stages, 56.0 * tensors + 10)
+    column = min((width - LEFT) / stages, 56.0 * tensors + 10)
     cell, height = (column - 8) / tensors, 24.0
     drawn: list[Child] = []
     for stage in range(stages):
@@ -92,4 +94,4 @@ def _picture(mesh: Mesh, hosts: Mapping[int, str], colours: Mapping[str, str], s
                 )
                 if cell - 2 > ROOM_FOR_DIGIT * len(str(rank)) + 2:
                     drawn.append(label(x + cell / 2 - 1, y + 14, str(rank), "in-box", "middle"))
-    return drawing("layout-drawing", "Ranks by stage, replica and tensor rank", WIDTH, TOP + height * replicas, drawn)
+    return drawing("layout-drawing", "Ranks by stage, replica and tensor rank", width, TOP + height * replicas, drawn)

@@ -9,10 +9,20 @@ from launch.inspection.files import number
 from launch.inspection.page.findings import RunFindings, value_at
 from launch.inspection.page.sections import PageSection, keys, number_table
 from launch.planning.prediction import error_in_words
-from launch.planning.report.svg import AxisScale, Child, bar, drawing, horizontal_axis, label, line
+from launch.planning.report.svg import (
+    WIDE,
+    AxisScale,
+    BarRows,
+    Child,
+    at_both_widths,
+    bar,
+    drawing,
+    horizontal_axis,
+    line,
+)
 from megalite.planner.units import MIB, gib, plural
 
-WIDTH, LEFT, RIGHT, TOP = 960.0, 136.0, 850.0, 10.0
+NAMES, VALUES = 136.0, 110.0  # pixels
 MOST_ROWS = 32
 
 
@@ -31,7 +41,7 @@ def memory_section(found: RunFindings) -> PageSection:
             if one[1] not in fullest or fullest[one[1]][2] < one[2]:
                 fullest[one[1]] = one
         shown = [fullest[stage] for stage in sorted(fullest)][:: 1 + (len(fullest) - 1) // MOST_ROWS]
-    figure = [_bars(shown, predicted)]
+    figure = at_both_widths(lambda width: _bars(shown, predicted, width))
     names = [("fill-0", "measured"), *([("fill-6", "predicted")] if predicted else [])]
     figure.append(keys(names))
     rows = [
@@ -77,26 +87,27 @@ def _predicted(found: RunFindings) -> dict[int, float]:
     return predicted
 
 
-def _bars(shown: Sequence[tuple[int, int, float]], predicted: dict[int, float]) -> Element:
-    height = 24.0 if len(shown) <= 16 else 14.0
+def _bars(shown: Sequence[tuple[int, int, float]], predicted: dict[int, float], width: float) -> Element:
+    height = 20.0 if len(shown) <= 16 else 10.0
     most = max([peak for *_, peak in shown] + [predicted.get(stage, 0.0) for _, stage, _ in shown])
-    scale, bottom = AxisScale(0.0, most, LEFT, RIGHT), TOP + height * len(shown)
+    places = BarRows(width, NAMES, VALUES, height, len(shown))
+    scale = AxisScale(0.0, most, places.left, places.right)
     unit = 2 ** (
         10 * max(0, (int(most).bit_length() - 1) // 10)
     )  # so that ticks are round in the unit they are told in
-    ticks = [tick * unit for tick in AxisScale(0.0, most / unit, LEFT, RIGHT).ticks(6)]
-    drawn: list[Child] = [
-        horizontal_axis(scale, TOP - 4, bottom, {tick: gib(tick) if tick else "0" for tick in ticks}, "peak memory")
-    ]
+    about = 6 if width == WIDE else 3
+    ticks = [tick * unit for tick in AxisScale(0.0, most / unit, places.left, places.right).ticks(about)]
+    named = {tick: gib(tick) if tick else "0" for tick in ticks}
+    drawn: list[Child] = [horizontal_axis(scale, places.top - 4, places.bottom, named, "peak memory")]
     for row, (rank, stage, peak) in enumerate(shown):
-        y = TOP + height * row
-        title = f"rank {rank}, stage {stage}: measured {gib(peak)}"
+        y, title = places.y(row), f"rank {rank}, stage {stage}: measured {gib(peak)}"
+        long = scale(peak) - places.left
         drawn += [
-            label(LEFT - 8, y + height / 2 + 4, f"stage {stage} rank {rank}", "tick", "end"),
-            bar(LEFT, y + 2, scale(peak) - LEFT, height - 4, title, id=f"memory-{rank}", class_="fill-0"),
-            label(WIDTH, y + height / 2 + 4, gib(peak), "tick", "end"),
+            places.words(row, f"stage {stage} rank {rank}", gib(peak)),
+            bar(places.left, y, long, height, title, id=f"memory-{rank}", class_="fill-0"),
         ]
         if stage in predicted:
             x = scale(predicted[stage])
-            drawn.append(line(x, y, x, y + height, "predicted-mark", f"memory-predicted-{rank}"))
-    return drawing("memory-drawing", "Peak memory of each rank, measured and predicted", WIDTH, bottom + 46, drawn)
+            drawn.append(line(x, y - 2, x, y + height + 2, "predicted-mark", f"memory-predicted-{rank}"))
+    description = "Peak memory of each rank, measured and predicted"
+    return drawing("memory-drawing", description, width, places.bottom + 46, drawn)

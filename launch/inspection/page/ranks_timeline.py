@@ -8,7 +8,17 @@ from xml.etree.ElementTree import Element
 from launch.inspection.page.findings import RunFindings
 from launch.inspection.page.sections import PageSection, keys, number_table
 from launch.inspection.page.step_parts import COLOURS
-from launch.planning.report.svg import AxisScale, Child, bar, drawing, element, horizontal_axis, label
+from launch.planning.report.svg import (
+    WIDE,
+    AxisScale,
+    Child,
+    at_both_widths,
+    bar,
+    drawing,
+    element,
+    horizontal_axis,
+    label,
+)
 from megalite.engine.activity import Phase
 from megalite.monitor.steps.message_pairs import transfers
 from megalite.monitor.steps.parts import HOLDS_COLLECTIVES, OWN_WORK, PARTS, part_of
@@ -16,7 +26,7 @@ from megalite.monitor.steps.timeline import RankTimeline, TimedNote
 from megalite.monitor.steps.what_if import parts_by_rank
 from megalite.planner.units import percent, plural, seconds
 
-WIDTH, LEFT, RIGHT, TOP = 960.0, 136.0, 950.0, 6.0
+LEFT, NARROW_LEFT, TOP = 136.0, 62.0, 6.0  # pixels; right of the names of ranks
 MOST_ROWS = 64
 MOST_BOXES = 320
 MOST_STRIPS = 600  # of a kind
@@ -33,7 +43,8 @@ def timeline_section(found: RunFindings) -> PageSection:
     shown = _rows(timelines)
     threshold = _threshold(shown)
     on_the_way = {rank: {each.end: each.start for each in of_rank} for rank, of_rank in transfers(timelines).items()}
-    figure = [_drawing(found.kept.step, shown, threshold, on_the_way)]
+    step = found.kept.step
+    figure = at_both_widths(lambda width: _drawing(step, shown, threshold, on_the_way, width))
     parts = dict.fromkeys(part_of(span) for each in shown.values() for span in each.spans())
     if "pipeline_transfer" in parts:
         parts["pipeline_wait"] = None
@@ -61,9 +72,9 @@ def _rows(timelines: Mapping[int, RankTimeline]) -> dict[int, RankTimeline]:
     return {rank: in_order[rank] for rank in sorted(first.values())[:MOST_ROWS]}
 
 
-def _extent(rows: Mapping[int, RankTimeline]) -> AxisScale:
+def _extent(rows: Mapping[int, RankTimeline], width: float = WIDE) -> AxisScale:
     began, ended = min(each.began for each in rows.values()), max(each.ended for each in rows.values())
-    return AxisScale(began, max(ended, began + 1e-9), LEFT, RIGHT)
+    return AxisScale(began, max(ended, began + 1e-9), LEFT if width == WIDE else NARROW_LEFT, width - 10)
 
 
 def _threshold(rows: Mapping[int, RankTimeline]) -> float:
@@ -80,20 +91,21 @@ def _drawing(
     rows: Mapping[int, RankTimeline],
     threshold: float,
     on_the_way: Mapping[int, Mapping[float, float]],
+    width: float,
 ) -> Element:
     """`on_the_way` says by rank, and by the end of a box, when the message that it waited for was on its way."""
-    scale, height = _extent(rows), 24.0 if len(rows) <= 16 else 15.0
+    scale, height = _extent(rows, width), 24.0 if len(rows) <= 16 else 15.0
     bottom = TOP + height * len(rows)
     length = scale.high - scale.low
-    moments = AxisScale(0.0, length, LEFT, RIGHT)
-    ticks = {tick: seconds(tick) if tick else "0" for tick in moments.ticks(8)}
+    moments = AxisScale(0.0, length, scale.start, scale.end)
+    ticks = {tick: seconds(tick) if tick else "0" for tick in moments.ticks(8 if width == WIDE else 3)}
     drawn: list[Child] = [horizontal_axis(moments, TOP, bottom, ticks, "since the first rank began the step")]
     for row, (rank, timeline) in enumerate(rows.items()):
         y = TOP + height * row
-        place = f"stage {timeline.owner.stage} rank {rank}"
-        drawn.append(label(LEFT - 8, y + height / 2 + 4, place, "tick", "end"))
+        place = f"stage {timeline.owner.stage} rank {rank}" if width == WIDE else f"rank {rank}"
+        drawn.append(label(scale.start - 8, y + height / 2 + 4, place, "tick", "end"))
         drawn += _boxes(rank, timeline, scale, y + 1, height - 2, threshold, on_the_way[rank], MOST_STRIPS // len(rows))
-    return drawing("timeline-drawing", f"Step {step} on {plural(len(rows), 'rank')}", WIDTH, bottom + 46, drawn)
+    return drawing("timeline-drawing", f"Step {step} on {plural(len(rows), 'rank')}", width, bottom + 46, drawn)
 
 
 def _boxes(
@@ -190,6 +202,7 @@ def _caption(
     if len(shown) < len(timelines):
         sentences.append(f"Of {len(timelines):,} ranks one of each stage is drawn.")
     if threshold > LEAST_WIDTH:
-        share = percent(threshold / (RIGHT - LEFT))
+        scale = _extent(shown)
+        share = percent(threshold / (scale.end - scale.start))
         sentences.append(f"What took less than {share} of the step is left out; `megalite trace` shows all of it.")
     return " ".join(sentences)

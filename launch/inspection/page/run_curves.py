@@ -8,7 +8,7 @@ import numpy as np
 
 from launch.inspection.files import Facts, number
 from launch.inspection.history import RunHistory
-from launch.inspection.page.curves import MARKS, Chart, Curves, Mark, Series, chart_elements, curves_table
+from launch.inspection.page.curves import MARKS, Chart, Curves, Mark, Series, chart_elements, curves_table, time_unit
 from launch.inspection.page.sections import PageSection, keys
 from launch.planning.report.svg import element
 
@@ -35,7 +35,17 @@ def curves_of(history: RunHistory) -> Curves:
             line = Series(title.lower(), steps, history.column(name), colour, has_band=name not in ("learning_rate",))
             charts.append(Chart(f"chart-{name.replace('_', '-')}", title, unit, [line], is_logarithmic))
     marks = sorted(_marks(history), key=lambda mark: mark.x)
-    return Curves("run", "step", charts, marks)
+    return Curves("run", "step", charts, marks, dict(_axes(history)))
+
+
+def _axes(history: RunHistory) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray]]]:
+    """Yields what curves can be drawn over besides steps: tokens seen, and time since the run's first step."""
+    elapsed_s = history.elapsed_s
+    unit, size = time_unit(float(elapsed_s[-1]) if len(elapsed_s) else 0.0)
+    for name, places in (("tokens", history.column("tokens_seen")), (unit, elapsed_s / size)):
+        there = np.isfinite(places)
+        if np.count_nonzero(there) > 1:
+            yield name, (history.steps[there], places[there])
 
 
 def _loss(history: RunHistory) -> Chart:
@@ -89,8 +99,9 @@ def curves_section(curves: Curves, title: str = "Curves", note: str = "") -> Pag
     if kinds:
         figure.append(keys([(f"key-mark mark-{kind}", MARKS[kind]) for kind in kinds]))
     caption = (
-        "Lines are means of the steps that share a point, shaded from the least to the largest of them. Where scripts "
-        "run, the pointer reads all charts at once; drag to look closer, double-click to see all again."
+        "Lines are means of the steps that share a point, shaded from the least to the largest of them; beside a name "
+        "stands its last value. Where scripts run, the pointer reads all charts at once; drag to look closer, "
+        "double-click to see all again."
     )
     return PageSection(curves.id, title, f"{caption} {note}".strip(), figure, curves_table(curves))
 

@@ -23,6 +23,7 @@ from launch.inspection.page.tables import communication_section, events_section,
 from launch.inspection.page.tiles import tiles_of
 from launch.inspection.status import read_status
 from launch.output import write_file
+from launch.planning.report.svg import at_one_width
 
 FILE = "report.html"
 LARGEST_BYTES = 400_000
@@ -43,10 +44,10 @@ def run_page(found: RunFindings, *, written: str = "", tail: str = "") -> str:
     """Returns the page as HTML; `written` says when, `tail` is as in `render_page`."""
     curves = curves_of(found.history)
     run_dir = found.history.run_dir
-    sections = run_sections(found, curves)
+    sections, has_narrow = run_sections(found, curves), True
     while True:
         page = render_page(
-            f"Run {run_dir.resolve().name or run_dir}",
+            title_of(run_dir),
             subtitle_of(found),
             tiles_of(found),
             sentences_of(found),
@@ -56,10 +57,18 @@ def run_page(found: RunFindings, *, written: str = "", tail: str = "") -> str:
             tail=tail,
         )
         sizes = [0 if one.table is None else sum(1 for _ in one.table.iter()) for one in sections]
-        if len(page.encode()) <= LARGEST_BYTES or not any(sizes):
+        if len(page.encode()) <= LARGEST_BYTES or not (has_narrow or any(sizes)):
             return page
+        if has_narrow:
+            has_narrow, sections = False, [replace(one, figure=at_one_width(one.figure)) for one in sections]
+            continue
         place = sizes.index(max(sizes))
         sections[place] = replace(sections[place], table=None, caption=f"{sections[place].caption} {TOO_MANY}")
+
+
+def title_of(run_dir: Path) -> str:
+    """Returns a name of the run that tells it from others of a folder: the last two parts of its path."""
+    return "/".join(part for part in run_dir.resolve().parts[-2:] if part != "/") or str(run_dir)
 
 
 def subtitle_of(found: RunFindings) -> str:

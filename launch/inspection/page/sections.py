@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
-from launch.planning.report.svg import Child, element
+from launch.planning.report.svg import Child, element, with_code
 from megalite.checkpoint.manifest import printable
 
 
@@ -41,14 +41,6 @@ def number_table(header: Sequence[str], rows: Sequence[Sequence[str]], words: Se
         for row in rows
     ]
     return element("table", element("thead", head), element("tbody", body))
-
-
-def with_code(sentence: str) -> list[Child]:
-    """Returns a sentence with what stands in backticks as code."""
-    pieces = sentence.split("`")
-    if len(pieces) % 2 == 0:
-        return [sentence]
-    return [element("code", piece) if place % 2 else piece for place, piece in enumerate(pieces)]
 
 
 def keys(names: Sequence[tuple[str, str]]) -> Element:

@@ -16,9 +16,9 @@ from xml.etree.ElementTree import Element, tostring
 
 from launch.errors import LaunchError
 from launch.inspection.page.curves import Curves, curves_data
-from launch.inspection.page.sections import PageSection, with_code
+from launch.inspection.page.sections import PageSection
 from launch.output import check_writable
-from launch.planning.report.svg import element
+from launch.planning.report.svg import element, with_code
 
 FOLDER = Path(__file__).parent
 GENERATOR, MOST_BEFORE_GENERATOR = b'<meta name="generator" content="megalite">', 1024  # bytes

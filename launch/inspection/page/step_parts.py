@@ -11,25 +11,26 @@ from launch.inspection.page.curves import count_text
 from launch.inspection.page.findings import RECENT, RunFindings
 from launch.inspection.page.sections import PageSection, keys, number_table
 from launch.planning.report.svg import (
+    WIDE,
     AxisScale,
+    BarRows,
     Child,
+    at_both_widths,
     bar,
     drawing,
     element,
     horizontal_axis,
-    label,
     slug,
     vertical_axis,
 )
 from megalite.monitor.steps.parts import PARTS
 from megalite.planner.units import percent, seconds
 
-WIDTH = 960.0
-LEFT, RIGHT, TOP, BOTTOM = 62.0, 944.0, 12.0, 232.0
-MOST_BUCKETS = 64
+LEFT, TOP, BOTTOM = 62.0, 12.0, 232.0
+MOST_BUCKETS = 64  # on a page; a phone has as many for each pixel
 LEAST_SHARE = 0.005  # of the run's time, below which a part is drawn with the rest
 REST = "other"
-STAGE_LEFT, STAGE_RIGHT, ROW = 82.0, 850.0, 26.0
+STAGE_LEFT, STAGE_VALUES, BAR_HEIGHT = 82.0, 110.0, 20.0
 LONGEST_LABEL, LETTER = 28, 7.4  # characters of a row's name, and pixels of one
 MOST_STAGES = 12
 COLOURS = {
@@ -69,8 +70,10 @@ def parts_section(found: RunFindings) -> PageSection:
         drawn[REST] = columns.get(REST, np.zeros(int(np.count_nonzero(recorded)))) + sum(
             columns[name] for name in small
         )
-    x, heights = _buckets(steps[recorded], drawn)
-    figure = [_area(x, heights), keys([(COLOURS[name], PARTS[name]) for name in drawn])]
+    figure = [
+        *at_both_widths(lambda width: _area(*_buckets(steps[recorded], drawn, width), width)),
+        keys([(COLOURS[name], PARTS[name]) for name in drawn]),
+    ]
     rows = [
         [PARTS[name], seconds(total[name] / int(np.count_nonzero(recorded))), percent(total[name] / wall)]
         for name in sorted(total, key=lambda name: -total[name])
@@ -86,18 +89,21 @@ def parts_section(found: RunFindings) -> PageSection:
     return PageSection("parts", "Parts of the step", caption, figure, table)
 
 
-def _buckets(steps: np.ndarray, columns: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Returns at most MOST_BUCKETS steps, and the mean of each column around them."""
-    edges = np.linspace(0, len(steps), min(len(steps), MOST_BUCKETS) + 1).astype(int)[:-1]
+def _buckets(
+    steps: np.ndarray, columns: Mapping[str, np.ndarray], width: float
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Returns at most so many steps as a figure of that width has room for, and the mean of each column around them."""
+    edges = np.linspace(0, len(steps), min(len(steps), int(MOST_BUCKETS * width / WIDE)) + 1).astype(int)[:-1]
     counts = np.diff(np.append(edges, len(steps)))
     means = {name: np.add.reduceat(column, edges) / counts for name, column in columns.items()}
     return np.add.reduceat(steps, edges) / counts, means
 
 
-def _area(x: np.ndarray, heights: Mapping[str, np.ndarray]) -> Element:
+def _area(x: np.ndarray, heights: Mapping[str, np.ndarray], width: float) -> Element:
     if len(x) == 1:  # an area needs two
         x, heights = np.array([x[0] - 0.5, x[0] + 0.5]), {name: np.repeat(h, 2) for name, h in heights.items()}
-    across = AxisScale(float(x[0]), float(x[-1]), LEFT, RIGHT)
+    right, about = width - 16, 8 if width == WIDE else 4
+    across = AxisScale(float(x[0]), float(x[-1]), LEFT, right)
     up = AxisScale(0.0, float(sum(heights.values()).max()) * 1.02, BOTTOM, TOP)  # type: ignore[union-attr]
     places = [f"{across(value):.1f}" for value in x.tolist()]
     below, drawn = np.zeros(len(x)), []
@@ -110,13 +116,13 @@ def _area(x: np.ndarray, heights: Mapping[str, np.ndarray]) -> Element:
             element("polygon", title, id=f"area-{name}", points=" ".join(upper + lower[::-1]), class_=COLOURS[name])
         )
         below = above
-    ticks = [tick for tick in across.ticks(8) if tick == int(tick)]
+    ticks = [tick for tick in across.ticks(about) if tick == int(tick)]
     return drawing(
         "parts-area",
         "Seconds of each part of a step, over the run",
-        WIDTH,
+        width,
         BOTTOM + 48,
-        vertical_axis(up, LEFT, RIGHT, {tick: seconds(tick) if tick else "0" for tick in up.ticks(4)}, "")[1:],
+        vertical_axis(up, LEFT, right, {tick: seconds(tick) if tick else "0" for tick in up.ticks(4)}, "")[1:],
         drawn,
         horizontal_axis(across, BOTTOM, BOTTOM, {tick: count_text(tick) for tick in ticks}, "step"),
     )
@@ -131,7 +137,7 @@ def stages_section(found: RunFindings) -> PageSection:
     names = [name for name in PARTS if any(parts[name] for parts in stages.values())]
     bars = {f"stage {stage}": parts for stage, parts in stages.items()}
     figure = [
-        stacked_bars("stages-bars", bars, names, "by pipeline stage"),
+        *stacked_bars("stages-bars", bars, names, "by pipeline stage"),
         keys([(COLOURS[name], PARTS[name]) for name in names]),
     ]
     rows = [
@@ -147,27 +153,29 @@ def stages_section(found: RunFindings) -> PageSection:
     return PageSection("stages", "Parts by pipeline stage", caption, figure, table)
 
 
-def stacked_bars(id_: str, rows: Mapping[str, Mapping[str, float]], names: Sequence[str], what: str) -> Element:
+def stacked_bars(id_: str, rows: Mapping[str, Mapping[str, float]], names: Sequence[str], what: str) -> list[Element]:
     """Draws one bar a row, from 0 on, with the seconds of its parts beside each other; `what` says what rows are."""
+    return at_both_widths(lambda width: _stacked_bars(id_, rows, names, what, width))
+
+
+def _stacked_bars(
+    id_: str, rows: Mapping[str, Mapping[str, float]], names: Sequence[str], what: str, width: float
+) -> Element:
     longest = max(sum(parts.values()) for parts in rows.values())
     left = max(STAGE_LEFT, 14 + LETTER * min(LONGEST_LABEL, max(map(len, rows))))
-    scale = AxisScale(0.0, longest, left, STAGE_RIGHT)
-    bottom = 8 + ROW * len(rows)
-    drawn: list[Child] = [
-        horizontal_axis(
-            scale, 4, bottom, {tick: seconds(tick) if tick else "0" for tick in scale.ticks(6)}, "time of a step"
-        )
-    ]
+    places = BarRows(width, left, STAGE_VALUES, BAR_HEIGHT, len(rows), top=8)
+    scale = AxisScale(0.0, longest, places.left, places.right)
+    ticks = {tick: seconds(tick) if tick else "0" for tick in scale.ticks(6 if width == WIDE else 3)}
+    drawn: list[Child] = [horizontal_axis(scale, 4, places.bottom, ticks, "time of a step")]
     for row, (title_of_row, parts) in enumerate(rows.items()):
-        y, before, wall = 8 + ROW * row, 0.0, sum(parts.values())
-        drawn.append(label(left - 10, y + 15, title_of_row[:LONGEST_LABEL], "legend", "end"))
+        before, wall = 0.0, sum(parts.values())
+        drawn += places.words(row, title_of_row[:LONGEST_LABEL], seconds(wall))
         for name in names:
             if (value := parts[name]) > 0:
                 x, end = scale(before), scale(before + value)
                 title = f"{title_of_row}: {PARTS[name]} {seconds(value)}, {percent(value / wall)}"
-                drawn.append(
-                    bar(x, y, end - x, ROW - 6, title, id=f"{slug(title_of_row)}-{name}", class_=COLOURS[name])
-                )
+                id_of_box = f"{slug(title_of_row)}-{name}"
+                box = bar(x, places.y(row), end - x, BAR_HEIGHT, title, id=id_of_box, class_=COLOURS[name])
+                drawn.append(box)
                 before += value
-        drawn.append(label(WIDTH, y + 15, seconds(wall), "value", "end"))
-    return drawing(id_, f"Seconds of each part of a step, {what}", WIDTH, bottom + 46, drawn)
+    return drawing(id_, f"Seconds of each part of a step, {what}", width, places.bottom + 46, drawn)

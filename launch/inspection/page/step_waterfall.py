@@ -9,12 +9,24 @@ from launch.inspection.page.findings import RunFindings
 from launch.inspection.page.sections import PageSection, keys, number_table
 from launch.inspection.why import prediction_table, sentences
 from launch.output import StyledCell
-from launch.planning.report.svg import AxisScale, Child, bar, drawing, horizontal_axis, label, line, slug
+from launch.planning.report.svg import (
+    WIDE,
+    AxisScale,
+    BarRows,
+    Child,
+    at_both_widths,
+    bar,
+    drawing,
+    horizontal_axis,
+    line,
+    slug,
+)
 from megalite.monitor.steps.predicted_parts import PartPair
 from megalite.planner.units import percent, seconds
 
-WIDTH, ROW, PAIR = 960.0, 28.0, 34.0
-LEFT, RIGHT, TOP = 230.0, 770.0, 10.0
+NAMES, VALUES, PAIR_VALUES = 230.0, 190.0, 280.0  # pixels that names and values take
+BAR_HEIGHT, HALF_HEIGHT = 22.0, 12.0
+COLOURS = {"predicted": "fill-9", "measured": "fill-0"}
 USEFUL = ("work", "computing")
 
 
@@ -36,46 +48,36 @@ def waterfall_section(found: RunFindings) -> PageSection:
         "their medians."
     )
     rows = [[name, *_signed(value, pipeline.span_s)] for name, value in pipeline.parts_s.items()]
-    figure = [_waterfall(pipeline.parts_s, pipeline.span_s)]
+    figure = at_both_widths(lambda width: _waterfall(pipeline.parts_s, pipeline.span_s, width))
     table = number_table(["part", "seconds", "share of the span"], rows, words=[0])
     lines = [sentence[0].upper() + sentence[1:] + "." for sentence in list(sentences(explanation))[2:]]
     return PageSection("what-if", title, " ".join([caption, *lines]), figure, table)
 
 
-def _waterfall(parts_s: Mapping[str, float], span_s: float) -> Element:
+def _waterfall(parts_s: Mapping[str, float], span_s: float, width: float) -> Element:
     """Draws one row a part, each beginning where the one above ends; a negative one goes back."""
     ends, total = [0.0], 0.0
     for value in parts_s.values():
         total += value
         ends.append(total)
-    scale = AxisScale(min(ends), max(*ends, span_s), LEFT, RIGHT)
-    bottom = TOP + ROW * (len(parts_s) + 1) + 4
-    drawn: list[Child] = [_time_axis(scale, bottom, "of the step")]
+    places = BarRows(width, NAMES, VALUES, BAR_HEIGHT, len(parts_s) + 1)
+    scale = AxisScale(min(ends), max(*ends, span_s), places.left, places.right)
+    drawn: list[Child] = [_time_axis(scale, places, "of the step")]
     for row, (name, value) in enumerate([*parts_s.items(), ("span", span_s)]):
         start = ends[row] if name != "span" else 0.0
         low, high = scale(min(start, start + value)), scale(max(start, start + value))
-        y = TOP + ROW * row
+        y = places.y(row)
         kind = "total" if name == "span" else "useful" if name in USEFUL else "overhead"
-        strong = " strong" if name == "span" else ""
         shown, share = _signed(value, span_s)
+        title, id_ = f"{name}: {shown}, {share}", f"what-if-{slug(name)}"
         drawn += [
-            label(LEFT - 12, y + 15, name, f"legend{strong}", "end"),
-            bar(
-                low,
-                y,
-                max(high - low, 1.0),
-                ROW - 6,
-                f"{name}: {shown}, {share}",
-                id=f"what-if-{slug(name)}",
-                class_=f"part {kind}",
-            ),
-            label(RIGHT + 100, y + 15, shown, f"value{strong}", "end"),
-            label(WIDTH, y + 15, share, f"value{strong}", "end"),
+            places.words(row, name, shown, share, strong=name == "span"),
+            bar(low, y, max(high - low, 1.0), BAR_HEIGHT, title, id=id_, class_=f"part {kind}"),
         ]
         if name != "span":
             joint = scale(start + value)
-            drawn.append(line(joint, y + ROW - 6, joint, y + ROW, "joint"))
-    return drawing("what-if-drawing", "Parts of the span of a pipelined step", WIDTH, bottom + 46, drawn)
+            drawn.append(line(joint, y + BAR_HEIGHT, joint, places.y(row + 1), "joint"))
+    return drawing("what-if-drawing", "Parts of the span of a pipelined step", width, places.bottom + 46, drawn)
 
 
 def _signed(value_s: float, span_s: float) -> tuple[str, str]:
@@ -86,9 +88,10 @@ def _signed(value_s: float, span_s: float) -> tuple[str, str]:
     return sign + seconds(abs(value_s)), sign + percent(abs(value_s) / span_s)
 
 
-def _time_axis(scale: AxisScale, bottom: float, what: str) -> Sequence[Element]:
-    ticks = {tick: seconds(tick) if tick > 0 else "0" for tick in scale.ticks(7) if tick >= 0}
-    return horizontal_axis(scale, TOP - 6, bottom, ticks, f"time {what}")
+def _time_axis(scale: AxisScale, places: BarRows, what: str) -> Sequence[Element]:
+    about = 7 if places.width == WIDE else 3
+    ticks = {tick: seconds(tick) if tick > 0 else "0" for tick in scale.ticks(about) if tick >= 0}
+    return horizontal_axis(scale, places.top - 6, places.bottom, ticks, f"time {what}")
 
 
 def prediction_section(found: RunFindings) -> PageSection:
@@ -106,30 +109,27 @@ def prediction_section(found: RunFindings) -> PageSection:
         f"Step {explanation.step:,}, mean over ranks. What the planner takes to need no time has no predicted bar. "
         "`megalite plan calibrate` fits the planner to a machine."
     )
-    figure = [_pairs(pairs), keys([("fill-9", "predicted"), ("fill-0", "measured")])]
+    drawings = at_both_widths(lambda width: _pairs(pairs, width))
+    figure = [*drawings, keys([(colour, kind) for kind, colour in COLOURS.items()])]
     return PageSection("prediction", title, caption, figure, table)
 
 
-def _pairs(pairs: Sequence[PartPair]) -> Element:
+def _pairs(pairs: Sequence[PartPair], width: float) -> Element:
     longest = max(max(pair.measured_s, pair.predicted_s or 0.0) for pair in pairs)
-    scale = AxisScale(0.0, longest or 1.0, LEFT, RIGHT)
-    bottom = TOP + PAIR * len(pairs) + 2
-    drawn: list[Child] = [_time_axis(scale, bottom, "of the step")]
+    places = BarRows(width, NAMES, PAIR_VALUES, 2 * HALF_HEIGHT + 1, len(pairs))
+    scale = AxisScale(0.0, longest or 1.0, places.left, places.right)
+    drawn: list[Child] = [_time_axis(scale, places, "of the step")]
     for row, pair in enumerate(pairs):
-        y = TOP + PAIR * row
-        drawn.append(label(LEFT - 12, y + 18, pair.name, "legend", "end"))
-        predicted = "no prediction"
-        if pair.predicted_s is not None:
-            predicted = f"predicted {seconds(pair.predicted_s)}"
-            width = max(scale(pair.predicted_s) - LEFT, 0.5)
-            drawn.append(
-                bar(LEFT, y, width, 12, f"{pair.name}: {predicted}", id=f"predicted-{slug(pair.name)}", class_="fill-9")
-            )
-        measured = f"measured {seconds(pair.measured_s)}"
-        width = max(scale(pair.measured_s) - LEFT, 0.5)
-        drawn += [
-            bar(LEFT, y + 13, width, 12, f"{pair.name}: {measured}", id=f"measured-{slug(pair.name)}", class_="fill-0"),
-            label(WIDTH, y + 11, predicted, "tick", "end"),
-            label(WIDTH, y + 25, measured, "tick", "end"),
-        ]
-    return drawing("prediction-drawing", "Parts of a step, predicted and measured", WIDTH, bottom + 46, drawn)
+        y, values = places.y(row), {"predicted": pair.predicted_s, "measured": pair.measured_s}
+        words = {kind: f"{kind} {seconds(value)}" for kind, value in values.items() if value is not None}
+        shown = [words.get("predicted", "no prediction"), words["measured"]]
+        if width < WIDE:  # colours tell which is which
+            shown = ["none" if value is None else seconds(value) for value in values.values()]
+        drawn.append(places.words(row, pair.name, *shown))
+        for place, kind in enumerate(values):
+            if (value := values[kind]) is not None:
+                long = max(scale(value) - places.left, 0.5)
+                title, id_ = f"{pair.name}: {words[kind]}", f"{kind}-{slug(pair.name)}"
+                y_of_bar = y + place * (HALF_HEIGHT + 1)
+                drawn.append(bar(places.left, y_of_bar, long, HALF_HEIGHT, title, id=id_, class_=COLOURS[kind]))
+    return drawing("prediction-drawing", "Parts of a step, predicted and measured", width, places.bottom + 46, drawn)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from launch.inspection.files import number
 from launch.inspection.page.findings import RunFindings, value_at
 from launch.inspection.state import RunState
@@ -25,9 +27,12 @@ def tiles_of(found: RunFindings) -> dict[str, str]:
         "tokens/s": count(status.tokens_per_second) if status.tokens_per_second is not None else UNKNOWN,
         "samples/s": digits(status.samples_per_second) if status.samples_per_second is not None else UNKNOWN,
         "from step to step": seconds(status.step_s) if status.step_s is not None else UNKNOWN,
-        "MFU": percent(flops) if (flops := status.model_flops_utilization) is not None else UNKNOWN,
         "goodput": percent(goodput) if goodput is not None else UNKNOWN,
     }
+    if found.history.has("tokens_seen"):
+        tiles["tokens seen"] = count(float(np.nanmax(found.history.column("tokens_seen"))))
+    if status.model_flops_utilization is not None:  # unknown on a CPU
+        tiles["MFU"] = percent(status.model_flops_utilization)
     if status.left_s is not None:
         tiles["left"] = duration(status.left_s)
     return tiles

@@ -5,22 +5,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from xml.etree.ElementTree import Element
 
-from launch.planning.report.svg import AxisScale, Child, bar, drawing, label, line, slug, vertical_axis
+from launch.planning.report.svg import (
+    WIDE,
+    AxisScale,
+    Child,
+    at_both_widths,
+    bar,
+    drawing,
+    label,
+    line,
+    slug,
+    vertical_axis,
+)
 from megalite.planner.cost.memory import StageMemory
 from megalite.planner.units import GIB, MIB, gib, percent
 from megalite.planner.workload import ParallelLayout
 
-WIDTH, HEIGHT = 960, 380
-LEFT, RIGHT, TOP, BOTTOM = 56, 600, 44, 330
-LEGEND_LEFT, LEGEND_STEP = RIGHT + 40, 23.0
+HEIGHT = 380
+LEFT, TOP, BOTTOM = 56, 44, 330
+LEGEND_WIDTH, LEGEND_STEP = 320, 23.0  # right of the bars, or below them where the figure is narrow
 WIDEST_BAR = 72.0
 SMALL = 0.05  # share of the limit; bars that need less are drawn in their own scale
 UPPERMOST = ("allocator", "context")  # parts that no tensor asked for
 COLOURS = 12  # in style.css: .part-0 and so on
 
 
-def memory_figure(stages: Sequence[StageMemory], limit_bytes: float) -> Element:
+def memory_figure(stages: Sequence[StageMemory], limit_bytes: float) -> list[Element]:
     """Draws one bar per stage, and a legend with the parts of the fullest one."""
+    return at_both_widths(lambda width: _bars(stages, limit_bytes, width))
+
+
+def _bars(stages: Sequence[StageMemory], limit_bytes: float, width: float) -> Element:
+    is_narrow = width < WIDE
+    right = width - (4 if is_narrow else LEGEND_WIDTH + 40)
     given = dict.fromkeys(name for stage in stages for name in stage.parts)
     ordered = [*(name for name in given if name not in UPPERMOST), *(name for name in UPPERMOST if name in given)]
     names = [name for name in ordered if any(stage.parts.get(name, 0) > 0 for stage in stages)]
@@ -31,26 +48,29 @@ def memory_figure(stages: Sequence[StageMemory], limit_bytes: float) -> Element:
     scale = AxisScale(0.0, highest * 1.06, BOTTOM, TOP)
     limit_at = scale(limit_bytes)
     ticks = {tick * size: f"{tick:g}" for tick in AxisScale(0.0, highest * 1.06 / size, BOTTOM, TOP).ticks()}
-    drawn: list[Child] = [vertical_axis(scale, LEFT, RIGHT, ticks, f"{unit} per accelerator")]
-    slot = (RIGHT - LEFT) / max(len(stages), 2)
-    width = min(WIDEST_BAR, slot * 0.72)
-    labelled = range(0, len(stages), -(-len(stages) // 16))
+    drawn: list[Child] = [vertical_axis(scale, LEFT, right, ticks, f"{unit} per accelerator")]
+    slot = (right - LEFT) / max(len(stages), 2)
+    bar_width = min(WIDEST_BAR, slot * 0.72)
+    labelled = range(0, len(stages), -(-len(stages) // (8 if is_narrow else 16)))
     for index, stage in enumerate(stages):
         middle = LEFT + slot * (index + 0.5)
-        drawn.append(_stacked(stage, names, scale, middle - width / 2, width, limit_bytes))
+        drawn.append(_stacked(stage, names, scale, middle - bar_width / 2, bar_width, limit_bytes))
         if index in labelled:
             drawn.append(label(middle, BOTTOM + 18, str(stage.stage), "tick", "middle"))
         if slot > 36:
             top = scale(stage.total)
             y = limit_at - 6 if limit_at - 4 < top < limit_at + 22 else top - 6  # not across the line of the limit
             drawn.append(label(middle, y, f"{stage.total / size:.1f}", "value halo", "middle"))
-    drawn.append(label((LEFT + RIGHT) / 2, BOTTOM + 38, "pipeline stage", "axis", "middle"))
+    drawn.append(label((LEFT + right) / 2, BOTTOM + 38, "pipeline stage", "axis", "middle"))
     if is_limit_near:
-        drawn.append(line(LEFT, limit_at, RIGHT, limit_at, "limit", "memory-limit"))
+        drawn.append(line(LEFT, limit_at, right, limit_at, "limit", "memory-limit"))
     limit = f"an accelerator has {gib(limit_bytes)}{'' if is_limit_near else ', far above'}"
-    drawn += [line(LEGEND_LEFT, TOP - 16, LEGEND_LEFT + 26, TOP - 16, "limit")]
-    drawn += [label(LEGEND_LEFT + 34, TOP - 12, limit, "legend limit-label"), _legend(fullest, names)]
-    return drawing("memory", "Memory of each pipeline stage, part by part", WIDTH, HEIGHT, drawn)
+    left, top = (2.0, HEIGHT + 20.0) if is_narrow else (right + 40.0, TOP - 16.0)
+    below = top + 40 + LEGEND_STEP * len(names) if is_narrow else float(BOTTOM)
+    drawn += [line(left, top, left + 26, top, "limit")]
+    drawn += [label(left + 34, top + 4, limit, "legend limit-label"), _legend(fullest, names, left, width, below)]
+    height = below + 30 if is_narrow else HEIGHT
+    return drawing("memory", "Memory of each pipeline stage, part by part", width, height, drawn)
 
 
 def _stacked(
@@ -72,21 +92,21 @@ def _stacked(
     return drawn
 
 
-def _legend(stage: StageMemory, names: Sequence[str]) -> list[Element]:
+def _legend(stage: StageMemory, names: Sequence[str], x: float, right: float, bottom: float) -> list[Element]:
     """The parts in the order of the bar, with the numbers of the fullest stage."""
-    x, y = LEGEND_LEFT, BOTTOM - LEGEND_STEP * len(names)
+    y = bottom - LEGEND_STEP * len(names)
     drawn = [label(x, y - 12, f"stage {stage.stage}, the fullest", "axis")]
     for index, name in reversed(list(enumerate(names))):
         size = stage.parts.get(name, 0.0)
         drawn += [
             bar(x, y, 13, 13, name, class_=f"part part-{index % COLOURS}"),
             label(x + 21, y + 11, name, "legend"),
-            label(WIDTH - 64, y + 11, gib(size), "value", "end"),
-            label(WIDTH, y + 11, percent(size / (stage.total or 1)), "value", "end"),
+            label(right - 64, y + 11, gib(size), "value", "end"),
+            label(right, y + 11, percent(size / (stage.total or 1)), "value", "end"),
         ]
         y += LEGEND_STEP
-    total = label(WIDTH - 64, y + 15, gib(stage.total), "value strong", "end")
-    return [*drawn, line(x, y - 2, WIDTH, y - 2, "rule"), label(x + 21, y + 15, "together", "legend strong"), total]
+    total = label(right - 64, y + 15, gib(stage.total), "value strong", "end")
+    return [*drawn, line(x, y - 2, right, y - 2, "rule"), label(x + 21, y + 15, "together", "legend strong"), total]
 
 
 def memory_caption(stages: Sequence[StageMemory], limit_bytes: float, layout: ParallelLayout) -> str:

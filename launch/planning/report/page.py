@@ -15,7 +15,7 @@ from launch.output import decimal_size, write_file
 from launch.planning.report.goodput_figure import goodput_caption, goodput_figure, interval_curve, size_curve
 from launch.planning.report.memory_figure import memory_caption, memory_figure
 from launch.planning.report.ranking_table import ranking_caption, ranking_table
-from launch.planning.report.svg import element
+from launch.planning.report.svg import element, with_code
 from launch.planning.report.timeline_figure import timeline_section
 from launch.planning.report.waterfall_figure import waterfall_caption, waterfall_figure
 from launch.planning.tables.outlook import interval_words, money, outlook_lines
@@ -34,22 +34,23 @@ FOLDER = Path(__file__).parent
 
 
 def write_report(
-    path: Path, result: SearchResult, cluster: Cluster, title: str, config: Config, price: float | None = None
+    path: Path, result: SearchResult, cluster: Cluster, name: str, config: Config, price: float | None = None
 ) -> None:
-    """Writes the report of a search that found a layout for the run of `config`; its figures show the fastest one.
+    """Writes the report of a search that found a layout for the run of `config`; its figures show the best one.
 
-    `price` is that of an accelerator-hour, in any currency. Raises LaunchError where `path` cannot be written.
+    `name` is what the page calls the run, `price` that of an accelerator-hour, in any currency. Raises LaunchError
+    where `path` cannot be written.
     """
     assert result.best is not None, "a report needs a layout that fits"
     outlook = outlook_of(config, result.best.job, result.best.time.seconds, cluster.accelerators_per_node)
-    write_file(path, _render(result, result.best, cluster, title, outlook, config, price))
+    write_file(path, _render(result, result.best, cluster, name, outlook, config, price))
 
 
 def _render(
     result: SearchResult,
     winner: LayoutCandidate,
     cluster: Cluster,
-    title: str,
+    name: str,
     outlook: RunOutlook,
     config: Config,
     price: float | None,
@@ -61,7 +62,7 @@ def _render(
     size_text = f"{size / 1e9:.3g} billion" if size >= 1e9 else f"{size / 1e6:.3g} million"
     by_interval, by_size = interval_curve(assumed, scale), size_curve(assumed, scale.gpus)
     values: dict[str, str | Element | Sequence[Element]] = {
-        "title": title,
+        "title": f"{name} on {cluster.nodes * cluster.accelerators_per_node:,} {cluster.accelerator_name}",
         "job": f"{model.model_type} of {size_text} parameters ({plural(model.num_hidden_layers, 'block')} of width "
         f"{model.hidden_size:,}), {plural(job.global_batch_size, 'sequence')} of "
         f"{plural(job.sequence_length, 'token')} per step, {job.dtype}.",
@@ -75,7 +76,7 @@ def _render(
             for name, number in _tiles(winner, cluster, outlook, config, price).items()
         ],
         "reasons": [
-            element("li", sentence)
+            element("li", with_code(sentence))
             for sentence in (*explain(result), *outlook_lines(outlook, config, price, rough=rough))
         ],
         "memory": memory_figure(winner.memory, limit),

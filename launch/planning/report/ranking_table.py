@@ -25,6 +25,8 @@ def ranking_table(candidates: Sequence[LayoutCandidate], limit_bytes: float) -> 
         used = f"{gib(fullest)} of {gib(limit_bytes)}"
         cells = {
             "": str(number),
+            "step time": step,
+            "MFU": "-" if time.model_flops_utilization is None else percent(time.model_flops_utilization),
             "TP": str(layout.tensor_parallel_size),
             "PP": str(layout.pipeline_parallel_size),
             "DP": str(layout.data_parallel_size),
@@ -32,10 +34,8 @@ def ranking_table(candidates: Sequence[LayoutCandidate], limit_bytes: float) -> 
             "micro-batch": str(layout.micro_batch_size),
             "recompute": of_stages(layout.recompute_by_stage),
             "sequence parallel": "yes" if layout.sequence_parallel else "no",
-            "step time": step,
             " ": _inline_bar(f"{row_id}-time", TIME_WIDTH, time.seconds / slowest, "useful", f"{layout}: {step}"),
             "slower by": percent(time.seconds / fastest - 1) if number > 1 else "",
-            "MFU": "-" if time.model_flops_utilization is None else percent(time.model_flops_utilization),
             "tokens/s per accelerator": f"{candidate.tokens_per_s / layout.world_size:,.0f}",
             "fullest stage, GiB": digits(fullest / GIB),
             "  ": _inline_bar(f"{row_id}-memory", MEMORY_WIDTH, fullest / limit_bytes, "total", used),

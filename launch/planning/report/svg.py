@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
 Child = Element | str | None | Iterable["Child"]
+WIDE, NARROW = 960.0, 360.0  # pixels that a figure has on a page, and on a phone
+WIDE_CLASS = "wide-figure"
 
 
 def element(tag: str, *children: Child, **attributes: str | float | None) -> Element:
@@ -36,6 +38,14 @@ def _append(node: Element, child: Child) -> None:
             _append(node, each)
 
 
+def with_code(sentence: str) -> list[Child]:
+    """Returns a sentence with what stands in backticks as code."""
+    pieces = sentence.split("`")
+    if len(pieces) % 2 == 0:
+        return [sentence]
+    return [element("code", piece) if place % 2 else piece for place, piece in enumerate(pieces)]
+
+
 def coordinate(value: str | float) -> str:
     """Formats a number with at most two decimals; text is returned unchanged."""
     return value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")
@@ -48,9 +58,33 @@ def slug(name: str) -> str:
 
 def drawing(id_: str, description: str, width: float, height: float, *children: Child) -> Element:
     """An SVG image; screen readers read `description`."""
-    size = f"max-width:{coordinate(width)}px;min-width:{coordinate(min(width, 640))}px"
+    size = f"max-width:{coordinate(width)}px;min-width:{640 if width > 640 else 300}px"
     box = f"0 0 {coordinate(width)} {coordinate(height)}"
     return element("svg", *children, id=id_, role="img", aria_label=description, viewBox=box, style=size)
+
+
+def at_both_widths(draw: Callable[[float], Element]) -> list[Element]:
+    """Draws a figure for a page and again for a phone, with letters of the same size; style.css shows one of them.
+
+    A phone has no pointer, for which boxes have titles.
+    """
+    narrow = draw(NARROW)
+    for node in narrow.iter():
+        node.attrib.pop("id", None)
+        for title in node.findall("title"):
+            node.remove(title)
+    wide = draw(WIDE)
+    narrow.set("id", f"narrow-{wide.get('id')}")
+    return [element("div", wide, class_=WIDE_CLASS), element("div", narrow, class_="narrow-figure")]
+
+
+def at_one_width(figure: Iterable[Element]) -> list[Element]:
+    """Returns a figure of `at_both_widths` with the drawing of a page alone, which a phone scrolls."""
+    kept = [one for one in figure if one.get("class") != "narrow-figure"]
+    for one in kept:
+        if one.get("class") == WIDE_CLASS:
+            one.set("class", "wide")
+    return kept
 
 
 def bar(x: float, y: float, width: float, height: float, title: str, **attributes: str | float | None) -> Element:
@@ -90,6 +124,52 @@ class AxisScale:
         step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [number * step for number in range(first, last + 1)]
+
+
+@dataclass(frozen=True)
+class BarRows:
+    """Places in a figure of bars, one row below the other: names left of the bars and values right of them.
+
+    Where the figure is narrow, both stand above the bars, which have its whole width.
+    """
+
+    width: float  # of the figure, as the next three in pixels
+    names: float  # what the names take
+    values: float  # what the values take
+    height: float  # of the bars of a row
+    rows: int
+    top: float = 10.0
+
+    @property
+    def left(self) -> float:
+        return 16.0 if self.width < WIDE else self.names
+
+    @property
+    def right(self) -> float:
+        return self.width - (16.0 if self.width < WIDE else self.values)
+
+    @property
+    def pitch(self) -> float:
+        return self.height + (26.0 if self.width < WIDE else 6.0)
+
+    @property
+    def bottom(self) -> float:
+        return self.top + self.pitch * self.rows
+
+    def y(self, row: int) -> float:
+        """Returns where the bars of a row begin."""
+        return self.top + self.pitch * row + (20.0 if self.width < WIDE else 0.0)
+
+    def words(self, row: int, name: str, *values: str, strong: bool = False) -> list[Element]:
+        """Returns the name of a row and its values."""
+        kind, y = " strong" if strong else "", self.y(row)
+        if self.width < WIDE:
+            value = label(self.right, y - 5, ", ".join(values), f"value{kind}", "end")
+            return [label(self.left, y - 5, name, f"legend{kind}"), value]
+        middle = y + self.height / 2 + 4
+        places = [self.right + self.values * (place + 1) / len(values) for place in range(len(values))]
+        drawn = [label(x, middle, text, f"value{kind}", "end") for x, text in zip(places, values, strict=True)]
+        return [label(self.left - 12, middle, name, f"legend{kind}", "end"), *drawn]
 
 
 def vertical_axis(scale: AxisScale, left: float, right: float, ticks: Mapping[float, str], title: str) -> list[Element]:

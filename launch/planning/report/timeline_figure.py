@@ -8,14 +8,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
-from launch.planning.report.svg import AxisScale, Child, bar, drawing, element, label, line, slug
+from launch.planning.report.svg import (
+    WIDE,
+    AxisScale,
+    Child,
+    at_both_widths,
+    bar,
+    drawing,
+    element,
+    label,
+    line,
+    slug,
+)
 from megalite.planner.cost.step_time import StepTime
 from megalite.planner.schedules.simulation import PipelineTimes, ScheduledPass, Timeline, simulate_schedule
 from megalite.planner.schedules.tables import PassKind, Schedule
 from megalite.planner.search import LayoutCandidate
 from megalite.planner.units import percent, seconds
 
-WIDTH, LEFT, RIGHT, TOP = 960.0, 62.0, 880.0, 34.0
+LEFT, BUSY, TOP = 62.0, 80.0, 34.0
 GAP = 18.0  # between windows
 MOST_ROWS, ROWS_OF_MANY = 16, 12  # up to 16 stages are all drawn; of more, 12
 MOST_BOXES = 3200  # in the figure: 700 kB
@@ -82,40 +93,55 @@ def timeline_section(winner: LayoutCandidate) -> list[Element]:
     timeline = timeline_of(winner)
     caption = element("figcaption", timeline_caption(timeline, winner.time))
     return [
-        element("section", element("h2", "Pipeline timeline"), element("figure", timeline_figure(timeline), caption))
+        element(
+            "section",
+            element("h2", "Pipeline timeline"),
+            element("figure", _key(timeline), timeline_figure(timeline), caption),
+        )
     ]
 
 
-def timeline_figure(timeline: Timeline) -> Element:
+def timeline_figure(timeline: Timeline) -> list[Element]:
     """Draws one row per stage, with the share of time in which it computes; each chunk has a part of the row."""
-    sample = sample_of(timeline)
+    return at_both_widths(lambda width: _timeline(timeline, width))
+
+
+def _timeline(timeline: Timeline, width: float) -> Element:
+    sample, right = sample_of(timeline), width - BUSY
+    windows = sample.windows if width == WIDE else sample.windows[:1]  # a phone has room for the start alone
     row = (24.0 if len(sample.stages) <= 8 else 18.0) * (1 + (timeline.chunks - 1) / 2)
     bottom = TOP + row * len(sample.stages)
     drawn: list[Child] = [
         label(LEFT - 8, TOP - 10, "stage", "axis", "end"),
-        label(WIDTH, TOP - 10, "busy", "axis", "end"),
+        label(width, TOP - 10, "busy", "axis", "end"),
     ]
     for index, stage in enumerate(sample.stages):
         y = TOP + row * (index + 0.5) + 4
         busy = percent(timeline.busy_s[stage] / timeline.makespan_s)
-        drawn += [label(LEFT - 8, y, str(stage), "tick", "end"), label(WIDTH, y, busy, "value", "end")]
-    span = (RIGHT - LEFT - GAP * (len(sample.windows) - 1)) / len(sample.windows)
-    for index, (start, end) in enumerate(sample.windows):
+        drawn += [label(LEFT - 8, y, str(stage), "tick", "end"), label(width, y, busy, "value", "end")]
+    span = (right - LEFT - GAP * (len(windows) - 1)) / len(windows)
+    for index, (start, end) in enumerate(windows):
         left = LEFT + index * (span + GAP)
         scale = AxisScale(start, end, left, left + span)
         drawn += [
             element("rect", x=left, y=TOP, width=span, height=bottom - TOP, class_="idle"),
             label(scale.start, bottom + 18, seconds(scale.low) if scale.low else "0", "tick"),
             label(scale.end, bottom + 18, seconds(scale.high), "tick", "end"),
-            [line(scale(tick), bottom, scale(tick), bottom + 5, "axis-line") for tick in scale.ticks(8)],
+            [
+                line(scale(tick), bottom, scale(tick), bottom + 5, "axis-line")
+                for tick in scale.ticks(8 if width == WIDE else 4)
+            ],
             _boxes(timeline, sample, scale, row),
         ]
-    x = LEFT
-    for kind in (*dict.fromkeys(work.kind.value for work in timeline.work), "idle"):
-        drawn.append(element("rect", x=x, y=TOP - 20, width=13, height=13, class_=slug(kind)))
-        drawn.append(label(x + 19, TOP - 9, kind, "legend"))
-        x += 44 + 7.5 * len(kind)
-    return drawing("timeline", "The pipeline schedule of one optimizer step", WIDTH, bottom + 30, drawn)
+    return drawing("timeline", "The pipeline schedule of one optimizer step", width, bottom + 30, drawn)
+
+
+def _key(timeline: Timeline) -> Element:
+    kinds = (*dict.fromkeys(work.kind.value for work in timeline.work), "idle")
+    boxes = [
+        (kind, element("svg", element("rect", width=13, height=13, class_=slug(kind)), class_="key")) for kind in kinds
+    ]
+    return element("p", [[box, f" {kind}  "] for kind, box in boxes], class_="note")
 
 
 def _boxes(timeline: Timeline, sample: TimelineExcerpt, scale: AxisScale, row: float) -> list[Element]:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from xml.etree.ElementTree import Element
 
-from launch.planning.report.svg import AxisScale, Child, bar, drawing, horizontal_axis, label, line, slug
+from launch.planning.report.svg import (
+    WIDE,
+    AxisScale,
+    BarRows,
+    Child,
+    at_both_widths,
+    bar,
+    drawing,
+    horizontal_axis,
+    line,
+    slug,
+)
 from megalite.planner.cost.step_time import StepTime
 from megalite.planner.units import percent, seconds
 
-WIDTH, ROW = 960, 28
-LEFT, RIGHT, TOP = 230, 770, 16
+NAMES, VALUES, BAR_HEIGHT = 230.0, 190.0, 22.0  # pixels
 USEFUL = ("matrix products", "attention")
 MEMORY_BOUND = "memory-bound"  # sequence parallelism divides it, which needs tensor parallelism
 MORE_MICRO_BATCHES = "more micro-batches per step (a larger global_batch_size, or fewer replicas)"
@@ -26,33 +36,34 @@ REMEDIES = {  # part of a step -> what makes it smaller
 }
 
 
-def waterfall_figure(time: StepTime) -> Element:
+def waterfall_figure(time: StepTime) -> list[Element]:
     """Draws one row per part of the step, each starting where the one above ends."""
+    return at_both_widths(lambda width: _waterfall(time, width))
+
+
+def _waterfall(time: StepTime, width: float) -> Element:
     parts = {name: value for name, value in time.parts.items() if value > 0}
-    bottom = TOP + ROW * (len(parts) + 1) + 8
-    scale = AxisScale(0.0, time.seconds, LEFT, RIGHT)
+    places = BarRows(width, NAMES, VALUES, BAR_HEIGHT, len(parts) + 1, top=16)
+    scale = AxisScale(0.0, time.seconds, places.left, places.right)
     factor, unit = (1e3, "milliseconds") if time.seconds < 0.5 else (1.0, "seconds")
-    ticks = {tick: f"{tick * factor:g}" for tick in scale.ticks(8)}
-    drawn: list[Child] = [horizontal_axis(scale, TOP - 6, bottom, ticks, f"{unit} per step")]
-    before, y = 0.0, float(TOP)
-    for name, value in [*parts.items(), ("total", time.seconds)]:
+    ticks = {tick: f"{tick * factor:g}" for tick in scale.ticks(8 if width == WIDE else 4)}
+    drawn: list[Child] = [horizontal_axis(scale, places.top - 6, places.bottom, ticks, f"{unit} per step")]
+    before = 0.0
+    for row, (name, value) in enumerate([*parts.items(), ("total", time.seconds)]):
         is_total = name == "total"
         if is_total:
             before = 0.0
-        x, end = scale(before), scale(before + value)
-        kind, strong = ("total", " strong") if is_total else ("useful" if name in USEFUL else "overhead", "")
+        x, end, y = scale(before), scale(before + value), places.y(row)
+        kind = "total" if is_total else "useful" if name in USEFUL else "overhead"
         share = percent(value / time.seconds)
         title = f"{name}: {seconds(value)}, {share} of the step"
         drawn += [
-            label(LEFT - 12, y + 15, name, f"legend{strong}", "end"),
-            bar(x, y, max(end - x, 1.0), ROW - 6, title, id=f"waterfall-{slug(name)}", class_=f"part {kind}"),
-            label(RIGHT + 100, y + 15, seconds(value), f"value{strong}", "end"),
-            label(WIDTH, y + 15, share, f"value{strong}", "end"),
-            None if is_total else line(end, y + ROW - 6, end, y + ROW + 2, "joint"),
+            places.words(row, name, seconds(value), share, strong=is_total),
+            bar(x, y, max(end - x, 1.0), BAR_HEIGHT, title, id=f"waterfall-{slug(name)}", class_=f"part {kind}"),
+            None if is_total else line(end, y + BAR_HEIGHT, end, places.y(row + 1) + 2, "joint"),
         ]
         before += value
-        y += ROW
-    return drawing("waterfall", "Parts of the time of one optimizer step", WIDTH, bottom + 46, drawn)
+    return drawing("waterfall", "Parts of the time of one optimizer step", width, places.bottom + 46, drawn)
 
 
 def waterfall_caption(time: StepTime, tensor_parallel_size: int) -> str:

@@ -115,5 +115,7 @@ def outlook_as_json(outlook: RunOutlook, config: Config, price: float | None) ->
 
 
 def money(amount: float) -> str:
-    """Formats a price: `37,142`, `1.25`; the currency is the user's."""
+    """Formats a price: `10.01 million`, `37,142`, `1.25`; the currency is the user's."""
+    if amount >= 1e6:
+        return f"{amount / 1e6:,.4g} million"
     return f"{amount:,.0f}" if amount >= 100 else f"{amount:.2f}"

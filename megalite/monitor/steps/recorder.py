@@ -213,9 +213,12 @@ class StepRecorder:
         )
 
     def _is_kept(self, step: int, *, is_last: bool) -> bool:
-        """Returns whether timelines of a step are kept."""
+        """Returns whether timelines of a step are kept.
+
+        A power of ten is a multiple of most intervals of evaluations and saves; the step behind it is of none.
+        """
         options = self._config.monitor.timeline
-        is_power_of_ten = step >= 10 and str(step).strip("0") == "1"
+        is_power_of_ten = any(each >= 10 and str(each).strip("0") == "1" for each in (step, step - 1))
         is_multiple = options.every > 0 and step % options.every == 0
         return is_last or is_power_of_ten or is_multiple or step in options.steps
 

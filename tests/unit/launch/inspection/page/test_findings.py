@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from launch.inspection.page.findings import RunFindings
 from launch.inspection.page.sentences import sentences_of
 from launch.inspection.page.step_waterfall import waterfall_section
 from launch.inspection.status import read_status
+from launch.inspection.why import largest_loss
 from megalite.monitor.steps.timeline import step_folder
+from tests.helpers.commands import command_line
 from tests.helpers.recorded_runs import KEPT_STEP, write_run
 
 NONE_SLOW = "No rank is slower than the others of its stage."
@@ -58,7 +61,7 @@ def test_a_pipeline_that_cannot_be_taken_apart_is_not_called_none(tmp_path: Path
     assert any("has no timelines of all stages of a pipeline" in sentence for sentence in sentences_of(found))
 
 
-def test_the_step_that_is_drawn_is_one_without_an_evaluation(tmp_path: Path) -> None:
+def test_the_step_that_is_explained_is_one_without_an_evaluation(tmp_path: Path) -> None:
     """Steps 10 and 40 are kept, and a third of step 40 was an evaluation: not long enough to stand out as a step."""
     write_run(tmp_path / "run", steps=60)
     earlier, later = step_folder(tmp_path / "run", KEPT_STEP), step_folder(tmp_path / "run", 40)
@@ -75,6 +78,23 @@ def test_the_step_that_is_drawn_is_one_without_an_evaluation(tmp_path: Path) -> 
                 line["parts_s"]["evaluation"] = evaluation_s
         metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
         assert (kept := findings_of(tmp_path / "run").kept) is not None and kept.step == drawn
+        done = command_line("trace", str(tmp_path / "run"), "--why", "--json")
+        assert done.returncode == 0 and json.loads(done.stdout)["step"] == drawn
+
+
+def test_an_evaluation_is_shared_by_the_steps_between_two_of_them(tmp_path: Path) -> None:
+    """Where each kept step had one, most would seem to be gained from it, though it comes once in 100 steps."""
+    write_run(tmp_path / "run", replicas=1)
+    found = findings_of(tmp_path / "run").explanation
+    assert found is not None
+    parts_s = dict.fromkeys(found.parts_s, 0.001) | {"evaluation": 0.2, "data": 0.004}
+    found = replace(found, pipeline=None, parts_s=parts_s)
+    alone = largest_loss(found)
+    shared = largest_loss(replace(found, intervals={"evaluation": 100}))
+    assert alone is not None and (alone.part, alone.seconds) == ("the evaluation", 0.2)
+    assert shared is not None and (shared.part, shared.seconds) == ("waiting for data", 0.004)
+    last = largest_loss(replace(found, intervals={"evaluation": 40}))
+    assert last is not None and last.part == "the evaluation, which 40 steps share" and last.seconds == 0.005
 
 
 def test_timelines_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,15 +147,16 @@ def test_every_box_of_the_timeline_is_a_record_of_its_rank(seen: Seen, run_dir: 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1120, 500])
 def test_labels_are_legible(browser: None, run_dir: Path, tmp_path: Path, width: int) -> None:
-    """With scripts and without; a narrow window scrolls wide figures, not the page."""
-    page, narrow, least = run_dir / "report.html", width < 1000, 8 if width < 1000 else 11
+    """With scripts and without; a narrow window has figures of its own, and scrolls wide tables, not the page."""
+    page, narrow = run_dir / "report.html", width < 640
+    figures = {f"narrow-{name}" for name in FIGURES} if narrow else FIGURES
     seen = look_at(page, (width, SIZE[1]))
-    assert seen.width <= width and (narrow or seen.cut == [])
-    check_labels(seen, FIGURES, least)
+    assert seen.width <= width and all(narrow and 'class="wide"' in part[:20] for part in seen.cut)
+    check_labels(seen, figures, 11)
     assert all(seen.elements[chart].height > 150 for chart in CHARTS)
     plain = look_at(without_scripts(page, tmp_path / "plain.html"), (width, SIZE[1]))
-    assert plain.width <= width and (narrow or plain.cut == [])
-    check_labels(plain, FIGURES | {f"{chart}-drawing" for chart in CHARTS}, least)
+    assert plain.width <= width and all(narrow and 'class="wide"' in part[:20] for part in plain.cut)
+    check_labels(plain, figures | {f"{chart}-drawing" for chart in CHARTS}, 11)
     assert plain.scripts == 0
 
 
@@ -375,13 +376,25 @@ def test_the_end_of_a_run_writes_its_page_or_says_in_a_sentence_why_not(tmp_path
 
 @pytest.mark.slow
 def test_one_cursor_reads_all_curves_and_one_zoom_moves_them(browser: None, run_dir: Path) -> None:
-    """A drag over one chart shows the same steps in all of them; a double click shows all steps again."""
+    """A drag over one chart shows the same steps in all of them; a double click shows all steps again.
+
+    Before there is a pointer, as on a phone, legends show the last values.
+    """
     with open_page((run_dir / "report.html").resolve().as_uri()) as page:
         steps = "[...document.querySelectorAll('.live .u-series:first-child .u-value')].map(one => one.textContent)"
+        losses = "[...document.querySelectorAll('#chart-loss .u-value')].map(one => one.textContent)"
+        last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+        assert set(page.evaluate(steps)) == {str(last["step"])}
+        assert float(page.evaluate(losses)[1]) == pytest.approx(last["loss"], abs=1e-4)
+        for axis, shown_last in (("tokens", f"{last['tokens_seen']:,}"), ("step", str(last["step"]))):
+            page.evaluate(
+                f"[...document.querySelectorAll('.axes button')].find(e => e.textContent == 'by {axis}').click()"
+            )
+            assert set(page.evaluate(steps)) == {shown_last}
         page.drag("#chart-loss .u-over", 0.25, 0.75)
         shown = page.evaluate(steps)
         assert len(shown) == len(CHARTS) and len(set(shown)) == 1 and int(shown[0]) > 20
-        values = page.evaluate("[...document.querySelectorAll('#chart-loss .u-value')].map(one => one.textContent)")
+        values = page.evaluate(losses)
         record = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[int(shown[0]) - 1])
         assert float(values[1]) == pytest.approx(record["loss"], abs=1e-4)
         page.drag("#chart-learning-rate .u-over", 0.0, 0.0)  # the left edge of what is shown now
