@@ -11,6 +11,7 @@ from data_pipeline.meta import CorpusMeta, meta_path, read_meta
 from data_pipeline.prepare.cutting import CUT_PLACES
 from data_pipeline.prepare.parts import PartStore
 from data_pipeline.prepare.plan import PreparationPlan
+from data_pipeline.sources.document import LONGEST_ROW
 from data_pipeline.tokenizer import TokenizerFile
 
 _INSTEAD = "choose another output, or replace it with --overwrite"
@@ -81,6 +82,8 @@ def _asked(former: CorpusMeta, job: PreparationPlan) -> str:
         notes.append("long documents not cut where that changes their tokens (older versions did)")
     if former.tokenizer_sha256 != job.tokenizer.sha256 and _is_alike(former, job.tokenizer):
         notes.append("whose tokenizer.json is another one since")
+    if options.longest_row != LONGEST_ROW:
+        notes.append(f"--longest-row {options.longest_row >> 20}")
     if not notes and former.sources == job.specs and former.tokenizer_sha256 == job.tokenizer.sha256:
         rows = ", or hold rows, which older versions read as one text" if former.tokenizers is None else ""
         notes.append(f"whose files are others or have changed since{rows}")

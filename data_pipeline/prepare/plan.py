@@ -32,12 +32,13 @@ from data_pipeline.prepare.fast_encoding import check_installed
 from data_pipeline.prepare.fill_in_the_middle import fill_in_the_middle
 from data_pipeline.prepare.units import WorkUnit, work_units
 from data_pipeline.sources import Source, open_sources
+from data_pipeline.sources.document import LONGEST_ROW
 from data_pipeline.tokenizer import TokenizerFile, TrainedTokenizer, inspect_tokenizer
 
 _SMALLEST_UNIT, _LARGEST_UNIT = 1 << 18, 1 << 24  # bytes of text
 _UNITS_PER_JOB = 1024  # aimed at, between the two limits
 _UNIT_OF_UNKNOWN_SIZE = 1 << 22
-_UNITS = 3  # raise it when the same plan would cut other units: the parts of an unfinished run no longer fit
+_UNITS = 4  # raise it when the same plan would cut other units: the parts of an unfinished run no longer fit
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,12 @@ class PrepareOptions:
     train_on: TrainOn | None = None  # rows are conversations, whose template writes all special tokens; None: text
     chat_date: str | None = None  # that a chat template writes for today's, as 2026-01-31
     encoder: EncoderName = "exact"  # of text; not in the digest of a job, as both write the same
+    longest_row: int = LONGEST_ROW  # bytes of a line of JSON, or of a row of a table
+
+    @property
+    def keeps_lacking(self) -> bool:
+        """True if rows that an earlier run has left out stay out: not where longer ones are allowed by now."""
+        return self.skip_bad_rows and self.longest_row <= LONGEST_ROW
 
 
 USUAL_OPTIONS = PrepareOptions()
@@ -69,11 +76,18 @@ class PreparationPlan:
     encoder: TextEncoder | ChatEncoder
     places: tuple[CutPlace, ...]  # at which long documents are cut
     unit_bytes: int  # about, of text
-    sha256: str
+    text_sha256: str  # of the job but for the rows that are too long
 
     @property
     def tokenizer(self) -> TokenizerFile:
         return self.encoder.tokenizer
+
+    @cached_property
+    def sha256(self) -> str:
+        """Digest of the job."""
+        if self.options.longest_row == LONGEST_ROW:
+            return self.text_sha256
+        return hashlib.sha256(f"{self.text_sha256} {self.options.longest_row}".encode()).hexdigest()
 
     @cached_property
     def units(self) -> list[WorkUnit]:
@@ -91,7 +105,7 @@ class PreparationPlan:
 
 def plan_job(specs: list[str], tokenizer: Path | TrainedTokenizer, options: PrepareOptions) -> PreparationPlan:
     """Opens sources and tokenizer. Raises DataError if one is missing or lacks what the options ask for."""
-    sources = open_sources(specs, None if options.train_on else options.text_field)
+    sources = open_sources(specs, None if options.train_on else options.text_field, options.longest_row)
     encoder, places = _encoder(tokenizer, options)
     sizes = [source.size_bytes for source in sources]
     known = [size for size in sizes if size is not None]
@@ -186,7 +200,7 @@ def _digest(
 
 def training_text(specs: list[str], options: PrepareOptions) -> Iterator[str]:
     """Opens the sources, and returns their text, for the training of a tokenizer."""
-    sources = open_sources(specs, options.text_field)
+    sources = open_sources(specs, options.text_field, options.longest_row)
     on_bad_row = BadRows(options.skip_bad_rows)
     documents = (document for source in sources for document in source.documents(on_bad_row))
     return (piece.text for document in documents for piece in cut_document(document, 0, CUT_PLACES, on_bad_row))

@@ -99,7 +99,7 @@ def prepare(
     resumed = set[int]()
     if dry_run:
         check_replaceable(output, job, overwrite)
-        resumed = resumed if reused else store.finished(lacking_rows=options.skip_bad_rows)
+        resumed = resumed if reused else store.finished(lacking_rows=options.keeps_lacking)
     elif meta is not None:
         if trained is not None:
             trained.write()
@@ -111,7 +111,7 @@ def prepare(
                 trained.write()
             if isinstance(job.encoder, TextEncoder) and options.encoder == "fast":
                 job = replace(job, encoder=fast_encoder(job.encoder, job.sources))
-            discarded, resumed = store.begin(), store.finished(lacking_rows=options.skip_bad_rows)
+            discarded, resumed = store.begin(), store.finished(lacking_rows=options.keeps_lacking)
             if notice is not None:
                 _announce_waiting(job, workers, notice)
             workers = min(workers, len(job.units))

@@ -4,7 +4,8 @@
     "dump.jsonl", "dump.json.gz"            JSON: one object is one document         (json_rows.py)
     "table.csv"                             a table: one row is one document         (csv_table.py)
     "dataset:NAME_OR_PATH[:split]"          a `datasets` dataset, local or from the hub (hf_dataset.py)
-    "rows.parquet", "rows.arrow"            the same as dataset:rows.parquet
+    "rows.parquet"                          a table: one row is one document         (parquet.py)
+    "rows.arrow"                            the same as dataset:rows.arrow
     "python-stdlib"                         the sources of Python's standard library, which every machine has
     "s3://b/x.parquet", "https://h/x.jsonl" the same formats at a URL, a folder or a pattern there (remote_file.py)
 
@@ -19,15 +20,15 @@ from typing import Protocol
 
 from data_pipeline.errors import DataError
 from data_pipeline.files import is_url
-from data_pipeline.sources.chats import ChatDataset, ChatRows, RemoteChatParquet
+from data_pipeline.sources.chats import ChatDataset, ChatParquet, ChatRows
 from data_pipeline.sources.compressed import name_inside
 from data_pipeline.sources.csv_table import CsvTable
-from data_pipeline.sources.document import Document, OnBadRow
+from data_pipeline.sources.document import LONGEST_ROW, Document, OnBadRow
 from data_pipeline.sources.folders import files_in
 from data_pipeline.sources.hf_dataset import DATASET_PREFIX, HfDataset
 from data_pipeline.sources.json_rows import JsonRows
+from data_pipeline.sources.parquet import ParquetRows
 from data_pipeline.sources.remote_file import Place, RemoteFile, remote_files
-from data_pipeline.sources.remote_parquet import RemoteParquet
 from data_pipeline.sources.stretch import WHOLE, Stretch
 from data_pipeline.sources.text import TextFile
 from data_pipeline.tokenizer import python_stdlib_sources
@@ -66,32 +67,40 @@ class Source(Protocol):
         """
 
 
-def open_sources(specs: Sequence[str], text_field: str | None) -> list[Source]:
+def open_sources(specs: Sequence[str], text_field: str | None, longest: int = LONGEST_ROW) -> list[Source]:
     """Opens one source per file or data set in `specs`, in the order given; files of a folder or glob are sorted.
 
-    Their documents are the texts in `text_field`; where that is None, they are conversations.
+    Their documents are the texts in `text_field`; where that is None, they are conversations. A row of more than
+    `longest` bytes is a bad one.
     """
     if not specs:
         raise DataError("no source is given: name at least one text file, folder, glob, .jsonl file or dataset:NAME")
     sources: list[Source] = []
     for spec in specs:
-        if spec.startswith(DATASET_PREFIX):
-            sources.append(ChatDataset(spec) if text_field is None else HfDataset(spec, text_field))
+        file = Path(spec.removeprefix(DATASET_PREFIX)).expanduser()
+        if spec.startswith(DATASET_PREFIX) and not (file.suffix == ".parquet" and file.is_file()):
+            sources.append(
+                ChatDataset(spec, longest=longest)
+                if text_field is None
+                else HfDataset(spec, text_field, longest=longest)
+            )
+        elif spec.startswith(DATASET_PREFIX):
+            sources.append(_open_file(file, text_field, longest))
         elif spec == PYTHON_STDLIB and text_field is not None:
             sources.extend(map(TextFile, python_stdlib_sources()))
         else:
-            sources.extend(_open_file(path, text_field) for path in _expand(spec))
+            sources.extend(_open_file(path, text_field, longest) for path in _expand(spec))
     return sources
 
 
-def _open_file(path: Place, text_field: str | None) -> Source:
-    if isinstance(path, RemoteFile) and path.suffix == ".parquet":
-        return RemoteChatParquet(path) if text_field is None else RemoteParquet(path, text_field)
+def _open_file(path: Place, text_field: str | None, longest: int) -> Source:
+    if path.suffix == ".parquet":
+        return ChatParquet(path, longest=longest) if text_field is None else ParquetRows(path, text_field, longest)
     if isinstance(path, RemoteFile) and path.suffix == ".arrow":
         raise DataError(f"{path} is an arrow file, which is read from this machine alone: download it")
-    if path.suffix in (".parquet", ".arrow"):
-        spec = f"{DATASET_PREFIX}{path}"
-        return ChatDataset(spec, str(path)) if text_field is None else HfDataset(spec, text_field, str(path))
+    if path.suffix == ".arrow":
+        spec, typed = f"{DATASET_PREFIX}{path}", str(path)
+        return ChatDataset(spec, typed, longest) if text_field is None else HfDataset(spec, text_field, typed, longest)
     name = name_inside(path)
     for endings, reason in _NO_TEXT.items():
         if name.endswith(endings):
@@ -99,12 +108,12 @@ def _open_file(path: Place, text_field: str | None) -> Source:
     if name.endswith((".jsonl", ".ndjson", ".json")):
         may_be_array = name.endswith(".json")
         if text_field is None:
-            return ChatRows(path, may_be_array=may_be_array)
-        return JsonRows(path, text_field, may_be_array)
+            return ChatRows(path, may_be_array=may_be_array, longest=longest)
+        return JsonRows(path, text_field, may_be_array, longest)
     if text_field is None:
         raise DataError(f"{path} holds no rows of conversations: give .jsonl, .json or .parquet files, or dataset:NAME")
     if name.endswith(".csv"):
-        return CsvTable(path, text_field)
+        return CsvTable(path, text_field, longest)
     return TextFile(path)
 
 

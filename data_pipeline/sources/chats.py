@@ -2,14 +2,15 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from data_pipeline.chat.conversation import CHAT_FIELDS, conversation_of_row
 from data_pipeline.errors import DataError
-from data_pipeline.sources.document import Document
+from data_pipeline.sources.document import LONGEST_ROW, Document
 from data_pipeline.sources.hf_dataset import HfDataset
 from data_pipeline.sources.json_rows import JsonRows
-from data_pipeline.sources.remote_parquet import RemoteParquet
+from data_pipeline.sources.parquet import ParquetRows
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,11 @@ class ChatRows(JsonRows):
 class ChatDataset(HfDataset):
     """The conversations of a data set, in the columns of the same names."""
 
-    def __init__(self, spec: str, typed: str | None = None) -> None:
-        super().__init__(spec, "messages", typed)
+    def __init__(self, spec: str, typed: str | None = None, longest: int = LONGEST_ROW) -> None:
+        super().__init__(spec, "messages", typed, longest)
+
+    def _parquet_rows(self, file: Path) -> ParquetRows:
+        return ChatParquet(file, longest=self.longest)
 
     def _document_of(self, row: dict[str, Any], where: str) -> Document:
         return _document(_without_none(row), where)
@@ -43,8 +47,8 @@ class ChatDataset(HfDataset):
 
 
 @dataclass(frozen=True)
-class RemoteChatParquet(RemoteParquet):
-    """The conversations of a parquet file at a URL, in the columns of the same names."""
+class ChatParquet(ParquetRows):
+    """The conversations of a Parquet file, in the columns of the same names."""
 
     text_field: str = "messages"  # for sentences
 
@@ -53,6 +57,9 @@ class RemoteChatParquet(RemoteParquet):
 
     def columns(self, names: Sequence[str]) -> list[str]:
         return _chat_columns(names, str(self.path))
+
+    def check_columns(self, schema: Any) -> None:
+        """Leaves it to each row whether it is a conversation."""
 
 
 def _chat_columns(names: Iterable[str], where: str) -> list[str]:

@@ -80,14 +80,14 @@ def open_text(path: Place, about_bytes: int = 0) -> Iterator[io.BufferedReader]:
 def _decompressed(path: Place, about_bytes: int) -> io.RawIOBase:
     codec = _CODECS[path.suffix]
     if codec == "xz":
-        begin = partial(lzma.LZMADecompressor, memlimit=_XZ_MEMORY)
-        return _Decompressed(open_file(path, about_bytes), begin, lzma.LZMAError)
+        xz = partial(lzma.LZMADecompressor, memlimit=_XZ_MEMORY)
+        return _Decompressed(open_file(path, about_bytes), xz, lzma.LZMAError)
     if codec == "zstd":
         import zstandard
 
         if _window(_head(path)) > _USUAL_WINDOW:
-            begin = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj
-            return _Decompressed(open_file(path, about_bytes), begin, zstandard.ZstdError)
+            zstd = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj
+            return _Decompressed(open_file(path, about_bytes), zstd, zstandard.ZstdError)
     import pyarrow
 
     source = path.open(about_bytes) if isinstance(path, RemoteFile) else str(path)

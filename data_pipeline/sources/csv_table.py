@@ -8,11 +8,17 @@ from typing import Any
 
 from data_pipeline.errors import DataError
 from data_pipeline.sources.compressed import open_text, size_of_text
-from data_pipeline.sources.document import Document, OnBadRow, file_identity, text_of_row
+from data_pipeline.sources.document import (
+    LONGEST_ROW,
+    Document,
+    OnBadRow,
+    file_identity,
+    not_utf8,
+    text_of_row,
+    too_long,
+)
 from data_pipeline.sources.remote_file import Place
 from data_pipeline.sources.stretch import WHOLE, Stretch, whole_file
-
-_LONGEST_CELL = 1 << 28  # characters
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,7 @@ class CsvTable:
 
     path: Place
     text_field: str
+    longest: int = LONGEST_ROW
 
     @property
     def size_bytes(self) -> int | None:
@@ -46,9 +53,10 @@ class CsvTable:
 
     def _rows(self, about_bytes: int) -> Iterator[tuple[str, dict[Any, Any]]]:
         """Yields the rows, each with the place where it ends; what `csv` lacks or has in excess is None."""
-        csv.field_size_limit(_LONGEST_CELL)
+        csv.field_size_limit(self.longest)
         with open_text(self.path, about_bytes) as stream:
-            rows = csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), strict=True)
+            lines = _Lines(stream, self)
+            rows = csv.DictReader(lines, strict=True)
             try:
                 if rows.fieldnames is not None and self.text_field not in rows.fieldnames:
                     raise DataError(
@@ -63,9 +71,29 @@ class CsvTable:
                     )
                 for row in rows:
                     yield f"{self.path}, line {rows.reader.line_num}", row
-            except UnicodeDecodeError as error:
-                raise DataError(f"{self.path} is not UTF-8 text: convert it to UTF-8") from error
+                    lines.row_bytes = 0
             except csv.Error as error:
                 raise DataError(
                     f"{self.path}, line {rows.reader.line_num} is not CSV ({error}): write the table again"
                 ) from error
+
+
+class _Lines:
+    """The lines of a table as text. Raises DataError before a row takes more memory than a row may."""
+
+    def __init__(self, stream: io.BufferedReader, table: CsvTable) -> None:
+        self._stream, self._table, self._number = stream, table, 0
+        self.row_bytes = 0  # of the lines of the row that is read
+
+    def __iter__(self) -> Iterator[str]:
+        encoding, longest = "utf-8-sig", self._table.longest
+        while line := self._stream.readline(longest + 1):
+            self._number += 1
+            self.row_bytes += len(line)
+            if self.row_bytes > longest:
+                raise too_long(f"{self._table.path}, line {self._number}", longest)
+            try:
+                yield from io.StringIO(line.decode(encoding), newline="")  # a line may end by a carriage return alone
+            except UnicodeDecodeError as error:
+                raise not_utf8(f"{self._table.path}, line {self._number}", line) from error
+            encoding = "utf-8"

@@ -1,10 +1,15 @@
 """One document of a source, and the rows that hold none."""
 
+import codecs
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from data_pipeline.errors import DataError
 from data_pipeline.sources.remote_file import Place, RemoteFile
+
+LONGEST_ROW = 1 << 24
+"""Bytes of a row that are read: a line or an element of JSON, which takes 26 times as much as Python's objects, a row
+of a table."""
 
 OnBadRow = Callable[[DataError], None]
 """Takes the sentence about a row that holds no document; the row is left out if it returns."""
@@ -21,6 +26,19 @@ class Document(NamedTuple):
 
 def refuse_bad_row(error: DataError) -> None:
     raise error
+
+
+def too_long(where: str, longest: int) -> DataError:
+    """Returns the message about a row that is not read, because it would take too much memory."""
+    return DataError(f"{where} has more than {longest:,} bytes: cut the document, or raise --longest-row")
+
+
+def not_utf8(where: str, content: bytes, byte: int | None = None) -> DataError:
+    """Returns the message about `content` that is not UTF-8, from `byte` of its file on."""
+    is_utf16 = content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or 0 in content[:2]
+    named = ", it looks like UTF-16" if is_utf16 else ""
+    at = f" (byte {byte})" if byte is not None else ""
+    return DataError(f"{where} is not UTF-8 text{at}{named}: convert it to UTF-8, or leave it out of the sources")
 
 
 def text_of_row(row: dict[str, Any], field: str, where: str) -> str:

@@ -2,7 +2,9 @@
 
 NAME_OR_PATH is a folder written by `save_to_disk`, a parquet, arrow, csv or json file, a folder of such
 files, or a name on the hub. It is streamed in its own order: nothing is mapped, shuffled or copied into a cache. What a
-folder or a repository names outside of itself is refused.
+folder or a repository names outside of itself is refused. Rows are read as Arrow's tables: neither a format that was
+set when a data set was saved nor the decoding of pictures and sounds has a say. Parquet files here are read by
+parquet.py.
 """
 
 import glob
@@ -13,11 +15,13 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from data_pipeline.errors import DataError
+from data_pipeline.sources.arrow_rows import documents_of
 from data_pipeline.sources.containment import CARDS, check_card, check_inside, check_saved
-from data_pipeline.sources.document import Document, OnBadRow, checked_text, file_identity
+from data_pipeline.sources.document import LONGEST_ROW, Document, OnBadRow, checked_text, file_identity
+from data_pipeline.sources.parquet import ParquetRows
 from data_pipeline.sources.stretch import WHOLE, Stretch, whole_file
 
 DATASET_PREFIX = "dataset:"
@@ -27,19 +31,14 @@ _READERS = {*_BUILDERS.values(), "text", "cache"}
 """The parts of `datasets` that open no file but those in their list, which is checked; "cache" reads the user's own."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_ANSWERS_WITHIN_S = 10.0
-_ROWS_PER_READ = 1000
-
-
-class _RowGroup(NamedTuple):
-    rows: int
-    size_bytes: int  # of all columns, not compressed
+_ROWS_PER_READ = 256
 
 
 class HfDataset:
     """The rows of one split; the text is in one column. `typed` is what the user wrote instead of `spec`."""
 
-    def __init__(self, spec: str, text_field: str, typed: str | None = None) -> None:
-        self.spec, self.text_field, self.typed = spec, text_field, typed or spec
+    def __init__(self, spec: str, text_field: str, typed: str | None = None, longest: int = LONGEST_ROW) -> None:
+        self.spec, self.text_field, self.typed, self.longest = spec, text_field, typed or spec, longest
         match, place = _SPEC.fullmatch(spec), spec.removeprefix(DATASET_PREFIX)
         if place and Path(place).expanduser().exists():  # first: it may have a colon in its name
             self.name, split = place, None
@@ -51,6 +50,7 @@ class HfDataset:
             )
         self.split: str = split or "train"
         self._names_split = split is not None
+        self._found, self._has_parquet = list[str](), False  # files of a folder; known when its rows are
 
     size_bytes: int | None = None  # of the text: not known before reading
 
@@ -69,7 +69,7 @@ class HfDataset:
         return [self.spec, str(info.version), str(info.download_size), str(rows)]
 
     def stretches(self, size_bytes: int) -> list[Stretch]:
-        """Cuts the rows of a saved data set, the row groups of a Parquet file, or the files of a data set."""
+        """Cuts the rows of a saved data set, or the files of a data set."""
         from datasets import Dataset
 
         with self._one_sentence():
@@ -77,53 +77,50 @@ class HfDataset:
             if isinstance(rows, Dataset):
                 each = max(1, size_bytes * len(rows) // max(1, rows.data.nbytes))
                 return [Stretch(begin, begin + each, size_bytes) for begin in range(0, len(rows), each)] or [WHOLE]
-            if (groups := self._row_groups) is not None:
-                return [Stretch(number, number + 1, group.size_bytes) for number, group in enumerate(groups)]
             if self.path is not None and self.path.is_file():
                 return whole_file(self.path)
-            return [Stretch(number, number + 1, size_bytes) for number in range(rows.num_shards)] or [WHOLE]
+            return [Stretch(number, number + 1, size_bytes) for number in range(self._file_count())] or [WHOLE]
 
     def documents(self, on_bad_row: OnBadRow, stretch: Stretch = WHOLE) -> Iterator[Document]:
-        rows, number, of_file = self._rows_of(stretch)
-        for batch in self._batches(self._columns(rows)):
-            for values in zip(*batch.values(), strict=True):
-                where = f"{self.typed}, row {number}{of_file}"
-                number += 1
-                try:
-                    yield self._document_of(dict(zip(batch, values, strict=True)), where)
-                except DataError as error:
-                    on_bad_row(error)
-
-    def _rows_of(self, stretch: Stretch) -> tuple[Any, int, str]:
-        """Returns the rows of a stretch, the number of the first one, and, for sentences, the file that counts them."""
         from datasets import Dataset
 
-        with self._one_sentence():
-            rows = self._rows
-            if stretch.end is None:
-                return rows, 0, ""
-            if isinstance(rows, Dataset):
-                return rows.select(range(stretch.begin, min(stretch.end, len(rows)))), stretch.begin, ""
-            if (groups := self._row_groups) is not None:
-                rows = rows.reshard()
-                return rows.shard(len(groups), stretch.begin), sum(group.rows for group in groups[: stretch.begin]), ""
-            count = rows.num_shards
-            of_file = f" of file {stretch.begin + 1} of {count}" if count > 1 else ""
-            return rows.shard(count, stretch.begin), 0, of_file
+        begin, end = stretch.begin, stretch.end
+        if isinstance(self._rows, Dataset):
+            with self._one_sentence():
+                rows = self._rows.select(range(begin, min(end or len(self._rows), len(self._rows))))
+            yield from self._documents(rows, begin, "", on_bad_row)
+            return
+        count = self._file_count()
+        for number in range(begin, min(end or count, count)):
+            if self._has_parquet:  # whose files may have different columns
+                yield from self._parquet_rows(Path(self._found[number])).documents(on_bad_row)
+                continue
+            with self._one_sentence():
+                rows = self._rows.shard(count, number) if count > 1 else self._rows
+            name = Path(self._found[number]).name if len(self._found) == count else f"file {number + 1} of {count}"
+            of_file = f" of {name}" if count > 1 else ""
+            yield from self._documents(rows, 0, of_file, on_bad_row)
 
-    @cached_property
-    def _row_groups(self) -> list["_RowGroup"] | None:
-        """The row groups of a Parquet file, if `datasets` can read them one by one; None for anything else."""
-        path = Path(self.name).expanduser()
-        if path.suffix != ".parquet" or not path.is_file() or not hasattr(self._rows, "reshard"):  # older `datasets`
-            return None
-        from pyarrow.parquet import read_metadata
+    def _documents(self, rows: Any, first: int, of_file: str, on_bad_row: OnBadRow) -> Iterator[Document]:
+        """Yields the documents of a data set; a damaged file may be found only here."""
+        rows = self._columns(rows)
+        with self._one_sentence(of_file):
+            tables = rows.with_format("arrow").iter(batch_size=_ROWS_PER_READ)
+        while True:
+            with self._one_sentence(of_file):
+                table = next(tables, None)
+            if table is None:
+                return
+            before = f"{self.typed}, row "
+            yield from documents_of(table, first, before, of_file, self.longest, self._document_of, on_bad_row)
+            first += table.num_rows
 
-        metadata = read_metadata(path)
-        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-        if not groups or self._rows.reshard().num_shards != len(groups):
-            return None
-        return [_RowGroup(group.num_rows, group.total_byte_size) for group in groups]
+    def _file_count(self) -> int:
+        count: int = self._rows.num_shards  # finds the files
+        return len(self._found) if self._has_parquet else count
+
+    def _parquet_rows(self, file: Path) -> ParquetRows:
+        return ParquetRows(file, self.text_field, self.longest)
 
     def _document_of(self, row: dict[str, Any], where: str) -> Document:
         return Document(where, [checked_text(row[self.text_field], self.text_field, where)])
@@ -150,13 +147,8 @@ class HfDataset:
         with self._one_sentence():
             return self._load()
 
-    def _batches(self, rows: Any) -> Iterator[Any]:
-        """Yields the rows in batches: a damaged file may be found only here."""
-        with self._one_sentence():
-            yield from rows.iter(batch_size=_ROWS_PER_READ)
-
     @contextmanager
-    def _one_sentence(self) -> Iterator[None]:
+    def _one_sentence(self, of_file: str = "") -> Iterator[None]:
         """Turns what `datasets` raises into one sentence, and keeps it from logging the same before."""
         from datasets import logging
 
@@ -167,7 +159,8 @@ class HfDataset:
         except DataError:
             raise
         except Exception as error:  # `datasets` raises dozens of types here, from pyarrow's to the hub client's
-            raise DataError(f"{self.typed} cannot be loaded ({_first_sentence(error)}): {self._advice()}") from error
+            where = f"{self.typed}{of_file.replace(' of ', ', ', 1)}"
+            raise DataError(f"{where} cannot be loaded ({_first_sentence(error)}): {self._advice()}") from error
         finally:
             logging.set_verbosity(verbosity)
 
@@ -216,7 +209,10 @@ class HfDataset:
                 f"{self.spec} is in the format {rows.name!r}, whose reader may open other files too: convert it to one "
                 f"of {', '.join(_BUILDERS)}"
             )
-        self._check_files(path if is_local else None, rows.config.data_files or {})
+        files = rows.config.data_files or {}
+        self._check_files(path if is_local else None, files)
+        if is_local:
+            self._found, self._has_parquet = list(files.get(self.split, ())), rows.name == "parquet"
         return rows.as_streaming_dataset(split=self.split)
 
     def _check_files(self, folder: Path | None, files: Mapping[str, Sequence[str]]) -> None:
@@ -257,5 +253,13 @@ class HfDataset:
 
 
 def _first_sentence(error: Exception) -> str:
+    from datasets.table import CastError
+
+    for one in (error, error.__cause__, error.__context__):
+        if isinstance(one, CastError):  # of a file with other columns than the first one: its message has many lines
+            there, asked = (
+                ", ".join(map(repr, names)) for names in (one.table_column_names, one.requested_column_names)
+            )
+            return f"it has the columns {there}, and the first file {asked}"
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return line.partition(". ")[0].rstrip(".")

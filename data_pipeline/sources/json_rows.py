@@ -1,7 +1,7 @@
 """Files of JSON, plain or compressed: a document is the text in one field of an object.
 
 `.jsonl` and `.ndjson` hold an object on each line; blank lines are skipped. `.json` holds the same, as many data sets
-name it, or one array of objects, which is read whole.
+name it, or one array of objects.
 """
 
 import json
@@ -12,14 +12,22 @@ from typing import Any
 
 from data_pipeline.errors import DataError
 from data_pipeline.sources.compressed import is_compressed, name_inside, open_text, size_of_text
-from data_pipeline.sources.document import Document, OnBadRow, file_identity, text_of_row
+from data_pipeline.sources.document import (
+    LONGEST_ROW,
+    Document,
+    OnBadRow,
+    file_identity,
+    not_utf8,
+    text_of_row,
+    too_long,
+)
+from data_pipeline.sources.json_array import array_rows, not_json
 from data_pipeline.sources.lines import first_line, place_of_line
 from data_pipeline.sources.remote_file import Place
 from data_pipeline.sources.stretch import WHOLE, Stretch, byte_stretches, whole_file
 
-_LONGEST = 1 << 28  # bytes of a line, and of an array
 _LOOKED_AT = 1 << 12  # bytes, to tell an array
-_LINES, _ARRAY = "one JSON object on each line", "one array of JSON objects"
+_LINES = "one JSON object on each line"
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,7 @@ class JsonRows:
     path: Place
     text_field: str
     may_be_array: bool = False
+    longest: int = LONGEST_ROW
 
     @property
     def size_bytes(self) -> int | None:
@@ -66,17 +75,17 @@ class JsonRows:
         """Yields the values on the lines that begin in a stretch, each with its place, or those of an array."""
         with open_text(self.path, stretch.size_bytes) as stream:
             if not stretch.begin and self.may_be_array and _begins_array(stream):
-                yield from self._array(stream)
+                yield from array_rows(stream, str(self.path), self.longest)
                 return
             number, position, end = 0, first_line(stream, stretch), stretch.end
-            while (end is None or position < end) and (line := stream.readline(_LONGEST + 1)):
+            while (end is None or position < end) and (line := stream.readline(self.longest + 1)):
                 number += 1
                 where = place_of_line(self.path, number, stretch)
                 position += len(line)
-                if len(line) > _LONGEST:  # 10 MB of gzip may hold 10 GB
-                    on_bad_row(DataError(f"{where} has more than {_LONGEST:,} bytes: cut the document"))
+                if len(line) > self.longest:  # 10 MB of gzip may hold 10 GB
+                    on_bad_row(too_long(where, self.longest))
                     while line and not line.endswith(b"\n"):
-                        line = stream.readline(_LONGEST)
+                        line = stream.readline(self.longest)
                         position += len(line)
                 elif line.strip():
                     try:
@@ -92,15 +101,6 @@ class JsonRows:
         with open_text(self.path, _LOOKED_AT) as stream:
             return _begins_array(stream)
 
-    def _array(self, stream: BufferedReader) -> Iterator[tuple[str, Any]]:
-        content = stream.read(_LONGEST + 1)
-        if len(content) > _LONGEST:
-            raise DataError(
-                f"{self.path} is one array of more than {_LONGEST:,} bytes: write {_LINES}, as `jq -c '.[]'` does"
-            )
-        rows = parsed(content, str(self.path), _ARRAY)
-        yield from ((f"{self.path}, row {number}", row) for number, row in enumerate(rows))
-
 
 def _begins_array(stream: BufferedReader) -> bool:
     start = stream.peek(_LOOKED_AT).lstrip()
@@ -109,10 +109,11 @@ def _begins_array(stream: BufferedReader) -> bool:
 
 def parsed(content: bytes, where: str, wanted: str) -> Any:
     """Returns the value in `content`. Raises DataError, which asks for what is `wanted`, if it is not JSON."""
+    if 0 in content[:2]:  # every other byte of UTF-16
+        raise not_utf8(where, content)
     try:
-        return json.loads(content)
+        return json.loads(content.decode("utf-8-sig", "surrogatepass"))  # of bytes, it would take UTF-16 too
     except UnicodeDecodeError as error:
-        raise DataError(f"{where} is not UTF-8 text: convert the file to UTF-8") from error
+        raise not_utf8(where, content) from error
     except (ValueError, RecursionError) as error:  # also a number of too many digits, and what is nested too deeply
-        why = error.msg if isinstance(error, json.JSONDecodeError) else str(error).partition(":")[0]
-        raise DataError(f"{where} is not JSON ({why}): put {wanted}") from error
+        raise not_json(error, where, wanted) from error

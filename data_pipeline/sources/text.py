@@ -4,9 +4,8 @@ import codecs
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from data_pipeline.errors import DataError
 from data_pipeline.sources.compressed import open_text, size_of_text
-from data_pipeline.sources.document import Document, OnBadRow, file_identity
+from data_pipeline.sources.document import Document, OnBadRow, file_identity, not_utf8
 from data_pipeline.sources.remote_file import Place
 from data_pipeline.sources.stretch import WHOLE, Stretch, whole_file
 
@@ -48,10 +47,7 @@ class TextFile:
                 try:
                     text = decoder.decode(block, final=not block)
                 except UnicodeDecodeError as error:
-                    raise DataError(
-                        f"{self.path} is not UTF-8 text (byte {position - held_back + error.start}): convert it to "
-                        "UTF-8, or leave it out of the sources"
-                    ) from error
+                    raise not_utf8(str(self.path), block, position - held_back + error.start) from error
                 if not block:
                     return
                 yield text.removeprefix("\ufeff") if position == 0 else text

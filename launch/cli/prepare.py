@@ -57,6 +57,15 @@ def prepare(
         Literal["refuse", "skip"],
         typer.Option(help="What a row without a document does: end the command, or be left out and counted."),
     ] = "refuse",
+    longest_row: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=2047,
+            metavar="MIB",
+            help="Longest line of JSON or row of a table that is read; 26 times it in memory.",
+        ),
+    ] = 16,
     chat: Annotated[
         bool,
         typer.Option("--chat", help="Rows are conversations: apply the chat template, train on the answers."),
@@ -118,6 +127,7 @@ def prepare(
         (train_on or "all-turns") if chat else None,
         chat_date.date().isoformat() if chat_date else None,
         encoder,
+        longest_row << 20,
     )
     # kept with the tokens, for runs and exports started elsewhere
     where: Path | TrainedTokenizer = tokenizer.absolute()

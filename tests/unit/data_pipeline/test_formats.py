@@ -154,11 +154,16 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "ragged.csv": (b"text,label\na,1\nsome, words,2\n", "line 3 has more cells than the first line names: put cells"),
     "short.csv": (b"label,text\n1,a\n2\n", "line 3 has fewer cells than"),
     "quote.csv": (b'text\n"a"b\n', r"line 2 is not CSV \(.*\): write the table again"),
-    "latin.csv": (b"text\n\xe4\n", "latin.csv is not UTF-8 text: convert"),
+    "latin.csv": (b"text\n\xe4\n", "latin.csv, line 2 is not UTF-8 text: convert"),
     "other.json": (b'[{"text": "a"}, {"body": "b"}]', r"row 1 has no field 'text' \(it has 'body'\)"),
     "strings.json": (b'["a", "b"]', "row 0 is not a JSON object"),
     "object.json": (b'{\n  "text": "a"\n}', "line 1 is not JSON"),
-    "cut.json": (b'[{"text": "a"},', r"cut.json is not JSON \(.*\): put one array of JSON objects"),
+    "cut.json": (b'[{"text": "a"},', r"cut.json, row 1 is not JSON \(.*\): put one array of JSON objects"),
+    "wide.jsonl": ('{"text": "a"}\n'.encode("utf-16"), "line 1 is not UTF-8 text, it looks like UTF-16: convert it"),
+    "plain.jsonl": ('{"text": "a"}\n'.encode("utf-16-be"), "line 1 is not UTF-8 text, it looks like UTF-16: convert"),
+    "wide.json": ('[{"text": "a"}]'.encode("utf-16"), "wide.json, line 1 is not UTF-8 text, it looks like UTF-16"),
+    "wide.csv": ("text\na\n".encode("utf-16"), "wide.csv, line 1 is not UTF-8 text, it looks like UTF-16"),
+    "wide.txt": ("a".encode("utf-16"), r"wide.txt is not UTF-8 text \(byte 0\), it looks like UTF-16: convert it"),
     "number.json": (b"7", "line 1 is not a JSON object"),
 }
 
@@ -172,11 +177,29 @@ def test_bad_tables_and_arrays_name_the_place(name: str, tmp_path: Path) -> None
     assert str(tmp_path / name) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_an_array_that_is_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_pipeline.sources.json_rows._LONGEST", 1000)
-    (tmp_path / "array.json").write_text(json.dumps([{"text": "abc"}] * 100))
-    with pytest.raises(DataError, match=r"array.json is one array of more than 1,000 bytes: write one JSON object on"):
-        documents([str(tmp_path / "array.json")])
+@pytest.mark.parametrize("block", [1, 2, 7, 100])
+def test_an_array_is_read_element_by_element_wherever_its_blocks_end(
+    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An array of 600 MB, as data sets are, must not be in memory whole; a number may go on behind a block."""
+    monkeypatch.setattr("data_pipeline.sources.json_array._BLOCK_BYTES", block)
+    path = tmp_path / "array.json"
+    path.write_text(
+        '\ufeff [ {"text": "ä]"},\n\n{"n": -12.5e3, "text": "b\\n\\""} , {"text":"c","x":[[],{"a":[1]}]}]\n', "utf-8"
+    )
+    assert documents([str(path)]) == ["ä]", 'b\n"', "c"]
+    for content, sentence in {
+        '[{"text": "a"}, 12345': "row 1 is not followed by a comma|row 1 is not a JSON object",
+        '[{"text": "a"}, {"text": tru}]': r"row 1 is not JSON \(.*\): put one array of JSON objects",
+        '[{"text": "a"} {"text": "b"}]': "row 0 is not followed by a comma or the end of the array",
+        '[{"text": "a"}] {"text": "b"}': "has something behind its array of JSON",
+        '[{"text": "a"},]': r"row 1 is not JSON \(.*\)",
+    }.items():
+        path.write_text(content)
+        with pytest.raises(DataError, match=sentence):
+            documents([str(path)])
+    path.write_text("[]")
+    assert documents([str(path)]) == []
 
 
 def test_every_folder_that_a_link_leads_to_is_read_once(tmp_path: Path) -> None:

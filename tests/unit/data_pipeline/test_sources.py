@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
 from data_pipeline.sources import open_sources
-from data_pipeline.sources.document import refuse_bad_row
+from data_pipeline.sources.document import LONGEST_ROW, refuse_bad_row
 
 ROWS = [{"text": "first"}, {"text": ""}, {"text": "thïrd\nline"}]
 
 
-def documents(specs: list[str], text_field: str = "text") -> list[str]:
+def documents(specs: list[str], text_field: str = "text", longest: int = LONGEST_ROW) -> list[str]:
     texts = [
         "".join(document.blocks)
-        for source in open_sources(specs, text_field)
+        for source in open_sources(specs, text_field, longest)
         for document in source.documents(refuse_bad_row)
     ]
     return [text for text in texts if text]
@@ -116,11 +116,126 @@ def test_bad_json_lines_name_the_line(case: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_line_of_gigabytes_in_a_small_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_pipeline.sources.json_rows._LONGEST", 1 << 20)
+LONG = "long " * 300
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("a.jsonl", "line 2"),
+        ("a.json", "row 1"),
+        ("a.csv", "line 3"),
+        ("lines.csv", r"line \d+"),
+        ("a.parquet", "row 1"),
+        ("a.arrow", "row 1"),
+        ("saved", "row 1"),
+        ("folder", "row 1"),
+    ],
+)
+def test_a_row_that_is_too_long_is_refused_with_its_place_and_read_where_more_is_allowed(
+    name: str, where: str, tmp_path: Path
+) -> None:
+    """A kilobyte of gzip may hold a line of gigabytes, and each byte of JSON takes 26 as objects of Python."""
+    from datasets import Dataset
+
+    rows, path = [{"text": "short"}, {"text": LONG}], tmp_path / name
+    match name:
+        case "a.jsonl":
+            path.write_text("\n".join(map(json.dumps, rows)))
+        case "a.json":
+            path.write_text(json.dumps(rows))
+        case "a.csv" | "lines.csv":
+            path.write_text(f'text\nshort\n"{LONG if name == "a.csv" else LONG.replace(" ", chr(10))}"\n')
+        case "a.parquet":
+            Dataset.from_list(rows).to_parquet(path)
+        case "a.arrow":
+            Dataset.from_list(rows).save_to_disk(tmp_path / "made")
+            path = next((tmp_path / "made").glob("*.arrow"))
+        case "saved":
+            Dataset.from_list(rows).save_to_disk(path)
+        case "folder":
+            path.mkdir()
+            Dataset.from_list(rows).to_parquet(path / "rows.parquet")
+    spec = f"dataset:{path}" if path.is_dir() else str(path)
+    with pytest.raises(
+        DataError, match=rf"{where} has more than 1,000 bytes: cut the document, or raise --longest-row"
+    ):
+        documents([spec], longest=1000)
+    assert [text.split() for text in documents([spec], longest=2000)] == [["short"], LONG.split()]
+
+
+def test_a_line_of_gigabytes_in_a_small_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bomb.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' + b" " * (8 << 20)))
     with pytest.raises(DataError, match="line 2 has more than 1,048,576 bytes: cut the document"):
-        documents([str(tmp_path / "bomb.jsonl.gz")])
+        documents([str(tmp_path / "bomb.jsonl.gz")], longest=1 << 20)
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_text_that_parquet_holds_once_for_all_rows_is_not_multiplied(is_chat: bool, tmp_path: Path) -> None:
+    """A file of 774 bytes took gigabytes: a thousand rows of one dictionary of a megabyte were read at once."""
+    import pyarrow as pa
+    from pyarrow.parquet import write_table
+
+    text, rows = "x" * (1 << 18), 400
+    answers = pa.array([[{"role": "user", "content": text}, {"role": "assistant", "content": text}]] * 40 * is_chat)
+    table = pa.table({"messages": answers} if is_chat else {"text": pa.array([text] * rows)})
+    write_table(table, tmp_path / "bomb.parquet", compression="zstd", use_dictionary=True)
+    del table, answers
+    (source,) = open_sources([str(tmp_path / "bomb.parquet")], None if is_chat else "text")
+    before, most, count = pa.total_allocated_bytes(), 0, 0
+    for stretch in source.stretches(1 << 20):
+        for document in source.documents(refuse_bad_row, stretch):
+            most, count = max(most, pa.total_allocated_bytes() - before), count + 1
+            assert text in "".join(document.blocks)
+    assert count == (40 if is_chat else rows) and most < 24 << 20
+
+
+@pytest.mark.parametrize("kind", ["numpy", "pandas", "arrow", "torch", "shuffled", "of conversations", "with pictures"])
+def test_the_state_in_which_a_data_set_was_saved_has_no_say(kind: str, tmp_path: Path) -> None:
+    """A format is for its owner's code: `pandas` ended in a TypeError, and columns of pictures were decoded."""
+    from datasets import Dataset, Image
+
+    texts = [f"row {number} of the data set" for number in range(20)]
+    rows, field = Dataset.from_dict({"text": texts, "n": list(range(20))}), "text"
+    if kind == "shuffled":
+        rows = rows.shuffle(seed=1)
+        texts = rows["text"][:]
+    elif kind == "of conversations":
+        chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}] for text in texts]
+        rows, field = Dataset.from_dict({"messages": chats}).with_format("pandas"), None
+    elif kind == "with pictures":
+        (tmp_path / "no.png").write_bytes(b"none")
+        rows = (
+            rows.add_column("picture", [str(tmp_path / "no.png")] * 20)
+            .cast_column("picture", Image())
+            .with_format("numpy")
+        )
+    else:
+        rows = rows.with_format(kind, columns=["n"])
+    rows.save_to_disk(tmp_path / "saved")
+    (source,) = open_sources([f"dataset:{tmp_path}/saved"], field)
+    found = ["".join(document.blocks) for document in source.documents(refuse_bad_row)]
+    assert len(found) == 20 and all(text in one for text, one in zip(texts, found, strict=True))
+
+
+def test_files_of_a_folder_may_have_different_columns_and_the_one_without_the_text_is_named(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    Dataset.from_dict({"text": ["a"], "n": [1]}).to_parquet(tmp_path / "a.parquet")
+    Dataset.from_dict({"text": ["b"], "source": ["web"]}).to_parquet(tmp_path / "b.parquet")
+    assert documents([f"dataset:{tmp_path}"]) == documents([str(tmp_path)]) == ["a", "b"]
+    Dataset.from_dict({"body": ["c"]}).to_parquet(tmp_path / "c.parquet")
+    for spec in (f"dataset:{tmp_path}", str(tmp_path)):
+        with pytest.raises(DataError, match=r"c\.parquet has no column 'text' \(it has 'body'\): name the column that"):
+            documents([spec])
+    (tmp_path / "json").mkdir()
+    (tmp_path / "json" / "a.jsonl").write_text('{"text": "a", "n": 1}\n')
+    (tmp_path / "json" / "b.jsonl").write_text('{"body": "b"}\n')
+    with pytest.raises(
+        DataError,
+        match=r"json, b\.jsonl cannot be loaded \(it has the columns 'body', .*, and the first file 'text', 'n'\)",
+    ):
+        documents([f"dataset:{tmp_path}/json"])
 
 
 LINES = st.lists(
@@ -175,7 +290,7 @@ def test_a_damaged_parquet_file_is_one_sentence(
     path.write_bytes(content if is_cut_inside else b"no parquet")
     verbosity = logging.get_verbosity()
     capfd.readouterr()
-    with pytest.raises(DataError, match=rf"^{path} cannot be loaded \(.*\): check the file, or fetch or save it again"):
+    with pytest.raises(DataError, match=rf"^{path} is not a whole parquet file \(.*\): fetch or write it again"):
         documents([str(path)])
     assert capfd.readouterr().err == "" and logging.get_verbosity() == verbosity
 

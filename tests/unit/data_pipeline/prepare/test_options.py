@@ -120,10 +120,9 @@ BAD_ROWS = [
 ]  # fmt: skip
 
 
-def test_bad_rows_are_left_out_and_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_rows_are_left_out_and_counted(folder: Path) -> None:
     from datasets import Dataset
 
-    monkeypatch.setattr("data_pipeline.sources.json_rows._LONGEST", 100)
     Path("a.jsonl").write_bytes(
         "\n".join(['{"text": "one"}', *BAD_ROWS, '{"text": "two"}']).encode() + b'\n{"text": "\xe4"}'
     )
@@ -139,13 +138,15 @@ def test_bad_rows_are_left_out_and_counted(folder: Path, monkeypatch: pytest.Mon
     for name in ("b.csv", "c.parquet"):
         with pytest.raises(DataError, match="leave such rows out with --on-bad-row skip"):
             prepared([name])
-    found = prepared(specs, skip_bad_rows=True)
-    summary = prepare(specs, Path("out"), Path("tok"), PrepareOptions(skip_bad_rows=True))
+    found = prepared(specs, skip_bad_rows=True, longest_row=100)
+    summary = prepare(specs, Path("out"), Path("tok"), PrepareOptions(skip_bad_rows=True, longest_row=100))
     assert (summary.reused, summary.skipped_rows, summary.document_count) == (True, 9, 4)
     meta = read_meta(Path("out"))
     assert meta is not None and meta.skipped_rows == 9
-    assert found[:2] == prepared(["clean.jsonl"])
-    assert prepare(["clean.jsonl"], Path("out"), Path("tok"), PrepareOptions(skip_bad_rows=True)).reused
+    assert found[:2] == prepared(["clean.jsonl"], longest_row=100)
+    assert prepare(
+        ["clean.jsonl"], Path("out"), Path("tok"), PrepareOptions(skip_bad_rows=True, longest_row=100)
+    ).reused
 
 
 def test_a_run_that_met_a_bad_row_goes_on_without_it(folder: Path) -> None:

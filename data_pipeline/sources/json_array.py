@@ -1,0 +1,94 @@
+"""The elements of one array of JSON, read one after another: an array of gigabytes is never in memory whole."""
+
+import codecs
+import json
+from collections.abc import Iterator
+from io import BufferedReader
+from typing import Any
+
+from data_pipeline.errors import DataError
+from data_pipeline.sources.document import not_utf8, too_long
+
+_BLOCK_BYTES = 1 << 18
+_WANTED = "one array of JSON objects"
+_SPACE = " \t\r\n"
+_DECODER = json.JSONDecoder()
+
+
+def array_rows(stream: BufferedReader, path: str, longest: int) -> Iterator[tuple[str, Any]]:
+    """Yields the elements, each with its place. Raises DataError for what is no array, or for too long an element."""
+    text = _Text(stream, path)
+    if not text.take("["):
+        raise DataError(f"{path} is not JSON: put {_WANTED}")
+    number = 0
+    while not (text.take("]") and not number):
+        where = f"{path}, row {number}"
+        yield where, text.value(where, longest)
+        number += 1
+        if text.take("]"):
+            break
+        if not text.take(","):
+            raise DataError(f"{where} is not followed by a comma or the end of the array: put {_WANTED}")
+    if text.next_sign():
+        raise DataError(f"{path} has something behind its array of JSON: put {_WANTED}, and nothing else")
+
+
+def not_json(error: Exception, where: str, wanted: str) -> DataError:
+    why = error.msg if isinstance(error, json.JSONDecodeError) else str(error).partition(":")[0]
+    return DataError(f"{where} is not JSON ({why}): put {wanted}")
+
+
+class _Text:
+    """The characters of a stream from a place on, as many as are needed."""
+
+    def __init__(self, stream: BufferedReader, path: str) -> None:
+        self._stream, self._path = stream, path
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self._text, self._place, self._ended = "", 0, False
+
+    def next_sign(self) -> str:
+        """Moves to the next character that is no space, and returns it; an empty text at the end."""
+        while True:
+            while self._place < len(self._text) and self._text[self._place] in _SPACE:
+                self._place += 1
+            if self._place < len(self._text) or not self._more(_BLOCK_BYTES):
+                return self._text[self._place : self._place + 1]
+
+    def take(self, sign: str) -> bool:
+        """Moves over the next character if it is `sign`."""
+        found = self.next_sign() == sign
+        self._place += found
+        return found
+
+    def value(self, where: str, longest: int) -> Any:
+        """Returns the value that begins here, and moves behind it."""
+        self.next_sign()
+        while True:
+            failure = None
+            try:
+                value, end = _DECODER.raw_decode(self._text, self._place)
+            except (ValueError, RecursionError) as error:  # also a number of too many digits
+                failure = error
+            if failure is None and (end < len(self._text) or self._ended):  # else a number may go on
+                if end - self._place > longest:
+                    raise too_long(where, longest)
+                self._place = end
+                return value
+            held = len(self._text) - self._place
+            if held > longest:
+                is_whole = isinstance(failure, json.JSONDecodeError) and failure.pos < len(self._text) - _BLOCK_BYTES
+                raise not_json(failure, where, _WANTED) if failure and is_whole else too_long(where, longest)
+            if not self._more(max(_BLOCK_BYTES, held)) and failure is not None:
+                raise not_json(failure, where, _WANTED) from failure
+
+    def _more(self, count: int) -> bool:
+        """Adds about `count` bytes of the stream, and lets go of what has been read; False at its end."""
+        if self._ended:
+            return False
+        block = self._stream.read(count)
+        self._ended = not block
+        try:
+            self._text, self._place = self._text[self._place :] + self._decoder.decode(block, final=not block), 0
+        except UnicodeDecodeError as error:
+            raise not_utf8(self._path, block) from error
+        return not self._ended

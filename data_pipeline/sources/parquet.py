@@ -1,0 +1,128 @@
+"""Parquet files, here or at a URL: a document is the text in one column of a row.
+
+Only that column is read, a few rows at a time, and a text that a file holds once for thousands of rows stays one text:
+a file of a kilobyte may otherwise become gigabytes.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from data_pipeline.errors import DataError
+from data_pipeline.sources.arrow_rows import check_text_column, documents_of
+from data_pipeline.sources.document import LONGEST_ROW, Document, OnBadRow, checked_text, file_identity
+from data_pipeline.sources.remote_file import Place, RemoteFile, open_file
+from data_pipeline.sources.stretch import WHOLE, Stretch, whole_file
+
+if TYPE_CHECKING:
+    import pyarrow
+    import pyarrow.parquet
+
+_MOST_ROWS, _MOST_NESTED = 256, 16  # rows that are read at once; of lists, whose repeated texts are multiplied
+_READ_BYTES = 1 << 25  # of a column, that so many rows take at most, if the file does not repeat them
+_BUFFER_BYTES = 1 << 20  # of a column, in place of a whole group of rows
+
+
+@dataclass(frozen=True)
+class ParquetRows:
+    """The rows of a Parquet file."""
+
+    path: Place
+    text_field: str
+    longest: int = LONGEST_ROW
+
+    size_bytes: None = None  # of the text: not known before reading
+
+    def identity(self) -> list[str]:
+        spec = [] if isinstance(self.path, RemoteFile) else [f"dataset:{self.path}"]  # as older versions read it
+        return [*spec, *file_identity(self.path)]
+
+    def stretches(self, size_bytes: int) -> list[Stretch]:
+        if isinstance(self.path, RemoteFile):  # to know its row groups would take a request for each file
+            return whole_file(self.path)
+        with _Opened(self.path, 0) as table:
+            groups = [table.metadata.row_group(number) for number in range(table.num_row_groups)]
+        return [Stretch(number, number + 1, group.total_byte_size) for number, group in enumerate(groups)] or [WHOLE]
+
+    def documents(self, on_bad_row: OnBadRow, stretch: Stretch = WHOLE) -> Iterator[Document]:
+        with _Opened(self.path, stretch.size_bytes) as table:
+            columns = self.columns(table.schema_arrow.names)
+            self.check_columns(table.schema_arrow)
+            metadata = table.metadata
+            groups = range(stretch.begin, min(stretch.end or metadata.num_row_groups, metadata.num_row_groups))
+            number = sum(metadata.row_group(group).num_rows for group in range(stretch.begin))
+            for group in groups:
+                rows = _rows_at_once(metadata.row_group(group), columns)
+                for batch in table.iter_batches(rows, row_groups=[group], columns=columns):
+                    place = f"{self.path}, row "
+                    yield from documents_of(batch, number, place, "", self.longest, self.document_of, on_bad_row)
+                    number += batch.num_rows
+
+    def columns(self, names: Sequence[str]) -> list[str]:
+        """Returns the columns to read. Raises DataError if the one with the text is not among `names`."""
+        if self.text_field not in names:
+            raise DataError(
+                f"{self.path} has no column {self.text_field!r} (it has {', '.join(map(repr, names))}): name the "
+                "column that holds the text with --text-field"
+            )
+        return [self.text_field]
+
+    def check_columns(self, schema: "pyarrow.Schema") -> None:
+        """Raises DataError if a column cannot hold what is read from it."""
+        check_text_column(schema, self.text_field, str(self.path))
+
+    def document_of(self, row: dict[str, Any], where: str) -> Document:
+        """Returns the document in a row. Raises DataError if there is none."""
+        return Document(where, [checked_text(row[self.text_field], self.text_field, where)])
+
+
+class _Opened:
+    """An open Parquet file; what pyarrow raises inside the `with` is one message."""
+
+    def __init__(self, path: Place, about_bytes: int) -> None:
+        self._path, self._about_bytes = path, about_bytes
+
+    def __enter__(self) -> "pyarrow.parquet.ParquetFile":
+        self._stream = open_file(self._path, self._about_bytes)
+        try:
+            self._table = self._open()
+        except BaseException as error:
+            self._stream.close()
+            self._explain(error)
+            raise
+        return self._table
+
+    def _open(self) -> "pyarrow.parquet.ParquetFile":
+        import pyarrow as pa
+        from pyarrow.parquet import ParquetFile
+
+        options = {"buffer_size": _BUFFER_BYTES, "pre_buffer": False}
+        schema = ParquetFile(self._stream, **options).schema_arrow
+        texts = [
+            field.name for field in schema if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)
+        ]
+        self._stream.seek(0)
+        return ParquetFile(self._stream, read_dictionary=texts, **options)
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self._table.close()
+        self._stream.close()
+        if error is not None:
+            self._explain(error)
+
+    def _explain(self, error: BaseException) -> None:
+        import pyarrow
+
+        is_of_disk = isinstance(error, OSError) and error.errno is not None
+        if isinstance(error, pyarrow.ArrowException | OSError) and not is_of_disk:
+            reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+            raise DataError(f"{self._path} is not a whole parquet file ({reason}): fetch or write it again") from error
+
+
+def _rows_at_once(group: Any, columns: Sequence[str]) -> int:
+    """Returns how many rows to read at once, by the sizes of the columns in a group of rows."""
+    found = (group.column(number) for number in range(group.num_columns))
+    chunks = [chunk for chunk in found if chunk.path_in_schema.split(".")[0] in columns]
+    size = sum(chunk.total_uncompressed_size for chunk in chunks)
+    most = _MOST_ROWS if not any("." in chunk.path_in_schema for chunk in chunks) else _MOST_NESTED
+    return max(1, min(most, _READ_BYTES * group.num_rows // max(1, size)))
