@@ -32,15 +32,19 @@ class PageSection:
         return element("section", element("h2", self.title), body, table, id=self.id)
 
 
-def number_table(header: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int] = ()) -> Element:
+def number_table(header: Sequence[str], rows: Sequence[Sequence[str | Element]], words: Sequence[int] = ()) -> Element:
     """Builds a table; columns in `words` hold text, all others numbers."""
     kinds = ["words" if place in words else None for place in range(len(header))]
     head = element("tr", [element("th", one, class_=kind) for one, kind in zip(header, kinds, strict=True)])
     body = [
-        element("tr", [element("td", printable(cell), class_=kind) for cell, kind in zip(row, kinds, strict=True)])
+        element("tr", [element("td", _cell(cell), class_=kind) for cell, kind in zip(row, kinds, strict=True)])
         for row in rows
     ]
     return element("table", element("thead", head), element("tbody", body))
+
+
+def _cell(cell: str | Element) -> Child:
+    return printable(cell) if isinstance(cell, str) else cell
 
 
 def keys(names: Sequence[tuple[str, str]]) -> Element:

@@ -8,11 +8,13 @@ import sys
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
+from urllib.parse import unquote
 
 import psutil
 import pytest
 
 from launch.cli.app import main
+from launch.errors import USER_ERROR_CODE
 from launch.inspection.history import RunHistory
 from launch.inspection.page.findings import RunFindings
 from launch.inspection.page.ranks_timeline import joined
@@ -25,6 +27,7 @@ from launch.trainer.run_page_process import RunPageProcess
 from megalite.monitor.goodput import CATEGORIES
 from megalite.planner.units import percent
 from tests.helpers.browser import Seen, look_at, photograph, why_no_browser
+from tests.helpers.commands import command_line
 from tests.helpers.devtools import open_page
 from tests.helpers.recorded_runs import KEPT_STEP, config_of, write_run
 from tests.unit.launch.planning.report.test_report import HOSTILE
@@ -320,11 +323,12 @@ def test_mistakes_are_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
     (tmp_path / "linked").symlink_to(tmp_path / "run" / "config.yaml")
     mistakes = {
         (str(tmp_path / "none"),): "does not exist",
         (str(tmp_path / "run" / "timeline"),): "is a part of the run",
-        (str(tmp_path),): "is no folder of a run",
+        (str(tmp_path / "empty"),): "is no folder of a run",
         (str(tmp_path / "run"), "--step", "11"): "the nearest is 10",
         (str(tmp_path / "run"), "-o", str(tmp_path)): "is a folder: name a file",
         (str(tmp_path / "run"), "-o", str(tmp_path / "mine.html")): "is no page that megalite has written",
@@ -405,3 +409,23 @@ def test_one_cursor_reads_all_curves_and_one_zoom_moves_them(browser: None, run_
         page.drag("#chart-loss .u-over", 0.0, 0.0)
         assert set(page.evaluate(steps)) == {"1"}
         assert page.console == []
+
+
+def test_the_index_of_a_folder_links_the_reports_and_draws_the_losses_of_its_runs(tmp_path: Path) -> None:
+    """Names are anybody's: they are text in the table, and an address that a browser takes back to the same folder."""
+    names = ["plain", "group/a 100% <b>one</b>#2"]
+    for name in names:
+        write_run(tmp_path / "runs" / name)
+    (tmp_path / "runs" / names[1] / "report.html").write_text("that one")
+    done = command_line("report", str(tmp_path / "runs"))
+    assert done.returncode == 0 and "index.html" in done.stdout
+    source = (tmp_path / "runs" / "index.html").read_text(encoding="utf-8")
+    (address,) = re.findall(r'<a href="([^"]*)"', source)
+    assert (tmp_path / "runs" / unquote(address)).read_text() == "that one"
+    assert "<b>one" not in source and source.count("<td>40/40</td>") == 2
+    losses = json.loads(re.findall(r'id="curves-data">(.*?)</script>', source)[0])[0]["charts"][0]["lines"]
+    recorded = [json.loads(line)["loss"] for line in (tmp_path / "runs/plain/metrics.jsonl").read_text().splitlines()]
+    assert {line["label"] for line in losses} == set(names)
+    assert next(line for line in losses if line["label"] == "plain")["mean"] == pytest.approx(recorded, rel=1e-4)
+    wrong = command_line("report", str(tmp_path / "runs"), "--step", "10")
+    assert wrong.returncode == USER_ERROR_CODE and "holds 2 runs: give its folder" in wrong.stderr
