@@ -70,7 +70,8 @@ def _show_on_terminal(run_dir: Path) -> None:
 
 def _serve(run_dir: Path, host: str, port: int) -> None:
     from launch.inspection.watching.live_page import LivePage
-    from launch.inspection.watching.server import RunServer, is_loopback
+    from launch.inspection.watching.server import RunServer
+    from megalite.monitor.bounded_server import is_loopback
 
     page = LivePage(run_dir)
     try:

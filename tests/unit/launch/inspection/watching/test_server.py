@@ -12,7 +12,8 @@ from threading import Thread
 import pytest
 
 from launch.inspection.watching import server as server_module
-from launch.inspection.watching.server import HTML, Answer, BadQuery, RunServer, is_loopback
+from launch.inspection.watching.server import HTML, Answer, BadQuery, RunServer
+from megalite.monitor.bounded_server import is_loopback
 
 
 def page(query: Mapping[str, str]) -> Answer:
@@ -120,7 +121,7 @@ def test_twenty_clients_are_served_while_one_says_nothing(server: RunServer) -> 
 
 def test_connections_have_an_end_and_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any user of the host can connect: without a limit he takes all threads and file descriptors of this one."""
-    monkeypatch.setattr(server_module, "MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(RunServer, "most_connections", 3)
     monkeypatch.setattr(server_module._RequestHandler, "timeout", 0.3)
     with served() as server:
         address = ("127.0.0.1", server.server_port)
@@ -132,8 +133,8 @@ def test_connections_have_an_end_and_a_limit(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_client_that_sends_a_byte_now_and_then_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each byte begins the time of the socket anew: MOST_CONNECTIONS such clients would keep everybody else out."""
-    monkeypatch.setattr(server_module, "LONGEST_S", 0.2)
+    """Each byte begins the time of the socket anew: a few such clients would keep everybody else out."""
+    monkeypatch.setattr(RunServer, "longest_s", 0.2)
     with served() as server, socket.create_connection(("127.0.0.1", server.server_port), timeout=0.05) as client:
         client.sendall(b"GET / HTTP/1.0\r\nX: ")
         for _ in range(400):  # 20 s, the patience with a silent one

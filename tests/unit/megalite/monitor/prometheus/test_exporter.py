@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
+import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -176,7 +179,7 @@ def test_no_client_takes_the_threads_and_files_of_the_run(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Any user of the host can connect; a run that has no file descriptor left cannot save."""
-    monkeypatch.setattr(metrics_server, "MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(metrics_server.MetricsServer, "most_connections", 3)
     monkeypatch.setattr(metrics_server._ScrapeHandler, "timeout", 0.3)
     endpoint = Endpoint(PrometheusConfig(enabled=True, port=free_port()), CollectorRegistry(), lambda _: None)
     idle = [socket.create_connection(("127.0.0.1", endpoint.port), timeout=20) for _ in range(5)]
@@ -187,6 +190,47 @@ def test_no_client_takes_the_threads_and_files_of_the_run(
         assert answer.status == 200
     endpoint.close()
     assert capfd.readouterr() == ("", ""), "the console is the run's"
+
+
+def test_clients_that_drip_bytes_keep_no_scrape_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte begins the patience anew: 16 such clients kept Prometheus out for ever."""
+    monkeypatch.setattr(metrics_server.MetricsServer, "most_connections", 2)
+    monkeypatch.setattr(metrics_server.MetricsServer, "longest_s", 0.4)
+    endpoint = Endpoint(PrometheusConfig(enabled=True, port=free_port()), CollectorRegistry(), lambda _: None)
+    clients = [socket.create_connection(("127.0.0.1", endpoint.port), timeout=20) for _ in range(2)]
+    deadline, status = time.monotonic() + 20, 0
+    while status != 200 and time.monotonic() < deadline:
+        for client in clients:
+            with suppress(OSError):
+                client.sendall(b"G")
+        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/", timeout=10) as answer:
+            status = answer.status
+    assert status == 200
+    for client in clients:
+        client.close()
+    endpoint.close()
+
+
+@pytest.mark.parametrize("bound", ["127.0.0.1", "0.0.0.0"])
+def test_a_name_that_a_stranger_lets_resolve_to_this_host_gets_no_metrics(bound: str) -> None:
+    """A page that a browser on this host shows could read them under its own site's name."""
+    endpoint = Endpoint(
+        PrometheusConfig(enabled=True, host=bound, port=free_port()), CollectorRegistry(), lambda _: None
+    )
+    wide = bound == "0.0.0.0"
+    for host, status in {
+        "evil.example": 403,
+        "evil.example:9000": 403,
+        "": 403,
+        f"localhost:{endpoint.port}": 200,
+        "10.1.2.3": 200 if wide else 403,
+        socket.gethostname().upper(): 200 if wide else 403,
+    }.items():
+        connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=20)
+        connection.request("GET", "/metrics", headers={"Host": host})
+        assert connection.getresponse().status == status, (bound, host)
+        connection.close()
+    endpoint.close()
 
 
 def test_the_next_free_port_is_taken_and_told() -> None:
