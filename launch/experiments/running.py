@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from launch.errors import LaunchError
 from launch.experiments.measurement import RunMeasurement
 from launch.experiments.series import RunSeries, SeriesRun
-from launch.inspection.files import METRICS
 from launch.runtime.modules import COMMAND_LINE, python_command
 from launch.runtime.processes import TICK_S, ProcessTree, StopSignals
 from megalite.checkpoint.small_files import read_end
-from megalite.monitor.sinks.jsonl import read_records
+from megalite.monitor.sinks.jsonl import METRICS, read_records
 
 LOG_BYTES = 1 << 16
 LINE_BYTES = 1 << 13  # of metrics.jsonl: its last step

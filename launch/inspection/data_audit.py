@@ -16,11 +16,11 @@ from launch.checkpoints.listing import CHECKPOINTS
 from launch.errors import LaunchError
 from launch.huggingface.checkpoint_tokenizer import KEPT
 from launch.inspection.data_plan import PositionedData, data_of
-from launch.inspection.files import CONFIG, METRICS, check_is_run
+from launch.inspection.files import CONFIG, check_is_run
 from launch.trainer.run_config import load_run_config
 from launch.trainer.run_mix import FollowedMix
 from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER
-from megalite.monitor.sinks.jsonl import read_records
+from megalite.monitor.sinks.jsonl import METRICS, stream_records
 
 When = Literal["read", "skipped", "left out", "unknown", "to come"]
 MEANINGS: dict[When, str] = {
@@ -66,8 +66,9 @@ class AuditedRun:
         """Opens a run by its folder. Raises LaunchError, ConfigError, DataError or CheckpointError."""
         check_is_run(run_dir)
         data = data_of(load_run_config(run_dir / CONFIG), run_dir / CHECKPOINTS)
-        done = {record["step"]: record for record in read_records(run_dir / METRICS) if "samples" in record}
-        return cls(run_dir, data, [_done(done[step]) for step in sorted(done)])
+        steps = (_done(record) for record in stream_records(run_dir / METRICS) if "samples" in record)
+        done = {one.step: one for one in steps}
+        return cls(run_dir, data, [done[step] for step in sorted(done)])
 
     @property
     def notice(self) -> str | None:

@@ -19,10 +19,10 @@ from megalite.checkpoint.small_files import read_small_file
 from megalite.config import Config, ConfigError, load_config
 from megalite.config.places import url_of
 from megalite.monitor.events import EVENTS, read_events
-from megalite.monitor.sinks.jsonl import read_records
+from megalite.monitor.sinks.jsonl import METRICS, read_records
 
 Facts = Mapping[str, Any]
-CONFIG, RECEIPT, METRICS = "config.yaml", "receipt.json", "metrics.jsonl"
+CONFIG, RECEIPT = "config.yaml", "receipt.json"
 METRICS_BYTES = 1 << 19  # at the end of the file: the last thousand steps
 EVENTS_BYTES = 1 << 23
 SETTINGS_BYTES = 1 << 22  # of config.yaml or receipt.json
@@ -80,6 +80,12 @@ class RunFiles:
         return list(slow.values())
 
     @property
+    def has_finished(self) -> bool:
+        """True if its receipt says that all steps are done."""
+        outcome = self.receipt.get("outcome")
+        return isinstance(outcome, dict) and outcome.get("finished") is True
+
+    @property
     def host(self) -> str | None:
         """Host of rank 0."""
         if self.holder is not None:
@@ -132,6 +138,11 @@ def number(value: Any) -> float | None:
     """Returns a value from a file if it is a number of sensible size."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < 1e18 else None
+
+
+def listed(value: Any) -> list[Any]:
+    """Returns a value from a file if it is a list, else an empty one."""
+    return value if isinstance(value, list) else []
 
 
 def time_of(entry: Facts) -> float:

@@ -7,27 +7,25 @@ What is missing, cut, of an older version or no number is unknown, and said in a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic_core import from_json
 
-from launch.inspection.files import METRICS, Facts, RunFiles
-from megalite.monitor.events import LONGEST_LINE_BYTES
-from megalite.monitor.sinks.jsonl import read_records
+from launch.inspection.files import Facts, RunFiles
+from megalite.monitor.line_files import stream_blocks
+from megalite.monitor.sinks.jsonl import METRICS, read_records
 from megalite.monitor.sinks.steps import STEPS
 from megalite.monitor.steps.parts import PARTS
 
 Column = np.ndarray  # [steps] of float64, NaN where a step has no such number
 LARGEST_BYTES = 384 << 20  # of metrics.jsonl; in a larger one lines are left out at even distances
 STEPS_BYTES = 8 << 20  # at the end of steps.jsonl
-BLOCK = 4096  # lines that are parsed before their numbers are taken
 MOST_COLUMNS = 128
+MOST_NUMBERS = 1 << 26  # half a gigabyte
 MOST_SOURCES = 12  # of a mix, those with the most targets first: as many as a chart has colours
 LARGEST_NUMBER = 1e18  # as `files.number`
 RARE = (b'"evaluation_loss"', b'"evaluation_s"')  # of few steps: their lines are never left out
@@ -112,36 +110,13 @@ def read_columns(path: Path, problems: list[str]) -> dict[str, Column]:
     found = StepColumns()
     if path.is_file():  # nor a named pipe, which would be waited for
         every = 1 + path.stat().st_size // LARGEST_BYTES
-        for block in _blocks(path, every):
+        for block in stream_blocks(path, every=every, always=RARE):
             found.add(block)
+        if found.is_full:
+            problems.append(f"{path} holds more numbers than a run writes: its first steps alone were read")
         if every > 1:
             problems.append(f"{path} is large: one line of {every} was read")
     return found.by_step()
-
-
-def _blocks(path: Path, every: int) -> Iterator[Sequence[Facts]]:
-    """Yields the objects of the file in blocks; skips what `read_lines` skips, and keeps one line of `every`."""
-    with path.open("rb") as file:
-        lines = _whole_lines(file, every)
-        while block := list(islice(lines, BLOCK)):
-            records = []
-            for line in block:
-                try:
-                    record = from_json(line)
-                except ValueError:
-                    continue
-                if isinstance(record, dict):
-                    records.append(record)
-            yield records
-
-
-def _whole_lines(file: Any, every: int) -> Iterator[bytes]:
-    is_cut, number = False, 0
-    while line := file.readline(LONGEST_LINE_BYTES):
-        is_whole, is_cut = not is_cut and len(line) < LONGEST_LINE_BYTES, not line.endswith(b"\n")
-        number += 1
-        if is_whole and (every == 1 or number % every == 1 or any(name in line for name in RARE)):
-            yield line
 
 
 class StepColumns:
@@ -158,7 +133,7 @@ class StepColumns:
         usable = np.zeros(len(records), bool) if steps is None else (steps >= 1) & (steps == np.floor(steps))
         if not usable.all():
             records = [record for record, is_usable in zip(records, usable, strict=True) if is_usable]
-        if not records:
+        if not records or self.is_full:
             return
         for name in sorted(set().union(*records)):
             if name not in ("parts_s", SOURCES):
@@ -173,6 +148,11 @@ class StepColumns:
             for name in self._sources:
                 self._put(f"{SOURCES}/{name}", _values(losses, name))
         self._length += len(records)
+
+    @property
+    def is_full(self) -> bool:
+        """True if it takes no more."""
+        return self._length * len(self._blocks) > MOST_NUMBERS
 
     def _choose_sources(self, records: Sequence[Facts]) -> None:
         """Adds sources with targets in these records, until there are `MOST_SOURCES`."""

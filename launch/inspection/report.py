@@ -16,7 +16,8 @@ from launch.inspection.state import RunState
 from launch.inspection.status import RunStatus
 from launch.output import Table, decimal_size, styled
 from megalite.checkpoint.manifest import printable
-from megalite.monitor.progress import clock
+from megalite.monitor.goodput import without_record_in_words
+from megalite.monitor.progress import clock, goes_on_in_words
 from megalite.planner.units import count, digits, percent, plural, seconds
 
 SHOWN_EVENTS = 5
@@ -24,7 +25,7 @@ EVENT_COLUMNS = 100  # of the facts of one event
 # facts of events that only the account of goodput needs
 ACCOUNT = {
     *("time", "event", "before_s", "previous_s", "startup_s", "down_s", "paused_s", "lost_s", "last_dropped"),
-    *("session_s", "goodput", "blocked_s", "save_blocked_s", "total_s"),
+    *("session_s", "goodput", "blocked_s", "save_blocked_s", "total_s", "account", "unrecorded_s", "without_record"),
 }
 
 
@@ -43,6 +44,8 @@ def status_lines(status: RunStatus) -> Iterator[str]:
             yield f"{name + ':':<13}{printable(text)}"
     for place, event in enumerate(status.events[-SHOWN_EVENTS:]):
         yield f"{'' if place else 'events:':<13}{printable(_event(event))}"
+    for sentence in without_record_in_words(status.without_record):
+        yield f"records:     {sentence}"
     for problem in status.problems:
         yield f"not read:    {printable(problem)}"
 
@@ -82,10 +85,13 @@ def _checkpoint(status: RunStatus) -> str:
     newest = f"step {status.checkpoint:,}" if status.checkpoint is not None else "none"
     at_risk = status.steps_at_risk
     if not at_risk:
-        return f"{newest}: nothing would be lost"
-    is_over = status.state not in (RunState.RUNNING, RunState.WAITING)
-    lost = f"{'has' if at_risk == 1 else 'have'} to be done again" if is_over else "would be lost now"
-    return f"{newest}: {plural(at_risk, 'step')} {lost}"
+        lost = "nothing would be lost"
+    elif status.state in (RunState.RUNNING, RunState.WAITING):
+        lost = f"{plural(at_risk, 'step')} would be lost now"
+    else:
+        lost = f"{plural(at_risk, 'step')} {'has' if at_risk == 1 else 'have'} to be done again"
+    goes_on = "" if status.state.is_healthy else f"; {goes_on_in_words(status.checkpoint)}"
+    return f"{newest}: {lost}{goes_on}"
 
 
 def _process(status: RunStatus) -> str:

@@ -56,6 +56,7 @@ class Traces:
     is_started_again: bool = False  # a process took the lock after `ending`
     restart: str = ""  # a supervisor's announcement to start it again
     failed_save: str = ""  # why the last thing that the last session did, a save, failed
+    unread: str = ""  # why none of its events can be read
     error: str = ""  # that a rank of the last start has left
     logs: str = "the output of the command that started it"  # where more can be read
 
@@ -69,6 +70,11 @@ def judge(traces: Traces) -> tuple[RunState, str]:
         return RunState.WAITING, f"its supervisor starts it again: {traces.restart}"
     if traces.ending is not None and not (is_alive and traces.is_started_again):
         return ENDINGS[traces.ending]
+    if not is_alive and traces.unread:
+        return (
+            RunState.UNREADABLE,
+            f"{traces.unread}, so how its last session ended is not known{why}; see {traces.logs}",
+        )
     if not is_alive and not traces.has_started:
         return RunState.NOT_STARTED, f"it ended before its first step{why}; see {traces.logs}"
     if traces.is_alive is False and (traces.is_started_again or not traces.has_stepped):

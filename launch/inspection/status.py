@@ -11,12 +11,13 @@ from typing import Any
 
 from launch.checkpoints.listing import CHECKPOINTS
 from launch.checkpoints.summary import sizes_text
-from launch.inspection.files import Facts, RunFiles, known, number, seconds_between, time_of
+from launch.inspection.files import Facts, RunFiles, known, listed, number, seconds_between, time_of
 from launch.inspection.state import ENDINGS, RunState, Traces, is_alive, judge
 from launch.supervision.supervisor import LOG, announced_restart
 from megalite.checkpoint.manifest import STEP, find_latest, step_of
 from megalite.config import Config
 from megalite.config.sections import WatchdogConfig
+from megalite.monitor.events import EVENTS
 from megalite.monitor.progress import RECENT_STEPS, seconds_left
 from megalite.resilience.rank_registry import recorded_errors
 
@@ -46,6 +47,7 @@ class RunStatus:
     host: str | None = None
     process: int | None = None  # of rank 0
     sessions: int = 0
+    without_record: Sequence[Sequence[int]] = ()  # first and last of steps that are done and not in metrics.jsonl
     events: Sequence[Facts] = ()
     problems: tuple[str, ...] = ()  # sentences: what could not be read
 
@@ -62,11 +64,14 @@ def read_status(run_dir: Path) -> RunStatus:
     lives = is_alive(run_dir, holder, files.host)
     began = time_of(session[0]) if session else 0.0
     is_newer = holder is not None and holder.time > began
-    if is_newer and lives:
-        own = []  # the process that lives is a later one, which has not written anything yet
+    is_starting = bool(is_newer and lives)  # the process that lives is a later one, which has not written anything yet
+    if is_starting:
+        own = []
     steps_s = seconds_between(own[-RECENT_STEPS:])
     last_activity = max([*map(_ended, files.records[-1:]), *map(time_of, files.events[-1:])], default=0.0)
-    endings = [event for event in session if event["event"] in ENDINGS]
+    endings = [event["event"] for event in session if event["event"] in ENDINGS]
+    if not files.events and files.has_finished:
+        endings = ["ended"]
     # elsewhere, a lock that was taken after the end may be that of a command which found nothing left to do
     if holder is not None and (lives or (lives is None and not endings)):
         last_activity = max(last_activity, holder.time)
@@ -77,7 +82,8 @@ def read_status(run_dir: Path) -> RunStatus:
             limit_s=_limit_s(files, own, steps_s, is_saving=any((run_dir / CHECKPOINTS).glob(".step_*.tmp"))),
             has_started=bool(session or files.records),  # events may be damaged
             has_stepped=bool(own),
-            ending=endings[-1]["event"] if endings else None,
+            ending=endings[-1] if endings else None,
+            unread="" if files.events else next((one for one in files.problems if EVENTS in one), ""),
             is_started_again=is_newer and lives is not None,
             restart=announced_restart(run_dir),
             failed_save=_failed_save(session),
@@ -92,6 +98,7 @@ def read_status(run_dir: Path) -> RunStatus:
         left = files.config.batches.steps_left(step, total) if files.config is not None else max(0, total - step)
         left_s = seconds_left(left, steps_s)
     newest, _ = find_latest(run_dir / CHECKPOINTS)
+    checkpoint = step_of(newest.name) if newest is not None and STEP.fullmatch(newest.name) else None
     process = holder.process if holder is not None else number(session[0].get("process")) if session else None
     return RunStatus(
         run_dir=run_dir,
@@ -108,14 +115,23 @@ def read_status(run_dir: Path) -> RunStatus:
         goodput=number(files.records[-1].get("goodput")) if files.records else None,
         last_step=time_of(files.records[-1]) or None if files.records else None,
         last_activity=last_activity or None,
-        checkpoint=step_of(newest.name) if newest is not None and STEP.fullmatch(newest.name) else None,
+        checkpoint=checkpoint,
         layout=_layout(files),
         host=files.host,
         process=int(process) if process is not None else None,
-        sessions=sum(event["event"] == "started" for event in files.events),
+        sessions=sum(event["event"] == "started" for event in files.events) + is_starting,
+        without_record=_without_record(files, step or 0, checkpoint or 0),
         events=files.events,
         problems=files.problems,
     )
+
+
+def _without_record(files: RunFiles, step: int, checkpoint: int) -> list[list[int]]:
+    """Returns the first and the last of steps that are done and have no record, as resumes found it and as it is."""
+    found = [stretch for event in files.events for stretch in listed(event.get("without_record"))]
+    now = [[step + 1, checkpoint]] if checkpoint > step else []
+    pairs = [one for one in found + now if isinstance(one, list) and len(one) == 2 and all(map(number, one))]
+    return [[int(first), int(last)] for first, last in dict.fromkeys(map(tuple, pairs))]
 
 
 def _limit_s(files: RunFiles, own: Sequence[Facts], steps_s: Sequence[float], *, is_saving: bool) -> float:

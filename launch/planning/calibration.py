@@ -21,7 +21,7 @@ from launch.planning.prediction import WARM_UP_STEPS
 from megalite.config import ConfigError, load_config
 from megalite.config.base import PositiveInt
 from megalite.config.layout import unchecked_layout
-from megalite.monitor.sinks.jsonl import read_records
+from megalite.monitor.sinks.jsonl import METRICS, stream_records
 from megalite.planner.cost.step_time import step_time
 from megalite.planner.hardware import Accelerator, Cluster, Link
 from megalite.planner.units import plural
@@ -199,7 +199,7 @@ def _measured(folder: Path, receipt: _Receipt) -> tuple[int, float]:
         return measured.steps, measured.step_time_s
     records = [
         record
-        for record in read_records(folder / "metrics.jsonl")
+        for record in stream_records(folder / METRICS)
         if isinstance(record["step"], int) and record["step"] > receipt.resumed_from_step
     ]
     times = [time for one in records[WARM_UP_STEPS:] if (time := _computing_s(one)) is not None]

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from launch.errors import FAILED_CODE, HUNG_CODE, INTERRUPTED_CODE, PREEMPTED_CODE, STOPPED_CODE
 from megalite.checkpoint.manifest import find_latest, read_manifest
-from megalite.monitor.events import EVENTS, read_events
-from megalite.monitor.sinks.jsonl import read_records
+from megalite.monitor.events import EVENTS
+from megalite.monitor.line_files import LONGEST_LINE_BYTES, stream_lines
+from megalite.monitor.sinks.jsonl import METRICS, read_records
 
 EXIT_CODES = {  # events that end a session -> exit code
     "ended": 0,
@@ -42,14 +43,14 @@ class RunFolder:
         try:
             newest, _ = find_latest(run_dir)
             manifest = read_manifest(newest) if newest else None
-            records = read_records(run_dir / "metrics.jsonl")
+            records = read_records(run_dir / METRICS, LONGEST_LINE_BYTES)[-1:]
             sessions, resumed_step, last_event = None, 0, None
             if (run_dir / EVENTS).is_file():
                 sessions = 0
-                for event in read_events(run_dir / EVENTS):
-                    if event["event"] == "started":
+                for event in stream_lines(run_dir / EVENTS):
+                    if event.get("event") == "started":
                         sessions, resumed_step, last_event = sessions + 1, int(event.get("step", 0)), None
-                    elif event["event"] in EXIT_CODES:
+                    elif event.get("event") in EXIT_CODES:
                         last_event = event["event"]
             return cls(
                 checkpoint=manifest.step if manifest else None,

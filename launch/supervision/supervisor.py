@@ -42,7 +42,7 @@ from launch.supervision.run_outcome import RunFolder, run_exit_code
 from launch.trainer.run_config import load_run_config
 from megalite.checkpoint.small_files import read_end
 from megalite.config import Config
-from megalite.monitor.events import append_line
+from megalite.monitor.line_files import append_line
 from megalite.monitor.observer import Nonfatal
 
 log = get_logger(__name__)

@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
@@ -20,7 +20,7 @@ from launch.runtime.local_ranks import start_local_ranks
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import print_result, say
 from launch.trainer.checkpoint_hooks import open_mirror, wait_for_mirror
-from launch.trainer.resume import exports_of
+from launch.trainer.resume import checkpoints_of, exports_of
 from launch.trainer.run_folder import lock_run_folder
 from launch.trainer.run_summary import (
     prediction_facts,
@@ -35,6 +35,7 @@ from launch.trainer.start_checks import CheckedRun, RunPosition, check_start
 from launch.trainer.start_flags import NO_FLAGS, StartFlags
 from megalite.checkpoint.durable_files import verify_digest
 from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.retention import clean_up
 from megalite.config import Config
 from megalite.monitor.events import EVENTS, EventLog
 from megalite.parallel.mesh import Mesh
@@ -87,6 +88,8 @@ def finish_if_complete(position: RunPosition) -> bool:
             return False  # the ranks look for an older checkpoint that is intact
     end = f"of {start.step}" if start.step == config.total_steps else f"and the run ends at step {config.total_steps}"
     log.info(f"{start.checkpoint} is at step {start.step} {end}: nothing left to train")
+    with suppress(LaunchError, CheckpointError), lock_run_folder(config, shared=True):  # checked by `find_position`
+        clean_up(checkpoints_of(config))
     if config.checkpoint.export_hf != "off" and start.checkpoint is not None:
         _export_if_missing(config, start.checkpoint)
     if config.checkpoint.mirror is not None and start.checkpoint is not None:

@@ -21,7 +21,7 @@ from launch.huggingface.checkpoint_tokenizer import KEPT
 from launch.runtime.checkout import git_state
 from launch.runtime.run_lock import LOCK, is_locked, take_lock
 from launch.trainer.start_flags import SHARED_RUN_DIR
-from megalite.checkpoint.durable_files import write_durably
+from megalite.checkpoint.durable_files import remove_left_overs, write_durably
 from megalite.checkpoint.small_files import UnsafeFile, check_own_folder, check_small_file, user_name
 from megalite.config import Config, ResolvedLayout
 from megalite.config.hidden_secrets import without_secrets
@@ -44,13 +44,15 @@ def lock_run_folder(config: Config, patience_s: float = 0.0, *, shared: bool = F
     """
     make_run_folder(config.run_dir, shared=shared)
     try:
-        return take_lock(config.run_dir, patience_s)
+        lock = take_lock(config.run_dir, patience_s)
     except BlockingIOError:
         raise LaunchError(_in_use(config.run_dir)) from None
     except UnsafeFile:
         raise
     except OSError as error:
         raise LaunchError(_not_writable(config.run_dir, error.strerror)) from None
+    remove_left_overs(config.run_dir)
+    return lock
 
 
 def make_run_folder(run_dir: Path, *, shared: bool = False) -> None:

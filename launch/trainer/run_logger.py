@@ -53,7 +53,7 @@ class RunLogger(Observer):
         if not self._is_rank_zero:
             return self
         from megalite.engine.deepspeed_config import deepspeed_config
-        from megalite.monitor.goodput import Goodput
+        from megalite.monitor.goodput import Goodput, without_record_in_words
         from megalite.monitor.sinks import open_sinks
 
         config, setup = self._config, self._setup
@@ -63,14 +63,16 @@ class RunLogger(Observer):
         first_step = setup.start.step
         length = {"total_steps": config.total_steps, "world_size": setup.layout.world_size}
         process = {"host": socket.gethostname(), "process": os.getpid()}
-        self._goodput = Goodput(config.run_dir, first_step, self.event, **length, **process)
+        saved_at = setup.start.manifest.written_at if setup.start.manifest is not None else 0.0
+        self._goodput = Goodput(config.run_dir, first_step, self.event, saved_at, **length, **process)
         exporters = self._exporters()
         sinks = open_sinks(config, first_step, self._nonfatal)
         page = [RunPageProcess(config.run_dir)] if config.monitor.report else []
         training = setup.data.training  # observers that add to the records come first
         of_sources = [SourceProgress(training, config.total_steps)] if isinstance(training, MixedSamples) else []
         self._observers = [*self._others, *of_sources, self._goodput, self.prediction, *exporters, *sinks, *page]
-        for notice in (*setup.layout.notices, *setup.data.notices, *setup.start.notices):
+        missing = without_record_in_words(self._goodput.without_record)
+        for notice in (*setup.layout.notices, *setup.data.notices, *setup.start.notices, *missing):
             self.log_notice(notice)
         if setup.start.changes:
             self.event("config_changed", step=first_step, changes=[asdict(change) for change in setup.start.changes])
@@ -149,8 +151,16 @@ class RunLogger(Observer):
     def on_end(self, ending: str, *, save_blocked_s: float = 0.0) -> None:
         self._for_each(lambda observer: observer.on_end(ending, save_blocked_s=save_blocked_s))
 
+    def sync(self) -> None:
+        self._for_each(lambda observer: observer.sync())
+        if self._is_rank_zero:
+            with self._nonfatal(EVENTS):
+                self._events.sync()
+
     def close(self) -> None:
         self._for_each(lambda observer: observer.close())
+        with self._nonfatal(EVENTS):
+            self._events.close()
 
     def on_intervention(self, facts: dict[str, Any], sentence: str) -> None:
         self.event("intervened", **facts)
@@ -165,7 +175,8 @@ class RunLogger(Observer):
             if if_failed:
                 self.log_notice(f"step {saved.step} is not saved, {if_failed}: {saved.failure}")
             return
-        self.event("saved", **facts, bytes=saved.bytes)
+        if self._is_rank_zero:
+            self.event("saved", **facts, bytes=saved.bytes, **self._goodput.account(saved.step))
         self.log_notice(
             f"saved {saved.folder} ({saved.bytes / 1e6:.1f} MB; training waited {saved.blocked_s:.2f} s, "
             f"all took {saved.total_s:.2f} s)"
@@ -180,7 +191,7 @@ class RunLogger(Observer):
     def event(self, name: str, **facts: Any) -> None:
         """Appends a line to events.jsonl."""
         if self._is_rank_zero:
-            with self._nonfatal("events.jsonl"):
+            with self._nonfatal(EVENTS):
                 self._events.write(name, **facts)
 
     def log_upload(self, event: str, sentence: str, facts: dict[str, Any]) -> None:

@@ -67,6 +67,13 @@ def _temporary_of(path: Path) -> tuple[int, Path]:
     return open_new(own), own
 
 
+def remove_left_overs(folder: Path) -> None:
+    """Removes what killed processes have left of files that `write_durably` was writing into a folder."""
+    for path in folder.glob(".*.tmp"):
+        if not path.is_dir():
+            _remove_left_over(path)
+
+
 def _remove_left_over(temporary: Path) -> None:
     """Removes a temporary file that no process writes, instead of writing into it: it may have a second name."""
     with suppress(OSError):

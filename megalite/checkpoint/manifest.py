@@ -11,6 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from math import isfinite, prod
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
@@ -60,6 +61,14 @@ class Manifest(BaseModel):
     loss_scaler: dict[str, float] = {}  # fp16 only
     tensors: dict[Name, Annotated[tuple[Size, ...], Field(min_length=1)]]  # canonical name -> global shape
     files: dict[str, FileEntry]
+
+    @property
+    def written_at(self) -> float:
+        """When it was written, in unix seconds; 0 where that is unknown."""
+        try:
+            return datetime.fromisoformat(self.written).timestamp()
+        except ValueError:
+            return 0.0
 
     def kinds_of(self, name: str) -> tuple[str, ...]:
         """Returns what the checkpoint holds of a tensor: its weight, and the moments that its update rule keeps."""

@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.checkpoint.durable_files import remove, sync
+from megalite.checkpoint.durable_files import remove, remove_left_overs, sync, write_durably
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.manifest import Manifest, read_manifest, step_folders
+from megalite.checkpoint.manifest import LATEST, Manifest, find_latest, read_manifest, step_folders
 from megalite.config.sections import CheckpointConfig
 
 LEFT_OVER = ("tmp", "deleted", "replaced")
@@ -115,8 +115,8 @@ def _remove(path: Path) -> None:
 def clean_up(root: Path) -> list[Path]:
     """Removes leftovers of interrupted saves and deletions, which have hidden names in `root`; returns them.
 
-    A checkpoint that a kill found between its two names, on its way to be replaced, gets its own back. Call it only at
-    the start of a run: a save in progress has such names. Raises CheckpointError.
+    A checkpoint that a kill found between its two names, on its way to be replaced, gets its own back, and `latest` the
+    name of the newest. Call it only at the start of a run: a save in progress has such names. Raises CheckpointError.
     """
     try:
         for path in root.glob(".step_*.replaced"):
@@ -126,6 +126,10 @@ def clean_up(root: Path) -> list[Path]:
         left_over = sorted(path for kind in LEFT_OVER for path in root.glob(f".step_*.{kind}"))
         for path in left_over:
             _remove(path)
+        remove_left_overs(root)
+        newest, latest = find_latest(root)[0], root / LATEST
+        if newest not in (None, root) and (not latest.is_file() or latest.read_bytes() != newest.name.encode()):
+            write_durably(latest, newest.name.encode())
     except OSError as error:
         raise CheckpointError(f"{root}: cannot be cleaned up: {error.strerror or error}: make it writable") from None
     return left_over

@@ -56,11 +56,18 @@ class Saver:
     """Writes checkpoints of one engine into `root`, at most one at a time."""
 
     def __init__(
-        self, engine: Engine, root: Path, *, background: bool, committed: Callable[[Path], None] | None = None
+        self,
+        engine: Engine,
+        root: Path,
+        *,
+        background: bool,
+        committing: Callable[[], None] = lambda: None,
+        committed: Callable[[Path], None] | None = None,
     ) -> None:
-        """Collective. `committed(folder)` is called on rank 0, in the writing thread, after each commit."""
+        """Collective. `committing()` is called on rank 0, in the writing thread, before each commit, and
+        `committed(folder)` after it."""
         self._engine, self._root, self._background = engine, root, background
-        self._committed = committed
+        self._committing, self._committed = committing, committed
         self._group = dist.new_group(backend="gloo", timeout=LONGEST_SAVE)
         self._host = _HostMemory()
         self._thread: threading.Thread | None = None
@@ -173,6 +180,7 @@ class Saver:
                     raise CheckpointError(
                         f"{folder}: the ranks hold {counts[kind]} numbers of {kind}, the model has {whole}"
                     )
+            self._committing()
             sync(temporary_folder(folder))
             commit(folder, filled_in)
 

@@ -49,6 +49,9 @@ class Observer:
         `save_blocked_s`: how long training waited for saves that no step's record contains.
         """
 
+    def sync(self) -> None:
+        """Waits until the records so far are on disk: the next checkpoint holds their steps. Called in a thread."""
+
     def close(self) -> None:
         """Is called last, also after a crash."""
 

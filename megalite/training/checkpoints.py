@@ -36,6 +36,9 @@ class RunLog(Protocol):
     def event(self, name: str, **facts: Any) -> None:
         """Appends a line to events.jsonl."""
 
+    def sync(self) -> None:
+        """Waits until all records of steps and all events so far are on disk, or have been reported as refused."""
+
     def on_checkpoint(self, saved: Saved, if_failed: str) -> None:
         """Logs a save that has ended. `if_failed` says what follows a failure; if empty, an error will tell of it."""
 
@@ -74,7 +77,9 @@ class Checkpoints:
         self._engine, self._options, self._root, self._run_log = engine, options, root, run_log
         self._describe, self._mirror, self._exports, self._planner = describe, mirror, exports, planner
         self._policy = Retention.of(options)
-        self._saver = Saver(engine, root, background=options.background, committed=self._committed)
+        self._saver = Saver(
+            engine, root, background=options.background, committing=run_log.sync, committed=self._committed
+        )
         self._saver.prepare()
         self._blocked_s = 0.0  # that training waited for saves since the last `collect`
         self._last: Saved | None = None

@@ -12,7 +12,7 @@ from megalite.monitor.goodput import CATEGORIES
 from megalite.planner.units import duration, percent, plural
 
 HEIGHT = 34.0
-COLOURS = dict(zip(CATEGORIES, (2, 6, 4, 5, 8, 3, 1, 10, 7), strict=True))
+COLOURS = dict(zip(CATEGORIES, (2, 6, 4, 5, 8, 3, 1, 9, 10, 7), strict=True))
 
 
 def goodput_section(found: RunFindings) -> PageSection:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import from_json
 
-from launch.inspection.files import METRICS, Facts, RunFiles
-from launch.inspection.history import RunHistory, StepColumns
+from launch.inspection.files import Facts, RunFiles
+from launch.inspection.history import STEPS_BYTES, RunHistory, StepColumns
 from launch.inspection.watching.tail import Added, Cursor
+from megalite.monitor.sinks.jsonl import METRICS
 from megalite.monitor.sinks.steps import STEPS
-
-MOST_BREAKDOWNS = 10_000  # the last lines of steps.jsonl
 
 
 class LiveRun:
@@ -24,7 +22,8 @@ class LiveRun:
         self.run_dir = run_dir
         self._metrics = self._steps = Cursor()
         self._columns = StepColumns()
-        self._breakdowns: deque[Facts] = deque(maxlen=MOST_BREAKDOWNS)
+        self._breakdowns: deque[tuple[int, Facts]] = deque()  # with the size of the line
+        self._breakdown_bytes = 0
 
     @property
     def offset(self) -> int:
@@ -39,7 +38,7 @@ class LiveRun:
             added = Added.read(self.run_dir / METRICS, self._metrics)
             if added.is_anew:
                 self._columns = StepColumns()
-            self._columns.add(list(_objects(added)))
+            self._columns.add([found for line in added.lines if (found := _object(line))])
             self._metrics = added.next
             if not added.has_more:
                 break
@@ -47,20 +46,26 @@ class LiveRun:
             added = Added.read(self.run_dir / STEPS, self._steps)
             if added.is_anew:
                 self._breakdowns.clear()
-            self._breakdowns.extend(line for line in _objects(added) if isinstance(line.get("stages"), list))
+                self._breakdown_bytes = 0
+            for line in added.lines:
+                if isinstance((found := _object(line)).get("stages"), list):
+                    self._breakdowns.append((len(line), found))
+                    self._breakdown_bytes += len(line)
+            while self._breakdown_bytes > STEPS_BYTES:
+                self._breakdown_bytes -= self._breakdowns.popleft()[0]
             self._steps = added.next
             if not added.has_more:
                 break
         files = RunFiles.read(self.run_dir)
-        return RunHistory(self.run_dir, files, self._columns.by_step(), list(self._breakdowns), files.problems)
+        return RunHistory(
+            self.run_dir, files, self._columns.by_step(), [line for _, line in self._breakdowns], files.problems
+        )
 
 
-def _objects(added: Added) -> Iterator[dict[str, Any]]:
-    """Yields the objects of the lines; a kill may have left half a line, which is passed over."""
-    for line in added.lines:
-        try:
-            found = from_json(line)
-        except ValueError:
-            continue
-        if isinstance(found, dict) and "step" in found:
-            yield found
+def _object(line: str) -> dict[str, Any]:
+    """Returns the object of a line with a step; a kill may have left half a line, which is as empty."""
+    try:
+        found = from_json(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) and "step" in found else {}

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from megalite.checkpoint.small_files import read_from
-from megalite.monitor.events import LONGEST_LINE_BYTES
+from megalite.monitor.line_files import LONGEST_LINE_BYTES
 
 MOST_BYTES = 4 << 20  # of one look; the next one goes on from there
 MARK_BYTES = 64  # before an offset, which tell whether the file is still the one that was read

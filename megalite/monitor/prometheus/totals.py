@@ -35,7 +35,7 @@ from megalite.monitor.prometheus.families import (
     Values,
     bucket_of,
 )
-from megalite.monitor.sinks.jsonl import read_records
+from megalite.monitor.sinks.jsonl import METRICS, stream_records
 from megalite.monitor.sinks.steps import STEPS
 
 SHOWN = "prometheus_counters.json"
@@ -82,11 +82,10 @@ class RunTotals:
         Call it when the session's `started` event is written and nothing is dropped from metrics.jsonl yet. The sizes
         of a step count for steps that earlier sessions have lost, which no file holds any more. Raises OSError.
         """
-        events, records = read_events(run_dir / EVENTS), read_records(run_dir / "metrics.jsonl")
-        totals = cls()
-        for record in records:
+        events, totals, on_record, beyond = read_events(run_dir / EVENTS), cls(), 0, 0
+        for record in stream_records(run_dir / METRICS):
             totals._count_step(record)
-        beyond = sum(_number(record.get("step")) > resumed_step for record in records)
+            on_record, beyond = on_record + 1, beyond + (_number(record.get("step")) > resumed_step)
         lost = sum(_number(event.get("lost_steps")) for event in events)
         dropped = max(0.0, lost - beyond)
         shown = _shown_before(run_dir / SHOWN)
@@ -94,13 +93,13 @@ class RunTotals:
         totals.raise_to(
             "megalite_steps_total", {("skipped",): shown.get("megalite_steps_total", {}).get(("skipped",), 0)}
         )
-        done = len(records) + dropped - totals._values["megalite_steps_total"]["skipped",]
+        done = on_record + dropped - totals._values["megalite_steps_total"]["skipped",]
         totals.raise_to("megalite_steps_total", {("taken",): done})
         totals._add("megalite_tokens_total", {(): dropped * tokens_of_a_step})
         totals._add("megalite_samples_total", {(): dropped * samples_of_a_step})
         for event in events:
             totals._count_event(event)
-        for line in read_records(run_dir / STEPS):
+        for line in stream_records(run_dir / STEPS):
             with suppress(AttributeError, KeyError, TypeError):  # a line that no run has written
                 totals.add_line(line)
         for name, series in shown.items():

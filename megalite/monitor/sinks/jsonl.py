@@ -4,45 +4,58 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.durable_files import write_durably
 from megalite.config import Config
-from megalite.monitor.events import append_line, read_lines
+from megalite.monitor.line_files import LineFile, stream_lines
 from megalite.monitor.observer import Observer
+
+METRICS = "metrics.jsonl"
 
 
 class JsonLinesSink(Observer):
-    """Appends records to `path`.
+    """Appends records to a file.
 
     When a step is done again, after an interruption or a rollback, its earlier record and those after it are dropped.
     """
 
-    def __init__(self, path: Path, resumed_step: int) -> None:
-        self._path = path
-        self._keep_until(resumed_step)
+    name = METRICS
 
-    def _keep_until(self, step: int) -> None:
-        kept = [record for record in read_records(self._path) if record["step"] <= step]
-        write_durably(self._path, "".join(map(_line, kept)).encode())
-        self._last_step = step
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        self._file, self._last_step = LineFile(path), resumed_step
+        self._file.cut_after(resumed_step)
 
     def on_step(self, record: dict[str, Any]) -> None:
-        if record["step"] <= self._last_step:
-            self._keep_until(record["step"] - 1)
-        append_line(self._path, _line(record))
-        self._last_step = record["step"]
+        step, is_again = record["step"], record["step"] <= self._last_step
+        self._last_step = step
+        if is_again:
+            with suppress(OSError):  # it is tried again, and reported, by `append`
+                self._file.cut_after(step - 1)
+        self._file.append(_line(record))
+
+    def sync(self) -> None:
+        self._file.sync()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def open_sink(config: Config, first_step: int) -> JsonLinesSink:
     """Opens metrics.jsonl; drops records of steps after `first_step`, which the run does again."""
-    return JsonLinesSink(config.run_dir / "metrics.jsonl", first_step)
+    return JsonLinesSink(config.run_dir / METRICS, first_step)
+
+
+def stream_records(path: Path, last_bytes: int | None = None, *, after_step: float = 0) -> Iterator[dict[str, Any]]:
+    """Yields the records of a run; `last_bytes`, `after_step` and what is skipped as in `stream_lines`."""
+    return (record for record in stream_lines(path, last_bytes, after_step=after_step) if "step" in record)
 
 
 def read_records(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
-    """Returns the records of a run; `last_bytes` and what is skipped as in `read_lines`."""
-    return [record for record in read_lines(path, last_bytes) if "step" in record]
+    """Returns the records of a run, which may be a million, or those in the last bytes of the file."""
+    return list(stream_records(path, last_bytes))
 
 
 def _line(record: dict[str, Any]) -> str:

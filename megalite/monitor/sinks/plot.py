@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from io import BytesIO
+from itertools import chain
+from math import nan
 from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.durable_files import write_durably
 from megalite.config import Config
+from megalite.monitor.line_files import stream_blocks
 from megalite.monitor.observer import Observer
-from megalite.monitor.sinks.jsonl import read_records
+from megalite.monitor.sinks.jsonl import METRICS
 
 log = logging.getLogger(__name__)
+DRAWN_BYTES = 1 << 24  # of metrics.jsonl; of a longer one, lines are left out at even distances
 
 
 class PlotSink(Observer):
@@ -24,12 +29,14 @@ class PlotSink(Observer):
         self._run_dir = run_dir
 
     def close(self) -> None:
-        picture = self._run_dir / "loss.png"
-        plot_loss(read_records(self._run_dir / "metrics.jsonl"), picture, str(self._run_dir))
+        picture, metrics = self._run_dir / "loss.png", self._run_dir / METRICS
+        every = 1 + metrics.stat().st_size // DRAWN_BYTES
+        blocks = stream_blocks(metrics, every=every, always=(b'"evaluation_loss"',))
+        plot_loss(chain.from_iterable(blocks), picture, str(self._run_dir))
         log.info(f"drew {picture}")
 
 
-def plot_loss(records: list[dict[str, Any]], path: Path, title: str) -> None:
+def plot_loss(records: Iterable[dict[str, Any]], path: Path, title: str) -> None:
     """Draws training and evaluation loss as PNG; skipped steps leave a gap."""
     from matplotlib import style
 
@@ -38,18 +45,17 @@ def plot_loss(records: list[dict[str, Any]], path: Path, title: str) -> None:
     write_durably(path, picture)
 
 
-def _draw(records: list[dict[str, Any]], title: str) -> bytes:
+def _draw(records: Iterable[dict[str, Any]], title: str) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.plot([r["step"] for r in records], [r["loss"] for r in records], linewidth=1.2, label="training")
-    evaluated = [r for r in records if r.get("evaluation_loss") is not None]
-    if evaluated:
-        steps, losses = [r["step"] for r in evaluated], [r["evaluation_loss"] for r in evaluated]
-        axes.plot(steps, losses, "o-", markersize=4, label="held out")
+    points = [(r["step"], r.get("loss") or nan, r.get("evaluation_loss")) for r in records if "step" in r]
+    axes.plot([step for step, *_ in points], [loss for _, loss, _ in points], linewidth=1.2, label="training")
+    if evaluated := [(step, loss) for step, _, loss in points if loss is not None]:
+        axes.plot(*zip(*evaluated, strict=True), "o-", markersize=4, label="held out")
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -43,6 +43,12 @@ class StepsSink(Observer):
                 self._idle.setdefault(stage.stage, []).append(stage.idle_ratio)
         self._lines.on_step(breakdown.line())
 
+    def sync(self) -> None:
+        self._lines.sync()
+
+    def close(self) -> None:
+        self._lines.close()
+
     def on_end(self, ending: str, *, save_blocked_s: float = 0.0) -> None:
         wall = sum(self._seconds.values())
         if wall <= 0:

@@ -20,7 +20,13 @@ CASES = [Case(), Case(tp=2, model=TIED), Case(pp=2, model=TIED), Case(dp=2, zero
 def save_both_ways(rank: int, root: Path, case: Case) -> tuple[int, int, list[bool]]:
     """Numbers that memory was made for; numbers saved; whether each save succeeded."""
     engine = engine_of(case)
-    background, waiting = Saver(engine, root, background=True), Saver(engine, root, background=False)
+    committing: list[int] = []  # manifests there are when the run's records are synced
+    background, waiting = (
+        Saver(
+            engine, root, background=later, committing=lambda: committing.append(len([*root.glob("*/manifest.json")]))
+        )
+        for later in (True, False)
+    )
     expected, _ = own_size(engine)
     background.prepare()
     engine.train_step(micro_batches_of(engine, case, global_batches(case)[0]), case.learning_rate)
@@ -29,6 +35,7 @@ def save_both_ways(rank: int, root: Path, case: Case) -> tuple[int, int, list[bo
         saver.save(Manifest(step=step, config={}, tokenizer=None, state={}, tensors={}, files={}))
         saver.wait()
         succeeded += [saved.failure is None for saved in saver.finished()]
+    assert committing == ([0, 1] if rank == 0 else []), "no checkpoint may have steps without a record"
     return expected, sum(block.numbers.numel() for block in own_blocks(engine).blocks), succeeded
 
 

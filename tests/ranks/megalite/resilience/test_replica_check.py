@@ -217,6 +217,9 @@ class _Heard:
     def event(self, name: str, **facts: Any) -> None:
         self.events.append((name, facts["step"]))
 
+    def sync(self) -> None:
+        """And files."""
+
     def on_checkpoint(self, saved: Saved, if_failed: str) -> None:
         self.event("save_failed" if saved.failure else "saved", step=saved.step)
 

@@ -28,6 +28,9 @@ class _Log:
     def event(self, name: str, **facts: Any) -> None:
         """And events."""
 
+    def sync(self) -> None:
+        """And files."""
+
     def on_checkpoint(self, saved: Saved, if_failed: str) -> None:
         self.saves.append((saved.step, saved.failure is None))
 

@@ -191,8 +191,8 @@ def test_damaged_events_are_named_and_the_steps_count(make_run: MakeRun) -> None
         (folder / "events.jsonl").unlink()
         (folder / "events.jsonl").mkdir() if damage == "a folder" else (folder / "events.jsonl").touch()
         status = read_status(folder)
-        assert status.state is RunState.FAILED and status.step == 30
-        assert "wrote down no end of its last session" in status.reason
+        assert status.state is RunState.UNREADABLE and status.step == 30
+        assert "how its last session ended is not known" in status.reason
         said = "is a folder" if damage == "a folder" else "has no line that can be read"
         assert f"not read:    {folder}/events.jsonl {said}" in list(status_lines(status))
 
@@ -218,3 +218,41 @@ def test_no_value_in_a_file_is_an_error(tmp_path: Path, records: list[object], e
     status = read_status(tmp_path)
     assert all(line.isprintable() for line in status_lines(status))
     json.dumps(as_json(status, 5))
+
+
+def test_steps_without_a_record_are_told_before_and_after_the_resume(make_run: MakeRun) -> None:
+    """After a power cut `status` said "step 8 of 12 ... checkpoint: step 12: nothing would be lost", and no more."""
+    folder = make_run(steps=8, saved=12)
+    assert read_status(folder).without_record == [[9, 12]]
+    (line,) = [line for line in status_lines(read_status(folder)) if line.startswith("records:")]
+    assert "steps 9 to 12 have no record" in line
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(
+            json.dumps({"time": time.time(), "event": "started", "step": 12, "without_record": [[9, 12]]}) + "\n"
+        )
+        file.write(json.dumps({"time": time.time(), "event": "started", "without_record": [[], [9, "x"], 3]}) + "\n")
+    assert read_status(folder).without_record == [[9, 12]]
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 5000, b"garbage\n" * 9], ids=["empty", "zeros", "garbage"])
+def test_where_no_event_can_be_read_the_reason_is_the_first_line(make_run: MakeRun, content: bytes) -> None:
+    """It "failed", with an exit code of 1 and a sentence about a process; also where the receipt tells of the end."""
+    folder = make_run()
+    (folder / "events.jsonl").write_bytes(content)
+    status = read_status(folder)
+    assert status.state is RunState.UNREADABLE and "events.jsonl has no line that can be read" in status.reason
+    assert "step 30 of 100" in "\n".join(status_lines(status))
+    (folder / "receipt.json").write_text(json.dumps({"outcome": {"finished": True}}))
+    assert read_status(folder).state is RunState.ENDED
+
+
+def test_a_session_that_starts_is_counted_and_a_run_that_failed_says_how_it_goes_on(make_run: MakeRun) -> None:
+    folder = make_run()
+    assert any("have to be done again; the same command goes on from step 20" in one for one in lines_of(folder))
+    with take_lock(folder):
+        assert read_status(folder).sessions == 2
+        assert not any("the same command" in one for one in lines_of(folder))
+
+
+def lines_of(folder: Path) -> list[str]:
+    return list(status_lines(read_status(folder)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import signal
 import subprocess
@@ -143,6 +144,20 @@ def test_killed_at_every_moment_of_a_deletion_a_checkpoint_is_whole_or_gone(tmp_
         prune(root, Retention(1))
         assert [one.step for one in list_checkpoints(root)] == [2]
     raise AssertionError("no run got through")
+
+
+def test_a_start_moves_latest_and_removes_half_written_files(tmp_path: Path) -> None:
+    """A kill in the last save's `latest` left both for good: a run that is complete writes it no more."""
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+    for name in (".latest.tmp", ".latest.0123456789abcdef.tmp"):
+        (tmp_path / name).write_text("step_0000")
+    (tmp_path / "latest").write_text("step_00000001")
+    with (tmp_path / ".written_now.tmp").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert clean_up(tmp_path) == []
+    assert (tmp_path / "latest").read_text() == "step_00000002"
+    assert [path.name for path in tmp_path.glob(".*")] == [".written_now.tmp"]
 
 
 def test_a_kill_between_the_two_names_of_a_replaced_checkpoint_loses_none(tmp_path: Path) -> None:

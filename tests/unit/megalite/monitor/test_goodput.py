@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +20,8 @@ from hypothesis import strategies as st
 from megalite.monitor import events as events_module
 from megalite.monitor import goodput as goodput_module
 from megalite.monitor.events import EVENTS, EventLog, read_events
-from megalite.monitor.goodput import CATEGORIES, Goodput
-from megalite.monitor.sinks.jsonl import JsonLinesSink
+from megalite.monitor.goodput import CATEGORIES, Goodput, without_record_in_words
+from megalite.monitor.sinks.jsonl import METRICS, JsonLinesSink
 
 
 class World:
@@ -33,12 +34,12 @@ class World:
         monkeypatch.setattr(events_module, "time", clock)
         monkeypatch.setattr(goodput_module, "process_age_s", lambda: self.now - self.process_began)
 
-    def start(self, step: int, startup_s: float = 0.0) -> tuple[Goodput, JsonLinesSink]:
+    def start(self, step: int, startup_s: float = 0.0, saved_at: float = 0.0) -> tuple[Goodput, JsonLinesSink]:
         """A new process: `startup_s` pass before its Goodput is made."""
         self.process_began = self.now
         self.now += startup_s
-        goodput = Goodput(self.folder, step, EventLog(self.folder / EVENTS).write, layout="dp=2")
-        return goodput, JsonLinesSink(self.folder / "metrics.jsonl", step)
+        goodput = Goodput(self.folder, step, EventLog(self.folder / EVENTS).write, saved_at, layout="dp=2")
+        return goodput, JsonLinesSink(self.folder / METRICS, step)
 
     def do(self, session: tuple[Goodput, JsonLinesSink], first: int, last: int, **parts: Any) -> float:
         """Steps `first` to `last` of a second each; the goodput after them."""
@@ -232,6 +233,63 @@ def test_records_of_an_older_version_are_bounded_by_what_their_steps_took(world:
     world.now += YEAR_S + 10
     hour = goodput_module.UNRECORDED_S
     assert seconds_of(world.start(10)[0]) == {"productive": 10, "startup": 2 + hour}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_account_of_a_save_replaces_the_records_before_it(world: World, seed: int) -> None:
+    """Of random lives with saves, rollbacks, kills and resumes from older checkpoints."""
+    random, log, step, saved, began = Random(seed), EventLog(world.folder / EVENTS), 0, [0], 0
+    session = world.start(0, startup_s=3)
+    for _ in range(60):
+        what = random.choices(["step", "save", "roll back", "kill"], [20, 5, 1, 3])[0]
+        if what == "step":
+            step += 1
+            world.do(session, step, step, **random.choice([{}, {"skipped": True}, {"evaluation_s": 2.0}]))
+        elif what == "save":
+            log.write("saved", step=step, **session[0].account(step))
+            saved.append(step)
+        else:
+            least = began + 1 if what == "roll back" else 0  # or records alone do not tell when the session had started
+            back = random.choice([one for one in saved if least <= one <= step][-3:] or [0])
+            if back < least:
+                continue
+            saved = [one for one in saved if one <= back]
+            if what == "roll back":
+                log.write("rolled_back", step=step, to_step=back)
+            else:
+                world.now += 2
+                session, began = world.start(back, startup_s=random.choice([0, 5])), back
+            step = back
+    copy = world.folder / "copy"
+    copy.mkdir()
+    (copy / METRICS).write_bytes((world.folder / METRICS).read_bytes())
+    events = read_events(world.folder / EVENTS)
+    (copy / EVENTS).write_text("".join(json.dumps(event | {"account": None}) + "\n" for event in events))
+    world.process_began = world.now
+    fast, slow = (Goodput(folder, step, lambda *_, **__: None) for folder in (world.folder, copy))
+    assert seconds_of(fast) == pytest.approx(seconds_of(slow))
+    again = {"step": max(1, step - 3), "time": world.now + world.wall_offset, "step_time_s": 1.0}  # a rollback beyond
+    assert fast.on_step(dict(again)) == slow.on_step(dict(again))
+    assert seconds_of(fast) == pytest.approx(seconds_of(slow))
+    assert fast.summary()["lost_steps"] == slow.summary()["lost_steps"]
+
+
+def test_steps_whose_records_a_power_cut_took_are_named_and_are_no_downtime(world: World) -> None:
+    """The checkpoint of step 12 was on disk, the lines of its last four steps were not: they counted as down."""
+    session = world.start(0, startup_s=10)
+    world.do(session, 1, 12)
+    saved_at, metrics = world.now + world.wall_offset, world.folder / METRICS
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:8]) + '{"step": 9, "ti')
+    world.now += 30
+    session = world.start(12, startup_s=1, saved_at=saved_at)
+    assert seconds_of(session[0]) == {"productive": 8, "startup": 11, "down": 30, "unrecorded": 4}
+    assert session[0].without_record == [[9, 12]] == read_events(world.folder / EVENTS)[-1]["without_record"]
+    (sentence,) = without_record_in_words(session[0].without_record)
+    assert sentence.startswith("steps 9 to 12 have no record in metrics.jsonl: ")
+    world.do(session, 13, 14)
+    session = world.start(14)
+    assert seconds_of(session[0])["unrecorded"] == 4
+    assert metrics.read_text().count("\n") == 10  # and no half line is left
 
 
 NUMBERS = st.one_of(

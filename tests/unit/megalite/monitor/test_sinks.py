@@ -52,7 +52,7 @@ def test_a_file_in_the_folder_is_a_sink(config: Config, tmp_path: Path, monkeypa
             failed.append(name)
 
     opened = sinks.open_sinks(config, 0, nonfatal)
-    assert [sink.name for sink in opened] == ["JsonLinesSink", "ConsoleSink", "Sink", "steps.jsonl"]
+    assert [sink.name for sink in opened] == ["metrics.jsonl", "ConsoleSink", "Sink", "steps.jsonl"]
     assert failed == ["broken"]
     for sink in opened:
         sink.on_step(_record(1))

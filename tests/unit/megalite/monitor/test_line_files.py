@@ -1,0 +1,143 @@
+"""Files of one object per line: long ones, torn ones, and storage that refuses to take a line."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from launch.supervision.run_outcome import RunFolder
+from megalite.monitor import line_files
+from megalite.monitor.events import EVENTS, EventLog, read_events
+from megalite.monitor.goodput import Goodput
+from megalite.monitor.line_files import LineFile, read_lines, stream_lines
+from megalite.monitor.sinks.jsonl import METRICS, JsonLinesSink, read_records
+
+
+def line(step: int, padding: int = 0) -> str:
+    return json.dumps({"step": step, "loss": 1.0 / step, "padding": "x" * padding}) + "\n"
+
+
+def lines_of(path: Path) -> list[int]:
+    return [json.loads(one)["step"] for one in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("padding", [0, 900, 300_000])
+@pytest.mark.parametrize("kept", [0, 1, 17, 40, 99])
+def test_only_the_lines_of_later_steps_are_cut(tmp_path: Path, padding: int, kept: int) -> None:
+    """The largest lines are longer than what is looked at backwards at once; and the last one is torn."""
+    path, steps = tmp_path / METRICS, 20 if padding > 1000 else 40
+    path.write_text("".join(line(step, padding) for step in range(1, steps + 1)) + '{"step": 17, "lo')
+    LineFile(path).cut_after(kept)
+    assert lines_of(path) == list(range(1, min(kept, steps) + 1))
+    LineFile(path).append(line(100))
+    assert [one["step"] for one in stream_lines(path, after_step=kept)] == [100]
+
+
+def test_a_whole_line_without_its_end_is_kept_and_garbage_before_it_is_passed_over(tmp_path: Path) -> None:
+    """A power cut leaves zeros on some file systems, and a kill a line without its newline."""
+    path = tmp_path / METRICS
+    path.write_bytes(line(1).encode() + b"\0" * 700 + b"\n" + b"[3]\n" + line(2).encode() + line(3).encode()[:-1])
+    sink = JsonLinesSink(path, 3)
+    sink.on_step({"step": 4})
+    assert [record["step"] for record in read_records(path)] == [1, 2, 3, 4]
+
+
+@contextmanager
+def bytes_read() -> Iterator[list[int]]:
+    """What this process reads from files meanwhile, by the kernel's own count."""
+
+    def count() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    found, before = [0], count()
+    yield found
+    found[0] = count() - before
+
+
+def test_what_a_start_a_rollback_and_a_supervisor_read_does_not_grow_with_the_run(tmp_path: Path) -> None:
+    """64 GB of a run's records, of which only the last exist; reading them all at each start took minutes."""
+    metrics, log = tmp_path / METRICS, EventLog(tmp_path / EVENTS)
+    with metrics.open("wb") as file:
+        file.truncate(1 << 36)
+        file.seek(1 << 36)
+        for step in range(1_000_000, 1_000_200):
+            record = {"step": step, "time": 1.7e9 + step, "session_s": float(step), "step_time_s": 1.0}
+            file.write(b"\n" + json.dumps(record).encode())
+    log.write("started", step=0, before_s=1.0)
+    log.write("saved", step=1_000_150, account={"productive": 999_000.0, "startup": 9.0})
+    with bytes_read() as read:
+        goodput, sink = Goodput(tmp_path, 1_000_180, log.write), JsonLinesSink(metrics, 1_000_180)
+        again = {"step": 1_000_160, "time": 1.8e9, "step_time_s": 1.0}  # a rollback
+        goodput.on_step(again)
+        sink.on_step(again)
+        folder = RunFolder.read(tmp_path)
+    assert folder is not None and folder.step == 1_000_160
+    assert goodput.seconds()["productive"] == 999_000 + 10
+    assert goodput.lost_steps + goodput.summary()["lost_steps"] == 2 * 19 + 21
+    assert read[0] < 8 << 20
+    assert next(stream_lines(metrics, after_step=1_000_159))["step"] == 1_000_160
+
+
+def test_lines_that_storage_refuses_wait(tmp_path: Path) -> None:
+    """They were dropped for good, and nothing in the file said so. Here the disk takes a part of a line, then none."""
+    log = EventLog(tmp_path / EVENTS)
+    sink = JsonLinesSink(tmp_path / METRICS, 0)
+    sink.on_step({"step": 1})
+    room = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20, room[1]))
+        for step in (2, 3, 4, 3):  # with a rollback
+            with pytest.raises(OSError):
+                sink.on_step({"step": step})
+        with pytest.raises(OSError):
+            log.write("saved", reason="long enough to be cut")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, room)
+    assert (tmp_path / METRICS).read_text() == '{"step": 1}\n'
+    sink.sync()
+    assert (tmp_path / METRICS).read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    log.sync()
+    assert [event["event"] for event in read_events(tmp_path / EVENTS)] == ["saved"]
+
+
+def test_what_waits_is_bounded_and_what_is_lost_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_files, "MOST_WAITING_BYTES", sum(len(line(step)) for step in (5, 6, 7)))
+    opened, path = line_files.open_to_write, tmp_path / METRICS
+    file = LineFile(path)
+
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(line_files, "open_to_write", refuse)
+    for step in range(1, 8):
+        with suppress(OSError):
+            file.append(line(step))
+    with pytest.raises(OSError, match="the lines of steps 1 to 7 could not be written"):
+        file.close()
+    monkeypatch.setattr(line_files, "open_to_write", opened)
+    file.close()
+    said, *kept = read_lines(path)
+    assert said["lost"] == "the lines of steps 1 to 4" and [one["step"] for one in kept] == [5, 6, 7]
+    assert [record["step"] for record in read_records(path)] == [5, 6, 7]
+
+
+def test_a_synced_file_is_on_disk_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file whose folder was not synced is not there after a power cut."""
+    synced = []
+
+    def note(descriptor: int) -> None:
+        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+
+    monkeypatch.setattr(os, "fdatasync", note)
+    monkeypatch.setattr(os, "fsync", note)
+    sink = JsonLinesSink(tmp_path / METRICS, 0)
+    sink.on_step({"step": 1})
+    assert synced == []  # not in a step's way
+    sink.sync()
+    assert synced == [str(tmp_path / METRICS), str(tmp_path)]
