@@ -38,10 +38,8 @@ def main() -> None:
         package = error.name or ""
         if "." in package or package in sys.modules or not package:  # a part of one, which should be there
             raise
-        lacking = (
-            f"{sys.executable} lacks the package {package}: install megalite there (pip install -e .), or it alone"
-        )
-        say(f"megalite: error: {lacking}", file=sys.stderr, flush=True)
+        remedy = "install it, or megalite with all that it needs (pip install -e .)"
+        say(f"megalite: error: there is no package {package} in {sys.prefix}: {remedy}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 

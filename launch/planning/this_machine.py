@@ -24,8 +24,8 @@ import psutil
 
 from launch.errors import LaunchError
 from launch.planning.hardware_catalogue import cache_folder, known_hardware, user_file
-from launch.runtime.devices import cpu_count, gpu_count
-from launch.runtime.host_probe import cpu_info, gpus, has_bf16_units, host_memory_bytes, start_listing_gpus
+from launch.runtime.devices import cpu_count, gpu_count, gpu_names
+from launch.runtime.host_probe import cpu_info, has_bf16_units, host_memory_bytes
 from megalite.checkpoint.durable_files import write_durably
 from megalite.config import Config
 from megalite.config.versions import installed_version
@@ -125,10 +125,7 @@ def _words(name: str) -> frozenset[str]:
 
 
 def _with_gpus(ranks: int, nodes: int, known: Catalogue) -> Machine:
-    found = gpus(start_listing_gpus())["gpus"]
-    if not found:
-        raise LaunchError("nvidia-smi does not report which GPUs this machine has")
-    if len(kinds := list(dict.fromkeys(found))) > 1:
+    if len(kinds := list(dict.fromkeys(gpu_names()))) > 1:
         raise LaunchError(
             f"this machine has GPUs of several kinds, {' and '.join(kinds)}: a step takes as long as theirs"
         )

@@ -32,7 +32,6 @@ from typing import Any
 
 ROOMS = ("megalite", "models", "data_pipeline", "launch")
 PATIENCE_S = 2.0  # for a name server or a file system; training would hang in it as well
-GPUS_S = 20.0  # the driver takes seconds to initialise many GPUs
 LISTEN_S = 60.0
 # below what Linux gives to outgoing connections (net.ipv4.ip_local_port_range) and Kubernetes to services
 QUIET_PORTS = range(15_000, 30_000)
@@ -50,7 +49,6 @@ def facts(
     `root` is the folder of our code, `python_path` precedes Python's own folders in the search for `packages`. Free
     space is reported for `folders`, sizes for `files`, and compile locks for the torch extension folders in `caches`.
     """
-    listing, sizing = start_listing_gpus(), start_sizing_gpus()
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return {
         "hostname": socket.gethostname(),
@@ -75,8 +73,6 @@ def facts(
         "folders": {path: within(PATIENCE_S, partial(space, path), None) for path in folders},
         "files": {path: within(PATIENCE_S, partial(size_of, path), None) for path in files},
         "locks": within(PATIENCE_S * 2, lambda: compile_locks(caches), []),
-        **gpus(listing),
-        "gpu_memory_bytes": sizes_of_gpus(sizing),
     }
 
 
@@ -120,47 +116,6 @@ def file_digests(root: str) -> dict[str, str]:
 def code_digest(digests: dict[str, str]) -> str:
     """Combines file digests into one; "" if there are none."""
     return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:12] if digests else ""
-
-
-def start_listing_gpus() -> subprocess.Popen[str] | None:
-    with contextlib.suppress(OSError):
-        return subprocess.Popen(["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return None
-
-
-def gpus(listing: subprocess.Popen[str] | None) -> dict[str, Any]:
-    """Returns the names of the GPUs, or the error message of the driver."""
-    if listing is None:
-        return {"gpus": [], "gpu_problem": None}
-    try:
-        output, _ = listing.communicate(timeout=GPUS_S)
-    except subprocess.TimeoutExpired:
-        listing.kill()
-        return {"gpus": [], "gpu_problem": "nvidia-smi does not answer"}
-    names = [line.partition(": ")[2].partition(" (UUID")[0] for line in output.splitlines() if line.startswith("GPU ")]
-    lines = output.strip().splitlines() or ["nvidia-smi failed"]
-    return {"gpus": names, "gpu_problem": lines[0] if listing.returncode else None}
-
-
-def start_sizing_gpus() -> subprocess.Popen[str] | None:
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    with contextlib.suppress(OSError):
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    return None
-
-
-def sizes_of_gpus(sizing: subprocess.Popen[str] | None) -> list[int | None]:
-    """Returns the bytes of memory of each GPU, None where the driver does not tell; empty if it does not answer."""
-    if sizing is None:
-        return []
-    try:
-        output, _ = sizing.communicate(timeout=GPUS_S)
-    except subprocess.TimeoutExpired:
-        sizing.kill()
-        return []
-    if sizing.returncode:
-        return []
-    return [int(line) << 20 if line.strip().isdecimal() else None for line in output.splitlines()]
 
 
 def host_memory_bytes() -> int:

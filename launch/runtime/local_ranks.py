@@ -44,8 +44,7 @@ def rank_environment(
     _check_threads(os.environ.get(THREADS))
     wanted: dict[str, str] = {}
     reasons = []
-    if not on_gpu:
-        wanted["DS_ACCELERATOR"] = "cpu"
+    wanted["DS_ACCELERATOR"] = "cuda" if on_gpu else "cpu"  # else DeepSpeed takes a CPU where torch finds no GPU
     cores = cores or cpu_count()
     threads = max(1, cores // ranks) if options.threads_per_rank == "auto" else options.threads_per_rank
     wanted[THREADS] = str(threads)

@@ -26,6 +26,7 @@ INSTALLATION = PACKAGE.parent
 """The folder that contains `launch`, `megalite`, `models` and `data_pipeline`."""
 RANK_SCRIPT = PACKAGE / "train.py"
 HOST_PROBE = PACKAGE / "runtime" / "host_probe.py"
+GPU_PROBE = PACKAGE / "runtime" / "gpu_probe.py"
 AGENT = PACKAGE / "cluster" / "ssh" / "agent.py"
 
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from launch.errors import USER_ERRORS, LaunchError
 from launch.planning.prediction import Prediction
 from launch.planning.this_machine import UNMEASURED, Machine, cpu_name, describe_machine
-from launch.runtime.host_probe import gpus, start_listing_gpus
+from launch.runtime.devices import gpu_names
 from launch.runtime.local_ranks import start_local_ranks
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import print_result, say
@@ -177,4 +177,4 @@ def _devices_in_words(run: CheckedRun) -> str:
     ranks = plural(run.layout.world_size, "rank")
     if run.device == "cpu":
         return f"{ranks} on this CPU ({cpu_name()})"
-    return f"{ranks} on this machine's GPUs ({', '.join(dict.fromkeys(gpus(start_listing_gpus())['gpus']))})"
+    return f"{ranks} on this machine's GPUs ({', '.join(dict.fromkeys(gpu_names()))})"

@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 from launch.planning.device_facts import RankDevice, bytes_for_each, ranks_of_hosts
 from launch.planning.memory_check import forecast_memory, refuse_what_cannot_fit
 from launch.planning.this_machine import UNMEASURED, cpu_memory, cpu_name, describe_machine
-from launch.runtime.devices import Device
+from launch.runtime.devices import Device, gpu_count
 from launch.runtime.host_probe import host_memory_bytes
+from launch.runtime.logs import get_logger
 from megalite.config import Config, ResolvedLayout
 from megalite.planner.cost import memory
 from megalite.planner.hardware import Cluster
 from megalite.planner.units import plural
+
+log = get_logger(__name__)
 
 
 def devices_of_ranks(device: Device) -> list[RankDevice]:
@@ -25,6 +28,9 @@ def devices_of_ranks(device: Device) -> list[RankDevice]:
 
     host, boot = this_host()
     if device == "cpu":
+        # torch has chosen, as under torchrun; this says why, or that there is a GPU all the same
+        if not torch.distributed.get_rank() and "DS_ACCELERATOR" not in os.environ and (gpus := gpu_count()):
+            log.warning(f"the CPU computes, because torch cannot use the {plural(gpus, 'GPU')} that the driver names")
         own = RankDevice(host, boot, cpu_name(), host_memory_bytes(), cpu_memory(os.environ))
     else:
         found = torch.cuda.get_device_properties(torch.cuda.current_device())

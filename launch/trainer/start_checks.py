@@ -14,7 +14,7 @@ from launch.errors import LaunchError
 from launch.huggingface.hub_folder import is_hub_id
 from launch.planning.memory_check import MemoryForecast, forecast_memory, refuse_what_cannot_fit
 from launch.planning.this_machine import UNMEASURED, cpu_memory, describe_machine
-from launch.runtime.devices import Device, gpu_count, gpu_memory_bytes
+from launch.runtime.devices import Device, gpu_count, gpu_memory_bytes, why_no_gpu
 from launch.runtime.host_probe import host_memory_bytes
 from launch.runtime.local_ranks import rank_environment
 from launch.runtime.logs import get_logger
@@ -122,8 +122,9 @@ def resolve(config: Config) -> tuple[ResolvedLayout, Device]:
     gpus = gpu_count()
     device: Device = "cuda" if gpus else "cpu"
     if not gpus and os.environ.get("DS_ACCELERATOR") == "cuda":
+        reason = f" ({why})" if (why := why_no_gpu()) else ""
         raise LaunchError(
-            "DS_ACCELERATOR is cuda, and there is no GPU here that may be used: set it to cpu, or unset it"
+            f"DS_ACCELERATOR is cuda, and there is no GPU here that may be used{reason}: set it to cpu, or unset it"
         )
     check_run(config)
     check_textfile(config.monitor.prometheus)

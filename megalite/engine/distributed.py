@@ -11,6 +11,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
+from megalite.config import ConfigError
 from megalite.engine.agreement import from_all_ranks
 from megalite.engine.deepspeed_internals import (
     keep_collective_uncompiled,
@@ -70,7 +71,8 @@ def start_distributed(
 ) -> torch.device:
     """Joins the process group of the ranks that meet at `rendezvous`; returns this rank's device.
 
-    Without one, the ranks meet where the launcher's environment says. Raises RendezvousFailed.
+    Without one, the ranks meet where the launcher's environment says. Raises RendezvousFailed, and ConfigError on a
+    rank that is to compute on a GPU which torch cannot use.
     """
     quiet_logging()
     keep_muon_uncompiled()
@@ -79,6 +81,11 @@ def start_distributed(
     on_cpu = accelerator.device_name() == "cpu"
     if on_cpu:
         keep_collective_uncompiled()
+    elif not accelerator.is_available():
+        raise ConfigError(
+            f"DS_ACCELERATOR is {accelerator.device_name()}, and torch {torch.__version__} can use no GPU here: "
+            "compare what it is built for (torch.version) with the driver, or set DS_ACCELERATOR=cpu"
+        )
     else:
         accelerator.set_device(local_rank)
     device = torch.device("cpu" if on_cpu else accelerator.device_name(local_rank))

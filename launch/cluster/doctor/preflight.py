@@ -21,6 +21,7 @@ from launch.cluster.ssh.connection import HostConnection, HostError, in_parallel
 from launch.output import Cell, StyledCell, Table
 from launch.runtime import host_probe as local
 from launch.runtime.devices import Device
+from launch.runtime.gpu_probe import GPUS_S, gpu_facts
 from launch.runtime.hostfile import Host
 from launch.runtime.modules import INSTALLATION
 from launch.trainer.run_folder import PACKAGES
@@ -115,7 +116,7 @@ def preflight(
         "files": [str(path) for path in settings.data_files],
         "caches": [path for path in [os.environ.get("TORCH_EXTENSIONS_DIR")] if path],
     }
-    answers = Answers(tuple(hosts), settings, str(INSTALLATION), local.facts(**question))
+    answers = Answers(tuple(hosts), settings, str(INSTALLATION), local.facts(**question) | gpu_facts())
     answers.errors.update({name: str(error) for name, error in errors.items()})
     names = tuple(host.name for host in hosts)
     questions = _Questions({name: connections[name] for name in names if name in connections}, answers, run_dir)
@@ -148,7 +149,8 @@ class _Questions:
             self._ports[name] = connection.ask("listen", greeting=self._mark + name)["port"]
             if self._run_dir is not None:
                 self._note_token(name, connection.ask("write_token", **self._token(name)))
-            self._answers.facts[name] = connection.ask("facts", timeout_s=ANSWER_S, **question)
+            facts = connection.ask("facts", timeout_s=ANSWER_S, **question)
+            self._answers.facts[name] = facts | connection.ask("gpu_facts", timeout_s=ANSWER_S + 2 * GPUS_S)
 
         if self._run_dir is not None:
             self._note_token(HERE, local.write_token(**self._token(HERE)))

@@ -24,9 +24,9 @@ from functools import partial
 from typing import IO, Any, TypeVar
 
 from launch.errors import LaunchError
-from launch.runtime.modules import AGENT, HOST_PROBE
+from launch.runtime.modules import AGENT, GPU_PROBE, HOST_PROBE
 
-PROGRAM = (HOST_PROBE, AGENT)
+PROGRAM = (HOST_PROBE, GPU_PROBE, AGENT)
 LOADER = (  # executes all sources in one namespace
     "import json, sys; own = dict(__name__='agent'); "
     "[exec(text, own) for text in json.loads(sys.stdin.buffer.read({}))]"
@@ -66,7 +66,9 @@ class HostConnection:
         self.heard = time.monotonic()  # time of the last answer
         self.is_open = True  # False once ssh, or the agent, has ended
         self._word = secrets.token_hex(16)
-        program = json.dumps([*(path.read_text() for path in PROGRAM), f"main(ACTIONS, {self._word!r})"]).encode()
+        program = json.dumps(
+            [*(path.read_text() for path in PROGRAM), f"main({{**ACTIONS, **GPU_ACTIONS}}, {self._word!r})"]
+        ).encode()
         loader = LOADER.format(len(program))
         remote = f"exec {shlex.quote(sys.executable)} -I -u -c {shlex.quote(loader)}"
         options = [f"-o{option}" for option in (*keep_alive(patience_s), f"ConnectTimeout={CONNECT_S}")]

@@ -167,13 +167,11 @@ def test_gpus_that_nobody_knows_are_told_how_to_describe(
     four_cores: list[int], config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine_module, "gpu_count", lambda: 2)
-    monkeypatch.setattr(machine_module, "start_listing_gpus", lambda: None)
     found: list[str] = []
-    monkeypatch.setattr(machine_module, "gpus", lambda _: {"gpus": found})
+    monkeypatch.setattr(machine_module, "gpu_names", lambda: found)
     for names, sentence in (
         (["NVIDIA L4"] * 2, r"the catalogue has no GPU 'NVIDIA L4': describe it in .*hardware.yaml under accelerators"),
         (["NVIDIA H200", "NVIDIA L4"], "GPUs of several kinds"),
-        ([], "nvidia-smi does not report"),
     ):
         found[:] = names
         with pytest.raises(LaunchError, match=sentence) as caught:

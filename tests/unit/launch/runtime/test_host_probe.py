@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from launch.cluster.doctor.findings import Settings, Severity
 from launch.cluster.doctor.preflight import clock_of, preflight
 from launch.cluster.ssh import agent
 from launch.cluster.ssh.connection import HostConnection, connect_all
+from launch.runtime import gpu_probe
 from launch.runtime import host_probe as asked
 from launch.runtime.hostfile import Host
 from launch.runtime.modules import INSTALLATION
@@ -59,18 +61,6 @@ def test_a_file_that_differs_changes_the_digest_of_the_code(tmp_path: Path) -> N
     assert asked.code_digest(asked.file_digests(str(tmp_path))) != before
     assert ask(root=str(tmp_path / "nowhere"))["code"] == ""
     assert ask()["code"] == asked.code_digest(asked.file_digests(str(INSTALLATION))) != ""
-
-
-def test_gpus_are_listed_and_a_broken_driver_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert asked.gpus(asked.start_listing_gpus()) == {"gpus": [], "gpu_problem": None}
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\nprintf 'GPU 0: NVIDIA H200 (UUID: GPU-1a)\\nGPU 1: NVIDIA H100 (UUID: GPU-2b)\\n'\n")
-    program.chmod(0o755)
-    assert asked.gpus(asked.start_listing_gpus())["gpus"] == ["NVIDIA H200", "NVIDIA H100"]
-    program.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
-    found = asked.gpus(asked.start_listing_gpus())
-    assert found == {"gpus": [], "gpu_problem": "Failed to initialize NVML: Driver/library version mismatch"}
 
 
 @pytest.mark.parametrize("depth", ["fused_adam", "py311_cu130/fused_adam"])
@@ -155,9 +145,10 @@ def test_a_program_has_its_limit() -> None:
     assert late == {"code": -9, "said": "hi\n"} and time.monotonic() - began < 10
 
 
-def test_what_is_sent_to_hosts_needs_an_old_python_alone() -> None:
-    """Standard library, the grammar of 3.8, and no name that the agent, which is sent with it, has as well."""
-    tree = ast.parse(inspect.getsource(asked), feature_version=(3, 8))
+@pytest.mark.parametrize("sent", [asked, gpu_probe])
+def test_what_is_sent_to_hosts_needs_an_old_python_alone(sent: ModuleType) -> None:
+    """Standard library, the grammar of 3.8, and no name that what is sent with it has as well."""
+    tree = ast.parse(inspect.getsource(sent), feature_version=(3, 8))
     imported = {
         name.split(".")[0]
         for node in ast.walk(tree)
@@ -170,9 +161,12 @@ def test_what_is_sent_to_hosts_needs_an_old_python_alone() -> None:
         )
     }
     assert imported <= sys.stdlib_module_names
-    own = {name for name, value in vars(asked).items() if not name.startswith("__") and not inspect.ismodule(value)}
-    theirs = {name for name, value in vars(agent).items() if not name.startswith("__") and not inspect.ismodule(value)}
-    assert not {name for name in own & theirs if vars(asked)[name] is not vars(agent)[name]}
+    for other in {asked, gpu_probe, agent} - {sent}:
+        own, theirs = (
+            {name for name, value in vars(one).items() if not name.startswith("__") and not inspect.ismodule(value)}
+            for one in (sent, other)
+        )
+        assert not {name for name in own & theirs if vars(sent)[name] is not vars(other)[name]}
 
 
 def test_a_host_that_is_lost_while_it_is_asked_is_a_finding_and_leaves_nothing(

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from launch.runtime.local_ranks import ALLOCATOR_OPTIONS, rank_environment
-from megalite.config import LaunchConfig
+from launch.trainer.rank_devices import devices_of_ranks
+from megalite.config import ConfigError, LaunchConfig
 from megalite.engine.meeting_place import FOLDER, is_private
 from megalite.resilience.signals import INTERRUPT_REPEAT_S, REPEAT_S
 from tests.e2e.test_supervise import MARK, marked, wait_until
@@ -172,3 +173,33 @@ def test_gpus_allocate_in_segments_that_grow_unless_the_user_has_a_say(monkeypat
             given, told = rank_environment(LaunchConfig(), 2, on_gpu=True)
         assert not given.keys() & set(ALLOCATOR_OPTIONS), "torch would take one of two"
         assert f"{name} as you set it" in told and "segments" not in told
+
+
+def test_a_rank_that_was_started_for_a_gpu_does_not_compute_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed takes a CPU where torch finds no GPU, so a driver that is too old has made a CPU run, silently."""
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    from megalite.engine.distributed import start_distributed
+
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    for on_gpu, accelerator in ((True, "cuda"), (False, "cpu")):
+        assert rank_environment(LaunchConfig(), 2, on_gpu=on_gpu)[0]["DS_ACCELERATOR"] == accelerator
+    monkeypatch.setattr("megalite.engine.distributed.get_accelerator", CUDA_Accelerator)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"DS_ACCELERATOR is cuda, and torch .* can use no GPU here: compare"):
+        start_distributed(0)
+
+
+@pytest.mark.parametrize(("chosen", "gpus", "warned"), [(None, 2, True), (None, 0, False), ("cpu", 2, False)])
+def test_a_rank_that_torch_puts_on_the_cpu_beside_gpus_says_so(
+    chosen: str | None, gpus: int, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As under torchrun, which sets no DS_ACCELERATOR."""
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("DS_ACCELERATOR", chosen)
+    monkeypatch.setattr("launch.trainer.rank_devices.gpu_count", lambda: gpus)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("megalite.engine.agreement.from_all_ranks", lambda own, kind: [own])
+    assert [one.allocator.kind for one in devices_of_ranks("cpu")] == ["cpu"]
+    assert ("torch cannot use the 2 GPUs that the driver names" in caplog.text) == warned
