@@ -3,7 +3,8 @@
 One file per step:
 
     sources/     files, folders, globs, JSONL, `datasets`    -> pieces of documents, read as a stream
-    tokenizer    train or inspect a tokenizer.json           -> vocabulary, end-of-document id
+    tokenizer    text -> a tokenizer.json of byte-level BPE; tokenizer_reading: its folder, as transformers reads it
+                 -> ids, vocabulary, end-of-document id
     prepare/     pieces -> token ids on all cores            -> PREFIX.bin, PREFIX.idx, PREFIX.meta.json
     indexed      Megatron's .bin/.idx pair, bit for bit      -> memory-mapped documents
     token_cache  corpora that lie elsewhere              -> copies here, proven by their digests
@@ -16,5 +17,5 @@ One file per step:
                  one document -> overlapping windows         -> each token scored once in evaluation
 
 Nothing here imports torch; `tokenizers`, `datasets` and `transformers` are imported inside the functions that
-use them, so that importing a module of this package costs only numpy.
+use them, so that importing a module of this package costs only numpy and pydantic.
 """

@@ -4,9 +4,13 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from data_pipeline.errors import DataError
 from data_pipeline.files import with_ending, write_atomically
+from data_pipeline.typed_json import STRICT, Count, PathText, of_json
 
 FORMAT = "megatron-indexed-1"
 WRITER_VERSION = 1  # raise it when the same sources and tokenizer would give other tokens
@@ -16,12 +20,13 @@ WRITER_VERSION = 1  # raise it when the same sources and tokenizer would give ot
 class CorpusMeta:
     """Contents of `PREFIX.meta.json`."""
 
-    tokenizer_sha256: str  # of tokenizer.json
-    tokenizer: str  # the path as given
-    vocab_size: int
-    eos_token_id: int | None
-    token_count: int
-    document_count: int
+    __pydantic_config__: ClassVar = STRICT
+    tokenizer_sha256: str  # of tokenizer.json; of the files together where these make other ids of a text
+    tokenizer: PathText  # the path as given
+    vocab_size: Count
+    eos_token_id: Count | None
+    token_count: Count
+    document_count: Count
     dtype: str
     sha256: str  # of the .bin
     idx_sha256: str  # of the .idx
@@ -32,10 +37,11 @@ class CorpusMeta:
     loss_sha256: str | None = None  # of the .loss.bin; None: every token carries loss
     train_on: str | None = None  # of conversations, as is the next; None for text
     chat_template_sha256: str | None = None
-    begin_token_id: int | None = None  # this and the next four are missing in files of older versions
+    end_of_turn_id: Count | None = None  # the token that ends an answer; None also in files of older versions
+    begin_token_id: Count | None = None  # this and the next four are missing in files of older versions
     special_tokens: str = "keep"
-    fill_in_the_middle: float = 0.0  # share of the documents
-    skipped_rows: int = 0
+    fill_in_the_middle: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of the documents
+    skipped_rows: Count = 0
     tokenizers: str | None = None  # version of the library that encoded
     gigatoken: str | None = None  # version of the fast encoder of the run that finished; None: the exact one
     format: str = FORMAT
@@ -61,8 +67,8 @@ def read_meta(prefix: Path) -> CorpusMeta | None:
 def parsed_meta(content: bytes, where: str) -> CorpusMeta:
     """Returns the metadata in the bytes of a file. Raises DataError, which names `where` they are from."""
     try:
-        meta = CorpusMeta(**json.loads(content.decode()))
-    except (ValueError, TypeError, RecursionError) as error:
+        meta = of_json(CorpusMeta, content)
+    except ValueError as error:
         raise DataError(
             f"{where} is not readable as metadata of a corpus ({error}): delete it or prepare again"
         ) from error

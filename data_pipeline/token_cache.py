@@ -106,7 +106,7 @@ class CorpusCopy:
                 return False
             is_ours = meta_path(self.prefix).read_bytes() == self._content
             return is_ours and json.loads((self.folder / STAMP).read_bytes()) == self._stamp()
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return False
 
     def prove_foreign(self, advance: Callable[[int], None]) -> None:

@@ -1,6 +1,5 @@
-"""Trains a small byte-level BPE tokenizer, or inspects an existing one.
+"""Trains a small byte-level BPE tokenizer, and writes it as a folder that `transformers` loads.
 
-A tokenizer is given as a folder with `tokenizer.json` (as `transformers` writes it), or as the path of that file.
 Training is deterministic; an earlier result is reused if texts and size are the same. Beside it stands
 `trained_from.json`, which says what it was trained on; a tokenizer without it is never replaced, and one that was
 trained on other text or has another size only if that is asked for.
@@ -12,21 +11,19 @@ import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from data_pipeline.errors import DataError, first_names
 from data_pipeline.files import sha256_of_file, write_atomically
 from data_pipeline.ownership import make_folder
+from data_pipeline.tokenizer_reading import TOKENIZER, TOKENIZER_CONFIG, TokenizerFile, inspect_tokenizer
+from data_pipeline.typed_json import STRICT, Count, of_json
 
 if TYPE_CHECKING:
     import tokenizers
 
-TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
 TRAINED_FROM = "trained_from.json"
 END_OF_TEXT = "<|endoftext|>"
-_KNOWN_END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
-_KNOWN_BEGIN_TOKENS = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]")
 _INSTEAD = "name another folder, leave out --train-vocab-size to take it as it is, or replace it with --overwrite"
 _SMALLEST_VOCABULARY = 257  # 256 bytes and END_OF_TEXT
 _NOT_TRAINING_TEXT = {
@@ -43,71 +40,15 @@ _TRANSFORMERS_CONFIG = {
 
 
 @dataclass(frozen=True)
-class TokenizerFile:
-    """A tokenizer's file, and what prepared data records of it."""
-
-    given: str  # the path as the user wrote it
-    path: Path  # tokenizer.json
-    sha256: str
-    vocab_size: int  # largest id + 1
-    eos_token_id: int | None
-    bos_token_id: int | None
-
-
-def inspect_tokenizer(tokenizer: Path) -> TokenizerFile:
-    """Reads the tokenizer of a folder or `tokenizer.json`. Raises DataError if it is missing, broken or empty."""
-    path = tokenizer / TOKENIZER if tokenizer.is_dir() else tokenizer
-    if path.is_file() and path.name != TOKENIZER:
-        raise DataError(f"tokenizer {tokenizer} is a file of another name: give tokenizer.json, or its folder")
-    if not path.is_file():
-        raise DataError(
-            f"tokenizer {tokenizer} has no tokenizer.json: give a folder written by `save_pretrained`, or train one "
-            "with `megalite prepare --train-vocab-size`"
-        )
-    vocabulary = load_tokenizer(path).get_vocab(with_added_tokens=True)
-    if not vocabulary:
-        raise DataError(f"{path} has an empty vocabulary: give a trained tokenizer")
-    return TokenizerFile(
-        given=str(tokenizer),
-        path=path,
-        sha256=sha256_of_file(path),
-        vocab_size=max(vocabulary.values()) + 1,
-        eos_token_id=_id_of("eos_token", _KNOWN_END_TOKENS, path, vocabulary),
-        bos_token_id=_id_of("bos_token", _KNOWN_BEGIN_TOKENS, path, vocabulary),
-    )
-
-
-def _id_of(name: str, known: Sequence[str], path: Path, vocabulary: dict[str, int]) -> int | None:
-    """Returns the id of the special token that the configuration calls `name`; without one, of a `known` token."""
-    configured = _configured_token(name, path.parent / TOKENIZER_CONFIG)
-    candidates = (configured,) if configured is not None else known
-    return next((vocabulary[token] for token in candidates if token in vocabulary), None)
-
-
-def load_tokenizer(path: Path) -> "tokenizers.Tokenizer":
-    """Loads a tokenizer without the truncation and padding that its file may switch on."""
-    import tokenizers
-
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except BaseException as error:  # bare Exception for most faults of a file, and pyo3's PanicException, which is none
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
-        raise DataError(f"{path} is not a tokenizer that `tokenizers` can load ({error}): save it again") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-@dataclass(frozen=True)
 class TrainingRecord:
     """Contents of `trained_from.json`."""
 
+    __pydantic_config__: ClassVar = STRICT
     text_sha256: str
-    vocab_size: int
+    vocab_size: Count
     tokenizers: str  # version of the library
     sha256: str  # of tokenizer.json
-    text_bytes: int | None = None  # None in records of older versions
+    text_bytes: Count | None = None  # None in records of older versions
     sources: tuple[str, ...] = ()  # as given
 
     def describe(self) -> str:
@@ -186,7 +127,7 @@ def trained_tokenizer(
     content = trained.to_str(pretty=True).encode()
     sha256 = hashlib.sha256(content).hexdigest()
     end = trained.token_to_id(END_OF_TEXT)
-    file = TokenizerFile(str(output), output / TOKENIZER, sha256, vocab_size, end, end)
+    file = TokenizerFile(str(output), output / TOKENIZER, sha256, vocab_size, end, end, is_harmless=True)
     return TrainedTokenizer(file, replace(asked, sha256=sha256), content)
 
 
@@ -236,14 +177,13 @@ def _former_training(folder: Path, overwrite: bool) -> TrainingRecord | None:
     if not (record.exists() and tokenizer.exists()):
         return None
     try:
-        former = TrainingRecord(**json.loads(record.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, RecursionError):
+        return of_json(TrainingRecord, record.read_bytes())
+    except ValueError:
         if overwrite:
             return None
         raise DataError(
             f"{record} is not readable, so it is not known what the tokenizer beside it was trained on: {_INSTEAD}"
         ) from None
-    return replace(former, sources=tuple(former.sources))
 
 
 def _other_tokenizer(folder: Path, former: TrainingRecord, asked: TrainingRecord) -> DataError:
@@ -260,17 +200,6 @@ def _text_facts(texts: Sequence[str]) -> dict[str, Any]:
         digest.update(len(content).to_bytes(8, "little") + content)
         size += len(content)
     return {"text_sha256": digest.hexdigest(), "text_bytes": size}
-
-
-def _configured_token(name: str, path: Path) -> str | None:
-    if not path.is_file():
-        return None
-    try:
-        token = json.loads(path.read_text(encoding="utf-8")).get(name)
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path} is not readable as JSON ({error}): save the tokenizer again") from error
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
 
 
 def _as_json(content: object) -> bytes:

@@ -10,16 +10,13 @@ or to begin an answer: reasoning stands between `<think>` and `</think>`.
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from data_pipeline.chat.conversation import ASSISTANT, Conversation
 from data_pipeline.chat.template import ChatTemplate
 from data_pipeline.chat.turns import TurnFinder
 from data_pipeline.errors import DataError
 from data_pipeline.prepare.encoding import SpecialTokens
-
-if TYPE_CHECKING:
-    import tokenizers
 
 BREAK = "\ufdd0"  # stands inside a control token that is text; a code point that no text may contain
 _NAMES = {"role", "type", "name", "id", "tool_call_id"}  # fields by which templates choose what to write
@@ -32,16 +29,26 @@ class _Forbidden(NamedTuple):
     ids: frozenset[int]
 
 
+class Words(Protocol):
+    """A tokenizer, wherever it runs."""
+
+    @property
+    def added(self) -> dict[int, tuple[str, bool]]: ...
+
+    @property
+    def normalizes(self) -> bool: ...
+
+    def spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]: ...
+
+
 class ControlTokens:
     """The control tokens of a tokenizer with a template. Raises DataError for a policy that they do not allow."""
 
-    def __init__(
-        self, tokenizer: "tokenizers.Tokenizer", template: ChatTemplate, policy: SpecialTokens, turns: TurnFinder
-    ) -> None:
+    def __init__(self, words: Words, template: ChatTemplate, policy: SpecialTokens, turns: TurnFinder) -> None:
         self.policy = policy
-        self._tokenizer, self._template = tokenizer, template
-        self._added = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items()}
-        special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._words, self._template = words, template
+        self._added = {number: content for number, (content, _) in words.added.items()}
+        special = {number for number, (_, is_special) in words.added.items() if is_special}
         programs = template.text + template.tool_text
         written = {number for number, token in self._added.items() if token in programs and token.strip()}
         around = set() if policy == "keep" else self._around_answers(turns) & written
@@ -113,7 +120,7 @@ class ControlTokens:
         return {number for numbers in found[:-1] for number in numbers} | set(found[-1][:1])
 
     def _ids(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._words.spans(text)[0]
 
     def _forbidden(self, ids: set[int]) -> _Forbidden:
         return _Forbidden(_any_of([self._added[number] for number in ids]), frozenset(ids))
@@ -140,10 +147,9 @@ class ControlTokens:
         It finds no others than those that are spelled, unless it normalises: `<|IM_END|>` may be one then.
         """
         match = tokens.spellings.search(text, place)
-        if match or self._tokenizer.normalizer is None:
+        if match or not self._words.normalizes:
             return match.span() if match else None
-        encoding = self._tokenizer.encode(text[place:], add_special_tokens=False)
-        found = (span for number, span in zip(encoding.ids, encoding.offsets, strict=True) if number in tokens.ids)
+        found = (span for number, span in zip(*self._words.spans(text[place:]), strict=True) if number in tokens.ids)
         return next(((place + begin, place + end) for begin, end in found), None)
 
     def _broken(self, text: str, tokens: _Forbidden, where: str) -> str:

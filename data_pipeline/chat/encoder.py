@@ -1,10 +1,9 @@
 """Encodes conversations: the tokens of their rendered text, and which of them carry loss."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +14,8 @@ from data_pipeline.chat.template import ChatTemplate, read_chat_template
 from data_pipeline.chat.turns import TrainOn, TurnFinder, Turns
 from data_pipeline.errors import DataError
 from data_pipeline.prepare.cutting import TextPiece
-from data_pipeline.prepare.encoding import EncodedPiece, SpecialTokens, loaded_tokenizer
-from data_pipeline.tokenizer import TokenizerFile
-
-if TYPE_CHECKING:
-    import tokenizers
+from data_pipeline.prepare.encoding import EncodedPiece, LoadedTokenizer, SpecialTokens, loaded_tokenizer
+from data_pipeline.tokenizer_reading import TokenizerFile, with_limits
 
 
 @dataclass(frozen=True)
@@ -31,6 +27,7 @@ class ChatEncoder:
     train_on: TrainOn
     special_tokens: SpecialTokens
     begin_token: None = None
+    end_of_turn: int | None = field(default=None, compare=False)  # the token by which the template ends an answer
 
     def encode(self, piece: TextPiece) -> EncodedPiece:
         """Encodes the conversation that a piece holds as JSON. Raises DataError if it cannot say what carries loss."""
@@ -76,8 +73,8 @@ class _Tokens(NamedTuple):
 class _ChatText:
     """Tokenises rendered text, with control tokens that are text cut in two."""
 
-    def __init__(self, tokenizer: "tokenizers.Tokenizer", special: Sequence[int]) -> None:
-        self._tokenizer, self._special = tokenizer, frozenset(special)
+    def __init__(self, words: LoadedTokenizer) -> None:
+        self._words, self._special = words, frozenset(words.special)
 
     def tokens(self, text: str) -> _Tokens:
         """Encodes rendered text without adding special tokens: a template writes its own."""
@@ -85,9 +82,9 @@ class _ChatText:
         places: list[NDArray[np.int64]] = []
         begin = 0
         for part in text.split(BREAK):
-            encoding = self._tokenizer.encode(part, add_special_tokens=False)
-            ids += encoding.ids
-            places.append(np.fromiter(chain.from_iterable(encoding.offsets), np.int64) + begin)
+            found, offsets = self._words.spans(part)
+            ids += found
+            places.append(np.fromiter(chain.from_iterable(offsets), np.int64) + begin)
             begin += len(part) + len(BREAK)
         starts, ends = np.concatenate(places).reshape(-1, 2).T
         return _Tokens(ids, starts, ends)
@@ -122,13 +119,9 @@ class _Tools(NamedTuple):
 
 @lru_cache(maxsize=1)
 def _tools(encoder: ChatEncoder) -> _Tools:
-    tokenizer, special = loaded_tokenizer(encoder.tokenizer.path, encoder.tokenizer.sha256, False)
-    turns = TurnFinder(encoder.template, list(special.values()), encoder.train_on)
-    return _Tools(
-        ControlTokens(tokenizer, encoder.template, encoder.special_tokens, turns),
-        turns,
-        _ChatText(tokenizer, list(special)),
-    )
+    words = loaded_tokenizer(encoder.tokenizer, False)
+    turns = TurnFinder(encoder.template, list(words.special.values()), encoder.train_on)
+    return _Tools(ControlTokens(words, encoder.template, encoder.special_tokens, turns), turns, _ChatText(words))
 
 
 def chat_encoder(
@@ -136,13 +129,18 @@ def chat_encoder(
 ) -> ChatEncoder:
     """Returns the encoder of a tokenizer's folder. Raises DataError if it has no chat template, or not for this."""
     encoder = ChatEncoder(tokenizer, read_chat_template(tokenizer.path.parent, date), train_on, special_tokens)
-    if special_tokens == "as-text":
-        loaded = loaded_tokenizer(tokenizer.path, tokenizer.sha256, False).tokenizer
-        halves = [loaded.encode(half, add_special_tokens=False).ids for half in ("a<", "|b")]
-        if loaded.decode([*halves[0], *halves[1]]) != "a<|b":
+    return replace(encoder, end_of_turn=with_limits(tokenizer, lambda: _tried_out(encoder)))
+
+
+def _tried_out(encoder: ChatEncoder) -> int | None:
+    """Returns the token that ends a turn. Raises DataError for a tokenizer that does not do what is asked of it."""
+    loaded = loaded_tokenizer(encoder.tokenizer, False)
+    if encoder.special_tokens == "as-text":
+        halves = [loaded.spans(half)[0] for half in ("a<", "|b")]
+        if loaded.tokenizer.decode([*halves[0], *halves[1]]) != "a<|b":
             raise DataError(
-                f"the tokenizer {tokenizer.given} begins each text with a space, so that no control token can be cut "
-                "in two to become text: choose --special-tokens refuse or keep"
+                f"the tokenizer {encoder.tokenizer.given} begins each text with a space, so that no control token can "
+                "be cut in two to become text: choose --special-tokens refuse or keep"
             )
-        _tools(encoder)  # refuses control tokens that cannot become text
-    return encoder
+    end = _tools(encoder).turns.end_of_turn()  # control tokens that cannot become text are refused here
+    return None if end is None else loaded.tokenizer.token_to_id(end)

@@ -5,9 +5,9 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from data_pipeline.errors import DataError
+from data_pipeline.tokenizer_reading import HubTokenizer
 
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 
@@ -38,28 +38,16 @@ class ChatTemplate:
 
 def read_chat_template(folder: Path, date: str | None) -> ChatTemplate:
     """Reads the template of a tokenizer's folder. Raises DataError if there is none, or transformers cannot load it."""
-    from transformers import AutoTokenizer
+    with HubTokenizer(folder) as tokenizer:
+        return chat_template_of(tokenizer, date)
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever the files lead it to
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+
+def chat_template_of(tokenizer: HubTokenizer, date: str | None) -> ChatTemplate:
+    """Returns the template of a tokenizer. Raises DataError if it has none."""
+    if tokenizer.templates is None:
         raise DataError(
-            f"{folder}: transformers cannot load its tokenizer, and so no chat template ({reason}): save it again with "
-            "save_pretrained, or copy its files from the model's source"
-        ) from None
-    if not tokenizer.chat_template:
-        raise DataError(
-            f"{folder}: its tokenizer has no chat template: give the tokenizer of a model that was made for chats, or "
-            "write one into chat_template.jinja"
+            f"{tokenizer.folder}: its tokenizer has no chat template: give the tokenizer of a model that was made for "
+            "chats, or write one into chat_template.jinja"
         )
-    return chat_template_of(tokenizer, folder, date)
-
-
-def chat_template_of(tokenizer: Any, folder: Path, date: str | None) -> ChatTemplate:
-    """Returns the template of transformers' `tokenizer`, which has one. Raises DataError if it has several unnamed."""
-    try:
-        text, tool_text = tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[])
-    except ValueError as error:
-        raise DataError(f"{folder}: its chat template cannot be used: {' '.join(str(error).split())}") from None
-    return ChatTemplate(str(folder), text, tool_text, date, tuple(tokenizer.special_tokens_map.items()))
+    text, tool_text = tokenizer.templates
+    return ChatTemplate(str(tokenizer.folder), text, tool_text, date, tuple(tokenizer.special_tokens.items()))

@@ -7,12 +7,15 @@ such as one that takes away old reasoning, is refused: a model would be trained 
 """
 
 from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from data_pipeline.chat.conversation import ASSISTANT, USER, Conversation, Message
 from data_pipeline.chat.renderer import ChatPart, Rendered, TemplateLimit, TemplateProcess, TemplateRefusal
-from data_pipeline.chat.template import ChatTemplate
+from data_pipeline.chat.template import ChatTemplate, chat_template_of
 from data_pipeline.errors import DataError, DataLimitError
+from data_pipeline.tokenizer_reading import HubTokenizer
 
 TrainOn = Literal["all-turns", "last-turn"]
 """all-turns: every message of the assistant carries loss; last-turn: those after the last message of the user."""
@@ -20,6 +23,20 @@ TrainOn = Literal["all-turns", "last-turn"]
 _MARK = "put {% generation %} and {% endgeneration %} around what the assistant writes, its end token included"
 
 _SAID = {"content": "x"}  # in conversations that try out a template
+
+
+def answer_end(folder: Path) -> int | None:
+    """Returns the token by which the chat template in a tokenizer's folder ends an answer; None if there is none."""
+    with HubTokenizer(folder) as tokenizer:
+        if tokenizer.templates is None:
+            return None
+        special = [content for content, is_special in tokenizer.added.values() if is_special]
+        turns = TurnFinder(chat_template_of(tokenizer, date.today().isoformat()), special, "all-turns")
+        try:
+            end = turns.end_of_turn()
+        finally:
+            turns.process.close()
+        return next((number for number, (content, _) in tokenizer.added.items() if content == end), None)
 
 
 class Turns(NamedTuple):

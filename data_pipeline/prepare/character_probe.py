@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
 from data_pipeline.prepare.fast_encoding import FastTokenizer
+from data_pipeline.tokenizer_reading import encoded
 
 _PROBED = 0x40000  # the planes that hold letters
 _BLOCK = 1 << 10  # characters that are compared at once
@@ -36,8 +37,7 @@ def parting_characters(tokenizer_json: bytes) -> str:
 
     def part(characters: list[str]) -> bool:
         text = "".join(map(_unit, characters))
-        ids = exact.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return not np.array_equal(fast.ids(text), np.array(ids, np.uint32))
+        return not np.array_equal(fast.ids(text), np.array(encoded(exact, text).ids, np.uint32))
 
     plain = next((one for one in map(chr, range(0x80)) if part([one])), None)
     if plain is not None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from data_pipeline.errors import DataError
 from data_pipeline.sources.document import Document, OnBadRow
+from data_pipeline.tokenizer_reading import encoded
 
 if TYPE_CHECKING:
     import tokenizers
@@ -105,7 +106,7 @@ def safe_places(tokenizer: "tokenizers.Tokenizer") -> tuple[CutPlace, ...]:
 
 def _is_safe(tokenizer: "tokenizers.Tokenizer", place: CutPlace) -> bool:
     def ids(text: str) -> list[int]:
-        return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return encoded(tokenizer, text).ids
 
     between = "\n" if place is AFTER_LINE else " "
     around = _pairs(between), _around_added_tokens(tokenizer, between), _around_entries(tokenizer, between)

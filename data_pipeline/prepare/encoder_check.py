@@ -21,6 +21,7 @@ from data_pipeline.prepare.fast_encoding import fast_tokenizer
 from data_pipeline.sources import Source
 from data_pipeline.sources.remote_file import RemoteFile
 from data_pipeline.sources.stretch import WHOLE, Stretch
+from data_pipeline.tokenizer_reading import encoded
 
 SAMPLE_CHARACTERS = 1 << 20
 _SMALLEST_SHARE = 1 << 12  # characters of a source; less of each would open more files than the check is worth
@@ -31,7 +32,7 @@ _SHOWN = 30  # characters around a difference
 def fast_encoder(exact: TextEncoder, sources: Sequence[Source]) -> TextEncoder:
     """Returns the encoder with gigatoken in it. Raises DataError, with the place, if that gives a text other tokens."""
     fast_tokenizer(*exact.loading)  # refuses what it cannot read
-    fast = replace(exact, fast_except=parting_characters(exact.tokenizer.path.read_bytes()))
+    fast = replace(exact, fast_except=parting_characters(exact.tokenizer.json()))
     for where, text in (*_difficult_texts(exact, fast.fast_except or ""), *sample(sources)):
         expected = exact.ids(text)
         try:
@@ -49,7 +50,7 @@ def fast_encoder(exact: TextEncoder, sources: Sequence[Source]) -> TextEncoder:
 
 def _difference(exact: TextEncoder, found: NDArray[np.uint32], text: str) -> str:
     """Returns the characters around the first token that differs."""
-    encoding = loaded_tokenizer(*exact.loading).tokenizer.encode(text, add_special_tokens=False)
+    encoding = encoded(loaded_tokenizer(*exact.loading).tokenizer, text, offsets=True)
     pairs = zip(encoding.ids, found.tolist(), strict=False)
     number = next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(encoding), len(found)))
     start = encoding.offsets[number][0] if number < len(encoding) else len(text)

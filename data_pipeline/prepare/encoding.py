@@ -6,18 +6,17 @@ is a choice (`SpecialTokens`); the tokens that begin and end a document are set 
 
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.errors import DataError, DataLimitError
+from data_pipeline.errors import DataError
 from data_pipeline.prepare.character_probe import holds_any
 from data_pipeline.prepare.cutting import TextPiece
 from data_pipeline.prepare.fast_encoding import fast_tokenizer
 from data_pipeline.prepare.fill_in_the_middle import FillInTheMiddle
-from data_pipeline.tokenizer import TokenizerFile, load_tokenizer
+from data_pipeline.tokenizer_reading import TokenizerFile, encoded
 
 if TYPE_CHECKING:
     import tokenizers
@@ -73,15 +72,10 @@ class TextEncoder:
         """Returns the tokens of a text alone, as an array of shape [tokens]."""
         if self.fast_except is not None and not holds_any(text, self.fast_except):
             return fast_tokenizer(*self.loading).ids(text)
-        # One text per call: a batch starts rayon's threads in every process, and is no faster on one core.
-        encoded = loaded_tokenizer(*self.loading).tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return np.array(encoded[0].ids, np.uint32)
+        return np.array(encoded(loaded_tokenizer(*self.loading).tokenizer, text).ids, np.uint32)
 
     def _ids_of(self, text: str, where: str) -> NDArray[np.uint32]:
-        try:
-            ids = self.ids(text)
-        except DataLimitError as error:
-            raise DataLimitError(f"{where}: {error}") from error
+        ids = self.ids(text)
         if self.special_tokens == "refuse":
             special = loaded_tokenizer(*self.loading).special
             found = ids[np.isin(ids, list(special))]
@@ -93,9 +87,9 @@ class TextEncoder:
         return ids
 
     @property
-    def loading(self) -> tuple[Path, str, bool]:
+    def loading(self) -> tuple[TokenizerFile, bool]:
         """The arguments of `loaded_tokenizer`."""
-        return self.tokenizer.path, self.tokenizer.sha256, self.special_tokens == "as-text"
+        return self.tokenizer, self.special_tokens == "as-text"
 
 
 class LoadedTokenizer(NamedTuple):
@@ -104,11 +98,27 @@ class LoadedTokenizer(NamedTuple):
     tokenizer: "tokenizers.Tokenizer"
     special: dict[int, str]
 
+    @property
+    def added(self) -> dict[int, tuple[str, bool]]:
+        """The spelling of each added token by its id, and whether it is special."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        return {number: (token.content, token.special) for number, token in added.items()}
+
+    @property
+    def normalizes(self) -> bool:
+        """True if texts are changed before they are read."""
+        return self.tokenizer.normalizer is not None
+
+    def spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns the tokens of a text, and where each begins and ends in it."""
+        encoding = encoded(self.tokenizer, text, offsets=True)
+        return encoding.ids, encoding.offsets
+
 
 @lru_cache(maxsize=1)
-def loaded_tokenizer(path: Path, sha256: str, special_as_text: bool) -> LoadedTokenizer:
-    """Loads a tokenizer once per process; `sha256` is in the cache key because the file at `path` may be replaced."""
-    loaded = load_tokenizer(path)
+def loaded_tokenizer(file: TokenizerFile, special_as_text: bool) -> LoadedTokenizer:
+    """Loads a tokenizer once per process."""
+    loaded = file.load()
     loaded.encode_special_tokens = special_as_text
     added = loaded.get_added_tokens_decoder()
     return LoadedTokenizer(loaded, {number: token.content for number, token in added.items() if token.special})
@@ -117,7 +127,7 @@ def loaded_tokenizer(path: Path, sha256: str, special_as_text: bool) -> LoadedTo
 def check_as_text(file: TokenizerFile, loaded: LoadedTokenizer) -> None:
     """Raises DataError if a special token cannot be written as text: its spelling is an entry of the vocabulary too."""
     for number, content in loaded.special.items():
-        if number in loaded.tokenizer.encode_batch_fast([content], add_special_tokens=False)[0].ids:
+        if number in encoded(loaded.tokenizer, content).ids:
             raise DataError(
                 f"tokenizer {file.given} has no other tokens for the text {content!r} than the special token: choose "
                 "--special-tokens keep or refuse"

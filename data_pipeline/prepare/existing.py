@@ -12,7 +12,7 @@ from data_pipeline.prepare.cutting import CUT_PLACES
 from data_pipeline.prepare.parts import PartStore
 from data_pipeline.prepare.plan import PreparationPlan
 from data_pipeline.sources.document import LONGEST_ROW
-from data_pipeline.tokenizer import TokenizerFile
+from data_pipeline.tokenizer_reading import TokenizerFile
 
 _INSTEAD = "choose another output, or replace it with --overwrite"
 
@@ -81,7 +81,7 @@ def _asked(former: CorpusMeta, job: PreparationPlan) -> str:
     if former.tokenizers is None and not options.train_on and job.places != CUT_PLACES:
         notes.append("long documents not cut where that changes their tokens (older versions did)")
     if former.tokenizer_sha256 != job.tokenizer.sha256 and _is_alike(former, job.tokenizer):
-        notes.append("whose tokenizer.json is another one since")
+        notes.append("whose tokenizer is another one since")
     if options.longest_row != LONGEST_ROW:
         notes.append(f"--longest-row {options.longest_row >> 20}")
     if not notes and former.sources == job.specs and former.tokenizer_sha256 == job.tokenizer.sha256:

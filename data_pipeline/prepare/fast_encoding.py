@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.errors import DataError, DataLimitError
+from data_pipeline.errors import DataError
+from data_pipeline.tokenizer_reading import TokenizerFile, UnusableTokenizer
 
 if TYPE_CHECKING:
     import gigatoken
@@ -33,7 +33,7 @@ class FastTokenizer:
         self._load()
 
     def ids(self, text: str) -> NDArray[np.uint32]:
-        """Returns the tokens of `text` as an array of shape [tokens]. Raises DataLimitError if gigatoken breaks."""
+        """Returns the tokens of `text` as an array of shape [tokens]. Raises UnusableTokenizer if gigatoken breaks."""
         if self._characters_left < 0:
             self._load()
         self._characters_left -= len(text)
@@ -57,13 +57,13 @@ def _one_sentence(problem: str) -> Iterator[None]:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         reason = str(error).partition("\n")[0]
-        raise DataLimitError(f"gigatoken {problem} ({reason}): prepare with --encoder exact") from error
+        raise UnusableTokenizer(f"gigatoken {problem} ({reason}): prepare with --encoder exact") from error
 
 
 @lru_cache(maxsize=1)
-def fast_tokenizer(path: Path, sha256: str, special_as_text: bool) -> FastTokenizer:
-    """Loads a tokenizer once per process; `sha256` is in the cache key because the file at `path` may be replaced."""
-    tokenizer_json = path.read_bytes()
+def fast_tokenizer(file: TokenizerFile, special_as_text: bool) -> FastTokenizer:
+    """Loads a tokenizer once per process."""
+    tokenizer_json = file.json()
     if special_as_text:
         content = json.loads(tokenizer_json)
         content["added_tokens"] = [token for token in content.get("added_tokens", []) if not token.get("special")]

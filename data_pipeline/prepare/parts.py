@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from data_pipeline.errors import DataError
 from data_pipeline.files import open_anew, with_ending, write_atomically
 from data_pipeline.ownership import make_folder
+from data_pipeline.typed_json import of_json
 
 _ENDINGS = (".bin", ".loss.bin")
 _WORKERS_END_WITHIN_S = 20.0
@@ -241,8 +242,10 @@ class PartStore:
         """The number of documents of each unit, if they have been counted."""
         if not self._counts.is_file():
             return None
-        counts: list[int] = json.loads(self._counts.read_bytes())
-        return counts
+        try:
+            return of_json(list[int], self._counts.read_bytes())
+        except ValueError:  # they are counted again
+            return None
 
     def keep_document_counts(self, counts: Sequence[int]) -> None:
         """Saves the number of documents of each unit, so that a run that goes on does not count them again."""

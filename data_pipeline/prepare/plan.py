@@ -8,8 +8,8 @@ The other way round, parts that lack rows are encoded again.
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import astuple, dataclass, replace
+from functools import cached_property, lru_cache, partial
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,12 @@ from data_pipeline.prepare.encoding import (
     loaded_tokenizer,
 )
 from data_pipeline.prepare.fast_encoding import check_installed
-from data_pipeline.prepare.fill_in_the_middle import fill_in_the_middle
+from data_pipeline.prepare.fill_in_the_middle import FillInTheMiddle, fill_in_the_middle
 from data_pipeline.prepare.units import WorkUnit, work_units
 from data_pipeline.sources import Source, open_sources
 from data_pipeline.sources.document import LONGEST_ROW
-from data_pipeline.tokenizer import TokenizerFile, TrainedTokenizer, inspect_tokenizer
+from data_pipeline.tokenizer import TrainedTokenizer
+from data_pipeline.tokenizer_reading import TokenizerFile, inspect_tokenizer, with_limits
 
 _SMALLEST_UNIT, _LARGEST_UNIT = 1 << 18, 1 << 24  # bytes of text
 _UNITS_PER_JOB = 1024  # aimed at, between the two limits
@@ -123,7 +124,7 @@ def _encoder(
     """Returns the encoder, and the places where it can cut documents."""
     inspected = inspect_tokenizer(tokenizer) if isinstance(tokenizer, Path) else tokenizer.file
     if options.train_on is not None:
-        _check_merges(inspected, loaded_tokenizer(inspected.path, inspected.sha256, False))
+        with_limits(inspected, lambda: _check_merges(inspected, loaded_tokenizer(inspected, False)))
         return chat_encoder(inspected, options.train_on, options.special_tokens, options.chat_date), ()
     if options.encoder == "fast":
         check_installed()
@@ -145,20 +146,26 @@ def _encoder(
         if options.fill_in_the_middle:
             raise DataError("a tokenizer trained here has no tokens for --fill-in-the-middle: leave it out")
         return encoder, CUT_PLACES
-    loaded = loaded_tokenizer(inspected.path, inspected.sha256, options.special_tokens == "as-text")
+    middle, names = with_limits(inspected, partial(_tried_out, encoder, options.fill_in_the_middle))
+    if middle is not None:
+        encoder = replace(encoder, fill_in_the_middle=FillInTheMiddle(*middle))
+    return encoder, tuple(place for place in CUT_PLACES if place.name in names)
+
+
+def _tried_out(encoder: TextEncoder, rate: float) -> tuple[tuple[float, int, int, int] | None, list[str]]:
+    """Checks what is asked of a tokenizer. Returns the fields of its fill-in-the-middle, and where it can be cut."""
+    inspected, loaded = encoder.tokenizer, loaded_tokenizer(*encoder.loading)
     _check_merges(inspected, loaded)
-    if options.special_tokens == "as-text":
+    if encoder.special_tokens == "as-text":
         check_as_text(inspected, loaded)
-    if options.fill_in_the_middle:
-        arrangement = fill_in_the_middle(options.fill_in_the_middle, loaded.tokenizer, inspected.given)
-        encoder = replace(encoder, fill_in_the_middle=arrangement)
-    return encoder, _places(inspected, options.special_tokens == "as-text")
+    middle = astuple(fill_in_the_middle(rate, loaded.tokenizer, inspected.given)) if rate else None
+    return middle, _places(*encoder.loading)
 
 
 @lru_cache(maxsize=4)
-def _places(tokenizer: TokenizerFile, special_as_text: bool) -> tuple[CutPlace, ...]:
-    """Returns the places where documents can be cut, which takes a while to find out."""
-    return safe_places(loaded_tokenizer(tokenizer.path, tokenizer.sha256, special_as_text).tokenizer)
+def _places(tokenizer: TokenizerFile, special_as_text: bool) -> list[str]:
+    """Returns the names of the places where documents can be cut, which takes a while to find out."""
+    return [place.name for place in safe_places(loaded_tokenizer(tokenizer, special_as_text).tokenizer)]
 
 
 def _check_merges(file: TokenizerFile, loaded: LoadedTokenizer) -> None:

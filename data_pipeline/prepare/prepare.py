@@ -212,7 +212,7 @@ def _first_documents(work: UnitWork, workers: int, reporter: _Reporter) -> list[
     if not job.options.fill_in_the_middle:
         return [0] * count
     counts = work.store.document_counts
-    if counts is None:
+    if counts is None or len(counts) != count:
         reporter.begin("counting")
         found = [0] * count
         tasks = (UnitTask(number, 0, only_count=True) for number in range(count))
@@ -260,6 +260,7 @@ def _merge(job: PreparationPlan, store: PartStore, reporter: _Reporter) -> tuple
         loss_sha256=joined.loss_sha256,
         train_on=chats.train_on if chats else None,
         chat_template_sha256=chats.template.digest() if chats else None,
+        end_of_turn_id=chats.end_of_turn if chats else None,
         begin_token_id=job.encoder.begin_token,
         special_tokens=job.options.special_tokens,
         fill_in_the_middle=job.options.fill_in_the_middle,

@@ -13,20 +13,22 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from ctypes import Array, c_longlong
+from ctypes import Array, c_char, c_longlong
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Lock
 from typing import NamedTuple
 
 from data_pipeline.chat.encoder import ChatEncoder
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, DataLimitError
 from data_pipeline.indexed import token_dtype
 from data_pipeline.prepare.bad_rows import BadRows
 from data_pipeline.prepare.cutting import TextPiece
 from data_pipeline.prepare.parts import PartStore, PartWriter
+from data_pipeline.prepare.piece_watch import LAST_WORDS, watch_pieces, watched
 from data_pipeline.prepare.plan import PreparationPlan
 from data_pipeline.prepare.units import unit_pieces
+from data_pipeline.tokenizer_reading import UnusableTokenizer
 
 _REPORT_EVERY_S = 0.5
 
@@ -76,7 +78,10 @@ class UnitWork(NamedTuple):
         with PartWriter(self.store.path(task.number), dtype, has_loss=is_chat) as part:
             for piece in self._pieces(task, bad_rows, timed):
                 try:
-                    ids, loss = encoder.encode(piece)
+                    with watched(piece):
+                        ids, loss = encoder.encode(piece)
+                except UnusableTokenizer as error:
+                    raise DataLimitError(f"{piece.where}: {error}") from error
                 except DataError as error:
                     bad_rows(error)
                     timed.add(0, 0)
@@ -120,18 +125,22 @@ class _TimedReport:
 def units_done(work: UnitWork, tasks: Iterable[UnitTask], workers: int, report: Report) -> Iterator[TaskDone]:
     """Does `tasks`, and yields each when it is done; `report` is called in this process, about every second.
 
-    Ends the workers within a piece of text when the caller stops or an error is raised. One worker is this process.
+    Ends the workers within a piece of text when the caller stops or an error is raised. One worker is this process,
+    unless the rules of the tokenizer may be harmful: only a process that is no longer needed can be kept from going on.
     """
-    if workers == 1:
+    tokenizer = work.job.encoder.tokenizer
+    if workers == 1 and tokenizer.is_harmless:
         for task in tasks:
             yield work.do(task, report)
         return
-    context = get_context("spawn")
-    shared = SharedCounts(context.RawArray("q", 3), context.Lock())
+    context = get_context("spawn" if workers > 1 else "fork")  # one has nothing to wait for but its start
+    shared = SharedCounts(context.RawArray("q", 3), context.Lock(), context.RawArray("c", LAST_WORDS))
     pool = ProcessPoolExecutor(workers, context, _start_worker, (work, shared))
     try:
         yield from _of_pool(pool, tasks, 2 * workers, lambda: report(*shared.taken()))
     except BrokenProcessPool as error:
+        if why := shared.last_words.value.decode(errors="replace"):
+            raise DataLimitError(f"{why}: the tokenizer {tokenizer.given} is not usable") from error
         raise DataError(
             "a worker process of prepare died (out of memory, or started from a script without "
             '`if __name__ == "__main__":`): run it again with fewer --workers, finished parts are kept'
@@ -169,6 +178,7 @@ class SharedCounts(NamedTuple):
 
     values: "Array[c_longlong]"
     lock: Lock
+    last_words: "Array[c_char]"  # of a worker that ended itself, a sentence without a remedy
 
     def add(self, documents: int, tokens: int) -> None:
         if self.lock.acquire(timeout=_REPORT_EVERY_S):
@@ -210,6 +220,8 @@ def _start_worker(work: UnitWork, shared: SharedCounts) -> None:
     work.store.hold_as_worker()
     if not parent.is_alive():  # a later run may have found nobody to wait for
         os._exit(1)
+    if not work.job.encoder.tokenizer.is_harmless:
+        watch_pieces(shared.last_words)
     _worker = _Worker(work, shared)
 
 

@@ -25,6 +25,7 @@ from launch.huggingface.validation import Validation
 from megalite.checkpoint.atomic_folder import check_replaceable, check_room, new_folder
 from megalite.checkpoint.durable_files import room_at
 from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.huggingface.folder import GENERATION_CONFIG
 from megalite.checkpoint.huggingface.json_files import ADAPTER
 from megalite.checkpoint.huggingface.safetensors_writer import Entry, write_safetensors
 from megalite.checkpoint.huggingface.tokenizer_folder import copy_tokenizer
@@ -45,6 +46,7 @@ class AdapterExport:
     dtype: str
     tokenizer: list[Path]
     notices: tuple[str, ...]
+    ends: int | list[int] | None = None  # eos_token_id of a model that has learned to end answers; None: as before
 
     @cached_property
     def modules(self) -> Mapping[str, tuple[str, str]]:
@@ -104,6 +106,12 @@ def plan_adapters(export: AdapterExport, folder: Path) -> ConversionPlan:
         if export.base is None
         else f"peft loads these adapters on top of {export.base}, which base_model_name_or_path in {ADAPTER} names"
     )
+    notices = [*export.notices, base]
+    if export.ends is not None:
+        notices.append(
+            f"answers end at token {export.ends}, and peft stops where the base model's {GENERATION_CONFIG} says: give "
+            f"generate eos_token_id={export.ends}, as the {GENERATION_CONFIG} here has it, or export with --merge"
+        )
     return ConversionPlan(
         source=str(export.reader.folder),
         target=str(folder),
@@ -115,7 +123,7 @@ def plan_adapters(export: AdapterExport, folder: Path) -> ConversionPlan:
         bytes_read=4 * parameters,
         bytes_written=sum(entry.size for entry in entries),
         bytes_free=room_at(folder.resolve()),
-        notices=(*export.notices, base),
+        notices=tuple(notices),
     )
 
 
@@ -132,6 +140,8 @@ def export_adapters(
     with new_folder(folder, overwrite=overwrite, marker=ADAPTER) as written:
         text = json.dumps(export.config(), indent=2, sort_keys=True) + "\n"
         (written / ADAPTER).write_text(text, encoding="utf-8")
+        if export.ends is not None:
+            (written / GENERATION_CONFIG).write_text(json.dumps({"eos_token_id": export.ends}) + "\n", encoding="utf-8")
         copy_tokenizer(export.tokenizer, written)
 
         def write(stream: Stream) -> None:

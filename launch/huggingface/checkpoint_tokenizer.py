@@ -1,6 +1,6 @@
 """Finds the tokenizer of a checkpoint: a given one, the one where the manifest says, or the one that its run keeps.
 
-A manifest has the digest of tokenizer.json, or of all files of a tokenizer that has none, so only the tokenizer that
+A manifest has the digest of the tokenizer, or of all files of one without tokenizer.json, so only the tokenizer that
 the model was trained with is taken, wherever it is found. No torch here.
 """
 
@@ -12,7 +12,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.tokenizer import load_tokenizer
+from data_pipeline.errors import DataError
+from data_pipeline.tokenizer_reading import inspect_tokenizer, with_limits
 from launch.errors import LaunchError
 from megalite.checkpoint.durable_files import digest
 from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER, tokenizer_files
@@ -68,7 +69,7 @@ def _doubt(manifest: Manifest, checkpoint: Path, files: list[Path]) -> str | Non
     wanted, recorded = manifest.tokenizer_sha256, (manifest.config.get("hugging_face") or {}).get(FILES_SHA256)
     if wanted is not None:
         told = f"its {TOKENIZER} is not the one {checkpoint} was trained with, whose SHA-256 is {wanted}"
-        return None if tokenizer_sha256(files) == wanted else f"{told}: it was retrained or replaced since"
+        return None if has_sha256(files, wanted) else f"{told}: it was retrained or replaced since"
     if _is_own(str(manifest.tokenizer)):
         return None
     if recorded is None:
@@ -99,19 +100,34 @@ def given_tokenizer(given: Path, wanted: str | None, model: Path) -> Path:
     Raises LaunchError if there is none, or if it is not the one with the SHA-256 `wanted`, that of `model`.
     """
     files = tokenizer_files(given) if given.is_dir() or given.name == TOKENIZER else []
-    found = tokenizer_sha256(files)
-    if not files or (wanted is not None and found is None):
+    if not files or (wanted is not None and _file_sha256(files) is None):
         raise LaunchError(f"--tokenizer {given}: there is no {TOKENIZER}: give a folder that has one")
-    if wanted not in (None, found):
+    if wanted is not None and not has_sha256(files, wanted):
         raise LaunchError(
             f"--tokenizer {given} is another tokenizer than that of {model}: the SHA-256 of its {TOKENIZER} is "
-            f"{found}, and {wanted} is wanted: give the folder of that one"
+            f"{tokenizer_sha256(files)}, and {wanted} is wanted: give the folder of that one"
         )
     return files[0].parent
 
 
 def tokenizer_sha256(files: list[Path]) -> str | None:
-    """Returns the SHA-256 of the tokenizer.json among a tokenizer's files; None if it has none."""
+    """Returns the SHA-256 by which data and checkpoints know a tokenizer; None if it has no tokenizer.json.
+
+    It is that of tokenizer.json, unless transformers makes other ids of the files together.
+    """
+    path = next((path for path in files if path.name == TOKENIZER), None)
+    try:
+        return None if path is None else inspect_tokenizer(path).sha256
+    except DataError:  # it cannot be used; what needs it says why
+        return _file_sha256(files)
+
+
+def has_sha256(files: list[Path], wanted: str | None) -> bool:
+    """True if a tokenizer has this SHA-256; older versions recorded that of tokenizer.json for each."""
+    return wanted is not None and (_file_sha256(files) == wanted or tokenizer_sha256(files) == wanted)
+
+
+def _file_sha256(files: list[Path]) -> str | None:
     return next((digest(path).sha256 for path in files if path.name == TOKENIZER), None)
 
 
@@ -122,7 +138,8 @@ def files_sha256(files: list[Path]) -> str:
 
 def is_same_tokenizer(place: Path, sha256: str, other: Path) -> bool:
     """True if the tokenizer at `place` still has this hash and equals another one, formatting aside."""
-    path = next((path for path in tokenizer_files(place) if path.name == TOKENIZER), None)
-    if path is None or digest(path).sha256 != sha256:
+    files = tokenizer_files(place)
+    if not has_sha256(files, sha256):
         return False
-    return load_tokenizer(path).to_str() == load_tokenizer(other).to_str()
+    one, two = inspect_tokenizer(files[0]), inspect_tokenizer(other)
+    return bool(with_limits(one, lambda: with_limits(two, lambda: one.load().to_str() == two.load().to_str())))

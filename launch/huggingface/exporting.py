@@ -15,11 +15,12 @@ from typing import Any
 
 from torch import Tensor
 
-from data_pipeline.tokenizer import inspect_tokenizer
+from data_pipeline.chat.turns import answer_end
+from data_pipeline.tokenizer_reading import inspect_tokenizer
 from launch.errors import LaunchError
 from launch.huggingface.adapter_exporting import AdapterExport, export_adapters, plan_adapters
 from launch.huggingface.checkpoint_tokenizer import REMEDY, find_tokenizer
-from launch.huggingface.hub_folder import model_of
+from launch.huggingface.hub_folder import ENDS_OF_TURNS, model_of
 from launch.huggingface.model_folder import DTYPES
 from launch.huggingface.progress import ConversionPlan, ConvertSummary, ReportProgress, no_progress
 from launch.huggingface.serial_model import global_shapes
@@ -136,6 +137,10 @@ def export_hugging_face(
     kept = export.reader.manifest.config.get("hugging_face") or {}
     described = hf_config(export.model, export.dtype, kept.get("config") or _token_ids(export.tokenizer))
     generation = kept.get("generation_config") or {key: described[key] for key in TOKEN_IDS}
+    if ends := turn_ends(export.reader.manifest.config, export.tokenizer):
+        own = described.get("eos_token_id")
+        generation = generation | {"eos_token_id": with_ends(ends, generation.get("eos_token_id", own))}
+        described["eos_token_id"] = with_ends(ends, own)
     with new_folder(hf_dir, overwrite=overwrite, marker=CONFIG) as folder:
         write_configs(folder, described, generation)
         copy_tokenizer(export.tokenizer, folder)
@@ -165,7 +170,11 @@ def _open(checkpoint: Path, *, merge: bool) -> MergedReader:
 def _adapters(reader: MergedReader, dtype: str | None, tokenizer: str | Path | None) -> AdapterExport:
     export = _prepare(reader, dtype or "fp32", tokenizer)
     model_type = export.model.model_type
-    return AdapterExport(reader, model_type, export.layout, export.dtype, export.tokenizer, export.notices)
+    ends = turn_ends(reader.manifest.config, export.tokenizer)
+    kept = reader.manifest.config.get("hugging_face") or {}
+    known = [(kept.get(name) or {}).get("eos_token_id") for name in ("generation_config", "config")]
+    stops = with_ends(ends, next((one for one in known if one is not None), None)) if ends else None
+    return AdapterExport(reader, model_type, export.layout, export.dtype, export.tokenizer, export.notices, stops)
 
 
 def _prepare(reader: MergedReader, dtype: str | None, tokenizer: str | Path | None) -> _Export:
@@ -198,6 +207,25 @@ def _prepare(reader: MergedReader, dtype: str | None, tokenizer: str | Path | No
         raise CheckpointError(f"{found.problem}: {REMEDY}")
     notices = (f"{found.problem}, so the folder has none: {REMEDY}",) if found.folder is None else ()
     return _Export(reader, model, layout, usual, entries, found.files, notices)
+
+
+def turn_ends(config: Mapping[str, Any], tokenizer: list[Path]) -> list[int]:
+    """Returns the tokens by which answers end that a checkpoint was trained on; none if it was trained on text.
+
+    config: of its manifest, where an older version's data are null: then it is asked of the tokenizer's chat template.
+    """
+    recorded = config.get(ENDS_OF_TURNS) or []
+    ends = [end for end in recorded if isinstance(end, int)]
+    if None in recorded and tokenizer and (end := answer_end(tokenizer[0].parent)) is not None:
+        ends.append(end)
+    return ends
+
+
+def with_ends(ends: list[int], others: int | list[int] | None) -> int | list[int]:
+    """Returns the value of `eos_token_id` that ends a text at these tokens, and at the others as before."""
+    known = [others] if isinstance(others, int) else others or []
+    all_ends = list(dict.fromkeys([*ends, *known]))
+    return all_ends if len(all_ends) > 1 else all_ends[0]
 
 
 def _token_ids(tokenizer: list[Path]) -> dict[str, Any]:

@@ -12,11 +12,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from data_pipeline.tokenizer import load_tokenizer as check_tokenizer_file
 from launch.errors import LaunchError
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.json_files import CONFIG, read_json
-from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER
 from megalite.config import ModelConfig
 from megalite.config.errors import describe_validation_error
 from models.families import family, model_config
@@ -27,6 +25,7 @@ SMALL_FILES = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 WEIGHTS, PICKLES = ["model*.safetensors"], ["pytorch_model*.bin"]
 IGNORED = ["*/*.json", "*/*.model", "consolidated*"]  # in original/, onnx/ and the like
 BASE_MODEL = "base_model"  # the key in the config of a run's manifests that names the model it began with
+ENDS_OF_TURNS = "ends_of_turns"  # and the one with the tokens by which answers end that it was trained on
 
 
 def is_hub_id(place: str | Path) -> bool:
@@ -95,22 +94,6 @@ def model_of(options: Any, where: str) -> ModelConfig:
         return ModelConfig.model_validate(options)
     except ValidationError as error:
         raise CheckpointError(f"{where}: {describe_validation_error(error, ModelConfig)}") from None
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """Loads the tokenizer of a folder with transformers. Raises DataError or LaunchError if it is broken."""
-    if (folder / TOKENIZER).is_file():
-        check_tokenizer_file(folder / TOKENIZER)  # transformers takes long to load, and tells only the missing key
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {_first_line(error)}"  # of a KeyError the text is the key alone
-        raise LaunchError(
-            f"{folder}: transformers cannot load its tokenizer ({reason}): save it again with save_pretrained, or copy "
-            "its files from the model's source"
-        ) from None
 
 
 def _first_line(error: Exception) -> str:

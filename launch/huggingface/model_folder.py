@@ -19,15 +19,14 @@ import torch
 from torch import Tensor
 
 from launch.errors import LaunchError
-from launch.huggingface.checkpoint_tokenizer import is_same_tokenizer
+from launch.huggingface.checkpoint_tokenizer import has_sha256, is_same_tokenizer, tokenizer_sha256
 from launch.huggingface.hub_folder import local_folder, model_of_config
 from launch.huggingface.serial_model import global_shapes
-from megalite.checkpoint.durable_files import digest
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.folder import HuggingFaceFolder
 from megalite.checkpoint.huggingface.json_files import CONFIG
 from megalite.checkpoint.huggingface.reader import HubReader
-from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER
+from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER, tokenizer_files
 from megalite.checkpoint.manifest import Slices
 from megalite.config import ModelConfig
 from models.families import family
@@ -59,9 +58,8 @@ class ModelFolder:
 
     @cached_property
     def tokenizer_sha256(self) -> str | None:
-        """The hash of its tokenizer.json; None if it has none."""
-        tokenizer = self.folder / TOKENIZER
-        return digest(tokenizer).sha256 if tokenizer.is_file() else None
+        """The hash by which its tokenizer is known; None if it has no tokenizer.json."""
+        return tokenizer_sha256(tokenizer_files(self.folder))
 
     @property
     def fingerprint(self) -> str:
@@ -102,7 +100,8 @@ class ModelFolder:
 
     def check_tokenizer(self, data: Path | str, prepared_with: str | None, sha256: str | None) -> None:
         """Raises LaunchError if `data` was prepared with another tokenizer: its ids would mean other text here."""
-        if sha256 is None or self.tokenizer_sha256 in (None, sha256):
+        files = tokenizer_files(self.folder)
+        if sha256 is None or not (self.folder / TOKENIZER).is_file() or has_sha256(files, sha256):
             return
         if prepared_with is not None and is_same_tokenizer(Path(prepared_with), sha256, self.folder / TOKENIZER):
             return

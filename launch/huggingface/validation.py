@@ -17,8 +17,9 @@ from typing import Any
 import psutil
 from torch import Tensor
 
+from data_pipeline.tokenizer_reading import HubTokenizer
 from launch.errors import LaunchError
-from launch.huggingface.hub_folder import load_tokenizer, model_of
+from launch.huggingface.hub_folder import model_of
 from launch.huggingface.progress import ReportProgress
 from launch.huggingface.serial_model import Read, global_shapes, serial_model
 from launch.parity.comparison import TOLERANCES
@@ -145,7 +146,7 @@ def _real_text(hf_dir: Path, model: ModelConfig, length: int) -> tuple[Tensor | 
     if not tokenizer_files(hf_dir):
         return None, []
     try:
-        tokens = real_text(load_tokenizer(hf_dir), length, model.vocab_size)
+        tokens = real_text(HubTokenizer(hf_dir), length, model.vocab_size)
     except Exception as error:  # of a kind that is not installed, or broken, which says nothing about the weights
         return None, [f"no real text was compared: {' '.join(str(error).split())}"]
     if tokens is None:

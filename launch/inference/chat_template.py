@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from data_pipeline.chat.control_tokens import ControlTokens
 from data_pipeline.chat.conversation import USER, Conversation
 from data_pipeline.chat.renderer import ChatPart, TemplateLimit, TemplateProcess, TemplateRefusal
 from data_pipeline.chat.template import chat_template_of
 from data_pipeline.chat.turns import TurnFinder
+from data_pipeline.tokenizer_reading import HubTokenizer
 from launch.errors import LaunchError
 
 
@@ -22,21 +23,20 @@ class ChatPrompts(NamedTuple):
     end_of_turn: frozenset[int]  # the token by which the template ends an answer; empty if it writes none
 
 
-def chat_prompts(tokenizer: Any, messages: Sequence[str], folder: Path) -> ChatPrompts:
-    """Renders each message, as a user's only one, with the chat template of transformers' `tokenizer`.
+def chat_prompts(tokenizer: HubTokenizer, messages: Sequence[str], folder: Path) -> ChatPrompts:
+    """Renders each message, as a user's only one, with the chat template of a model's tokenizer.
 
     folder: of the model, for sentences. Raises LaunchError if there is no template, if it refuses the messages or takes
     more time or memory than the renderer allows, or if a message has control tokens, which would forge turns.
     """
-    if not tokenizer.chat_template:
+    if tokenizer.templates is None:
         raise LaunchError(f"{folder}: its tokenizer has no chat template: leave out --chat")
-    template = chat_template_of(tokenizer, folder, date.today().isoformat())
-    words = tokenizer.backend_tokenizer
-    special = [token.content for token in words.get_added_tokens_decoder().values() if token.special]
+    template = chat_template_of(tokenizer, date.today().isoformat())
+    special = [content for content, is_special in tokenizer.added.values() if is_special]
     turns = TurnFinder(template, special, "all-turns")
 
     def tokens(chat: Conversation) -> list[int]:
-        ids: list[int] = tokenizer(_prompt(turns.process, chat, folder), add_special_tokens=False)["input_ids"]
+        ids = tokenizer.ids(_prompt(turns.process, chat, folder), with_special=False)
         if not ids:
             raise LaunchError(f"{folder}: its chat template makes nothing of a user's message: leave out --chat")
         return ids
@@ -44,7 +44,7 @@ def chat_prompts(tokenizer: Any, messages: Sequence[str], folder: Path) -> ChatP
     try:
         chats = [Conversation([{"role": USER, "content": message}], None, 1) for message in messages]
         made = [tokens(chat) for chat in chats]  # first: a template that cannot be used says so
-        control = ControlTokens(words, template, "refuse", turns)
+        control = ControlTokens(tokenizer, template, "refuse", turns)
         for number, (message, chat, ids) in enumerate(zip(messages, chats, made, strict=True), start=1):
             forged = control.spelled_by_user(message) or control.forged_in(ids, tokens(control.neutral(chat)))
             if forged:
@@ -56,7 +56,7 @@ def chat_prompts(tokenizer: Any, messages: Sequence[str], folder: Path) -> ChatP
         end = turns.end_of_turn()
     finally:
         turns.process.close()
-    return ChatPrompts(made, frozenset() if end is None else frozenset([words.token_to_id(end)]))
+    return ChatPrompts(made, frozenset(number for number, (content, _) in tokenizer.added.items() if content == end))
 
 
 def _prompt(process: TemplateProcess, chat: Conversation, folder: Path) -> str:

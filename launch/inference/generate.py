@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
+from data_pipeline.tokenizer_reading import HubTokenizer
 from launch.errors import LaunchError
 from launch.inference.chat_template import chat_prompts
 from launch.inference.session import Loaded, ModelPlacement, load, rank_main
@@ -42,7 +43,7 @@ class TextStream:
     space of a single token. The context is as short as the last piece of text that was returned.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: HubTokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer, self._tokens = tokenizer, list(prompt)
         self._first, self._done = 0, len(prompt)  # context starts at `_first`; text was returned up to `_done`
 
@@ -63,8 +64,7 @@ class TextStream:
 
     def _pending(self) -> str:
         parts = self._tokens[self._first : self._done], self._tokens[self._first :]
-        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        context, text = (self._tokenizer.decode(tokens, **options) for tokens in parts)
+        context, text = (self._tokenizer.decode(tokens) for tokens in parts)
         return text[len(context) :]
 
 
@@ -180,7 +180,9 @@ def generations(request: GenerateRequest, loaded: Loaded, write: Write) -> Itera
         )
 
 
-def _prompts(request: GenerateRequest, stored: StoredModel, tokenizer: Any) -> tuple[list[list[int]], frozenset[int]]:
+def _prompts(
+    request: GenerateRequest, stored: StoredModel, tokenizer: HubTokenizer
+) -> tuple[list[list[int]], frozenset[int]]:
     """Returns the token ids of each prompt, for an empty one the token before a document, and the tokens that end a
     continuation. Raises LaunchError."""
     ends = stored.end_tokens(tokenizer)
@@ -205,12 +207,12 @@ def _room(model: ModelConfig, prompts: Sequence[Sequence[int]]) -> int:
     return model.max_position_embeddings + 1 - max(map(len, prompts))
 
 
-def _tokens_of(prompt: str, tokenizer: Any) -> list[int]:
-    ids = tokenizer(prompt)["input_ids"]
+def _tokens_of(prompt: str, tokenizer: HubTokenizer) -> list[int]:
+    ids = tokenizer.ids(prompt)
     start = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
     if not ids and not start:
         raise LaunchError("the prompt is empty, and the tokenizer has no token that starts a text: give a prompt")
-    return list(ids) or start
+    return ids or start
 
 
 def run(request: GenerateRequest) -> int:

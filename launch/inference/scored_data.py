@@ -108,10 +108,10 @@ class Texts:
     def _windows(self, stored: StoredModel, score: Score) -> Iterator[Window]:
         tokenizer = stored.load_tokenizer()
         for text in documents(self.sources):
-            ids = tokenizer(text, verbose=False)["input_ids"]
+            ids = tokenizer.ids(text)
             stored.check_ids(ids, "the text")
             # the first token is not predicted, so its bytes do not count; a special token has none
-            first = tokenizer.decode(ids[:1], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            first = tokenizer.decode(ids[:1])
             score.bytes += max(0, len(text.encode()) - len(first.encode()))
             score.documents += 1
             yield from document_windows(np.array(ids, dtype=np.int64), self.sequence_length, self.stride)

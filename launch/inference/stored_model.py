@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.meta import read_meta
+from data_pipeline.tokenizer_reading import HubTokenizer
 from launch.errors import LaunchError
 from launch.huggingface.checkpoint_tokenizer import REMEDY, find_tokenizer, given_tokenizer
-from launch.huggingface.hub_folder import load_tokenizer, local_folder, model_of
+from launch.huggingface.hub_folder import ENDS_OF_TURNS, local_folder, model_of
 from launch.huggingface.model_folder import ModelFolder, open_model_folder
 from launch.trainer.resume import IMPORTED, check_tokenizer
 from megalite.checkpoint.huggingface.json_files import CONFIG, refuse_adapter
@@ -44,21 +45,23 @@ class StoredModel:
         """The dtype of a folder's weights or of a run's computation: fp32, bf16 or fp16."""
         return str(self.carried.get("dtype") or self.run.get("precision", {}).get("dtype", "fp32"))
 
-    def load_tokenizer(self) -> Any:
-        """Returns transformers' tokenizer. Raises LaunchError if there is none."""
+    def load_tokenizer(self) -> HubTokenizer:
+        """Returns the tokenizer. Raises LaunchError if there is none, or DataError."""
         if self.tokenizer is None:
             raise LaunchError(f"{self.folder}: text needs a tokenizer, but {self.tokenizer_problem}: {REMEDY}")
-        return load_tokenizer(self.tokenizer)
+        return HubTokenizer(self.tokenizer)
 
-    def end_tokens(self, tokenizer: Any) -> frozenset[int]:
-        """Returns the tokens that end a text: from generation_config.json, else config.json, else the tokenizer.
+    def end_tokens(self, tokenizer: HubTokenizer) -> frozenset[int]:
+        """Returns the tokens that end a text: from generation_config.json, else config.json, else the tokenizer; and
+        those by which answers end that a run was trained on.
 
         Unlike here, transformers does not stop if generation_config.json exists and names none."""
+        turns = {end for end in self.run.get(ENDS_OF_TURNS) or [] if isinstance(end, int)}
         for name in ("generation_config", "config"):
             ids = (self.carried.get(name) or {}).get("eos_token_id")
             if ids is not None:
-                return frozenset([ids] if isinstance(ids, int) else ids)
-        return frozenset() if tokenizer.eos_token_id is None else frozenset([tokenizer.eos_token_id])
+                return frozenset(turns | set([ids] if isinstance(ids, int) else ids))
+        return frozenset(turns if tokenizer.eos_token_id is None else {*turns, tokenizer.eos_token_id})
 
     def check_prepared(self, prefix: Path) -> None:
         """Raises LaunchError if data was prepared with another tokenizer: its ids would mean other text."""

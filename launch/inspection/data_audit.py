@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from data_pipeline.audit import SampleContent, content_of, readings_of
-from data_pipeline.tokenizer import load_tokenizer
+from data_pipeline.tokenizer_reading import inspect_tokenizer, with_limits
 from launch.checkpoints.listing import CHECKPOINTS
 from launch.errors import LaunchError
 from launch.huggingface.checkpoint_tokenizer import KEPT
@@ -111,7 +111,8 @@ class AuditedRun:
         if not place.is_file():
             raise LaunchError(f"{place} is not there, so that ids cannot be turned into text: leave out --text")
         ids = self.data.samples.sample(k).tokens[:-1].tolist()
-        return str(load_tokenizer(place).decode(ids, skip_special_tokens=False))
+        file = inspect_tokenizer(place)
+        return str(with_limits(file, lambda: file.load().decode(ids, skip_special_tokens=False)))
 
     def readings(self, named: str) -> list[StepReading]:
         """Returns the samples of the run, from its start to its end, that read a document `SOURCE_OR_PREFIX:NUMBER`."""

@@ -10,11 +10,11 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from data_pipeline.tokenizer_reading import HubTokenizer
 from launch.parity.reference_models import Rows
 from megalite.config import ModelConfig
 
@@ -90,11 +90,11 @@ def probes(model: ModelConfig, length: int, text: Tensor | None) -> Iterator[Pro
     yield Probe(f"random tokens (2 x {length})", Rows(drawn(2, length)))
 
 
-def real_text(tokenizer: Any, length: int, vocab_size: int) -> Tensor | None:
+def real_text(tokenizer: HubTokenizer, length: int, vocab_size: int) -> Tensor | None:
     """Returns `length` tokens of a file of Python's standard library, repeated if it is too short; None if there are
     none or the model does not know them."""
     source = Path(argparse.__file__).read_text(encoding="utf-8")[: 8 * length + 1000]  # tokens are rarely longer
-    ids = list(tokenizer(source, verbose=False)["input_ids"])
+    ids = tokenizer.ids(source)
     if not ids or max(ids) >= vocab_size:
         return None
     return torch.tensor((ids * (length // len(ids) + 1))[:length])

@@ -43,8 +43,9 @@ class RunData:
     training: Samples
     validation: tuple[EvaluationSamples, ...]  # none if the run does not evaluate
     tokenizer: str | None  # folder of the tokenizer that prepared them
-    tokenizer_sha256: str | None  # of its tokenizer.json
+    tokenizer_sha256: str | None
     notices: tuple[str, ...]
+    ends_of_turns: tuple[int | None, ...] = ()  # of conversations; None: older versions did not record it
 
     def from_position(self, config: Config, followed: FollowedMix) -> RunData:
         """Returns the data of a run that goes on from a position, from which `config` counts its length.
@@ -78,6 +79,7 @@ def open_data(config: Config) -> RunData:
             f"is {config.model.vocab_size}: {_remedy(config, training.vocab_size)}"
         )
     meta = metas.get(config.data.prefixes[0])
+    trained = [metas[prefix] for prefix in config.data.prefixes if prefix in metas]
     notices = [samples.notice() for samples in (training, *(one.samples for one in validation))]
     return RunData(
         training,
@@ -85,6 +87,7 @@ def open_data(config: Config) -> RunData:
         meta.tokenizer if meta else None,
         meta.tokenizer_sha256 if meta else None,
         tuple(notice for notice in notices if notice),
+        tuple(dict.fromkeys(meta.end_of_turn_id for meta in trained if meta.train_on)),
     )
 
 

@@ -15,7 +15,7 @@ from data_pipeline.errors import first_names
 from data_pipeline.mix import MixedSamples
 from launch.errors import LaunchError
 from launch.huggingface.checkpoint_tokenizer import KEPT, find_tokenizer, is_same_tokenizer
-from launch.huggingface.hub_folder import BASE_MODEL, is_hub_model, lasting_place
+from launch.huggingface.hub_folder import BASE_MODEL, ENDS_OF_TURNS, is_hub_model, lasting_place
 from launch.runtime.logs import get_logger
 from launch.runtime.rank_environment import Rank
 from launch.trainer.config_changes import OptionChange, changes_since, check_changes, saved_model
@@ -58,6 +58,7 @@ class Start:
     base_model: str | None = None  # the Hugging Face model that the run began with, however often it was resumed
     tokenizer: Path | None = None  # folder of the model's tokenizer, of which the run keeps a copy; None: there is none
     changes: tuple[OptionChange, ...] = ()  # of the config since the checkpoint of a resume
+    ends_of_turns: tuple[int | None, ...] = ()  # of the conversations among the data
 
     @property
     def step(self) -> int:
@@ -96,9 +97,14 @@ class Start:
     @property
     def inherited(self) -> dict[str, Any]:
         """Special tokens and generation config of the Hugging Face model that this run, or the run that wrote its
-        checkpoint, was initialized from; and the place of that of this run."""
-        kept = self.manifest.config.get(IMPORTED) if self.manifest else None
-        found = {IMPORTED: self.hub.carried() if self.hub is not None else kept, BASE_MODEL: self.base_model}
+        checkpoint, was initialized from; the place of that of this run; and the tokens that end answers, once the
+        weights have been trained on some."""
+        saved = self.manifest.config if self.manifest else {}
+        found = {
+            IMPORTED: self.hub.carried() if self.hub is not None else saved.get(IMPORTED),
+            BASE_MODEL: self.base_model,
+            ENDS_OF_TURNS: list(dict.fromkeys([*self.ends_of_turns, *(saved.get(ENDS_OF_TURNS) or [])])),
+        }
         return {key: value for key, value in found.items() if value}
 
 
@@ -277,7 +283,8 @@ def _with_tokenizer(start: Start, config: Config, data: RunData) -> Start:
     tokenizer, notice = choose_tokenizer(config, data, first, wanted)
     if tokenizer is not None:
         check_room_for(config, tokenizer)
-    return replace(start, tokenizer=tokenizer, notices=(*start.notices, *filter(None, [notice])))
+    notices = (*start.notices, *filter(None, [notice]))
+    return replace(start, tokenizer=tokenizer, notices=notices, ends_of_turns=data.ends_of_turns)
 
 
 def _check_model(manifest: Manifest, config: Config, folder: Path) -> None:

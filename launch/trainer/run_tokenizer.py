@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch.huggingface.checkpoint_tokenizer import KEPT, RECORDED, tokenizer_sha256
+from launch.huggingface.checkpoint_tokenizer import KEPT, RECORDED, has_sha256, tokenizer_sha256
 from launch.trainer.data import RunData
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.tokenizer_folder import (
@@ -24,8 +24,8 @@ from megalite.config import Config
 def check_kept(manifest: Manifest, checkpoint: Path, config: Config) -> None:
     """Raises CheckpointError if the run's folder holds another tokenizer than its checkpoint was trained with."""
     kept, wanted = config.run_dir / KEPT, manifest.tokenizer_sha256
-    found = tokenizer_sha256(tokenizer_files(kept))
-    if None not in (wanted, found) and found != wanted:
+    files = tokenizer_files(kept)
+    if wanted is not None and (kept / TOKENIZER).is_file() and not has_sha256(files, wanted):
         raise CheckpointError(
             f"{kept / TOKENIZER} is not the tokenizer that {checkpoint} was trained with, whose SHA-256 is {wanted}: "
             "give that one back, or move the folder away"
@@ -39,7 +39,7 @@ def choose_tokenizer(config: Config, data: RunData, first: Path | None, wanted: 
     kept, if their tokenizer.json has the SHA-256 `wanted`.
     """
     prepared_with = [Path(data.tokenizer)] if data.tokenizer else []
-    known = [place for place in (*prepared_with, config.run_dir / KEPT) if wanted and _sha256(place) == wanted]
+    known = [place for place in (*prepared_with, config.run_dir / KEPT) if has_sha256(tokenizer_files(place), wanted)]
     problem = f"the tokenizer of {config.data.prefixes[0]} is no longer in {data.tokenizer}"
     for place in (*([first] if first else []), *known):
         if files := tokenizer_files(place):
@@ -82,11 +82,10 @@ def tokenizer_in_manifests(data: RunData, kept: Path | None) -> tuple[str | None
 
     `kept`: the folder that the run keeps a copy of; without one, it is the folder of the tokenizer of the data.
     """
-    return (RECORDED, _sha256(kept)) if kept is not None else (data.tokenizer, data.tokenizer_sha256)
-
-
-def _sha256(place: Path) -> str | None:
-    return tokenizer_sha256(tokenizer_files(place))
+    if kept is None:
+        return data.tokenizer, data.tokenizer_sha256
+    files = tokenizer_files(kept)
+    return RECORDED, data.tokenizer_sha256 if has_sha256(files, data.tokenizer_sha256) else tokenizer_sha256(files)
 
 
 def _is_kept(source: Path, kept: Path) -> bool:

@@ -53,7 +53,7 @@ class Manifest(BaseModel):
     evaluation_loss: float | None = None  # of this step, where it was evaluated
     config: dict[str, Any]  # resolved config of the run; only `model` for an imported checkpoint
     tokenizer: str | None  # folder of the tokenizer the data was prepared with
-    tokenizer_sha256: str | None = None  # of its tokenizer.json; None where unknown
+    tokenizer_sha256: str | None = None  # of its tokenizer.json, or of what its folder adds to it; None where unknown
     state: dict[str, Any]  # megalite.training.state.TrainState; empty for an imported checkpoint
     moments: tuple[Name, ...] = ()  # optimizer state tensors beside the weights
     other_moments: dict[Name, tuple[Name, ...]] = {}  # of tensors that keep others, by canonical name

@@ -53,4 +53,7 @@ def test_from_conversations_to_a_conversation(workplace: Path) -> None:
     assert losses[-1] < 0.2 * losses[0], losses
     assert done.stdout.strip() == "for item in items:" and "up to an end token" in done.stderr
     meta = json.loads((workplace / "runs/chat/data/chats.meta.json").read_text())
+    exported = workplace / "runs/chat/run/hugging_face/step_00000060"
+    for name in ("config.json", "generation_config.json"):  # others stop there too, which know nothing of templates
+        assert json.loads((exported / name).read_text())["eos_token_id"] == [meta["end_of_turn_id"], 0]
     assert meta["document_count"] == 12 and meta["train_on"] == "all-turns" and meta["skipped_rows"] == 0

@@ -7,7 +7,8 @@ import pytest
 
 import data_pipeline.tokenizer
 from data_pipeline.errors import DataError
-from data_pipeline.tokenizer import inspect_tokenizer, python_stdlib_sources, train_tokenizer
+from data_pipeline.tokenizer import python_stdlib_sources, train_tokenizer
+from data_pipeline.tokenizer_reading import inspect_tokenizer
 
 TEXT = 'def f(x):\n\treturn {"ä": x * 1234567}  # ünïcode 漢字 🙂\r\n\n\n    end'
 
@@ -123,9 +124,9 @@ def test_size_and_end_token_are_found(tokenizer_folder: Path, tmp_path: Path) ->
     folder, file = inspect_tokenizer(tokenizer_folder), inspect_tokenizer(tokenizer_folder / "tokenizer.json")
     assert (folder.vocab_size, folder.eos_token_id, folder.sha256) == (600, 0, file.sha256)
     (tmp_path / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
-    assert inspect_tokenizer(tmp_path).eos_token_id == 0  # by its well-known name
+    assert inspect_tokenizer(tmp_path).eos_token_id is None  # as transformers has it: no file names one
     config = tmp_path / "tokenizer_config.json"
-    config.write_text(json.dumps({"eos_token": {"content": "a"}}))
+    config.write_text(json.dumps({"eos_token": "a"}))
     assert inspect_tokenizer(tmp_path).eos_token_id not in (0, None)
     config.write_text("{")
     with pytest.raises(DataError, match="not readable as JSON"):

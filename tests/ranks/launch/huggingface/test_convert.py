@@ -13,7 +13,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from data_pipeline.tokenizer import inspect_tokenizer, train_tokenizer
+from data_pipeline.tokenizer import train_tokenizer
+from data_pipeline.tokenizer_reading import inspect_tokenizer
 from launch.errors import USER_ERRORS
 from launch.huggingface.checkpoint_tokenizer import FILES_SHA256, KEPT, RECORDED
 from launch.huggingface.exporting import export_hugging_face, plan_export

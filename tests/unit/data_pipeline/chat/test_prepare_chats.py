@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.chat import renderer
+from data_pipeline.chat.turns import answer_end
 from data_pipeline.errors import DataError
 from data_pipeline.files import sha256_of_file
 from data_pipeline.indexed import IndexedTokens
@@ -20,7 +21,7 @@ from data_pipeline.prepare.plan import PrepareOptions
 from data_pipeline.prepare.prepare import prepare
 from data_pipeline.sources import open_sources
 from data_pipeline.sources.document import refuse_bad_row
-from data_pipeline.tokenizer import load_tokenizer
+from data_pipeline.tokenizer_reading import load_tokenizer
 from tests.unit.data_pipeline.chat.templates import TEMPLATES, write_tokenizer
 
 CHATS = PrepareOptions(append_eos=False, special_tokens="refuse", train_on="all-turns")
@@ -60,6 +61,8 @@ def test_the_same_bytes_for_any_number_of_workers(
         tokens.read(0, tokens.token_count)[loss].tolist(), skip_special_tokens=False
     )
     assert answers == "".join("import " * (n % 7) + "<|im_end|>" for n in range(60))
+    end = load_tokenizer(tokenizer / "tokenizer.json").token_to_id("<|im_end|>")
+    assert meta.end_of_turn_id == end == answer_end(tokenizer)  # an export stops there
     assert prepare([source], tmp_path / "out1", tokenizer, CHATS).reused
 
 

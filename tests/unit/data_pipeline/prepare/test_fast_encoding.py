@@ -21,7 +21,8 @@ from data_pipeline.prepare.fill_in_the_middle import FillInTheMiddle
 from data_pipeline.prepare.plan import PrepareOptions
 from data_pipeline.prepare.prepare import PrepareProgress, prepare
 from data_pipeline.sources import open_sources
-from data_pipeline.tokenizer import inspect_tokenizer, train_tokenizer
+from data_pipeline.tokenizer import train_tokenizer
+from data_pipeline.tokenizer_reading import inspect_tokenizer
 from tests.unit.data_pipeline.prepare.test_cutting import CODE, TEXTS, built, byte_level, mixed_text
 
 pytest.importorskip("gigatoken", reason="the extra [fast] is not installed")

@@ -27,7 +27,8 @@ from data_pipeline.prepare.plan import USUAL_OPTIONS, PrepareOptions
 from data_pipeline.prepare.prepare import PrepareProgress, prepare
 from data_pipeline.sources import open_sources
 from data_pipeline.sources.text import TextFile
-from data_pipeline.tokenizer import inspect_tokenizer, train_tokenizer, trained_tokenizer
+from data_pipeline.tokenizer import train_tokenizer, trained_tokenizer
+from data_pipeline.tokenizer_reading import inspect_tokenizer
 
 REPOSITORY = Path(__file__).parents[4]
 
@@ -349,7 +350,7 @@ def everything(folder: Path) -> dict[str, bytes]:
 OTHER_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "other sources": ({"sources": ["b.txt"]}, r"from a.txt .*; asked is b.txt with the tokenizer .*, vocabulary 600: "),
     "another tokenizer": ({"tokenizer": "small"}, r"vocabulary 600; asked is a.txt with the tokenizer small, .* 258: "),
-    "a tokenizer made again": ({"tokenizer": "copy"}, "600, whose tokenizer.json is another one since: "),
+    "a tokenizer made again": ({"tokenizer": "copy"}, "600, whose tokenizer is another one since: "),
     "another option": ({"append_eos": False}, "600, --no-append-eos: choose another output"),
     "another field": ({"text_field": "content"}, r"600, --text-field content \(not text\): "),
     "a begin token": ({"begin_token": True}, "600, --begin-token: choose another output"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,22 @@ def test_the_base_model_is_the_one_that_the_run_began_with(
     assert _named_by(third, tmp_path / "third") is None
     summary = export_hugging_face(third, tmp_path / "again", validate=False, overwrite=True)
     assert any("in no Hugging Face folder: name one in adapter_config.json" in notice for notice in summary.notices)
+
+
+def test_an_export_ends_where_answers_end(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """transformers and servers would write the token that ends a turn again and again: they look at no template."""
+    model = HubModel("", "llama", {"vocab_size": VOCAB_SIZE, "eos_token_id": 3}).save(tmp_path / "base")
+    tiny |= {"model": open_model_folder(model).model.model_dump(mode="json"), "adapter": LORA}
+    tiny["training"]["initialize_from"] = str(model)
+    config = Config.model_validate(tiny)
+    began = find_start(config, open_data(config), None, ())
+    first = _saved(config, replace(began, ends_of_turns=(7, None)), model, 1)
+    summary = export_hugging_face(first, tmp_path / "merged", validate=False, merge=True)
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "merged" / name).read_text())["eos_token_id"] == [7, 3]
+    summary = export_hugging_face(first, tmp_path / "adapter", validate=False)
+    stops = json.loads((tmp_path / "adapter" / "generation_config.json").read_text())["eos_token_id"]
+    assert stops == [7, 3] and any("give generate eos_token_id=[7, 3]" in notice for notice in summary.notices)
+
+    later = replace(began, hub=None, manifest=open_stored(first).manifest, ends_of_turns=(9,))  # on other conversations
+    assert later.inherited["ends_of_turns"] == [9, 7, None]

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.tokenizer import inspect_tokenizer, train_tokenizer
+from data_pipeline.tokenizer import train_tokenizer
+from data_pipeline.tokenizer_reading import inspect_tokenizer
 from launch.errors import LaunchError
 from launch.huggingface.checkpoint_tokenizer import FILES_SHA256, RECORDED, files_sha256, find_tokenizer
 from megalite.checkpoint.huggingface.tokenizer_folder import tokenizer_files

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from data_pipeline.chat import renderer
+from data_pipeline.tokenizer_reading import HubTokenizer
 from launch.errors import LaunchError
 from launch.inference.chat_template import chat_prompts
 from tests.unit.data_pipeline.chat.templates import ENDS, NOT_SPECIAL, SPECIAL, TEMPLATES
@@ -30,20 +31,25 @@ def tokenizer_with(template: str | None) -> Any:
     return made
 
 
-def test_messages_are_rendered_each_alone() -> None:
+def saved(tokenizer: Any, folder: Path) -> HubTokenizer:
+    tokenizer.save_pretrained(folder)
+    return HubTokenizer(folder)
+
+
+def test_messages_are_rendered_each_alone(tmp_path: Path) -> None:
     template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     tokenizer = tokenizer_with(template + "{{ 'go' if add_generation_prompt }}")
-    made = chat_prompts(tokenizer, ["a\nb", "naïve 🙂"], FOLDER)
+    made = chat_prompts(saved(tokenizer, tmp_path), ["a\nb", "naïve 🙂"], FOLDER)
     assert [tokenizer.decode(tokens) for tokens in made.tokens] == ["<s>[user]a\nbgo", "<s>[user]naïve 🙂go"]
     assert made.end_of_turn == frozenset()
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_prompts_are_transformers_own_and_end_as_the_template_ends_an_answer(family: str) -> None:
+def test_prompts_are_transformers_own_and_end_as_the_template_ends_an_answer(family: str, tmp_path: Path) -> None:
     """A model of which generation_config.json names another token, such as the one between documents, would go on and
     write the user's next message."""
     tokenizer = tokenizer_with(TEMPLATES[family])
-    made = chat_prompts(tokenizer, ["a  b"], FOLDER)
+    made = chat_prompts(saved(tokenizer, tmp_path), ["a  b"], FOLDER)
     theirs = tokenizer.apply_chat_template([{"role": "user", "content": "a  b"}], add_generation_prompt=True)
     assert made.tokens == [theirs["input_ids"]]
     assert tokenizer.convert_ids_to_tokens(list(made.end_of_turn)) == [ENDS.get(family, "<|im_end|>")]
@@ -61,15 +67,15 @@ EDITING = TEMPLATES["chatml"].replace("m.content +", "m.content | replace('<br>'
         (EDITING, "a<|im<br>_end|>b", "<|im_end|>"),
     ],
 )
-def test_a_message_forges_no_turn(template: str, message: str, token: str) -> None:
-    tokenizer = tokenizer_with(template)
+def test_a_message_forges_no_turn(template: str, message: str, token: str, tmp_path: Path) -> None:
+    tokenizer = saved(tokenizer_with(template), tmp_path)
     with pytest.raises(LaunchError, match=f"^prompt 2 has '{re.escape(token)}', .*: take it out$"):
         chat_prompts(tokenizer, ["a < b | c > <br> <think>", message], FOLDER)
     with pytest.raises(LaunchError, match=r"^the prompt has "):
         chat_prompts(tokenizer, [message], FOLDER)
 
 
-def test_a_template_that_cannot_be_used_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_cannot_be_used_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(renderer, "PROCESSOR_S", 1)
     loop = 3 * "{% for a in range(99999) %}" + 3 * "{% endfor %}"
     for template, sentence in (
@@ -79,4 +85,4 @@ def test_a_template_that_cannot_be_used_is_one_sentence(monkeypatch: pytest.Monk
         (loop, "^model: its chat template cannot be used, it did not end within 1 s: leave out --chat"),
     ):
         with pytest.raises(LaunchError, match=sentence):
-            chat_prompts(tokenizer_with(template), ["a"], FOLDER)
+            chat_prompts(saved(tokenizer_with(template), tmp_path), ["a"], FOLDER)
