@@ -70,7 +70,9 @@ from launch.trainer.start_flags import StartFlags
 from megalite.checkpoint.durable_files import NO_ROOM
 from megalite.checkpoint.small_files import forbid_writing_by_all
 from megalite.config import Config
+from megalite.config.foreign_words import answer, rows_of
 from megalite.config.hidden_secrets import without_secrets
+from megalite.config.suggestions import option_paths, own_names
 
 log = get_logger(__name__)
 DASHED_OVERRIDE = re.compile(rf"--(?:run_dir|(?:{'|'.join(Config.model_fields)})\.[a-z_.]+)=")
@@ -86,6 +88,7 @@ class AllCommands(CommandsWithVerbosity):
             # empty where a command without arguments has shown its help
             if message := error.format_message().removesuffix(".").replace("Value error, ", ""):
                 command = getattr(error, "ctx", None)
+                message = _foreign_flag(error) or message
                 where = "" if command is None or message.endswith("?") else f"; see `{command.command_path} --help`"
                 log.error(without_secrets(f"{message[0].lower()}{message[1:]}{where}"))  # words as they were typed
             sys.exit(error.exit_code)
@@ -298,6 +301,24 @@ def verify(
         say("\n".join(reports.conclusion(report)))
     if not report.passed:
         raise typer.Exit(VERIFY_FAILED_CODE)
+
+
+def _foreign_flag(error: TyperException) -> str | None:
+    """Returns what a flag is here that no command has: an option of the config, or a word of another stack."""
+    typed = getattr(error, "option_name", None)
+    if typed is None:
+        return None
+    name = typed.lstrip("-")
+    if tuple(name.split(".")) in option_paths(Config):
+        return f"{typed}: an option of the config has no dashes here: {name}=..."
+    if name.replace("-", "_") in own_names(Config):
+        return None  # also of commands, as `--steps`
+    found = rows_of(typed)
+    return (
+        f"there is no flag {typed}, a word {answer(found)}; options of the config are set as section.option=value"
+        if found
+        else None
+    )
 
 
 def _refuse_dashed_overrides(words: list[str]) -> None:

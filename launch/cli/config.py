@@ -1,4 +1,4 @@
-"""The commands `megalite config init|show|explain|schema`. No torch here."""
+"""The commands `megalite config init|from|show|explain|schema`. No torch here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import typer
 
 from launch.cli.options import AsJson, ConfigPath, OutputFile, Overrides, OverwriteFile
 from launch.errors import LaunchError
-from launch.output import Table, check_writable, print_json, write_file
+from launch.output import Table, check_writable, console, print_json, write_file
+from launch.runtime.logs import get_logger
 from launch.runtime.printing import print_result, say
 from launch.trainer.run_config import load_run_config
 from megalite.config import Config
@@ -20,10 +21,11 @@ from megalite.config.suggestions import NAME, NUMBER, OptionPath, dotted, option
 if TYPE_CHECKING:
     from megalite.config.option_docs import OptionFacts
 
+log = get_logger(__name__)
 DEEPSPEED_KEYS = "https://www.deepspeed.ai/docs/config-json/"
 
 config_app = typer.Typer(
-    help="Write a first config, show one with its defaults, explain options, or print the schema of all.",
+    help="Write a first config, or one from another stack's files; show one with its defaults; explain options.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
@@ -58,15 +60,70 @@ def init(
             )
         folder, model = hub_config(Path(source))
         weights = SourceOfWeights(source, folder, model.max_position_embeddings)
-    text = starter_config(weights)
+    _write(starter_config(weights), output, overwrite)
+    if output is not None:
+        say(f"wrote {output}; its first lines say how to go on")
+
+
+@config_app.command("from")
+def from_(
+    files: Annotated[
+        list[str],
+        typer.Argument(help="Files of one stack, then section.option=value ...", metavar="FILE... [OVERRIDES]..."),
+    ],
+    kind: Annotated[
+        str | None, typer.Option(help="deepspeed, megatron, neox or torchtitan; default: as recognised.")
+    ] = None,
+    output: OutputFile = None,
+    overwrite: OverwriteFile = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a config from the files of another stack, with a table of what became of each word.
+
+    Reads a DeepSpeed JSON; a script with flags of Megatron-LM or Megatron-DeepSpeed, its log or arguments as JSON; YAML
+    files of GPT-NeoX, merged; or a TOML file of torchtitan. Nothing is run. Contradictions are all told at once.
+
+    Example: `megalite config from pretrain_gpt.sh model.vocab_size=50257 -o config.yaml`
+    """
+    from launch.migration.conversion import migrate
+    from launch.migration.reading import kind_named, read_files
+    from launch.migration.report import config_text, table_of
+
+    paths = [Path(word) for word in files if "=" not in word or Path(word).exists()]
+    overrides = [word for word in files if Path(word) not in paths]
+    if not paths:
+        raise LaunchError("no file is given: `megalite config from FILE... [section.option=value]...`")
+    _check_output(output, overwrite)
+    found, settings, notes = read_files(paths, kind_named(kind))
+    migrated = migrate(found, settings, overrides)
+    if as_json:
+        print_json({"config": migrated.values(), "words": [line._asdict() for line in migrated.lines], "notes": notes})
+        return
+    table = table_of(migrated)
+    _write(config_text(found, paths, migrated), output, overwrite)
+    table.print(console(stderr=output is None))
+    for note in notes:
+        log.warning(note)
+    if migrated.filled:
+        log.warning(f"not in the files, so a first value stands there: {', '.join(migrated.filled)}")
+    if output is not None:
+        say(f"wrote {output}; check it with `megalite train {output} --dry-run`")
+
+
+def _check_output(output: Path | None, overwrite: bool) -> None:
+    if output is not None:
+        if output.exists() and not overwrite:
+            raise LaunchError(f"{output} is there already: give --overwrite, or write another file")
+        check_writable(output)
+
+
+def _write(text: str, output: Path | None, overwrite: bool) -> None:
+    """Prints the text of a config, or writes it to a file that is not there yet."""
     if output is None:
         print_result(text, end="")
         return
-    if output.exists() and not overwrite:
-        raise LaunchError(f"{output} is there already: give --overwrite, or write another file")
-    check_writable(output)
+    _check_output(output, overwrite)
     write_file(output, text)
-    say(f"wrote {output}; its first lines say how to go on")
 
 
 @config_app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,8 +11,18 @@ from pydantic import BeforeValidator, Field
 
 from megalite.config.base import NonNegativeFloat, NonNegativeInt, NotBool, PositiveFloat, PositiveInt, Section
 
+BLEND = re.compile(r"\d*\.?\d+(?:[eE]-?\d+)?")  # of Megatron: a weight before each path
+
 
 def _one_path_is_a_list(value: Any) -> Any:
+    parts = value.split() if isinstance(value, str) else value if isinstance(value, list) else []
+    are_weights = [BLEND.fullmatch(str(part)) is not None for part in parts]
+    if len(parts) > 1 and all(are_weights[::2]) and not any(are_weights[1::2]):
+        source = f"{{path: {parts[1]}, weight: {parts[0]}}}"
+        raise ValueError(
+            "paths with weights before them are a blend of Megatron-LM: name each text in data.sources, as in "
+            f"data.sources.a={source}"
+        )
     return [value] if isinstance(value, str) else value
 
 

@@ -5,67 +5,25 @@ The keys are DeepSpeed 0.19's; a tuple is a path inside the section.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from megalite.config.errors import shown
+from megalite.config.foreign_words import WordRow, leaves, stack
 from megalite.config.suggestions import nearest_name
-
-OWNED: dict[tuple[str, ...], str] = {
-    ("train_batch_size",): "training.global_batch_size",
-    ("train_micro_batch_size_per_gpu",): "training.micro_batch_size",
-    ("gradient_accumulation_steps",): "training.global_batch_size and training.micro_batch_size",
-    ("gradient_clipping",): "training.gradient_clipping",
-    ("optimizer",): "optimizer.name and its options",
-    ("scheduler",): "schedule.name and its options",
-    ("fp16", "enabled"): "precision.dtype",
-    ("fp16", "auto_cast"): "precision.dtype",
-    ("fp16", "fp16_master_weights_and_grads"): "precision.gradient_accumulation_dtype",
-    ("bf16",): "precision.dtype",
-    ("bfloat16",): "precision.dtype",
-    ("torch_autocast",): "precision.dtype",
-    ("data_types", "grad_accum_dtype"): "precision.gradient_accumulation_dtype",
-    ("communication_data_type",): "precision.gradient_reduction_dtype",
-    ("data_types", "param_dtype"): "precision.dtype",
-    ("zero_optimization", "stage"): "parallel.zero_stage",
-    ("zero_optimization", "reduce_bucket_size"): "parallel.gradient_bucket_size",
-    ("tensor_parallel",): "parallel.tensor_parallel_size",
-    ("pipeline",): "parallel.pipeline_parallel_size and recompute.mode",
-    ("activation_checkpointing",): "recompute.mode",
-    ("sequence_parallel_size",): "parallel.sequence_parallel",
-    ("data_parallel_size",): "parallel.data_parallel_size",
-    ("wandb",): "monitor.wandb",
-}
-"""DeepSpeed's keys that duplicate one of our options, and that option."""
-
-MEASURING = (
-    "it waits for the device around what it times, so that communication no longer goes on beside computation; "
-    "steps.jsonl tells seconds, calls and bytes anyway, monitor.timeline and monitor.profile show single steps"
-)
-AVERAGING = "gradients are the mean over the global batch, whatever the layout"
-CONTRADICTING = {
-    "gradient_allreduce_op": AVERAGING,
-    "prescale_gradients": AVERAGING,
-    "gradient_predivide_factor": AVERAGING,
-    "managed_gradient_accumulation": "gradients are accumulated until the engine ends the optimizer step",
-    "zero_allow_untested_optimizer": "optimizers are plain torch ones, which DeepSpeed calls untested",
-    "comms_logger": MEASURING,  # comm/comm.py, `timed_op`
-    "wall_clock_breakdown": MEASURING,  # utils/timer.py
-    "flops_profiler": MEASURING,  # profiling/flops_profiler/profiler.py: around each module
-}
-"""Top-level keys that would break an invariant of every run, and why."""
 
 PASSED_ON = frozenset(
     {
-        "aio", "autotuning", "checkpoint", "comet", "compile", "csv_monitor",
-        "data_efficiency", "data_types", "dataloader_drop_last", "datastates_ckpt",
-        "disable_allgather", "disable_python_gc", "dump_state", "expert_parallel", "fp16",
-        "hybrid_engine", "log_level", "memory_breakdown",
-        "seq_parallel_communication_data_type", "steps_per_print", "tensorboard", "timers",
-        "use_data_before_expert_parallelism", "vocabulary_size", "weight_quantization",
-        "zero_force_ds_cpu_optimizer", "zero_optimization",
+        "aio", "data_types", "disable_python_gc", "dump_state", "fp16", "log_level", "memory_breakdown",
+        "steps_per_print", "zero_force_ds_cpu_optimizer", "zero_optimization",
     }
 )  # fmt: skip
-"""Top-level keys that DeepSpeed 0.19.8 reads and that may be set; it ignores any other key silently."""
+"""Top-level keys that may be set, because DeepSpeed 0.19.8 does something with them here. Every other key that it knows
+has a row in `stacks/deepspeed.yaml`, which says why not; keys that it does not know it would ignore silently."""
+
+SECTIONS = ("data_types", "fp16", "zero_optimization")
+"""Those of them that must be sections."""
 
 NESTED = {
     "fp16": frozenset(
@@ -94,59 +52,90 @@ NESTED = {
 }  # fmt: skip
 """Keys of the sections that DeepSpeed 0.19.8 refuses other keys in, once ranks have started."""
 
-REMOVED = (
-    "nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue", "sparse_attention",
-    "elasticity", "graph_harvesting", "curriculum_learning", "progressive_layer_drop",
-    "zero_optimization.mics_shard_size", "zero_optimization.mics_hierarchical_params_gather",
-    "zero_optimization.zeropp_loco_param",
-)  # fmt: skip
-"""Keys that DeepSpeed 0.19 has removed."""
-
 REORDERING = ("zero_optimization", "round_robin_gradients")
 """DeepSpeed 0.19.8 permutes the flat weights of ZeRO-1 and ZeRO-2 if this is set, but not the map from parameters to
 them (stage_1_and_2.py, `_create_param_mapping`): training is right, reading or writing fp32 state is not."""
 
 
+class DeepSpeedProblems(ValueError):
+    """Raised for keys that cannot be set; `found` has the path in the section and a sentence of each."""
+
+    def __init__(self, found: list[tuple[tuple[str, ...], str]]) -> None:
+        super().__init__("; ".join(sentence for _, sentence in found))
+        self.found = found
+
+
+@cache
+def refused_keys() -> dict[tuple[str, ...], WordRow]:
+    """Returns the paths of keys that cannot be set, each with its row in the table of DeepSpeed's words."""
+    rows = (row for row in stack("deepspeed").rows if row.take != "deepspeed")
+    return {tuple(word.split(".")): row for row in rows for word in row.words}
+
+
 def check_pass_through(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options unchanged, or raises ValueError naming the option of ours to use instead."""
-    for path, ours in OWNED.items():
-        if has(options, path):
-            name = "deepspeed." + ".".join(path)
-            raise ValueError(f"{name} is not set there but through {ours}: remove {name} and set {ours}")
-    if has(options, REORDERING) and options["zero_optimization"]["round_robin_gradients"]:
-        raise ValueError(
-            "deepspeed.zero_optimization.round_robin_gradients makes DeepSpeed 0.19 read and write other weights than "
-            "it is asked for, so no checkpoint would be right: remove it"
-        )
-    if (key := _cpu_offload(options)) is not None:
-        raise ValueError(
-            f"{key} is not set there but through offload.optimizer: remove {key} and set offload.optimizer cpu"
-        )
-    for name in REMOVED:
-        if has(options, tuple(name.split("."))):
-            raise ValueError(f"DeepSpeed 0.19 removed {name}: remove deepspeed.{name}")
-    for key in options:
-        if key in CONTRADICTING:
-            raise ValueError(f"deepspeed.{key} cannot be set: {CONTRADICTING[key]}: remove deepspeed.{key}")
-        if key not in PASSED_ON:
-            raise ValueError(_unknown(key))
-    for key in {path[0] for path in OWNED if len(path) > 1}:
-        if key in options and not isinstance(options[key], dict):
-            raise ValueError(f"deepspeed.{key} must be a section with options of its own, got {shown(options[key])}")
-    _check_nested(options)
+    """Returns the options unchanged, or raises DeepSpeedProblems with the option to use instead of each key."""
+    found = dict(problems_with_keys(options))
+    if found:
+        raise DeepSpeedProblems(list(found.items()))
     return options
 
 
-def _cpu_offload(options: dict[str, Any]) -> str | None:
-    """Returns the key by which DeepSpeed is told to keep the optimizer in host memory; None if it is not. Its own ways
-    to NVMe and of parameters have no option of ours."""
+def problems_with_keys(options: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yields the path of each key that cannot be set, and a sentence about it."""
+    if has(options, REORDERING) and options["zero_optimization"]["round_robin_gradients"]:
+        yield (
+            REORDERING,
+            "deepspeed.zero_optimization.round_robin_gradients makes DeepSpeed 0.19 read and write other weights than "
+            "it is asked for, so no checkpoint would be right: remove it",
+        )
+    if (path := _cpu_offload(options)) is not None:
+        key = f"deepspeed.{'.'.join(path)}"
+        yield (
+            path,
+            f"{key} is not set there but through offload.optimizer: remove {key} and set offload.optimizer cpu",
+        )
+    for section in SECTIONS:
+        if section in options and not isinstance(options[section], dict):
+            yield (
+                (section,),
+                f"deepspeed.{section} must be a section with options of its own, got {shown(options[section])}",
+            )
+    for leaf, _ in leaves(options):
+        refused = [leaf[:length] for length in range(len(leaf), 0, -1) if leaf[:length] in refused_keys()]
+        if refused:
+            yield refused[0], _refusal(refused[0])
+        elif leaf[0] not in PASSED_ON:
+            yield leaf[:1], _unknown(leaf[0])
+        elif len(leaf) > 1 and leaf[0] in NESTED and leaf[1] not in NESTED[leaf[0]]:
+            meant = nearest_name(leaf[1], NESTED[leaf[0]])
+            hint = f'did you mean "{meant}"?' if meant else f"remove deepspeed.{leaf[0]}.{leaf[1]}"
+            yield leaf[:2], f'DeepSpeed 0.19 has no option "{leaf[1]}" in its section {leaf[0]}: {hint}'
+
+
+def _refusal(path: tuple[str, ...]) -> str:
+    """Returns the sentence for a key that cannot be set."""
+    key, here = ".".join(path), refused_keys()[path].in_words
+    if here.startswith("removed"):
+        instead = here.removeprefix("removed").removeprefix("; ")
+        return f"DeepSpeed 0.19 removed {key}: remove deepspeed.{key}" + (f"; here {instead}" if instead else "")
+    if here.startswith("nothing"):
+        return f"deepspeed.{key} cannot be set: {here.removeprefix('nothing: ')}: remove deepspeed.{key}"
+    if here.startswith("not here"):
+        return f"deepspeed.{key} is {here}: remove deepspeed.{key}"
+    return f"deepspeed.{key} is not set there but through {here}: remove deepspeed.{key} and set {here}"
+
+
+def _cpu_offload(options: dict[str, Any]) -> tuple[str, ...] | None:
+    """Returns the path of the key by which DeepSpeed is told to keep the optimizer in host memory; None if it is not.
+
+    Its own ways to NVMe and of parameters have no option of ours."""
     zero = options.get("zero_optimization")
     if not isinstance(zero, dict):
         return None
     section = zero.get("offload_optimizer")
     if isinstance(section, dict) and section.get("device") == "cpu":
-        return "deepspeed.zero_optimization.offload_optimizer"
-    return "deepspeed.zero_optimization.cpu_offload" if zero.get("cpu_offload") else None
+        return "zero_optimization", "offload_optimizer"
+    return ("zero_optimization", "cpu_offload") if zero.get("cpu_offload") else None
 
 
 def offloads_to_nvme(options: dict[str, Any]) -> bool:
@@ -155,18 +144,9 @@ def offloads_to_nvme(options: dict[str, Any]) -> bool:
     return isinstance(section, dict) and section.get("device") == "nvme"
 
 
-def _check_nested(options: dict[str, Any]) -> None:
-    for section, known in NESTED.items():
-        for key in options.get(section, {}):
-            if key not in known:
-                meant = nearest_name(str(key), known)
-                hint = f'did you mean "{meant}"?' if meant else f"remove deepspeed.{section}.{key}"
-                raise ValueError(f'DeepSpeed 0.19 has no option "{key}" in its section {section}: {hint}')
-
-
 def _unknown(key: str) -> str:
     """Returns the message for a key that DeepSpeed would ignore, with the key or option that was probably meant."""
-    ours = {path[0]: option for path, option in OWNED.items() if len(path) == 1}
+    ours = {path[0]: row.option for path, row in refused_keys().items() if len(path) == 1 and row.option}
     meant = nearest_name(key, PASSED_ON | ours.keys())
     if meant is None:
         return f'DeepSpeed 0.19 has no option "{key}": remove deepspeed.{key}'

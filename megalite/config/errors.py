@@ -11,7 +11,8 @@ from pydantic_core import ErrorDetails
 
 from megalite.config.auto import AUTO, CHOOSABLE
 from megalite.config.base import items_of, section_of
-from megalite.config.suggestions import OptionPath, dotted, nearest_option
+from megalite.config.foreign_words import answer, leaves, rows_of
+from megalite.config.suggestions import OptionPath, dotted, nearest_option, option_paths, own_names
 
 
 class ConfigError(ValueError):
@@ -66,7 +67,6 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[ConfigPr
     Values of the wrong type are one problem per option: the branches of a union become `a or b`.
     """
     unknown: list[ConfigProblem] = []
-    meant: list[OptionPath] = []
     refused: list[ConfigProblem] = []
     expected: dict[OptionPath, list[str]] = {}
     got: dict[OptionPath, Any] = {}
@@ -74,11 +74,11 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[ConfigPr
     for detail in error.errors(include_url=False):
         path, kind = option_path(detail["loc"], model), detail["type"]
         if kind == "extra_forbidden":
-            sentence, option = unknown_option(path, detail["input"], model)
-            unknown.append(ConfigProblem(path, sentence, option))
-            meant.append(option)
+            unknown.extend(_unknown_options(path, detail["input"], model))
         elif kind == "value_error":
-            refused.append(ConfigProblem(path, str(detail["ctx"]["error"])))
+            # of the section `deepspeed` all that is wrong, each at its own key
+            found = getattr(detail["ctx"]["error"], "found", [((), str(detail["ctx"]["error"]))])
+            refused.extend(ConfigProblem((*path, *inner), sentence) for inner, sentence in found)
         elif kind == "missing" and len(path) == len(detail["loc"]):
             missing.append(ConfigProblem(path, _missing(path, model)))
         elif kind != "default_factory_not_called":
@@ -91,6 +91,7 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[ConfigPr
         ConfigProblem(path, f"{dotted(path)} must be {' or '.join(dict.fromkeys(texts))}, got {shown(got[path])}")
         for path, texts in expected.items()
     ]
+    meant = [problem.meant for problem in unknown]
     missing = [
         problem for problem in missing if not any(problem.path == option[: len(problem.path)] for option in meant)
     ]
@@ -128,12 +129,31 @@ def option_path(loc: Sequence[int | str], model: type[BaseModel]) -> OptionPath:
     return tuple(path)
 
 
+def _unknown_options(path: OptionPath, value: Any, model: type[BaseModel]) -> list[ConfigProblem]:
+    """Returns the problems of an unknown option; of another stack's section, those of everything in it."""
+    inside = [(*path, *inner) for inner, _ in leaves(value)] if isinstance(value, dict) else []
+    if any(rows_of(dotted(leaf), own_names(model)) for leaf in inside):
+        return [ConfigProblem(leaf, *unknown_option(leaf, None, model)) for leaf in inside]
+    return [ConfigProblem(path, *unknown_option(path, value, model))]
+
+
 def unknown_option(path: OptionPath, value: Any, model: type[BaseModel]) -> tuple[str, OptionPath]:
-    """Returns the sentence for an unknown option, and the option that was probably meant (empty if none is similar)."""
+    """Returns the sentence for an unknown option, and the option that was probably meant (empty if none is similar).
+
+    A word of another stack is answered from the table of its words; any other by the most similar name.
+    """
+    if found := rows_of(dotted(path), own_names(model)):
+        options = [tuple(option.split(".")) for _, row in found for option in row.options]
+        meant = next((option for option in options if option in option_paths(model)), ())
+        if len({row.option for _, row in found}) == 1 and found[0][1].option:
+            return f'unknown option "{dotted(path)}": did you mean "{found[0][1].option}"?', meant
+        return f'unknown option "{dotted(path)}", a word {answer(found)}', meant
     suggestion = nearest_option(path, value, model)
     if suggestion is not None:
         typed, meant = suggestion
         return f'unknown option "{dotted(typed)}": did you mean "{dotted(meant)}"?', meant
+    while path[:-1] and path[:-1] not in option_paths(model):  # the first part that is unknown
+        path = path[:-1]
     names = ", ".join(section_at(path[:-1], model).model_fields)
     where = f"section {dotted(path[:-1])}" if path[:-1] else "the config"
     return f'unknown option "{dotted(path)}": {where} has {names}', ()

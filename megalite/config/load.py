@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from megalite.config.auto import AUTO, SECTIONS, spell_out
 from megalite.config.config import Config
 from megalite.config.errors import ConfigError, ConfigProblem, problems_of
+from megalite.config.foreign_words import Kind, kind_of, stack
 from megalite.config.hidden_secrets import without_secrets
 from megalite.config.rules import broken_rules
 from megalite.config.secret_options import secret_in_override, secrets_among
@@ -25,6 +26,8 @@ from megalite.config.yaml_text import MOST_CHARACTERS, LinePath, parse_yaml
 
 Values = dict[str, Any]
 MODEL_CONFIG = "config.json"  # of a Hugging Face folder
+OTHERS = (".json", ".toml", ".sh", ".bash", ".slurm", ".sbatch")  # endings of other stacks' files
+OWN_SECTIONS = {"run_dir", "model", "data", "training"}  # DeepSpeed has a section `optimizer` too
 OPTION_NAME = re.compile(r"(?<![a-z_])[a-z_]+(?:\.[a-z_]+)+")
 COMMENT = re.compile(r"(?:^|\s)#")
 OVERRIDE = re.compile(rf"((?:\w+\.)+\w+|{'|'.join(Config.model_fields)})=")
@@ -193,6 +196,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[LinePath, int]]:
     try:
         values, lines = parse_yaml(text)
     except ConfigError as error:
+        if path.suffix in OTHERS:
+            keys = re.findall(r'^\s*"(\w+)"\s*:', text, re.MULTILINE)  # YAML has no tabs, but JSON does
+            raise ConfigError(_of_another_stack(path, kind_of(keys))) from None
         raise ConfigError(
             *(f"{path}{', ' if said.startswith('line ') else ': '}{without_secrets(said)}" for said in error.sentences)
         ) from None
@@ -202,7 +208,14 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[LinePath, int]]:
         raise ConfigError(f"{path} must hold sections like `model:`, but holds {type(values).__name__} data")
     if path.name == MODEL_CONFIG and not values.keys().isdisjoint({"model_type", "architectures"}):
         raise ConfigError(f"{path} is a Hugging Face config: {_config_of_folder(path.parent)}")
+    if values.keys().isdisjoint(OWN_SECTIONS) and (kind := kind_of(values)):
+        raise ConfigError(_of_another_stack(path, kind))
     return values, lines
+
+
+def _of_another_stack(path: Path, kind: Kind | None) -> str:
+    what = f"a config of {stack(kind).name}" if kind else "no config in YAML"
+    return f"{path} is {what}: `megalite config from {path} -o config.yaml` writes one for megalite from it"
 
 
 def _unreadable(path: Path, error: OSError) -> str:

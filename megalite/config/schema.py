@@ -11,7 +11,8 @@ from typing import Any
 from megalite.config.auto import ALONG, AUTO, PLACEHOLDERS, SECTIONS
 from megalite.config.base import Section, items_of, section_of
 from megalite.config.config import Config
-from megalite.config.deepspeed import NESTED, OWNED, PASSED_ON, REMOVED, REORDERING
+from megalite.config.deepspeed import NESTED, PASSED_ON, REORDERING, refused_keys
+from megalite.config.deepspeed import SECTIONS as DEEPSPEED_SECTIONS
 from megalite.config.suggestions import NAME, NUMBER, OptionPath, dotted
 from megalite.config.versions import own_version
 
@@ -117,12 +118,11 @@ def _leaves_layout_to_the_planner() -> Schema:
 def _deepspeed_schema() -> Schema:
     """Returns the schema of DeepSpeed's keys that may be set; deepspeed.py checks the same on loading."""
     keys: dict[str, Any] = {name: {} for name in sorted(PASSED_ON)}
-    nested = [path for path in OWNED if len(path) > 1]
-    for section in {path[0] for path in nested}:
+    for section in DEEPSPEED_SECTIONS:
         keys[section] = {"type": "object", "properties": {}}
     for section, names in NESTED.items():
         keys[section] |= {"properties": {name: {} for name in sorted(names)}, "additionalProperties": False}
-    for section, name in (*nested, *(tuple(name.split(".")) for name in REMOVED if "." in name)):
+    for section, name in (path for path in refused_keys() if len(path) == 2 and path[0] in DEEPSPEED_SECTIONS):
         keys[section]["properties"][name] = False
     section, name = REORDERING
     keys[section]["properties"][name] = {"enum": FALSY}

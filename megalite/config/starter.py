@@ -94,7 +94,7 @@ def starter_config(source: SourceOfWeights | None = None) -> str:
 def _heading(source: SourceOfWeights | None) -> str:
     if source is None:
         first = "A small model to begin with. Prepare text, then train:"
-        tokenizer = f"--train-vocab-size {_starting_value(('model', 'vocab_size'))} -t data/tokenizer"
+        tokenizer = f"--train-vocab-size {starting_value(('model', 'vocab_size'))} -t data/tokenizer"
     else:
         first = f"Further training of {source.place}, whose config.json has all sizes. Prepare text, then train:"
         tokenizer = f"-t {shlex.quote(str(source.folder))}"
@@ -103,10 +103,10 @@ def _heading(source: SourceOfWeights | None) -> str:
 
 
 def _setting(path: OptionPath, values: dict[str, Any]) -> str:
-    return to_yaml({path[-1]: values.get(dotted(path), _starting_value(path))})
+    return to_yaml({path[-1]: values.get(dotted(path), starting_value(path))})
 
 
-def _starting_value(path: OptionPath) -> Any:
+def starting_value(path: OptionPath) -> Any:
     """Returns the first example of an option, else its default."""
     field = section_at(path[:-1], Config).model_fields[path[-1]]
     return field.examples[0] if field.examples else field.default

@@ -39,6 +39,12 @@ def option_paths(model: type[BaseModel]) -> tuple[OptionPath, ...]:
     return tuple(walk(model, ()))
 
 
+@cache
+def own_names(model: type[BaseModel]) -> frozenset[str]:
+    """Returns the names of all sections and options, each without the section it stands in."""
+    return frozenset(path[-1] for path in option_paths(model))
+
+
 def nearest_option(unknown: OptionPath, value: Any, model: type[BaseModel]) -> tuple[OptionPath, OptionPath] | None:
     """Returns (the typed path, the path that was meant), or None if nothing is similar.
 

@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import deepspeed.comm
 import deepspeed.ops
@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.fp16 import loss_scaler
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.precision_config import DeepSpeedFP16Config
@@ -32,7 +33,7 @@ from deepspeed.utils import logger, safe_get_full_optimizer_state, safe_set_full
 from torch import nn
 
 from megalite.config import Config, resolve_layout
-from megalite.config.deepspeed import NESTED, REMOVED
+from megalite.config.deepspeed import NESTED, PASSED_ON, refused_keys
 from megalite.engine import deepspeed_internals as seams
 from megalite.engine.build import build_engine
 from megalite.engine.distributed import Grid
@@ -409,8 +410,34 @@ def test_deepspeed_s_groups_have_not_the_timeout_of_the_job() -> None:
 def test_the_keys_of_its_sections_are_those_that_the_config_knows(section: str, model: Any) -> None:
     """Of any other key it raises pydantic's error on the ranks."""
     assert model.model_config["extra"] == "forbid"
-    removed = {name.partition(".")[2] for name in REMOVED if name.startswith(f"{section}.")}
+    removed = {path[1] for path in refused_keys() if path[0] == section and len(path) == 2} - NESTED[section]
     assert {field.alias or name for name, field in model.model_fields.items()} - removed == NESTED[section]
+
+
+class _Asked(dict[str, Any]):
+    """A config that remembers the keys that it is asked for."""
+
+    keys_asked: ClassVar[set[str]] = set()
+
+    def __contains__(self, key: object) -> bool:
+        self.keys_asked.add(str(key))
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.keys_asked.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.keys_asked.add(key)
+        return super().get(key, default)
+
+
+def test_every_key_that_deepspeed_asks_for_is_passed_on_or_refused_with_a_reason() -> None:
+    """One of a newer DeepSpeed would be called unknown, or do nothing in silence."""
+    DeepSpeedConfig(_Asked(train_batch_size=1))
+    known = PASSED_ON | {path[0] for path in refused_keys()}
+    assert len(_Asked.keys_asked) > 40
+    assert _Asked.keys_asked - known == set(), "add a row to megalite/config/stacks/deepspeed.yaml"
 
 
 def _sizes_after_a_change(rank: int) -> dict[str, tuple[int, int, int]]:

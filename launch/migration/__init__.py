@@ -1,0 +1,1 @@
+"""Configs from the files of other stacks: `megalite config from`."""

@@ -1,0 +1,202 @@
+"""The tables of other stacks' words: true of the options and commands that exist, and the answers to wrong options."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from launch.cli.app import app
+from megalite.config import Config, ConfigError, load_config
+from megalite.config.deepspeed import NESTED, PASSED_ON, refused_keys
+from megalite.config.foreign_words import KEYS, WITHOUT, WRITTEN_BY, WordRow, answer, normal_form, page, rows_of, stack
+from megalite.config.suggestions import option_paths
+from tests.helpers.commands import command_line
+
+ROOT = Path(__file__).parents[4]
+ROWS = [(key, row) for key in KEYS for row in stack(key).rows]
+OPTIONS = {".".join(path) for path in option_paths(Config)}
+
+
+def names_of_commands() -> set[str]:
+    """Names of all commands and of their flags."""
+
+    def walk(command: Any) -> set[str]:
+        flags = {normal_form(flag) for option in command.params for flag in (*option.opts, *option.secondary_opts)}
+        inner = getattr(command, "commands", {})
+        return flags | set(inner) | {name for one in inner.values() for name in walk(one)}
+
+    return walk(get_command(app))
+
+
+def test_the_page_is_that_of_the_tables() -> None:
+    """tests/unit/test_docs.py holds the options and commands that it names against those that exist."""
+    assert (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8") == page(), f"run `.venv/bin/{WRITTEN_BY}`"
+
+
+def targets(row: WordRow) -> set[str]:
+    if isinstance(row.take, str):
+        return {row.take}
+    return {option for settings in (row.take or {}).values() for option in settings}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_what_a_row_sets_exists(key: str) -> None:
+    """A renamed option would make `megalite config from` write a config that does not load."""
+    missing = [(row.there, name) for row in stack(key).rows for name in targets(row) if "." in name]
+    missing = [(there, name) for there, name in missing if name not in OPTIONS and not name.startswith("deepspeed.")]
+    assert not missing
+    known = {word for row in stack(key).rows for word in row.words}
+    assert stack(key).defaults.keys() <= known, "a value that a stack has by default is of a word without a row"
+    twice = [word for word in known if sum(word in row.words for row in stack(key).rows) > 1]
+    assert not twice, "a word has two rows"
+
+
+def test_what_is_not_here_is_not_here() -> None:
+    """A feature that arrives makes the rows untrue that deny it: mend them in megalite/config/stacks."""
+    denied = [row for _, row in ROWS if row.in_words.startswith("not here") or "not here" in row.in_words]
+    assert len(denied) > 20
+    existing = OPTIONS | names_of_commands()
+    for row in denied:
+        if not row.in_words.startswith("not here") and not row.absent:
+            continue  # a part of the words, beside others that are here
+        assert row.absent, f"{row.there}: which names would make `{row.here}` untrue?"
+        found = sorted(name for name in existing if re.search(row.absent, name))
+        assert not found, f"{row.there} is said to be not here, but there is {found}"
+    patterns = [row.absent for row in denied if row.absent and row.words]
+    words = [word for row in denied for word in row.words]
+    assert [one for one in patterns if not any(re.search(one, word) for word in words)] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "answers"),
+    [
+        ("training.train_iters=5", ["a word of Megatron-LM and GPT-NeoX: here training.steps, or training.tokens"]),
+        ("model.num_layers=4", ['did you mean "model.num_hidden_layers"?']),
+        ("data.split=[1, 2]", ["here data.held_out_fraction"]),
+        ("parallel.context_parallel_size=2", ["of Megatron-LM and GPT-NeoX: not here yet"]),
+        ("parallel.cp_degree=2", ["not here yet"]),
+        ("parallel.ulysses_size=2", ["not here yet"]),
+        ("expert_parallel_size=2", ["not here yet: experts are cut over tensor ranks"]),
+        ("train_batch_size=16", ['did you mean "training.global_batch_size"?']),
+        ("gradient_accumulation_steps=16", ["training.global_batch_size"]),
+        ("zero_optimization.stage=2", ['did you mean "parallel.zero_stage"?']),
+        ("bf16.enabled=true", ['did you mean "precision.dtype"?']),
+        ("comms_logger.enabled=true", ["of DeepSpeed: nothing: it waits for the device"]),
+        ("optimizer.type=Adam", ['did you mean "optimizer.name"?']),
+        ("optimizer={type: Adam, params: {lr: 1}}", ['"optimizer.name"', '"optimizer.learning_rate"']),
+        ("parallelism.data_parallel_shard_degree=8", ["of torchtitan: here parallel.data_parallel_size with"]),
+        ("fsdp_config.version=2", ["of Hugging Face Trainer: here the section parallel"]),
+        ("training.per_device_train_batch_size=2", ['did you mean "training.micro_batch_size"?']),
+        ("fsdp_sharding_strategy=FULL_SHARD", ["of Accelerate: here parallel.zero_stage"]),
+        ("data.path=[0.5, a, 0.5, b]", ["blend of Megatron-LM", "data.sources.a={path: a, weight: 0.5}"]),
+        ("data.path=30 a 70 b", ["data.sources"]),
+    ],
+)
+def test_words_of_other_stacks_are_answered(minimal: Path, overrides: str, answers: list[str]) -> None:
+    """The most similar name misled: train_batch_size was sent to micro_batch_size, context to tensor parallelism."""
+    with pytest.raises(ConfigError) as raised:
+        load_config(minimal, [overrides])
+    said = "\n".join(raised.value.sentences)
+    assert all(part in said for part in answers), said
+
+
+def test_a_path_with_digits_is_no_blend(minimal: Path) -> None:
+    assert load_config(minimal, ["data.path=['2023', '2024']"]).data.path == ["2023", "2024"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--tensor-model-parallel-size=2", "of Megatron-LM: here parallel.tensor_parallel_size"),
+        ("--num-layers", "here model.num_hidden_layers"),
+        ("--context-parallel-size", "not here yet"),
+        ("--training.steps", "an option of the config has no dashes here: training.steps="),
+        ("--dryrun", "no such option: --dryrun"),
+    ],
+)
+def test_flags_of_other_stacks_are_answered(flag: str, said: str) -> None:
+    done = command_line("train", "config.yaml", flag, "2")
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("ds.json", '{\n\t"train_batch_size": 8, "optimizer": {"type": "Adam"}}', "is a config of DeepSpeed"),
+        ("ds.yaml", "zero_optimization: {stage: 1}\n", "is a config of DeepSpeed"),
+        ("a.yml", '"pipe-parallel-size": 1\n"num-layers": 2\n', "is a config of GPT-NeoX"),
+        ("t.toml", "[job]\ndump_folder = 'x'\n", "is no config in YAML"),
+        ("accelerate.yaml", "distributed_type: FSDP\n", "is a config of Accelerate"),
+    ],
+)
+def test_a_config_of_another_stack_is_recognised(tmp_path: Path, name: str, text: str, said: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"{name} {said}: `megalite config from .*{name} -o config.yaml`") as raised:
+        load_config(path)
+    assert len(raised.value.sentences) == 1
+
+
+def test_every_mistake_in_the_section_deepspeed_is_told_at_its_line(tmp_path: Path, minimal: Path) -> None:
+    section = """\
+deepspeed:
+  train_batch_size: 8
+  sequence_parallel_size: 2
+  zero_optimization:
+    stage: 2
+    offload_optimiser: {device: cpu}
+  optimizer:
+    params: {lr: 1}
+  autotuning: {enabled: true, fast: false}
+"""
+    path = tmp_path / "config.yaml"
+    path.write_text(section + minimal.read_text())
+    with pytest.raises(ConfigError) as raised:
+        load_config(path)
+    said = [(line.split(": ")[0][-1], line.partition(": ")[2]) for line in raised.value.sentences]
+    expected = {
+        "2": "set training.global_batch_size",
+        "3": "not here yet: it is Ulysses",
+        "5": "set parallel.zero_stage",
+        "6": 'did you mean "offload_optimizer"?',
+        "8": "set optimizer.learning_rate",
+        "9": "megalite plan CONFIG.yaml",
+    }
+    assert [line for line, _ in said] == list(expected)
+    assert all(expected[line] in sentence for line, sentence in said), said
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("autotuning", "tensorboard", "wandb", "csv_monitor", "comet", "expert_parallel", "compile", "pipeline"),
+        *("sequence_parallel_size", "tensor_parallel", "elasticity", "curriculum_learning", "data_efficiency"),
+        *("compression_training", "sparse_attention", "activation_checkpointing", "flops_profiler", "comms_logger"),
+        *("nebula", "checkpoint", "hybrid_engine", "timers", "datastates_ckpt", "weight_quantization"),
+    ],
+)
+@pytest.mark.parametrize("value", ["{}", "{enabled: true}", "false"])
+def test_sections_of_deepspeed_that_do_nothing_are_refused(minimal: Path, key: str, value: str) -> None:
+    """DeepSpeed takes them, and trains as if they were not there."""
+    with pytest.raises(ConfigError, match=rf"remove deepspeed\.{key}"):
+        load_config(minimal, [f"deepspeed.{key}={value}"])
+
+
+def test_rows_and_keys_that_are_passed_on_do_not_contradict_each_other() -> None:
+    refused = {path[0] for path in refused_keys() if len(path) == 1}
+    assert not refused & PASSED_ON
+    assert {path[1] for path in refused_keys() if path[0] == "zero_optimization" and len(path) == 2} - {
+        "mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param"
+    } <= NESTED["zero_optimization"]  # fmt: skip
+
+
+def test_answers_are_one_line() -> None:
+    for key, row in ROWS:
+        said = answer([(stack(key).name, row)])
+        assert "\n" not in said and "`" not in said and len(said) < 400, said
+        assert row.here.startswith(WITHOUT) or row.here, key
+    assert answer(rows_of("zebra")) == ""
