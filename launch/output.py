@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 SILENCE_S = 10.0  # longest time without a word on what a command does
+FIRST_WORD_S = 3.0  # after its start, which itself takes a second or two
 WIDTH = 160  # columns, where standard output is a file or a pipe
 TEXT_WIDTH = 12  # columns that are left to a column of text before its words are broken
 
@@ -173,16 +174,18 @@ def print_csv(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 @contextmanager
-def spinner(description: str, *, is_shown: bool = True) -> Iterator[Callable[[str], None]]:
+def spinner(
+    description: str, *, is_shown: bool = True, first_s: float | None = None
+) -> Iterator[Callable[[str], None]]:
     """A spinner with the elapsed time on stderr while the block runs; elsewhere than on a terminal, a line every 10 s.
 
-    Yields a function that replaces the description.
+    The first of these lines may come earlier, after `first_s`. Yields a function that replaces the description.
     """
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     to = console(stderr=True)
     if is_shown and not to.is_terminal:
-        with progress_lines(description) as describe:
+        with progress_lines(description, first_s=first_s) as describe:
             yield describe
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
@@ -191,14 +194,27 @@ def spinner(description: str, *, is_shown: bool = True) -> Iterator[Callable[[st
         yield lambda text: progress.update(task, description=visible(text))
 
 
+def loading(what: str) -> AbstractContextManager[object]:
+    """Says what is being imported, within the 5 s in which a command should give its first sign of life."""
+    return spinner(f"loading {what}", first_s=FIRST_WORD_S)
+
+
 @contextmanager
-def progress_lines(description: str, every_s: float = SILENCE_S) -> Iterator[Callable[[str], None]]:
-    """Writes the newest description and the elapsed time to stderr every so many seconds, unless `--quiet`."""
+def progress_lines(
+    description: str, every_s: float | None = None, first_s: float | None = None
+) -> Iterator[Callable[[str], None]]:
+    """Writes the newest description and the elapsed time to stderr every so many seconds, by default 10, unless
+    `--quiet`.
+
+    The first line may come earlier, after `first_s`.
+    """
     newest, ended, started = [description], threading.Event(), time.monotonic()
 
     def write() -> None:
-        while not ended.wait(every_s) and log.isEnabledFor(logging.INFO):
+        pause_s = first_s or every_s or SILENCE_S
+        while not ended.wait(pause_s) and log.isEnabledFor(logging.INFO):
             say(f"megalite: {newest[0]} ({time.monotonic() - started:.0f} s)", file=sys.stderr, flush=True)
+            pause_s = every_s or SILENCE_S
 
     def describe(text: str) -> None:
         newest[0] = text

@@ -14,7 +14,7 @@ import typer
 
 from launch.cli.options import AsJson, ModelTokenizer
 from launch.errors import INTERRUPTED_CODE, LaunchError
-from launch.output import check_local, print_json, progress_bar
+from launch.output import check_local, loading, print_json, progress_bar
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
 
@@ -59,7 +59,8 @@ def import_(
 
     Example: `megalite import ./Llama-3.2-1B runs/llama-1b/start`
     """
-    from launch.huggingface.importing import import_hugging_face, plan_import
+    with loading("PyTorch and transformers"):
+        from launch.huggingface.importing import import_hugging_face, plan_import
 
     check_local(checkpoint, COPY)
     kept = None if dtype is None else dtype.value
@@ -70,7 +71,7 @@ def import_(
         summary = import_hugging_face(
             hf_dir, checkpoint, dtype=kept, overwrite=overwrite, validate=validate, report=report_progress
         )
-    _print_summary(summary, as_json)
+    _print_summary(summary, as_json, f"a config with `training.initialize_from: {checkpoint}` starts from it")
 
 
 def export(
@@ -95,7 +96,8 @@ def export(
 
     Example: `megalite export runs/quickstart runs/quickstart/hf`
     """
-    from launch.huggingface.exporting import export_hugging_face, plan_export
+    with loading("PyTorch and transformers"):
+        from launch.huggingface.exporting import export_hugging_face, plan_export
 
     check_local(hf_dir, COPY)
     size, stored = parse_size(max_shard_size), None if dtype is None else dtype.value
@@ -123,7 +125,10 @@ def export(
             merge=merge,
             report=report_progress,
         )
-    _print_summary(summary, as_json)
+    what_next = f"`megalite generate {hf_dir} --prompt ...` continues a text with it"
+    if (hf_dir / "adapter_config.json").is_file():
+        what_next = "peft loads these adapters onto their base model; --merge writes a whole model instead"
+    _print_summary(summary, as_json, what_next)
 
 
 def parse_size(text: str) -> int:
@@ -166,7 +171,7 @@ def _print_plan(plan: ConversionPlan, action: str, as_json: bool) -> None:
         log.info(notice)
 
 
-def _print_summary(summary: ConvertSummary, as_json: bool) -> None:
+def _print_summary(summary: ConvertSummary, as_json: bool, what_next: str) -> None:
     if as_json:
         print_json(asdict(summary))
         return
@@ -189,6 +194,7 @@ def _print_summary(summary: ConvertSummary, as_json: bool) -> None:
         )
     for notice in summary.notices:
         log.info(notice)
+    log.info(f"next: {what_next}")
 
 
 def _gigabytes(size: float) -> str:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from launch.cli.options import AsJson, ModelTokenizer
+from launch.output import loading
 from launch.runtime.printing import say
 
 ModelPath = Annotated[
@@ -52,8 +53,9 @@ def generate(
 
     Example: `megalite generate runs/quickstart/hf --prompt "def main(" --temperature 0.8 --top-p 0.95`
     """
-    from launch.inference.generate import GenerateRequest, run
-    from launch.inference.session import ModelPlacement
+    with loading("PyTorch and transformers"):
+        from launch.inference.generate import GenerateRequest, run
+        from launch.inference.session import ModelPlacement
 
     place = ModelPlacement(model, tensor_parallel_size, device, dtype, tokenizer)
     request = GenerateRequest(place, prompt, max_new_tokens, temperature, top_k, top_p, seed, chat, as_json)
@@ -103,9 +105,10 @@ def evaluate(
 
     Example: `megalite evaluate runs/quickstart/hf --text README.md --sequence-length 256 --stride 128`
     """
-    from launch.inference.evaluate import run
-    from launch.inference.scored_data import EvaluateRequest
-    from launch.inference.session import ModelPlacement
+    with loading("PyTorch and transformers"):
+        from launch.inference.evaluate import run
+        from launch.inference.scored_data import EvaluateRequest
+        from launch.inference.session import ModelPlacement
 
     place = ModelPlacement(model, tensor_parallel_size, device, dtype, tokenizer)
     request = EvaluateRequest(

@@ -20,6 +20,7 @@ from launch.errors import FAILED_CODE, USER_ERROR_CODE, USER_ERRORS, LaunchError
 from launch.huggingface.model_folder import DTYPES
 from launch.huggingface.serial_model import filled_model
 from launch.inference.stored_model import StoredModel, open_stored
+from launch.output import FIRST_WORD_S, spinner
 from launch.runtime.devices import gpu_count
 from launch.runtime.local_ranks import rank_environment, start_local_ranks
 from launch.runtime.printing import say
@@ -104,12 +105,14 @@ def run(
     request: a dataclass that can be converted to JSON, with a `place`. `check(request, stored)` raises errors of the
     user before weights are read and ranks are started.
     """
-    stored = open_stored(request.place.path, request.place.tokenizer)
-    place = resolve(request.place, stored)
-    check(request, stored)
-    size = place.tensor_parallel_size
-    if size == 1:
-        work(request, load(place, 0, stored))
+    with spinner(f"opening {request.place.path}", first_s=FIRST_WORD_S):
+        stored = open_stored(request.place.path, request.place.tokenizer)
+        place = resolve(request.place, stored)
+        check(request, stored)
+        size = place.tensor_parallel_size
+        loaded = load(place, 0, stored) if size == 1 else None
+    if loaded is not None:
+        work(request, loaded)
         return 0
     environment, description = rank_environment(LaunchConfig(), size, place.device == "cuda")
     say(f"megalite: starting {size} ranks on {place.device} ({description})", file=sys.stderr, flush=True)
@@ -131,8 +134,10 @@ def rank_main(arguments: Sequence[str], kind: Callable[..., Any], work: Callable
     rank = this_rank()
     assert rank is not None, "started by run"
     try:
-        start_distributed(rank.local_rank)
-        work(request, load(request.place, rank.rank))
+        with spinner("starting ranks and reading the model", is_shown=rank.rank == 0, first_s=FIRST_WORD_S):
+            start_distributed(rank.local_rank)
+            loaded = load(request.place, rank.rank)
+        work(request, loaded)
     except USER_ERRORS as error:
         tell_once(str(error), rank)
         return USER_ERROR_CODE

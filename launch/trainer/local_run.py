@@ -72,7 +72,14 @@ def start_local_run(config: Config, arguments: Sequence[str], flags: StartFlags 
     for notice in run.notices:
         log.info(notice)
     log.info(f"starting {ranks} on {run.device} ({run.environment_in_words})")
-    return start_local_ranks(Mesh.of(run.layout), run.environment, [*arguments, *run.overrides, *flags.words])
+    code = start_local_ranks(Mesh.of(run.layout), run.environment, [*arguments, *run.overrides, *flags.words])
+    if code == 0:
+        folder = config.run_dir
+        log.info(
+            f"next: `megalite report {folder} --open` shows the run, `megalite evaluate {folder}` scores it, "
+            f"`megalite export {folder} {folder}/hf` writes it for transformers"
+        )
+    return code
 
 
 def finish_if_complete(position: RunPosition) -> bool:

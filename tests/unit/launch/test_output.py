@@ -24,6 +24,10 @@ def test_a_long_command_says_what_it_does_where_no_terminal_is(
         report("comparing", 1, 4)
         time.sleep(0.2)
     assert "megalite: comparing: 25% (" in capsys.readouterr().err
-    with output.spinner("reading", is_shown=False):
+    monkeypatch.setattr(output, "SILENCE_S", 10.0)
+    with output.spinner("loading", first_s=0.05):  # imports: the first word comes early, and the next one does not
+        time.sleep(0.3)
+    assert capsys.readouterr().err.count("megalite: loading (") == 1
+    with output.spinner("reading", is_shown=False, first_s=0.05):
         time.sleep(0.2)
     assert capsys.readouterr().err == ""
