@@ -1,4 +1,5 @@
-"""All options of a run but those of `model` and `data`: one class per section, in the order in which `Config` has them.
+"""All options of a run but those of `model`, `data` and tracking services: one class per section, in the order in which
+`Config` has them.
 
 To add an option, add an annotated field with a docstring to its section: the JSON schema, the help and the
 documentation derive from it. Rules about several options belong in rules.py.
@@ -21,6 +22,7 @@ from megalite.config.base import (
     Probability,
     Section,
 )
+from megalite.config.tracking import TrackioConfig, WandbConfig
 from megalite.config.training_stage import TrainingStage
 
 PipelineSchedule = Literal["1f1b", "interleaved", "zero-bubble", "zb-v", "dualpipev"]
@@ -371,22 +373,6 @@ class WatchdogConfig(Section):
         return max(self.minimum_seconds, self.factor * max(recent_s)) if recent_s else 60.0 * self.startup_minutes
 
 
-class WandbConfig(Section):
-    """Reporting to Weights & Biases."""
-
-    enabled: bool = False
-    """Report to Weights & Biases."""
-
-    project: str = "megalite"
-    """Project the run appears in."""
-
-    name: str | None = Field(default=None, examples=["first_try"])
-    """Name of the run in the project. Left out: Weights & Biases chooses one."""
-
-    mode: Literal["online", "offline"] = "offline"
-    """`offline` writes to the run folder, needs no network, and can be uploaded later."""
-
-
 class TimelineConfig(Section):
     """Timelines of chosen steps on all ranks, for `megalite trace`; 10, 11, 100, 101, ... and the last are kept anyway.
 
@@ -436,19 +422,6 @@ class PrometheusConfig(Section):
 
     per_rank: bool = True
     """Peak memory and relative speed of every rank, two series each."""
-
-
-class TrackioConfig(Section):
-    """Reporting to trackio, on this machine. Needs `pip install trackio`."""
-
-    enabled: bool = False
-    """Report to trackio."""
-
-    project: str = "megalite"
-    """Project the run appears in."""
-
-    name: str | None = Field(default=None, examples=["first_try"])
-    """Name of the run in the project. Left out: trackio chooses one."""
 
 
 class MonitorConfig(Section):

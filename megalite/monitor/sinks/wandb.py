@@ -4,40 +4,68 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megalite.config import Config
-from megalite.config.sections import WandbConfig
+from megalite.config.tracking import WandbConfig
 from megalite.monitor.flat_records import flat_numbers
+from megalite.monitor.kept_run import KeptRun
 from megalite.monitor.observer import Observer
 
 log = logging.getLogger(__name__)
+LONGEST_GROUP = 128  # letters, by wandb's rule
 
 
 class WandbSink(Observer):
-    """Logs to one wandb run. If `online` cannot reach the server, the run is logged offline and a warning says so."""
+    """Logs to one wandb run, the same in all sessions. If `online` cannot reach the server, the session is logged
+    offline and a warning says so.
+
+    wandb refuses numbers of a step that is not later than the last, so ours is an x axis: a step that is done again
+    gets a second point.
+    """
 
     def __init__(self, options: WandbConfig, run_dir: Path, config: dict[str, Any]) -> None:
         import wandb
 
         _ignore_settings_here(wandb.Settings)
-        settings = wandb.Settings(init_timeout=20, silent=True)
+        kept = KeptRun(run_dir, "wandb")
         arguments: dict[str, Any] = {
             "project": options.project,
+            "entity": options.entity,
             "name": options.name,
+            "group": options.group or str(run_dir)[-LONGEST_GROUP:],
+            "tags": options.tags or None,
+            "id": kept.name() or secrets.token_hex(4),
+            "resume": "allow",
             "dir": str(run_dir),
             "config": config,
-            "settings": settings,
+            "allow_val_change": True,  # a session may have another layout
         }
+
+        def start(mode: Literal["online", "offline"]) -> Any:
+            return wandb.init(mode=mode, settings=wandb.Settings(init_timeout=20, silent=True), **arguments)
+
         try:
-            self._run = wandb.init(mode=options.mode, **arguments)
+            try:
+                self._run = start(options.mode)
+            except wandb.errors.Error as error:
+                if "deleted" not in str(error):
+                    raise
+                log.warning(f"wandb run {arguments['id']} of this folder was deleted: it gets another one")
+                arguments["id"] = secrets.token_hex(4)
+                self._run = start(options.mode)
         except wandb.errors.Error as error:
             log.warning(f"wandb is not reachable ({error}): logging offline, upload with `wandb sync`")
-            self._run = wandb.init(mode="offline", **arguments)
+            wandb.teardown()  # its process still holds the id
+            self._run = start("offline")
+        kept.keep(arguments["id"])
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def on_step(self, record: dict[str, Any]) -> None:
-        self._run.log(flat_numbers(record), step=record["step"])
+        self._run.log(flat_numbers(record) | {"step": record["step"]})
 
     def close(self) -> None:
         self._run.finish()
@@ -59,6 +87,6 @@ def _ignore_settings_here(settings: Any) -> None:
 
 
 def open_sink(config: Config, first_step: int) -> WandbSink | None:
-    """Starts a wandb run if `monitor.wandb.enabled`."""
+    """Starts a wandb run, or goes on with that of an earlier session, if `monitor.wandb.enabled`."""
     wandb = config.monitor.wandb
     return WandbSink(wandb, config.run_dir, config.model_dump(mode="json")) if wandb.enabled else None
