@@ -120,3 +120,8 @@ def _opened(file: StoredFile) -> _Descriptor:
     # pages in a row are not read ahead: of two samples that lie close together, the second would bring in many
     os.posix_fadvise(opened.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     return opened
+
+
+def user_path(name: str) -> Path:
+    """Returns the path that a user means: `~/` is the home folder, and `~notes.txt` a file where no user is it."""
+    return Path(os.path.expanduser(name))  # noqa: PTH111 - Path.expanduser raises where it finds no home

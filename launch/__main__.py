@@ -26,6 +26,9 @@ def main() -> None:
         taken = [number for number in STOP_SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
         for number in taken:
             signal.signal(number, partial(_leave, is_run=is_run))
+        from megalite.config.user_folders import ensure_home
+
+        ensure_home()  # before libraries look for it
         from launch.cli.app import main as run
 
         if not is_run:

@@ -73,6 +73,7 @@ from megalite.checkpoint.small_files import forbid_writing_by_all
 from megalite.config import Config, resolve_layout
 from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.config.layout import unchecked_layout
+from megalite.config.user_folders import ensure_home
 from megalite.engine.errors import MessageRefused, RendezvousFailed
 from megalite.monitor.events import EVENTS, EventLog
 from megalite.planner.cost.shapes import recompute_of_blocks
@@ -105,6 +106,7 @@ ENDINGS: dict[type[Exception], tuple[int, str]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one rank and returns its exit code. User errors are printed as one line on stderr, once per host."""
     forbid_writing_by_all()
+    ensure_home()
     console = outlive_readers()
     take_signals()  # until training begins there is nothing to save
     end_with_parent()  # a launcher that is killed takes its ranks along; they save first

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from data_pipeline.errors import DataError
-from data_pipeline.files import is_url
+from data_pipeline.files import is_url, user_path
 from data_pipeline.sources.chats import ChatDataset, ChatParquet, ChatRows
 from data_pipeline.sources.compressed import name_inside
 from data_pipeline.sources.csv_table import CsvTable
@@ -77,7 +77,7 @@ def open_sources(specs: Sequence[str], text_field: str | None, longest: int = LO
         raise DataError("no source is given: name at least one text file, folder, glob, .jsonl file or dataset:NAME")
     sources: list[Source] = []
     for spec in specs:
-        file = Path(spec.removeprefix(DATASET_PREFIX)).expanduser()
+        file = user_path(spec.removeprefix(DATASET_PREFIX))
         if spec.startswith(DATASET_PREFIX) and not (file.suffix == ".parquet" and file.is_file()):
             sources.append(
                 ChatDataset(spec, longest=longest)
@@ -120,7 +120,7 @@ def _open_file(path: Place, text_field: str | None, longest: int) -> Source:
 def _expand(spec: str) -> Sequence[Place]:
     if is_url(spec) and not spec.startswith("file://"):
         return remote_files(spec)
-    path = Path(spec.removeprefix("file://")).expanduser()
+    path = user_path(spec.removeprefix("file://"))
     if path.is_file():
         return [path]
     if path.is_dir():

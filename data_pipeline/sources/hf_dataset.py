@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError
+from data_pipeline.files import user_path
 from data_pipeline.sources.arrow_rows import documents_of
 from data_pipeline.sources.containment import CARDS, check_card, check_inside, check_saved
 from data_pipeline.sources.document import LONGEST_ROW, Document, OnBadRow, checked_text, file_identity
@@ -40,7 +41,7 @@ class HfDataset:
     def __init__(self, spec: str, text_field: str, typed: str | None = None, longest: int = LONGEST_ROW) -> None:
         self.spec, self.text_field, self.typed, self.longest = spec, text_field, typed or spec, longest
         match, place = _SPEC.fullmatch(spec), spec.removeprefix(DATASET_PREFIX)
-        if place and Path(place).expanduser().exists():  # first: it may have a colon in its name
+        if place and user_path(place).exists():  # first: it may have a colon in its name
             self.name, split = place, None
         elif match is not None:
             self.name, split = match["name"], match["split"]
@@ -56,7 +57,7 @@ class HfDataset:
 
     @property
     def path(self) -> Path | None:
-        path = Path(self.name).expanduser()
+        path = user_path(self.name)
         return path if path.exists() else None
 
     def identity(self) -> list[str]:
@@ -166,7 +167,7 @@ class HfDataset:
 
     def _advice(self) -> str:
         split = " and the split" if self._names_split else ""
-        path = Path(self.name).expanduser()
+        path = user_path(self.name)
         if path.is_file():
             return f"check the file{split}, or fetch or save it again"
         return f"check the {'folder' if path.exists() else 'name or path'}{split}"
@@ -174,7 +175,7 @@ class HfDataset:
     def _load(self) -> Any:
         import datasets
 
-        path = Path(self.name).expanduser()
+        path = user_path(self.name)
         if (path / "dataset_dict.json").is_file():
             splits = json.loads((path / "dataset_dict.json").read_bytes())["splits"]
             if self.split not in splits:

@@ -21,6 +21,7 @@ from megalite.checkpoint.durable_files import write_durably
 from megalite.config import ConfigError
 from megalite.config.errors import problems_of, shown
 from megalite.config.suggestions import dotted, nearest_name
+from megalite.config.user_folders import settings_folder
 from megalite.config.yaml_text import parse_yaml, to_yaml
 from megalite.planner.hardware import Accelerator, Catalogue, Link, catalogue, extended
 
@@ -30,12 +31,7 @@ EXAMPLES = {"accelerators": "efficiency: 0.6", "links": "gb_per_s: 50"}
 
 def user_file() -> Path:
     """Path of the user's catalogue, which need not exist."""
-    return _xdg("XDG_CONFIG_HOME", ".config") / "hardware.yaml"
-
-
-def cache_folder() -> Path:
-    """Folder of cached measurements."""
-    return _xdg("XDG_CACHE_HOME", ".cache")
+    return settings_folder() / "hardware.yaml"
 
 
 def known_hardware(path: Path | None = None) -> Catalogue:
@@ -127,13 +123,3 @@ def _read(path: Path) -> tuple[Any, dict[tuple[str | int, ...], int]]:
         raise ConfigError(f"{path} cannot be read: {reason}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-
-
-def _xdg(variable: str, below_home: str) -> Path:
-    root = Path(os.environ.get(variable, ""))
-    if not root.is_absolute():  # relative paths are to be ignored, says the XDG specification
-        try:
-            root = Path.home() / below_home
-        except RuntimeError:  # no HOME and no passwd entry, as in a container
-            root = Path("/nonexistent") / below_home
-    return root / "megalite"

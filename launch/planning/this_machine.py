@@ -23,11 +23,12 @@ from typing import Any, TypeGuard
 import psutil
 
 from launch.errors import LaunchError
-from launch.planning.hardware_catalogue import cache_folder, known_hardware, user_file
+from launch.planning.hardware_catalogue import known_hardware, user_file
 from launch.runtime.devices import cpu_count, gpu_count, gpu_names
 from launch.runtime.host_probe import cpu_info, has_bf16_units, host_memory_bytes
 from megalite.checkpoint.durable_files import write_durably
 from megalite.config import Config
+from megalite.config.user_folders import cache_folder
 from megalite.config.versions import installed_version
 from megalite.planner.cost.communication_time import INTRA_NODE_EFFICIENCY
 from megalite.planner.cost.layer_time import MEMORY_EFFICIENCY

@@ -226,7 +226,7 @@ def compile_locks(caches: list[str]) -> list[dict[str, Any]]:
 
     Every process that finds a lock without a holder waits for ever (torch/utils/file_baton.py).
     """
-    cache = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - raises nothing where there is no home
     own = os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path(cache, "torch_extensions"))
     folders = [Path(folder) for folder in dict.fromkeys([*caches, own])]
     locks = [lock for folder in folders for lock in (*folder.glob("*/lock"), *folder.glob("*/*/lock"))]

@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from data_pipeline.errors import DataError, first_names
+from data_pipeline.files import user_path
 from data_pipeline.packing_plan import plan_ending
 from data_pipeline.token_cache import CorpusCopy, free_bytes
-from launch.planning.hardware_catalogue import cache_folder
 from launch.trainer.packing import packed_splits
 from megalite.checkpoint.errors import StorageError
 from megalite.checkpoint.remote.storage import PATIENCE, Store
 from megalite.checkpoint.remote.transfer import with_retries
 from megalite.config.data import DataConfig
+from megalite.config.user_folders import cache_folder
 
 TELL_EVERY_S = 8.0
 LARGEST_META = 1 << 24  # bytes
@@ -43,7 +44,7 @@ class RemoteCorpus:
 
 def cache_of(data: DataConfig) -> Path:
     """Returns the folder of copies on this host."""
-    return (data.cache.expanduser() if data.cache is not None else cache_folder() / "data").absolute()
+    return (user_path(str(data.cache)) if data.cache is not None else cache_folder() / "data").absolute()
 
 
 def look_up(urls: Sequence[str]) -> list[RemoteCorpus]:

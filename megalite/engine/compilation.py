@@ -22,6 +22,7 @@ from torch import nn
 
 from megalite.config import Config, ConfigError
 from megalite.config.performance_rules import why_not_compiled
+from megalite.config.user_folders import cache_folder
 from megalite.parallel import linear
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import CompilableBlock
@@ -124,7 +125,7 @@ def keep_compiled_code() -> Path | None:
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # torch sets it when dynamo is imported
 
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "megalite" / "compiled"
+    folder = cache_folder() / "compiled"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:

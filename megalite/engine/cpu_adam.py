@@ -20,14 +20,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar, cast
 
+import deepspeed
 import psutil
+import torch
 import torch.distributed as dist
 
+from megalite.config.user_folders import cache_folder
 from megalite.engine.agreement import from_all_ranks
 from megalite.engine.deepspeed_internals import use_cpu_adam
 
@@ -92,10 +94,9 @@ def _place_in_cache() -> tuple[Path, bool]:
 
 def cached_library() -> Path:
     """Returns the place of the library for this CPU and these versions; it need not exist."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    machine = [version("deepspeed"), version("torch"), sys.version, platform.machine(), _cpu_features()]
+    machine = [deepspeed.__version__, torch.__version__, sys.version, platform.machine(), _cpu_features()]
     key = hashlib.sha256("\n".join(machine).encode()).hexdigest()[:16]
-    return cache / "megalite" / f"cpu_adam_{key}" / "cpu_adam.so"
+    return cache_folder() / f"cpu_adam_{key}" / "cpu_adam.so"
 
 
 def _cpu_features() -> str:

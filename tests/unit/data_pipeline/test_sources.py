@@ -322,3 +322,15 @@ def test_text_that_is_not_utf8_names_the_byte(bad_byte: int, tmp_path: Path) -> 
     first_bad = bad_byte - bad_byte % 2  # an odd byte ends a character that then began in vain
     with pytest.raises(DataError, match=rf"latin.txt is not UTF-8 text \(byte {first_bad}\)"):
         documents([str(tmp_path / "latin.txt")])
+
+
+@pytest.mark.parametrize("form", ["{}", "file://{}", "dataset:{}"])
+@pytest.mark.parametrize("name", ["~notes.jsonl", "~/notes.jsonl"])
+def test_a_tilde_is_the_home_folder_or_a_letter(
+    form: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Editors call copies `~NAME`; where no user has that name, such a source has ended in a traceback."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / name.removeprefix("~/")).write_text('{"text": "a"}\n')
+    assert documents([form.format(name)]) == ["a"]
